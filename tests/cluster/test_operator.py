@@ -161,7 +161,10 @@ def test_a_recreated_session_waits_for_the_resources_of_its_predecessor(
 
     sessions.make("one")
     wait_until(
-        lambda: "earlier session" in sessions.condition("one", "Ready").get("message", ""),
+        lambda: (
+            "deleted session with the same name"
+            in sessions.condition("one", "Ready").get("message", "")
+        ),
         "the status says what is waited for",
         SOON_SECONDS,
     )

@@ -110,8 +110,8 @@ def test_an_owner_at_the_session_limit_gets_another_after_deleting_one(
         sessions.wait_for("second", "condition=Ready")
 
         assert phase == "Queued"
-        assert "may have 1 live sessions" in message
-        assert "number 1 of those that wait" in message
+        assert "the limit is 1" in message
+        assert "number 1 in the owner's queue" in message
 
 
 @pytest.mark.parametrize("component", ["head", "trainer", "sampler"])
@@ -305,7 +305,7 @@ def test_a_pod_on_a_node_that_is_not_ready_is_reported_with_it(sessions: Session
     sessions.cluster.kubectl("patch", pod, *options, f"--patch={patch}")
 
     sessions.wait_for_reason("one", "NodeNotReady")
-    assert f"its node {node} is not ready" in sessions.condition("one", "Ready")["message"]
+    assert f": node {node} is not ready" in sessions.condition("one", "Ready")["message"]
 
 
 def test_a_suspended_session_keeps_its_secret_and_resumes(sessions: Sessions) -> None:

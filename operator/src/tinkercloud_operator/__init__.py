@@ -1,1 +1,1 @@
-"""The operator: reconciles TrainingSessions into RayClusters and what surrounds them."""
+"""The operator: reconciles TrainingSessions into RayClusters and their supporting objects."""

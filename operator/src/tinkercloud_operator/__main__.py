@@ -1,4 +1,4 @@
-"""`python -m tinkercloud_operator`: settings, leadership, and what a leader does."""
+"""`python -m tinkercloud_operator`: settings, leader election, and the work of a leader."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ from tinkercloud_kube.errors import KubernetesError
 from tinkercloud_operator import metrics
 from tinkercloud_operator.run.controller import Controller, DefinitionsMissing
 from tinkercloud_operator.run.handlers import WatchingFailed, watch
-from tinkercloud_operator.run.head_client import Heads
+from tinkercloud_operator.run.head_client import HeadClient
 from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.run.probes import Probes
 from tinkercloud_operator.settings import Settings, UnknownSettingError, load_settings
@@ -30,13 +30,13 @@ _REQUEST_SECONDS = 30.0
 """Limit of one request to Kubernetes."""
 _RETRY_SECONDS = 1.0
 _GATHER_SECONDS = 2.0
-"""Watches often begin anew together: for how long others are waited for before all is listed."""
+"""Pause before a resync: watches often restart together, and one list serves them all."""
 
 
 async def run(settings: Settings) -> None:
-    """Operate until a stop signal."""
+    """Run the operator until a stop signal."""
     configuration = await credentials()
-    # Any number of heads may be asked at the same time.
+    # Any number of save requests may be in flight at the same time.
     connector = aiohttp.TCPConnector(limit=0)
     async with (
         client.ApiClient(configuration) as api,
@@ -58,7 +58,7 @@ async def run(settings: Settings) -> None:
         stop_signal.listen()
 
         async def term() -> None:
-            await _lead(cluster, Heads(cluster, http), probes, settings, stop_signal)
+            await _lead(cluster, HeadClient(cluster, http), probes, settings, stop_signal)
 
         leading = asyncio.create_task(leadership.run(term))
         stopped = asyncio.create_task(stop_signal.wait())
@@ -80,7 +80,7 @@ class StopSignal(asyncio.Event):
     """Set by SIGTERM and SIGINT."""
 
     def listen(self) -> None:
-        """Take the signals, from whoever else took them."""
+        """Install signal handlers, replacing existing ones."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.set)
@@ -88,21 +88,21 @@ class StopSignal(asyncio.Event):
 
 async def _lead(
     cluster: Client,
-    heads: Heads,
+    head_client: HeadClient,
     probes: Probes,
     settings: Settings,
     stop_signal: StopSignal,
 ) -> None:
-    """Lead for as long as nobody cancels it; watch again when a kind comes or goes."""
+    """Lead until cancelled; restart the watches when an API is added or removed."""
     while True:
-        controller = Controller(cluster, heads, settings)
+        controller = Controller(cluster, head_client, settings)
         probes.unready = controller.unready
-        probes.heard()
+        probes.on_heartbeat()
         try:
             await _watch_and_work(controller, probes, settings, stop_signal)
         except* WatchingFailed as errors:
-            log.warning("watching failed; beginning anew", error=str(errors))
-        # A task group that failed keeps to itself that it was cancelled as well.
+            log.warning("the watches failed; restarting them", error=str(errors))
+        # A task group that failed does not propagate that it was also cancelled.
         this = asyncio.current_task()
         if this is not None and this.cancelling():
             raise asyncio.CancelledError
@@ -112,51 +112,51 @@ async def _lead(
 async def _watch_and_work(
     controller: Controller, probes: Probes, settings: Settings, stop_signal: StopSignal
 ) -> None:
-    """Watch and work until a kind comes or goes.
+    """Watch and reconcile until an API is added or removed.
 
     Raises:
-        ExceptionGroup: of WatchingFailed, or of what no worker survives.
+        ExceptionGroup: WatchingFailed, or an error that ends a worker.
     """
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         resync = tasks.create_task(_resync(controller, stop, settings))
         workers = [tasks.create_task(controller.work()) for _ in range(settings.max_concurrent)]
         workers.append(tasks.create_task(controller.work_on_base_models()))
-        workers.append(tasks.create_task(controller.ask_heads()))
+        workers.append(tasks.create_task(controller.save_heads()))
         workers.append(tasks.create_task(controller.watch_definitions()))
         workers.append(tasks.create_task(controller.watch_cordons()))
         workers.append(tasks.create_task(controller.count()))
-        # kopf takes the stop signals when it starts; they are to end more than the watching.
+        # kopf installs its own signal handlers when it starts, which would only end the watches.
         await watch(
             controller,
             settings,
-            on_heartbeat=probes.heard,
+            on_heartbeat=probes.on_heartbeat,
             on_started=stop_signal.listen,
             stop=stop,
         )
         for task in (resync, *workers):
             task.cancel()
-    log.info("watching again, because a kind came or went")
+    log.info("restarting the watches because an API was added or removed")
 
 
 async def _resync(controller: Controller, stop: asyncio.Event, settings: Settings) -> None:
-    """List everything now and then; the first list says which kinds there are to watch."""
+    """List all objects periodically; the first list determines which kinds to watch."""
     served: frozenset[str] | None = None
-    told: str | None = None
+    reported: str | None = None
     while True:
         controller.needs_resync.clear()
         try:
             await controller.resync()
         except KubernetesError as error:
-            if str(error) != told:
-                log.warning("could not list everything; trying again", error=str(error))
-            told = str(error)
+            if str(error) != reported:
+                log.warning("could not list all objects; retrying", error=str(error))
+            reported = str(error)
             if isinstance(error, DefinitionsMissing):
                 served = controller.served
             await asyncio.sleep(_RETRY_SECONDS)
             continue
-        told = None
-        # Kinds that were not there when the watching began are not watched.
+        reported = None
+        # The current watches do not cover kinds that were added since they started.
         if served not in {None, controller.served}:
             stop.set()
             return
@@ -168,7 +168,7 @@ async def _resync(controller: Controller, stop: asyncio.Event, settings: Setting
 
 
 def main() -> None:
-    """Run the operator that the environment describes; one that it does not describe is told."""
+    """Run the operator with the environment's settings; exit with a message if invalid."""
     try:
         settings = load_settings()
     except ValidationError as error:

@@ -1,38 +1,40 @@
-"""What the operator counts. Named once, here; the dashboards and rules of the chart use these."""
+"""Prometheus metrics of the operator; the chart's dashboards and alerting rules use them."""
 
 from prometheus_client import Counter, Gauge, Histogram
 
-RECONCILES = Counter("tinkercloud_reconcile", "Sessions looked at", ["result"])
+RECONCILES = Counter(
+    "tinkercloud_reconcile", "Reconciliations of TrainingSessions, by result", ["result"]
+)
 RECONCILE_SECONDS = Histogram(
     "tinkercloud_reconcile_seconds",
-    "From looking at a session to the last write that followed",
+    "Duration of one reconciliation, including its writes",
     buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
 )
 API_REQUESTS = Counter(
-    "tinkercloud_api_requests", "Requests to the Kubernetes API server", ["verb", "code"]
+    "tinkercloud_api_requests",
+    "Requests to the Kubernetes API server, by verb and HTTP status code",
+    ["verb", "code"],
 )
-SESSIONS = Gauge("tinkercloud_sessions", "TrainingSessions", ["phase"])
-SESSION_GPUS = Gauge("tinkercloud_session_gpus", "GPUs that sessions with pods ask for")
+SESSIONS = Gauge("tinkercloud_sessions", "TrainingSessions, by phase", ["phase"])
+SESSION_GPUS = Gauge("tinkercloud_session_gpus", "GPUs requested by the pods of all sessions")
 READY_SECONDS = Histogram(
     "tinkercloud_session_ready_seconds",
-    "From the creation of a session to its first Ready",
+    "Time from the creation of a session until it is first Ready",
     buckets=(1, 3, 10, 30, 60, 120, 300, 600, 1800, 3600),
 )
-QUEUE_DEPTH = Gauge("tinkercloud_queue_depth", "Sessions waiting to be looked at")
-IS_LEADER = Gauge("tinkercloud_is_leader", "Whether this replica holds the Lease")
+QUEUE_DEPTH = Gauge("tinkercloud_queue_depth", "Sessions waiting to be reconciled")
+IS_LEADER = Gauge("tinkercloud_is_leader", "1 if this replica holds the leader Lease, else 0")
 OLDEST_SECONDS = Gauge(
     "tinkercloud_session_oldest_seconds",
-    "How long the session of a phase that has waited longest has made no step",
+    "Longest time that any session of a phase has made no progress",
     ["phase"],
 )
-RESTARTS = Counter(
-    "tinkercloud_session_restarts", "Head processes that ended without having been asked to"
-)
+RESTARTS = Counter("tinkercloud_session_restarts", "Head processes that ended unexpectedly")
 SAVES_FAILED = Counter(
-    "tinkercloud_saves_failed", "Times a head was asked to save what it holds and did not", ["what"]
+    "tinkercloud_saves_failed", "Save requests to heads that failed, by kind of request", ["what"]
 )
 DEFINITIONS_OUTDATED = Gauge(
     "tinkercloud_definitions_outdated",
-    "Whether the served definition of a kind lacks fields that the operator needs",
+    "1 if the served CRD of a kind lacks fields that the operator needs, else 0",
     ["kind"],
 )

@@ -1,4 +1,4 @@
-"""What holds of the conditions of every session, whatever happens to it."""
+"""Invariants of the conditions of every session."""
 
 from tinkercloud_crds.conditions import SESSION_STEPS, ConditionType, find
 from tinkercloud_crds.training_session import TrainingSessionStatus
@@ -11,15 +11,15 @@ def reached(status: TrainingSessionStatus) -> list[bool]:
 
 
 def is_true(status: TrainingSessionStatus, kind: ConditionType) -> bool:
-    """Whether a condition is there and True."""
+    """Return whether a condition exists and is True."""
     condition = find(status.conditions, kind)
     return condition is not None and condition.status == "True"
 
 
 def check_conditions(before: TrainingSessionStatus, after: TrainingSessionStatus) -> None:
-    """Check what holds of every status that is ever written, and of every change of one."""
+    """Check the invariants of every written status and of every change."""
     steps = reached(after)
-    assert steps == sorted(steps, reverse=True), "what is True comes first"
+    assert steps == sorted(steps, reverse=True), "conditions that are True come first"
     assert is_true(after, ConditionType.READY) == all(steps)
     assert not (is_true(after, ConditionType.READY) and is_true(after, ConditionType.STALLED))
     assert (after.endpoint is not None) == all(steps)

@@ -1,7 +1,7 @@
-"""A session with everything around the operator, in memory, and all that may happen to it.
+"""A simulated session with its surroundings, in memory, and the events that may happen to it.
 
-`World` carries plans out, or only their first writes, and lets KubeRay, Kueue, the kubelet, the
-head, owners and vandals take their turns.
+`World` executes plans, or only their first writes, and simulates KubeRay, Kueue, the kubelet, the
+head, owners and manual edits.
 """
 
 import copy
@@ -16,21 +16,21 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.training_session import TrainerOverride, TrainingSessionStatus
-from tinkercloud_operator.children.secret_marker import has_secret, witness
+from tinkercloud_operator.children.secret_marker import has_secret, secret_marker
 from tinkercloud_operator.decide.actions import (
     Action,
     Apply,
-    AskHead,
     CreateSecret,
+    CreateSecretMarker,
     Delete,
     DeleteSession,
-    HoldFinalizer,
     Plan,
-    WitnessSecret,
+    SaveRequest,
+    SetFinalizer,
 )
 from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.snapshot import ChildKey, Observed, Pod, Trouble
+from tinkercloud_operator.spec.snapshot import ChildKey, Observed, Pod, PodProblem
 from tinkercloud_testing.session_conditions import check_conditions
 from tinkercloud_testing.sessions import (
     COLOCATED,
@@ -46,7 +46,7 @@ from tinkercloud_testing.sessions import (
 SETTINGS = Settings()
 RAY_CLUSTER = ChildKey("RayCluster", "one")
 HEAD_CONFIG = ChildKey("ConfigMap", "one-config")
-TROUBLE = Trouble(Reason.IMAGE_PULL_BACK_OFF, "container head: no such image")
+PROBLEM = PodProblem(Reason.IMAGE_PULL_BACK_OFF, "container head: no such image")
 DENIED = "admission webhook denied it"
 IDLE = {"timeoutSeconds": 1800}
 NODES = frozenset({"node-0", "node-1"})
@@ -68,7 +68,7 @@ OFFERS: Mapping[str, BaseModelSpec] = {
 
 
 class World:
-    """A session and everything around the operator that looks after it."""
+    """A session and everything around the operator that reconciles it."""
 
     def __init__(self, base_model: BaseModelSpec, *, is_declared: bool = True) -> None:
         self.offered = base_model
@@ -77,14 +77,14 @@ class World:
         self.pods: dict[str, Pod] = {}
         self.has_secret = False
         self.is_gone = False
-        self.is_deaf = False
+        self.ignores_saves = False
         self.refuses = False
         self.unknown_fields: frozenset[str] = frozenset()
-        """Of the status: what definitions that are older than the operator do not keep."""
-        self.told: Json | None = None
-        """What the process of the head read when it began; None if that was nothing readable."""
+        """Status fields that outdated CRDs do not store."""
+        self.head_config: Json | None = None
+        """Configuration that the head's process read at startup; None if there was none."""
         self.stopping: set[str] = set()
-        """Heads that were asked to suspend: they serve nobody any more."""
+        """Incarnations of heads that received a `suspend` request and no longer serve."""
         self._uids = itertools.count()
 
     @property
@@ -109,10 +109,10 @@ class World:
     # The operator.
 
     def operate(self, writes: int | None = None) -> Plan:
-        """Look once; with a number of writes, the operator dies after that many."""
-        before, seen = self.status, self.observe()
-        plan = reconcile(seen, SETTINGS)
-        assert plan == reconcile(seen, SETTINGS)
+        """Reconcile once; with a number of writes, the operator crashes after that many."""
+        before, snapshot = self.status, self.observe()
+        plan = reconcile(snapshot, SETTINGS)
+        assert plan == reconcile(snapshot, SETTINGS)
         for action in plan.actions[:writes]:
             if self.refuses and isinstance(action, Apply):
                 break
@@ -125,7 +125,7 @@ class World:
         if plan.status is not None and (writes is None or writes > len(plan.actions)):
             self._write(plan.status)
         if writes is not None:
-            self.change(answers={}, asked=frozenset(), apply_error=None)
+            self.change(completed_saves={}, pending_saves=frozenset(), apply_error=None)
         check_conditions(before, self.status)
         return plan
 
@@ -140,19 +140,19 @@ class World:
                 self._apply(manifest)
             case CreateSecret():
                 self.has_secret = True
-            case WitnessSecret(secret):
-                assert self.has_secret, "there is nothing to be a witness of"
-                self._apply(witness(secret, "uid-of-the-secret"))
+            case CreateSecretMarker(secret):
+                assert self.has_secret, "there is nothing to be a secret_marker of"
+                self._apply(secret_marker(secret, "uid-of-the-secret"))
             case Delete(key):
                 if key == RAY_CLUSTER:
                     self.children[key]["metadata"]["deletionTimestamp"] = "2026-01-01T12:00:00Z"
                 else:
                     del self.children[key]
-            case AskHead():
+            case SaveRequest():
                 self._ask(action)
-            case HoldFinalizer(held):
-                self.change(has_finalizer=held)
-                self.is_gone = not held and self.session.deleted is not None
+            case SetFinalizer(present):
+                self.change(has_finalizer=present)
+                self.is_gone = not present and self.session.deleted is not None
             case DeleteSession():
                 self.delete()
 
@@ -164,28 +164,28 @@ class World:
         start: Json = {"spec": {"suspend": True}} if is_queued else {}
         self.children[key] = merged(self.children.get(key, start), manifest)
 
-    def _ask(self, question: AskHead) -> None:
+    def _ask(self, request: SaveRequest) -> None:
         head = self.observe().head
         assert head is not None
-        assert head.incarnation == question.incarnation
-        assert question.timeout_seconds > 0
-        done = (question.what, question.incarnation)
-        if question.what == "suspend":
-            self.stopping.add(question.incarnation)
+        assert head.incarnation == request.incarnation
+        assert request.timeout_seconds > 0
+        key = (request.kind, request.incarnation)
+        if request.kind == "suspend":
+            self.stopping.add(request.incarnation)
             self.pods[head.name] = replace(head, is_ready=False)
-        if self.is_deaf:
-            self.change(asked=self.session.asked | {done})
+        if self.ignores_saves:
+            self.change(pending_saves=self.session.pending_saves | {key})
         else:
-            saved = "tinker://one:train:0/weights/last" if question.what == "checkpoint" else None
-            self.change(answers={**self.session.answers, done: saved})
-            self.change(asked=self.session.asked - {done})
+            saved = "tinker://one:train:0/weights/last" if request.kind == "checkpoint" else None
+            self.change(completed_saves={**self.session.completed_saves, key: saved})
+            self.change(pending_saves=self.session.pending_saves - {key})
 
     # KubeRay, Kueue, the kubelet.
 
     def kuberay(self) -> None:
-        """Make one missing pod, or end those that should not be.
+        """Create one missing pod, or terminate surplus ones.
 
-        As KubeRay 1.6 does, which leaves alone what is of a group that its spec no longer has.
+        Like KubeRay 1.6, which ignores pods of a group that its spec no longer has.
         """
         cluster = self.children.get(RAY_CLUSTER)
         if cluster is not None and "deletionTimestamp" in cluster["metadata"]:
@@ -206,26 +206,26 @@ class World:
                 return
 
     def _make_pod(self, name: str) -> None:
-        begins = {"is_scheduled": False, "is_started": False, "is_ready": False}
+        pending = {"is_scheduled": False, "is_started": False, "is_ready": False}
         uid = f"uid-{next(self._uids)}"
-        self.pods[name] = a_pod(name.split("-", maxsplit=1)[0], name=name, uid=uid, **begins)
+        self.pods[name] = a_pod(name.split("-", maxsplit=1)[0], name=name, uid=uid, **pending)
         if name == "head-0":
-            self._tell_head()
+            self._start_head()
 
-    def _tell_head(self) -> None:
-        """Have the head's process read what it is told, as a pod's volume shows it."""
+    def _start_head(self) -> None:
+        """Let the head's process read its configuration, as mounted in the pod."""
         config = self.children.get(HEAD_CONFIG, {"data": {}})
-        self.told = json.loads(config["data"].get("head.json", "null"))
+        self.head_config = json.loads(config["data"].get("head.json", "null"))
 
     def kubelet(self) -> None:
-        """Take one pod one stage further."""
+        """Advance one pod by one stage."""
         for name, pod in self.pods.items():
             if pod.is_terminating:
                 del self.pods[name]
                 return
             stages = (pod.is_scheduled, pod.is_started, pod.is_ready)
             is_stopping = pod.is_started and pod.incarnation in self.stopping
-            if pod.trouble is None and not all(stages) and not is_stopping:
+            if pod.problem is None and not all(stages) and not is_stopping:
                 stage = ("is_scheduled", "is_started", "is_ready")[stages.index(False)]
                 further: Json = {stage: True}
                 if stage == "is_scheduled":
@@ -234,14 +234,14 @@ class World:
                 return
 
     def kueue(self, *, admits: bool = True) -> None:
-        """Admit or evict it. What was evicted is admitted again once its pods are gone."""
+        """Admit or evict the RayCluster; admit an evicted one only once its pods are gone."""
         cluster = self.children.get(RAY_CLUSTER)
         if cluster is None or labels.QUEUE_LABEL not in cluster["metadata"]["labels"]:
             return
         if not (admits and cluster["spec"].get("suspend") and self.pods):
             cluster["spec"]["suspend"] = not admits
 
-    # Everybody else.
+    # Owners, clients and failures.
 
     def lose_pods(self, component: str) -> None:
         for name, pod in self.pods.items():
@@ -252,16 +252,16 @@ class World:
         for name, pod in self.pods.items():
             down: Json = {"is_started": False, "is_ready": False, "restarts": pod.restarts + 1}
             self.pods[name] = replace(pod, **down) if pod.is_started else pod
-        self._tell_head()
+        self._start_head()
 
-    def trouble_pods(self, trouble: Trouble | None) -> None:
-        self.pods = {name: replace(pod, trouble=trouble) for name, pod in self.pods.items()}
+    def break_pods(self, problem: PodProblem | None) -> None:
+        self.pods = {name: replace(pod, problem=problem) for name, pod in self.pods.items()}
 
     def lose_child(self, kind: str) -> None:
         self.children = {key: item for key, item in self.children.items() if key.kind != kind}
 
     def lose_secret(self) -> None:
-        """Delete the Secret; the garbage collector takes it out of what it owned."""
+        """Delete the Secret; the garbage collector removes its owner references."""
         self.has_secret = False
         for child in self.children.values():
             owners = child["metadata"].get("ownerReferences", [])
@@ -278,13 +278,13 @@ class World:
         self.change(spec=self.session.spec.model_copy(update={"suspend": asked}))
 
     def ask_for_trainers(self, replicas: int | None) -> None:
-        """Have its owner ask for so many, or for all; where there are as many."""
+        """Let the owner request a number of trainers, or all (None), if there are several."""
         if self.offered.trainer.replicas > 1:
             asked = None if replicas is None else TrainerOverride(replicas=replicas)
             self.change(spec=self.session.spec.model_copy(update={"trainer": asked}))
 
     def shrink_base_model(self) -> None:
-        """Have the BaseModel offer one pod of each kind that has more."""
+        """Reduce the BaseModel to one pod of each kind."""
         trainer, sampler = self.offered.trainer, self.offered.sampler
         trainers, samplers = min(1, trainer.replicas), min(1, sampler.replicas)
         shrunk = {
@@ -304,8 +304,8 @@ class World:
             self.is_gone = True
         self.change(deleted=self.session.deleted or self.session.now)
 
-    def set_deaf(self, *, is_deaf: bool) -> None:
-        self.is_deaf = is_deaf
+    def set_ignoring_saves(self, *, ignores_saves: bool) -> None:
+        self.ignores_saves = ignores_saves
 
     def set_refusing(self, *, refuses: bool) -> None:
         self.refuses = refuses
@@ -318,10 +318,10 @@ class World:
             self.pass_time(1)
 
     def settle(self) -> Plan:
-        """End all trouble from outside and take turns until nobody has anything to do."""
+        """End all problems from outside, and let all components work until nothing changes."""
         self.refuses = False
-        self.change(has_kuberay=True, has_device_claims=True, turn=None)
-        self.trouble_pods(None)
+        self.change(has_kuberay=True, has_device_claims=True, start_order_message=None)
+        self.break_pods(None)
         plan = Plan()
         for _ in range(ENOUGH_ROUNDS):
             before = (copy.deepcopy(self.children), dict(self.pods))
@@ -334,49 +334,51 @@ class World:
             is_quiet = not plan.actions and plan.status is None
             if is_quiet and before == (self.children, self.pods):
                 return plan
-            if plan.actions and plan.look_again_seconds is not None:
-                self.pass_time(min(plan.look_again_seconds, 5))
-        raise AssertionError(f"does not come to rest: {plan}")
+            if plan.actions and plan.requeue_after_seconds is not None:
+                self.pass_time(min(plan.requeue_after_seconds, 5))
+        raise AssertionError(f"does not settle: {plan}")
 
 
 EVENTS: Mapping[str, Callable[[World], object]] = {
-    "the operator looks": World.operate,
-    "the operator dies at once": lambda world: world.operate(writes=0),
-    "the operator dies after a write": lambda world: world.operate(writes=1),
-    "the operator dies after three writes": lambda world: world.operate(writes=3),
+    "the operator reconciles": World.operate,
+    "the operator crashes before any write": lambda world: world.operate(writes=0),
+    "the operator crashes after a write": lambda world: world.operate(writes=1),
+    "the operator crashes after three writes": lambda world: world.operate(writes=3),
     "KubeRay works": World.kuberay,
-    "a pod gets on": World.kubelet,
+    "a pod advances": World.kubelet,
     "Kueue admits": World.kueue,
-    "Kueue preempts": lambda world: world.kueue(admits=False),
+    "Kueue evicts": lambda world: world.kueue(admits=False),
     "the head is lost": lambda world: world.lose_pods("head"),
     "the trainers are lost": lambda world: world.lose_pods("trainer"),
     "containers restart": World.restart_containers,
-    "images vanish": lambda world: world.trouble_pods(TROUBLE),
-    "images are back": lambda world: world.trouble_pods(None),
+    "images are missing": lambda world: world.break_pods(PROBLEM),
+    "images are available": lambda world: world.break_pods(None),
     "the RayCluster is deleted": lambda world: world.lose_child("RayCluster"),
     "the Service is deleted": lambda world: world.lose_child("Service"),
     "the Secret is deleted": World.lose_secret,
     "children are edited": World.edit_children,
     "its owner suspends it": lambda world: world.suspend(asked=True),
     "its owner resumes it": lambda world: world.suspend(asked=False),
-    "a client comes": World.use,
+    "a client sends a request": World.use,
     "a node is cordoned": lambda world: world.cordon("node-0"),
     "another node is cordoned": lambda world: world.cordon("node-1"),
     "no node is cordoned": World.cordon,
-    "the head goes deaf": lambda world: world.set_deaf(is_deaf=True),
-    "the head hears again": lambda world: world.set_deaf(is_deaf=False),
-    "its owner wants one trainer": lambda world: world.ask_for_trainers(1),
-    "its owner wants all trainers": lambda world: world.ask_for_trainers(None),
+    "the head stops responding": lambda world: world.set_ignoring_saves(ignores_saves=True),
+    "the head responds again": lambda world: world.set_ignoring_saves(ignores_saves=False),
+    "its owner requests one trainer": lambda world: world.ask_for_trainers(1),
+    "its owner requests all trainers": lambda world: world.ask_for_trainers(None),
     "the BaseModel shrinks": World.shrink_base_model,
-    "the BaseModel goes": lambda world: world.change(base_model=None),
-    "the BaseModel is back": lambda world: world.change(base_model=world.offered),
+    "the BaseModel is deleted": lambda world: world.change(base_model=None),
+    "the BaseModel is recreated": lambda world: world.change(base_model=world.offered),
     "KubeRay is removed": lambda world: world.change(has_kuberay=False),
     "KubeRay is installed": lambda world: world.change(has_kuberay=True),
-    "the cluster forgets device claims": lambda world: world.change(has_device_claims=False),
-    "an older session comes first": lambda world: world.change(turn="waits for its turn: two"),
-    "the older session has its nodes": lambda world: world.change(turn=None),
-    "children are refused": lambda world: world.set_refusing(refuses=True),
-    "children are welcome": lambda world: world.set_refusing(refuses=False),
+    "the claim API is removed": lambda world: world.change(has_device_claims=False),
+    "an older session waits for nodes": lambda world: world.change(
+        start_order_message="waiting for older sessions to be scheduled: two"
+    ),
+    "the older session is scheduled": lambda world: world.change(start_order_message=None),
+    "children are rejected": lambda world: world.set_refusing(refuses=True),
+    "children are accepted": lambda world: world.set_refusing(refuses=False),
     "a minute passes": lambda world: world.pass_time(60),
     "half an hour passes": lambda world: world.pass_time(1800),
     "a day passes": lambda world: world.pass_time(86400),
@@ -386,7 +388,7 @@ EVENTS: Mapping[str, Callable[[World], object]] = {
 
 
 def merged(live: Any, wanted: Any) -> Any:
-    """Return an object after a server-side apply: our fields as wanted, others as they were."""
+    """Return an object after a server-side apply of the wanted fields."""
     if isinstance(wanted, Mapping):
         before = live if isinstance(live, Mapping) else {}
         return {**before, **{key: merged(before.get(key), value) for key, value in wanted.items()}}
@@ -404,7 +406,7 @@ def wanted_pods(cluster: Json) -> list[str]:
 
 
 def ranks_in_pods(world: World) -> int:
-    """Return for how many ranks the pods that are there have places."""
+    """Return the number of ranks that the existing pods can hold."""
     groups = world.children[RAY_CLUSTER]["spec"]["workerGroupSpecs"]
     places = {group["groupName"]: int(group["rayStartParams"]["num-cpus"]) for group in groups}
     return sum(places.get(name.rpartition("-")[0], 0) for name in world.pods)

@@ -1,4 +1,4 @@
-"""Builders of valid custom resources, and of what an operator sees of them."""
+"""Builders of valid custom resources, and of the operator's snapshots of them."""
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -11,20 +11,20 @@ from tinkercloud_crds.names import Names
 from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
 from tinkercloud_operator.children.pods import Build
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.resolved import Shape, resolve
+from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
 from tinkercloud_operator.spec.snapshot import Node, Observed, Pod
 
 Json = dict[str, Any]
 
 NOON = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
-"""When built sessions were created, and the time it is."""
+"""Creation time of built sessions, and the current time."""
 MODEL_NAME = "Qwen/Qwen3-8B"
 GPU_TAINT: Json = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
-"""Keeps pods off nodes with GPUs that do not ask for some."""
+"""Keeps pods without GPUs off GPU nodes."""
 TRAINERS: Json = {"backend": "megatron", "replicas": 2, "gpusPerReplica": 4}
 """A trainer's shape with worker pods."""
 SAMPLERS: Json = {"backend": "sglang", "image": "sglang:1", "replicas": 1, "gpusPerReplica": 2}
-"""A sampler's shape with an SGLang engine, of which nothing else is said."""
+"""A sampler's shape with an SGLang engine and default options."""
 ENGINES: Json = {**SAMPLERS, "replicas": 2, "engines": {"adaptersClaimName": "adapters"}}
 """A sampler's shape with SGLang engines that read adapters from a volume."""
 COLOCATED: Json = {
@@ -44,38 +44,38 @@ EXTERNAL: Json = {
         "adaptersFolder": "/mnt/adapters",
     },
 }
-"""A sampler's shape with servers of someone else's."""
+"""A sampler's shape with external servers."""
 
 
 def a_base_model(**fields: Any) -> BaseModelSpec:
-    """Return what a platform offers: a head that trains and samples by itself, unless told."""
+    """Return the spec of a BaseModel; by default its head trains and samples itself."""
     return BaseModelSpec.model_validate(_base_model_fields() | fields)
 
 
 def a_session(**fields: Any) -> TrainingSessionSpec:
-    """Return what one training run asks for."""
+    """Return the spec of a TrainingSession."""
     return TrainingSessionSpec.model_validate(_session_fields() | fields)
 
 
 def a_base_model_manifest(name: str = "model", namespace: str = "default", **spec: Any) -> Json:
-    """Return a BaseModel as it is written in YAML; a field given as None is left out."""
+    """Return a BaseModel as in YAML; fields that are None are omitted."""
     return _manifest("BaseModel", name, namespace, _base_model_fields() | spec)
 
 
 def a_session_manifest(name: str = "one", namespace: str = "default", **spec: Any) -> Json:
-    """Return a TrainingSession as it is written in YAML; a field given as None is left out."""
+    """Return a TrainingSession as in YAML; fields that are None are omitted."""
     return _manifest("TrainingSession", name, namespace, _session_fields() | spec)
 
 
 def a_node(gpus: int = 8, cpu: float = 64, others: Json | None = None, **fields: Any) -> Node:
-    """Return a node of a pool of GPUs: 64 cores and 512 GiB, unless it is told otherwise."""
+    """Return a GPU node, by default with 64 cores and 512 GiB."""
     values: Json = {"labels": {"pool": "gpu"}, "taints": (), "memory": 512 * 2.0**30}
     devices = {"nvidia.com/gpu": gpus, **(others or {})}
     return Node(cpu=cpu, devices=devices, **values | fields)
 
 
 def a_pod(component: str = "head", **fields: Any) -> Pod:
-    """Return a pod that is ready, unless told otherwise."""
+    """Return a pod, by default ready."""
     values: Json = {
         "name": f"one-{component}",
         "uid": f"uid-of-{component}",
@@ -85,13 +85,13 @@ def a_pod(component: str = "head", **fields: Any) -> Pod:
         "is_ready": True,
         "is_terminating": False,
         "restarts": 0,
-        "trouble": None,
+        "problem": None,
     }
     return Pod(**values | fields)
 
 
 def observed(**fields: Any) -> Observed:
-    """Return a session that was made just now and has nothing yet."""
+    """Return the snapshot of a new session without children."""
     values: Json = {
         "name": "one",
         "namespace": "default",
@@ -106,7 +106,7 @@ def observed(**fields: Any) -> Observed:
         "last_activity": None,
         "base_model": a_base_model(),
         "sessions_of_owner": 0,
-        "turn": None,
+        "start_order_message": None,
         "children": {},
         "predecessors": {},
         "has_secret": False,
@@ -116,15 +116,15 @@ def observed(**fields: Any) -> Observed:
         "has_kuberay": True,
         "has_device_claims": True,
         "apply_error": None,
-        "answers": {},
-        "asked": frozenset(),
+        "completed_saves": {},
+        "pending_saves": frozenset(),
         "now": NOON,
     }
     return Observed(**values | fields)
 
 
 def a_status(conditions: Iterable[Condition] = (), **fields: Any) -> TrainingSessionStatus:
-    """Return the status that was written last."""
+    """Return a stored status."""
     return TrainingSessionStatus(conditions=list(conditions), **fields)
 
 
@@ -134,9 +134,9 @@ def a_build(
     name: str = "one",
     **settings: Any,
 ) -> Build:
-    """Return what the children of a session are built from, which its base model must allow."""
+    """Return the input for a session's children; its base model must accept it."""
     shape = resolve(session or a_session(), base_model or a_base_model(), 0)
-    assert isinstance(shape, Shape), shape.message
+    assert isinstance(shape, ResolvedSpec), shape.message
     return Build(Names(name), shape, Settings(**settings))
 
 

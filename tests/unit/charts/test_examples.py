@@ -11,7 +11,7 @@ import yaml
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.structural import Part
 from tinkercloud_crds.training_session import TrainingSessionSpec
-from tinkercloud_operator.spec.resolved import Shape, resolve
+from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
 from tinkercloud_testing.charts import ROOT, objects
 
 EXAMPLES = sorted((ROOT / "crds" / "examples").glob("*.yaml"))
@@ -128,7 +128,7 @@ def test_a_session_of_an_example_asks_for_the_gpus_that_its_first_lines_say(
 
     shape = resolve(session, spec, 0)
 
-    assert isinstance(shape, Shape)
+    assert isinstance(shape, ResolvedSpec)
     assert shape.gpus == gpus
 
 

@@ -18,7 +18,7 @@ from tinkercloud_crds.shapes import HeadShape
 from tinkercloud_crds.training_session import Failing, TrainingSessionSpec, TrainingSessionStatus
 from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.snapshot import ChildKey, Observed, Pod, Trouble
+from tinkercloud_operator.spec.snapshot import ChildKey, Observed, Pod, PodProblem
 from tinkercloud_testing.charts import ROOT
 from tinkercloud_testing.cluster.programs import binary
 
@@ -49,7 +49,7 @@ def a_session(**changes: Any) -> Observed:
             head=HeadShape(image="worker"),
         ),
         sessions_of_owner=0,
-        turn=None,
+        start_order_message=None,
         children={},
         predecessors={},
         has_secret=True,
@@ -59,8 +59,8 @@ def a_session(**changes: Any) -> Observed:
         has_kuberay=True,
         has_device_claims=True,
         apply_error=None,
-        answers={},
-        asked=frozenset(),
+        completed_saves={},
+        pending_saves=frozenset(),
         now=NOW,
     )
     return dataclasses.replace(known, **changes)
@@ -97,7 +97,7 @@ BROKEN = a_session(
         a_head(
             is_started=False,
             is_ready=False,
-            trouble=Trouble(Reason.IMAGE_PULL_BACK_OFF, "no such image"),
+            problem=PodProblem(Reason.IMAGE_PULL_BACK_OFF, "no such image"),
         ),
     ),
 )

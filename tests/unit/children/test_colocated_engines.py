@@ -1,4 +1,4 @@
-"""Engines in trainer pods: containers that share a pod's GPUs through a claim of devices."""
+"""Engines in trainer pods: containers that share a pod's GPUs through a device claim."""
 
 import itertools
 import os
@@ -29,7 +29,7 @@ from tinkercloud_testing.sessions import (
 )
 
 OFFERED = a_base_model(trainer=TRAINERS, sampler=COLOCATED)
-"""Two trainer pods of four GPUs; on each, two engines of two."""
+"""Two trainer pods of four GPUs, each with two engines of two GPUs."""
 SAMPLER = a_session(role="Sampler", lora=None)
 HEAD_AND_PODS = (a_pod(), *(a_pod("trainer", name=f"one-trainer-{n}") for n in range(2)))
 
@@ -87,7 +87,7 @@ def test_the_containers_of_a_trainer_pod_share_its_gpus_through_one_claim() -> N
     assert "resourceClaims" not in head
 
 
-def test_a_claim_of_something_else_has_another_name_for_what_it_says_can_not_be_changed() -> None:
+def test_another_claim_has_another_name_since_its_spec_is_immutable() -> None:
     builds = [
         a_build(OFFERED),
         a_build_with(trainer=TRAINERS | {"gpusPerReplica": 2}, sampler=COLOCATED | {"replicas": 2}),
@@ -101,7 +101,7 @@ def test_a_claim_of_something_else_has_another_name_for_what_it_says_can_not_be_
     assert support_objects.claim_templates(a_build(a_base_model(trainer=TRAINERS))) == []
 
 
-def test_ray_is_told_how_many_gpus_a_pod_has_since_no_limit_says_so() -> None:
+def test_ray_gets_the_number_of_gpus_as_a_parameter() -> None:
     for group in groups(a_build(OFFERED)):
         assert group["rayStartParams"]["num-gpus"] == "4"
         assert group["rayStartParams"]["num-cpus"] == "4"
@@ -121,7 +121,7 @@ def test_each_engine_has_gpus_and_a_port_of_its_own_within_its_pod() -> None:
             assert engine["startupProbe"]["httpGet"]["port"] == port["containerPort"]
 
 
-def test_engines_give_memory_back_and_are_not_asked_to_draw_by_probes_meanwhile() -> None:
+def test_engines_release_memory_and_probes_do_not_sample() -> None:
     build = a_build(OFFERED)
 
     for engine in pods(build)[0]["containers"][1:]:
@@ -133,20 +133,20 @@ def test_engines_give_memory_back_and_are_not_asked_to_draw_by_probes_meanwhile(
 
 
 @pytest.mark.parametrize("memory", ["cpu", "cuda"])
-def test_engines_of_one_pod_are_handed_whole_models_where_the_base_model_says_so(
+def test_engines_get_whole_models_through_shared_memory_if_the_base_model_sets_it(
     memory: str,
 ) -> None:
     in_one_pod = {"replicas": 2, "engines": COLOCATED["engines"] | {"sharedMemory": memory}}
     build = a_build_with(in_one_pod, trainer=TRAINERS | {"replicas": 1})
 
     assert support_objects.head_config(build).sampler.inference.shared_memory == memory
-    shared = {"/dev/shm", "/tmp", "/scratch"}  # noqa: S108 - where volumes are
+    shared = {"/dev/shm", "/tmp", "/scratch"}  # noqa: S108 - mounts of volumes
     for container in pods(build)[0]["containers"]:
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         assert {mounts[path] for path in shared} == {"shared-memory", "tmp", "scratch"}
 
 
-def test_engines_stay_as_trainers_do_while_their_head_finishes_what_runs_and_saves() -> None:
+def test_engines_outlive_the_head_while_it_saves() -> None:
     for pod in pods(a_build(OFFERED)):
         worker, *engines = pod["containers"]
 
@@ -157,7 +157,7 @@ def test_engines_stay_as_trainers_do_while_their_head_finishes_what_runs_and_sav
     assert "lifecycle" not in engine
 
 
-def test_an_engine_s_end_waits_for_as_long_as_its_head_listens() -> None:
+def test_an_engine_stops_after_its_head() -> None:
     engine = pods(a_build(OFFERED))[0]["containers"][1]
     *shell, script = engine["lifecycle"]["preStop"]["exec"]["command"]
     environment = {**os.environ, **environment_of(engine), "FQ_RAY_IP": "127.0.0.1"}
@@ -171,21 +171,23 @@ def test_an_engine_s_end_waits_for_as_long_as_its_head_listens() -> None:
     assert ended.returncode == 0
 
 
-def test_an_engine_that_hangs_is_started_over_at_once_though_its_head_lives() -> None:
+def test_a_stalled_engine_is_restarted_at_once() -> None:
     engine = pods(a_build(OFFERED))[0]["containers"][1]
 
     for probe in ("startupProbe", "livenessProbe"):
         assert engine[probe]["terminationGracePeriodSeconds"] <= 10
 
 
-def test_an_engine_starts_on_gpus_of_which_ranks_that_load_have_taken_unequal_parts() -> None:
-    beside, alone = (pods(a_build(OFFERED, spec))[0]["containers"][1] for spec in (None, SAMPLER))
+def test_an_engine_starts_on_gpus_with_unequal_free_memory() -> None:
+    colocated, alone = (
+        pods(a_build(OFFERED, spec))[0]["containers"][1] for spec in (None, SAMPLER)
+    )
 
-    assert environment_of(beside)["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "false"
+    assert environment_of(colocated)["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] == "false"
     assert "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK" not in environment_of(alone)
 
 
-def test_the_head_knows_every_engine_by_a_name_that_outlives_its_pod() -> None:
+def test_the_head_gets_a_stable_host_name_of_every_engine() -> None:
     build = a_build(OFFERED)
     services = {
         child["metadata"]["name"]: child["spec"]
@@ -208,7 +210,7 @@ def test_the_head_knows_every_engine_by_a_name_that_outlives_its_pod() -> None:
     assert [port["port"] for port in services["one-samplers"]["ports"]] == [30000, 30001]
 
 
-def test_engines_take_the_memory_and_the_cache_they_are_given() -> None:
+def test_engines_use_the_configured_memory_and_cache() -> None:
     shape = {**COLOCATED["engines"], "gpuMemoryPercent": 40, "maxCachedTokens": 65536}
 
     options = options_of(pods(a_build_with({"engines": shape}))[0]["containers"][1])
@@ -232,28 +234,28 @@ def test_a_pod_has_shared_memory_for_all_its_containers_and_one_copy_of_the_mode
     assert int(store) < 4 << 30
 
 
-def test_what_is_counted_are_trainer_pods_with_all_their_containers() -> None:
+def test_the_requests_of_trainer_pods_include_their_engines() -> None:
     build = a_build_with({"resources": {"cpu": "1500m", "memory": "4Gi"}})
-    _, trainers = build.shape.pods
+    _, trainers = build.resolved.pods
 
-    assert build.shape.gpus == 2 * 4
-    assert build.shape.groups == 1 + 2
+    assert build.resolved.gpus == 2 * 4
+    assert build.resolved.groups == 1 + 2
     assert (trainers.component, trainers.count) == ("trainer", 2)
     assert trainers.resources.cpu == "4000m"
     assert trainers.resources.memory == f"{(4 + 2 * 4) * 1024}Mi"
     assert support_objects.disruption_budget(build)["spec"]["minAvailable"] == 1 + 2
 
 
-def test_devices_are_in_no_node_s_list_and_so_no_reason_why_a_pod_could_never_run() -> None:
+def test_claimed_devices_are_never_reported_as_never_fits() -> None:
     build = a_build(OFFERED)
 
-    assert never_fits(build.shape, [a_node(gpus=0)]) is None
-    # Nodes with such GPUs may be yet to come, and larger.
+    assert never_fits(build.resolved, [a_node(gpus=0)]) is None
+    # Larger nodes with such GPUs may still be added.
     large = a_build_with({"resources": {"cpu": "128"}})
-    assert never_fits(large.shape, [a_node(gpus=0)]) is None
+    assert never_fits(large.resolved, [a_node(gpus=0)]) is None
 
 
-def test_a_session_of_fewer_trainers_has_fewer_engines() -> None:
+def test_a_session_with_fewer_trainers_has_fewer_engines() -> None:
     build = a_build(OFFERED, a_session(trainer={"replicas": 1}))
 
     assert [group["groupName"] for group in groups(build)] == ["trainer-0"]
@@ -263,7 +265,7 @@ def test_a_session_of_fewer_trainers_has_fewer_engines() -> None:
     )
 
 
-def test_a_session_that_only_samples_has_the_engines_in_pods_of_their_own() -> None:
+def test_a_sampling_session_has_engines_in_pods_of_their_own() -> None:
     build = a_build(OFFERED, SAMPLER)
     [template] = support_objects.claim_templates(build)
     inference = support_objects.head_config(build).sampler.inference
@@ -280,10 +282,10 @@ def test_a_session_that_only_samples_has_the_engines_in_pods_of_their_own() -> N
     assert template["spec"]["spec"]["devices"]["requests"][0]["exactly"]["count"] == 2
     assert not inference.colocated
     assert inference.urls[0] == "http://sampler-0.one-samplers:30000"
-    assert build.shape.gpus == 4 * 2
+    assert build.resolved.gpus == 4 * 2
 
 
-def test_engines_of_a_session_that_trains_nothing_are_handed_no_memory_of_a_trainers_pod() -> None:
+def test_engines_of_a_sampling_session_use_no_shared_memory() -> None:
     in_one_pod = {"replicas": 2, "engines": COLOCATED["engines"] | {"sharedMemory": "cuda"}}
     offered = a_base_model(trainer=TRAINERS | {"replicas": 1}, sampler=COLOCATED | in_one_pod)
 
@@ -292,7 +294,7 @@ def test_engines_of_a_session_that_trains_nothing_are_handed_no_memory_of_a_trai
     assert inference.shared_memory is None
 
 
-def test_a_head_with_colocated_engines_holds_no_model_of_its_own() -> None:
+def test_a_head_with_colocated_engines_loads_no_model() -> None:
     [fetching] = ray_cluster(a_build(OFFERED))["spec"]["headGroupSpec"]["template"]["spec"][
         "initContainers"
     ]
@@ -300,19 +302,19 @@ def test_a_head_with_colocated_engines_holds_no_model_of_its_own() -> None:
     assert fetching["command"][-1] == "description"
 
 
-def test_the_claim_s_template_is_a_child_that_is_there_before_pods_are() -> None:
+def test_the_claim_template_is_created_before_the_pods() -> None:
     seen = observed(base_model=OFFERED, has_finalizer=True)
 
     plan = reconcile(seen, Settings())
 
     applied = [action for action in plan.actions if isinstance(action, Apply)]
     [template] = [each for each in applied if each.manifest["kind"] == "ResourceClaimTemplate"]
-    assert stage(template) is Stage.SURROUNDINGS
+    assert stage(template) is Stage.SUPPORT
     owners = template.manifest["metadata"]["ownerReferences"]
     assert [owner["uid"] for owner in owners] == [seen.uid]
 
 
-def test_a_cluster_without_claims_says_what_it_lacks_to_sessions_that_need_them_only() -> None:
+def test_a_missing_claim_api_is_reported_only_if_a_session_needs_it() -> None:
     without = {"has_device_claims": False, "has_finalizer": True}
 
     plan = reconcile(observed(base_model=OFFERED, **without), Settings())
@@ -330,7 +332,7 @@ def test_a_cluster_without_claims_says_what_it_lacks_to_sessions_that_need_them_
 
 
 @pytest.mark.parametrize(("ready", "samplers"), [(2, "4/4"), (1, "2/4"), (0, "0/4")])
-def test_engines_are_ready_as_their_trainer_pods_are(ready: int, samplers: str) -> None:
+def test_engines_are_ready_with_their_trainer_pods(ready: int, samplers: str) -> None:
     head, *trainers = HEAD_AND_PODS
     waiting = [a_pod("trainer", name=pod.name, is_ready=False) for pod in trainers[ready:]]
     there = (head, *trainers[:ready], *waiting)

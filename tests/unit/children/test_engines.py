@@ -1,4 +1,4 @@
-"""What samples in a head's place: engines in pods of the session, and servers of others."""
+"""Engines in pods of the session, and external inference servers."""
 
 import itertools
 import json
@@ -51,7 +51,7 @@ def engine_of(build: Build) -> Json:
 
 
 def options_of(build: Build) -> dict[str, str]:
-    """Return the values that the engine's options have."""
+    """Return the values of an option of the engine."""
     words = engine_of(build)["args"]
     return {
         word: value
@@ -69,7 +69,7 @@ def sampling(build: Build) -> SamplerConfig:
     return support_objects.head_config(build).sampler
 
 
-def test_each_engine_has_a_pod_whose_name_the_head_is_told() -> None:
+def test_each_engine_has_a_pod_whose_host_name_the_head_gets() -> None:
     build = a_build_with(ENGINES)
 
     pods = [group["template"]["spec"] for group in engine_groups(build)]
@@ -83,7 +83,7 @@ def test_each_engine_has_a_pod_whose_name_the_head_is_told() -> None:
     assert [group["replicas"] for group in engine_groups(build)] == [1, 1]
 
 
-def test_the_names_lead_to_engines_that_are_not_ready_too() -> None:
+def test_host_names_of_unready_engines_resolve() -> None:
     services = {
         child["metadata"]["name"]: child["spec"]
         for child in children(a_build_with(ENGINES))
@@ -99,7 +99,7 @@ def test_the_names_lead_to_engines_that_are_not_ready_too() -> None:
     }
 
 
-def test_an_engine_is_started_as_its_base_model_says() -> None:
+def test_an_engine_gets_the_options_of_its_base_model() -> None:
     build = a_build_with(
         {**ENGINES, "gpusPerReplica": 4},
         source={"volume": {"claimName": "models", "path": "qwen/3-8b"}},
@@ -125,7 +125,7 @@ def test_an_engine_is_started_as_its_base_model_says() -> None:
     assert original in engine_of(build)["env"]
 
 
-def test_an_engine_in_float32_has_attention_that_is_not_for_half_precision_alone() -> None:
+def test_an_engine_in_float32_uses_the_triton_attention_backend() -> None:
     offered = a_base_model(trainer={**TRAINERS, "dtype": "float32"}, sampler=ENGINES)
 
     options = options_of(a_build(offered))
@@ -133,7 +133,7 @@ def test_an_engine_in_float32_has_attention_that_is_not_for_half_precision_alone
     assert (options["--dtype"], options["--attention-backend"]) == ("float32", "triton")
 
 
-def test_an_engine_takes_the_part_of_its_gpus_that_it_is_given() -> None:
+def test_an_engine_uses_the_configured_share_of_gpu_memory() -> None:
     engines_shape = {**ENGINES["engines"], "gpuMemoryPercent": 85}
 
     given = options_of(a_build_with({**ENGINES, "engines": engines_shape}))
@@ -143,7 +143,7 @@ def test_an_engine_takes_the_part_of_its_gpus_that_it_is_given() -> None:
     assert "--mem-fraction-static" not in not_given
 
 
-def test_adapters_of_an_engine_adapt_the_modules_that_its_base_model_names() -> None:
+def test_an_engine_gets_the_lora_target_modules_of_its_base_model() -> None:
     engines_shape = {**ENGINES["engines"], "loraTargetModules": ["q_proj", "lm_head"]}
 
     arguments = engine_of(a_build_with({**ENGINES, "engines": engines_shape}))["args"]
@@ -152,7 +152,7 @@ def test_adapters_of_an_engine_adapt_the_modules_that_its_base_model_names() -> 
     assert after.startswith("q_proj lm_head --")
 
 
-def test_engine_and_head_have_the_same_key_which_no_manifest_holds() -> None:
+def test_engine_and_head_share_a_key_that_no_manifest_contains() -> None:
     build = a_build_with(ENGINES)
 
     start = engine_of(build)["command"][2]
@@ -173,7 +173,7 @@ def test_engine_and_head_have_the_same_key_which_no_manifest_holds() -> None:
         ({"model_type": "deepseek_v2", "kv_lora_rank": 512}, ["--attention-backend", "triton"]),
     ],
 )
-def test_latent_attention_is_computed_by_kernels_that_every_gpu_has(
+def test_latent_attention_uses_kernels_that_every_gpu_supports(
     config: Json, attention: list[str], tmp_path: Path
 ) -> None:
     engine = engine_of(a_build_with(ENGINES))
@@ -214,7 +214,7 @@ def test_engines_read_adapters_from_the_volume_that_the_head_writes_to() -> None
     assert sampling(build).inference.adapters_seen
 
 
-def test_without_a_volume_adapters_stay_with_the_head_and_reach_engines_in_requests() -> None:
+def test_without_a_volume_adapters_reach_engines_in_requests() -> None:
     build = a_build_with({**ENGINES, "engines": {}})
 
     pods = [pod_of(build), head_pod(build)]
@@ -225,14 +225,14 @@ def test_without_a_volume_adapters_stay_with_the_head_and_reach_engines_in_reque
     assert not sampling(build).inference.adapters_seen
 
 
-def test_whole_models_go_over_a_process_group_only_where_the_base_model_says_so() -> None:
+def test_whole_models_use_a_process_group_only_if_the_base_model_sets_it() -> None:
     for backend in ("gloo", "nccl"):
         in_a_group = a_build_with(ENGINES | {"engines": {"processGroup": backend}})
         assert sampling(in_a_group).inference.process_group == backend
     assert sampling(a_build_with(ENGINES)).inference.process_group is None
 
 
-def test_the_head_of_a_session_that_trains_nothing_sends_whole_models_from_its_cpu() -> None:
+def test_the_head_of_a_sampling_session_sends_whole_models_through_gloo() -> None:
     sampler = ENGINES | {"engines": {"processGroup": "nccl"}}
     offered = a_base_model(trainer=TRAINERS, sampler=sampler)
 
@@ -251,7 +251,7 @@ def test_head_and_engines_of_a_session_reach_each_other_at_any_port_and_no_other
     labels = own["podSelector"]["matchLabels"].items()
     assert all(labels <= pod["template"]["metadata"]["labels"].items() for pod in pods)
     assert policy["podSelector"] == own["podSelector"]
-    # A rule without ports is about all of them.
+    # A rule without ports would allow all ports.
     assert [rule for rule in policy["ingress"] if "ports" not in rule] == [{"from": [own]}]
     assert [rule for rule in policy["egress"] if "ports" not in rule] == [{"to": [own]}]
 
@@ -275,7 +275,7 @@ def test_an_engine_has_its_own_image_and_gpus_and_ray_has_none_of_them() -> None
     }
 
 
-def test_a_model_from_elsewhere_is_downloaded_by_our_image_and_not_by_the_engines() -> None:
+def test_models_are_downloaded_with_our_image_not_the_engines() -> None:
     build = a_build_with(ENGINES, head=HEAD, source={"hub": "a/b", "secretName": "hub"})
 
     [fetching] = pod_of(build)["initContainers"]
@@ -300,7 +300,7 @@ def test_a_model_from_elsewhere_is_downloaded_by_our_image_and_not_by_the_engine
         *("the head samples", "the head of a sampler samples"),
     ],
 )
-def test_a_head_that_computes_nothing_downloads_no_weights(
+def test_a_head_without_compute_downloads_no_weights(
     sampler: Json, role: str, part: list[str]
 ) -> None:
     base_model = a_base_model(trainer=TRAINERS, sampler=sampler)
@@ -330,7 +330,7 @@ def test_engines_have_no_credentials_of_stores() -> None:
     assert all("valueFrom" not in item for item in engine["env"])
 
 
-def test_an_engine_that_loads_weights_is_ready_and_one_that_stays_silent_is_started_over() -> None:
+def test_an_engine_that_loads_weights_is_ready_and_a_stalled_one_is_restarted() -> None:
     engine = engine_of(a_build_with(ENGINES))
 
     environment = {item["name"]: item["value"] for item in engine["env"]}
@@ -345,9 +345,9 @@ def test_an_engine_that_loads_weights_is_ready_and_one_that_stays_silent_is_star
 
 
 @pytest.mark.parametrize("seconds", [1, 1800, 7201])
-def test_an_engine_may_load_and_requests_wait_for_one_as_long_as_is_said(seconds: int) -> None:
-    told = ENGINES["engines"] | {"startTimeoutSeconds": seconds}
-    build = a_build_with(ENGINES | {"engines": told})
+def test_loading_and_recovery_of_an_engine_have_the_configured_timeout(seconds: int) -> None:
+    options = ENGINES["engines"] | {"startTimeoutSeconds": seconds}
+    build = a_build_with(ENGINES | {"engines": options})
 
     startup = engine_of(build)["startupProbe"]
 
@@ -355,26 +355,26 @@ def test_an_engine_may_load_and_requests_wait_for_one_as_long_as_is_said(seconds
     assert engines.sampler_config(build).inference.recovery_seconds == seconds
 
 
-def test_engines_and_what_runs_beside_them_are_counted() -> None:
+def test_the_requests_of_sampler_pods_include_ray() -> None:
     build = a_build_with({**ENGINES, "resources": {"cpu": "1500m", "memory": "4Gi"}})
-    [_, _, samplers] = build.shape.pods
+    [_, _, samplers] = build.resolved.pods
 
-    assert build.shape.gpus == 2 * 4 + 2 * 2
+    assert build.resolved.gpus == 2 * 4 + 2 * 2
     assert (samplers.count, samplers.gpus) == (2, 2)
     assert (samplers.resources.cpu, samplers.resources.memory) == ("1700m", "5120Mi")
     assert support_objects.disruption_budget(build)["spec"]["minAvailable"] == 1 + 2 + 2
 
 
-def test_a_node_that_holds_the_engine_alone_is_too_small_for_its_pod() -> None:
+def test_a_node_that_fits_only_the_engine_is_too_small_for_its_pod() -> None:
     build = a_build_with({**ENGINES, "resources": {"cpu": "32", "memory": "64Gi"}})
     node = Node(labels={}, taints=(), cpu=32.0, memory=1e12, devices={GPU_RESOURCE: 8})
 
-    assert "no node could ever hold a sampler pod (cpu 32200m" in str(
-        never_fits(build.shape, [node])
+    assert "no node has the capacity for a sampler pod (cpu 32200m" in str(
+        never_fits(build.resolved, [node])
     )
 
 
-def test_sglang_means_engines_whether_anything_is_said_of_them_or_not() -> None:
+def test_backend_sglang_implies_engines() -> None:
     nothing_said = a_build_with(SAMPLERS)
 
     assert children(nothing_said) == children(a_build_with({**SAMPLERS, "engines": {}}))
@@ -382,7 +382,7 @@ def test_sglang_means_engines_whether_anything_is_said_of_them_or_not() -> None:
     assert list(sampling(nothing_said).inference.urls) == ["http://sampler-0.one-samplers:30000"]
 
 
-def test_a_session_of_fewer_engines_asks_those_it_has() -> None:
+def test_a_session_with_fewer_engines_has_fewer_urls() -> None:
     base_model = a_base_model(trainer=TRAINERS, sampler=ENGINES)
 
     build = a_build(base_model, a_session(sampler={"replicas": 1}))
@@ -402,7 +402,7 @@ def test_with_torch_the_head_samples_by_itself(sampler: Json) -> None:
     assert "adapters" not in {volume["name"] for volume in head_pod(build)["volumes"]}
 
 
-def test_the_head_is_told_where_servers_of_others_are_and_what_they_want() -> None:
+def test_the_head_gets_the_addresses_and_keys_of_external_servers() -> None:
     config = sampling(a_build_with(EXTERNAL))
 
     assert (config.backend, config.inference.kind) == ("external", "vllm")
@@ -412,7 +412,7 @@ def test_the_head_is_told_where_servers_of_others_are_and_what_they_want() -> No
     assert config.inference.adapters_dir_there == "/mnt/adapters/one"
 
 
-def test_the_head_alone_has_the_key_of_servers_of_others() -> None:
+def test_only_the_head_has_the_key_of_external_servers() -> None:
     build = a_build_with(EXTERNAL)
     [head] = head_pod(build)["containers"]
     [trainers] = ray_cluster(build)["spec"]["workerGroupSpecs"]
@@ -432,7 +432,7 @@ def test_the_head_alone_has_the_key_of_servers_of_others() -> None:
     assert "vllm-key" not in json.dumps(trainers)
 
 
-def test_servers_that_want_no_key_are_given_none() -> None:
+def test_external_servers_without_a_key_get_none() -> None:
     servers = {"kind": "sglang", "urls": ["http://sglang:30000"]}
     volume = {"adaptersClaimName": "adapters", "adaptersFolder": "/adapters/"}
 
@@ -443,7 +443,7 @@ def test_servers_that_want_no_key_are_given_none() -> None:
     assert "servers-key" not in {volume["name"] for volume in head_pod(build)["volumes"]}
 
 
-def test_servers_of_others_are_reached_at_their_ports_and_there_only() -> None:
+def test_the_network_policy_allows_only_the_ports_of_external_servers() -> None:
     policy = support_objects.network_policy(a_build_with(EXTERNAL))
 
     [_, _, outgoing] = policy["spec"]["egress"]

@@ -1,4 +1,4 @@
-"""Where each role's pods run, and what other schedulers and queues read of them."""
+"""The placement of each role's pods, and the labels that other schedulers read."""
 
 from tinkercloud_crds import labels
 from tinkercloud_operator.children.pods import Build
@@ -7,7 +7,7 @@ from tinkercloud_testing.sessions import ENGINES, TRAINERS, Json, a_base_model, 
 
 
 def templates(build: Build) -> list[Json]:
-    """Return the pods' templates, the head's first."""
+    """Return the pod templates, the head's first."""
     spec = ray_cluster(build)["spec"]
     groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
     return [group["template"] for group in groups]
@@ -28,7 +28,7 @@ ROLES: Json = {
 }
 
 
-def test_each_role_may_run_elsewhere_than_the_others() -> None:
+def test_each_role_may_have_its_own_placement() -> None:
     [head, trainer, *samplers] = templates(a_build(a_base_model(**ROLES)))
     selectors = [pod["spec"]["nodeSelector"] for pod in (head, trainer, *samplers)]
     tolerated = [len(pod["spec"].get("tolerations", [])) for pod in (head, trainer, *samplers)]
@@ -58,8 +58,8 @@ def test_pods_run_near_all_of_the_session_or_near_those_of_their_role() -> None:
     }
 
 
-def test_another_scheduler_finds_what_it_reads_on_pods_and_ours_stays_as_it_is() -> None:
-    # Older definitions let reserved names pass.
+def test_pods_have_the_labels_of_the_placement_without_losing_ours() -> None:
+    # Older CRDs accepted reserved names.
     reserved = {labels.SESSION_LABEL: "another", "ray.io/overwrite-container-cmd": "false"}
     placement = ROLES["placement"] | {"podLabels": reserved | ROLES["placement"]["podLabels"]}
     placement["podAnnotations"] = reserved | placement["podAnnotations"]
@@ -74,7 +74,7 @@ def test_another_scheduler_finds_what_it_reads_on_pods_and_ours_stays_as_it_is()
     assert head["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] == "true"
 
 
-def test_a_ray_cluster_has_the_labels_and_annotations_of_the_placement_and_keeps_ours() -> None:
+def test_a_ray_cluster_has_the_labels_of_the_placement_without_losing_ours() -> None:
     placement: Json = {
         "queueName": "research",
         "rayClusterLabels": {"team": "a", labels.QUEUE_LABEL: "another"},

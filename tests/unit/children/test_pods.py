@@ -1,4 +1,4 @@
-"""Pods of sessions: restricted, without credentials, where the BaseModel wants them."""
+"""Pods of sessions: restricted, without credentials, placed as the BaseModel requires."""
 
 from collections.abc import Iterator
 
@@ -30,7 +30,7 @@ PLACEMENT = {
 }
 VOLUME = {"volume": {"claimName": "models", "path": "qwen/3-8b"}}
 WORKERS = a_base_model(trainer=TRAINERS, sampler=SAMPLERS)
-ENGINES_BESIDE = a_base_model(
+COLOCATED_ENGINES = a_base_model(
     trainer={**TRAINERS, "replicas": 1}, sampler={**COLOCATED, "replicas": 2}
 )
 FAST_NETWORK = a_base_model(
@@ -45,7 +45,7 @@ BUILDS = {
     "head alone": a_build(),
     "workers": a_build(WORKERS),
     "engines": a_build(a_base_model(trainer=TRAINERS, sampler={**ENGINES, "replicas": 1})),
-    "colocated engines": a_build(ENGINES_BESIDE),
+    "colocated engines": a_build(COLOCATED_ENGINES),
     "servers of others": a_build(a_base_model(trainer=TRAINERS, sampler=EXTERNAL)),
     "samplers alone": a_build(WORKERS, a_session(role="Sampler", lora=None)),
     "volume": a_build(a_base_model(source=VOLUME, trainer=TRAINERS), checkpoint_claim="kept"),
@@ -84,7 +84,7 @@ def containers(pod: Json) -> list[Json]:
 
 
 def breaches(pod: Json) -> Iterator[str]:
-    """Yield what breaks the restricted profile of Pod Security."""
+    """Yield violations of the restricted profile of Pod Security."""
     yield from (name for name in ("hostNetwork", "hostPID", "hostIPC") if pod.get(name))
     yield from (
         f"volume {volume['name']}"
@@ -120,13 +120,13 @@ def container_breaches(security: Json) -> Iterator[str]:
 
 
 @every_build
-def test_every_container_keeps_to_restricted_pod_security(build: Build) -> None:
+def test_every_container_meets_restricted_pod_security(build: Build) -> None:
     found = {name: list(breaches(pod)) for name, pod in pod_specs(build).items()}
 
     assert found == {name: [] for name in groups(build)}
 
 
-def test_a_privileged_container_would_be_noticed() -> None:
+def test_a_privileged_container_would_be_detected() -> None:
     pod = pod_specs(a_build())["head"]
     pod["containers"][0]["securityContext"] = {"privileged": True}
     pod["volumes"].append({"name": "host", "hostPath": {"path": "/"}})
@@ -140,7 +140,7 @@ def test_a_privileged_container_would_be_noticed() -> None:
 
 
 @every_build
-def test_no_container_can_write_its_own_root(build: Build) -> None:
+def test_no_container_can_write_its_root_file_system(build: Build) -> None:
     all_containers = [item for pod in pod_specs(build).values() for item in containers(pod)]
 
     assert all(item["securityContext"]["readOnlyRootFilesystem"] for item in all_containers)
@@ -197,9 +197,7 @@ def test_a_head_has_time_to_save_its_state_before_it_is_killed(build: Build) -> 
         ("samplers alone", {"head": None, "sampler-0": None, "sampler-0 engine": "2"}),
     ],
 )
-def test_trainers_and_engines_ask_for_gpus_and_nobody_else_does(
-    build: str, gpus: dict[str, str | None]
-) -> None:
+def test_only_trainers_and_engines_request_gpus(build: str, gpus: dict[str, str | None]) -> None:
     asked = {
         name if container["name"] in {"head", "worker"} else f"{name} {container['name']}": (
             container["resources"]
@@ -213,7 +211,7 @@ def test_trainers_and_engines_ask_for_gpus_and_nobody_else_does(
     assert limits == requests == gpus
 
 
-def test_memory_is_requested_and_limited_alike_and_cores_are_requested_only() -> None:
+def test_memory_has_equal_request_and_limit_and_cores_have_no_limit() -> None:
     head = {"image": "worker:1", "resources": {"cpu": "2", "memory": "8Gi"}}
 
     [container] = pod_specs(a_build(a_base_model(head=head)))["head"]["containers"]
@@ -224,7 +222,7 @@ def test_memory_is_requested_and_limited_alike_and_cores_are_requested_only() ->
     }
 
 
-def test_pods_go_where_the_base_model_says() -> None:
+def test_pods_have_the_placement_of_the_base_model() -> None:
     pods = pod_specs(BUILDS["placed"])
 
     wanted = {
@@ -252,7 +250,7 @@ def test_pods_go_where_the_base_model_says() -> None:
     }
 
 
-def test_without_a_placement_pods_go_anywhere() -> None:
+def test_without_a_placement_pods_may_run_anywhere() -> None:
     head = pod_specs(a_build())["head"]
 
     assert not head.keys() & {"nodeSelector", "affinity", "tolerations", "priorityClassName"}
@@ -281,9 +279,7 @@ def test_a_model_on_a_volume_is_mounted_read_only_and_not_downloaded() -> None:
         ({"uri": "s3://models/qwen", "secretName": "store"}, "s3://models/qwen"),
     ],
 )
-def test_a_model_from_elsewhere_is_downloaded_first_with_its_credentials(
-    source: Json, where: str
-) -> None:
+def test_a_remote_model_is_downloaded_first_with_its_credentials(source: Json, where: str) -> None:
     build = a_build(a_base_model(source=source))
 
     head = pod_specs(build)["head"]
@@ -316,7 +312,7 @@ with_workers = pytest.mark.parametrize(
 
 
 @with_workers
-def test_nobody_but_the_head_has_the_volume_of_checkpoints(shapes: Json) -> None:
+def test_only_the_head_mounts_the_checkpoint_volume(shapes: Json) -> None:
     pods = pod_specs(a_build(a_base_model(**shapes), checkpoint_claim="kept"))
 
     assert {
@@ -334,7 +330,7 @@ def test_nobody_but_the_head_has_the_volume_of_checkpoints(shapes: Json) -> None
 
 
 @with_workers
-def test_containers_have_the_credentials_of_stores_that_they_open_and_no_others(
+def test_containers_have_only_the_credentials_of_stores_that_they_open(
     shapes: Json,
 ) -> None:
     source = {"uri": "s3://models/qwen", "secretName": "of-models"}
@@ -346,14 +342,14 @@ def test_containers_have_the_credentials_of_stores_that_they_open_and_no_others(
         for item in containers(pod)
     }
 
-    # Of equal entries the last one's counts.
+    # For duplicate keys the last one wins.
     wanted = {"head": ["of-checkpoints"], "fetch-model": ["of-checkpoints", "of-models"]}
     assert found == {(name, item): wanted.get(item, []) for name, item in found}
     everything = [item for pod in pod_specs(build).values() for item in containers(pod)]
     assert all("valueFrom" not in entry for item in everything for entry in item["env"])
 
 
-def test_pods_run_as_the_given_user_and_their_volumes_are_the_given_groups() -> None:
+def test_pods_run_as_the_configured_user_and_group() -> None:
     pods = pod_specs(a_build(WORKERS, run_as_user=1000, fs_group=2000)).values()
 
     assert [pod["securityContext"] for pod in pods] == [
@@ -377,7 +373,7 @@ def test_users_and_groups_may_be_left_to_the_namespace() -> None:
 
 
 @with_workers
-def test_each_pod_may_ask_its_node_for_its_scratch_space_once(shapes: Json) -> None:
+def test_each_pod_may_request_its_scratch_space_once(shapes: Json) -> None:
     small, large = {"scratch": "4Gi"}, {"scratch": "40Gi"}
     base_model = a_base_model(
         head={"image": "worker:1", "resources": small},
@@ -402,7 +398,7 @@ def test_each_pod_may_ask_its_node_for_its_scratch_space_once(shapes: Json) -> N
 
 
 @pytest.mark.parametrize("policy", ["Always", None])
-def test_all_images_of_a_session_are_pulled_when_the_operator_is_told_to(
+def test_all_images_have_the_configured_pull_policy(
     policy: str | None,
 ) -> None:
     base_model = a_base_model(trainer=TRAINERS, sampler=ENGINES)
@@ -413,7 +409,7 @@ def test_all_images_of_a_session_are_pulled_when_the_operator_is_told_to(
     assert policies == {policy}
 
 
-def test_images_are_pulled_with_the_given_secrets() -> None:
+def test_images_are_pulled_with_the_configured_secrets() -> None:
     pods = pod_specs(a_build(WORKERS, image_pull_secrets=["registry"]))
 
     assert [pod["imagePullSecrets"] for pod in pods.values()] == [[{"name": "registry"}]] * 3

@@ -1,4 +1,4 @@
-"""An API server that keeps objects in memory, and the operator's connection to it."""
+"""An in-memory API server, and the operator's connection to it."""
 
 from collections.abc import AsyncIterator
 

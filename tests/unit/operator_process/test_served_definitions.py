@@ -1,4 +1,4 @@
-"""Definitions are read when a term starts and when they change; what they lack is said."""
+"""Served CRDs are read at the start of a term and after changes; gaps are reported."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,10 +12,10 @@ from tinkercloud_operator import __main__ as process
 from tinkercloud_operator import metrics
 from tinkercloud_operator.run import controller as controller_module
 from tinkercloud_operator.run.controller import Controller, DefinitionsMissing
-from tinkercloud_operator.run.head_client import Heads
+from tinkercloud_operator.run.head_client import HeadClient
 from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.run.probes import Probes
-from tinkercloud_operator.run.served_definitions import Served
+from tinkercloud_operator.run.served_definitions import ServedDefinitions
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.memory_api import Connection, Json
 from tinkercloud_testing.sessions import a_session_manifest
@@ -42,16 +42,16 @@ def gauge(kind: str) -> float:
 @pytest.fixture
 async def controller(connection: Connection) -> AsyncIterator[Controller]:
     async with aiohttp.ClientSession() as http:
-        heads = Heads(connection.cluster, http)
+        heads = HeadClient(connection.cluster, http)
         yield Controller(connection.cluster, heads, Settings(max_concurrent=1))
 
 
-async def test_a_gap_opens_and_closes_with_what_is_served(connection: Connection) -> None:
-    served = Served(connection.cluster)
+async def test_gaps_follow_the_served_crds(connection: Connection) -> None:
+    served = ServedDefinitions(connection.cluster)
     connection.api.openapi = {KUBERAY: OLD}
 
     assert await served.refresh()
-    assert "needs KubeRay 1.6" in (served.kuberay_gap or "")
+    assert "requires KubeRay 1.6" in (served.kuberay_gap or "")
     assert gauge("RayCluster") == 1
 
     connection.api.openapi = {KUBERAY: NEW}
@@ -61,7 +61,7 @@ async def test_a_gap_opens_and_closes_with_what_is_served(connection: Connection
 
 
 async def test_a_document_is_read_again_only_when_it_has_changed(connection: Connection) -> None:
-    served = Served(connection.cluster)
+    served = ServedDefinitions(connection.cluster)
     connection.api.openapi = {KUBERAY: OLD}
 
     assert [await served.refresh() for _ in range(3)] == [True, False, False]
@@ -70,7 +70,7 @@ async def test_a_document_is_read_again_only_when_it_has_changed(connection: Con
 
 
 async def test_a_kuberay_that_is_removed_is_not_too_old(connection: Connection) -> None:
-    served = Served(connection.cluster)
+    served = ServedDefinitions(connection.cluster)
     connection.api.openapi = {KUBERAY: OLD, OWN: {}}
     await served.refresh()
 
@@ -80,17 +80,17 @@ async def test_a_kuberay_that_is_removed_is_not_too_old(connection: Connection) 
     assert served.kuberay_gap is None
 
 
-async def test_where_definitions_can_not_be_read_nothing_is_said_of_them(
+async def test_unreadable_crds_report_no_gap(
     connection: Connection,
 ) -> None:
-    served = Served(connection.cluster)
+    served = ServedDefinitions(connection.cluster)
 
     assert not await served.refresh()
     assert served.kuberay_gap is None
-    assert served.keepable("TrainingSession", {"phase": "Ready"}) == {"phase": "Ready"}
+    assert served.storable("TrainingSession", {"phase": "Ready"}) == {"phase": "Ready"}
 
 
-async def test_statuses_are_written_without_what_is_not_served(
+async def test_a_status_is_written_without_undeclared_fields(
     connection: Connection, controller: Controller
 ) -> None:
     connection.api.openapi = {OWN: OWN_OLD}
@@ -105,7 +105,7 @@ async def test_statuses_are_written_without_what_is_not_served(
     working.cancel()
 
 
-async def test_everything_is_looked_at_again_when_other_definitions_are_served(
+async def test_changed_crds_trigger_a_resync(
     connection: Connection, controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(controller_module, "_DEFINITIONS_SECONDS", 0.0)
@@ -119,7 +119,7 @@ async def test_everything_is_looked_at_again_when_other_definitions_are_served(
     watching.cancel()
 
 
-async def test_an_undeclared_field_is_refused_although_the_answer_is_500(
+async def test_an_undeclared_field_counts_as_rejected_despite_status_500(
     connection: Connection,
 ) -> None:
     connection.api.refused["one"] = 500
@@ -129,7 +129,7 @@ async def test_an_undeclared_field_is_refused_although_the_answer_is_500(
         await connection.cluster.apply({"kind": "RayCluster", "metadata": {"name": "one"}})
 
 
-async def test_missing_definitions_are_no_reason_to_list_and_the_probe_says_what_to_do(
+async def test_missing_crds_are_reported_by_the_readiness_probe(
     connection: Connection, controller: Controller
 ) -> None:
     connection.api.has_definitions = False
@@ -143,7 +143,7 @@ async def test_missing_definitions_are_no_reason_to_list_and_the_probe_says_what
     assert controller.unready() is None
 
 
-async def test_watching_starts_again_when_missing_definitions_are_there(
+async def test_watches_start_once_missing_crds_are_installed(
     connection: Connection, controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "_RETRY_SECONDS", 0.0)
@@ -160,9 +160,9 @@ async def test_watching_starts_again_when_missing_definitions_are_there(
 
 @pytest.mark.parametrize(
     ("why", "status", "text"),
-    [(None, 200, "leading"), ("not everything has been listed yet", 503, "listed yet")],
+    [(None, 200, "leading"), ("the initial list is not complete", 503, "initial list")],
 )
-async def test_a_leader_is_ready_once_it_looks_after_sessions(
+async def test_a_leader_is_ready_after_its_initial_list(
     connection: Connection,
     monkeypatch: pytest.MonkeyPatch,
     why: str | None,

@@ -1,4 +1,4 @@
-"""Settings of the operator: what is not acceptable ends it with a sentence."""
+"""Operator settings: an invalid value ends the process with a message."""
 
 import pytest
 
@@ -6,17 +6,17 @@ from tinkercloud_operator.__main__ import main
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "message"),
     [
         ("LEASE_SECONDS", "1", "settings: lease_seconds: .* greater than or equal to 3 .got '1'"),
         ("LEASE_SECOND", "9", "settings: .*TINKERCLOUD_OPERATOR_LEASE_SECOND is not a setting"),
         ("OUTGOING_PORTS", "443,80", "settings: error parsing value for field .outgoing_ports"),
     ],
 )
-def test_a_setting_that_is_not_acceptable_ends_the_operator_with_what_it_is(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str
+def test_an_invalid_setting_ends_the_operator_with_a_message(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
 ) -> None:
     monkeypatch.setenv(f"TINKERCLOUD_OPERATOR_{name}", value)
 
-    with pytest.raises(SystemExit, match=told):
+    with pytest.raises(SystemExit, match=message):
         main()

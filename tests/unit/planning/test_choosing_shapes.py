@@ -371,9 +371,9 @@ def test_a_refusal_names_gpus_that_are_enough(demand: Demand, fleet: Fleet) -> N
 @pytest.mark.parametrize(
     ("part", "field", "value", "message"),
     [
-        ("trainer", "replicas", 0, "replicas: 0"),
+        ("trainer", "replicas", 0, "replicas: with 0"),
         ("trainer", "parallelism", UNEVEN, "must divide"),
-        ("sampler", "replicas", 0, "sglang needs 1 or more"),
+        ("sampler", "replicas", 0, "must be 1 or more for backend sglang"),
     ],
 )
 def test_the_rules_that_plans_are_checked_against_can_be_broken(

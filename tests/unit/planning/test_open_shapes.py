@@ -12,7 +12,7 @@ from tinkercloud_crds.shapes import Parallelism, SamplerShape
 from tinkercloud_operator.children import support_objects
 from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.resolved import Refusal, Shape, resolve
+from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec, resolve
 from tinkercloud_testing.sessions import (
     COLOCATED,
     ENGINES,
@@ -45,9 +45,9 @@ def with_sampler(base_model: BaseModelSpec, sampler: Json, **fields: Any) -> Bas
     return base_model.model_copy(update=update)
 
 
-def chosen(base_model: BaseModelSpec, **session: Any) -> Shape:
+def chosen(base_model: BaseModelSpec, **session: Any) -> ResolvedSpec:
     shape = resolve(a_session(**session), base_model, 0)
-    assert isinstance(shape, Shape), shape.message
+    assert isinstance(shape, ResolvedSpec), shape.message
     return shape
 
 
@@ -57,9 +57,9 @@ def parallelism(base_model: BaseModelSpec, **session: Any) -> Parallelism:
     return trainer.parallelism
 
 
-def refusal(base_model: BaseModelSpec) -> Refusal:
+def refusal(base_model: BaseModelSpec) -> Rejection:
     found = resolve(a_session(), base_model, 0)
-    assert isinstance(found, Refusal)
+    assert isinstance(found, Rejection)
     return found
 
 
@@ -99,7 +99,7 @@ def test_with_engines_on_its_gpus_a_session_of_fewer_pods_is_refused_by_name() -
 
     found = resolve(a_session(trainer={"replicas": 1}), sharing, 0)
 
-    assert isinstance(found, Refusal)
+    assert isinstance(found, Rejection)
     assert found.reason is Reason.NOT_ALLOWED
     assert found.message.startswith("spec.trainer.replicas: 1, but with the BaseModel's")
     assert "trainer.planning" in found.message
@@ -191,7 +191,7 @@ def test_engines_that_could_never_hold_the_model_are_refused_with_what_would_do(
 
     found = resolve(a_session(**session), offered, 0)
 
-    assert isinstance(found, Refusal)
+    assert isinstance(found, Rejection)
     assert found.reason is Reason.NEVER_FITS
     assert found.message.startswith(
         f"the BaseModel's sampler.gpusPerReplica: {gpus}, but an engine"
@@ -200,7 +200,7 @@ def test_engines_that_could_never_hold_the_model_are_refused_with_what_would_do(
     assert found.message.endswith("which has 79.0 GiB; use 4")
     assert len(found.message) <= MAX_MESSAGE_LENGTH
     enough = with_sampler(an_open_base_model(LARGE), {**ENGINES, "gpusPerReplica": 4})
-    assert isinstance(resolve(a_session(**session), enough, 0), Shape)
+    assert isinstance(resolve(a_session(**session), enough, 0), ResolvedSpec)
 
 
 def test_engines_that_could_not_divide_the_model_are_refused_with_what_would_do() -> None:

@@ -122,7 +122,7 @@ def test_json_is_a_base_model_whose_sessions_train_and_sample_as_planned(qwen3_8
     assert (sampler.backend, sampler.replicas * sampler.gpus_per_replica) == ("sglang", 8)
     build = a_build(spec, a_session(baseModel=spec.model_name))
     assert len(sampler_config(build).inference.urls) == sampler.replicas
-    assert not build.shape.head_computes
+    assert not build.resolved.head_computes
 
 
 @pytest.mark.parametrize("gpus", ["8xH100", "1xB200"])
@@ -196,8 +196,8 @@ def test_where_gpus_are_shared_the_engines_are_in_the_trainer_pods(qwen3_8b: str
     inference = sampler_config(build).inference
     assert inference.colocated
     assert [url.partition(".")[0] for url in inference.urls] == ["http://trainer-0"]
-    assert build.shape.devices == Devices("gpu.nvidia.com", 1)
-    assert not build.shape.head_computes
+    assert build.resolved.devices == Devices("gpu.nvidia.com", 1)
+    assert not build.resolved.head_computes
 
 
 def test_a_plan_says_what_sharing_gpus_needs_of_the_cluster(qwen3_8b: str) -> None:

@@ -1,4 +1,4 @@
-"""Reconciling as a function: whatever happens, in whatever order, it ends where it should."""
+"""Reconciliation as a function: it converges after any sequence of events."""
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -22,9 +22,18 @@ from tinkercloud_testing.session_world import (
 
 pytestmark = pytest.mark.timeout(300)
 
-GROWTH = ("the operator looks", "KubeRay works", "a pod gets on", "Kueue admits")
-CHANGES = ("its owner wants one trainer", "its owner wants all trainers", "the BaseModel shrinks")
-HEADS = ("the head goes deaf", "the head hears again", "a pod gets on", "containers restart")
+GROWTH = ("the operator reconciles", "KubeRay works", "a pod advances", "Kueue admits")
+CHANGES = (
+    "its owner requests one trainer",
+    "its owner requests all trainers",
+    "the BaseModel shrinks",
+)
+HEADS = (
+    "the head stops responding",
+    "the head responds again",
+    "a pod advances",
+    "containers restart",
+)
 
 offers = st.sampled_from(sorted(OFFERS))
 histories = st.lists(st.sampled_from(sorted(EVENTS)), max_size=25)
@@ -34,7 +43,7 @@ thorough = settings(max_examples=100, suppress_health_check=list(HealthCheck))
 
 @thorough
 @given(offers, histories)
-def test_it_comes_to_rest_whatever_happened(offer: str, history: Sequence[str]) -> None:
+def test_a_session_settles_after_any_history(offer: str, history: Sequence[str]) -> None:
     world = a_world(offer, *history)
 
     world.settle()
@@ -46,11 +55,11 @@ def test_it_comes_to_rest_whatever_happened(offer: str, history: Sequence[str]) 
 
 @thorough
 @given(offers, histories)
-def test_at_rest_nothing_is_to_be_done_before_the_time_it_names_and_something_then(
+def test_a_settled_session_needs_no_action_until_its_requeue_time(
     offer: str, history: Sequence[str]
 ) -> None:
     world = a_world(offer, *history)
-    named = world.settle().look_again_seconds
+    named = world.settle().requeue_after_seconds
 
     world.pass_time(max(0, named - 1) if named is not None else 10 * 365 * 86400)
 
@@ -63,8 +72,8 @@ def test_at_rest_nothing_is_to_be_done_before_the_time_it_names_and_something_th
 
 @thorough
 @given(offers, histories)
-def test_at_rest_a_session_has_all_its_pods_or_none(offer: str, history: Sequence[str]) -> None:
-    world = a_world(offer, *history, "the BaseModel is back")
+def test_a_settled_session_has_all_of_its_pods_or_none(offer: str, history: Sequence[str]) -> None:
+    world = a_world(offer, *history, "the BaseModel is recreated")
 
     world.settle()
 
@@ -84,21 +93,23 @@ def test_at_rest_a_session_has_all_its_pods_or_none(offer: str, history: Sequenc
 
 @thorough
 @given(offers, short_histories, st.sampled_from(CHANGES), short_histories)
-def test_at_rest_pods_have_room_for_the_ranks_that_the_head_counted_when_it_began(
+def test_the_pods_of_a_settled_session_hold_the_ranks_in_the_head_configuration(
     offer: str, before: Sequence[str], change: str, after: Sequence[str]
 ) -> None:
-    world = a_world(offer, "it settles", *before, change, *after, "the BaseModel is back")
+    world = a_world(offer, "it settles", *before, change, *after, "the BaseModel is recreated")
 
     world.settle()
 
-    has_begun = not world.is_gone and RAY_CLUSTER in world.children and world.told is not None
-    told = world.told["trainer"].get("ranks", 0) if has_begun and world.told else 0
-    assert not has_begun or ranks_in_pods(world) == told
+    has_started = (
+        not world.is_gone and RAY_CLUSTER in world.children and world.head_config is not None
+    )
+    ranks = world.head_config["trainer"].get("ranks", 0) if has_started and world.head_config else 0
+    assert not has_started or ranks_in_pods(world) == ranks
 
 
 @thorough
 @given(offers, histories)
-def test_at_rest_a_suspended_session_has_no_pods_even_without_its_base_model(
+def test_a_settled_suspended_session_has_no_pods_even_without_its_base_model(
     offer: str, history: Sequence[str]
 ) -> None:
     world = a_world(offer, *history, "its owner suspends it")
@@ -111,7 +122,7 @@ def test_at_rest_a_suspended_session_has_no_pods_even_without_its_base_model(
 
 @thorough
 @given(offers, st.lists(st.sampled_from(GROWTH), max_size=60))
-def test_conditions_only_rise_while_nothing_fails(offer: str, history: Sequence[str]) -> None:
+def test_no_condition_regresses_while_nothing_fails(offer: str, history: Sequence[str]) -> None:
     world = a_world(offer)
 
     heights = [0]
@@ -124,10 +135,10 @@ def test_conditions_only_rise_while_nothing_fails(offer: str, history: Sequence[
 
 @thorough
 @given(offers, histories, st.lists(st.sampled_from(HEADS), min_size=20, max_size=20))
-def test_a_deleted_session_is_let_go_in_bounded_time_whatever_its_head_does(
+def test_a_deleted_session_loses_its_finalizer_in_bounded_time(
     offer: str, history: Sequence[str], head: Sequence[str]
 ) -> None:
-    world = a_world(offer, "it settles", *history, "the head goes deaf", "it is deleted")
+    world = a_world(offer, "it settles", *history, "the head stops responding", "it is deleted")
 
     events = iter(head)
     patience = SETTINGS.last_checkpoint_seconds + 6
@@ -136,10 +147,10 @@ def test_a_deleted_session_is_let_go_in_bounded_time_whatever_its_head_does(
         assert world.session.now <= end
         plan = world.operate()
         world.happen(next(events))
-        world.pass_time(min(plan.look_again_seconds or 0, 4))
+        world.pass_time(min(plan.requeue_after_seconds or 0, 4))
 
 
-LIVES: Mapping[str, Sequence[str]] = {
+HISTORIES: Mapping[str, Sequence[str]] = {
     "create": (),
     "ready": ("it settles", "containers restart"),
     "suspend": ("it settles", "its owner suspends it"),
@@ -150,9 +161,12 @@ LIVES: Mapping[str, Sequence[str]] = {
 
 
 @pytest.mark.parametrize("writes", range(10))
-@pytest.mark.parametrize("life", LIVES)
-def test_an_operator_that_dies_after_any_write_is_taken_over_from(life: str, writes: int) -> None:
-    undisturbed, disturbed = a_world("workers", *LIVES[life]), a_world("workers", *LIVES[life])
+@pytest.mark.parametrize("life", HISTORIES)
+def test_another_operator_takes_over_after_a_crash_at_any_write(life: str, writes: int) -> None:
+    undisturbed, disturbed = (
+        a_world("workers", *HISTORIES[life]),
+        a_world("workers", *HISTORIES[life]),
+    )
 
     undisturbed.settle()
     disturbed.operate(writes)

@@ -1,4 +1,4 @@
-"""Drift: others may add to what we apply, and may not change it."""
+"""Drift: others may add fields to applied objects, but not change ours."""
 
 import copy
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tinkercloud_operator.decide.drift import is_as_wanted
+from tinkercloud_operator.decide.drift import is_up_to_date
 from tinkercloud_operator.decide.reconcile import children
 from tinkercloud_testing.sessions import SAMPLERS, TRAINERS, Json, a_base_model, a_build
 
@@ -27,7 +27,7 @@ CHANGED = "changed by hand"
 
 
 def with_extras(wanted: Any, extras: Json) -> Any:
-    """Return an object with fields that others have added, at every level."""
+    """Return an object with additional fields at every level."""
     if isinstance(wanted, dict):
         return extras | {key: with_extras(value, extras) for key, value in wanted.items()}
     if isinstance(wanted, list):
@@ -36,7 +36,7 @@ def with_extras(wanted: Any, extras: Json) -> Any:
 
 
 def paths(value: Any) -> list[tuple[Any, ...]]:
-    """Return the way to every leaf of an object."""
+    """Return the path of every leaf of an object."""
     if isinstance(value, dict):
         return [(key, *path) for key, item in value.items() for path in paths(item)]
     if isinstance(value, list):
@@ -65,53 +65,53 @@ def without(wanted: Json, path: tuple[Any, ...]) -> Json:
 
 
 @given(manifests, manifests)
-def test_what_others_add_is_none_of_our_business(wanted: Json, extras: Json) -> None:
-    assert is_as_wanted(wanted, with_extras(wanted, extras))
+def test_fields_added_by_others_are_ignored(wanted: Json, extras: Json) -> None:
+    assert is_up_to_date(wanted, with_extras(wanted, extras))
 
 
 @given(manifests, manifests, st.data())
-def test_every_changed_value_is_noticed(wanted: Json, extras: Json, data: st.DataObject) -> None:
+def test_every_changed_value_is_detected(wanted: Json, extras: Json, data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(paths(wanted)))
 
-    assert not is_as_wanted(wanted, changed(with_extras(wanted, extras), path))
+    assert not is_up_to_date(wanted, changed(with_extras(wanted, extras), path))
 
 
 @given(manifests, st.data())
-def test_every_removed_value_is_noticed(wanted: Json, data: st.DataObject) -> None:
+def test_every_removed_value_is_detected(wanted: Json, data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(paths(wanted)))
 
-    assert not is_as_wanted(wanted, without(wanted, path))
+    assert not is_up_to_date(wanted, without(wanted, path))
 
 
 @given(manifests, manifests)
-def test_an_object_without_our_fields_is_not_as_wanted(wanted: Json, other: Json) -> None:
+def test_an_object_without_our_fields_is_not_up_to_date(wanted: Json, other: Json) -> None:
     assume(not wanted.keys() & other.keys())
 
-    assert not is_as_wanted(wanted, other)
+    assert not is_up_to_date(wanted, other)
 
 
-def test_what_is_not_there_is_not_as_wanted() -> None:
-    assert not is_as_wanted({"kind": "Service"}, None)
+def test_a_missing_object_is_not_up_to_date() -> None:
+    assert not is_up_to_date({"kind": "Service"}, None)
 
 
 @pytest.mark.parametrize("live", [{}, {"labels": {}}, {"labels": None}], ids=str)
-def test_an_empty_field_may_be_left_out_as_the_api_server_does(live: Json) -> None:
-    assert is_as_wanted({"labels": {}}, live)
-    assert is_as_wanted({"labels": []}, live | {"labels": []})
+def test_an_empty_field_may_be_omitted_by_the_api_server(live: Json) -> None:
+    assert is_up_to_date({"labels": {}}, live)
+    assert is_up_to_date({"labels": []}, live | {"labels": []})
 
 
 @pytest.mark.parametrize("wanted", [{}, []], ids=str)
-def test_an_empty_field_is_not_held_by_something_else(wanted: Any) -> None:
-    assert not is_as_wanted({"emptyDir": wanted}, {"emptyDir": "a string"})
+def test_an_empty_field_does_not_match_another_value(wanted: Any) -> None:
+    assert not is_up_to_date({"emptyDir": wanted}, {"emptyDir": "a string"})
 
 
-def test_a_list_with_another_item_is_not_as_wanted() -> None:
-    assert not is_as_wanted({"ports": [{"port": 1}]}, {"ports": [{"port": 1}, {"port": 2}]})
+def test_a_list_with_an_extra_item_is_not_up_to_date() -> None:
+    assert not is_up_to_date({"ports": [{"port": 1}]}, {"ports": [{"port": 1}, {"port": 2}]})
 
 
 @pytest.mark.parametrize("child", CHILDREN, ids=lambda child: child["kind"])
-def test_an_edit_anywhere_in_a_real_child_is_noticed(child: Json) -> None:
-    unnoticed = [path for path in paths(child) if is_as_wanted(child, changed(child, path))]
+def test_an_edit_anywhere_in_a_real_child_is_detected(child: Json) -> None:
+    unnoticed = [path for path in paths(child) if is_up_to_date(child, changed(child, path))]
 
-    assert is_as_wanted(child, child)
+    assert is_up_to_date(child, child)
     assert unnoticed == []

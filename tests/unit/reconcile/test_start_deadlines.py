@@ -1,9 +1,9 @@
-"""Pods that can't run release their nodes after a while, and the session says why."""
+"""Pods that cannot start release their nodes after a while, and the status says why."""
 
 import pytest
 
 from tinkercloud_crds.conditions import ConditionType, Reason, find
-from tinkercloud_operator.spec.snapshot import Trouble
+from tinkercloud_operator.spec.snapshot import PodProblem
 from tinkercloud_testing.session_world import RAY_CLUSTER, World
 from tinkercloud_testing.sessions import a_base_model
 
@@ -16,8 +16,8 @@ def reason(world: World) -> str:
     return ready.reason
 
 
-def look(world: World, times: int = 6) -> None:
-    """Let everybody work without ending the trouble."""
+def advance(world: World, times: int = 6) -> None:
+    """Let every component work without fixing the problem."""
     for _ in range(times):
         world.kuberay()
         world.kubelet()
@@ -25,17 +25,22 @@ def look(world: World, times: int = 6) -> None:
             world.operate()
 
 
-def begun(offer: str) -> World:
+def scheduled(offer: str) -> World:
     """Return a session whose pods have been scheduled."""
     world = World(a_base_model(), is_declared=offer == "declared")
-    for event in ("the operator looks", "KubeRay works", "a pod gets on", "the operator looks"):
+    for event in (
+        "the operator reconciles",
+        "KubeRay works",
+        "a pod advances",
+        "the operator reconciles",
+    ):
         world.happen(event)
     world.use()
     return world
 
 
 def use_for(world: World, seconds: int) -> None:
-    """Let time pass in which a client asks for it."""
+    """Let time pass while a client polls."""
     for _ in range(seconds // 300):
         world.pass_time(300)
         world.use()
@@ -43,13 +48,13 @@ def use_for(world: World, seconds: int) -> None:
 
 
 def test_an_image_that_can_not_be_pulled_releases_the_nodes_after_the_deadline() -> None:
-    world = begun("for a client")
-    world.happen("images vanish")
+    world = scheduled("for a client")
+    world.happen("images are missing")
     use_for(world, HOUR - 300)
     before = (reason(world), world.status.phase, RAY_CLUSTER in world.children)
 
     use_for(world, 600)
-    look(world)
+    advance(world)
 
     assert before == ("ImagePullBackOff", "Failed", True)
     assert RAY_CLUSTER not in world.children
@@ -59,50 +64,50 @@ def test_an_image_that_can_not_be_pulled_releases_the_nodes_after_the_deadline()
     assert world.status.gpus == 0
 
 
-def test_it_says_so_until_its_time_to_live_is_over() -> None:
-    world = begun("for a client")
-    world.happen("images vanish")
+def test_the_reason_is_reported_until_the_ttl_passes() -> None:
+    world = scheduled("for a client")
+    world.happen("images are missing")
     use_for(world, HOUR + 300)
-    look(world)
+    advance(world)
 
     world.pass_time(3000)
-    look(world)
+    advance(world)
     kept = (reason(world), "no such image" in (world.status.message or ""))
     world.pass_time(HOUR)
-    look(world)
+    advance(world)
 
     assert kept == ("StartFailed", True)
     assert world.is_gone
 
 
-def test_a_container_that_seems_well_between_crashes_counts_from_its_first() -> None:
-    world = begun("for a client")
-    crash = Trouble(Reason.CRASH_LOOP, "container head: exit code 3")
+def test_the_start_deadline_counts_from_the_first_crash() -> None:
+    world = scheduled("for a client")
+    crash = PodProblem(Reason.CRASH_LOOP, "container head: exit code 3")
     for _ in range(HOUR // 600 + 2):
-        world.trouble_pods(crash)
+        world.break_pods(crash)
         use_for(world, 300)
-        world.trouble_pods(None)
+        world.break_pods(None)
         use_for(world, 300)
-    look(world)
+    advance(world)
 
     assert reason(world) == "StartFailed"
     assert "exit code 3" in (world.status.message or "")
 
 
-def test_a_session_that_becomes_ready_has_all_of_its_time_again() -> None:
-    world = begun("for a client")
-    world.happen("images vanish")
+def test_becoming_ready_resets_the_start_deadline() -> None:
+    world = scheduled("for a client")
+    world.happen("images are missing")
     use_for(world, HOUR - 600)
 
-    world.happen("images are back", "it settles")
+    world.happen("images are available", "it settles")
 
     assert world.status.phase == "Ready"
     assert world.status.failing is None
 
 
-def test_waiting_for_nodes_does_not_count() -> None:
-    world = begun("for a client")
-    world.trouble_pods(Trouble(Reason.UNSCHEDULABLE, "0/3 nodes are available"))
+def test_waiting_for_nodes_does_not_count_towards_the_start_deadline() -> None:
+    world = scheduled("for a client")
+    world.break_pods(PodProblem(Reason.UNSCHEDULABLE, "0/3 nodes are available"))
 
     use_for(world, 5 * HOUR)
 
@@ -111,18 +116,18 @@ def test_waiting_for_nodes_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("offer", ["declared", "for a client"])
-def test_what_can_be_resumed_is_kept_and_tried_again_when_it_is_suspended_and_resumed(
+def test_a_resumable_session_is_kept_and_retried_after_suspend_and_resume(
     offer: str,
 ) -> None:
-    world = begun(offer)
+    world = scheduled(offer)
     world.settle()
-    world.happen("containers restart", "images vanish")
+    world.happen("containers restart", "images are missing")
     use_for(world, HOUR + 300)
-    look(world)
+    advance(world)
     failed = (world.status.phase, reason(world), world.status.finished_time)
 
     world.use()
-    look(world)
+    advance(world)
     still = reason(world)
     world.happen("its owner suspends it", "it settles", "its owner resumes it", "it settles")
 
@@ -132,12 +137,14 @@ def test_what_can_be_resumed_is_kept_and_tried_again_when_it_is_suspended_and_re
 
 
 def test_a_declared_session_that_never_ran_is_kept_too() -> None:
-    world = begun("declared")
-    world.happen("images vanish")
+    world = scheduled("declared")
+    world.happen("images are missing")
 
     use_for(world, HOUR + 300)
-    look(world)
-    world.happen("images are back", "its owner suspends it", "it settles", "its owner resumes it")
+    advance(world)
+    world.happen(
+        "images are available", "its owner suspends it", "it settles", "its owner resumes it"
+    )
     world.settle()
 
     assert world.status.phase == "Ready"

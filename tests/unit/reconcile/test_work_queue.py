@@ -1,4 +1,4 @@
-"""The queue of sessions to look at: each once, never two workers at one session."""
+"""The work queue: each name once, and never with two workers."""
 
 import asyncio
 
@@ -9,73 +9,73 @@ from tinkercloud_operator.run.work_queue import WorkQueue
 SOON, LATER = 0.01, 30.0
 
 
-async def next_of(queue: WorkQueue) -> str:
+async def taken_from(queue: WorkQueue) -> str:
     return await asyncio.wait_for(queue.take(), timeout=5)
 
 
-async def nobody_is_next(queue: WorkQueue) -> bool:
+async def is_empty(queue: WorkQueue) -> bool:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(queue.take(), timeout=0.05)
     return True
 
 
-async def test_a_name_that_is_added_twice_is_handed_out_once() -> None:
+async def test_a_name_added_twice_is_taken_once() -> None:
     queue = WorkQueue()
     queue.add("a")
     queue.add("a")
     queue.add("b")
 
     assert len(queue) == 2
-    assert [await next_of(queue), await next_of(queue)] == ["a", "b"]
-    assert await nobody_is_next(queue)
+    assert [await taken_from(queue), await taken_from(queue)] == ["a", "b"]
+    assert await is_empty(queue)
 
 
-async def test_a_name_that_is_looked_at_is_handed_out_again_only_afterwards() -> None:
+async def test_a_name_in_progress_is_taken_again_only_afterwards() -> None:
     queue = WorkQueue()
     queue.add("a")
-    name = await next_of(queue)
+    name = await taken_from(queue)
 
     queue.add("a")
-    assert await nobody_is_next(queue)
+    assert await is_empty(queue)
     queue.done(name)
 
-    assert await next_of(queue) == "a"
+    assert await taken_from(queue) == "a"
 
 
-async def test_a_name_that_was_dealt_with_does_not_come_back() -> None:
+async def test_a_processed_name_does_not_return() -> None:
     queue = WorkQueue()
     queue.add("a")
 
-    queue.done(await next_of(queue))
+    queue.done(await taken_from(queue))
 
-    assert await nobody_is_next(queue)
+    assert await is_empty(queue)
 
 
-async def test_a_name_whose_look_failed_comes_back_by_itself() -> None:
+async def test_a_failed_name_is_retried() -> None:
     queue = WorkQueue()
     queue.add("a")
 
-    queue.failed(await next_of(queue))
+    queue.failed(await taken_from(queue))
 
     assert len(queue) == 0
-    assert await next_of(queue) == "a"
+    assert await taken_from(queue) == "a"
 
 
-async def test_of_two_times_the_earlier_counts() -> None:
+async def test_the_earlier_of_two_delays_wins() -> None:
     queue = WorkQueue()
     queue.add_after("a", LATER)
     queue.add_after("a", SOON)
     queue.add_after("b", SOON)
     queue.add_after("b", LATER)
 
-    assert {await next_of(queue), await next_of(queue)} == {"a", "b"}
+    assert {await taken_from(queue), await taken_from(queue)} == {"a", "b"}
 
 
-async def test_a_name_that_is_added_does_not_come_again_when_its_time_has_come() -> None:
+async def test_adding_a_name_cancels_its_delay() -> None:
     queue = WorkQueue()
     queue.add_after("a", SOON)
     queue.add("a")
 
-    queue.done(await next_of(queue))
+    queue.done(await taken_from(queue))
 
-    assert await nobody_is_next(queue)
+    assert await is_empty(queue)

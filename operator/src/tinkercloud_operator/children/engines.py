@@ -1,14 +1,15 @@
-"""What samples in a head's place: SGLang engines in pods of its session, or servers of others.
+"""SGLang engines in pods of a session, and inference servers that others operate.
 
-An engine runs beside a Ray node of no ranks, in a container of its own: so its image needs neither
-Ray nor Tinkercloud, KubeRay starts and counts its pod as any other, Kueue admits it with the rest
-of the session, and it goes on, with what it has loaded, while Ray's processes start over.
+An engine runs in a container of its own, alongside a Ray node without ranks. Its image needs
+neither Ray nor Tinkercloud, KubeRay starts and counts its pod like any other, Kueue admits it
+together with the rest of the session, and it keeps its loaded weights while Ray's processes
+restart.
 
-Colocated engines run in the trainer pods instead, each in a container of its own on its part of the
-pod's GPUs, which they give back while the trainer computes.
+Colocated engines run in the trainer pods instead, each in its own container on a part of the pod's
+GPUs, and release GPU memory while the trainer computes.
 
-Each has a name that outlives its pod. The name resolves whether the engine is ready or not: the
-head asks the engines themselves, and knows what to do while one does not answer.
+Each engine has a stable host name that resolves whether the engine is ready or not: the head talks
+to the engines directly and handles one that does not respond.
 """
 
 from collections.abc import Mapping
@@ -29,17 +30,18 @@ from tinkercloud_operator.children.pods import (
     probe,
     with_extras,
 )
-from tinkercloud_operator.spec.resolved import Shape
+from tinkercloud_operator.spec.resolved import ResolvedSpec
 from tinkercloud_protocol.launch import InferenceConfig, SamplerConfig
 
 ADAPTERS_FOLDER = "/adapters"
 KEY_FOLDER = "/etc/tinkercloud-servers"
 ENGINE_PORT = 30000
-"""SGLang's own choice; the next ones are those of further engines in a pod."""
+"""SGLang's default; further engines of a pod use the following ports."""
 
-# For latent attention SGLang takes fa3 before Hopper, which does not have it there, and for
-# DeepSeek-V3 on Blackwell kernels that are not deterministic; it ends over either. Only the pod
-# has the model's configuration: the first option is its folder. The last of equal options counts.
+# For models with latent attention SGLang selects fa3 on GPUs before Hopper, which do not support
+# it, and for DeepSeek-V3 on Blackwell it selects non-deterministic kernels; it exits in both cases.
+# Only the pod has the model's configuration: the first option is its folder. For repeated options,
+# the last one wins.
 _START = (
     f"key=$(< {TOKEN_FOLDER}/{labels.TOKEN_KEY}) || exit 1;"
     ' if grep -qsE \'"kv_lora_rank": *[1-9]\' "$2/config.json";'
@@ -48,41 +50,41 @@ _START = (
 )
 _ENVIRONMENT = {
     "HOME": "/tmp",  # noqa: S108 - a volume of the pod's own
-    # Compilers name their caches after the user, and a pod's has no entry in /etc/passwd.
+    # Compilers name their caches after the user, who has no entry in the pod's /etc/passwd.
     "USER": "engine",
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
-    # The spare positions may be beyond what the model was made for: nothing is ever there.
+    # The spare positions may exceed the model's maximum context length; they are never used.
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-    # /health draws a token otherwise, which an engine that is loading weights can't.
+    # Otherwise /health samples a token, which an engine that is loading weights cannot do.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
 }
-_ENVIRONMENT_BESIDE_TRAINERS = {
-    # So that the containers of a pod count its GPUs alike.
+_COLOCATED_ENVIRONMENT = {
+    # All containers of a pod must number its GPUs in the same order.
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-    # An engine ends if its GPUs are not equally free, and those of ranks that load are not.
+    # Otherwise an engine exits if its GPUs differ in free memory, as they do while ranks load.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false",
-    # Graphs keep their memory otherwise, when an engine gives back its own.
+    # Otherwise CUDA graphs keep their memory when an engine releases its own.
     "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
 }
-_OF_ENGINES = {"token", "scratch", "tmp", "shared-memory", "model"}
-"""Volumes that an engine needs of those that all containers have."""
+_ENGINE_VOLUMES = {"token", "scratch", "tmp", "shared-memory", "model"}
+"""The common volumes of containers that an engine also needs."""
 _SPARE_POSITIONS = 7
-"""SGLang refuses prompts that leave fewer than this of its context, and draws none of the last; the
-head takes what fits."""
-_WAITED_SECONDS = 5
-"""After how long an adapter that waits for a slot gets one: the engine starts nothing more with one
-of those that have them."""
-_SILENT_SECONDS = 1800
-"""How long an engine may draw no token before it is started over: it draws none while it loads a
-whole model's weights."""
-_HUNG_SECONDS = 5
-"""How long an engine that is started over may take to end: its `preStop` waits for a head that
-lives."""
+"""SGLang rejects prompts that leave fewer positions of its context than this, and samples no last
+token; the head enforces the real limit."""
+_ADAPTER_WAIT_SECONDS = 5
+"""Time after which an adapter that waits for a slot gets one: the engine then stops starting
+requests for the adapters that have a slot."""
+_ENGINE_STALL_SECONDS = 1800
+"""Time without a sampled token after which an engine is restarted; none is sampled while it loads
+the weights of a whole model."""
+_ENGINE_KILL_SECONDS = 5
+"""Grace period of an engine that a probe restarts; its `preStop` hook would wait for a running
+head."""
 
 
 def sampler_config(build: Build) -> SamplerConfig:
-    """Return what the head is told about sampling."""
-    sampler = build.shape.sampler
+    """Return the head's configuration for sampling."""
+    sampler = build.resolved.sampler
     if sampler.external is not None:
         return SamplerConfig(backend="external", inference=_external(build, sampler.external))
     if sampler.engines is None:
@@ -93,61 +95,63 @@ def sampler_config(build: Build) -> SamplerConfig:
         adapters_dir=_adapters_folder(build) if volumes(build) else None,
         adapters_seen=bool(volumes(build)),
         recovery_seconds=sampler.engines.start_timeout_seconds,
-        colocated=bool(build.shape.engines_per_trainer),
-        process_group=_process_group(build.shape, sampler.engines),
-        # Engines that are not in the trainer's pod see none of its memory.
-        shared_memory=sampler.engines.shared_memory if build.shape.engines_per_trainer else None,
+        colocated=bool(build.resolved.engines_per_trainer),
+        process_group=_process_group(build.resolved, sampler.engines),
+        # Only engines in the trainer's pod can share its memory.
+        shared_memory=sampler.engines.shared_memory if build.resolved.engines_per_trainer else None,
     )
     return SamplerConfig(backend="sglang", inference=inference)
 
 
-def _process_group(shape: Shape, engines: EnginesShape) -> Literal["gloo", "nccl"] | None:
-    """Return what whole models go over; those of a session that trains nothing lie at the head."""
-    return "gloo" if engines.process_group and shape.trainer is None else engines.process_group
+def _process_group(resolved: ResolvedSpec, engines: EnginesShape) -> Literal["gloo", "nccl"] | None:
+    """Return the transport for whole models; a sampling session has them only at the head."""
+    return "gloo" if engines.process_group and resolved.trainer is None else engines.process_group
 
 
 def host_name(component: str, number: int) -> str:
-    """Return the name of a pod with engines within their Service; they are counted from 0."""
+    """Return the host name of a pod with engines within their Service, numbered from 0."""
     return f"{component}-{number}"
 
 
-def _component(shape: Shape) -> str:
-    """Return in which pods engines are."""
-    return "trainer" if shape.engines_per_trainer else "sampler"
+def _component(resolved: ResolvedSpec) -> str:
+    """Return the component whose pods contain the engines."""
+    return "trainer" if resolved.engines_per_trainer else "sampler"
 
 
-def _ports(shape: Shape) -> dict[str, int]:
-    """Return the containers of a pod's engines, and where they listen."""
-    if not shape.engines_per_trainer:
+def _ports(resolved: ResolvedSpec) -> dict[str, int]:
+    """Return the port of each engine container of a pod, by container name."""
+    if not resolved.engines_per_trainer:
         return {"engine": ENGINE_PORT}
-    return {f"engine-{number}": ENGINE_PORT + number for number in range(shape.engines_per_trainer)}
+    return {
+        f"engine-{number}": ENGINE_PORT + number for number in range(resolved.engines_per_trainer)
+    }
 
 
 def _addresses(build: Build) -> list[str]:
     """Return host and port of every engine."""
-    shape = build.shape
-    pods = shape.trainers if shape.engines_per_trainer else shape.samplers
-    hosts = [f"{host_name(_component(shape), pod)}.{build.names.engines}" for pod in range(pods)]
-    return [f"{host}:{port}" for host in hosts for port in _ports(shape).values()]
+    resolved = build.resolved
+    pods = resolved.trainers if resolved.engines_per_trainer else resolved.samplers
+    hosts = [f"{host_name(_component(resolved), pod)}.{build.names.engines}" for pod in range(pods)]
+    return [f"{host}:{port}" for host in hosts for port in _ports(resolved).values()]
 
 
 def volumes(build: Build) -> list[Json]:
-    """Return the volumes that the head has for servers' sake, and engines too."""
-    sampler = build.shape.sampler
-    shape = sampler.external or sampler.engines
-    if shape is None or shape.adapters_claim_name is None:
+    """Return the volumes for adapters and server keys that the head, and engines, mount."""
+    sampler = build.resolved.sampler
+    resolved = sampler.external or sampler.engines
+    if resolved is None or resolved.adapters_claim_name is None:
         return []
-    claim = {"claimName": shape.adapters_claim_name}
+    claim = {"claimName": resolved.adapters_claim_name}
     found: list[Json] = [{"name": "adapters", "persistentVolumeClaim": claim}]
-    if isinstance(shape, ExternalServers) and shape.key_secret_name is not None:
+    if isinstance(resolved, ExternalServers) and resolved.key_secret_name is not None:
         items = [{"key": "key", "path": "key"}]
-        secret = {"secretName": shape.key_secret_name, "items": items, "defaultMode": 0o440}
+        secret = {"secretName": resolved.key_secret_name, "items": items, "defaultMode": 0o440}
         found.append({"name": "servers-key", "secret": secret})
     return found
 
 
 def head_mounts(build: Build) -> list[Json]:
-    """Return where the head has `volumes`."""
+    """Return the head's mounts of `volumes`."""
     places: dict[str, Json] = {
         "adapters": {"mountPath": ADAPTERS_FOLDER},
         "servers-key": {"mountPath": KEY_FOLDER, "readOnly": True},
@@ -156,18 +160,20 @@ def head_mounts(build: Build) -> list[Json]:
 
 
 def engines(build: Build) -> list[Json]:
-    """Return the containers of a pod's engines."""
-    told = build.shape.sampler.engines
-    assert told is not None  # noqa: S101 - pods that have engines say so
-    return [_engine(build, told, name, port) for name, port in _ports(build.shape).items()]
+    """Return the engine containers of a pod."""
+    engines_spec = build.resolved.sampler.engines
+    assert engines_spec is not None  # noqa: S101 - only called for pods with engines
+    return [
+        _engine(build, engines_spec, name, port) for name, port in _ports(build.resolved).items()
+    ]
 
 
-def _engine(build: Build, told: EnginesShape, name: str, port: int) -> Json:
-    shape = build.shape
-    sampler, is_colocated = shape.sampler, bool(shape.engines_per_trainer)
-    assert sampler.image is not None  # noqa: S101 - without one, a session is refused
+def _engine(build: Build, engines_spec: EnginesShape, name: str, port: int) -> Json:
+    resolved = build.resolved
+    sampler, is_colocated = resolved.sampler, bool(resolved.engines_per_trainer)
+    assert sampler.image is not None  # noqa: S101 - a session without an image is rejected
     body = container(build, name, sampler.image, sampler.resources, sampler.gpus_per_replica)
-    mounts = [mount for mount in body["volumeMounts"] if mount["name"] in _OF_ENGINES]
+    mounts = [mount for mount in body["volumeMounts"] if mount["name"] in _ENGINE_VOLUMES]
     adapters = [
         {"name": volume["name"], "mountPath": ADAPTERS_FOLDER, "readOnly": True}
         for volume in volumes(build)
@@ -175,15 +181,15 @@ def _engine(build: Build, told: EnginesShape, name: str, port: int) -> Json:
     environment = _ENVIRONMENT
     if is_colocated:
         head = {RAY_HEAD_VARIABLE: build.names.ray_head_service}
-        environment = environment | _ENVIRONMENT_BESIDE_TRAINERS | head
-        # A head that stops finishes the step that runs, for which it needs their memory.
+        environment = environment | _COLOCATED_ENVIRONMENT | head
+        # A stopping head finishes the current step, which needs the engines' memory.
         body = body | {"lifecycle": OUTLIVE_HEAD}
-    probes = _probes(port, told.start_timeout_seconds)
+    probes = _probes(port, engines_spec.start_timeout_seconds)
     if is_colocated:
-        probes = _beside_trainers(probes, port)
+        probes = _colocated_probes(probes, port)
     body = body | {
         "command": ["/bin/bash", "-c", _START, name],
-        "args": _arguments(build, told, port),
+        "args": _arguments(build, engines_spec, port),
         "env": [{"name": variable, "value": value} for variable, value in environment.items()],
         "volumeMounts": [*mounts, *adapters],
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"}],
@@ -197,15 +203,15 @@ def _probes(port: int, start_timeout_seconds: int) -> dict[str, Json]:
     return {
         "startupProbe": probe(up, period=10, failures=ceil(start_timeout_seconds / 10)),
         "readinessProbe": probe(up, period=10, failures=3),
-        # SGLang itself gives a token 20 seconds.
-        "livenessProbe": probe(draws, period=60, failures=_SILENT_SECONDS // 60)
+        # SGLang's own timeout for the token is 20 seconds.
+        "livenessProbe": probe(draws, period=60, failures=_ENGINE_STALL_SECONDS // 60)
         | {"timeoutSeconds": 25},
     }
 
 
-def _beside_trainers(probes: Mapping[str, Json], port: int) -> dict[str, Json]:
-    """Return probes of an engine that can't draw while its memory is given away."""
-    soon = {"terminationGracePeriodSeconds": _HUNG_SECONDS}
+def _colocated_probes(probes: Mapping[str, Json], port: int) -> dict[str, Json]:
+    """Return the probes of an engine that cannot sample while its memory is released."""
+    soon = {"terminationGracePeriodSeconds": _ENGINE_KILL_SECONDS}
     return {
         **probes,
         "startupProbe": {**probes["startupProbe"], **soon},
@@ -214,7 +220,7 @@ def _beside_trainers(probes: Mapping[str, Json], port: int) -> dict[str, Json]:
 
 
 def engines_service(build: Build) -> Json:
-    """Return the Service that gives engines their names."""
+    """Return the headless Service that gives engines their host names."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -225,19 +231,19 @@ def engines_service(build: Build) -> Json:
             "publishNotReadyAddresses": True,
             "selector": {
                 labels.SESSION_LABEL: build.names.session,
-                labels.COMPONENT_LABEL: _component(build.shape),
+                labels.COMPONENT_LABEL: _component(build.resolved),
             },
             "ports": [
                 {"name": name, "port": port, "targetPort": port, "protocol": "TCP"}
-                for name, port in _ports(build.shape).items()
+                for name, port in _ports(build.resolved).items()
             ],
         },
     }
 
 
 def external_ports(build: Build) -> list[int]:
-    """Return the ports at which other people's servers listen."""
-    external = build.shape.sampler.external
+    """Return the ports of external inference servers."""
+    external = build.resolved.sampler.external
     urls = [urlsplit(url) for url in external.urls] if external is not None else []
     return sorted({url.port or (443 if url.scheme == "https" else 80) for url in urls})
 
@@ -254,12 +260,12 @@ def _external(build: Build, servers: ExternalServers) -> InferenceConfig:
 
 
 def _adapters_folder(build: Build) -> str:
-    """Return the session's own folder: sessions of a BaseModel share its volume."""
+    """Return the session's own folder: the sessions of a BaseModel share its volume."""
     return f"{ADAPTERS_FOLDER}/{build.names.session}"
 
 
-def _arguments(build: Build, told: EnginesShape, port: int) -> list[str]:
-    base_model, sampler = build.shape.base_model, build.shape.sampler
+def _arguments(build: Build, engines_spec: EnginesShape, port: int) -> list[str]:
+    base_model, sampler = build.resolved.base_model, build.resolved.sampler
     options = {
         "--model-path": model_path(base_model),
         "--host": "0.0.0.0",  # noqa: S104 - a pod's own address
@@ -267,46 +273,46 @@ def _arguments(build: Build, told: EnginesShape, port: int) -> list[str]:
         "--tp-size": max(1, sampler.gpus_per_replica),
         "--context-length": base_model.max_context_length + _SPARE_POSITIONS,
         "--dtype": base_model.trainer.dtype,
-        # The kernels for experts that adapters can be added to: on Blackwell SGLang takes others
-        # (flashinfer_trtllm), and ends over them. Dense models have no use of it.
+        # These expert kernels support adapters. On Blackwell SGLang selects others by default
+        # (flashinfer_trtllm) and exits. The option has no effect on dense models.
         "--moe-runner-backend": "triton",
-        **_memory(told),
+        **_memory(engines_spec),
     }
     if base_model.trainer.dtype == "float32":
-        # Of itself SGLang takes fa3, and flashinfer on Blackwell, which know half precision only.
+        # SGLang's defaults, fa3 and, on Blackwell, flashinfer, only support half precision.
         options["--attention-backend"] = "triton"
-    switches = ["--enable-deterministic-inference", *_adapters(build, told)]
-    if build.shape.engines_per_trainer:
-        # Every container of the pod sees all of its GPUs; SGLang counts from this one.
+    switches = ["--enable-deterministic-inference", *_adapters(build, engines_spec)]
+    if build.resolved.engines_per_trainer:
+        # Every container of the pod sees all of its GPUs; SGLang starts at this one.
         options["--base-gpu-id"] = (port - ENGINE_PORT) * sampler.gpus_per_replica
-        # SGLang has no graphs of prompts (`breakable`, its choice) whose memory can be given back.
+        # The memory of SGLang's default prefill graphs (`breakable`) cannot be released.
         options["--cuda-graph-backend-prefill"] = "disabled"
         switches += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     return [*(str(word) for option in options.items() for word in option), *switches]
 
 
-def _adapters(build: Build, told: EnginesShape) -> list[str]:
-    """Return the options about adapters."""
+def _adapters(build: Build, engines_spec: EnginesShape) -> list[str]:
+    """Return the options for adapters."""
     options = {
-        "--max-lora-rank": build.shape.base_model.limits.max_lora_rank,
-        # What plans count, as each is as large as the largest adapter. Others wait in the engine's
-        # own memory.
+        "--max-lora-rank": build.resolved.base_model.limits.max_lora_rank,
+        # The memory planner counts these slots, each as large as the largest adapter. Further
+        # adapters wait in host memory.
         "--max-loras-per-batch": ADAPTER_SLOTS,
-        # Otherwise models that are always asked for keep others waiting for ever.
-        "--lora-drain-wait-threshold": _WAITED_SECONDS,
+        # Otherwise adapters with constant traffic starve the others.
+        "--lora-drain-wait-threshold": _ADAPTER_WAIT_SECONDS,
     }
     words = [str(word) for option in options.items() for word in option]
-    modules = told.lora_target_modules or ["all"]
+    modules = engines_spec.lora_target_modules or ["all"]
     return ["--enable-lora", "--lora-target-modules", *modules, *words]
 
 
-def _memory(told: EnginesShape) -> Json:
-    """Return the options about memory that are chosen."""
+def _memory(engines_spec: EnginesShape) -> Json:
+    """Return the options for memory that the BaseModel sets."""
     found: Json = {}
-    if told.gpu_memory_percent is not None:
-        found["--mem-fraction-static"] = told.gpu_memory_percent / 100
-    if told.max_cached_tokens is not None:
-        found["--max-total-tokens"] = told.max_cached_tokens
+    if engines_spec.gpu_memory_percent is not None:
+        found["--mem-fraction-static"] = engines_spec.gpu_memory_percent / 100
+    if engines_spec.max_cached_tokens is not None:
+        found["--max-total-tokens"] = engines_spec.max_cached_tokens
     return found
 
 

@@ -1,7 +1,7 @@
-"""What the pods of a session have in common: containers, volumes, security, placement.
+"""The common parts of a session's pods: containers, volumes, security, placement.
 
-Restricted Pod Security throughout: no root, no privileges, a read-only root file system, no
-service account token.
+All pods meet the Restricted Pod Security Standard: non-root, no privileges, a read-only root file
+system. They mount no service account token.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from tinkercloud_crds.names import Names
 from tinkercloud_crds.placement import Placement, TopologyAffinity
 from tinkercloud_crds.shapes import Resources, SamplerShape, TrainerShape
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.resolved import Shape
+from tinkercloud_operator.spec.resolved import ResolvedSpec
 
 Json = dict[str, Any]
 
@@ -27,10 +27,10 @@ FETCHED_MODEL_FOLDER = f"{SCRATCH_FOLDER}/model"
 
 GPU_RESOURCE = "nvidia.com/gpu"
 GPU_CLAIM = "gpus"
-"""What a pod calls its claim of devices."""
+"""Name of a pod's claim of devices."""
 
 RAY_HEAD_VARIABLE = "FQ_RAY_IP"
-"""Names a worker's head, to Ray's container alone: KubeRay sets it there."""
+"""Variable with the address of the Ray head, which KubeRay only sets in Ray's own container."""
 OUTLIVE_HEAD: Json = {
     "preStop": {
         "exec": {
@@ -41,31 +41,31 @@ OUTLIVE_HEAD: Json = {
         }
     }
 }
-"""The lifecycle of what a head still needs while it finishes what runs and saves what it knows:
-when a node is drained, all are told to stop at once."""
+"""Lifecycle of containers that the head needs while it finishes its work and saves its state: when
+a node is drained, all pods are asked to stop at the same time."""
 
 
 def model_path(base_model: BaseModelSpec) -> str:
-    """Return the folder, inside a pod, where the base model lies."""
+    """Return the folder of the base model inside a pod."""
     volume = base_model.source.volume
     return f"{MODEL_FOLDER}/{volume.path}" if volume is not None else FETCHED_MODEL_FOLDER
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What children are built from."""
+    """The input from which children are built."""
 
     names: Names
-    shape: Shape
+    resolved: ResolvedSpec
     settings: Settings
     head_config: str | None = None
-    """What the head of pods that are there was told; None: what follows from the rest."""
+    """Configuration that the running head received; None derives it from the spec."""
 
 
 def pod_template(build: Build, component: str, container: Json, resources: Resources) -> Json:
-    """Return the template of one group's pods."""
-    settings, source = build.settings, build.shape.base_model.source
-    placement = build.shape.placement_of(component)
+    """Return the pod template of one group."""
+    settings, source = build.settings, build.resolved.base_model.source
+    placement = build.resolved.placement_of(component)
     spec: Json = {
         "serviceAccountName": settings.service_account,
         "automountServiceAccountToken": False,
@@ -76,14 +76,14 @@ def pod_template(build: Build, component: str, container: Json, resources: Resou
         "volumes": _volumes(build, resources),
         **_placement(build, component),
     }
-    devices = build.shape.devices
+    devices = build.resolved.devices
     if devices is not None and component != "head":
         template = build.names.claim_template(devices.class_name, devices.count)
         spec["resourceClaims"] = [{"name": GPU_CLAIM, "resourceClaimTemplateName": template}]
     if source.volume is None:
-        needs_weights = component != "head" or build.shape.head_computes
+        needs_weights = component != "head" or build.resolved.head_computes
         part = [] if needs_weights else ["description"]
-        spec["initContainers"] = [_fetching(build, container, part)]
+        spec["initContainers"] = [_model_fetcher(build, container, part)]
     if settings.image_pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in settings.image_pull_secrets]
     return {
@@ -106,7 +106,7 @@ def pod_template(build: Build, component: str, container: Json, resources: Resou
 
 
 def container(build: Build, name: str, image: str, resources: Resources, gpus: int) -> Json:
-    """Return a container that runs as `pod_template` wants it, without credentials of stores."""
+    """Return a container that meets the security standard, without credentials of stores."""
     policy = build.settings.image_pull_policy
     return {
         "name": name,
@@ -120,35 +120,35 @@ def container(build: Build, name: str, image: str, resources: Resources, gpus: i
         },
         "volumeMounts": _mounts(build.settings),
         "env": [
-            *_trusted(build.settings),
+            *_ca_variables(build.settings),
             {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a volume of the pod's own
             {"name": "OMP_WAIT_POLICY", "value": "PASSIVE"},
             {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
-            # On busy cores a rank's process may take longer to come up than Ray would wait, which
-            # then waits for it in vain; what keeps Ray's state may be late too.
+            # On busy cores a rank's process, or the GCS, may take longer to start than Ray's
+            # default timeouts.
             {"name": "RAY_worker_register_timeout_seconds", "value": "600"},
             {"name": "RAY_gcs_server_port_wait_time_s", "value": "120"},
         ],
-        # The last lines of its log say in the pod's status why it ended.
+        # The pod's status then shows the last lines of the log of a failed container.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
 
 
 def with_extras(container: Json, worker: TrainerShape | SamplerShape) -> Json:
-    """Return a worker's container with the resources and variables that its shape names."""
+    """Return a worker's container with its extra resources and environment variables."""
     needs = container["resources"]
     amounts = {resource.name: resource.amount for resource in worker.extended_resources}
-    # Kubernetes wants them alike: nobody can have more than was set aside.
+    # Kubernetes requires equal requests and limits for extended resources.
     alike = {kind: needs[kind] | amounts for kind in ("requests", "limits")}
     variables = [variable.model_dump() for variable in worker.environment]
     return container | {"resources": needs | alike, "env": [*container["env"], *variables]}
 
 
 def _needs(build: Build, resources: Resources, gpus: int) -> Json:
-    """Return what a container asks for: the pod's claim, in which all GPUs are, or GPUs alone."""
+    """Return a container's resources: GPUs directly, or the pod's claim that holds its GPUs."""
     requests: Json = {"cpu": resources.cpu, "memory": resources.memory}
     limits = _limits(build.settings, requests)
-    if gpus and build.shape.devices is not None:
+    if gpus and build.resolved.devices is not None:
         return {"requests": requests, "limits": limits, "claims": [{"name": GPU_CLAIM}]}
     if gpus:
         limits[GPU_RESOURCE] = requests[GPU_RESOURCE] = str(gpus)
@@ -156,12 +156,12 @@ def _needs(build: Build, resources: Resources, gpus: int) -> Json:
 
 
 def _limits(settings: Settings, requests: Json) -> Json:
-    """Return the limits of a container; without one, it uses idle cores."""
+    """Return the limits of a container; without a CPU limit it can use idle cores."""
     return dict(requests) if settings.limit_cores else {"memory": requests["memory"]}
 
 
-def _trusted(settings: Settings) -> list[Json]:
-    """Return the variables by which OpenSSL, rustls and requests find the authorities to trust."""
+def _ca_variables(settings: Settings) -> list[Json]:
+    """Return the variables that point OpenSSL, rustls and requests to the trusted CAs."""
     if settings.ca_config_map is None:
         return []
     path = f"{CA_FOLDER}/{settings.ca_key}"
@@ -169,7 +169,7 @@ def _trusted(settings: Settings) -> list[Json]:
 
 
 def _with_scratch(container: Json, resources: Resources, settings: Settings) -> Json:
-    """Return a pod's first container, which asks for what the pod may write to scratch space."""
+    """Return a pod's first container, with a request for the pod's scratch space."""
     if not settings.reserve_scratch:
         return container
     needs = container["resources"]
@@ -177,9 +177,9 @@ def _with_scratch(container: Json, resources: Resources, settings: Settings) -> 
     return {**container, "resources": {**needs, "requests": requests}}
 
 
-def probe(question: Json, *, period: int, failures: int) -> Json:
-    """Return a probe that asks every `period` seconds and believes `failures` in a row."""
-    return question | {
+def probe(handler: Json, *, period: int, failures: int) -> Json:
+    """Return a probe that runs every `period` seconds and fails after `failures` in a row."""
+    return handler | {
         "periodSeconds": period,
         "timeoutSeconds": 5,
         "failureThreshold": failures,
@@ -187,7 +187,7 @@ def probe(question: Json, *, period: int, failures: int) -> Json:
 
 
 def environment_of(*secrets: str | None) -> list[Json]:
-    """Return where a container's environment comes from; of equal entries the last counts."""
+    """Return the `envFrom` entries of Secrets; for duplicate keys the last one wins."""
     return [{"secretRef": {"name": name}} for name in secrets if name is not None]
 
 
@@ -195,7 +195,7 @@ def _pod_security(settings: Settings) -> Json:
     user, group = settings.run_as_user, settings.fs_group
     ids: Json = {} if user is None else {"runAsUser": user, "runAsGroup": user}
     if group is not None:
-        # A volume of many files would otherwise be gone through whenever it is mounted.
+        # Otherwise the ownership of every file is checked whenever a volume is mounted.
         ids |= {"fsGroup": group, "fsGroupChangePolicy": "OnRootMismatch"}
     return {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}, **ids}
 
@@ -215,7 +215,7 @@ def _mounts(settings: Settings) -> list[Json]:
 
 def _volumes(build: Build, resources: Resources) -> list[Json]:
     names = build.names
-    volume = build.shape.base_model.source.volume
+    volume = build.resolved.base_model.source.volume
     model: Json = (
         {"emptyDir": {"sizeLimit": "1Mi"}}
         if volume is None
@@ -237,13 +237,13 @@ def _volumes(build: Build, resources: Resources) -> list[Json]:
     ]
 
 
-def _fetching(build: Build, container: Json, part: list[str]) -> Json:
-    """Return the container that downloads the model, or a part, before the pod's others start.
+def _model_fetcher(build: Build, container: Json, part: list[str]) -> Json:
+    """Return the init container that downloads the model, or a part of it.
 
-    It has the checkpoint store's credentials, since models may lie there too, and over these those
-    of the model's own source, which no other container has.
+    It has the credentials of the checkpoint store, since models may be stored there too, and those
+    of the model's own source, which take precedence and which no other container has.
     """
-    source = build.shape.base_model.source
+    source = build.resolved.base_model.source
     where = source.uri if source.uri is not None else f"hub:{source.hub}"
     if source.revision is not None:
         where = f"{where}@{source.revision}"
@@ -263,7 +263,7 @@ def _fetching(build: Build, container: Json, part: list[str]) -> Json:
 
 
 def _placement(build: Build, component: str) -> Json:
-    placement = build.shape.placement_of(component)
+    placement = build.resolved.placement_of(component)
     spec: Json = {}
     if placement.node_selector:
         spec["nodeSelector"] = dict(placement.node_selector)
@@ -290,7 +290,7 @@ def _affinity(build: Build, component: str, placement: Placement) -> Json:
         required = {"nodeSelectorTerms": [{"matchExpressions": terms}]}
         affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": required}
     if placement.topology_affinity is not None:
-        role = build.shape.role_placement(component)
+        role = build.resolved.role_placement(component)
         near = {labels.SESSION_LABEL: build.names.session}
         if role is not None and role.topology_affinity is not None:
             near[labels.COMPONENT_LABEL] = component
@@ -299,7 +299,7 @@ def _affinity(build: Build, component: str, placement: Placement) -> Json:
 
 
 def _near(topology: TopologyAffinity, pods: dict[str, str]) -> Json:
-    """Return the affinity to pods with these labels; the first of them may run anywhere."""
+    """Return an affinity to pods with these labels; the first such pod can run anywhere."""
     term = {"labelSelector": {"matchLabels": pods}, "topologyKey": topology.key}
     if topology.enforcement == "Required":
         return {"requiredDuringSchedulingIgnoredDuringExecution": [term]}

@@ -1,11 +1,14 @@
 """The RayCluster: a head, and groups of trainers and samplers.
 
-The head container runs Tinkercloud's head beside `ray start` (KubeRay hands the generated command
-over in a variable when it is told not to run it itself). Without workers there is the head alone.
-Ray's logical CPUs are ranks: a trainer pod has as many as it is to hold, the others none, so that
-ranks are where they belong.
-Kueue owns `spec.suspend` wherever a queue is named, so it is never set here: a session is
-suspended by deleting its RayCluster.
+The head container runs Tinkercloud's head alongside `ray start`: KubeRay passes the generated
+command in a variable if it is configured not to run it itself. Without workers there is only the
+head.
+
+Ray's logical CPUs represent ranks: a trainer pod has one per rank that it holds, other pods have
+none, so Ray places ranks only in trainer pods.
+
+Kueue owns `spec.suspend` if a queue is set, so the operator never sets it: a session is suspended
+by deleting its RayCluster.
 """
 
 from tinkercloud_crds import labels
@@ -24,9 +27,9 @@ from tinkercloud_operator.children.pods import (
     with_extras,
 )
 from tinkercloud_operator.children.support_objects import head_json
-from tinkercloud_operator.spec.pinned import record
+from tinkercloud_operator.spec.pinned import to_annotation
 from tinkercloud_operator.spec.quantities import parse_quantity
-from tinkercloud_operator.spec.resolved import RAY_NODE, Shape
+from tinkercloud_operator.spec.resolved import RAY_NODE, ResolvedSpec
 from tinkercloud_operator.spec.snapshot import Manifest
 
 API_VERSION = "ray.io/v1"
@@ -42,34 +45,34 @@ _PORTS = (
     ("client", 10001),
     ("metrics", 8080),
 )
-"""Of the head's container; all but the first are Ray's."""
+"""Ports of the head's container; all but the first are Ray's."""
 _RAY_PARAMS = {
-    # Ray gives a node 30 seconds to come up. With agents on ports that are known beforehand it does
-    # not wait for them, which on busy cores take longer than that.
+    # Ray's startup timeout of a node is 30 seconds. With fixed ports it does not wait for its
+    # agents, which take longer than that on busy cores.
     "dashboard-agent-grpc-port": "52366",
     "runtime-env-agent-port": "52367",
 }
-"""Of every `ray start`."""
+"""Parameters of every `ray start`."""
 _RAYLET_PORT = 52368
 _RAY_HEAD_PARAMS = {
-    # No Ray task runs on the head: its cores are the sequencer's, or the CPU engine's.
+    # No Ray task runs on the head: its cores belong to the sequencer or the CPU engine.
     "num-cpus": "0",
     "num-gpus": "0",
     "include-dashboard": "false",
-    # KubeRay leaves out what is "false", and this is on unless it is told otherwise.
+    # KubeRay omits values of "false", and this is on by default.
     "include-log-monitor": "0",
 }
 _LEAST_OBJECT_STORE = 100 << 20
-"""Bytes; Ray refuses less than three quarters of it."""
+"""Bytes; Ray requires at least three quarters of it."""
 _STARTUP_SECONDS = 1800
-"""How long a container may take to serve; loading the model comes after that."""
+"""Startup time after which a head's container is restarted; loading the model comes later."""
 _WORKER_START_SECONDS = 120
-"""How long a worker may take to start its raylet before it is asked whether it lives."""
+"""Startup time of a worker's raylet, before its liveness is checked."""
 
 
 def ray_cluster(build: Build) -> Json:
     """Return the RayCluster of a session."""
-    placement = build.shape.placement
+    placement = build.resolved.placement
     queue = placement.queue_name
     return {
         "apiVersion": API_VERSION,
@@ -82,7 +85,7 @@ def ray_cluster(build: Build) -> Json:
             },
             "annotations": {
                 **(placement.ray_cluster_annotations or {}),
-                labels.STARTED_WITH: record(build.shape),
+                labels.STARTED_WITH: to_annotation(build.resolved),
                 labels.HEAD_CONFIG: head_json(build),
             },
         },
@@ -95,12 +98,12 @@ def ray_cluster(build: Build) -> Json:
     }
 
 
-def kept(wanted: Manifest, live: Manifest | None) -> Manifest:
-    """Return what of a RayCluster is put right where the live one differs.
+def updatable_fields(wanted: Manifest, live: Manifest | None) -> Manifest:
+    """Return the part of a RayCluster that may be updated on the live object.
 
-    Kueue adds to the pods that it admits, and evicts a RayCluster whose pods are described anew. Of
-    one that it has admitted only the numbers of pods are kept as wanted, which is worth that; the
-    rest waits until the RayCluster queues again.
+    Kueue adds fields to the pods that it admits, and evicts a RayCluster whose pod templates
+    change. On an admitted one only the numbers of pods are restored, which is worth an eviction;
+    other changes wait until the RayCluster is queued again.
     """
     if live is None or live.get("spec", {}).get("suspend") is not False:
         return wanted
@@ -115,7 +118,7 @@ def kept(wanted: Manifest, live: Manifest | None) -> Manifest:
 
 
 def _head(build: Build) -> Json:
-    head = build.shape.base_model.head
+    head = build.resolved.base_model.head
     body = container(build, "head", head.image, head.resources, gpus=0) | {
         "command": ["/bin/bash", "-c", _START_HEAD],
         "ports": [
@@ -125,15 +128,16 @@ def _head(build: Build) -> Json:
         "readinessProbe": probe(_get("/readyz"), period=5, failures=2),
         "livenessProbe": probe(_get("/healthz"), period=10, failures=6),
     }
-    # The store of checkpoints is the head's alone, with its credentials.
+    # Only the head accesses the checkpoint store and has its credentials.
     body["envFrom"] = environment_of(build.settings.checkpoint_secret)
     mounts = [*_checkpoint_mounts(build), *engines.head_mounts(build)]
     body["volumeMounts"] = [*body["volumeMounts"], *mounts]
     template = pod_template(build, "head", body, head.resources)
     template["spec"]["volumes"].extend([*_checkpoint_volumes(build), *engines.volumes(build)])
     template["metadata"]["annotations"]["ray.io/overwrite-container-cmd"] = "true"
-    # The first process of a container is deaf to SIGTERM until it has a handler, which the head has
-    # only after seconds of imports, and must bury what Ray's processes leave. Here it is not first.
+    # Process 1 of a container ignores SIGTERM until it installs a handler, which the head does only
+    # after seconds of imports, and must reap orphans of Ray's processes. With a shared process
+    # namespace the head is not process 1.
     template["spec"]["shareProcessNamespace"] = True
     params = _RAY_PARAMS | _RAY_HEAD_PARAMS | _object_store(head.resources)
     return {"rayStartParams": params, "template": template}
@@ -160,10 +164,10 @@ def _object_store(resources: Resources) -> Json:
 
 
 def _trainers(build: Build) -> list[Json]:
-    trainer = build.shape.trainer
+    trainer = build.resolved.trainer
     if trainer is None or trainer.replicas == 0:
         return []
-    if build.shape.engines_per_trainer:
+    if build.resolved.engines_per_trainer:
         return [_trainer_with_engines(build, trainer, number) for number in range(trainer.replicas)]
     return [_trainer(build, trainer)]
 
@@ -171,7 +175,7 @@ def _trainers(build: Build) -> list[Json]:
 def _trainer(build: Build, trainer: TrainerShape) -> Json:
     ranks = trainer.ranks_per_replica
     group = _group(build, "trainer", trainer, trainer.gpus_per_replica, ranks)
-    # Ray would give every rank one thread, the one logical CPU it takes.
+    # Otherwise Ray would give every rank one thread, for its one logical CPU.
     threads = max(1, int(parse_quantity(trainer.resources.cpu)) // ranks)
     [worker] = group["template"]["spec"]["containers"]
     worker["env"] = [*worker["env"], {"name": "OMP_NUM_THREADS", "value": str(threads)}]
@@ -179,19 +183,22 @@ def _trainer(build: Build, trainer: TrainerShape) -> Json:
 
 
 def _trainer_with_engines(build: Build, trainer: TrainerShape, number: int) -> Json:
-    """Return the group of one trainer pod, on whose GPUs engines sample while it does not train."""
-    alone = {"replicas": 1, "resources": _with_room_for_engines(build.shape, trainer.resources)}
-    group = _named(build, _trainer(build, trainer.model_copy(update=alone)), "trainer", number)
-    # KubeRay reads a limit that is not there. The rest of the shared memory is the engines'.
+    """Return the group of one trainer pod with engines, which sample while it does not train."""
+    alone = {"replicas": 1, "resources": _with_room_for_engines(build.resolved, trainer.resources)}
+    group = _with_engines(
+        build, _trainer(build, trainer.model_copy(update=alone)), "trainer", number
+    )
+    # KubeRay derives these from container limits that are not set here. The remaining shared memory
+    # is for the engines.
     own = {"num-gpus": str(trainer.gpus_per_replica), **_object_store(trainer.resources)}
     return group | {"rayStartParams": group["rayStartParams"] | own}
 
 
-def _with_room_for_engines(shape: Shape, own: Resources) -> Resources:
-    """Return what a trainer's container needs, with volumes that its pod's engines use too."""
-    everyone = [own, *[shape.sampler.resources] * shape.engines_per_trainer]
+def _with_room_for_engines(resolved: ResolvedSpec, own: Resources) -> Resources:
+    """Return the resources of a trainer's container, with volumes large enough for its engines."""
+    everyone = [own, *[resolved.sampler.resources] * resolved.engines_per_trainer]
     shared = sum(parse_quantity(each.shared_memory) for each in everyone)
-    # The base model lies on it once, whoever reads it.
+    # The base model is stored there once for all containers.
     scratch = max((each.scratch for each in everyone), key=parse_quantity)
     return own.model_copy(
         update={"shared_memory": f"{round(shared / 2**20)}Mi", "scratch": scratch}
@@ -199,28 +206,28 @@ def _with_room_for_engines(shape: Shape, own: Resources) -> Resources:
 
 
 def _samplers(build: Build) -> list[Json]:
-    return [_engine(build, number) for number in range(build.shape.samplers)]
+    return [_engine(build, number) for number in range(build.resolved.samplers)]
 
 
 def _engine(build: Build, number: int) -> Json:
-    """Return the group of one engine that has a pod to itself."""
-    sampler = build.shape.sampler
+    """Return the group of one engine with its own pod."""
+    sampler = build.resolved.sampler
     needed = {"cpu": RAY_NODE.cpu, "memory": RAY_NODE.memory}
-    beside = {
+    ray_node = {
         "replicas": 1,
         "image": None,
         "resources": sampler.resources.model_copy(update=needed),
         "extended_resources": (),
         "environment": (),
     }
-    group = _group(build, "sampler", sampler.model_copy(update=beside), gpus=0, ranks=0)
-    # Shared memory is the engine's.
+    group = _group(build, "sampler", sampler.model_copy(update=ray_node), gpus=0, ranks=0)
+    # The shared memory is for the engine.
     params = group["rayStartParams"] | {"object-store-memory": str(_LEAST_OBJECT_STORE)}
-    return _named(build, group, "sampler", number) | {"rayStartParams": params}
+    return _with_engines(build, group, "sampler", number) | {"rayStartParams": params}
 
 
-def _named(build: Build, group: Json, component: str, number: int) -> Json:
-    """Return a group of one pod that has engines: pods of one group can't have names."""
+def _with_engines(build: Build, group: Json, component: str, number: int) -> Json:
+    """Add engines to a group of one pod: only a group of its own can have a stable host name."""
     pod = group["template"]["spec"]
     pod["containers"].extend(engines.engines(build))
     pod["volumes"].extend(engines.volumes(build))
@@ -232,9 +239,9 @@ def _named(build: Build, group: Json, component: str, number: int) -> Json:
 def _group(
     build: Build, component: str, worker: TrainerShape | SamplerShape, gpus: int, ranks: int
 ) -> Json:
-    image = worker.image or build.shape.base_model.head.image
-    # KubeRay names the container's command. Its probes would ask Ray's dashboard agent, which
-    # serves nothing unless Ray's dashboard is installed; a worker lives as its raylet does.
+    image = worker.image or build.resolved.base_model.head.image
+    # KubeRay sets the container's command. Its default probes query Ray's dashboard agent, which
+    # only works if Ray's dashboard is installed; these check the raylet instead.
     alive = probe({"tcpSocket": {"port": _RAYLET_PORT}}, period=5, failures=12)
     body = container(build, "worker", image, worker.resources, gpus) | {
         "readinessProbe": alive,
@@ -242,10 +249,10 @@ def _group(
         "lifecycle": OUTLIVE_HEAD,
     }
     template = pod_template(build, component, body, worker.resources)
-    # What downloads the model has a part of the container's environment, and none of this.
+    # Extras are added last: the init container that downloads the model must not get them.
     [first] = template["spec"]["containers"]
     template["spec"]["containers"] = [with_extras(first, worker)]
-    # KubeRay's shell would be deaf to SIGTERM as the first process.
+    # As process 1, KubeRay's shell would ignore SIGTERM.
     template["spec"]["shareProcessNamespace"] = True
     params = {"node-manager-port": str(_RAYLET_PORT), "num-cpus": str(ranks)}
     return {

@@ -1,10 +1,11 @@
-"""How the end of a Secret is seen without the right to see Secrets: pure.
+"""Detects the deletion of a Secret without the permission to watch Secrets: pure.
 
-Who may list or watch Secrets may read all of the namespace, so the operator may only read and
-create them by name. Each session's Secret therefore has a witness: an empty ConfigMap that the
-session and the Secret own together. When the Secret goes, the garbage collector takes its reference
-out of the witness, which is an event like any other, at most seconds later. A session whose witness
-names a Secret has one, and no Secret is ever read to find that out.
+A permission to list or watch Secrets would expose every Secret of the namespace, so the operator
+may only get and create them by name. Each session's Secret therefore has a marker: an empty
+ConfigMap that the session and the Secret own together. When the Secret is deleted, the garbage
+collector removes its owner reference from the marker within seconds, which the operator receives as
+an ordinary watch event. The Secret exists as long as the marker references it, so the operator
+never reads Secrets to check.
 """
 
 from collections.abc import Mapping
@@ -14,12 +15,12 @@ from tinkercloud_crds.names import Names
 from tinkercloud_operator.spec.snapshot import ChildKey, Manifest
 
 
-def witness(secret: Manifest, uid: str) -> dict[str, Any]:
-    """Return the witness of a Secret.
+def secret_marker(secret: Manifest, uid: str) -> dict[str, Any]:
+    """Return the marker of a Secret.
 
     Args:
-        secret: as it is wanted.
-        uid: that the API server gave it.
+        secret: manifest of the Secret.
+        uid: uid that the API server assigned to it.
     """
     metadata = secret["metadata"]
     own = {"apiVersion": "v1", "kind": "Secret", "name": metadata["name"], "uid": uid}
@@ -32,7 +33,7 @@ def witness(secret: Manifest, uid: str) -> dict[str, Any]:
 
 
 def has_secret(session: str, children: Mapping[ChildKey, Manifest]) -> bool:
-    """Whether a session's Secret is there, by its witness among the session's live children."""
+    """Return whether a session's Secret exists, according to its marker."""
     found = children.get(ChildKey("ConfigMap", Names(session).token_secret), {"metadata": {}})
     owners = found["metadata"].get("ownerReferences", [])
     return any(owner["kind"] == "Secret" for owner in owners)

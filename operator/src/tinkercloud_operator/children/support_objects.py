@@ -1,4 +1,4 @@
-"""What surrounds the pods: Service, Secret, configuration, policies, budget, claims of GPUs."""
+"""The objects that pods depend on: Service, Secret, configuration, policies, claims."""
 
 from tinkercloud_crds import labels
 from tinkercloud_operator.children import engines
@@ -11,7 +11,7 @@ from tinkercloud_operator.children.pods import (
     model_path,
 )
 from tinkercloud_operator.spec.quantities import parse_quantity
-from tinkercloud_operator.spec.resolved import Shape
+from tinkercloud_operator.spec.resolved import ResolvedSpec
 from tinkercloud_protocol.launch import (
     BaseModelSource,
     HeadConfig,
@@ -22,23 +22,22 @@ from tinkercloud_protocol.launch import (
 )
 
 SECRET_KEYS = (labels.TOKEN_KEY, "auth_token")
-"""Entries of the Secret: the head's token, and the same under the name Ray wants it by."""
+"""Keys of the Secret: the head's token, and the same token under the key that Ray reads."""
 
 _TERMINATION_LOG = "/dev/termination-log"
-"""Where Kubernetes looks for what a container says about its end, unless it is told otherwise."""
+"""Kubernetes' default path of the termination message of a container."""
 _SNAPSHOT_SHARE = 0.5
-"""Of the head's scratch space, what weights to sample from may have; half as much where the base
-model lies there too. The latest and what is in use stay beyond it, and new ones are being
-written."""
+"""Share of the head's scratch space for sampling snapshots; half of it if the base model is stored
+there too. The latest snapshot and those in use do not count, and new ones are being written."""
 _DNS_PORTS = [
     {"protocol": protocol, "port": port} for port in (53, 5353) for protocol in ("UDP", "TCP")
 ]
-"""OpenShift's DNS pods listen at 5353, and its network (OVN) judges what is sent to a Service by
-the pod that it reaches."""
+"""OpenShift's DNS pods listen at 5353, and its network (OVN) applies policies to the pod behind a
+Service."""
 
 
 def token_secret(build: Build) -> Json:
-    """Return the Secret with the head's token, without the token."""
+    """Return the Secret of the head's token, without the token."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -48,8 +47,8 @@ def token_secret(build: Build) -> Json:
 
 
 def head_config(build: Build) -> HeadConfig:
-    """Return what the head is told at birth."""
-    settings, base_model = build.settings, build.shape.base_model
+    """Return the configuration that the head reads at startup."""
+    settings, base_model = build.settings, build.resolved.base_model
     return HeadConfig(
         head=build.names.session,
         model=BaseModelSource(name=base_model.model_name, path=model_path(base_model)),
@@ -58,13 +57,13 @@ def head_config(build: Build) -> HeadConfig:
         scratch_dir=f"{SCRATCH_FOLDER}/head",
         reason_file=_TERMINATION_LOG,
         listen=Listen(host="0.0.0.0", port=labels.HEAD_PORT),  # noqa: S104 - a pod's own address
-        trainer=_trainer_config(build.shape),
+        trainer=_trainer_config(build.resolved),
         sampler=engines.sampler_config(build),
         limits=Limits(
             max_lora_rank=base_model.limits.max_lora_rank,
             max_context_length=base_model.max_context_length,
-            max_snapshot_bytes=_snapshot_bytes(build.shape),
-            max_placed_bytes=_placed_bytes(build.shape),
+            max_snapshot_bytes=_snapshot_bytes(build.resolved),
+            max_placed_bytes=_placed_bytes(build.resolved),
         ),
         timings=Timings(
             drain_seconds=settings.drain_seconds, suspend_seconds=settings.suspend_seconds
@@ -72,29 +71,30 @@ def head_config(build: Build) -> HeadConfig:
     )
 
 
-def _snapshot_bytes(shape: Shape) -> int:
-    """Return what the head may keep of weights to sample from, next to what else is on its disk.
+def _snapshot_bytes(resolved: ResolvedSpec) -> int:
+    """Return the head's size limit for sampling snapshots.
 
-    A pod whose scratch space overflows is evicted, and with it goes the run.
+    The scratch space also holds other files, and a pod that exceeds it is evicted, which ends the
+    run.
     """
-    base_model = shape.base_model
-    has_base_model = base_model.source.volume is None and shape.head_computes
+    base_model = resolved.base_model
+    has_base_model = base_model.source.volume is None and resolved.head_computes
     share = _SNAPSHOT_SHARE / 2 if has_base_model else _SNAPSHOT_SHARE
     return max(1, int(parse_quantity(base_model.head.resources.scratch) * share))
 
 
-def _placed_bytes(shape: Shape) -> int:
-    """Return what a trainer pod may keep of whole models; see `_snapshot_bytes`."""
-    if shape.trainer is None:
+def _placed_bytes(resolved: ResolvedSpec) -> int:
+    """Return a trainer pod's limit for whole models; see `_snapshot_bytes`."""
+    if resolved.trainer is None:
         return Limits().max_placed_bytes
-    share = _SNAPSHOT_SHARE / 2 if shape.base_model.source.volume is None else _SNAPSHOT_SHARE
-    return max(1, int(parse_quantity(shape.trainer.resources.scratch) * share))
+    share = _SNAPSHOT_SHARE / 2 if resolved.base_model.source.volume is None else _SNAPSHOT_SHARE
+    return max(1, int(parse_quantity(resolved.trainer.resources.scratch) * share))
 
 
-def _trainer_config(shape: Shape) -> TrainerConfig:
-    trainer = shape.trainer
+def _trainer_config(resolved: ResolvedSpec) -> TrainerConfig:
+    trainer = resolved.trainer
     if trainer is None:
-        return TrainerConfig(backend="none", dtype=shape.base_model.trainer.dtype)
+        return TrainerConfig(backend="none", dtype=resolved.base_model.trainer.dtype)
     parallelism = trainer.parallelism
     return TrainerConfig(
         backend=trainer.backend,
@@ -107,14 +107,14 @@ def _trainer_config(shape: Shape) -> TrainerConfig:
         sharded=trainer.sharded,
         dtype=trainer.dtype,
         max_batch_tokens=trainer.max_batch_tokens,
-        # What fits a GPU is planned for layers that are computed again.
+        # The memory planner assumes that activations are recomputed on GPUs.
         max_kept_tokens=0 if trainer.gpus_per_replica else None,
         start_timeout_seconds=trainer.start_timeout_seconds,
     )
 
 
 def head_json(build: Build) -> str:
-    """Return the head's configuration as it reads it."""
+    """Return the head's configuration as JSON."""
     return build.head_config or head_config(build).model_dump_json(exclude_defaults=True)
 
 
@@ -131,7 +131,7 @@ def config_map(build: Build) -> Json:
 def head_service(build: Build) -> Json:
     """Return the Service of the head.
 
-    KubeRay's own publishes addresses of heads that are not ready; this one does not.
+    KubeRay's own Service also publishes heads that are not ready; this one does not.
     """
     return {
         "apiVersion": "v1",
@@ -156,15 +156,16 @@ def head_service(build: Build) -> Json:
 
 
 def network_policy(build: Build) -> Json:
-    """Return the NetworkPolicy: among themselves; heads from API server and operator; DNS; stores.
+    """Return the NetworkPolicy of the pods.
 
-    Object stores, the model hub and servers of others are reached at some ports; no policy can name
-    their addresses.
+    It allows traffic within the session, from API server and operator to the head, to DNS, and to
+    external ports: object stores, the model hub and external servers have addresses that no policy
+    can name.
     """
     own = {"podSelector": {"matchLabels": {labels.SESSION_LABEL: build.names.session}}}
     clients = [{"podSelector": {"matchLabels": wanted}} for wanted in build.settings.client_labels]
     ports = sorted({*build.settings.outgoing_ports, *engines.external_ports(build)})
-    # A rule that names no ports is about all of them.
+    # A rule without ports would allow all ports.
     stores = [{"ports": [{"protocol": "TCP", "port": port} for port in ports]}] if ports else []
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -173,9 +174,8 @@ def network_policy(build: Build) -> Json:
         "spec": {
             "podSelector": {"matchLabels": {labels.SESSION_LABEL: build.names.session}},
             "policyTypes": ["Ingress", "Egress"],
-            # Among themselves at every port: Ray's are many. In a process group an engine's ranks
-            # connect to a store at the head, and of any two gloo ranks the one with the higher
-            # address to the other, all at ports that the system chooses.
+            # Pods of the session reach each other at all ports. Ray uses many, and in a process
+            # group ranks connect to a store at the head and to each other at ephemeral ports.
             "ingress": [
                 {"from": [own]},
                 {"from": clients, "ports": [{"protocol": "TCP", "port": labels.HEAD_PORT}]},
@@ -192,9 +192,9 @@ def network_policy(build: Build) -> Json:
 def claim_templates(build: Build) -> list[Json]:
     """Return the ResourceClaimTemplate by which each pod claims GPUs for its containers to share.
 
-    There is none where each container asks for GPUs of its own.
+    The list is empty if containers request GPUs as extended resources.
     """
-    devices = build.shape.devices
+    devices = build.resolved.devices
     if devices is None:
         return []
     exactly = {
@@ -215,17 +215,17 @@ def claim_templates(build: Build) -> list[Json]:
 
 
 def disruption_budget(build: Build) -> Json:
-    """Return the PodDisruptionBudget: no pod of a session is evicted for convenience.
+    """Return the PodDisruptionBudget, which prevents voluntary evictions.
 
-    A number of pods, not `maxUnavailable`: that one needs the scale subresource, which
-    RayClusters lack. A pod that is not ready serves nobody, and holds up no drain.
+    It uses a number of pods instead of `maxUnavailable`, which needs the scale subresource that
+    RayClusters lack. Pods that are not ready do not block a drain.
     """
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
         "metadata": {"name": build.names.disruption_budget},
         "spec": {
-            "minAvailable": sum(kind.count for kind in build.shape.pods),
+            "minAvailable": sum(kind.count for kind in build.resolved.pods),
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
             "selector": {"matchLabels": {labels.SESSION_LABEL: build.names.session}},
         },

@@ -1,4 +1,4 @@
-"""What is to be done about one TrainingSession: plain data, carried out by `executor`."""
+"""The actions that a TrainingSession needs, as plain data; `run.executor` executes them."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -12,27 +12,27 @@ from tinkercloud_operator.spec.snapshot import ChildKey, Manifest
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Make a child be as this manifest says (server-side apply)."""
+    """Apply the manifest of a child (server-side apply)."""
 
     manifest: Manifest
 
 
 @dataclass(frozen=True, slots=True)
 class CreateSecret:
-    """Make the session's Secret with a fresh token, unless it exists."""
+    """Create the session's Secret with a random token, unless it exists."""
 
     manifest: Manifest
-    """Without data."""
+    """The Secret without data."""
     token_keys: tuple[str, ...]
-    """Entries that hold the token."""
+    """Keys of the Secret that hold the token."""
 
 
 @dataclass(frozen=True, slots=True)
-class WitnessSecret:
-    """Make the witness of the session's Secret, which exists."""
+class CreateSecretMarker:
+    """Create the marker of the session's Secret, which must exist."""
 
     manifest: Manifest
-    """The Secret's, without data."""
+    """The manifest of the Secret, without data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +43,20 @@ class Delete:
 
 
 @dataclass(frozen=True, slots=True)
-class AskHead:
-    """Ask the head for something that it answers when it is done."""
+class SaveRequest:
+    """Ask the head to save its state; the head responds when the save is complete."""
 
-    what: Literal["suspend", "checkpoint"]
+    kind: Literal["suspend", "checkpoint"]
     url: str
     incarnation: str
     timeout_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class HoldFinalizer:
-    """Hold, or let go of, the session's finalizer."""
+class SetFinalizer:
+    """Add or remove the session's finalizer."""
 
-    held: bool
+    present: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,56 +65,59 @@ class DeleteSession:
 
 
 @dataclass(frozen=True, slots=True)
-class Announce:
-    """Post an Event, once for each reason and message in a while."""
+class PostEvent:
+    """Post an Event; repetitions with the same reason and message are dropped."""
 
     reason: Reason
     message: str
     is_warning: bool
 
 
-Action = Apply | CreateSecret | WitnessSecret | Delete | AskHead | HoldFinalizer | DeleteSession
+Action = (
+    Apply | CreateSecret | CreateSecretMarker | Delete | SaveRequest | SetFinalizer | DeleteSession
+)
 
 
 class Stage(IntEnum):
-    """When an action is done: those of one stage at the same time, one stage after the other."""
+    """When an action is executed: actions of a stage run concurrently, stages run in order."""
 
     SESSION = 1
-    """What the session itself, or an existing pod, is told."""
-    SURROUNDINGS = 2
-    """What pods are told and bound by. The finalizer, too, is held before there are pods, which
-    alone hold what could be lost; the rest goes with its owner."""
+    """Actions on the session itself or on its running pods."""
+    SUPPORT = 2
+    """Objects that pods depend on: configuration, Secret, policies. The finalizer is also added
+    here, before the pods, which hold the state that it protects; everything else is deleted
+    together with its owner."""
     PODS = 3
-    """What pods are made from, and what they do not wait for: the head's Service costs most, since
-    the API server gives out cluster addresses one at a time."""
+    """The RayCluster, and the Services that pods do not wait for: creating a Service is slow, since
+    the API server allocates cluster IPs one at a time."""
 
 
 def stage(action: Action) -> Stage:
-    """Return when an action is done."""
+    """Return the stage of an action."""
     match action:
         case Apply(manifest) if manifest["kind"] in {"RayCluster", "Service"}:
             return Stage.PODS
-        case WitnessSecret():
+        case CreateSecretMarker():
             return Stage.PODS
-        case Apply() | CreateSecret() | HoldFinalizer(held=True):
-            return Stage.SURROUNDINGS
-        case AskHead() | Delete() | DeleteSession() | HoldFinalizer():
+        case Apply() | CreateSecret() | SetFinalizer(present=True):
+            return Stage.SUPPORT
+        case SaveRequest() | Delete() | DeleteSession() | SetFinalizer():
             return Stage.SESSION
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is to be done, then what is to be told, and when to look again."""
+    """The actions to execute, what to report afterwards, and when to reconcile again."""
 
     actions: tuple[Action, ...] = ()
-    announcement: Announce | None = None
+    event: PostEvent | None = None
     status: TrainingSessionStatus | None = None
-    """None leaves the status as it is."""
-    look_again_seconds: float | None = None
-    """None: when something happens."""
+    """None leaves the status unchanged."""
+    requeue_after_seconds: float | None = None
+    """None waits for the next event."""
 
     @property
     def stages(self) -> list[list[Action]]:
-        """The actions, those of one stage together, in the order of the stages."""
+        """The actions grouped by stage, in order."""
         ordered = sorted(self.actions, key=stage)
         return [list(actions) for _, actions in groupby(ordered, stage)]

@@ -1,4 +1,4 @@
-"""The status of a BaseModel: whether it counts, and what its sessions use. Pure."""
+"""The status of a BaseModel: whether it is active, and what its sessions use. Pure."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -12,27 +12,27 @@ from tinkercloud_operator.spec.snapshot import Manifest
 _NO_PODS = frozenset({"Suspended", "Finished"})
 
 
-def offer_status(
-    base_model: Manifest, offering: Manifest | None, sessions: Sequence[Manifest], now: datetime
+def base_model_status(
+    base_model: Manifest, active: Manifest | None, sessions: Sequence[Manifest], now: datetime
 ) -> BaseModelStatus:
     """Return the status of a BaseModel.
 
     Args:
-        base_model: whose status it is.
-        offering: the BaseModel that counts for this model name.
+        base_model: the BaseModel.
+        active: the active BaseModel of this model name.
         sessions: all sessions of this model name.
-        now: for conditions that change.
+        now: transition time of conditions that change.
     """
     previous = BaseModelStatus.model_validate(base_model.get("status", {}))
     generation = base_model["metadata"].get("generation", 0)
-    reason, message = _problem(base_model, offering)
+    reason, message = _problem(base_model, active)
     is_ready = reason is Reason.ACCEPTED
     truths: dict[ConditionType, ConditionStatus] = {
         ConditionType.READY: "True" if is_ready else "False",
         ConditionType.RECONCILING: "False",
         ConditionType.STALLED: "False" if is_ready else "True",
     }
-    # They are those of the one that counts.
+    # Sessions belong to the active BaseModel.
     its_own = sessions if reason is not Reason.DUPLICATE else []
     statuses = [session.get("status", {}) for session in its_own]
     return BaseModelStatus(
@@ -54,12 +54,12 @@ def offer_status(
     )
 
 
-def _problem(base_model: Manifest, offering: Manifest | None) -> tuple[Reason, str]:
+def _problem(base_model: Manifest, active: Manifest | None) -> tuple[Reason, str]:
     spec = parsing.base_model(base_model)
     if spec is None:
-        return Reason.NOT_ALLOWED, "this version of the operator can't read its spec"
-    if offering is not None and offering["metadata"]["uid"] != base_model["metadata"]["uid"]:
-        name = offering["metadata"]["name"]
+        return Reason.NOT_ALLOWED, "this version of the operator cannot read the spec"
+    if active is not None and active["metadata"]["uid"] != base_model["metadata"]["uid"]:
+        name = active["metadata"]["name"]
         return Reason.DUPLICATE, f"BaseModel {name!r} has the same modelName and is older"
     problem = planning_problem(spec)
     return (Reason.ACCEPTED, "") if problem is None else (Reason.NOT_ALLOWED, problem)

@@ -1,4 +1,4 @@
-"""What has waited too long for somebody else: KubeRay, a finalizer's owner, a node. Pure."""
+"""Deadlines for other controllers: KubeRay, owners of finalizers, nodes. Pure."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -8,19 +8,19 @@ from tinkercloud_crds.conditions import Reason, timestamp
 from tinkercloud_crds.times import parse_time
 from tinkercloud_operator.spec.snapshot import Manifest, Observed, Pod
 
-SILENT = timedelta(minutes=5)
-"""Time within which KubeRay says that it has seen a RayCluster, however busy it is."""
-HELD = timedelta(minutes=5)
-"""Time within which a RayCluster that is deleted is gone."""
-UNCONFIRMED = timedelta(minutes=1)
-"""Time after its grace period within which a node confirms the end of a pod."""
+KUBERAY_TIMEOUT = timedelta(minutes=5)
+"""Time within which even a busy KubeRay reports that it has observed a RayCluster."""
+DELETION_TIMEOUT = timedelta(minutes=5)
+"""Time within which a deleted RayCluster disappears."""
+TERMINATION_TIMEOUT = timedelta(minutes=1)
+"""Time after the grace period within which a node confirms the end of a pod."""
 _WAITS_FOR_DEPENDENTS = "foregroundDeletion"
-"""Finalizer of an object whose dependents go first: those are what is waited for."""
+"""Finalizer of foreground deletion: the dependents, not a controller, are what blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """Something that should have happened by now, or should happen by then."""
+    """Something that another controller should do by a certain time."""
 
     moment: datetime
     reason: Reason
@@ -28,42 +28,43 @@ class Deadline:
 
 
 def overdue(observed: Observed) -> Deadline | None:
-    """Return what should have happened by now, if anything has not."""
+    """Return the earliest missed deadline, if there is one."""
     late = [each for each in _deadlines(observed) if each.moment <= observed.now]
     return min(late, key=lambda each: each.moment, default=None)
 
 
 def next_deadline(observed: Observed) -> datetime | None:
-    """Return when something will be overdue, unless it happens before."""
+    """Return when the next deadline would be missed."""
     moments = (each.moment for each in _deadlines(observed) if each.moment > observed.now)
     return min(moments, default=None)
 
 
 def _deadlines(observed: Observed) -> Iterator[Deadline]:
     cluster = observed.ray_cluster
-    if cluster is not None and not observed.is_held_back and not observed.pods:
-        yield from _silence(cluster)
+    if cluster is not None and not observed.is_suspended_by_kueue and not observed.pods:
+        yield from _kuberay_deadline(cluster)
     children = {**observed.children, **observed.predecessors}
-    yield from _deletions(child for key, child in children.items() if key.kind == "RayCluster")
+    yield from _deletion_deadlines(
+        child for key, child in children.items() if key.kind == "RayCluster"
+    )
     for pod in observed.pods:
-        yield from _end(pod)
+        yield from _pod_deadline(pod)
 
 
-def _silence(cluster: Manifest) -> Iterator[Deadline]:
+def _kuberay_deadline(cluster: Manifest) -> Iterator[Deadline]:
     metadata = cluster["metadata"]
     made = parse_time(metadata.get("creationTimestamp"))
     is_seen = "observedGeneration" in cluster.get("status", {})
     if made is None or is_seen or "deletionTimestamp" in metadata:
         return
     message = (
-        f"KubeRay has not reacted to RayCluster {metadata['name']} since it was made at"
-        f" {timestamp(made)}: look whether its operator runs, watches this namespace, and what it"
-        " logs"
+        f"KubeRay has not reconciled RayCluster {metadata['name']}, created at {timestamp(made)};"
+        " check that the KubeRay operator is running and watches this namespace, and read its logs"
     )
-    yield Deadline(made + SILENT, Reason.KUBERAY_SILENT, message)
+    yield Deadline(made + KUBERAY_TIMEOUT, Reason.KUBERAY_SILENT, message)
 
 
-def _deletions(clusters: Iterable[Manifest]) -> Iterator[Deadline]:
+def _deletion_deadlines(clusters: Iterable[Manifest]) -> Iterator[Deadline]:
     for cluster in clusters:
         metadata = cluster["metadata"]
         since = parse_time(metadata.get("deletionTimestamp"))
@@ -71,24 +72,24 @@ def _deletions(clusters: Iterable[Manifest]) -> Iterator[Deadline]:
         if since is None or not holding:
             continue
         message = (
-            f"RayCluster {metadata['name']} is being deleted since {timestamp(since)}, and held by"
-            f" its finalizers {', '.join(holding)}: whoever set them has to remove them"
+            f"RayCluster {metadata['name']} has been terminating since {timestamp(since)}, blocked"
+            f" by finalizers {', '.join(holding)}; the controllers that set them must remove them"
         )
-        yield Deadline(since + HELD, Reason.DELETION_STUCK, message)
+        yield Deadline(since + DELETION_TIMEOUT, Reason.DELETION_STUCK, message)
 
 
-def _end(pod: Pod) -> Iterator[Deadline]:
+def _pod_deadline(pod: Pod) -> Iterator[Deadline]:
     if pod.due is None:
         return
     if pod.finalizers:
         why = (
-            f"is held by its finalizers {', '.join(pod.finalizers)}: whoever set them has to remove"
-            " them"
+            f"is blocked by finalizers {', '.join(pod.finalizers)}; the controllers that set them"
+            " must remove them"
         )
     else:
         why = (
-            f"node {pod.node} has not confirmed it: look at the node, and delete the Node, or the"
-            " pod with --force, if it is gone for good"
+            f"node {pod.node} has not confirmed it; check the node and, if it is permanently gone,"
+            " delete the Node, or the pod with --force"
         )
-    message = f"pod {pod.name} should have ended at {timestamp(pod.due)}, and {why}"
-    yield Deadline(pod.due + UNCONFIRMED, Reason.DELETION_STUCK, message)
+    message = f"pod {pod.name} should have terminated by {timestamp(pod.due)}, but {why}"
+    yield Deadline(pod.due + TERMINATION_TIMEOUT, Reason.DELETION_STUCK, message)

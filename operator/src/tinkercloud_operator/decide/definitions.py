@@ -1,8 +1,8 @@
-"""Served definitions compared with what this operator writes: pure.
+"""Compares the served CRDs with the fields that this operator writes: pure.
 
-An object with a field that its definition does not declare is not pruned when it is applied: the
-API server answers 500, today and forever. So what is served is compared with what is needed
-beforehand, and a status is written without what could not be kept.
+Server-side apply does not prune an undeclared field: the API server answers 500 every time. The
+operator therefore checks the served schemas in advance, and removes fields from a status that the
+served CRD cannot store.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,11 +18,11 @@ Schema = Mapping[str, Any]
 """An OpenAPI v3 schema, as the API server publishes it."""
 
 KUBERAY_MINIMUM = "1.6"
-"""Oldest KubeRay whose RayClusters have everything that sessions need."""
+"""Oldest KubeRay version whose RayClusters support everything that sessions need."""
 _KUBERAY_FIELDS = {"spec": {"authOptions": {"mode": "token", "secretName": ""}}}
 """Fields of a RayCluster that older versions of KubeRay do not declare."""
 _NAMED_FIELDS = 6
-"""In a message, at most."""
+"""Maximum number of fields named in a message."""
 
 _OWN: Mapping[str, tuple[type[BaseModel], type[BaseModel]]] = {
     "BaseModel": (BaseModelSpec, BaseModelStatus),
@@ -42,20 +42,20 @@ def schema_of(document: Mapping[str, Any], kind: str) -> Schema | None:
 
 
 def kuberay_gap(schema: Schema) -> str | None:
-    """Return what KubeRay's RayCluster lacks, the version it is of and the one needed; or None."""
+    """Return what the RayCluster CRD lacks, its version and the required one; None if complete."""
     missing = list(_undeclared(_KUBERAY_FIELDS, schema))
     if not missing:
         return None
     version = "1.5" if "authOptions" in _fields(_fields(schema)["spec"]) else "1.4 or older"
     return (
-        f"needs KubeRay {KUBERAY_MINIMUM} or newer: this cluster's definition of RayCluster is of"
-        f" KubeRay {version} and lacks {', '.join(missing)}. Upgrade KubeRay and its CRDs, which"
-        " `helm upgrade` leaves as they are"
+        f"requires KubeRay {KUBERAY_MINIMUM} or newer: the installed RayCluster CRD is from KubeRay"
+        f" {version} and lacks {', '.join(missing)}; upgrade KubeRay and also its CRDs, which"
+        " `helm upgrade` does not upgrade"
     )
 
 
 def own_gap(kind: str, schema: Schema) -> str | None:
-    """Return what the served definition of a kind of ours lacks, and what to do; or None."""
+    """Return what the served CRD of one of our kinds lacks, and what to do; None if complete."""
     spec, status = _OWN[kind]
     wanted = {"spec": structural_schema(spec), "status": structural_schema(status)}
     missing = list(_lacking({"properties": wanted}, schema))
@@ -64,17 +64,17 @@ def own_gap(kind: str, schema: Schema) -> str | None:
     named = ", ".join(missing[:_NAMED_FIELDS])
     more = f" and {len(missing) - _NAMED_FIELDS} more" if len(missing) > _NAMED_FIELDS else ""
     return (
-        f"the cluster's definition of {kind} is older than the operator and lacks {named}{more},"
-        " which are not kept: upgrade the chart tinkercloud-crds"
+        f"the installed {kind} CRD is older than the operator and cannot store {named}{more};"
+        " upgrade the chart tinkercloud-crds"
     )
 
 
 def declared(status: Mapping[str, Any], schema: Schema | None) -> dict[str, Any]:
-    """Return a status without what the served definition of its kind can't hold.
+    """Return a status without the fields that the served CRD cannot store.
 
     Args:
-        status: as it would be written.
-        schema: of the kind; None if it is not known, which leaves everything.
+        status: the complete status.
+        schema: the schema of its kind; None if unknown, which keeps every field.
     """
     part = _fields(schema or {}).get("status", {})
     kept: dict[str, Any] = _kept(status, part)
@@ -111,7 +111,7 @@ def _undeclared(value: object, schema: Schema, path: str = "") -> Iterator[str]:
 
 
 def _lacking(wanted: Schema, served: Schema, path: str = "") -> Iterator[str]:
-    """Yield the fields, and values of fields, that one schema has and another does not."""
+    """Yield the fields and enum values that one schema declares and the other does not."""
     if "items" in wanted:
         yield from _lacking(wanted["items"], served.get("items", {}), f"{path}[]")
     values: Sequence[object] = wanted.get("enum", [])
@@ -128,7 +128,7 @@ def _lacking(wanted: Schema, served: Schema, path: str = "") -> Iterator[str]:
 
 
 def _is_closed(schema: Schema) -> bool:
-    """Whether a schema lists all fields there may be."""
+    """Return whether a schema lists all permitted fields."""
     return bool(_fields(schema)) and not schema.get("x-kubernetes-preserve-unknown-fields")
 
 

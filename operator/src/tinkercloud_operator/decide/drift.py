@@ -1,6 +1,6 @@
-"""Whether a live child is as it should be: every field we set is there, with our value.
+"""Compares a live child with its manifest: every field that the operator sets must match.
 
-Fields that others have added (defaults, status, other managers) are none of our business.
+Fields set by others (defaults, status, other managers) are ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from tinkercloud_operator.spec.snapshot import Manifest
 
 
-def is_as_wanted(wanted: Manifest, live: Manifest | None) -> bool:
-    """Whether a live object holds everything the wanted one says."""
+def is_up_to_date(wanted: Manifest, live: Manifest | None) -> bool:
+    """Return whether a live object has every field of the manifest."""
     return live is not None and _holds(wanted, live)
 
 

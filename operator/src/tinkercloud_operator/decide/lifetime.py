@@ -1,9 +1,53 @@
-"""Whether a session is to have pods now, and when that can change: pure.
+"""The lifetime of a session: whether it should have pods, and when that can change. Pure.
 
-A session that nobody uses is suspended or deleted (`spec.idle`), one that is too old ends
-(`spec.maxLifetimeSeconds`), and one that has ended is deleted after a while. A declared session is
-never deleted, since whoever declares it would make it again: it is finished, and kept. All of it
-follows from timestamps in the object, so a restarted operator decides the same.
+An unused session is suspended or deleted (`spec.idle`), one that is too old ends
+(`spec.maxLifetimeSeconds`), and a finished one is deleted after a while. A declared session is
+never deleted, since GitOps tools would recreate it: it is finished and kept. Everything derives
+from timestamps in the object, so a restarted operator reaches the same decisions.
+
+The states, with the status of the condition Suspended:
+
+| State       | Suspended | RayCluster | What holds                                               |
+|-------------|-----------|------------|----------------------------------------------------------|
+| Running     | False     | exists     | The operator creates and repairs all children.           |
+| Stopping    | Unknown   | exists     | The head is asked to save its state.                     |
+| Saved       | Unknown   | exists     | The status records what the head has saved.              |
+| Terminating | Unknown   | deleted    | The pods are terminating.                                |
+| Suspended   | True      | none       | Only the Secret and its marker remain.                   |
+| Finished    | False     | none       | As Suspended, but the session never runs again.          |
+| Deleting    | any       | any        | The head saves a last checkpoint; the finalizer is held. |
+| Deleted     | -         | none       | The TrainingSession does not exist.                      |
+
+The transitions; `decide` detects the events that concern use and age, `reconcile` the others:
+
+| State       | Event                                                        | Next state  |
+|-------------|--------------------------------------------------------------|-------------|
+| Running     | `spec.suspend` is set                                        | Stopping    |
+| Running     | `spec.suspend` is set before there are pods                  | Suspended   |
+| Running     | it is idle, with idle action Suspend                         | Stopping    |
+| Running     | it is idle, with idle action Delete, and is declared         | Stopping    |
+| Running     | it is idle, with idle action Delete, and belongs to a client | Deleting    |
+| Running     | one of its nodes is cordoned                                 | Stopping    |
+| Running     | its pods, including the head, fail until the start deadline  | Terminating |
+| Running     | its maximum lifetime ends                                    | Stopping    |
+| Running     | it is deleted                                                | Deleting    |
+| Stopping    | the head completes the save                                  | Saved       |
+| Stopping    | the head does not complete the save in time                  | Terminating |
+| Stopping    | the head is lost                                             | Terminating |
+| Stopping    | a client sends a request                                     | Stopping    |
+| Saved       | the operator deletes the RayCluster                          | Terminating |
+| Terminating | the last pod ends                                            | Suspended   |
+| Terminating | the last pod ends, after its maximum lifetime                | Finished    |
+| Terminating | a client sends a request, and the RayCluster is gone         | Running     |
+| Suspended   | a client sends a request to an idle session                  | Running     |
+| Suspended   | `spec.suspend` is cleared                                    | Running     |
+| Suspended   | its maximum lifetime ends                                    | Finished    |
+| Suspended   | it is deleted                                                | Deleted     |
+| Finished    | its TTL passes, and it belongs to a client                   | Deleted     |
+| Deleting    | the head completes the checkpoint                            | Deleted     |
+| Deleting    | the head does not complete the checkpoint in time            | Deleted     |
+
+docs/understand/suspend-and-resume.md has the same tables, and a test walks through every row.
 """
 
 from dataclasses import dataclass, replace
@@ -16,37 +60,38 @@ from tinkercloud_crds.shapes import Idle
 from tinkercloud_crds.times import parse_time
 from tinkercloud_operator.spec.snapshot import Observed
 
-_WAITS = (ConditionType.ACCEPTED, ConditionType.QUOTA_RESERVED, ConditionType.READY)
-"""What a session waits for before it can be used."""
-_ON_ITS_WAY = frozenset({Reason.PROVISIONING, Reason.HEAD_STARTING, Reason.LOADING})
-"""Reasons of a session that nobody can use yet, and that nobody has to help."""
+_AVAILABILITY_STEPS = (ConditionType.ACCEPTED, ConditionType.QUOTA_RESERVED, ConditionType.READY)
+"""Conditions that must be True before a session can be used."""
+_STARTING = frozenset({Reason.PROVISIONING, Reason.HEAD_STARTING, Reason.LOADING})
+"""Reasons of sessions that are starting normally but cannot be used yet."""
 
-_UNTOLD = timedelta(seconds=labels.LAST_ACTIVITY_SECONDS + 30)
-"""For how long a session in use may not be said to be: the API server's replicas let some seconds
-more go by, and a write of theirs may fail."""
-_ABANDONED = timedelta(minutes=10)
-"""After this long without a request, the client of a session that never ran is taken for gone: one
-that waits asks again every minute. If it returns after all, another session is made for it."""
+_ACTIVITY_DELAY = timedelta(seconds=labels.LAST_ACTIVITY_SECONDS + 30)
+"""Upper bound on the delay between a request and its record on the session: the API server writes
+the annotation at intervals, and one of its writes may fail."""
+_ABANDONED_AFTER = timedelta(minutes=10)
+"""Time without a request after which the client of a session that never ran is considered gone. A
+waiting client polls every minute; if it does return, the API server creates another session for
+it."""
 
 
-class Wanted(StrEnum):
-    """What a session is to be."""
+class DesiredState(StrEnum):
+    """The state that a session should be in."""
 
     RUNNING = "Running"
     """With pods."""
     SUSPENDED = "Suspended"
-    """State saved, no pods."""
+    """State saved, without pods."""
     FINISHED = "Finished"
-    """Last checkpoint made, no pods, kept to look at."""
+    """Last checkpoint saved, without pods; the object is kept for inspection."""
     DELETED = "Deleted"
-    """Gone, after a last checkpoint."""
+    """Deleted, after a last checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is wanted, why, and when that may change by itself."""
+    """A desired state, the reason for it, and when it may change by itself."""
 
-    wanted: Wanted
+    desired: DesiredState
     reason: Reason
     message: str
     changes_at: datetime | None = None
@@ -58,29 +103,29 @@ def decide(
     max_lifetime_seconds: int | None,
     start_deadline_seconds: int | None = None,
 ) -> Decision:
-    """Return what a session is to be now.
+    """Return the desired state of a session.
 
     Args:
-        observed: what was seen.
-        idle: what happens when nobody uses it; None if that can't be told: it stays as it is.
-        max_lifetime_seconds: how long it may exist; None for any time.
-        start_deadline_seconds: how long its pods may fail; None for any time.
+        observed: the observed session.
+        idle: the idle policy; None if it is unknown, which keeps the session in its current state.
+        max_lifetime_seconds: maximum age of the session; None for no limit.
+        start_deadline_seconds: how long its pods may fail to start; None for no limit.
     """
     finished = parse_time(observed.status.finished_time)
     if finished is not None:
-        return _after_the_end(observed, finished)
+        return _after_finish(observed, finished)
     abandoned_at = _abandoned_at(observed)
     if abandoned_at is not None and observed.now >= abandoned_at:
-        message = "its client stopped asking for it before it ran"
-        return Decision(Wanted.DELETED, Reason.IDLE, message)
-    decision = _before_the_end(observed, idle, max_lifetime_seconds, start_deadline_seconds)
+        message = "its client stopped polling before the session was ready"
+        return Decision(DesiredState.DELETED, Reason.IDLE, message)
+    decision = _before_finish(observed, idle, max_lifetime_seconds, start_deadline_seconds)
     moments = (abandoned_at, decision.changes_at)
     return replace(
         decision, changes_at=min((each for each in moments if each is not None), default=None)
     )
 
 
-def _before_the_end(
+def _before_finish(
     observed: Observed,
     idle: Idle | None,
     max_lifetime_seconds: int | None,
@@ -89,57 +134,57 @@ def _before_the_end(
     expiry = _after(observed.created, max_lifetime_seconds)
     if expiry is not None and observed.now >= expiry:
         return Decision(
-            Wanted.FINISHED,
+            DesiredState.FINISHED,
             Reason.LIFETIME_EXCEEDED,
-            f"existed for {max_lifetime_seconds} s, its longest lifetime",
+            f"reached its maximum lifetime ({max_lifetime_seconds} s)",
         )
     if observed.spec.suspend:
-        return Decision(Wanted.SUSPENDED, Reason.SUSPENDED, "spec.suspend is true", expiry)
+        return Decision(DesiredState.SUSPENDED, Reason.SUSPENDED, "spec.suspend is true", expiry)
     failed_at = _failed_at(observed, start_deadline_seconds)
     if failed_at is not None and observed.now >= failed_at:
         return _start_failed(observed, expiry)
-    running = _while_it_may_run(observed, idle, expiry)
-    if failed_at is None or running.wanted is not Wanted.RUNNING:
+    running = _unless_stopped(observed, idle, expiry)
+    if failed_at is None or running.desired is not DesiredState.RUNNING:
         return running
     return replace(running, changes_at=min(failed_at, running.changes_at or failed_at))
 
 
-def _while_it_may_run(observed: Observed, idle: Idle | None, expiry: datetime | None) -> Decision:
+def _unless_stopped(observed: Observed, idle: Idle | None, expiry: datetime | None) -> Decision:
     if stopping_since(observed) is not None and observed.ray_cluster is not None:
-        # Its head serves nobody any more. Who wants it back gets another one.
-        message = "stops before it is resumed"
-        return Decision(Wanted.SUSPENDED, Reason.SUSPENDING, message, expiry)
+        # Its head no longer serves requests; a resumed session gets a new one.
+        message = "stopping; resumes with new pods once the current ones are gone"
+        return Decision(DesiredState.SUSPENDED, Reason.SUSPENDING, message, expiry)
     node = _cordoned_node(observed)
     if node is not None:
-        message = f"node {node} takes no more pods: moves to other nodes, with its state"
-        return Decision(Wanted.SUSPENDED, Reason.SUSPENDING, message, expiry)
-    if _owner_suspended_it(observed):
-        return Decision(Wanted.RUNNING, Reason.RUNNING, "", expiry)
+        message = f"node {node} is cordoned; saving state to move to other nodes"
+        return Decision(DesiredState.SUSPENDED, Reason.SUSPENDING, message, expiry)
+    if _was_suspended_by_owner(observed):
+        return Decision(DesiredState.RUNNING, Reason.RUNNING, "", expiry)
     if idle is None or _is_queued(observed):
-        return _as_it_is(observed, expiry)
-    return _by_use(observed, idle, expiry)
+        return _unchanged(observed, expiry)
+    return _by_activity(observed, idle, expiry)
 
 
 def _failed_at(observed: Observed, start_deadline_seconds: int | None) -> datetime | None:
-    """Return when a session whose pods can't run is to fail; None if they can, or at no time."""
+    """Return when failing pods reach the start deadline; None if they never do."""
     failing = observed.status.failing
     since = parse_time(failing.since) if failing is not None else None
     return _after(since, start_deadline_seconds) if since is not None else None
 
 
 def _start_failed(observed: Observed, expiry: datetime | None) -> Decision:
-    """Return what becomes of a session whose pods can't run: one that can be resumed is kept."""
+    """Return the decision for a session whose pods cannot start; a resumable one is kept."""
     failing = observed.status.failing
     why = failing.message if failing is not None else ""
     if observed.is_declared or observed.status.incarnation is not None:
-        message = f"its pods could not run; suspend and resume it to try again: {why}"
-        return Decision(Wanted.SUSPENDED, Reason.START_FAILED, message, expiry)
-    message = f"its pods could not run: {why}"
-    return Decision(Wanted.FINISHED, Reason.START_FAILED, message)
+        message = f"the pods failed to start; suspend and resume the session to retry: {why}"
+        return Decision(DesiredState.SUSPENDED, Reason.START_FAILED, message, expiry)
+    message = f"the pods failed to start: {why}"
+    return Decision(DesiredState.FINISHED, Reason.START_FAILED, message)
 
 
 def stopping_since(observed: Observed) -> datetime | None:
-    """Return since when its pods are to go, by the last status; None if they are not to."""
+    """Return when the session started to stop, by its last status; None if it did not."""
     suspended = find(observed.status.conditions, ConditionType.SUSPENDED)
     if suspended is None or suspended.status != "Unknown":
         return None
@@ -147,68 +192,70 @@ def stopping_since(observed: Observed) -> datetime | None:
 
 
 def _cordoned_node(observed: Observed) -> str | None:
-    """Return a cordoned node that it has to leave, if any.
+    """Return a cordoned node that the session must leave, if there is one.
 
-    Its disruption budget keeps every pod where it is, so whoever drains a node waits for this.
+    The session's disruption budget protects all of its pods, so draining the node blocks until the
+    operator has moved the session.
     """
     on = {pod.node for pod in observed.pods if not (pod.is_terminating or pod.tolerates_cordon)}
     return min((node for node in observed.cordoned if node in on), default=None)
 
 
-def _as_it_is(observed: Observed, expiry: datetime | None) -> Decision:
+def _unchanged(observed: Observed, expiry: datetime | None) -> Decision:
     condition = find(observed.status.conditions, ConditionType.SUSPENDED)
     if condition is not None and condition.status == "True":
-        return Decision(Wanted.SUSPENDED, Reason.IDLE, condition.message, expiry)
-    return Decision(Wanted.RUNNING, Reason.RUNNING, "", expiry)
+        return Decision(DesiredState.SUSPENDED, Reason.IDLE, condition.message, expiry)
+    return Decision(DesiredState.RUNNING, Reason.RUNNING, "", expiry)
 
 
-def _by_use(observed: Observed, idle: Idle, expiry: datetime | None) -> Decision:
+def _by_activity(observed: Observed, idle: Idle, expiry: datetime | None) -> Decision:
     unused_since = last_use(observed)
     if observed.last_activity is not None:
-        unused_since = max(unused_since, observed.last_activity + _UNTOLD)
+        unused_since = max(unused_since, observed.last_activity + _ACTIVITY_DELAY)
     idle_at = unused_since + timedelta(seconds=idle.timeout_seconds)
     if observed.now >= idle_at:
-        message = f"unused for {idle.timeout_seconds} s"
+        message = f"idle for {idle.timeout_seconds} s"
         if idle.action == "Delete":
-            end = Wanted.FINISHED if observed.is_declared else Wanted.DELETED
+            end = DesiredState.FINISHED if observed.is_declared else DesiredState.DELETED
             return Decision(end, Reason.IDLE, message)
         return Decision(
-            Wanted.SUSPENDED, Reason.IDLE, f"{message}; the next request resumes it", expiry
+            DesiredState.SUSPENDED, Reason.IDLE, f"{message}; the next request resumes it", expiry
         )
     changes_at = min(idle_at, expiry) if expiry is not None else idle_at
-    return Decision(Wanted.RUNNING, Reason.RUNNING, "", changes_at)
+    return Decision(DesiredState.RUNNING, Reason.RUNNING, "", changes_at)
 
 
 def last_use(observed: Observed) -> datetime:
-    """Return when a session was last used, or could not be: the end of a wait counts as use.
+    """Return when a session was last used.
 
-    It waits until it is accepted, admitted and ready, and, once suspended, to be resumed: whoever
-    wants it then wants it now, whatever his clock said.
+    Time during which it could not be used counts as use: until it is accepted, admitted and ready,
+    and while it is being resumed. A client that requests a suspended session needs it now,
+    regardless of the client's clock.
     """
     moments = [observed.created, observed.last_activity]
     conditions = observed.status.conditions
     suspended = find(conditions, ConditionType.SUSPENDED)
     if suspended is None or suspended.status != "True":
-        moments += [_reached(observed, kind) for kind in _WAITS]
+        moments += [_reached_at(observed, kind) for kind in _AVAILABILITY_STEPS]
         accepted = find(conditions, ConditionType.ACCEPTED)
         ready = find(conditions, ConditionType.READY)
-        is_on_its_way = ready is not None and ready.reason in _ON_ITS_WAY
-        if accepted is None or accepted.status == "False" or is_on_its_way:
+        is_starting = ready is not None and ready.reason in _STARTING
+        if accepted is None or accepted.status == "False" or is_starting:
             moments.append(observed.now)
     if suspended is not None:
-        moments.append(_end_of_sleep(observed, suspended))
+        moments.append(_resumed_at(observed, suspended))
     return max(moment for moment in moments if moment is not None)
 
 
-def _end_of_sleep(observed: Observed, suspended: Condition) -> datetime | None:
-    """Return when it was resumed, or now if it is to be; None if it sleeps on."""
+def _resumed_at(observed: Observed, suspended: Condition) -> datetime | None:
+    """Return when it was resumed; now if a resume is pending; None if it stays suspended."""
     since, used = parse_time(suspended.last_transition_time), observed.last_activity
     if suspended.status == "False":
         return since
     return observed.now if since is not None and used is not None and used > since else None
 
 
-def _reached(observed: Observed, kind: ConditionType) -> datetime | None:
+def _reached_at(observed: Observed, kind: ConditionType) -> datetime | None:
     condition = find(observed.status.conditions, kind)
     if condition is None or condition.status != "True":
         return None
@@ -216,23 +263,23 @@ def _reached(observed: Observed, kind: ConditionType) -> datetime | None:
 
 
 def _abandoned_at(observed: Observed) -> datetime | None:
-    """Return when the client of a session that never ran is taken for gone, if it has one."""
+    """Return when the client of a session that never ran counts as gone, if it has one."""
     head, has_run = observed.head, observed.status.incarnation is not None
     if observed.is_declared or observed.spec.suspend or has_run:
         return None
     if head is not None and head.is_started:
         return None
-    return max(observed.last_activity or observed.created, observed.created) + _ABANDONED
+    return max(observed.last_activity or observed.created, observed.created) + _ABANDONED_AFTER
 
 
 def _is_queued(observed: Observed) -> bool:
-    """Whether, by the last status, Kueue has not let it in: it holds nothing and can't be used."""
+    """Return whether Kueue has not admitted the session, according to the last status."""
     condition = find(observed.status.conditions, ConditionType.QUOTA_RESERVED)
     return condition is not None and condition.reason == Reason.QUEUED
 
 
-def _owner_suspended_it(observed: Observed) -> bool:
-    """Whether it is suspended because `spec.suspend` was true: taking that back resumes it."""
+def _was_suspended_by_owner(observed: Observed) -> bool:
+    """Return whether `spec.suspend` caused the suspension; clearing the field resumes it."""
     condition = find(observed.status.conditions, ConditionType.SUSPENDED)
     return (
         condition is not None
@@ -241,15 +288,19 @@ def _owner_suspended_it(observed: Observed) -> bool:
     )
 
 
-def _after_the_end(observed: Observed, finished: datetime) -> Decision:
+def _after_finish(observed: Observed, finished: datetime) -> Decision:
     if observed.is_declared:
-        return Decision(Wanted.FINISHED, Reason.FINISHED, "over; delete it to start it again")
+        return Decision(
+            DesiredState.FINISHED,
+            Reason.FINISHED,
+            "finished; delete and recreate the session to run it again",
+        )
     gone_at = finished + timedelta(seconds=observed.spec.ttl_seconds_after_finished)
     if observed.now >= gone_at:
-        return Decision(Wanted.DELETED, Reason.FINISHED, "kept as long as it was to be")
+        return Decision(DesiredState.DELETED, Reason.FINISHED, "ttlSecondsAfterFinished has passed")
     if observed.status.failing is not None:
         return replace(_start_failed(observed, None), changes_at=gone_at)
-    return Decision(Wanted.FINISHED, Reason.FINISHED, "over", gone_at)
+    return Decision(DesiredState.FINISHED, Reason.FINISHED, "finished", gone_at)
 
 
 def _after(moment: datetime, seconds: int | None) -> datetime | None:

@@ -1,8 +1,8 @@
-"""Whether a pod could ever run: on some node of the cluster, if it were empty.
+"""Whether a pod could run on some node of the cluster if that node were empty.
 
-Nodes may be made on demand. So a node tells what those of its kind can hold, and nothing is said of
-kinds of which there is none: a pool of GPU nodes that shrinks to nothing is made again for a pod
-that waits.
+Autoscalers may add nodes. Existing nodes therefore show what nodes of their kind can hold, and
+nothing is concluded about kinds without a node: an autoscaler may grow a GPU pool from zero for a
+pending pod.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,48 +10,48 @@ from collections.abc import Mapping, Sequence
 from tinkercloud_crds.placement import NodeRequirement, Placement, Toleration
 from tinkercloud_operator.children.pods import GPU_RESOURCE
 from tinkercloud_operator.spec.quantities import parse_quantity
-from tinkercloud_operator.spec.resolved import PodRequest, Shape
+from tinkercloud_operator.spec.resolved import PodRequest, ResolvedSpec
 from tinkercloud_operator.spec.snapshot import Node
 
 _PASSING_TAINTS = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/")
-"""Kubernetes' own: a node that is cordoned, starting or lost will hold pods again."""
-_OF_KARPENTER = "karpenter.sh/nodepool"
-"""Label of nodes that Karpenter makes, of whatever size a pod needs."""
+"""Kubernetes' own taints: a cordoned, starting or lost node may hold pods again later."""
+_KARPENTER_LABEL = "karpenter.sh/nodepool"
+"""Label of nodes from Karpenter, which creates nodes of the size that a pod needs."""
 
 
-def never_fits(shape: Shape, nodes: Sequence[Node]) -> str | None:
-    """Return why a pod of a session could not run on any node even if all were empty; or None.
+def never_fits(resolved: ResolvedSpec, nodes: Sequence[Node]) -> str | None:
+    """Return why a pod of a session could not run even on an empty node; None if one could.
 
-    None also where that can't be told: nodes of a kind that a pod wants are not there, or not
-    known, since nodes don't count GPUs that are claimed as devices.
+    Also None if this is unknown: there is no node of the required kind, or GPUs are claimed as
+    devices (DRA), which nodes do not count.
     """
-    if shape.devices is not None or any(_OF_KARPENTER in node.labels for node in nodes):
+    if resolved.devices is not None or any(_KARPENTER_LABEL in node.labels for node in nodes):
         return None
-    kin = [(request, _of_kind(nodes, request)) for request in shape.pods]
-    if not all(found for _, found in kin):
+    matching = [(request, _matching_nodes(nodes, request)) for request in resolved.pods]
+    if not all(found for _, found in matching):
         return None
-    for request, found in kin:
-        if any(_holds(node, request) for node in found):
+    for request, found in matching:
+        if any(_has_capacity(node, request) for node in found):
             continue
         return (
-            f"no node could ever hold a {_described(request)}: {len(found)} of {len(nodes)} nodes"
-            f" {_wanted_of_nodes(request)}, and none of those is large enough"
+            f"no node has the capacity for a {_description(request)}: {len(found)} of {len(nodes)}"
+            f" nodes {_node_requirements(request)}, but none of them is large enough"
         )
     return None
 
 
-def without_kin(shape: Shape, nodes: Sequence[Node]) -> str | None:
-    """Return which pod of a session wants nodes of a kind of which there is none now; or None."""
-    for request in shape.pods:
-        if not _of_kind(nodes, request):
+def no_matching_node(resolved: ResolvedSpec, nodes: Sequence[Node]) -> str | None:
+    """Return which pod of a session matches no current node; None if every pod matches one."""
+    for request in resolved.pods:
+        if not _matching_nodes(nodes, request):
             return (
-                f"none of the {len(nodes)} nodes there are now"
-                f" {_wanted_of_nodes(request)}, as a {_described(request)} needs; it waits for one"
+                f"none of the {len(nodes)} current nodes {_node_requirements(request)}, as required"
+                f" by a {_description(request)}; waiting for a node"
             )
     return None
 
 
-def _described(request: PodRequest) -> str:
+def _description(request: PodRequest) -> str:
     wanted = request.resources
     gpus = [f"{request.gpus} GPUs"] if request.gpus else []
     others = [f"{resource.name} {resource.amount}" for resource in request.extended]
@@ -59,23 +59,23 @@ def _described(request: PodRequest) -> str:
     return f"{request.component} pod ({', '.join(parts)})"
 
 
-def _wanted_of_nodes(request: PodRequest) -> str:
+def _node_requirements(request: PodRequest) -> str:
     names = ["GPUs" if name == GPU_RESOURCE else name for name in _devices(request)]
     return f"match the BaseModel's placement{' and have ' if names else ''}{' and '.join(names)}"
 
 
 def _devices(request: PodRequest) -> dict[str, float]:
-    """Return what a pod asks for that only some nodes have, as `Node.devices` counts it."""
+    """Return the node-specific resources that a pod requests, keyed as in `Node.devices`."""
     gpus = {GPU_RESOURCE: float(request.gpus)} if request.gpus else {}
     return gpus | {each.name: parse_quantity(each.amount) for each in request.extended}
 
 
-def _of_kind(nodes: Sequence[Node], request: PodRequest) -> list[Node]:
-    """Return the nodes that take such a pod, and have what it asks for, however much."""
+def _matching_nodes(nodes: Sequence[Node], request: PodRequest) -> list[Node]:
+    """Return the nodes that admit such a pod and have its resources, in any amount."""
     wanted, placement = _devices(request), request.placement
-    # What the admission plugin ExtendedResourceToleration adds to pods that ask for extended
-    # resources, GPUs among them. Whether it is on can't be seen; where it is not, such a pod is not
-    # said never to fit.
+    # The admission plugin ExtendedResourceToleration adds these tolerations to pods that request
+    # extended resources, including GPUs. Whether it is enabled is not visible; assuming that it is
+    # can only miss a pod that never fits.
     added = [
         Toleration(key=name, operator="Exists", effect="NoSchedule")
         for name in wanted
@@ -89,7 +89,7 @@ def _of_kind(nodes: Sequence[Node], request: PodRequest) -> list[Node]:
     ]
 
 
-def _holds(node: Node, request: PodRequest) -> bool:
+def _has_capacity(node: Node, request: PodRequest) -> bool:
     return (
         parse_quantity(request.resources.cpu) <= node.cpu
         and parse_quantity(request.resources.memory) <= node.memory

@@ -1,4 +1,4 @@
-"""From Kubernetes objects, as JSON, to what `Observed` holds of them: pure."""
+"""Parses Kubernetes objects (JSON) into the fields of `Observed`: pure."""
 
 import re
 import sys
@@ -14,9 +14,9 @@ from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_operator.spec.quantities import parse_quantity
-from tinkercloud_operator.spec.snapshot import Manifest, Node, Pod, Trouble
+from tinkercloud_operator.spec.snapshot import Manifest, Node, Pod, PodProblem
 
-_WAITING: Mapping[str, Reason] = {
+_WAITING_REASONS: Mapping[str, Reason] = {
     "ImagePullBackOff": Reason.IMAGE_PULL_BACK_OFF,
     "ErrImagePull": Reason.IMAGE_PULL_BACK_OFF,
     "ErrImageNeverPull": Reason.IMAGE_PULL_BACK_OFF,
@@ -28,16 +28,16 @@ _WAITING: Mapping[str, Reason] = {
 }
 
 _MISSING_CLAIM = re.compile(r'persistentvolumeclaim "[^"]*" not found')
-"""The scheduler's words; nodes have nothing to do with it."""
+"""The scheduler's message about a missing claim, which is unrelated to nodes."""
 _CORDON = "node.kubernetes.io/unschedulable"
-"""Taint of a node that takes no more pods."""
+"""Taint of a cordoned node."""
 _ACTIVITY_FIELD = f"f:{labels.LAST_ACTIVITY}"
 _HEAD = "head"
-"""Component of a head's pod, and its container that serves: a platform may inject others."""
+"""Component of a head's pod, and name of its main container; platforms may inject others."""
 
 
 def slim(kind: str, manifest: Manifest) -> Manifest:
-    """Return an object without what is never looked at: it is kept in memory for all sessions."""
+    """Return an object without unused fields, since all sessions are kept in memory."""
     metadata = {
         key: value
         for key, value in manifest["metadata"].items()
@@ -52,9 +52,9 @@ def slim(kind: str, manifest: Manifest) -> Manifest:
 
 
 def interned(value: Any) -> Any:  # noqa: ANN401 - JSON
-    """Return a copy of JSON whose strings are those of all other copies.
+    """Return a copy of a JSON value with interned strings.
 
-    A third of what objects take in memory is names of fields, and values that all sessions have.
+    Field names and values that all sessions share make up a third of the memory of cached objects.
     """
     if isinstance(value, Mapping):
         return {sys.intern(key): interned(child) for key, child in value.items()}
@@ -73,7 +73,7 @@ def _slim_pod_spec(spec: Mapping[str, Any]) -> Manifest:
 
 
 def _activity_fields(metadata: Mapping[str, Any]) -> list[Manifest]:
-    """Return who has written the annotation of the last activity, and when."""
+    """Return who wrote the last-activity annotation, and when."""
     return [
         {
             "manager": entry["manager"],
@@ -93,18 +93,19 @@ def _owns_activity(entry: Mapping[str, Any]) -> bool:
 def last_activity(manifest: Manifest) -> datetime | None:
     """Return when a client last used a session.
 
-    By Kubernetes' clock where the API server has written it: its own may be wrong.
+    The time comes from Kubernetes' clock (managedFields) if the API server wrote the annotation,
+    since the API server's own clock may be wrong.
     """
     metadata = manifest["metadata"]
-    told = parse_time(metadata.get("annotations", {}).get(labels.LAST_ACTIVITY))
-    if told is None:
+    annotated = parse_time(metadata.get("annotations", {}).get(labels.LAST_ACTIVITY))
+    if annotated is None:
         return None
     written = [parse_time(entry.get("time")) for entry in _activity_fields(metadata)]
-    return max((each for each in written if each is not None), default=told)
+    return max((each for each in written if each is not None), default=annotated)
 
 
 def pod(manifest: Manifest) -> Pod:
-    """Return what is to be known of a pod."""
+    """Parse a pod."""
     metadata, status = manifest["metadata"], manifest.get("status", {})
     conditions = {item["type"]: item for item in status.get("conditions", [])}
     containers: Sequence[Mapping[str, Any]] = status.get("containerStatuses", [])
@@ -119,7 +120,7 @@ def pod(manifest: Manifest) -> Pod:
         is_ready=_is_true(conditions.get("Ready")),
         is_terminating="deletionTimestamp" in metadata,
         restarts=sum(item.get("restartCount", 0) for item in _serving(metadata, containers)),
-        trouble=_trouble(manifest, conditions),
+        problem=_problem(manifest, conditions),
         node=spec.get("nodeName"),
         tolerates_cordon=bool(_slim_pod_spec(spec).get("tolerations")),
         finalizers=tuple(metadata.get("finalizers", [])),
@@ -130,7 +131,7 @@ def pod(manifest: Manifest) -> Pod:
 def _serving(
     metadata: Mapping[str, Any], containers: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """Return the containers of a pod whose restarts count: of a head's, the one that serves."""
+    """Return the containers whose restarts count: for a head, only its main container."""
     if metadata.get("labels", {}).get(labels.COMPONENT_LABEL) != _HEAD:
         return containers
     return [item for item in containers if item.get("name") == _HEAD]
@@ -140,49 +141,51 @@ def _is_true(condition: Mapping[str, Any] | None) -> bool:
     return condition is not None and condition.get("status") == "True"
 
 
-def _trouble(manifest: Manifest, conditions: Mapping[str, Any]) -> Trouble | None:
+def _problem(manifest: Manifest, conditions: Mapping[str, Any]) -> PodProblem | None:
     scheduled, status = conditions.get("PodScheduled", {}), manifest.get("status", {})
     if has_failed(manifest):
-        return _end(status)
+        return _failure(status)
     if scheduled.get("reason") == "Unschedulable":
         message = str(scheduled.get("message", ""))
         is_missing = _MISSING_CLAIM.search(message) is not None
         reason = Reason.CONFIGURATION_ERROR if is_missing else Reason.UNSCHEDULABLE
-        return Trouble(reason, message)
+        return PodProblem(reason, message)
     if scheduled.get("reason") == "SchedulingGated":
         gates = [str(gate["name"]) for gate in manifest.get("spec", {}).get("schedulingGates", [])]
         named = f": {', '.join(gates)}" if gates else ""
-        message = f"is not scheduled before its scheduling gates are removed{named}"
-        return Trouble(Reason.SCHEDULING_GATED, message)
+        message = f"waiting for its scheduling gates to be removed{named}"
+        return PodProblem(Reason.SCHEDULING_GATED, message)
     containers = [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
-    found = (_container_trouble(container) for container in containers)
-    return next((trouble for trouble in found if trouble is not None), _loss(manifest, conditions))
+    found = (_container_problem(container) for container in containers)
+    return next(
+        (problem for problem in found if problem is not None), _node_problem(manifest, conditions)
+    )
 
 
-def _loss(manifest: Manifest, conditions: Mapping[str, Any]) -> Trouble | None:
-    """Return that the node of a pod is not ready, if it is not.
+def _node_problem(manifest: Manifest, conditions: Mapping[str, Any]) -> PodProblem | None:
+    """Return a problem if the pod's node is not ready.
 
-    Then Kubernetes takes the pod's Ready back, and leaves what the kubelet said of its containers.
+    In that case Kubernetes sets the pod's Ready to False and keeps the last known container states.
     """
     ready, containers = conditions.get("Ready"), conditions.get("ContainersReady")
     is_gated = ready is not None and ready.get("reason") == "ReadinessGatesNotReady"
     if ready is None or _is_true(ready) or is_gated or not _is_true(containers):
         return None
     node_name = manifest.get("spec", {}).get("nodeName")
-    return Trouble(Reason.NODE_NOT_READY, f"its node {node_name} is not ready")
+    return PodProblem(Reason.NODE_NOT_READY, f"node {node_name} is not ready")
 
 
 def has_failed(manifest: Manifest) -> bool:
-    """Whether its node has ended a pod for good, or never took it.
+    """Return whether the node has permanently ended or rejected a pod.
 
-    Of a pod that was deleted nobody gives a reason, however its containers ended.
+    A deleted pod has no reason in its status, however its containers ended.
     """
     status = manifest.get("status", {})
     return status.get("phase") == "Failed" and "reason" in status
 
 
 def replaces(manifest: Manifest, failed: Manifest) -> bool:
-    """Whether a pod is ready in the place of one that has failed."""
+    """Return whether a ready pod replaces one that has failed."""
     here, gone = manifest["metadata"], failed["metadata"]
     return (
         pod(manifest).is_ready
@@ -191,33 +194,33 @@ def replaces(manifest: Manifest, failed: Manifest) -> bool:
     )
 
 
-def _end(status: Mapping[str, Any]) -> Trouble:
-    """Return why the kubelet has ended a pod for good, or never took it."""
+def _failure(status: Mapping[str, Any]) -> PodProblem:
+    """Return why the kubelet permanently ended or rejected a pod."""
     why, message = str(status["reason"]), str(status.get("message", "")).strip()
-    # It says so of a volume with a limit, and of all that a container, or a pod, has written.
+    # The message mentions a limit if a volume, a container or the pod has written too much.
     is_over_limit = why == "Evicted" and "exceed" in message
     reason = Reason.OUT_OF_DISK if is_over_limit else Reason.POD_FAILED
-    return Trouble(reason, f"{why}: {message}" if message else why)
+    return PodProblem(reason, f"{why}: {message}" if message else why)
 
 
-def _container_trouble(container: Mapping[str, Any]) -> Trouble | None:
+def _container_problem(container: Mapping[str, Any]) -> PodProblem | None:
     name, state = container.get("name"), container.get("state", {})
     ended = state.get("terminated") or container.get("lastState", {}).get("terminated") or {}
     waiting = state.get("waiting", {})
-    reason = _WAITING.get(waiting.get("reason", ""))
+    reason = _WAITING_REASONS.get(waiting.get("reason", ""))
     is_down = "terminated" in state or reason is Reason.CRASH_LOOP
     if is_down and ended.get("reason") == "OOMKilled":
-        return Trouble(Reason.OUT_OF_MEMORY, f"container {name} needed more memory than its limit")
+        return PodProblem(Reason.OUT_OF_MEMORY, f"container {name} exceeded its memory limit")
     if reason is None:
         return None
     code = f" (exit code {ended['exitCode']})" if "exitCode" in ended else ""
     last_words = str(ended.get("message", "")).strip().rpartition("\n")[2]
     why = f": {last_words}" if last_words else ""
-    return Trouble(reason, f"container {name}: {waiting.get('message') or reason}{code}{why}")
+    return PodProblem(reason, f"container {name}: {waiting.get('message') or reason}{code}{why}")
 
 
 def node(manifest: Manifest) -> Node:
-    """Return what is to be known of a node."""
+    """Parse a node."""
     status = manifest.get("status", {})
     allocatable, capacity = status.get("allocatable", {}), status.get("capacity", {})
     return Node(
@@ -225,7 +228,7 @@ def node(manifest: Manifest) -> Node:
         taints=tuple(manifest.get("spec", {}).get("taints", [])),
         cpu=parse_quantity(allocatable.get("cpu", 0)),
         memory=parse_quantity(allocatable.get("memory", 0)),
-        # Only healthy ones are allocatable, and those are none while a driver is renewed.
+        # Only healthy devices are allocatable, so there are none during a driver upgrade.
         devices={
             name: max(parse_quantity(amounts.get(name, 0)) for amounts in (allocatable, capacity))
             for name in {*allocatable, *capacity}
@@ -235,9 +238,9 @@ def node(manifest: Manifest) -> Node:
 
 
 def session_status(manifest: Manifest) -> TrainingSessionStatus:
-    """Return the status of a session, without what this version can't read of it.
+    """Parse the status of a session, without fields that this version cannot read.
 
-    An operator that is rolled back finds what a later one wrote.
+    After a rollback the operator finds statuses that a newer version wrote.
     """
     written = manifest.get("status", {})
     try:
@@ -249,7 +252,7 @@ def session_status(manifest: Manifest) -> TrainingSessionStatus:
 
 
 def base_model(manifest: Manifest) -> BaseModelSpec | None:
-    """Return the spec of a BaseModel; None if it is not one that this version can read."""
+    """Parse the spec of a BaseModel; None if this version cannot read it."""
     try:
         return BaseModelSpec.model_validate(manifest.get("spec", {}))
     except ValidationError:

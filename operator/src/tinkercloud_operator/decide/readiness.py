@@ -1,7 +1,7 @@
-"""What holds a session up on its way to Ready: pure.
+"""The steps of a session on its way to Ready, and what blocks each of them: pure.
 
-The steps are findings in order; one that is not reached carries the reason of the one that holds
-it up, so that the conditions which are True are always the first ones.
+The steps are ordered. A step that is not reached carries the reason of the first one that blocks,
+so the conditions that are True always come first.
 """
 
 import re
@@ -14,224 +14,240 @@ from tinkercloud_crds.conditions import SESSION_STEPS, ConditionType, Reason
 from tinkercloud_kube.errors import is_undeclared
 from tinkercloud_operator.decide.deadlines import overdue
 from tinkercloud_operator.decide.definitions import KUBERAY_MINIMUM
-from tinkercloud_operator.decide.lifetime import Decision, Wanted
-from tinkercloud_operator.decide.node_fit import never_fits, without_kin
-from tinkercloud_operator.spec.pinned import changes
+from tinkercloud_operator.decide.lifetime import Decision, DesiredState
+from tinkercloud_operator.decide.node_fit import never_fits, no_matching_node
+from tinkercloud_operator.spec.pinned import pending_changes
 from tinkercloud_operator.spec.quantities import parse_quantity
-from tinkercloud_operator.spec.resolved import Refusal, Shape
+from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec
 from tinkercloud_operator.spec.snapshot import Manifest, Observed
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """What is true of one step."""
+class StepStatus:
+    """The status of one step."""
 
     is_reached: bool | None
-    """None while it is neither so nor otherwise."""
+    """None while it is undecided (condition status Unknown)."""
     reason: Reason
     message: str = ""
 
 
-def steps_to_ready(
+def readiness(
     observed: Observed,
-    offered: Shape | Refusal,
-    shape: Shape | Refusal,
+    desired: ResolvedSpec | Rejection,
+    effective: ResolvedSpec | Rejection,
     decision: Decision | None,
-) -> tuple[Finding, dict[ConditionType, Finding]]:
-    """Return the finding about Ready, and those about the steps to it.
+) -> tuple[StepStatus, dict[ConditionType, StepStatus]]:
+    """Return the status of Ready and of the steps that lead to it.
 
     Args:
-        observed: what was seen.
-        offered: what the session would be started with now, or why with nothing.
-        shape: what its children follow from, or why there are none.
-        decision: what it is to be; None if it is being deleted.
+        observed: the observed session.
+        desired: what the session would start with now, or why it may not start.
+        effective: the spec that its children follow, or why there are none.
+        decision: the desired state; None if the session is being deleted.
     """
-    blocker: Finding | None = None
+    blocker: StepStatus | None = None
     steps = {}
-    found = [_accepted(observed, offered, shape), *_findings(observed, shape, decision)]
-    for kind, finding in zip(SESSION_STEPS, found, strict=True):
-        if blocker is None and not finding.is_reached:
-            blocker = finding
-        steps[kind] = finding if blocker is None else blocker
-    return blocker or Finding(is_reached=True, reason=Reason.READY), steps
+    found = [_accepted(observed, desired, effective), *_later_steps(observed, effective, decision)]
+    for kind, step in zip(SESSION_STEPS, found, strict=True):
+        if blocker is None and not step.is_reached:
+            blocker = step
+        steps[kind] = step if blocker is None else blocker
+    return blocker or StepStatus(is_reached=True, reason=Reason.READY), steps
 
 
-def _findings(
-    observed: Observed, shape: Shape | Refusal, decision: Decision | None
-) -> Iterable[Finding]:
-    """Yield what there is to say of each step but the first."""
+def _later_steps(
+    observed: Observed, effective: ResolvedSpec | Rejection, decision: Decision | None
+) -> Iterable[StepStatus]:
+    """Yield the status of each step after the first one."""
     if observed.deleted is not None:
-        yield from [Finding(is_reached=False, reason=Reason.TERMINATING)] * 4
+        yield from [StepStatus(is_reached=False, reason=Reason.TERMINATING)] * 4
         return
-    if decision is not None and decision.wanted is not Wanted.RUNNING:
+    if decision is not None and decision.desired is not DesiredState.RUNNING:
         reason = Reason.SUSPENDING if observed.has_pods else decision.reason
-        stops = Finding(is_reached=False, reason=reason, message=decision.message)
+        stops = StepStatus(is_reached=False, reason=reason, message=decision.message)
         late = _overdue(observed)
         is_stuck = late is not None and late.reason is Reason.DELETION_STUCK
         yield from [late if late is not None and is_stuck else stops] * 4
         return
-    yield _quota(observed, shape)
-    yield _provisioned(observed, shape)
+    yield _quota(observed, effective)
+    yield _provisioned(observed, effective)
     head = observed.head
     if head is None or not head.is_started:
-        yield Finding(is_reached=False, reason=Reason.HEAD_STARTING, message="the head is starting")
+        yield StepStatus(
+            is_reached=False, reason=Reason.HEAD_STARTING, message="the head is starting"
+        )
     else:
-        yield Finding(is_reached=True, reason=Reason.HEAD_SERVING)
+        yield StepStatus(is_reached=True, reason=Reason.HEAD_SERVING)
     waiting = [pod.name for pod in observed.pods if not pod.is_ready and not pod.is_terminating]
     if waiting or head is None:
-        message = f"the model is being loaded; not ready: {', '.join(sorted(waiting)[:4])}"
-        yield Finding(is_reached=False, reason=Reason.LOADING, message=message)
+        message = f"loading the model; pods not ready: {', '.join(sorted(waiting)[:4])}"
+        yield StepStatus(is_reached=False, reason=Reason.LOADING, message=message)
     else:
-        yield Finding(is_reached=True, reason=Reason.LOADED)
+        yield StepStatus(is_reached=True, reason=Reason.LOADED)
 
 
-def _accepted(observed: Observed, offered: Shape | Refusal, shape: Shape | Refusal) -> Finding:
-    if isinstance(offered, Shape):
-        waiting = changes(shape, offered)
+def _accepted(
+    observed: Observed, desired: ResolvedSpec | Rejection, effective: ResolvedSpec | Rejection
+) -> StepStatus:
+    if isinstance(desired, ResolvedSpec):
+        waiting = pending_changes(effective, desired)
         if not waiting and observed.own_gap is not None:
             reason = Reason.DEFINITIONS_OUTDATED
-            return Finding(is_reached=True, reason=reason, message=observed.own_gap)
+            return StepStatus(is_reached=True, reason=reason, message=observed.own_gap)
         if not waiting:
-            return Finding(is_reached=True, reason=Reason.ACCEPTED)
+            return StepStatus(is_reached=True, reason=Reason.ACCEPTED)
         message = (
-            "what runs goes on as it was started; suspend and resume the session to change"
+            "running pods keep the spec they started with; suspend and resume the session to apply:"
             f" {', '.join(waiting)}"
         )
-        return Finding(is_reached=True, reason=Reason.CHANGE_WAITS, message=message)
+        return StepStatus(is_reached=True, reason=Reason.CHANGE_WAITS, message=message)
     if observed.ray_cluster is not None:
-        message = f"what runs goes on, but could not be started again: {offered.message}"
-        return Finding(is_reached=True, reason=offered.reason, message=message)
-    return Finding(is_reached=False, reason=offered.reason, message=offered.message)
+        message = (
+            f"still running, but would not start again with the current spec: {desired.message}"
+        )
+        return StepStatus(is_reached=True, reason=desired.reason, message=message)
+    return StepStatus(is_reached=False, reason=desired.reason, message=desired.message)
 
 
-def _quota(observed: Observed, shape: Shape | Refusal) -> Finding:
+def _quota(observed: Observed, effective: ResolvedSpec | Rejection) -> StepStatus:
     cluster = observed.ray_cluster
     if cluster is None:
-        queue = shape.placement.queue_name if isinstance(shape, Shape) else None
+        queue = effective.placement.queue_name if isinstance(effective, ResolvedSpec) else None
     else:
-        # Kueue goes by what is there, and may have chosen a queue where none is named.
+        # Kueue reads the label of the live object, and may have set a default queue.
         queue = cluster["metadata"].get("labels", {}).get(labels.QUEUE_LABEL)
-    if observed.is_held_back:
-        before = "was evicted by Kueue and " if observed.pods else ""
-        through = "through no LocalQueue" if queue is None else f"through LocalQueue {queue!r}"
-        message = f"{before}waits for Kueue to admit it {through}"
-        return Finding(is_reached=False, reason=Reason.QUEUED, message=message)
-    if queue is None and cluster is None and observed.turn is not None:
-        return Finding(is_reached=False, reason=Reason.QUEUED, message=observed.turn)
+    if observed.is_suspended_by_kueue:
+        before = "evicted by Kueue; " if observed.pods else ""
+        through = "without a LocalQueue" if queue is None else f"through LocalQueue {queue!r}"
+        message = f"{before}waiting for admission by Kueue {through}"
+        return StepStatus(is_reached=False, reason=Reason.QUEUED, message=message)
+    if queue is None and cluster is None and observed.start_order_message is not None:
+        return StepStatus(
+            is_reached=False, reason=Reason.QUEUED, message=observed.start_order_message
+        )
     if queue is None:
-        return Finding(is_reached=True, reason=Reason.NO_QUEUE)
+        return StepStatus(is_reached=True, reason=Reason.NO_QUEUE)
     if cluster is None:
-        message = f"is about to ask LocalQueue {queue!r}"
-        waits = Finding(is_reached=False, reason=Reason.QUEUED, message=message)
-        return _obstacle(observed, shape) or waits
-    return Finding(is_reached=True, reason=Reason.ADMITTED)
+        message = f"about to be submitted to LocalQueue {queue!r}"
+        waits = StepStatus(is_reached=False, reason=Reason.QUEUED, message=message)
+        return _blocker(observed, effective) or waits
+    return StepStatus(is_reached=True, reason=Reason.ADMITTED)
 
 
-def _provisioned(observed: Observed, shape: Shape | Refusal) -> Finding:
+def _provisioned(observed: Observed, effective: ResolvedSpec | Rejection) -> StepStatus:
     problem = (
-        _obstacle(observed, shape)
+        _blocker(observed, effective)
         or _overdue(observed)
-        or _pod_trouble(observed, shape)
-        or _pods_refused(observed.ray_cluster)
+        or _pod_trouble(observed, effective)
+        or _pods_rejected(observed.ray_cluster)
     )
-    if problem is not None and _serves(observed, shape):
-        message = f"what runs goes on, but could not be made again: {problem.message}"
-        return Finding(is_reached=True, reason=problem.reason, message=message)
+    if problem is not None and _is_serving(observed, effective):
+        message = f"still running, but could not be recreated: {problem.message}"
+        return StepStatus(is_reached=True, reason=problem.reason, message=message)
     if problem is not None:
         return problem
     if observed.has_predecessors:
-        message = "what an earlier session of this name had is still going"
-        return Finding(is_reached=False, reason=Reason.PROVISIONING, message=message)
-    wanted = _wanted_pods(observed, shape)
+        message = "waiting for the resources of a deleted session with the same name to be removed"
+        return StepStatus(is_reached=False, reason=Reason.PROVISIONING, message=message)
+    wanted = _wanted_pods(observed, effective)
     live = [pod for pod in observed.pods if not pod.is_terminating]
     running = sum(pod.is_scheduled for pod in live)
     if running < wanted or any(not pod.is_scheduled for pod in live):
-        message = f"{running} of {wanted} pods are there"
-        return Finding(is_reached=False, reason=Reason.PROVISIONING, message=message)
-    return Finding(is_reached=True, reason=Reason.PROVISIONED)
+        message = f"{running} of {wanted} pods are scheduled"
+        return StepStatus(is_reached=False, reason=Reason.PROVISIONING, message=message)
+    return StepStatus(is_reached=True, reason=Reason.PROVISIONED)
 
 
-def _obstacle(observed: Observed, shape: Shape | Refusal) -> Finding | None:
-    """Return why children can't be made at all, if they can't."""
+def _blocker(observed: Observed, effective: ResolvedSpec | Rejection) -> StepStatus | None:
+    """Return what prevents the operator from creating the children, if anything does."""
     if not observed.has_kuberay:
-        message = "the cluster does not know RayClusters (ray.io/v1): install KubeRay"
-        return Finding(is_reached=False, reason=Reason.KUBERAY_MISSING, message=message)
+        message = "the RayCluster API (ray.io/v1) is not installed; install KubeRay"
+        return StepStatus(is_reached=False, reason=Reason.KUBERAY_MISSING, message=message)
     if observed.kuberay_gap is not None:
         message = observed.kuberay_gap
-        return Finding(is_reached=False, reason=Reason.KUBERAY_TOO_OLD, message=message)
-    if isinstance(shape, Shape) and shape.devices is not None and not observed.has_device_claims:
+        return StepStatus(is_reached=False, reason=Reason.KUBERAY_TOO_OLD, message=message)
+    if (
+        isinstance(effective, ResolvedSpec)
+        and effective.devices is not None
+        and not observed.has_device_claims
+    ):
         message = (
-            "the cluster does not know ResourceClaimTemplates (resource.k8s.io/v1), which"
-            " sampler.engines.deviceClassName of the BaseModel needs: Kubernetes 1.34 or newer has"
-            " them"
+            "the ResourceClaimTemplate API (resource.k8s.io/v1) is not available, but the"
+            " BaseModel's sampler.engines.deviceClassName requires it; upgrade to Kubernetes 1.34"
+            " or newer"
         )
-        return Finding(is_reached=False, reason=Reason.APPLY_FAILED, message=message)
+        return StepStatus(is_reached=False, reason=Reason.APPLY_FAILED, message=message)
     if observed.apply_error is not None:
-        return _refused(observed.apply_error)
+        return _rejected(observed.apply_error)
     return None
 
 
-def _overdue(observed: Observed) -> Finding | None:
+def _overdue(observed: Observed) -> StepStatus | None:
     late = overdue(observed)
     if late is None:
         return None
-    return Finding(is_reached=False, reason=late.reason, message=late.message)
+    return StepStatus(is_reached=False, reason=late.reason, message=late.message)
 
 
-def _pod_trouble(observed: Observed, shape: Shape | Refusal) -> Finding | None:
+def _pod_trouble(observed: Observed, effective: ResolvedSpec | Rejection) -> StepStatus | None:
     live = sorted(
         (pod for pod in observed.pods if not pod.is_terminating), key=lambda pod: pod.name
     )
     gone = [observed.failed] if observed.failed is not None else []
     for pod in [*live, *gone]:
-        if pod.trouble is None:
+        if pod.problem is None:
             continue
-        if pod.trouble.reason is Reason.UNSCHEDULABLE:
-            return _without_room(observed, shape, pod.name, pod.trouble.message)
-        message = f"pod {pod.name}: {pod.trouble.message}"
-        return Finding(is_reached=False, reason=pod.trouble.reason, message=message)
+        if pod.problem.reason is Reason.UNSCHEDULABLE:
+            return _unschedulable(observed, effective, pod.name, pod.problem.message)
+        message = f"pod {pod.name}: {pod.problem.message}"
+        return StepStatus(is_reached=False, reason=pod.problem.reason, message=message)
     return None
 
 
-def _without_room(observed: Observed, shape: Shape | Refusal, pod: str, told: str) -> Finding:
-    """Return what it means that the scheduler has no node for a pod."""
+def _unschedulable(
+    observed: Observed, effective: ResolvedSpec | Rejection, pod: str, scheduler_message: str
+) -> StepStatus:
+    """Return the status for a pod that the scheduler finds no node for."""
     missing = None
-    if isinstance(shape, Shape) and observed.nodes is not None:
-        never = never_fits(shape, observed.nodes)
+    if isinstance(effective, ResolvedSpec) and observed.nodes is not None:
+        never = never_fits(effective, observed.nodes)
         if never is not None:
-            return Finding(is_reached=False, reason=Reason.NEVER_FITS, message=never)
-        missing = without_kin(shape, observed.nodes)
-    message = "; ".join(part for part in (f"pod {pod}: {told}", missing) if part is not None)
-    return Finding(is_reached=False, reason=Reason.UNSCHEDULABLE, message=message)
+            return StepStatus(is_reached=False, reason=Reason.NEVER_FITS, message=never)
+        missing = no_matching_node(effective, observed.nodes)
+    message = "; ".join(
+        part for part in (f"pod {pod}: {scheduler_message}", missing) if part is not None
+    )
+    return StepStatus(is_reached=False, reason=Reason.UNSCHEDULABLE, message=message)
 
 
 _QUOTA = re.compile(r"requested: ([^ ]+), used: ([^ ]+), limited: ([^ ]+)")
 
 
-def _pods_refused(cluster: Manifest | None) -> Finding | None:
+def _pods_rejected(cluster: Manifest | None) -> StepStatus | None:
     """Return why KubeRay could not create pods, if it could not."""
     conditions: list[Mapping[str, Any]] = (cluster or {}).get("status", {}).get("conditions", [])
     for condition in conditions:
         message = str(condition.get("message", ""))
         if condition.get("type") != "ReplicaFailure" or condition.get("status") != "True":
             continue
-        return _refused(message)
+        return _rejected(message)
     return None
 
 
-def _refused(message: str) -> Finding:
-    """Return what it means that something was refused: a ResourceQuota may have room for it yet."""
+def _rejected(message: str) -> StepStatus:
+    """Return the status for a rejected request; a ResourceQuota may have room for it later."""
     reason = Reason.APPLY_FAILED
     if is_undeclared(message) and "Kind=RayCluster" in message:
         reason = Reason.KUBERAY_TOO_OLD
-        message = f"needs KubeRay {KUBERAY_MINIMUM} or newer, and its CRDs: {message}"
+        message = f"requires KubeRay {KUBERAY_MINIMUM} or newer, including its CRDs: {message}"
     if "exceeded quota" in message:
         reason = Reason.QUOTA_TOO_SMALL if _never_within(message) else Reason.QUOTA_EXCEEDED
-    return Finding(is_reached=False, reason=reason, message=message)
+    return StepStatus(is_reached=False, reason=reason, message=message)
 
 
 def _never_within(message: str) -> bool:
-    """Whether a quota's message says that even an empty quota would be too small."""
+    """Return whether the message of a quota shows that even an unused quota would be too small."""
     match = _QUOTA.search(message)
     if match is None:
         return False
@@ -245,14 +261,14 @@ def _never_within(message: str) -> bool:
     )
 
 
-def _serves(observed: Observed, shape: Shape | Refusal) -> bool:
-    """Whether all pods are there, and well."""
+def _is_serving(observed: Observed, effective: ResolvedSpec | Rejection) -> bool:
+    """Return whether all pods exist and are healthy."""
     live = [pod for pod in observed.pods if not pod.is_terminating]
-    is_well = all(pod.is_ready and pod.trouble is None for pod in live)
-    return 0 < len(live) == _wanted_pods(observed, shape) and is_well
+    is_well = all(pod.is_ready and pod.problem is None for pod in live)
+    return 0 < len(live) == _wanted_pods(observed, effective) and is_well
 
 
-def _wanted_pods(observed: Observed, shape: Shape | Refusal) -> int:
-    if isinstance(shape, Shape):
-        return sum(kind.count for kind in shape.pods)
+def _wanted_pods(observed: Observed, effective: ResolvedSpec | Rejection) -> int:
+    if isinstance(effective, ResolvedSpec):
+        return sum(kind.count for kind in effective.pods)
     return len([pod for pod in observed.pods if not pod.is_terminating])

@@ -1,8 +1,8 @@
-"""`reconcile(observed, settings) -> Plan`: what is to be done about one TrainingSession. Pure.
+"""`reconcile(observed, settings) -> Plan`: the actions that one TrainingSession needs. Pure.
 
-All paths lead here: an event about the session or a child, the clock, a restart, the resync. The
-plan follows from what is seen alone, never from what changed, so that any step may be repeated,
-or interrupted at any point and taken up by another process.
+Every trigger leads here: an event about the session or a child, a timer, a restart, the resync. The
+plan depends only on the observed state, never on what changed, so any step can be repeated, or be
+interrupted and continued by another process.
 """
 
 from collections.abc import Iterable
@@ -17,147 +17,170 @@ from tinkercloud_crds.names import Names
 from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_operator.children import engines, support_objects
 from tinkercloud_operator.children.pods import Build, Json
-from tinkercloud_operator.children.raycluster import kept, ray_cluster
+from tinkercloud_operator.children.raycluster import ray_cluster, updatable_fields
 from tinkercloud_operator.decide.actions import (
     Action,
-    Announce,
     Apply,
-    AskHead,
     CreateSecret,
+    CreateSecretMarker,
     Delete,
     DeleteSession,
-    HoldFinalizer,
     Plan,
-    WitnessSecret,
+    PostEvent,
+    SaveRequest,
+    SetFinalizer,
 )
 from tinkercloud_operator.decide.deadlines import next_deadline
-from tinkercloud_operator.decide.drift import is_as_wanted
-from tinkercloud_operator.decide.lifetime import Decision, Wanted, decide, stopping_since
+from tinkercloud_operator.decide.drift import is_up_to_date
+from tinkercloud_operator.decide.lifetime import Decision, DesiredState, decide, stopping_since
 from tinkercloud_operator.decide.status import endpoint, status
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.pinned import changes, started_with, told_head
+from tinkercloud_operator.spec.pinned import pending_changes, pinned_head_config, pinned_spec
 from tinkercloud_operator.spec.resolved import (
-    Refusal,
-    Shape,
-    admitted,
+    Rejection,
+    ResolvedSpec,
+    check_pod_groups,
     idle_policy,
-    longest_lifetime,
+    max_lifetime,
     resolve,
 )
 from tinkercloud_operator.spec.snapshot import ChildKey, Observed
 
 _RETRY_SECONDS = 5.0
-"""Between two tries to ask a head for something."""
+"""Interval between two save requests to a head that has not completed one."""
 _QUEUE_SECONDS = 60.0
-"""Between two looks at how many sessions are ahead of one that waits for its turn."""
+"""Interval at which the message of a queued session is refreshed."""
 
 
 def reconcile(observed: Observed, settings: Settings) -> Plan:
-    """Return what is to be done about a session now."""
+    """Return the plan for a session."""
     if observed.deleted is not None:
-        return _let_go(observed, settings)
-    offered = _offered(observed, settings)
-    shape = _in_force(observed, offered, settings)
-    decision = _decision(observed, offered)
-    seen = status(observed, offered, shape, decision)
+        return _finalize(observed, settings)
+    desired = _desired_spec(observed, settings)
+    effective = _effective_spec(observed, desired, settings)
+    decision = _decision(observed, desired)
+    new_status = status(observed, desired, effective, decision)
     moments = [each for each in (decision.changes_at, next_deadline(observed)) if each is not None]
-    again = _until(observed, min(moments, default=None))
-    match decision.wanted:
-        case Wanted.RUNNING if stopping_since(observed) is not None:
-            # A cluster made before this is written would be taken for the one that stops.
-            return _plan(observed, [], seen, 0.0)
-        case Wanted.RUNNING if observed.turn is not None and observed.ray_cluster is None:
-            # It is looked at as soon as its turn comes; this keeps its message true.
-            return _plan(observed, [], seen, min(_QUEUE_SECONDS, again or _QUEUE_SECONDS))
-        case Wanted.RUNNING:
-            return _plan(observed, _running(observed, shape, settings), seen, again)
-        case Wanted.SUSPENDED:
-            return _stop(observed, "suspend", settings, seen, again)
-        case Wanted.FINISHED:
-            return _stop(observed, "checkpoint", settings, seen, again)
-        case Wanted.DELETED:
-            return _plan(observed, [DeleteSession()], seen, None)
+    recheck_seconds = _seconds_until(observed, min(moments, default=None))
+    match decision.desired:
+        case DesiredState.RUNNING if stopping_since(observed) is not None:
+            # Record the end of the stop first: a new RayCluster would be mistaken for the old one.
+            return _plan(observed, [], new_status, 0.0)
+        case DesiredState.RUNNING if (
+            observed.start_order_message is not None and observed.ray_cluster is None
+        ):
+            # The session is enqueued when it may start; this only refreshes its message.
+            return _plan(
+                observed, [], new_status, min(_QUEUE_SECONDS, recheck_seconds or _QUEUE_SECONDS)
+            )
+        case DesiredState.RUNNING:
+            return _plan(
+                observed,
+                _actions_to_run(observed, effective, settings),
+                new_status,
+                recheck_seconds,
+            )
+        case DesiredState.SUSPENDED:
+            return _stop(observed, "suspend", settings, new_status, recheck_seconds)
+        case DesiredState.FINISHED:
+            return _stop(observed, "checkpoint", settings, new_status, recheck_seconds)
+        case DesiredState.DELETED:
+            return _plan(observed, [DeleteSession()], new_status, None)
 
 
-def _offered(observed: Observed, settings: Settings) -> Shape | Refusal:
-    """Return what a session would be started with now."""
-    shape = resolve(observed.spec, observed.base_model, observed.sessions_of_owner)
-    if isinstance(shape, Shape):
-        shape = admitted(shape, settings.kueue_groups)
-    return _headed(observed, shape, settings) if isinstance(shape, Shape) else shape
+def _desired_spec(observed: Observed, settings: Settings) -> ResolvedSpec | Rejection:
+    """Return what the session would start with now, or why it may not start."""
+    resolved = resolve(observed.spec, observed.base_model, observed.sessions_of_owner)
+    if isinstance(resolved, ResolvedSpec):
+        resolved = check_pod_groups(resolved, settings.kueue_groups)
+    if isinstance(resolved, ResolvedSpec):
+        resolved = _check_head_config(observed, resolved, settings)
+    return resolved
 
 
-def _in_force(observed: Observed, offered: Shape | Refusal, settings: Settings) -> Shape | Refusal:
-    """Return what a session's children follow from: what its pods were started with, if it has any.
+def _effective_spec(
+    observed: Observed, desired: ResolvedSpec | Rejection, settings: Settings
+) -> ResolvedSpec | Rejection:
+    """Return the spec that the session's children follow: the pinned one if its pods have one.
 
-    One that Kueue holds back has none, and where no head has run yet nothing is lost: it is
-    described anew, unless that is refused.
+    While Kueue holds the RayCluster back there are no pods, and before a head has run there is
+    nothing to lose: in both cases the desired spec applies at once, unless it is rejected.
     """
-    held = started_with(observed)
-    if held is None or isinstance(_headed(observed, held, settings), Refusal):
-        return offered
-    is_free = observed.is_held_back or not _has_begun(observed) or not changes(held, offered)
-    return offered if is_free and isinstance(offered, Shape) else held
+    pinned = pinned_spec(observed)
+    if pinned is None or isinstance(_check_head_config(observed, pinned, settings), Rejection):
+        return desired
+    can_change = (
+        observed.is_suspended_by_kueue
+        or not _has_started(observed)
+        or not pending_changes(pinned, desired)
+    )
+    return desired if can_change and isinstance(desired, ResolvedSpec) else pinned
 
 
-def _has_begun(observed: Observed) -> bool:
-    """Whether a head has run in the pods there are."""
+def _has_started(observed: Observed) -> bool:
+    """Return whether a head has run in the current pods."""
     head, before = observed.head, observed.status
     is_started = head is not None and head.is_started
     return is_started or before.incarnation not in {None, before.saved_incarnation}
 
 
-def _headed(observed: Observed, shape: Shape, settings: Settings) -> Shape | Refusal:
-    """Return the shape, or a refusal if no head would start with it.
+def _check_head_config(
+    observed: Observed, resolved: ResolvedSpec, settings: Settings
+) -> ResolvedSpec | Rejection:
+    """Return the spec, or a rejection if the head would reject its configuration.
 
-    The head's own configuration is the judge: it knows rules that the definitions can't have, and
-    those that a BaseModel is older than.
+    The configuration model of the head validates rules that the CRDs cannot express, or that are
+    newer than the BaseModel.
     """
     try:
-        support_objects.head_config(Build(Names(observed.name), shape, settings))
+        support_objects.head_config(Build(Names(observed.name), resolved, settings))
     except ValidationError as error:
         problems = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
-        message = f"no head would start with the BaseModel's shapes: {'; '.join(problems)}"
-        return Refusal(Reason.NOT_ALLOWED, message)
-    return shape
+        message = f"the head would reject this BaseModel's configuration: {'; '.join(problems)}"
+        return Rejection(Reason.NOT_ALLOWED, message)
+    return resolved
 
 
-def _decision(observed: Observed, offered: Shape | Refusal) -> Decision:
-    """Return what a session is to be. One that is refused is suspended and ends as others do."""
+def _decision(observed: Observed, desired: ResolvedSpec | Rejection) -> Decision:
+    """Return the desired state; a rejected session with pods follows the idle policy too."""
     spec, base_model = observed.spec, observed.base_model
-    # Without pods, a refused session waits to be allowed: that is not idleness.
-    is_judged = isinstance(offered, Shape) or observed.has_pods
+    # Without pods, a rejected session waits to be accepted, which does not count as idle time.
+    is_judged = isinstance(desired, ResolvedSpec) or observed.has_pods
     idle = idle_policy(spec, base_model) if is_judged else None
     deadline = base_model.sessions.start_deadline_seconds if base_model is not None else None
-    return decide(observed, idle, longest_lifetime(spec, base_model), deadline)
+    return decide(observed, idle, max_lifetime(spec, base_model), deadline)
 
 
-def _running(observed: Observed, shape: Shape | Refusal, settings: Settings) -> Iterable[Action]:
-    """Yield what makes a session run: its finalizer first, its pods last."""
-    if not isinstance(shape, Shape):
+def _actions_to_run(
+    observed: Observed, effective: ResolvedSpec | Rejection, settings: Settings
+) -> Iterable[Action]:
+    """Yield the actions that make a session run: the finalizer first, the pods last."""
+    if not isinstance(effective, ResolvedSpec):
         return
-    build = Build(Names(observed.name), shape, settings, told_head(observed, shape))
+    build = Build(
+        Names(observed.name), effective, settings, pinned_head_config(observed, effective)
+    )
     if observed.spec.role == "Trainer" and not observed.has_finalizer:
-        yield HoldFinalizer(held=True)
+        yield SetFinalizer(present=True)
     if not observed.has_kuberay or observed.kuberay_gap or observed.has_predecessors:
         return
-    if shape.devices is not None and not observed.has_device_claims:
+    if effective.devices is not None and not observed.has_device_claims:
         return
     if not observed.has_secret:
         secret = _owned(support_objects.token_secret(build), observed)
         yield CreateSecret(secret, support_objects.SECRET_KEYS)
-        yield WitnessSecret(secret)
+        yield CreateSecretMarker(secret)
     for manifest in children(build):
         wanted, live = _owned(manifest, observed), observed.children.get(key_of(manifest))
         is_cluster = manifest["kind"] == "RayCluster"
-        if not is_as_wanted(kept(wanted, live) if is_cluster else wanted, live):
+        if not is_up_to_date(updatable_fields(wanted, live) if is_cluster else wanted, live):
             yield Apply(wanted)
 
 
 def children(build: Build) -> list[Json]:
-    """Return the children of a running session, without their owner, in the order they are made."""
+    """Return the children of a running session, without owner references, in creation order."""
     policies = [support_objects.network_policy(build)] if build.settings.network_policies else []
-    has_engines = build.shape.sampler.backend == "sglang"
+    has_engines = build.resolved.sampler.backend == "sglang"
     services = [engines.engines_service(build)] if has_engines else []
     return [
         support_objects.config_map(build),
@@ -199,109 +222,114 @@ def _owned(manifest: Json, observed: Observed) -> Json:
 
 def _stop(
     observed: Observed,
-    what: Literal["suspend", "checkpoint"],
+    kind: Literal["suspend", "checkpoint"],
     settings: Settings,
-    seen: TrainingSessionStatus,
-    again: float | None,
+    new_status: TrainingSessionStatus,
+    recheck_seconds: float | None,
 ) -> Plan:
-    """Let the head save what there is, then let the pods go; never wait for it without end."""
+    """Request a save from the head, wait for it for a limited time, then delete the RayCluster."""
     if observed.ray_cluster is None:
-        return _plan(observed, _unneeded(observed), seen, again)
-    began = stopping_since(observed)
-    left = _left(observed, began or observed.now, settings.stop_seconds)
-    ask = _question(observed, what, left)
-    if ask is not None and began is None:
-        # A head that was asked serves nobody any more: whoever takes over must know that it was.
-        return _plan(observed, [], seen, 0.0)
-    if ask is not None:
-        return _plan(observed, [ask], seen, min(left, _RETRY_SECONDS))
-    if left > 0 and not _is_written(observed, seen):
-        return _plan(observed, [], seen, 0.0)
-    is_going = "deletionTimestamp" in observed.ray_cluster["metadata"]
-    end = [] if is_going else [Delete(ChildKey("RayCluster", observed.name))]
-    return _plan(observed, end, seen, again)
+        return _plan(observed, _delete_support_objects(observed), new_status, recheck_seconds)
+    started = stopping_since(observed)
+    left = _seconds_left(observed, started or observed.now, settings.stop_seconds)
+    request = _save_request(observed, kind, left)
+    if request is not None and started is None:
+        # After a save request the head serves nothing else, so record the stop first: another
+        # operator process that takes over must know of it.
+        return _plan(observed, [], new_status, 0.0)
+    if request is not None:
+        return _plan(observed, [request], new_status, min(left, _RETRY_SECONDS))
+    if left > 0 and not _is_save_recorded(observed, new_status):
+        return _plan(observed, [], new_status, 0.0)
+    is_deleting = "deletionTimestamp" in observed.ray_cluster["metadata"]
+    deletions = [] if is_deleting else [Delete(ChildKey("RayCluster", observed.name))]
+    return _plan(observed, deletions, new_status, recheck_seconds)
 
 
-def _unneeded(observed: Observed) -> Iterable[Action]:
-    """Yield what deletes the children that a session without pods has no use for.
+def _delete_support_objects(observed: Observed) -> Iterable[Action]:
+    """Yield deletions of the children that a session without pods does not need.
 
-    Its Secret stays, with its witness: whoever knows the head's token may use it after a resume.
+    The Secret and its marker stay, so that clients with the head's token keep access after a
+    resume.
     """
     if observed.pods:
         return
-    witness_key = ChildKey("ConfigMap", Names(observed.name).token_secret)
+    marker_key = ChildKey("ConfigMap", Names(observed.name).token_secret)
     for key, child in observed.children.items():
-        if key != witness_key and "deletionTimestamp" not in child["metadata"]:
+        if key != marker_key and "deletionTimestamp" not in child["metadata"]:
             yield Delete(key)
 
 
-def _let_go(observed: Observed, settings: Settings) -> Plan:
-    """Ask the head of a deleted session for a last checkpoint; then, or after a while, let go."""
+def _finalize(observed: Observed, settings: Settings) -> Plan:
+    """Request a last checkpoint for a deleted session, then remove the finalizer.
+
+    The finalizer is also removed once `last_checkpoint_seconds` have passed.
+    """
     if not observed.has_finalizer or observed.deleted is None:
         return Plan()
-    offered = _offered(observed, settings)
-    seen = status(observed, offered, _in_force(observed, offered, settings), None)
-    left = _left(observed, observed.deleted, settings.last_checkpoint_seconds)
-    ask = _question(observed, "checkpoint", left)
-    if ask is not None:
-        return _plan(observed, [ask], seen, min(left, _RETRY_SECONDS))
-    if left > 0 and not _is_written(observed, seen):
-        return _plan(observed, [], seen, 0.0)
-    return Plan((HoldFinalizer(held=False),))
+    desired = _desired_spec(observed, settings)
+    new_status = status(observed, desired, _effective_spec(observed, desired, settings), None)
+    left = _seconds_left(observed, observed.deleted, settings.last_checkpoint_seconds)
+    request = _save_request(observed, "checkpoint", left)
+    if request is not None:
+        return _plan(observed, [request], new_status, min(left, _RETRY_SECONDS))
+    if left > 0 and not _is_save_recorded(observed, new_status):
+        return _plan(observed, [], new_status, 0.0)
+    return Plan((SetFinalizer(present=False),))
 
 
-def _left(observed: Observed, began: datetime, patience_seconds: float) -> float:
-    """Return for how many seconds a head is still waited for."""
-    return (began + timedelta(seconds=patience_seconds) - observed.now).total_seconds()
+def _seconds_left(observed: Observed, started: datetime, timeout_seconds: float) -> float:
+    """Return the seconds until the timeout of a save."""
+    return (started + timedelta(seconds=timeout_seconds) - observed.now).total_seconds()
 
 
-def _is_written(observed: Observed, seen: TrainingSessionStatus) -> bool:
-    """Whether the status says what the head has saved: once it is gone, nobody can ask it."""
+def _is_save_recorded(observed: Observed, new_status: TrainingSessionStatus) -> bool:
+    """Return whether the stored status records the save, which is lost with the head."""
     written = observed.status
     return (written.saved_incarnation, written.latest_checkpoint) == (
-        seen.saved_incarnation,
-        seen.latest_checkpoint,
+        new_status.saved_incarnation,
+        new_status.latest_checkpoint,
     )
 
 
-def _question(
-    observed: Observed, what: Literal["suspend", "checkpoint"], left: float
-) -> AskHead | None:
-    """Return what the head is still to be asked; None if it has done it, or can't any more."""
+def _save_request(
+    observed: Observed, kind: Literal["suspend", "checkpoint"], left: float
+) -> SaveRequest | None:
+    """Return the save request that the head still needs, if it can still serve one."""
     head = observed.head
     if head is None or left <= 0:
         return None
-    done = (what, head.incarnation)
-    # One that saves what it holds, to end, is not ready for anything else.
-    if done in observed.answers or not (head.is_ready or done in observed.asked):
+    key = (kind, head.incarnation)
+    # A head that is saving in order to stop is not Ready.
+    if key in observed.completed_saves or not (head.is_ready or key in observed.pending_saves):
         return None
-    return AskHead(what, endpoint(observed), head.incarnation, left)
+    return SaveRequest(kind, endpoint(observed), head.incarnation, left)
 
 
-def _until(observed: Observed, moment: datetime | None) -> float | None:
+def _seconds_until(observed: Observed, moment: datetime | None) -> float | None:
     return None if moment is None else max(0.0, (moment - observed.now).total_seconds())
 
 
 def _plan(
     observed: Observed,
     actions: Iterable[Action],
-    seen: TrainingSessionStatus,
-    look_again_seconds: float | None,
+    new_status: TrainingSessionStatus,
+    requeue_after_seconds: float | None,
 ) -> Plan:
     return Plan(
         tuple(actions),
-        _announcement(observed, seen),
-        seen if seen != observed.status else None,
-        look_again_seconds,
+        _ready_event(observed, new_status),
+        new_status if new_status != observed.status else None,
+        requeue_after_seconds,
     )
 
 
-def _announcement(observed: Observed, seen: TrainingSessionStatus) -> Announce | None:
-    """Return the Event that a new reason is worth."""
+def _ready_event(observed: Observed, new_status: TrainingSessionStatus) -> PostEvent | None:
+    """Return the Event for a changed reason of the Ready condition, if it changed."""
     before = find(observed.status.conditions, ConditionType.READY)
-    ready = find(seen.conditions, ConditionType.READY)
-    stalled = find(seen.conditions, ConditionType.STALLED)
+    ready = find(new_status.conditions, ConditionType.READY)
+    stalled = find(new_status.conditions, ConditionType.STALLED)
     if ready is None or (before is not None and before.reason == ready.reason):
         return None
     is_warning = stalled is not None and stalled.status == "True"
-    return Announce(Reason(ready.reason), ready.message or ready.reason, is_warning)
+    return PostEvent(Reason(ready.reason), ready.message or ready.reason, is_warning)

@@ -1,4 +1,4 @@
-"""The sessions of a namespace by BaseModel and owner, so that no look goes through all of them."""
+"""An index of sessions by BaseModel and owner, so that lookups need not scan all sessions."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
@@ -7,23 +7,23 @@ from dataclasses import dataclass, field
 from tinkercloud_operator.spec.snapshot import Manifest
 
 Age = tuple[str, str]
-"""Creation and name: what sessions are ordered by, oldest first; names decide between equals."""
+"""Creation time and name: sorts objects oldest first; the name breaks ties."""
 Group = tuple[str, str | None]
 """BaseModel and owner."""
 
 
 @dataclass(slots=True)
-class Owners:
+class SessionIndex:
     """Sessions by BaseModel and owner. Belongs to one event loop."""
 
     _of_model: dict[str, dict[str, Manifest]] = field(default_factory=dict)
     """By BaseModel, then by name."""
     _live: dict[Group, list[Age]] = field(default_factory=dict)
-    """Sessions that have not ended, oldest first."""
+    """Sessions that have not finished, oldest first."""
     _names: dict[Group, set[str]] = field(default_factory=dict)
 
     def put(self, session: Manifest) -> None:
-        """Take note of a session that is not known yet."""
+        """Add a session that is not in the index."""
         model, group, name = _model(session), _group(session), session["metadata"]["name"]
         self._of_model.setdefault(model, {})[name] = session
         self._names.setdefault(group, set()).add(name)
@@ -31,7 +31,7 @@ class Owners:
             insort(self._live.setdefault(group, []), age(session))
 
     def remove(self, session: Manifest) -> None:
-        """Forget a session, as it was when it was put here."""
+        """Remove a session, given as it was added."""
         model, group, name = _model(session), _group(session), session["metadata"]["name"]
         del self._of_model[model][name]
         if not self._of_model[model]:
@@ -49,21 +49,21 @@ class Owners:
         return list(self._of_model.get(model, {}).values())
 
     def siblings(self, session: Manifest) -> frozenset[str]:
-        """Return the names of the sessions of a session's owner and BaseModel."""
+        """Return the names of all sessions with the same owner and BaseModel."""
         return frozenset(self._names.get(_group(session), ()))
 
     def older(self, session: Manifest) -> int:
-        """Return how many live sessions of its owner and BaseModel are older than a session."""
+        """Return how many live sessions of the same owner and BaseModel are older."""
         return bisect_left(self._live.get(_group(session), []), age(session))
 
 
 def is_live(session: Manifest) -> bool:
-    """Whether a session is one of those that its owner may have so many of."""
+    """Return whether a session counts towards its owner's session limit."""
     return session.get("status", {}).get("finishedTime") is None
 
 
 def age(manifest: Manifest) -> Age:
-    """Return what objects are ordered by, oldest first; names decide between equals."""
+    """Return the sort key that orders objects oldest first; the name breaks ties."""
     return manifest["metadata"]["creationTimestamp"], manifest["metadata"]["name"]
 
 

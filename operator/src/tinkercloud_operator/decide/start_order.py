@@ -1,10 +1,9 @@
 """The order in which sessions that compete for devices get their pods; no I/O.
 
-Without it, two sessions could each get half of the GPUs there are, and wait for the other half for
-ever. So at most one of those that compete has pods without nodes: the oldest. What becomes free is
-kept by its pods, so that smaller sessions don't overtake it; and since it has pods, nodes that are
-made on demand are made for it. Who is admitted by Kueue, or placed by another scheduler, is left to
-those.
+Without an order, two sessions could each get half of the GPUs and wait forever for the other half.
+Therefore at most one of the competing sessions, the oldest, has unscheduled pods at a time. Its
+pods claim whatever becomes free, so smaller sessions cannot overtake it, and autoscalers add nodes
+for it. Sessions that Kueue or another scheduler places are left to those.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,12 +27,12 @@ _PLACED = {
     ConditionType.STALLED: "True",
     ConditionType.SUSPENDED: "True",
 }
-"""Conditions, with their status, of sessions that don't wait for nodes now."""
+"""Conditions, with their status, of sessions that are not waiting for nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Devices that one role's pods take of nodes with certain labels."""
+    """The devices that the pods of one role take from nodes with certain labels."""
 
     devices: frozenset[str]
     node_selector: Mapping[str, str]
@@ -41,15 +40,15 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a session competes for."""
+    """The devices that a session competes for."""
 
     priority: str | None
-    """Its PriorityClass: of sessions with different ones, Kubernetes preempts the lower."""
+    """Its PriorityClass; between sessions with different ones, Kubernetes preempts."""
     demands: tuple[Demand, ...]
 
 
 def claim(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> Claim | None:
-    """Return what a session competes for; None if others decide, or if it takes no devices."""
+    """Return what a session competes for; None if it is ordered elsewhere or needs no devices."""
     placement = base_model.placement
     if spec.queue_name or placement.queue_name or placement.scheduler_name:
         return None
@@ -62,21 +61,21 @@ def claim(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> Claim | None:
         roles.append((sampler, trainer.placement if is_inside else sampler.placement))
     demands = tuple(
         Demand(devices, placement.of_role(role).node_selector)
-        for shape, role in roles
-        if (devices := _devices(shape))
+        for worker, role in roles
+        if (devices := _devices(worker))
     )
     if not demands:
         return None
     return Claim(spec.priority_class_name or placement.priority_class_name, demands)
 
 
-def _devices(shape: TrainerShape | SamplerShape) -> frozenset[str]:
-    gpus = [GPU_RESOURCE] if shape.gpus_per_replica else []
-    return frozenset([*gpus, *(resource.name for resource in shape.extended_resources)])
+def _devices(worker: TrainerShape | SamplerShape) -> frozenset[str]:
+    gpus = [GPU_RESOURCE] if worker.gpus_per_replica else []
+    return frozenset([*gpus, *(resource.name for resource in worker.extended_resources)])
 
 
 def compete(one: Claim, other: Claim) -> bool:
-    """Whether two sessions may want the same devices, and neither preempts the other."""
+    """Return whether two sessions may need the same devices and neither preempts the other."""
     return one.priority == other.priority and any(
         here.devices & there.devices and _may_be_same(here.node_selector, there.node_selector)
         for here in one.demands
@@ -85,12 +84,12 @@ def compete(one: Claim, other: Claim) -> bool:
 
 
 def _may_be_same(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Whether a node may have both sets of labels."""
+    """Return whether one node could have both sets of labels."""
     return all(one[key] == other[key] for key in one.keys() & other.keys())
 
 
 def waits_for_nodes(session: Manifest) -> bool:
-    """Whether a session has, or is to have, pods that are without nodes, by its last status."""
+    """Return whether a session has or will have unscheduled pods, according to its last status."""
     status = session.get("status", {})
     if "deletionTimestamp" in session["metadata"] or session["spec"].get("suspend"):
         return False
@@ -99,25 +98,26 @@ def waits_for_nodes(session: Manifest) -> bool:
     conditions = {each["type"]: each["status"] for each in status.get("conditions", [])}
     if conditions.get(ConditionType.SUSPENDED) == "Unknown":
         return False
-    is_held_back = conditions.get(ConditionType.QUOTA_RESERVED) == "False"
-    if is_held_back and status.get("rayCluster") is not None:
+    is_suspended_by_kueue = conditions.get(ConditionType.QUOTA_RESERVED) == "False"
+    if is_suspended_by_kueue and status.get("rayCluster") is not None:
         return False
     return all(conditions.get(kind) != placed for kind, placed in _PLACED.items())
 
 
-def turn_message(ahead: list[Manifest]) -> str:
-    """Return why a session waits for these, oldest first."""
+def waiting_message(ahead: list[Manifest]) -> str:
+    """Return the message of a session that waits for others, given oldest first."""
     first = ahead[0]
     why = str(first.get("status", {}).get("message", "")).strip()
     others = f" ({len(ahead)} sessions are ahead)" if len(ahead) > 1 else ""
     return (
-        f"waits for its turn{others}: TrainingSession {first['metadata']['name']} came first, and"
-        " does not have all of its nodes yet" + (f": {why}" if why else "")
+        f"waiting for older sessions to be scheduled{others}: TrainingSession"
+        f" {first['metadata']['name']} is first in line and does not have all of its nodes yet"
+        + (f": {why}" if why else "")
     )
 
 
 def has_nodes(session: Manifest, children: Mapping[ChildKey, Manifest]) -> bool:
-    """Whether all pods of a session's RayCluster have nodes; its status says so a second later."""
+    """Return whether all pods of a session are scheduled, before its status reports it."""
     metadata = session["metadata"]
     cluster = children.get(ChildKey("RayCluster", metadata["name"]))
     if cluster is None or not _owns(metadata, cluster):
@@ -133,7 +133,7 @@ def has_nodes(session: Manifest, children: Mapping[ChildKey, Manifest]) -> bool:
 
 
 def _owns(owner: Manifest, child: Manifest) -> bool:
-    """Whether an object that stays belongs to another, by its owner's metadata."""
+    """Return whether an object that is not being deleted belongs to the given owner."""
     metadata = child["metadata"]
     references = metadata.get("ownerReferences", [])
     is_owned = any(each["uid"] == owner.get("uid") for each in references)
@@ -141,56 +141,56 @@ def _owns(owner: Manifest, child: Manifest) -> bool:
 
 
 @dataclass(slots=True)
-class Turns:
+class StartOrder:
     """The sessions of a namespace that wait for nodes. Belongs to one event loop."""
 
     _waiting: dict[str, Manifest] = field(default_factory=dict)
     """By name."""
-    _let_in: set[str] = field(default_factory=set)
-    """Those whose turn has come: their RayClusters may be under way."""
+    _admitted: set[str] = field(default_factory=set)
+    """Sessions that may start; their RayClusters may not be visible yet."""
     _claims: dict[str, tuple[Manifest, Manifest | None, Claim | None]] = field(default_factory=dict)
-    """By session: its spec, its BaseModel, and what it competes for by these."""
+    """By session: its spec, its BaseModel, and the claim that follows from them."""
 
     def note(
         self, name: str, session: Manifest | None, children: Mapping[ChildKey, Manifest]
     ) -> bool:
-        """Take note of a session and its children; return whether it has just stopped waiting."""
+        """Record a session and its children; return whether it has just stopped waiting."""
         if session is None:
             self._claims.pop(name, None)
         if session is not None and waits_for_nodes(session) and not has_nodes(session, children):
             self._waiting[name] = session
             if ChildKey("RayCluster", name) in children:
-                self._let_in.add(name)
+                self._admitted.add(name)
             return False
-        self._let_in.discard(name)
+        self._admitted.discard(name)
         return self._waiting.pop(name, None) is not None
 
-    def take(self, session: Manifest, offering: Callable[[str], Manifest | None]) -> str | None:
-        """Return why others have their pods first; None if it is a session's turn, which it takes.
+    def admit(self, session: Manifest, offering: Callable[[str], Manifest | None]) -> str | None:
+        """Admit a session if no older one competes with it; otherwise return why it waits.
 
         Args:
             session: the session.
-            offering: returns the BaseModel of a model name, if there is one.
+            offering: returns the active BaseModel of a model name, if there is one.
         """
         name = session["metadata"]["name"]
         own = self._claim(session, offering)
-        if own is None or name in self._let_in:
+        if own is None or name in self._admitted:
             return None
-        # Of two that were made in the same second, the other one may have been seen first.
+        # With equal timestamps, the session that sorts later may have been admitted first.
         ahead = [
             other
             for other_name, other in self._waiting.items()
-            if other_name != name and (age(other) < age(session) or other_name in self._let_in)
+            if other_name != name and (age(other) < age(session) or other_name in self._admitted)
             if (claim := self._claim(other, offering)) is not None and compete(own, claim)
         ]
         if ahead:
-            return turn_message(sorted(ahead, key=age))
-        self._let_in.add(name)
+            return waiting_message(sorted(ahead, key=age))
+        self._admitted.add(name)
         return None
 
     def next(self) -> set[str]:
-        """Return, for each BaseModel, the oldest session that waits for its turn."""
-        queued = [item for name, item in self._waiting.items() if name not in self._let_in]
+        """Return, for each BaseModel, the oldest session that waits to start."""
+        queued = [item for name, item in self._waiting.items() if name not in self._admitted]
         queued.sort(key=age, reverse=True)
         oldest = {item["spec"].get("baseModel"): item["metadata"]["name"] for item in queued}
         return set(oldest.values())

@@ -1,4 +1,4 @@
-"""From what was observed to the status: conditions, phase, counts. Pure."""
+"""Computes the status of a session: conditions, phase, counts. Pure."""
 
 from collections.abc import Mapping
 
@@ -15,12 +15,12 @@ from tinkercloud_crds.conditions import (
 )
 from tinkercloud_crds.names import Names
 from tinkercloud_crds.training_session import Failing, Phase, TrainingSessionStatus, Workers
-from tinkercloud_operator.decide.lifetime import Decision, Wanted
-from tinkercloud_operator.decide.readiness import Finding, steps_to_ready
-from tinkercloud_operator.spec.resolved import Refusal, Shape
+from tinkercloud_operator.decide.lifetime import Decision, DesiredState
+from tinkercloud_operator.decide.readiness import StepStatus, readiness
+from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec
 from tinkercloud_operator.spec.snapshot import Observed
 
-_CANT_RUN = frozenset(
+_FAILED_PODS = frozenset(
     {
         Reason.IMAGE_PULL_BACK_OFF,
         Reason.CONFIGURATION_ERROR,
@@ -29,10 +29,10 @@ _CANT_RUN = frozenset(
         Reason.OUT_OF_DISK,
     }
 )
-"""Reasons of pods that keep their nodes and don't run."""
+"""Reasons of pods that occupy a node but do not run."""
 _NEEDS_HELP = (
     NEVER_FITS
-    | _CANT_RUN
+    | _FAILED_PODS
     | {
         Reason.APPLY_FAILED,
         Reason.START_FAILED,
@@ -41,25 +41,27 @@ _NEEDS_HELP = (
     }
 )
 """Reasons that make a session Stalled."""
-_AT_REST = frozenset({Reason.SUSPENDED, Reason.IDLE, Reason.FINISHED, Reason.LIFETIME_EXCEEDED})
-"""Reasons of sessions that are without pods as they should be."""
+_EXPECTED_STOPS = frozenset(
+    {Reason.SUSPENDED, Reason.IDLE, Reason.FINISHED, Reason.LIFETIME_EXCEEDED}
+)
+"""Reasons of sessions that are without pods on purpose."""
 
 
 def status(
     observed: Observed,
-    offered: Shape | Refusal,
-    shape: Shape | Refusal,
+    desired: ResolvedSpec | Rejection,
+    effective: ResolvedSpec | Rejection,
     decision: Decision | None,
 ) -> TrainingSessionStatus:
     """Return the status of a session.
 
     Args:
-        observed: what was seen.
-        offered: what the session would be started with now, or why with nothing.
-        shape: what its children follow from, or why there are none.
-        decision: what it is to be; None if it is being deleted.
+        observed: the observed session.
+        desired: what the session would start with now, or why it may not start.
+        effective: the spec that its children follow, or why there are none.
+        decision: the desired state; None if the session is being deleted.
     """
-    ready, steps = steps_to_ready(observed, offered, shape, decision)
+    ready, steps = readiness(observed, desired, effective, decision)
     head = observed.head
     incarnation = head.incarnation if head is not None and head.is_started else None
     previous = observed.status
@@ -70,9 +72,9 @@ def status(
         endpoint=endpoint(observed) if ready.is_reached else None,
         incarnation=incarnation or previous.incarnation,
         ray_cluster=observed.name if observed.ray_cluster is not None else None,
-        workers=_workers(observed, shape),
-        gpus=_gpus(observed, shape),
-        plan=shape.plan if isinstance(shape, Shape) else previous.plan,
+        workers=_workers(observed, effective),
+        gpus=_gpus(observed, effective),
+        plan=effective.plan if isinstance(effective, ResolvedSpec) else previous.plan,
         last_activity_time=timestamp(observed.last_activity) if observed.last_activity else None,
         latest_checkpoint=_latest_checkpoint(observed),
         restarts=previous.restarts + _has_restarted(observed, incarnation),
@@ -84,27 +86,29 @@ def status(
 
 
 def endpoint(observed: Observed) -> str:
-    """Return the URL of a session's head inside the cluster."""
+    """Return the cluster-internal URL of a session's head."""
     service = Names(observed.name).head_service
     return f"http://{service}.{observed.namespace}.svc:{labels.HEAD_PORT}"
 
 
 def _conditions(
     observed: Observed,
-    ready: Finding,
-    steps: Mapping[ConditionType, Finding],
+    ready: StepStatus,
+    steps: Mapping[ConditionType, StepStatus],
     decision: Decision | None,
 ) -> list[Condition]:
     is_stalled = not ready.is_reached and ready.reason in _NEEDS_HELP
-    is_settled = ready.is_reached or is_stalled or ready.reason in _AT_REST
-    stable = Finding(is_reached=False, reason=Reason.STABLE)
+    is_settled = ready.is_reached or is_stalled or ready.reason in _EXPECTED_STOPS
+    stable = StepStatus(is_reached=False, reason=Reason.STABLE)
     found = {
         **steps,
         ConditionType.READY: ready,
         ConditionType.RECONCILING: stable
         if is_settled
-        else Finding(is_reached=True, reason=Reason.PROGRESSING, message=ready.message),
-        ConditionType.STALLED: Finding(is_reached=True, reason=ready.reason, message=ready.message)
+        else StepStatus(is_reached=True, reason=Reason.PROGRESSING, message=ready.message),
+        ConditionType.STALLED: StepStatus(
+            is_reached=True, reason=ready.reason, message=ready.message
+        )
         if is_stalled
         else stable,
         ConditionType.SUSPENDED: _suspended(observed, decision),
@@ -113,43 +117,43 @@ def _conditions(
         moved(
             observed.status.conditions,
             kind,
-            truth(finding),
-            finding.reason,
-            finding.message,
+            truth(step),
+            step.reason,
+            step.message,
             generation=observed.generation,
             now=observed.now,
         )
-        for kind, finding in found.items()
+        for kind, step in found.items()
     ]
 
 
-def truth(finding: Finding) -> ConditionStatus:
-    """Return the status of a condition."""
-    if finding.is_reached is None:
+def truth(step: StepStatus) -> ConditionStatus:
+    """Return the condition status of a step."""
+    if step.is_reached is None:
         return "Unknown"
-    return "True" if finding.is_reached else "False"
+    return "True" if step.is_reached else "False"
 
 
-def _suspended(observed: Observed, decision: Decision | None) -> Finding:
-    if decision is not None and decision.wanted in {Wanted.SUSPENDED, Wanted.FINISHED}:
+def _suspended(observed: Observed, decision: Decision | None) -> StepStatus:
+    if decision is not None and decision.desired in {DesiredState.SUSPENDED, DesiredState.FINISHED}:
         if observed.has_pods:
-            return Finding(is_reached=None, reason=Reason.SUSPENDING, message=decision.message)
-        if decision.wanted is Wanted.SUSPENDED:
-            return Finding(is_reached=True, reason=decision.reason, message=decision.message)
-    return Finding(is_reached=False, reason=Reason.RUNNING)
+            return StepStatus(is_reached=None, reason=Reason.SUSPENDING, message=decision.message)
+        if decision.desired is DesiredState.SUSPENDED:
+            return StepStatus(is_reached=True, reason=decision.reason, message=decision.message)
+    return StepStatus(is_reached=False, reason=Reason.RUNNING)
 
 
-def _phase(observed: Observed, decision: Decision | None, ready: Finding) -> Phase:
+def _phase(observed: Observed, decision: Decision | None, ready: StepStatus) -> Phase:
     if observed.deleted is not None:
         return "Terminating"
     if ready.is_reached:
         return "Ready"
-    if decision is not None and decision.wanted is not Wanted.RUNNING:
+    if decision is not None and decision.desired is not DesiredState.RUNNING:
         if observed.has_pods:
             return "Suspending"
         if decision.reason is Reason.START_FAILED:
             return "Failed"
-        return "Suspended" if decision.wanted is Wanted.SUSPENDED else "Finished"
+        return "Suspended" if decision.desired is DesiredState.SUSPENDED else "Finished"
     if ready.reason in _NEEDS_HELP:
         return "Failed"
     phases: Mapping[Reason, Phase] = {
@@ -163,13 +167,13 @@ def _phase(observed: Observed, decision: Decision | None, ready: Finding) -> Pha
     return phases.get(ready.reason, "Provisioning")
 
 
-def _gpus(observed: Observed, shape: Shape | Refusal) -> int:
-    holds_any = observed.ray_cluster is not None and not observed.is_held_back
-    return shape.gpus if isinstance(shape, Shape) and holds_any else 0
+def _gpus(observed: Observed, effective: ResolvedSpec | Rejection) -> int:
+    holds_any = observed.ray_cluster is not None and not observed.is_suspended_by_kueue
+    return effective.gpus if isinstance(effective, ResolvedSpec) and holds_any else 0
 
 
-def _workers(observed: Observed, shape: Shape | Refusal) -> Workers:
-    if not isinstance(shape, Shape):
+def _workers(observed: Observed, effective: ResolvedSpec | Rejection) -> Workers:
+    if not isinstance(effective, ResolvedSpec):
         return observed.status.workers
     head = observed.head
     by_head = int(head is not None and head.is_ready and not head.is_terminating)
@@ -183,13 +187,15 @@ def _workers(observed: Observed, shape: Shape | Refusal) -> Workers:
             if pod.component == component
         )
 
-    trains = shape.trainer is not None
-    trainers = shape.trainers or int(trains)
-    samplers = shape.sampler.replicas if shape.sampler.backend == "sglang" else 1
-    trainers_ready = ready("trainer", shape.trainers) if trains else 0
-    # A pod is ready when all of its containers are, engines among them.
-    beside = trainers_ready * shape.engines_per_trainer
-    samplers_ready = beside if shape.engines_per_trainer else ready("sampler", shape.samplers)
+    trains = effective.trainer is not None
+    trainers = effective.trainers or int(trains)
+    samplers = effective.sampler.replicas if effective.sampler.backend == "sglang" else 1
+    trainers_ready = ready("trainer", effective.trainers) if trains else 0
+    # A pod is ready when all of its containers are, including engines.
+    colocated_ready = trainers_ready * effective.engines_per_trainer
+    samplers_ready = (
+        colocated_ready if effective.engines_per_trainer else ready("sampler", effective.samplers)
+    )
     return Workers(
         trainers_ready=trainers_ready,
         trainers_desired=trainers,
@@ -201,33 +207,33 @@ def _workers(observed: Observed, shape: Shape | Refusal) -> Workers:
 
 
 def _has_restarted(observed: Observed, incarnation: str | None) -> bool:
-    """Whether a head process that served has ended without having been asked to."""
+    """Return whether a head that served requests ended unexpectedly (1 or 0 in the sum)."""
     before = observed.status.incarnation
     expected = {None, incarnation, observed.status.saved_incarnation}
     return incarnation is not None and before not in expected
 
 
 def _saved_incarnation(observed: Observed) -> str | None:
-    """Return the last incarnation that saved its state before its pods went."""
+    """Return the last incarnation that saved its state before its pods were deleted."""
     incarnation = observed.status.incarnation
-    if incarnation is not None and ("suspend", incarnation) in observed.answers:
+    if incarnation is not None and ("suspend", incarnation) in observed.completed_saves:
         return incarnation
     return observed.status.saved_incarnation
 
 
 def _latest_checkpoint(observed: Observed) -> str | None:
-    told = observed.answers.get(("checkpoint", observed.status.incarnation or ""))
-    return told or observed.status.latest_checkpoint
+    saved = observed.completed_saves.get(("checkpoint", observed.status.incarnation or ""))
+    return saved or observed.status.latest_checkpoint
 
 
-def _failing(observed: Observed, decision: Decision | None, ready: Finding) -> Failing | None:
-    """Return why its pods can't run. A container that crashes seems well between two crashes."""
+def _failing(observed: Observed, decision: Decision | None, ready: StepStatus) -> Failing | None:
+    """Return why the pods cannot run; a crashing container looks healthy between two crashes."""
     before = observed.status.failing
     if decision is None or decision.reason is Reason.START_FAILED:
         return before
-    if ready.is_reached or decision.wanted is not Wanted.RUNNING or not observed.has_pods:
+    if ready.is_reached or decision.desired is not DesiredState.RUNNING or not observed.has_pods:
         return None
-    if ready.reason not in _CANT_RUN:
+    if ready.reason not in _FAILED_PODS:
         return before
     since = before.since if before is not None else timestamp(observed.now)
     return Failing(since=since, message=ready.message[:MAX_MESSAGE_LENGTH])
@@ -236,6 +242,6 @@ def _failing(observed: Observed, decision: Decision | None, ready: Finding) -> F
 def _finished_time(observed: Observed, decision: Decision | None) -> str | None:
     if observed.status.finished_time is not None:
         return observed.status.finished_time
-    if decision is not None and decision.wanted is Wanted.FINISHED and not observed.has_pods:
+    if decision is not None and decision.desired is DesiredState.FINISHED and not observed.has_pods:
         return timestamp(observed.now)
     return None

@@ -1,11 +1,11 @@
-"""Keeps the status of BaseModels: what each offers, and who uses it."""
+"""Maintains the status of BaseModels: whether each is active, and what its sessions use."""
 
 from datetime import UTC, datetime
 
 import structlog
 
 from tinkercloud_kube.errors import KubernetesError
-from tinkercloud_operator.decide.base_model_status import offer_status
+from tinkercloud_operator.decide.base_model_status import base_model_status
 from tinkercloud_operator.run.executor import Executor
 from tinkercloud_operator.run.store import Watched
 from tinkercloud_operator.run.work_queue import WorkQueue
@@ -14,11 +14,11 @@ from tinkercloud_operator.spec.snapshot import Manifest
 log = structlog.get_logger(__name__)
 
 _GATHER_SECONDS = 2.0
-"""For how long changes of sessions are gathered before their BaseModel's status is written."""
+"""Time during which changes of sessions are collected before a status is written."""
 
 
 class BaseModels:
-    """The BaseModels of one term of leadership. Belongs to one event loop."""
+    """The BaseModels during one term of leadership. Belongs to one event loop."""
 
     def __init__(self, watched: Watched, executor: Executor) -> None:
         self._watched = watched
@@ -27,45 +27,52 @@ class BaseModels:
         """BaseModels whose status may have changed."""
 
     def note(self, kind: str, manifest: Manifest) -> None:
-        """Take note of an object that has changed: a BaseModel, or what counts for one."""
+        """Record a changed object: a BaseModel, or a session of one."""
         if kind == "BaseModel":
-            # Another of its name may count from now on.
-            self.look_at_all()
+            # Another BaseModel with the same modelName may become the active one.
+            self.enqueue_all()
         elif kind == "TrainingSession":
-            offering = self._watched.offering(manifest["spec"].get("baseModel", ""))
-            if offering is not None:
-                self._queue.add_after(offering["metadata"]["name"], _GATHER_SECONDS)
+            active = self._watched.offering(manifest["spec"].get("baseModel", ""))
+            if active is not None:
+                self._queue.add_after(active["metadata"]["name"], _GATHER_SECONDS)
 
-    def look_at_all(self) -> None:
-        """Look at every BaseModel."""
+    def enqueue_all(self) -> None:
+        """Enqueue every BaseModel."""
         for name in self._watched.base_models:
             self._queue.add(name)
 
     async def work(self) -> None:
-        """Write statuses as they change, without end."""
+        """Write changed statuses, forever."""
         while True:
             name = await self._queue.take()
             try:
-                await self._look_at(name)
+                await self._update_status(name)
             except KubernetesError as error:
-                log.warning("will look again", base_model=name, error=str(error))
+                log.warning(
+                    "could not update the status of the BaseModel; retrying",
+                    base_model=name,
+                    error=str(error),
+                )
                 self._queue.failed(name)
             except Exception:
-                log.exception("will look again", base_model=name)
+                log.exception(
+                    "updating the status of the BaseModel failed unexpectedly; retrying",
+                    base_model=name,
+                )
                 self._queue.failed(name)
             else:
                 self._queue.done(name)
 
-    async def _look_at(self, name: str) -> None:
+    async def _update_status(self, name: str) -> None:
         base_model = self._watched.base_models.get(name)
         if base_model is None:
             return
         model_name = base_model["spec"].get("modelName", "")
-        offering = self._watched.offering(model_name)
+        active = self._watched.offering(model_name)
         sessions = self._watched.sessions_of(model_name)
-        status = offer_status(base_model, offering, sessions, datetime.now(UTC))
+        status = base_model_status(base_model, active, sessions, datetime.now(UTC))
         written = status.model_dump(mode="json", by_alias=True, exclude_none=True)
-        content = self._executor.keepable("BaseModel", written)
+        content = self._executor.storable("BaseModel", written)
         if content != base_model.get("status"):
             uid = base_model["metadata"]["uid"]
             await self._executor.write_status("BaseModel", name, uid, content)

@@ -1,4 +1,4 @@
-"""Looks at sessions: observes, asks `reconcile` what to do, has it done."""
+"""Reconciles sessions: observes them, calls `reconcile`, and executes the plan."""
 
 import asyncio
 from dataclasses import replace
@@ -16,9 +16,9 @@ from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.run.base_models import BaseModels
 from tinkercloud_operator.run.executor import Executor
 from tinkercloud_operator.run.gauges import count_sessions
-from tinkercloud_operator.run.head_client import Heads
-from tinkercloud_operator.run.save_requests import Questions
-from tinkercloud_operator.run.served_definitions import OWN_KINDS, Served
+from tinkercloud_operator.run.head_client import HeadClient
+from tinkercloud_operator.run.save_requests import HeadSaver
+from tinkercloud_operator.run.served_definitions import OWN_KINDS, ServedDefinitions
 from tinkercloud_operator.run.store import CHILD_KINDS, Surroundings, Watched
 from tinkercloud_operator.run.work_queue import WorkQueue
 from tinkercloud_operator.settings import Settings
@@ -28,75 +28,76 @@ log = structlog.get_logger(__name__)
 
 _MANY_CHANGES = frozenset({"Pod", "RayCluster"})
 _GATHER_SECONDS = 1.0
-"""For how long changes of pods, which come in bursts, are gathered before their session is looked
-at: each look may write a status. The last of a burst, by which all pods are Ready, is not held
-back."""
+"""Time during which changes of pods, which come in bursts, are collected before their session is
+reconciled: each reconciliation may write a status. The last change of a burst, which makes all
+pods Ready, is not delayed."""
 _NODES_SECONDS = 60.0
-"""How long a list of nodes is good."""
+"""How long a list of nodes is cached."""
 _DEFINITIONS_SECONDS = 30.0
-"""Pause between two looks at the definitions that are served."""
+"""Interval between two checks of the served CRDs."""
 _CORDONS_SECONDS = 15.0
-"""Pause between two looks at which nodes take no more pods."""
+"""Interval between two lists of the cordoned nodes."""
 _COUNT_SECONDS = 15.0
-"""Pause between two counts of all sessions."""
+"""Interval between two updates of the session metrics."""
 _OPTIONAL_KINDS = ("RayCluster", "ResourceClaimTemplate")
-"""Kinds that a cluster may come to know, or forget."""
+"""Kinds whose API may be added or removed while the operator runs."""
 _MAX_ROUNDS = 4
-"""Times a session is looked at in a row when what is refused changes what there is to say."""
+"""Maximum number of immediate reconciliations when a rejection changes the status."""
 
 
 class DefinitionsMissing(KubernetesError):
-    """The definitions of our own resources are not installed."""
+    """The CRDs of our own resources are not installed."""
 
 
 class Controller:
-    """One term of leadership: everything it has seen, and its workers. Belongs to one loop."""
+    """The caches and workers of one term of leadership. Belongs to one event loop."""
 
-    def __init__(self, cluster: Client, heads: Heads, settings: Settings) -> None:
+    def __init__(self, cluster: Client, head_client: HeadClient, settings: Settings) -> None:
         self.watched = Watched()
         self.queue = WorkQueue()
         self.served = frozenset({*OWN_KINDS, *_OPTIONAL_KINDS})
-        """Custom and optional kinds that the cluster knows."""
+        """Custom and optional kinds that the cluster serves."""
         self.needs_resync = asyncio.Event()
-        """Set when something may have gone without a word; whoever lists everything clears it."""
-        self._heard: set[str] = set()
-        """Kinds whose watches have told more than what was there when they began."""
+        """Set when a deletion may have been missed; a resync clears it."""
+        self._live_watches: set[str] = set()
+        """Kinds whose watches have delivered events after their initial list."""
         self._is_complete = asyncio.Event()
-        """Whether everything has been listed once: half of a picture must not be acted on."""
+        """Set after the first complete list; the operator must not act on partial data."""
         self._cluster = cluster
-        self._questions = Questions(heads, self.queue.add)
-        self._definitions = Served(cluster)
+        self._head_saver = HeadSaver(head_client, self.queue.add)
+        self._definitions = ServedDefinitions(cluster)
         self._executor = Executor(
-            cluster, self._questions, self.note, self.watched.note, self._definitions.keepable
+            cluster, self._head_saver, self.note, self.watched.note, self._definitions.storable
         )
         self._base_models = BaseModels(self.watched, self._executor)
         self._settings = settings
         self._nodes: tuple[float, tuple[Node, ...] | None] = (float("-inf"), None)
         self._cordoned: frozenset[str] = frozenset()
-        self._unready: str | None = "not everything has been listed yet"
+        self._unready: str | None = "the initial list is not complete"
 
     def unready(self) -> str | None:
-        """Return why sessions are not looked after; None if they are."""
+        """Return why sessions are not being reconciled; None if they are."""
         return self._unready
 
     @property
     def has_kuberay(self) -> bool:
-        """Whether the cluster knows RayClusters."""
+        """Whether the cluster serves the RayCluster API."""
         return "RayCluster" in self.served
 
-    def hear(self, kind: str, event_type: str | None, manifest: Manifest) -> None:
-        """Take note of a watch event; it has no type if it is of the list that a watch begins with.
+    def on_event(self, kind: str, event_type: str | None, manifest: Manifest) -> None:
+        """Record a watch event; events of a watch's initial list have no type.
 
-        A watch that begins anew tells what is there, but not what has gone meanwhile.
+        The initial list of a restarted watch shows existing objects, but not deletions in the
+        meantime.
         """
         if event_type is not None:
-            self._heard.add(kind)
-        elif kind in self._heard:
+            self._live_watches.add(kind)
+        elif kind in self._live_watches:
             self.needs_resync.set()
         self.note(kind, manifest, is_gone=event_type == "DELETED")
 
     def note(self, kind: str, manifest: Manifest, *, is_gone: bool = False) -> None:
-        """Take note of how an object is, or was when it went."""
+        """Record the current, or for a deletion the last, state of an object."""
         for session in self.watched.note(kind, manifest, is_gone=is_gone):
             if kind in _MANY_CHANGES and not self.watched.has_only_ready_pods(session):
                 self.queue.add_after(session, _GATHER_SECONDS)
@@ -105,14 +106,14 @@ class Controller:
         self._base_models.note(kind, manifest)
         if kind == "TrainingSession" and is_gone:
             self._executor.forget(manifest["metadata"]["name"])
-            self._questions.forget(manifest["metadata"]["name"])
+            self._head_saver.forget(manifest["metadata"]["name"])
 
     async def resync(self) -> None:
-        """List everything, and look at every session.
+        """List all objects and enqueue every session.
 
         Raises:
-            DefinitionsMissing: the definitions of our own resources are not installed.
-            KubernetesError: something could not be listed; what was, counts.
+            DefinitionsMissing: the CRDs of our own resources are not installed.
+            KubernetesError: a kind could not be listed; the kinds listed before are updated.
         """
         kinds = (*OWN_KINDS, *_OPTIONAL_KINDS)
         self.served = frozenset([kind for kind in kinds if await self._cluster.serves(kind)])
@@ -126,7 +127,7 @@ class Controller:
             await self._list(kind, selector)
         for name in self.watched.sessions:
             self.queue.add(name)
-        self._base_models.look_at_all()
+        self._base_models.enqueue_all()
         self._is_complete.set()
         self._unready = None
 
@@ -134,7 +135,7 @@ class Controller:
         missing = [kind for kind in OWN_KINDS if kind not in self.served]
         if missing:
             self._unready = (
-                f"the cluster does not know {' and '.join(missing)} ({labels.API_VERSION}):"
+                f"the CRDs of {' and '.join(missing)} ({labels.API_VERSION}) are not installed;"
                 " install the chart tinkercloud-crds"
             )
             raise DefinitionsMissing(self._unready)
@@ -148,32 +149,32 @@ class Controller:
         self.watched.replace(kind, kept, version)
 
     async def work(self) -> None:
-        """Look at sessions as they come, without end; several of these run at once."""
+        """Reconcile sessions from the queue, forever; several workers run concurrently."""
         await self._is_complete.wait()
         while True:
             name = await self.queue.take()
             metrics.QUEUE_DEPTH.set(len(self.queue))
             try:
                 with metrics.RECONCILE_SECONDS.time():
-                    await self._look_at(name)
+                    await self._reconcile(name)
             except KubernetesError as error:
                 metrics.RECONCILES.labels("retried").inc()
-                log.warning("will look again", session=name, error=str(error))
+                log.warning("reconciliation failed; retrying", session=name, error=str(error))
                 self.queue.failed(name)
             except Exception:
                 metrics.RECONCILES.labels("failed").inc()
-                log.exception("will look again", session=name)
+                log.exception("reconciliation failed unexpectedly; retrying", session=name)
                 self.queue.failed(name)
             else:
                 metrics.RECONCILES.labels("done").inc()
                 self.queue.done(name)
 
-    async def ask_heads(self) -> None:
-        """Have heads save what they hold, without end."""
-        await self._questions.work()
+    async def save_heads(self) -> None:
+        """Send save requests to heads, forever."""
+        await self._head_saver.work()
 
     async def watch_definitions(self) -> None:
-        """Look, forever, whether other definitions are served, and then at every session."""
+        """Check the served CRDs periodically, and resync if they have changed."""
         await self._is_complete.wait()
         while True:
             await asyncio.sleep(_DEFINITIONS_SECONDS)
@@ -181,25 +182,27 @@ class Controller:
                 if await self._definitions.refresh():
                     self.needs_resync.set()
             except KubernetesError as error:
-                log.info("served definitions could not be read", error=str(error))
+                log.info("could not read the served CRDs; retrying", error=str(error))
 
     async def watch_cordons(self) -> None:
-        """Look, forever, which nodes take no more pods, and at the sessions that have some there.
+        """Check for cordoned nodes periodically, and enqueue sessions with pods on them.
 
-        It ends where the operator may not list nodes.
+        Returns if the operator may not list nodes.
         """
         await self._is_complete.wait()
         while self._settings.leaves_cordoned_nodes:
             try:
-                await self._look_at_cordons()
+                await self._refresh_cordons()
             except Rejected as error:
-                log.info("nodes can't be listed, so cordons are not seen", error=str(error))
+                log.info(
+                    "not permitted to list nodes; cordoned nodes are ignored", error=str(error)
+                )
                 return
             except KubernetesError as error:
-                log.info("nodes could not be listed", error=str(error))
+                log.info("could not list nodes; retrying", error=str(error))
             await asyncio.sleep(_CORDONS_SECONDS)
 
-    async def _look_at_cordons(self) -> None:
+    async def _refresh_cordons(self) -> None:
         pages = self._cluster.pages("Node", field_selector="spec.unschedulable=true")
         before = self._cordoned
         self._cordoned = frozenset(
@@ -209,7 +212,7 @@ class Controller:
             self.queue.add(name)
 
     async def count(self) -> None:
-        """Count the sessions, forever; another leader's counts are not ours to export."""
+        """Update the session metrics periodically; reset them at the end of the term."""
         await self._is_complete.wait()
         try:
             while True:
@@ -219,21 +222,21 @@ class Controller:
             count_sessions((), datetime.now(UTC))
 
     async def work_on_base_models(self) -> None:
-        """Keep the status of BaseModels, without end."""
+        """Maintain the status of BaseModels, forever."""
         await self._is_complete.wait()
         await self._base_models.work()
 
-    async def _look_at(self, name: str) -> None:
+    async def _reconcile(self, name: str) -> None:
         for _ in range(_MAX_ROUNDS):
             observed = await self._observe(name)
             if observed is None:
                 return
             plan = reconcile(observed, self._settings)
-            is_news = await self._executor.execute(observed, plan)
-            # What failed is tried again later and later, not at the time of a plan that did not.
-            if plan.look_again_seconds is not None:
-                self.queue.add_after(name, plan.look_again_seconds)
-            if not is_news:
+            is_changed = await self._executor.execute(observed, plan)
+            # A failed reconciliation does not get here: the queue retries it with backoff.
+            if plan.requeue_after_seconds is not None:
+                self.queue.add_after(name, plan.requeue_after_seconds)
+            if not is_changed:
                 return
 
     async def _observe(self, name: str) -> Observed | None:
@@ -242,9 +245,9 @@ class Controller:
             has_device_claims="ResourceClaimTemplate" in self.served,
             starts_in_order=self._settings.starts_in_order,
             nodes=None,
-            apply_error=self._executor.refusal(name),
-            answers=self._questions.answers(name),
-            asked=self._questions.asked(name),
+            apply_error=self._executor.rejection(name),
+            completed_saves=self._head_saver.completed(name),
+            pending_saves=self._head_saver.pending(name),
             now=datetime.now(UTC),
             kuberay_gap=self._definitions.kuberay_gap,
             own_gap=self._definitions.own_gaps.get("TrainingSession"),
@@ -253,8 +256,8 @@ class Controller:
         observed = self.watched.observed(name, surroundings)
         if observed is None or observed.deleted is not None:
             return observed
-        troubles = [pod.trouble.reason for pod in observed.pods if pod.trouble is not None]
-        if Reason.UNSCHEDULABLE in troubles:
+        problems = [pod.problem.reason for pod in observed.pods if pod.problem is not None]
+        if Reason.UNSCHEDULABLE in problems:
             return replace(observed, nodes=await self._all_nodes())
         return observed
 

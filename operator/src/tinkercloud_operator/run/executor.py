@@ -1,4 +1,4 @@
-"""Carries plans out: writes to the API server and questions to heads, each of them repeatable."""
+"""Executes plans: writes to the API server and save requests to heads, all of them repeatable."""
 
 import asyncio
 import base64
@@ -17,101 +17,102 @@ from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_kube.client import Client, ObjectRef
 from tinkercloud_kube.errors import Conflict, NotFound, Rejected
 from tinkercloud_operator import metrics
-from tinkercloud_operator.children.secret_marker import witness
+from tinkercloud_operator.children.secret_marker import secret_marker
 from tinkercloud_operator.decide.actions import (
     Action,
-    Announce,
     Apply,
-    AskHead,
     CreateSecret,
+    CreateSecretMarker,
     Delete,
     DeleteSession,
-    HoldFinalizer,
     Plan,
-    WitnessSecret,
+    PostEvent,
+    SaveRequest,
+    SetFinalizer,
 )
-from tinkercloud_operator.run.save_requests import Questions
+from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.spec.snapshot import Manifest, Observed
 
 log = structlog.get_logger(__name__)
 
 
 class Executor:
-    """Does what plans say. Belongs to one event loop.
+    """Executes plans. Belongs to one event loop.
 
     Args:
-        cluster: where.
-        questions: by which heads are asked to save what they hold.
-        note_child: told, with its kind, how a child is after a write.
-        note_own: told, with its kind, how an object of ours is after a write about itself: what is
-            new in it needs no further look.
-        keepable: returns a status of a kind of ours without what the served definition can't hold.
+        cluster: the Kubernetes API.
+        head_saver: receives save requests.
+        note_child: called with the kind and the new state of a child after a write.
+        note_own: called with the kind and the new state of one of our own objects after a write;
+            unlike a watch event, it does not need another reconciliation.
+        storable: returns a status of one of our kinds without fields that the served CRD cannot
+            store.
     """
 
     def __init__(
         self,
         cluster: Client,
-        questions: Questions,
+        head_saver: HeadSaver,
         note_child: Callable[[str, Manifest], object],
         note_own: Callable[[str, Manifest], object],
-        keepable: Callable[[str, Manifest], Manifest],
+        storable: Callable[[str, Manifest], Manifest],
     ) -> None:
         self._cluster = cluster
-        self._questions = questions
+        self._head_saver = head_saver
         self._note_child = note_child
         self._note_own = note_own
-        self.keepable = keepable
-        self._refusals: dict[str, str] = {}
+        self.storable = storable
+        self._rejections: dict[str, str] = {}
 
-    def refusal(self, session: str) -> str | None:
-        """Return why something of a session was refused the last time, if it was."""
-        return self._refusals.get(session)
+    def rejection(self, session: str) -> str | None:
+        """Return why the last write for a session was rejected, if it was."""
+        return self._rejections.get(session)
 
     def forget(self, session: str) -> None:
-        """Forget a session that is gone."""
-        self._refusals.pop(session, None)
+        """Forget a deleted session."""
+        self._rejections.pop(session, None)
 
     async def execute(self, observed: Observed, plan: Plan) -> bool:
-        """Carry a plan out; return whether the session is to be looked at again at once.
+        """Execute a plan; return whether to reconcile the session again at once.
 
         Raises:
-            KubernetesError: something could not be done. If it was refused, the status says so.
+            KubernetesError: an action failed. If it was rejected, the status says so.
         """
-        refusal = None
+        rejection = None
         for actions in plan.stages:
             done = await asyncio.gather(
                 *(self._do(observed, action) for action in actions), return_exceptions=True
             )
-            refusal = _first_refusal(done)
-            if refusal is not None:
+            rejection = _first_rejection(done)
+            if rejection is not None:
                 break
-        if self._remember(observed.name, refusal):
+        if self._remember(observed.name, rejection):
             return True
-        await self._tell(observed, plan)
-        if refusal is not None:
-            raise refusal
+        await self._report(observed, plan)
+        if rejection is not None:
+            raise rejection
         return False
 
-    async def _tell(self, observed: Observed, plan: Plan) -> None:
-        """Post the Event and write the status, neither after the other."""
-        telling: list[Awaitable[None]] = []
-        if plan.announcement is not None:
-            telling.append(self._announce(observed, plan.announcement))
+    async def _report(self, observed: Observed, plan: Plan) -> None:
+        """Post the Event and write the status, concurrently."""
+        writes: list[Awaitable[None]] = []
+        if plan.event is not None:
+            writes.append(self._post_event(observed, plan.event))
         if plan.status is not None:
-            telling.append(self._write_status(observed, plan.status))
-        for result in await asyncio.gather(*telling, return_exceptions=True):
+            writes.append(self._write_status(observed, plan.status))
+        for result in await asyncio.gather(*writes, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
 
-    def _remember(self, session: str, refusal: Rejected | None) -> bool:
-        """Take note of what was refused, or that nothing was; return whether that is news.
+    def _remember(self, session: str, rejection: Rejected | None) -> bool:
+        """Record the rejection, if any; return whether a rejection appeared or disappeared.
 
-        Other words are none: some who refuse never use the same twice.
+        A different message is not a change: some admission plugins never repeat a message.
         """
-        before = self._refusals.pop(session, None)
-        if refusal is not None:
-            self._refusals[session] = str(refusal)
-        return (before is None) != (refusal is None)
+        before = self._rejections.pop(session, None)
+        if rejection is not None:
+            self._rejections[session] = str(rejection)
+        return (before is None) != (rejection is None)
 
     async def _do(self, observed: Observed, action: Action) -> None:
         match action:
@@ -119,15 +120,17 @@ class Executor:
                 self._note_child(manifest["kind"], await self._cluster.apply(manifest))
             case CreateSecret():
                 await self._create_secret(observed, action)
-            case WitnessSecret():
-                await self._witness_secret(observed, action)
+            case CreateSecretMarker():
+                await self._create_secret_marker(observed, action)
             case Delete(key):
                 uid = observed.children[key]["metadata"]["uid"]
                 await self._cluster.delete(ObjectRef(key.kind, key.name), uid)
-            case AskHead():
-                self._questions.ask(observed.name, action)
-            case HoldFinalizer(held):
-                await (self._hold_finalizer(observed) if held else self._let_go(observed))
+            case SaveRequest():
+                self._head_saver.submit(observed.name, action)
+            case SetFinalizer(present):
+                await (
+                    self._add_finalizer(observed) if present else self._remove_finalizer(observed)
+                )
             case DeleteSession():
                 ref = ObjectRef("TrainingSession", observed.name)
                 await self._cluster.delete(ref, observed.uid)
@@ -140,16 +143,16 @@ class Executor:
         except Conflict:
             await self._own_secret(observed)
 
-    async def _witness_secret(self, observed: Observed, action: WitnessSecret) -> None:
+    async def _create_secret_marker(self, observed: Observed, action: CreateSecretMarker) -> None:
         secret = await self._own_secret(observed)
-        manifest = witness(action.manifest, secret["metadata"]["uid"])
+        manifest = secret_marker(action.manifest, secret["metadata"]["uid"])
         self._note_child(manifest["kind"], await self._cluster.apply(manifest))
 
     async def _own_secret(self, observed: Observed) -> Manifest:
         """Return the session's Secret.
 
         Raises:
-            Rejected: it is not this session's.
+            Rejected: it belongs to another owner.
             KubernetesError: it could not be read.
         """
         name = Names(observed.name).token_secret
@@ -157,24 +160,24 @@ class Executor:
         owners = secret["metadata"].get("ownerReferences", [])
         if all(owner["uid"] != observed.uid for owner in owners):
             raise Rejected(
-                f"Secret {name} is not this session's: it belongs to an earlier one of this name"
-                " that is still going, or to somebody else; it is tried again"
+                f"Secret {name} does not belong to this session, but to a deleted session with the"
+                " same name or to another owner; retrying"
             )
         return secret
 
-    async def _hold_finalizer(self, observed: Observed) -> None:
-        # With the uid, applying can't make a session anew that is gone by now.
+    async def _add_finalizer(self, observed: Observed) -> None:
+        # With the uid, the apply cannot recreate a session that was deleted in the meantime.
         own = {"name": observed.name, "uid": observed.uid, "finalizers": [labels.FINALIZER]}
         applied = await self._cluster.apply(
             {"apiVersion": labels.API_VERSION, "kind": "TrainingSession", "metadata": own}
         )
         self._note_own("TrainingSession", applied)
 
-    async def _let_go(self, observed: Observed) -> None:
-        """Take the finalizer out of a session.
+    async def _remove_finalizer(self, observed: Observed) -> None:
+        """Remove the finalizer from a session.
 
-        Not by applying, which leaves what somebody else has set as well: a session that comes from
-        a backup, or from a file that was read from a cluster, has its finalizer from there.
+        Not with server-side apply, which keeps a finalizer that another field manager has set as
+        well, as in a session restored from a backup or from an exported file.
         """
         ref = ObjectRef("TrainingSession", observed.name)
         try:
@@ -185,8 +188,8 @@ class Executor:
                 patched = await self._cluster.merge(ref, {"metadata": now})
                 self._note_own("TrainingSession", patched)
         except NotFound:
-            # The answer to letting go may be older than what was seen of the session's deletion.
-            log.debug("gone already", session=observed.name)
+            # The session was deleted after it was observed.
+            log.debug("the session is already gone", session=observed.name)
 
     async def _write_status(self, observed: Observed, status: TrainingSessionStatus) -> None:
         content = status.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -197,7 +200,7 @@ class Executor:
             metrics.READY_SECONDS.observe(age)
 
     async def write_status(self, kind: str, name: str, uid: str, content: Manifest) -> None:
-        """Write the status of a session or a BaseModel, unless it is gone.
+        """Write the status of a session or a BaseModel, unless it was deleted.
 
         Raises:
             KubernetesError: it could not be written.
@@ -206,25 +209,29 @@ class Executor:
             "apiVersion": labels.API_VERSION,
             "kind": kind,
             "metadata": {"name": name, "uid": uid},
-            "status": self.keepable(kind, content),
+            "status": self.storable(kind, content),
         }
         try:
             self._note_own(kind, await self._cluster.apply_status(manifest))
         except NotFound:
-            log.debug("gone before its status was written", kind=kind, name=name)
+            log.debug("the object was deleted before its status was written", kind=kind, name=name)
 
-    async def _announce(self, observed: Observed, action: Announce) -> None:
-        """Post an Event; one with the same content, as long as it is kept, is the same Event."""
+    async def _post_event(self, observed: Observed, action: PostEvent) -> None:
+        """Post an Event; its name derives from its content, which drops duplicates."""
         content = f"{observed.uid}/{action.reason}/{action.message}"
         name = f"{observed.name}.{hashlib.sha256(content.encode()).hexdigest()[:16]}"
         try:
             await self._cluster.create(_event(observed, action, name))
         except (Conflict, Rejected):
-            log.debug("no new Event", session=observed.name, reason=action.reason)
+            log.debug(
+                "the Event already exists or was rejected",
+                session=observed.name,
+                reason=action.reason,
+            )
 
 
-def _first_refusal(results: Sequence[BaseException | None]) -> Rejected | None:
-    """Return what was refused, if anything; raise what failed for another reason."""
+def _first_rejection(results: Sequence[BaseException | None]) -> Rejected | None:
+    """Return the first rejection, if there is one; raise errors of any other kind."""
     errors = [result for result in results if isinstance(result, BaseException)]
     for error in errors:
         if not isinstance(error, Rejected):
@@ -238,7 +245,7 @@ def _became_ready(observed: Observed, status: TrainingSessionStatus) -> bool:
     return is_first and now is not None and now.status == "True"
 
 
-def _event(observed: Observed, action: Announce, name: str) -> dict[str, Any]:
+def _event(observed: Observed, action: PostEvent, name: str) -> dict[str, Any]:
     moment = timestamp(observed.now)
     return {
         "apiVersion": "v1",

@@ -1,4 +1,4 @@
-"""Counts of all sessions, for the metrics."""
+"""Metrics about all sessions."""
 
 from collections.abc import Iterable, Iterator
 from datetime import datetime
@@ -10,15 +10,15 @@ from tinkercloud_operator import metrics
 from tinkercloud_operator.spec.snapshot import Manifest
 
 _STEPS = frozenset({*SESSION_STEPS, ConditionType.READY, ConditionType.SUSPENDED})
-"""Conditions that change when a session makes a step, onwards or back."""
+"""Conditions whose transitions count as progress or regress."""
 
 
 def count_sessions(sessions: Iterable[Manifest], now: datetime) -> None:
-    """Set the gauges that are about all sessions.
+    """Set the gauges that summarize all sessions.
 
     Args:
         sessions: all TrainingSessions.
-        now: for how long each has made no step is counted up to then.
+        now: end of the time without progress.
     """
     metrics.SESSIONS.clear()
     metrics.OLDEST_SECONDS.clear()
@@ -28,7 +28,7 @@ def count_sessions(sessions: Iterable[Manifest], now: datetime) -> None:
         status = session.get("status", {})
         phase, since = status.get("phase", "Pending"), max(_steps(session, status))
         metrics.SESSIONS.labels(phase).inc()
-        # Kubernetes' times sort as they are written.
+        # Timestamps in Kubernetes' format sort lexically.
         oldest[phase] = min(since, oldest.get(phase, since))
         gpus += status.get("gpus", 0)
     metrics.SESSION_GPUS.set(gpus)
@@ -39,7 +39,7 @@ def count_sessions(sessions: Iterable[Manifest], now: datetime) -> None:
 
 
 def _steps(session: Manifest, status: Any) -> Iterator[str]:  # noqa: ANN401 - JSON
-    """Yield when a session was made, and when each of its steps was."""
+    """Yield the creation time of a session and the times of its transitions."""
     yield session["metadata"]["creationTimestamp"]
     for condition in status.get("conditions", []):
         if condition["type"] in _STEPS:

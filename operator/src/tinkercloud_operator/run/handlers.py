@@ -1,4 +1,4 @@
-"""Everything kopf: which objects are watched, and how. Events are only taken note of here."""
+"""The kopf handlers: which objects are watched, and how. They only record events."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,7 +27,7 @@ _LEASE = ("coordination.k8s.io", "v1", "leases")
 
 
 class WatchingFailed(Exception):
-    """The watches ended by themselves: the API server gave an answer that kopf does not survive."""
+    """The watches ended: the API server sent a response that kopf does not recover from."""
 
 
 async def watch(
@@ -38,18 +38,18 @@ async def watch(
     on_started: Callable[[], None],
     stop: asyncio.Event,
 ) -> None:
-    """Watch until told to stop.
+    """Watch until `stop` is set.
 
     Args:
-        controller: is told of every event.
-        settings: of the operator.
-        on_heartbeat: called for every event about the operator's own Lease, which is renewed every
-            few seconds: as long as it is, watches work.
+        controller: receives every event.
+        settings: settings of the operator.
+        on_heartbeat: called for every event of the operator's own Lease, which is renewed every few
+            seconds: as long as the events arrive, watches work.
         on_started: called once the watches are being opened.
-        stop: ends the watching.
+        stop: ends the watches.
 
     Raises:
-        WatchingFailed: it ended before; everything is to be listed and watched anew.
+        WatchingFailed: the watches ended early; list and watch everything again.
     """
     started = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
@@ -66,7 +66,7 @@ async def watch(
         except Exception as error:
             raise WatchingFailed(f"{type(error).__name__}: {error}") from error
         if not stop.is_set():
-            raise WatchingFailed("it ended without an error")
+            raise WatchingFailed("the watches ended without an error")
         waiting.cancel()
 
 
@@ -100,7 +100,7 @@ def _register(
 ) -> None:
     @kopf.on.event(*resource, id=f"note-{kind.lower()}", registry=registry)
     async def note(event: kopf.RawEvent, **_: object) -> None:
-        controller.hear(kind, event["type"], event["object"])
+        controller.on_event(kind, event["type"], event["object"])
 
 
 def _kopf_settings(settings: Settings) -> kopf.OperatorSettings:
@@ -112,10 +112,10 @@ def _kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     chosen.watching.client_timeout = 310
     chosen.watching.connect_timeout = 30
     chosen.watching.chunk_size = 250
-    # Outages are waited out, however long.
+    # Retry forever during an outage.
     chosen.networking.error_backoffs = _Backoffs()
-    # Each object has a worker of its own, which only takes note of events: any number of them may
-    # run, and none has to stay, or to be waited for.
+    # Every object has its own worker, which only records events: any number may run, and there is
+    # no need to keep idle workers or to wait for them at exit.
     chosen.queueing.worker_limit = None
     chosen.queueing.idle_timeout = 0.5
     chosen.queueing.exit_timeout = 0.1
@@ -128,7 +128,7 @@ def _kopf_settings(settings: Settings) -> kopf.OperatorSettings:
 
 
 class _Backoffs:
-    """Pauses between tries, without end; iterable anew for every request."""
+    """An endless sequence of backoff intervals, restarted for every request."""
 
     def __iter__(self) -> "_Backoffs":
         return _Backoffs()
@@ -142,7 +142,7 @@ class _Backoffs:
 
 
 class _NoEssence(kopf.DiffBaseStorage):
-    """Nothing of an object is kept to compare it with: copies of all that is seen cost most."""
+    """Keeps no copies of objects for comparison, which would dominate memory use."""
 
     def build(self, **_: object) -> kopf.BodyEssence:
         return kopf.BodyEssence({})
@@ -155,7 +155,7 @@ class _NoEssence(kopf.DiffBaseStorage):
 
 
 class _NoProgress(kopf.ProgressStorage):
-    """Nothing is kept of what handlers have done: they take note of events, and have no state."""
+    """Keeps no handler progress: handlers only record events and have no state."""
 
     def clear(self, *, essence: kopf.BodyEssence) -> kopf.BodyEssence:
         return essence

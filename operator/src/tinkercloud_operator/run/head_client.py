@@ -1,4 +1,4 @@
-"""Asks session heads to save what they hold."""
+"""HTTP client that asks session heads to save their state."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.names import Names
 from tinkercloud_kube.client import Client
 from tinkercloud_kube.errors import KubernetesError
-from tinkercloud_operator.decide.actions import AskHead
+from tinkercloud_operator.decide.actions import SaveRequest
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.launch import Saved
 
@@ -17,44 +17,44 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What a head has done."""
+class SaveResult:
+    """The result of a completed save."""
 
     latest_checkpoint: str | None
 
 
-class Heads:
-    """Talks to session heads with their own tokens. Belongs to one event loop."""
+class HeadClient:
+    """Sends save requests to heads, authenticated with their tokens. Belongs to one event loop."""
 
     def __init__(self, cluster: Client, client: aiohttp.ClientSession) -> None:
         self._cluster = cluster
         self._client = client
 
-    async def ask(self, session: str, question: AskHead) -> Answer | None:
-        """Ask a head to save what it holds; return None if it has not done so."""
-        path = {"suspend": routes.HEAD_SUSPEND, "checkpoint": routes.HEAD_CHECKPOINT}[question.what]
+    async def save(self, session: str, request: SaveRequest) -> SaveResult | None:
+        """Ask a head to save its state; return None if the save failed."""
+        path = {"suspend": routes.HEAD_SUSPEND, "checkpoint": routes.HEAD_CHECKPOINT}[request.kind]
         try:
             token = await self._token(session)
-            timeout = aiohttp.ClientTimeout(total=question.timeout_seconds, connect=5)
+            timeout = aiohttp.ClientTimeout(total=request.timeout_seconds, connect=5)
             async with self._client.post(
-                question.url + path,
+                request.url + path,
                 headers={routes.HEAD_TOKEN_HEADER: token},
                 timeout=timeout,
                 raise_for_status=True,
             ) as response:
                 body = await response.read()
-            if question.what == "suspend":
-                return Answer(latest_checkpoint=None)
+            if request.kind == "suspend":
+                return SaveResult(latest_checkpoint=None)
             saved = Saved.model_validate_json(body)
         except (aiohttp.ClientError, TimeoutError, KubernetesError, KeyError, ValueError) as error:
             log.warning(
-                "a head did not save its state",
+                "the head did not save its state",
                 session=session,
-                asked=question.what,
+                kind=request.kind,
                 error=f"{type(error).__name__}: {error}",
             )
             return None
-        return Answer(saved.checkpoints[-1] if saved.checkpoints else None)
+        return SaveResult(saved.checkpoints[-1] if saved.checkpoints else None)
 
     async def _token(self, session: str) -> str:
         secret = await self._cluster.secret(Names(session).token_secret)

@@ -1,12 +1,12 @@
-"""One replica acts at a time: the one that holds the Lease.
+"""Leader election: only the replica that holds the Lease acts.
 
-The election is the Kubernetes client's. What is added: an API server that can't be reached is a
-failed try, not the end of the process; a lost Lease ends the term, waits for its end, and competes
-again; and a leader that stops hands its Lease over at once.
+The election itself is the Kubernetes client's. In addition, an unreachable API server counts as a
+failed attempt instead of ending the process; losing the Lease ends the term, waits for its end, and
+starts a new campaign; and a leader that stops releases its Lease at once.
 
-A process can be frozen for longer than its Lease lasts and then go on where it was. So every
-request to the API server asks `may_act` first, which knows the time: until the Lease has been
-renewed, or lost, a leader of before does nothing.
+A process can be paused for longer than its Lease lasts and then continue. Every request to the API
+server therefore checks `may_act` first, which compares times: until the Lease has been renewed, a
+former leader sends no requests.
 """
 
 import asyncio
@@ -31,18 +31,18 @@ _Found = tuple[bool, LeaderElectionRecord] | tuple[bool, Exception] | tuple[bool
 
 
 class _Lock(LeaseLock):
-    """A Lease; what can't be reached is not held."""
+    """A Lease that counts as not held while it is unreachable."""
 
     renewed_at = float("-inf")
-    """When the last write of it that succeeded was begun (`time.monotonic`)."""
+    """Start time of its last successful write (`time.monotonic`)."""
 
     def __init__(self, api: client.ApiClient, settings: Settings) -> None:
         super().__init__(settings.lease_name, settings.namespace, settings.identity, api)
-        self._patience_seconds: float = settings.lease_renew_seconds
+        self._timeout_seconds: float = settings.lease_renew_seconds
 
     async def get(self, name: str, namespace: str) -> _Found:
         try:
-            async with asyncio.timeout(self._patience_seconds):
+            async with asyncio.timeout(self._timeout_seconds):
                 found = await super().get(name, namespace)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             return False, ApiException(status=0, reason=f"{type(error).__name__}: {error}")
@@ -53,33 +53,33 @@ class _Lock(LeaseLock):
     async def create(
         self, name: str, namespace: str, election_record: LeaderElectionRecord
     ) -> bool:
-        # The client's own passes an argument that its API refuses (37.0.2).
+        # The client's own version passes an argument that its API rejects (37.0.2).
         metadata = client.V1ObjectMeta(name=name)
         body = client.V1Lease(metadata=metadata, spec=self.update_lease(election_record))
-        begun = monotonic()
+        started = monotonic()
         try:
-            async with asyncio.timeout(self._patience_seconds):
+            async with asyncio.timeout(self._timeout_seconds):
                 await self.api_instance.create_namespaced_lease(namespace, body)
         except (ApiException, aiohttp.ClientError, OSError, TimeoutError) as error:
-            log.info("the Lease could not be made", error=str(error))
+            log.info("could not create the Lease", error=str(error))
             return False
-        self.renewed_at = begun
+        self.renewed_at = started
         return True
 
     async def update(self, name: str, namespace: str, updated_record: LeaderElectionRecord) -> bool:
-        begun = monotonic()
+        started = monotonic()
         try:
-            async with asyncio.timeout(self._patience_seconds):
+            async with asyncio.timeout(self._timeout_seconds):
                 is_written = await super().update(name, namespace, updated_record)
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False
         if is_written:
-            self.renewed_at = begun
+            self.renewed_at = started
         return is_written
 
 
 class Leadership:
-    """Runs something for as long, and as often, as this replica leads."""
+    """Runs a term whenever, and for as long as, this replica leads."""
 
     def __init__(self, api: client.ApiClient, settings: Settings) -> None:
         self._settings = settings
@@ -88,20 +88,20 @@ class Leadership:
 
     @property
     def is_leader(self) -> bool:
-        """Whether a term is under way."""
+        """Whether a term is running."""
         return self._term is not None and not self._term.done()
 
     @property
     def seconds_since_renewal(self) -> float:
-        """How long ago the Lease was last written; infinite if never."""
+        """Seconds since the Lease was last renewed; infinite if it never was."""
         return monotonic() - self._lock.renewed_at
 
     def may_act(self) -> bool:
-        """Whether the Lease is held now, and will be for as long as a request may be under way."""
+        """Return whether the Lease is held, with time left for one request."""
         return self.seconds_since_renewal < self._settings.lease_renew_seconds
 
     async def run(self, term: Callable[[], Awaitable[None]]) -> None:
-        """Compete for ever; run a term whenever the Lease is held, cancel it when it is lost.
+        """Campaign forever; run a term while the Lease is held, and cancel it when it is lost.
 
         Raises:
             Exception: a term failed.
@@ -118,7 +118,7 @@ class Leadership:
             if ended.done():
                 ended.result()
             await competing
-            log.warning("the Lease was lost; competing for it again")
+            log.warning("lost the Lease; campaigning again")
 
     def _config(self, term: Callable[[], Awaitable[None]], ended: "asyncio.Future[None]") -> Config:
         async def begin() -> None:
@@ -127,7 +127,7 @@ class Leadership:
             self._term = asyncio.current_task()
             try:
                 await term()
-            except Exception as error:  # noqa: BLE001 - whatever it is, `run` raises it
+            except Exception as error:  # noqa: BLE001 - `run` raises it
                 ended.set_exception(error)
 
         async def end() -> None:
@@ -150,7 +150,7 @@ class Leadership:
             await asyncio.wait({term})
 
     async def resign(self) -> None:
-        """Hand the Lease over to whoever asks next, if it is ours."""
+        """Release the Lease, if this replica holds it."""
         name, namespace = self._settings.lease_name, self._settings.namespace
         api = self._lock.api_instance
         try:
@@ -161,4 +161,4 @@ class Leadership:
                 lease.spec.holder_identity = None
                 await api.replace_namespaced_lease(name, namespace, lease)
         except (ApiException, aiohttp.ClientError, OSError, TimeoutError) as error:
-            log.info("the Lease could not be handed over", error=str(error))
+            log.info("could not release the Lease", error=str(error))

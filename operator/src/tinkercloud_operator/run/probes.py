@@ -1,11 +1,12 @@
 """/livez, /readyz and /metrics.
 
-Alive: the event loop turns, and watches deliver. The second is known from the operator's own
-Lease, which the leader renews every few seconds and watches like everything else: if renewals
-succeed and no event about them comes back, the watches are deaf and a restart is the cure. While
-the API server can't be reached nothing is, and nothing is restarted.
+Alive: the event loop runs and watches deliver events. The latter is checked with the operator's own
+Lease, which the leader renews every few seconds and also watches: if renewals succeed but no events
+about them arrive, the watches have stalled and a restart fixes them. If the API server is
+unreachable, neither happens, and the operator is not restarted.
 
-Ready: this replica stands by, or leads and has listed everything. Otherwise the answer says why.
+Ready: this replica is on standby, or leads and has completed the initial list. Otherwise the
+response contains the reason.
 """
 
 from collections.abc import Callable
@@ -17,8 +18,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.settings import Settings
 
-_DEAF_SECONDS = 90.0
-"""More than kopf takes to notice that a stream is dead (70 s)."""
+_STALLED_SECONDS = 90.0
+"""Longer than kopf takes to detect a dead stream (70 s)."""
 _RENEWED_SECONDS = 10.0
 
 
@@ -28,25 +29,25 @@ class Probes:
     def __init__(self, leadership: Leadership, settings: Settings) -> None:
         self._leadership = leadership
         self._settings = settings
-        self._heard_at = monotonic()
+        self._last_event_at = monotonic()
         self.unready: Callable[[], str | None] = lambda: None
-        """Returns why a leader does not look after sessions; None if it does."""
+        """Returns why the leader does not reconcile sessions; None if it does."""
 
-    def heard(self) -> None:
-        """Note that a watch has delivered, or has just been opened."""
-        self._heard_at = monotonic()
+    def on_heartbeat(self) -> None:
+        """Record that a watch has delivered an event, or was just opened."""
+        self._last_event_at = monotonic()
 
     @property
-    def is_deaf(self) -> bool:
-        """Whether watches have stopped delivering."""
+    def is_stalled(self) -> bool:
+        """Whether watches have stopped delivering events."""
         return (
             self._leadership.is_leader
             and self._leadership.seconds_since_renewal < _RENEWED_SECONDS
-            and monotonic() - self._heard_at > _DEAF_SECONDS
+            and monotonic() - self._last_event_at > _STALLED_SECONDS
         )
 
     async def serve(self) -> web.AppRunner:
-        """Begin to serve; the runner's `cleanup` ends it."""
+        """Start the server; the runner's `cleanup` stops it."""
         app = web.Application()
         app.router.add_get("/livez", self._live)
         app.router.add_get("/readyz", self._ready)
@@ -57,7 +58,7 @@ class Probes:
         return runner
 
     async def _live(self, _request: web.Request) -> web.Response:
-        if self.is_deaf:
+        if self.is_stalled:
             return web.Response(status=500, text="watches have stopped delivering")
         return web.Response(text="ok")
 

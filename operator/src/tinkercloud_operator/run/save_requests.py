@@ -1,7 +1,7 @@
-"""Questions to session heads that are under way.
+"""Save requests to session heads, sent in the background.
 
-A head that saves a large model takes minutes, and many may do so at once. Nobody waits for them:
-sessions are looked at meanwhile, and the one whose head has answered is looked at then.
+Saving a large model takes minutes, and many heads may save at the same time. Workers do not wait
+for them: they reconcile other sessions, and a completed save enqueues its session.
 """
 
 import asyncio
@@ -10,67 +10,69 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from tinkercloud_operator import metrics
-from tinkercloud_operator.decide.actions import AskHead
-from tinkercloud_operator.run.head_client import Heads
-from tinkercloud_operator.spec.snapshot import Done
+from tinkercloud_operator.decide.actions import SaveRequest
+from tinkercloud_operator.run.head_client import HeadClient
+from tinkercloud_operator.spec.snapshot import SaveKey
 
 log = structlog.get_logger(__name__)
 
 
-class Questions:
-    """What heads are being asked, and what they have done. Belongs to one event loop.
+class HeadSaver:
+    """Tracks pending and completed saves. Belongs to one event loop.
 
     Args:
-        heads: who is asked.
-        answered: told the session whose head has done what it was asked to.
+        client: sends the requests.
+        on_saved: called with the name of a session whose head has completed a save.
     """
 
-    def __init__(self, heads: Heads, answered: Callable[[str], object]) -> None:
-        self._heads = heads
-        self._answered = answered
-        self._begun: asyncio.Queue[tuple[str, AskHead]] = asyncio.Queue()
-        self._open: set[tuple[str, Done]] = set()
+    def __init__(self, client: HeadClient, on_saved: Callable[[str], object]) -> None:
+        self._client = client
+        self._on_saved = on_saved
+        self._queue: asyncio.Queue[tuple[str, SaveRequest]] = asyncio.Queue()
+        self._pending: set[tuple[str, SaveKey]] = set()
         """With the session's name."""
-        self._answers: dict[str, Mapping[Done, str | None]] = {}
+        self._completed: dict[str, Mapping[SaveKey, str | None]] = {}
 
-    def answers(self, session: str) -> Mapping[Done, str | None]:
-        """Return what a session's heads have done, each with the last checkpoint it was for."""
-        return self._answers.get(session, {})
+    def completed(self, session: str) -> Mapping[SaveKey, str | None]:
+        """Return a session's completed saves, each with its checkpoint, if it created one."""
+        return self._completed.get(session, {})
 
-    def asked(self, session: str) -> frozenset[Done]:
-        """Return what a session's heads are being asked to do."""
-        return frozenset(done for name, done in self._open if name == session)
+    def pending(self, session: str) -> frozenset[SaveKey]:
+        """Return a session's saves that are in progress."""
+        return frozenset(key for name, key in self._pending if name == session)
 
-    def ask(self, session: str, question: AskHead) -> None:
-        """Ask a head, unless it is being asked that already."""
-        key = session, (question.what, question.incarnation)
-        if key not in self._open:
-            self._open.add(key)
-            self._begun.put_nowait((session, question))
+    def submit(self, session: str, request: SaveRequest) -> None:
+        """Start a save, unless it is already in progress."""
+        pending = session, (request.kind, request.incarnation)
+        if pending not in self._pending:
+            self._pending.add(pending)
+            self._queue.put_nowait((session, request))
 
     def forget(self, session: str) -> None:
-        """Forget a session that is gone; what its head still says is of no use."""
-        self._answers.pop(session, None)
-        self._open = {key for key in self._open if key[0] != session}
+        """Forget a deleted session; the results of its pending saves are dropped."""
+        self._completed.pop(session, None)
+        self._pending = {key for key in self._pending if key[0] != session}
 
     async def work(self) -> None:
-        """Have questions answered, without end; all at the same time."""
+        """Send submitted requests concurrently, forever."""
         async with asyncio.TaskGroup() as tasks:
             while True:
-                tasks.create_task(self._ask(*await self._begun.get()))
+                tasks.create_task(self._save(*await self._queue.get()))
 
-    async def _ask(self, session: str, question: AskHead) -> None:
-        done = (question.what, question.incarnation)
+    async def _save(self, session: str, request: SaveRequest) -> None:
+        key = (request.kind, request.incarnation)
         try:
-            answer = await self._heads.ask(session, question)
+            result = await self._client.save(session, request)
         except Exception:
-            log.exception("could not ask a head", session=session, asked=question.what)
-            answer = None
-        if (session, done) not in self._open:
+            log.exception(
+                "the save request failed unexpectedly", session=session, kind=request.kind
+            )
+            result = None
+        if (session, key) not in self._pending:
             return
-        self._open.discard((session, done))
-        if answer is None:
-            metrics.SAVES_FAILED.labels(question.what).inc()
+        self._pending.discard((session, key))
+        if result is None:
+            metrics.SAVES_FAILED.labels(request.kind).inc()
         else:
-            self._answers[session] = {**self.answers(session), done: answer.latest_checkpoint}
-            self._answered(session)
+            self._completed[session] = {**self.completed(session), key: result.latest_checkpoint}
+            self._on_saved(session)

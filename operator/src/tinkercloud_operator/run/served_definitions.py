@@ -1,7 +1,7 @@
-"""The definitions that the API server serves: read when a term starts, and when they change.
+"""The CRDs that the API server serves, read at the start of a term and when they change.
 
-Every account may read them (`system:discovery`). Where they can't be read, nothing is known but the
-API server's answers to what is applied.
+Every account may read them (`system:discovery`). If that permission was removed, the operator
+learns of missing fields only from rejected writes.
 """
 
 from collections.abc import Mapping
@@ -28,25 +28,25 @@ _KUBERAY = "apis/ray.io/v1"
 _OWN = f"apis/{labels.API_VERSION}"
 
 
-class Served:
-    """Served definitions, compared with what is needed. Belongs to one event loop."""
+class ServedDefinitions:
+    """The served CRDs, compared with what the operator needs. Belongs to one event loop."""
 
     def __init__(self, cluster: Client) -> None:
         self.kuberay_gap: str | None = None
-        """What RayClusters lack, the version that KubeRay has, and the one that is needed."""
+        """What the RayCluster CRD lacks, its version and the required one."""
         self.own_gaps: Mapping[str, str] = {}
-        """By kind: what our own definitions lack."""
+        """By kind: what our own CRDs lack."""
         self._cluster = cluster
         self._schemas: dict[str, Schema] = {}
-        """Of our own kinds."""
+        """Schemas of our own kinds."""
         self._known: dict[str, str] = {}
-        """By API: which edition of its document was read."""
+        """By API: the version of its OpenAPI document that was read."""
 
     async def refresh(self) -> bool:
-        """Read what has changed; return whether a gap has opened or closed.
+        """Read the CRDs that have changed; return whether a gap appeared or disappeared.
 
         Raises:
-            KubernetesError: it could not be asked; what was known is kept.
+            KubernetesError: they could not be read; the previous ones are kept.
         """
         before = (self.kuberay_gap, self.own_gaps)
         try:
@@ -55,14 +55,14 @@ class Served:
                 if self._known.get(api) != editions.get(api, ""):
                     await self._read(api, editions.get(api, ""))
         except (NotFound, Rejected) as error:
-            log.info("served definitions can't be read", error=str(error))
+            log.info("not permitted to read the served CRDs", error=str(error))
         for kind in OWN_KINDS:
             metrics.DEFINITIONS_OUTDATED.labels(kind).set(kind in self.own_gaps)
         metrics.DEFINITIONS_OUTDATED.labels("RayCluster").set(self.kuberay_gap is not None)
         if before == (self.kuberay_gap, self.own_gaps):
             return False
         for gap in filter(None, (self.kuberay_gap, *self.own_gaps.values())):
-            log.error("served definitions are too old", problem=gap)
+            log.error("a served CRD is outdated", problem=gap)
         return True
 
     async def _read(self, api: str, edition: str) -> None:
@@ -77,6 +77,6 @@ class Served:
             self.own_gaps = {kind: gap for kind, gap in gaps.items() if gap is not None}
         self._known[api] = edition
 
-    def keepable(self, kind: str, status: Manifest) -> Manifest:
-        """Return a status of one of our kinds without what the served definition can't hold."""
+    def storable(self, kind: str, status: Manifest) -> Manifest:
+        """Return a status without the fields that the served CRD cannot store."""
         return declared(status, self._schemas.get(kind))

@@ -20,8 +20,8 @@ from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_kube.objects import Change, Objects
 from tinkercloud_operator.children.secret_marker import has_secret
 from tinkercloud_operator.decide import parsing, start_order
-from tinkercloud_operator.decide.session_index import Owners, age, is_live
-from tinkercloud_operator.spec.snapshot import ChildKey, Done, Manifest, Node, Observed, Pod
+from tinkercloud_operator.decide.session_index import SessionIndex, age, is_live
+from tinkercloud_operator.spec.snapshot import ChildKey, Manifest, Node, Observed, Pod, SaveKey
 
 Metadata = Mapping[str, Any]
 
@@ -35,20 +35,20 @@ CHILD_KINDS = (
 )
 
 _PLACING = frozenset({"TrainingSession", "RayCluster", "Pod"})
-"""Kinds that show whether a session has its nodes."""
+"""Kinds that determine whether a session's pods are scheduled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What is known of a session besides watched objects."""
+    """Inputs of a snapshot that are not watched objects."""
 
     has_kuberay: bool
     has_device_claims: bool
     starts_in_order: bool
     nodes: tuple[Node, ...] | None
     apply_error: str | None
-    answers: Mapping[Done, str | None]
-    asked: frozenset[Done]
+    completed_saves: Mapping[SaveKey, str | None]
+    pending_saves: frozenset[SaveKey]
     now: datetime
     kuberay_gap: str | None = None
     own_gap: str | None = None
@@ -76,12 +76,12 @@ class Watched:
         default_factory=lambda: {kind: _objects_of(kind) for kind in ("Pod", *CHILD_KINDS)}
     )
     """By kind."""
-    _owners: Owners = field(default_factory=Owners)
+    _owners: SessionIndex = field(default_factory=SessionIndex)
     _children: dict[str, dict[ChildKey, Manifest]] = field(default_factory=dict)
     """Children by session."""
     _failures: dict[str, Manifest] = field(default_factory=dict)
     """By session: its last failed pod, which may be gone."""
-    _turns: start_order.Turns = field(default_factory=start_order.Turns)
+    _turns: start_order.StartOrder = field(default_factory=start_order.StartOrder)
 
     def note(self, kind: str, manifest: Manifest, *, is_gone: bool = False) -> set[str]:
         """Note the state of one object; return the sessions to reconcile."""
@@ -140,7 +140,7 @@ class Watched:
             last_activity=parsing.last_activity(manifest),
             base_model=base_model,
             sessions_of_owner=self._older_siblings(manifest, base_model),
-            turn=self._turn(manifest) if surroundings.starts_in_order else None,
+            start_order_message=self._turn(manifest) if surroundings.starts_in_order else None,
             children={key: item for key, item in children.items() if key.kind != "Pod"},
             pods=_pods(children),
             failed=_failed(self._failures.get(name), children),
@@ -150,8 +150,8 @@ class Watched:
             has_device_claims=surroundings.has_device_claims,
             nodes=surroundings.nodes,
             apply_error=surroundings.apply_error,
-            answers=surroundings.answers,
-            asked=surroundings.asked,
+            completed_saves=surroundings.completed_saves,
+            pending_saves=surroundings.pending_saves,
             now=surroundings.now,
             kuberay_gap=surroundings.kuberay_gap,
             own_gap=surroundings.own_gap,
@@ -199,7 +199,7 @@ class Watched:
         name = session["metadata"]["name"]
         if ChildKey("RayCluster", name) in self._children.get(name, {}):
             return None
-        return self._turns.take(session, self.offering)
+        return self._turns.admit(session, self.offering)
 
     def _concerned(self, kind: str, manifest: Manifest) -> set[str]:
         if kind == "BaseModel":
@@ -277,7 +277,7 @@ class Watched:
 
 
 def _pods(children: Mapping[ChildKey, Manifest]) -> tuple[Pod, ...]:
-    """Return a session's pods. One whose RayCluster is gone or going is going, told or not."""
+    """Return a session's pods; those whose RayCluster is deleted count as terminating."""
     owner = next(
         (
             _uid(item)
@@ -296,7 +296,7 @@ def _pods(children: Mapping[ChildKey, Manifest]) -> tuple[Pod, ...]:
 
 
 def _failed(last: Manifest | None, children: Mapping[ChildKey, Manifest]) -> Pod | None:
-    """Return the pod of a session that has failed, if its RayCluster is there."""
+    """Return the session's last failed pod, if its RayCluster exists."""
     clusters = {_uid(item) for key, item in children.items() if key.kind == "RayCluster"}
     return parsing.pod(last) if last is not None and _ray_cluster_of(last) in clusters else None
 
@@ -309,7 +309,8 @@ def _ray_cluster_of(pod: Manifest) -> str | None:
 def _session_of(kind: str, metadata: Metadata) -> str:
     """Return the session that an object is, or belongs to.
 
-    Owners count, which are not edited as easily as labels; pods are owned by their RayCluster.
+    Owner references take precedence, as labels are easier to edit; pods are owned by their
+    RayCluster.
     """
     if kind == "TrainingSession":
         return str(metadata["name"])
@@ -320,7 +321,7 @@ def _session_of(kind: str, metadata: Metadata) -> str:
 
 
 def _session_uid(child: Manifest) -> str | None:
-    """Return the uid of the session that owns a child; None for pods, whose RayCluster it owns."""
+    """Return the uid of the session that owns a child; None for pods, owned by the RayCluster."""
     owners = child["metadata"].get("ownerReferences", [])
     return next((str(owner["uid"]) for owner in owners if owner["kind"] == "TrainingSession"), None)
 

@@ -1,7 +1,7 @@
-"""Names of sessions to look at: each at most once, later ones when their time has come.
+"""A work queue of session names, as in other controllers.
 
-As in other controllers: a name that is added while it is being looked at is handed out again
-afterwards, never to two workers at once; one whose look failed comes back later and later.
+A name is queued at most once and never given to two workers at the same time: one that is added
+while a worker holds it is queued again afterwards. Failed names are retried with backoff.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ _LAST_RETRY_SECONDS = 60.0
 
 
 class WorkQueue:
-    """A set of names that workers take from. Belongs to one event loop."""
+    """A set of names that workers process. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._ready: asyncio.Queue[str] = asyncio.Queue()
@@ -27,7 +27,7 @@ class WorkQueue:
         return len(self._waiting)
 
     def add(self, name: str) -> None:
-        """Hand a name out as soon as a worker is free."""
+        """Queue a name for the next free worker."""
         self._cancel_timer(name)
         if name in self._taken:
             self._again.add(name)
@@ -36,7 +36,7 @@ class WorkQueue:
             self._ready.put_nowait(name)
 
     def add_after(self, name: str, seconds: float) -> None:
-        """Hand a name out after a while, unless it is added before; the earliest time counts."""
+        """Queue a name after a delay, unless it is added before; the earliest time wins."""
         loop = asyncio.get_running_loop()
         timer = self._timers.get(name)
         if timer is not None and timer.when() <= loop.time() + seconds:
@@ -45,27 +45,27 @@ class WorkQueue:
         self._timers[name] = loop.call_later(seconds, self.add, name)
 
     async def take(self) -> str:
-        """Wait for a name; it is this worker's until `done`."""
+        """Wait for a name; the caller holds it until `done` or `failed`."""
         name = await self._ready.get()
         self._waiting.discard(name)
         self._taken.add(name)
         return name
 
     def done(self, name: str) -> None:
-        """Give a name back that was dealt with."""
+        """Return a name that was processed."""
         self._failures.pop(name, None)
-        self._give_back(name)
+        self._release(name)
 
     def failed(self, name: str) -> None:
-        """Give a name back that is to be tried again."""
+        """Return a name whose processing failed; it is retried with backoff."""
         failures = self._failures.get(name, 0)
         self._failures[name] = failures + 1
-        self._give_back(name)
+        self._release(name)
         delay = min(_FIRST_RETRY_SECONDS * 2.0**failures, _LAST_RETRY_SECONDS)
         if name not in self._waiting:
             self.add_after(name, delay)
 
-    def _give_back(self, name: str) -> None:
+    def _release(self, name: str) -> None:
         self._taken.discard(name)
         if name in self._again:
             self._again.discard(name)

@@ -1,4 +1,4 @@
-"""How a model is split over trainers, where its BaseModel leaves that to the operator: pure."""
+"""Chooses the trainers' parallelism where a BaseModel leaves it to the operator: pure."""
 
 import json
 from dataclasses import dataclass
@@ -14,47 +14,47 @@ from tinkercloud_planning.search import Demand, Engine, can_sample
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """What is known of what is planned for."""
+class _PlanningInput:
+    """The model and the GPU that a plan is computed for."""
 
     model: Architecture
     gpu: Gpu
 
 
-def split(
-    trainer: TrainerShape, sequence_length: int, lora_rank: int | None, beside: Engine | None
+def plan_parallelism(
+    trainer: TrainerShape, sequence_length: int, lora_rank: int | None, colocated: Engine | None
 ) -> TrainerPlan:
-    """Return how a model is split.
+    """Return the plan of a model's trainers.
 
     Args:
-        trainer: with `planning`.
+        trainer: a shape with `planning`.
         sequence_length: tokens of the longest sequence.
-        lora_rank: of the adapter; None if the whole model is trained.
-        beside: the engine that shares the trainers' GPUs, if one does.
+        lora_rank: rank of the adapter; None for full fine-tuning.
+        colocated: the engine that shares the trainers' GPUs, if there is one.
 
     Raises:
-        DoesNotFit: no way fits.
-        ValueError: nothing can be planned for any session, see `planning_problem`.
+        DoesNotFit: no parallelism fits the GPUs.
+        ValueError: no session can be planned; see `planning_problem`.
     """
-    assert trainer.planning is not None  # noqa: S101 - nobody asks for another
+    assert trainer.planning is not None  # noqa: S101 - callers check it
     known, pods = _read(trainer.planning, sequence_length), trainer.gpus_per_replica
     demand = Demand(known.model, sequence_length, lora_rank)
     fleet = Fleet(known.gpu, trainer.replicas * pods, per_node=pods)
-    return plan_trainer(demand, fleet, engine=beside)
+    return plan_trainer(demand, fleet, engine=colocated)
 
 
 def check_engine(planning: Planning, sequence_length: int, lora_rank: int, gpus: int) -> None:
-    """Check that an engine with GPUs of its own holds the model.
+    """Check that an engine with its own GPUs can hold the model.
 
     Args:
-        planning: what is known of the model, and of all GPUs.
+        planning: the description of the model and of all GPUs.
         sequence_length: tokens of the longest sequence.
-        lora_rank: the largest of the adapters that it has slots for.
-        gpus: how many it spans.
+        lora_rank: largest rank of the adapters that it has slots for.
+        gpus: number of GPUs of the engine.
 
     Raises:
-        DoesNotFit: it does not.
-        ValueError: nothing is known, see `planning_problem`.
+        DoesNotFit: the engine cannot hold the model.
+        ValueError: no session can be planned; see `planning_problem`.
     """
     known = _read(planning, sequence_length)
     demand = Demand(known.model, sequence_length, lora_rank)
@@ -63,7 +63,7 @@ def check_engine(planning: Planning, sequence_length: int, lora_rank: int, gpus:
 
 
 def planning_problem(base_model: BaseModelSpec) -> str | None:
-    """Return why nothing can be planned for any session of a BaseModel; None if it can."""
+    """Return why no session of a BaseModel can be planned; None if sessions can."""
     planning = base_model.trainer.planning
     if planning is None:
         return None
@@ -74,7 +74,7 @@ def planning_problem(base_model: BaseModelSpec) -> str | None:
     return None
 
 
-def _read(planning: Planning, sequence_length: int) -> _Known:
+def _read(planning: Planning, sequence_length: int) -> _PlanningInput:
     try:
         config = json.loads(planning.config)
     except RecursionError:
@@ -85,12 +85,13 @@ def _read(planning: Planning, sequence_length: int) -> _Known:
     described = families.read(config)
     if described.only_torch:
         raise ValueError(
-            f"config: the megatron trainer refuses {described.only_torch}; set trainer.backend to"
-            " torch, and leave out trainer.planning"
+            f"config: the megatron trainer does not support {described.only_torch}; set"
+            " trainer.backend to torch and omit trainer.planning"
         )
     if sequence_length > described.max_context_length:
         raise ValueError(
-            f"config: the BaseModel's maxContextLength is {sequence_length}, but this model takes"
-            f" {described.max_context_length} tokens (max_position_embeddings); lower it to that"
+            f"config: the BaseModel's maxContextLength is {sequence_length}, but the model supports"
+            f" at most {described.max_context_length} tokens (max_position_embeddings); lower"
+            " maxContextLength"
         )
-    return _Known(described, kind)
+    return _PlanningInput(described, kind)

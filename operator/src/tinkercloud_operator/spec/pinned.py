@@ -1,9 +1,9 @@
-"""What a session was started with, which it keeps for as long as its pods run: pure.
+"""The spec that a session keeps for as long as its pods run: pure.
 
-A head counts its ranks and its engines when it starts, and what comes up in the place of a lost pod
-must be like the others. So a RayCluster says, in an annotation, what it was made with: all children
-follow from that until it is gone, or until Kueue holds it back. What the BaseModel or the session
-say meanwhile waits for that.
+A head counts its ranks and engines at startup, and a replacement for a lost pod must be equal to
+the others. The RayCluster therefore pins, in an annotation, the spec that it was created with. All
+children follow the pinned spec until the RayCluster is deleted or Kueue holds it back. Later
+changes to the BaseModel or the session wait until then.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,28 +13,28 @@ from pydantic import ValidationError
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec, Limits, SessionPolicy
 from tinkercloud_crds.shapes import TrainerShape
-from tinkercloud_operator.spec.resolved import Refusal, Shape, lacking
+from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec, missing_fields
 from tinkercloud_operator.spec.snapshot import Observed
 
 _NAMED_CHANGES = 8
-"""In a message, at most."""
+"""Maximum number of changes named in a message."""
 
 
-def record(shape: Shape) -> str:
-    """Return what is written on a RayCluster that is made with this shape."""
-    return _description(shape).model_dump_json(by_alias=True)
+def to_annotation(resolved: ResolvedSpec) -> str:
+    """Return the annotation that pins a spec on a new RayCluster."""
+    return _as_base_model(resolved).model_dump_json(by_alias=True)
 
 
-def started_with(observed: Observed) -> Shape | None:
-    """Return what a session's pods were made with; None if nothing readable says so."""
+def pinned_spec(observed: Observed) -> ResolvedSpec | None:
+    """Return the spec that a session's pods were created with; None if none is readable."""
     text = _annotations(observed).get(labels.STARTED_WITH, "")
     try:
         description = BaseModelSpec.model_validate_json(text)
     except ValidationError:
         return None
-    if lacking(description):
+    if missing_fields(description):
         return None
-    return Shape(
+    return ResolvedSpec(
         base_model=description,
         trainer=description.trainer if observed.spec.role == "Trainer" else None,
         sampler=description.sampler,
@@ -43,23 +43,27 @@ def started_with(observed: Observed) -> Shape | None:
     )
 
 
-def told_head(observed: Observed, shape: Shape) -> str | None:
-    """Return what the head of a session's pods was told; None if they are of another shape.
+def pinned_head_config(observed: Observed, resolved: ResolvedSpec) -> str | None:
+    """Return the configuration that the current head received; None if the spec has changed.
 
-    A head that starts over in its pod has the image that it had, which may know less than this
-    operator would tell one by now.
+    A head that restarts in its pod keeps its image, which may be older than this operator and not
+    understand a newer configuration.
     """
-    held = started_with(observed)
-    if held is None or observed.is_held_back or changes(held, shape):
+    pinned = pinned_spec(observed)
+    if pinned is None or observed.is_suspended_by_kueue or pending_changes(pinned, resolved):
         return None
     return _annotations(observed).get(labels.HEAD_CONFIG)
 
 
-def changes(held: Shape | Refusal, offered: Shape | Refusal) -> list[str]:
-    """Return the fields, of a BaseModel's spec, in which two shapes differ, with their values."""
-    if not isinstance(held, Shape) or not isinstance(offered, Shape):
+def pending_changes(
+    pinned: ResolvedSpec | Rejection, desired: ResolvedSpec | Rejection
+) -> list[str]:
+    """Return the BaseModel fields in which two specs differ, with both values."""
+    if not isinstance(pinned, ResolvedSpec) or not isinstance(desired, ResolvedSpec):
         return []
-    before, after = (_description(shape).model_dump(by_alias=True) for shape in (held, offered))
+    before, after = (
+        _as_base_model(resolved).model_dump(by_alias=True) for resolved in (pinned, desired)
+    )
     return list(_differences(before, after))[:_NAMED_CHANGES]
 
 
@@ -69,19 +73,19 @@ def _annotations(observed: Observed) -> Mapping[str, str]:
     return found
 
 
-def _description(shape: Shape) -> BaseModelSpec:
-    """Return the BaseModel that offers this shape and nothing else; what makes no pod is left out.
+def _as_base_model(resolved: ResolvedSpec) -> BaseModelSpec:
+    """Return a BaseModel that offers exactly this spec, without fields that do not affect pods.
 
-    Of the trainers that a sampler does not have, its engines have the dtype.
+    Without trainers, the trainer's dtype is kept, since it is the dtype of the engines.
     """
-    base_model, trainer = shape.base_model, shape.trainer
+    base_model, trainer = resolved.base_model, resolved.trainer
     if trainer is None:
         trainer = TrainerShape(dtype=base_model.trainer.dtype)
     return base_model.model_copy(
         update={
             "trainer": trainer.model_copy(update={"planning": None}),
-            "sampler": shape.sampler,
-            "placement": shape.placement,
+            "sampler": resolved.sampler,
+            "placement": resolved.placement,
             "limits": Limits(max_lora_rank=base_model.limits.max_lora_rank),
             "sessions": SessionPolicy.model_validate({}),
             "tokenizer": None,

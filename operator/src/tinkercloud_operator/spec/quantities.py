@@ -1,4 +1,4 @@
-"""Quantities as Kubernetes writes them."""
+"""Parsers for quantities and times in Kubernetes' formats."""
 
 import re
 
@@ -26,13 +26,13 @@ _QUANTITY = re.compile(rf"({_NUMBER})({'|'.join(_FACTORS)})?")
 
 
 def parse_quantity(text: str | int | float) -> float:
-    """Return a quantity's value: cores, bytes, or a count.
+    """Return the value of a quantity: cores, bytes, or a count.
 
     Raises:
         ValueError: it is not a quantity.
     """
     match = _QUANTITY.fullmatch(str(text))
     if match is None:
-        raise ValueError(f"{text!r} is not a quantity; write a number such as 2, 500m or 4Gi")
+        raise ValueError(f"{text!r} is not a Kubernetes quantity; expected e.g. 2, 500m or 4Gi")
     number, suffix = match.groups()
     return float(number) * (_FACTORS[suffix] if suffix is not None else 1.0)

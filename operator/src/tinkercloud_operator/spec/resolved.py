@@ -1,6 +1,6 @@
-"""What a session gets: its BaseModel's shapes with the session's own choices, or a refusal.
+"""Resolves what a session gets: its BaseModel with the session's overrides, or a rejection.
 
-A session may shrink what its BaseModel offers and choose among what it allows; nothing else.
+A session may reduce what its BaseModel offers and choose among the values that it allows.
 """
 
 import functools
@@ -18,19 +18,19 @@ from tinkercloud_crds.shapes import (
     TrainerShape,
 )
 from tinkercloud_crds.training_session import TrainingSessionSpec
-from tinkercloud_operator.spec.parallelism import check_engine, split
+from tinkercloud_operator.spec.parallelism import check_engine, plan_parallelism
 from tinkercloud_operator.spec.quantities import parse_quantity
 from tinkercloud_planning.plan import TrainerPlan
 from tinkercloud_planning.refusal import DoesNotFit
 from tinkercloud_planning.search import Engine
 
 RAY_NODE = Resources(cpu="200m", memory="1Gi")
-"""What Ray's own processes need beside an engine that is none of Ray's."""
+"""Resources of Ray's own processes in a pod whose engine runs outside Ray."""
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a session can't be served as it is written."""
+class Rejection:
+    """Why a session cannot be served with its current spec."""
 
     reason: Reason
     message: str
@@ -38,66 +38,66 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class PodRequest:
-    """What the pods of one kind ask of their nodes."""
+    """The resources and the placement of the pods of one component."""
 
     component: str
     count: int
     resources: Resources
     placement: Placement
     gpus: int
-    """Of each pod, that its node counts itself; devices that are claimed are not among them."""
+    """GPUs of each pod that its node counts; devices claimed through DRA are not included."""
     extended: tuple[ExtendedResource, ...] = ()
-    """What else of each pod its node counts."""
+    """Other extended resources of each pod."""
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """GPUs that a pod claims as devices, so that its containers share them."""
+    """GPUs that a pod claims through DRA, so that its containers share them."""
 
     class_name: str
-    """Of a DeviceClass."""
+    """Name of the DeviceClass."""
     count: int
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """The pods a session gets."""
+class ResolvedSpec:
+    """The pods that a session gets."""
 
     base_model: BaseModelSpec
     trainer: TrainerShape | None
-    """None for a sampler."""
+    """None for a session that only samples."""
     sampler: SamplerShape
     placement: Placement
     plan: str | None = None
-    """How the model is split and why, if that was chosen here."""
+    """The planned parallelism and its explanation, if the operator chose it."""
 
     @property
     def trainers(self) -> int:
-        """Trainer pods."""
+        """Number of trainer pods."""
         return self.trainer.replicas if self.trainer is not None else 0
 
     @property
     def head_computes(self) -> bool:
-        """Whether the head itself trains or samples, and so holds the base model."""
+        """Whether the head itself trains or samples, and so loads the base model."""
         trains = self.trainer is not None and self.trainer.replicas == 0
         return trains or self.sampler.backend == "torch"
 
     @property
     def engines_per_trainer(self) -> int:
-        """Engines in each trainer pod; none if engines have pods of their own, or if none run."""
+        """Engines in each trainer pod; 0 if engines have their own pods, or if there are none."""
         if self.trainer is None or self.sampler.backend != "sglang" or not self.sampler.colocated:
             return 0
         return self.trainer.gpus_per_replica // self.sampler.gpus_per_replica
 
     @property
     def samplers(self) -> int:
-        """Sampler pods, each with an engine."""
+        """Number of sampler pods, each with one engine."""
         is_alone = self.sampler.backend == "sglang" and not self.engines_per_trainer
         return self.sampler.replicas if is_alone else 0
 
     @property
     def devices(self) -> Devices | None:
-        """What each pod that has GPUs claims; None if pods have GPUs in the common way."""
+        """The devices that each pod with GPUs claims; None if GPUs are extended resources."""
         engines = self.sampler.engines
         if engines is None or engines.device_class_name is None:
             return None
@@ -112,12 +112,15 @@ class Shape:
 
     @property
     def groups(self) -> int:
-        """Groups of equal pods; one with engines is one of its own, for the sake of its name."""
+        """Number of worker groups plus the head.
+
+        A pod with engines is a group of its own, since only that gives it a stable host name.
+        """
         trainers = self.trainers if self.engines_per_trainer else min(1, self.trainers)
         return 1 + trainers + self.samplers
 
     def role_placement(self, component: str) -> RolePlacement | None:
-        """Return what the pods of a component (`head`, `trainer`, `sampler`) have of their own."""
+        """Return the component's own placement (`head`, `trainer` or `sampler`)."""
         if component == "head":
             return self.base_model.head.placement
         if component == "sampler":
@@ -125,12 +128,12 @@ class Shape:
         return self.trainer.placement if self.trainer is not None else None
 
     def placement_of(self, component: str) -> Placement:
-        """Return the placement of the pods of a component (`head`, `trainer`, `sampler`)."""
+        """Return the effective placement of a component (`head`, `trainer`, `sampler`)."""
         return self.placement.of_role(self.role_placement(component))
 
     @property
     def pods(self) -> list[PodRequest]:
-        """One entry for each kind of pod."""
+        """One entry for each component."""
         head = self.base_model.head
         kinds = [PodRequest("head", 1, head.resources, self.placement_of("head"), 0)]
         is_counted = self.devices is None
@@ -138,12 +141,12 @@ class Shape:
             gpus = self.trainer.gpus_per_replica if is_counted else 0
             containers: list[TrainerShape | SamplerShape]
             containers = [self.trainer, *[self.sampler] * self.engines_per_trainer]
-            needed = _together(*[each.resources for each in containers])
+            needed = _sum_resources(*[each.resources for each in containers])
             extended = total(each.extended_resources for each in containers)
             place = self.placement_of("trainer")
             kinds.append(PodRequest("trainer", self.trainers, needed, place, gpus, extended))
         if self.samplers:
-            needed = _together(self.sampler.resources, RAY_NODE)
+            needed = _sum_resources(self.sampler.resources, RAY_NODE)
             gpus = self.sampler.gpus_per_replica if is_counted else 0
             extended = self.sampler.extended_resources
             place = self.placement_of("sampler")
@@ -151,8 +154,8 @@ class Shape:
         return kinds
 
 
-def _together(*containers: Resources) -> Resources:
-    """Return what the containers of a pod need; volumes are those of the first."""
+def _sum_resources(*containers: Resources) -> Resources:
+    """Return the total resources of a pod's containers; volumes are those of the first one."""
     if len(containers) == 1:
         return containers[0]
     cores = sum(parse_quantity(each.cpu) for each in containers)
@@ -164,89 +167,97 @@ def _together(*containers: Resources) -> Resources:
 
 def resolve(
     spec: TrainingSessionSpec, base_model: BaseModelSpec | None, sessions_of_owner: int
-) -> Shape | Refusal:
+) -> ResolvedSpec | Rejection:
     """Return what a session gets.
 
     Args:
-        spec: what it asks for.
-        base_model: what is offered; None if there is no BaseModel of that name.
-        sessions_of_owner: older live sessions of the same owner and BaseModel.
+        spec: the spec of the session.
+        base_model: the active BaseModel; None if there is none of that name.
+        sessions_of_owner: older live sessions with the same owner and BaseModel.
     """
     if base_model is None:
-        return Refusal(
+        return Rejection(
             Reason.BASE_MODEL_NOT_FOUND,
             f"spec.baseModel: no BaseModel in this namespace has modelName {spec.base_model!r}",
         )
-    problems = lacking(base_model) or [
-        *_too_large(spec, base_model),
-        *_unlike_trainers(spec, base_model),
-        *_planned_anew(spec, base_model),
-        *_not_offered(spec, base_model),
+    problems = missing_fields(base_model) or [
+        *_over_limit(spec, base_model),
+        *_engine_count_conflict(spec, base_model),
+        *_replanning_conflict(spec, base_model),
+        *_disallowed_choices(spec, base_model),
     ]
     if problems:
-        return Refusal(Reason.NOT_ALLOWED, "; ".join(problems))
-    if (waits := _too_many(spec, base_model, sessions_of_owner)) is not None:
+        return Rejection(Reason.NOT_ALLOWED, "; ".join(problems))
+    if (waits := _over_quota(spec, base_model, sessions_of_owner)) is not None:
         return waits
-    shape = _planned(_shape(spec, base_model), None if spec.lora is None else spec.lora.rank)
-    return (_engine_refusal(shape) or shape) if isinstance(shape, Shape) else shape
+    resolved = _with_parallelism(
+        _apply_choices(spec, base_model), None if spec.lora is None else spec.lora.rank
+    )
+    return (
+        (_engine_rejection(resolved) or resolved)
+        if isinstance(resolved, ResolvedSpec)
+        else resolved
+    )
 
 
-def lacking(base_model: BaseModelSpec) -> list[str]:
-    """Return what pods of a BaseModel would lack: older definitions let that pass."""
+def missing_fields(base_model: BaseModelSpec) -> list[str]:
+    """Return required fields that a BaseModel lacks: older CRDs did not enforce them."""
     trainer, sampler = base_model.trainer, base_model.sampler
     found = []
     if trainer.replicas and not trainer.ranks_per_replica:
         found.append(
-            f"the BaseModel's trainer.replicas: {trainer.replicas}, without gpusPerReplica and"
-            " cpuRanksPerReplica; give one of them"
+            f"the BaseModel's trainer.replicas: got {trainer.replicas}, but neither gpusPerReplica"
+            " nor cpuRanksPerReplica is set; set one of them"
         )
     if sampler.engines is None:
         return found
     if sampler.image is None:
-        found.append("the BaseModel's sampler.image: engines need one that holds SGLang")
+        found.append(
+            "the BaseModel's sampler.image: required for engines; set an image with SGLang"
+        )
     if sampler.colocated and not sampler.gpus_per_replica:
-        found.append("the BaseModel's sampler.gpusPerReplica: colocated engines need 1 or more")
+        found.append("the BaseModel's sampler.gpusPerReplica: colocated engines require 1 or more")
     if sampler.colocated and sampler.engines.device_class_name is None:
         found.append(
-            "the BaseModel's sampler.engines.deviceClassName: colocated engines share GPUs through"
-            " devices of a class; give it"
+            "the BaseModel's sampler.engines.deviceClassName: required for colocated engines, which"
+            " share GPUs through devices of this class"
         )
     return found
 
 
-def admitted(shape: Shape, max_groups: int) -> Shape | Refusal:
-    """Return the shape, or a refusal if a queue would not take it.
+def check_pod_groups(resolved: ResolvedSpec, max_groups: int) -> ResolvedSpec | Rejection:
+    """Return the spec, or a rejection if it has more pod groups than Kueue accepts.
 
     Args:
-        shape: of a session.
-        max_groups: groups of pods that Kueue takes in one workload.
+        resolved: the resolved spec of a session.
+        max_groups: pod groups that Kueue accepts in one workload.
     """
-    surplus = shape.groups - max_groups
-    if shape.placement.queue_name is None or surplus <= 0:
-        return shape
-    is_shared = shape.engines_per_trainer > 0
-    kind, pods = ("trainer", shape.trainers) if is_shared else ("sampler", shape.samplers)
-    return Refusal(
+    surplus = resolved.groups - max_groups
+    if resolved.placement.queue_name is None or surplus <= 0:
+        return resolved
+    is_shared = resolved.engines_per_trainer > 0
+    kind, pods = ("trainer", resolved.trainers) if is_shared else ("sampler", resolved.samplers)
+    return Rejection(
         Reason.NOT_ALLOWED,
-        f"spec.{kind}.replicas: {pods} pods with engines are a group each, {shape.groups} with the"
-        f" others, and Kueue takes {max_groups} in one workload"
-        f" (TINKERCLOUD_OPERATOR_KUEUE_GROUPS); ask for {pods - surplus} at most",
+        f"spec.{kind}.replicas: each of {pods} pods with engines is a pod group, {resolved.groups}"
+        f" groups in total, but Kueue accepts at most {max_groups} per workload"
+        f" (TINKERCLOUD_OPERATOR_KUEUE_GROUPS); request at most {pods - surplus}",
     )
 
 
 def idle_policy(spec: TrainingSessionSpec, base_model: BaseModelSpec | None) -> Idle | None:
-    """Return what happens to a session nobody uses; None if only a missing BaseModel could say."""
+    """Return the idle policy; None if it would come from a BaseModel that does not exist."""
     return spec.idle or (base_model.sessions.idle if base_model is not None else None)
 
 
-def longest_lifetime(spec: TrainingSessionSpec, base_model: BaseModelSpec | None) -> int | None:
-    """Return for how many seconds a session may exist; None for any number."""
+def max_lifetime(spec: TrainingSessionSpec, base_model: BaseModelSpec | None) -> int | None:
+    """Return the maximum lifetime in seconds; None for no limit."""
     allowed = base_model.sessions.max_lifetime_seconds if base_model is not None else None
     lifetimes = (spec.max_lifetime_seconds, allowed)
     return min((life for life in lifetimes if life is not None), default=None)
 
 
-def _too_large(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
+def _over_limit(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
     trainer, sampler = base_model.trainer, base_model.sampler
     pairs = [
         ("lora.rank", spec.lora and spec.lora.rank, base_model.limits.max_lora_rank),
@@ -269,55 +280,59 @@ def _too_large(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str
         ),
     ]
     found = [
-        f"spec.{field}: {asked} is over the BaseModel's {limit}"
-        for field, asked, limit in pairs
-        if asked and limit is not None and asked > limit
+        f"spec.{field}: {requested} exceeds the BaseModel's limit of {limit}"
+        for field, requested, limit in pairs
+        if requested and limit is not None and requested > limit
     ]
-    return found or _undivided(spec, base_model)
+    return found or _indivisible_ranks(spec, base_model)
 
 
-def _undivided(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
-    """Return what is wrong with a number of trainers whose ranks the model is to be split over."""
-    asked = spec.trainer and spec.trainer.replicas
-    if not asked:
+def _indivisible_ranks(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
+    """Return problems with a number of trainers that the parallelism does not divide."""
+    requested = spec.trainer and spec.trainer.replicas
+    if not requested:
         return []
-    split, ranks = base_model.trainer.parallelism, asked * base_model.trainer.ranks_per_replica
-    together = split.tensor * split.pipeline
-    groups = [("model copy", together * split.context), ("set of experts", together * split.expert)]
+    parallelism = base_model.trainer.parallelism
+    ranks = requested * base_model.trainer.ranks_per_replica
+    together = parallelism.tensor * parallelism.pipeline
+    groups = [
+        ("model copy", together * parallelism.context),
+        ("set of experts", together * parallelism.expert),
+    ]
     return [
-        f"spec.trainer.replicas: {asked} pods have {ranks} ranks, which a {what} of {size} ranks"
-        " does not divide"
+        f"spec.trainer.replicas: {requested} pods have {ranks} ranks, which is not a multiple of"
+        f" the {size} ranks of a {what}"
         for what, size in groups
         if ranks % size
     ]
 
 
-def _unlike_trainers(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
-    """Return what is wrong with a number of engines that run in the trainer pods."""
-    shape, asked = _shape(spec, base_model), spec.sampler and spec.sampler.replicas
-    if not shape.engines_per_trainer or asked in {None, shape.sampler.replicas}:
+def _engine_count_conflict(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
+    """Return problems with an explicit number of engines that run in the trainer pods."""
+    resolved, requested = _apply_choices(spec, base_model), spec.sampler and spec.sampler.replicas
+    if not resolved.engines_per_trainer or requested in {None, resolved.sampler.replicas}:
         return []
     return [
-        f"spec.sampler.replicas: {asked}, but the BaseModel's engines run in the trainer pods, and"
-        f" {shape.trainers} of those hold {shape.sampler.replicas}; leave it out, and choose"
-        " spec.trainer.replicas"
+        f"spec.sampler.replicas: got {requested}, but the BaseModel's engines run in the trainer"
+        f" pods, and {resolved.trainers} trainer pods hold {resolved.sampler.replicas} engines;"
+        " omit it, and set spec.trainer.replicas instead"
     ]
 
 
-def _planned_anew(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
-    """Return what is wrong with fewer trainers, if each may then hold more beside its engines."""
-    shape, offered = _shape(spec, base_model), base_model.trainer.replicas
-    is_open = shape.trainer is not None and shape.trainer.planning is not None
-    if not is_open or not shape.engines_per_trainer or shape.trainers >= offered:
+def _replanning_conflict(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
+    """Return problems with fewer trainers, whose new plan may need more GPU memory."""
+    resolved, offered = _apply_choices(spec, base_model), base_model.trainer.replicas
+    is_open = resolved.trainer is not None and resolved.trainer.planning is not None
+    if not is_open or not resolved.engines_per_trainer or resolved.trainers >= offered:
         return []
     return [
-        f"spec.trainer.replicas: {shape.trainers}, but with the BaseModel's trainer.planning a"
-        " model may take more of each GPU where there are fewer, and sampler.engines have the"
-        f" memory that {offered} pods leave them; leave it out"
+        f"spec.trainer.replicas: got {resolved.trainers}, but the BaseModel plans its parallelism"
+        f" (trainer.planning) for {offered} pods; fewer pods could need more memory per GPU than"
+        " sampler.engines leaves free; omit it"
     ]
 
 
-def _not_offered(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
+def _disallowed_choices(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
     placement, policy = base_model.placement, base_model.sessions
     choices = [
         ("queueName", spec.queue_name, placement.queue_name, policy.queue_names),
@@ -329,33 +344,33 @@ def _not_offered(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[s
         ),
     ]
     return [
-        f"spec.{field}: {asked!r} is not among what the BaseModel allows:"
+        f"spec.{field}: {requested!r} is not allowed by the BaseModel; allowed values:"
         f" {', '.join(sorted({*offered, *([own] if own else [])})) or 'none'}"
-        for field, asked, own, offered in choices
-        if asked is not None and asked != own and asked not in offered
+        for field, requested, own, offered in choices
+        if requested is not None and requested != own and requested not in offered
     ]
 
 
-def _too_many(
+def _over_quota(
     spec: TrainingSessionSpec, base_model: BaseModelSpec, sessions_of_owner: int
-) -> Refusal | None:
-    """Return that a session waits for others of its owner to end, and its place in their queue."""
+) -> Rejection | None:
+    """Return a rejection with the queue position if the owner is at its session limit."""
     limit = base_model.limits.max_sessions_per_owner
     if limit is None or sessions_of_owner < limit:
         return None
-    return Refusal(
+    return Rejection(
         Reason.QUOTA_EXCEEDED,
-        f"spec.owner: {spec.owner!r} may have {limit} live sessions of this BaseModel, and has"
-        f" {sessions_of_owner} older ones; this is number {sessions_of_owner - limit + 1} of those"
-        " that wait for one to end: finish or delete one",
+        f"spec.owner: {spec.owner!r} has {sessions_of_owner} older live sessions of this BaseModel,"
+        f" and the limit is {limit}; this session is number {sessions_of_owner - limit + 1} in the"
+        " owner's queue; finish or delete another session",
     )
 
 
-def _shape(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> Shape:
+def _apply_choices(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> ResolvedSpec:
     chosen = (spec.trainer.model_dump(exclude_none=True) if spec.trainer else {}) or {}
     trainer = base_model.trainer.model_copy(update=chosen) if spec.role == "Trainer" else None
     places = {"queue_name": spec.queue_name, "priority_class_name": spec.priority_class_name}
-    return Shape(
+    return ResolvedSpec(
         base_model=base_model,
         trainer=trainer,
         sampler=_sampler(spec, base_model.sampler, trainer),
@@ -368,7 +383,7 @@ def _shape(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> Shape:
 def _sampler(
     spec: TrainingSessionSpec, offered: SamplerShape, trainer: TrainerShape | None
 ) -> SamplerShape:
-    """Return what samples. Engines go with trainer pods, and are on their own without any."""
+    """Return the sampler; colocated engines become standalone in a session without trainers."""
     chosen = spec.sampler.model_dump(exclude_none=True) if spec.sampler else {}
     sampler = offered.model_copy(update=chosen)
     if sampler.backend != "sglang" or not sampler.colocated:
@@ -379,66 +394,67 @@ def _sampler(
     return sampler.model_copy(update={"replicas": held})
 
 
-def _planned(shape: Shape, lora_rank: int | None) -> Shape | Refusal:
-    """Choose how the model is split, if the BaseModel leaves that open."""
-    trainer = shape.trainer
+def _with_parallelism(resolved: ResolvedSpec, lora_rank: int | None) -> ResolvedSpec | Rejection:
+    """Choose the parallelism, if the BaseModel leaves it open."""
+    trainer = resolved.trainer
     if trainer is None or trainer.planning is None:
-        return shape
-    base_model, sampler = shape.base_model, shape.sampler
+        return resolved
+    base_model, sampler = resolved.base_model, resolved.sampler
     engine = Engine(max(1, sampler.gpus_per_replica), base_model.limits.max_lora_rank)
     plan = _plan(
         trainer,
         base_model.max_context_length,
         lora_rank,
-        engine if shape.engines_per_trainer else None,
+        engine if resolved.engines_per_trainer else None,
     )
-    if isinstance(plan, Refusal):
+    if isinstance(plan, Rejection):
         return plan
     chosen = {
         "parallelism": plan.parallelism,
         "max_batch_tokens": min(trainer.max_batch_tokens, plan.max_batch_tokens),
     }
     return replace(
-        shape,
+        resolved,
         trainer=trainer.model_copy(update=chosen),
         plan=str(plan)[:MAX_MESSAGE_LENGTH],
     )
 
 
-def _engine_refusal(shape: Shape) -> Refusal | None:
-    """Return why engines with GPUs of their own can't hold the model, where that is known."""
-    planning, engines = shape.base_model.trainer.planning, shape.sampler.engines
-    if planning is None or engines is None or shape.engines_per_trainer:
+def _engine_rejection(resolved: ResolvedSpec) -> Rejection | None:
+    """Return why engines with their own GPUs cannot hold the model, if that is known."""
+    planning, engines = resolved.base_model.trainer.planning, resolved.sampler.engines
+    if planning is None or engines is None or resolved.engines_per_trainer:
         return None
-    # Slots are smaller for some modules than for all; of those that are named it is not known how
-    # much.
-    rank = 1 if engines.lora_target_modules else shape.base_model.limits.max_lora_rank
-    gpus = shape.sampler.gpus_per_replica
-    return _engine(planning, shape.base_model.max_context_length, rank, gpus)
+    # Adapter slots are smaller if only some modules are named; by how much is not known here.
+    rank = 1 if engines.lora_target_modules else resolved.base_model.limits.max_lora_rank
+    gpus = resolved.sampler.gpus_per_replica
+    return _engine(planning, resolved.base_model.max_context_length, rank, gpus)
 
 
-# Sessions are looked at often, and those of a BaseModel mostly ask for the same. What does not fit
-# takes the longest to find out.
+# Sessions are reconciled often, and those of a BaseModel mostly have the same spec. Planning takes
+# longest when nothing fits.
 @functools.lru_cache(maxsize=256)
 def _plan(
-    trainer: TrainerShape, sequence_length: int, lora_rank: int | None, beside: Engine | None
-) -> TrainerPlan | Refusal:
+    trainer: TrainerShape, sequence_length: int, lora_rank: int | None, colocated: Engine | None
+) -> TrainerPlan | Rejection:
     try:
-        return split(trainer, sequence_length, lora_rank, beside)
+        return plan_parallelism(trainer, sequence_length, lora_rank, colocated)
     except DoesNotFit as error:
-        return Refusal(Reason.NEVER_FITS, str(error))
+        return Rejection(Reason.NEVER_FITS, str(error))
     except ValueError as error:
-        return Refusal(Reason.NOT_ALLOWED, f"the BaseModel's trainer.planning: {error}")
+        return Rejection(Reason.NOT_ALLOWED, f"the BaseModel's trainer.planning: {error}")
 
 
 @functools.lru_cache(maxsize=256)
-def _engine(planning: Planning, sequence_length: int, lora_rank: int, gpus: int) -> Refusal | None:
+def _engine(
+    planning: Planning, sequence_length: int, lora_rank: int, gpus: int
+) -> Rejection | None:
     try:
         check_engine(planning, sequence_length, lora_rank, gpus)
     except DoesNotFit as error:
         message = f"the BaseModel's sampler.gpusPerReplica: {error}"
-        return Refusal(Reason.NEVER_FITS, message)
+        return Rejection(Reason.NEVER_FITS, message)
     except ValueError:
-        # A session that trains was refused for it; others need no plan.
+        # A session that trains was already rejected for this; others need no plan.
         return None
     return None

@@ -1,6 +1,6 @@
-"""What the operator has seen of one TrainingSession: plain data, without I/O.
+"""A snapshot of one TrainingSession and its surroundings: plain data, without I/O.
 
-Everything that `reconcile` decides by is here, the time included.
+`reconcile` decides from this alone; the current time is part of it.
 """
 
 from collections.abc import Mapping
@@ -15,20 +15,20 @@ from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessi
 Manifest = Mapping[str, Any]
 """A Kubernetes object as JSON."""
 
-Done = tuple[str, str]
-"""What a head was asked to do, and its incarnation."""
+SaveKey = tuple[str, str]
+"""Identifies a save: its kind (`suspend` or `checkpoint`) and the head's incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildKey:
-    """Names a child of a session; all live in its namespace."""
+    """Identifies a child of a session; all children are in the session's namespace."""
 
     kind: str
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class PodProblem:
     """Why a pod does not run."""
 
     reason: Reason
@@ -45,28 +45,28 @@ class Pod:
     """`head`, `trainer` or `sampler`."""
     is_scheduled: bool
     is_started: bool
-    """Whether its container has passed its startup probe."""
+    """Whether its containers have passed their startup probes."""
     is_ready: bool
     is_terminating: bool
     restarts: int
-    trouble: Trouble | None
+    problem: PodProblem | None
     node: str | None = None
-    """Where it runs."""
+    """The node that it is scheduled to."""
     tolerates_cordon: bool = False
-    """Whether it may be placed on a node that takes no more pods."""
+    """Whether it may be scheduled to a cordoned node."""
     finalizers: tuple[str, ...] = ()
     due: datetime | None = None
-    """When it should be gone, if it is being deleted: the end of its grace period."""
+    """End of the grace period of a terminating pod."""
 
     @property
     def incarnation(self) -> str:
-        """Differs between any two processes that ever ran in it."""
+        """Identifies one process: it differs between any two that ever ran in the pod."""
         return f"{self.uid}-{self.restarts}"
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What one node can hold at most, and what it asks of pods."""
+    """The capacity of a node, and what it requires of pods."""
 
     labels: Mapping[str, str]
     taints: tuple[Mapping[str, str], ...]
@@ -75,12 +75,12 @@ class Node:
     memory: float
     """Bytes."""
     devices: Mapping[str, float]
-    """GPUs, extended resources and huge pages (bytes), by the name of the resource."""
+    """GPUs, extended resources and huge pages (bytes), by resource name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One TrainingSession, its children, its surroundings and the clock."""
+    """One TrainingSession, its children, its surroundings and the current time."""
 
     name: str
     namespace: str
@@ -88,59 +88,59 @@ class Observed:
     generation: int
     created: datetime
     deleted: datetime | None
-    """When its deletion was asked for."""
+    """When its deletion was requested."""
     has_finalizer: bool
     is_declared: bool
-    """Whether a person or a GitOps tool made it, rather than the API server for a client."""
+    """Whether a person or a GitOps tool created it, not the API server for a client."""
     spec: TrainingSessionSpec
     status: TrainingSessionStatus
     last_activity: datetime | None
-    """When a client last used it, as the API server has noted."""
+    """When a client last used it, as recorded by the API server."""
     base_model: BaseModelSpec | None
-    """The BaseModel of its `spec.baseModel`, if there is one."""
+    """The active BaseModel of its `spec.baseModel`, if there is one."""
     sessions_of_owner: int
-    """Live sessions of its owner and BaseModel that are older than this one."""
-    turn: str | None
-    """Why older sessions that compete for the same nodes come first, if any do."""
+    """Older live sessions with the same owner and BaseModel."""
+    start_order_message: str | None
+    """Why it waits for older sessions that compete for the same nodes; None if it may start."""
     children: Mapping[ChildKey, Manifest]
-    """Live children but the Secret, which can only be read by name."""
+    """Live children except the Secret, which the operator may only read by name."""
     predecessors: Mapping[ChildKey, Manifest]
-    """Children of an earlier session of its name, which are still going."""
+    """Remaining children of a deleted session with the same name."""
     has_secret: bool
-    """By its witness, which is one of the children."""
+    """According to the Secret's marker, which is one of the children."""
     pods: tuple[Pod, ...]
     failed: Pod | None
-    """The last one that was ended for good; None once another is ready in its place. KubeRay
-    deletes it at once."""
+    """The last pod that failed; None once a replacement is ready. KubeRay deletes failed pods at
+    once."""
     nodes: tuple[Node, ...] | None
-    """All nodes; None if the operator may not see them, or is not to judge them."""
+    """All nodes; None if the operator may not list them or should not check their capacity."""
     has_kuberay: bool
-    """Whether the cluster knows RayClusters."""
+    """Whether the cluster serves the RayCluster API."""
     has_device_claims: bool
-    """Whether the cluster knows ResourceClaimTemplates (resource.k8s.io/v1)."""
+    """Whether the cluster serves ResourceClaimTemplates (resource.k8s.io/v1)."""
     apply_error: str | None
-    """Why the API server refused a child the last time, if it did."""
-    answers: Mapping[Done, str | None]
-    """What heads have done since this process started, each with the last checkpoint that was made
-    for it."""
-    asked: frozenset[Done]
-    """What heads are being asked to do now."""
+    """Why the API server rejected a child in the last attempt, if it did."""
+    completed_saves: Mapping[SaveKey, str | None]
+    """Saves that completed since this process started, each with the last checkpoint, if it created
+    one."""
+    pending_saves: frozenset[SaveKey]
+    """Saves that are in progress."""
     now: datetime
     kuberay_gap: str | None = None
-    """What the cluster's RayClusters lack that sessions need, if anything."""
+    """What the served RayCluster CRD lacks, if anything."""
     own_gap: str | None = None
-    """What the cluster's definition of TrainingSession lacks, if anything."""
+    """What the served TrainingSession CRD lacks, if anything."""
     cordoned: frozenset[str] = frozenset()
-    """Nodes that take no more pods."""
+    """Cordoned nodes."""
 
     @property
     def has_predecessors(self) -> bool:
-        """Whether children of an earlier session of its name are still going."""
+        """Whether children of a deleted session with the same name remain."""
         return bool(self.predecessors)
 
     @property
     def head(self) -> Pod | None:
-        """The head's pod; one that is going only if there is no other."""
+        """The head's pod; a terminating one only if there is no other."""
         heads = [pod for pod in self.pods if pod.component == "head"]
         return min(heads, key=lambda pod: pod.is_terminating, default=None)
 
@@ -152,12 +152,12 @@ class Observed:
         )
 
     @property
-    def is_held_back(self) -> bool:
-        """Whether its RayCluster may have no pods: Kueue has not admitted it, or evicted it."""
+    def is_suspended_by_kueue(self) -> bool:
+        """Whether Kueue keeps its RayCluster without pods: not admitted yet, or evicted."""
         cluster = self.ray_cluster
         return cluster is not None and bool(cluster.get("spec", {}).get("suspend"))
 
     @property
     def has_pods(self) -> bool:
-        """Whether it has pods, or something that makes them."""
+        """Whether it has pods or a RayCluster, which creates pods."""
         return bool(self.pods) or self.ray_cluster is not None

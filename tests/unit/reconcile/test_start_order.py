@@ -1,4 +1,4 @@
-"""Sessions that compete for GPUs get their pods one after the other, in order of arrival."""
+"""Sessions that compete for GPUs get their pods one after the other, oldest first."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -41,7 +41,7 @@ def stored(manifest: Json, second: int, **others: Any) -> Json:
 
 
 class Queue:
-    """Sessions as the operator watches them."""
+    """Sessions in the operator's cache."""
 
     def __init__(self, **offer: Any) -> None:
         self.watched = Watched()
@@ -77,28 +77,28 @@ class Queue:
             starts_in_order=in_order,
             nodes=None,
             apply_error=None,
-            answers={},
-            asked=frozenset(),
+            completed_saves={},
+            pending_saves=frozenset(),
             now=NOON,
         )
         found = self.watched.observed(name, surroundings)
         assert found is not None
-        return found.turn
+        return found.start_order_message
 
 
-def test_the_second_of_two_that_want_the_same_gpus_waits_and_is_told_for_whom_and_why() -> None:
+def test_the_younger_of_two_competing_sessions_waits_and_names_the_older_one() -> None:
     queue = Queue(**HALF)
     queue.make("first", status={"message": "1 Insufficient nvidia.com/gpu"})
     queue.make("second", second=1)
 
     assert queue.turn("first") is None
     assert queue.turn("second") == (
-        "waits for its turn: TrainingSession first came first, and does not have all of its nodes"
-        " yet: 1 Insufficient nvidia.com/gpu"
+        "waiting for older sessions to be scheduled: TrainingSession first is first in line and"
+        " does not have all of its nodes yet: 1 Insufficient nvidia.com/gpu"
     )
 
 
-def test_a_small_session_does_not_overtake_a_large_one_that_came_first() -> None:
+def test_a_small_session_does_not_overtake_an_older_large_one() -> None:
     queue = Queue(**HALF)
     queue.make("large")
     queue.make("small", second=1, trainer={"replicas": 1}, sampler={"replicas": 1})
@@ -108,7 +108,7 @@ def test_a_small_session_does_not_overtake_a_large_one_that_came_first() -> None
     assert "2 sessions are ahead" in str(queue.turn("last"))
 
 
-def test_of_two_of_the_same_second_only_one_gets_pods_whichever_was_seen_first() -> None:
+def test_only_one_of_two_sessions_created_in_the_same_second_is_admitted() -> None:
     queue = Queue(**HALF)
     queue.make("b")
     assert queue.turn("b") is None
@@ -133,7 +133,7 @@ PLACED: Mapping[str, Json] = {
 
 
 @pytest.mark.parametrize("status", PLACED.values(), ids=PLACED)
-def test_a_session_waits_for_an_older_one_no_longer_when(status: Json) -> None:
+def test_a_session_stops_waiting_when_the_older_one_is(status: Json) -> None:
     queue = Queue(**HALF)
     queue.make("first")
     queue.make("second", second=1)
@@ -144,7 +144,7 @@ def test_a_session_waits_for_an_older_one_no_longer_when(status: Json) -> None:
     assert queue.turn("second") is None
 
 
-def test_a_resumed_session_waits_for_one_that_got_its_turn_meanwhile() -> None:
+def test_a_resumed_session_waits_for_one_admitted_in_the_meantime() -> None:
     queue = Queue(**HALF)
     queue.make("first", status=conditions(Suspended="True"))
     queue.make("second", second=1)
@@ -153,7 +153,7 @@ def test_a_resumed_session_waits_for_one_that_got_its_turn_meanwhile() -> None:
     assert queue.turn("first") is not None
 
 
-def test_the_next_session_is_looked_at_as_soon_as_the_one_before_it_has_its_nodes() -> None:
+def test_the_next_session_is_enqueued_when_the_one_before_it_is_scheduled() -> None:
     queue = Queue(**HALF)
     for name, second in (("first", 1), ("third", 3), ("second", 2)):
         queue.make(name, second)
@@ -167,7 +167,7 @@ def test_the_next_session_is_looked_at_as_soon_as_the_one_before_it_has_its_node
     assert queue.turn("second") is None
 
 
-def test_a_session_has_its_nodes_once_all_of_its_pods_have_whatever_its_status_says() -> None:
+def test_a_session_is_scheduled_once_all_of_its_pods_are() -> None:
     queue = Queue(**HALF)
     queue.make("first")
     queue.make("second", second=1)
@@ -183,7 +183,7 @@ def test_a_session_has_its_nodes_once_all_of_its_pods_have_whatever_its_status_s
     assert queue.turn("second") is None
 
 
-def test_a_session_with_pods_waits_for_nobody() -> None:
+def test_a_session_with_pods_does_not_wait() -> None:
     queue = Queue(**HALF)
     queue.make("first")
     queue.make("second", second=1)
@@ -211,7 +211,7 @@ def test_the_order_can_be_switched_off() -> None:
     ],
     ids=["no GPUs", "Kueue", "another scheduler", "CPUs"],
 )
-def test_there_is_no_order_among_sessions_that_others_admit_or_without_devices(offer: Json) -> None:
+def test_sessions_that_others_admit_or_without_devices_are_not_ordered(offer: Json) -> None:
     queue = Queue(**offer)
     queue.make("first")
     queue.make("second", second=1)
@@ -242,9 +242,9 @@ ELSEWHERE = {"placement": {"nodeSelector": {"gpu": "L40S"}}}
             True,
         ),
     ],
-    ids=["alike", "anywhere", "other nodes", "perhaps", "preemption", "engines alone"],
+    ids=["equal", "anywhere", "other nodes", "overlapping labels", "preemption", "engines only"],
 )
-def test_sessions_compete_if_a_node_may_suit_both(one: Json, other: Json, do: bool) -> None:
+def test_sessions_compete_if_a_node_may_match_both(one: Json, other: Json, do: bool) -> None:
     assert compete(a_claim(**one), a_claim(**other)) is do
     assert compete(a_claim(**other), a_claim(**one)) is do
 
@@ -258,24 +258,27 @@ def test_sessions_of_two_models_compete_for_the_same_nodes() -> None:
     assert queue.turn("second") is not None
 
 
-def test_a_session_whose_turn_has_not_come_has_no_pods_is_queued_and_looks_again() -> None:
-    world = a_world("workers", "an older session comes first")
+def test_a_waiting_session_is_queued_without_pods_and_rechecked() -> None:
+    world = a_world("workers", "an older session waits for nodes")
 
     plan = reconcile(world.observe(), SETTINGS)
-    world.happen("the operator looks", "KubeRay works")
+    world.happen("the operator reconciles", "KubeRay works")
 
     assert plan.actions == ()
-    assert plan.look_again_seconds == 60
+    assert plan.requeue_after_seconds == 60
     assert world.children == {}
     assert world.status.phase == "Queued"
     quota = {each.type: each for each in world.status.conditions}[ConditionType.QUOTA_RESERVED]
-    assert (quota.reason, quota.message) == ("Queued", "waits for its turn: two")
+    assert (quota.reason, quota.message) == (
+        "Queued",
+        "waiting for older sessions to be scheduled: two",
+    )
 
 
-def test_a_session_gets_its_pods_when_its_turn_comes() -> None:
-    world = a_world("workers", "an older session comes first", "the operator looks")
+def test_an_admitted_session_gets_its_pods() -> None:
+    world = a_world("workers", "an older session waits for nodes", "the operator reconciles")
 
-    world.happen("the older session has its nodes")
+    world.happen("the older session is scheduled")
     world.settle()
 
     assert world.status.phase == "Ready"

@@ -1,4 +1,4 @@
-"""Children of a session: what KubeRay, Services, policies and heads are told."""
+"""Children of a session: RayCluster, Services, policies, configuration."""
 
 import json
 
@@ -29,7 +29,7 @@ MAX_RAY_CLUSTER_NAME = 53
 LONGEST = "s" * MAX_NAME_LENGTH
 WORKERS = a_base_model(trainer=TRAINERS, sampler=SAMPLERS)
 ENGINE_PODS = a_base_model(trainer=TRAINERS, sampler=ENGINES)
-COLOCATING = a_base_model(trainer=TRAINERS, sampler=COLOCATED)
+WITH_COLOCATED_ENGINES = a_base_model(trainer=TRAINERS, sampler=COLOCATED)
 CPU_TRAINERS = a_base_model(
     trainer={
         "backend": "megatron",
@@ -50,8 +50,8 @@ endings = st.sampled_from(
 
 
 def own_names(session: str) -> set[tuple[str, str]]:
-    """Return kind and name of all that a session has, and of what KubeRay derives from it."""
-    builds = [a_build(offered, name=session) for offered in (ENGINE_PODS, COLOCATING)]
+    """Return kind and name of a session's children, and of those that KubeRay derives."""
+    builds = [a_build(offered, name=session) for offered in (ENGINE_PODS, WITH_COLOCATED_ENGINES)]
     made = [child for build in builds for child in children(build)]
     made.append(support_objects.token_secret(builds[0]))
     derived = {("Service", f"{session}-head-svc"), ("Service", f"{session}-headless")}
@@ -99,9 +99,7 @@ def test_without_network_policies_there_is_none() -> None:
     ],
     ids=["head alone", "workers", "fewer trainers", "samplers alone"],
 )
-def test_groups_have_a_fixed_number_of_pods_as_kuberay_wants_it_written(
-    build: Build, counts: dict[str, int]
-) -> None:
+def test_worker_groups_have_a_fixed_number_of_pods(build: Build, counts: dict[str, int]) -> None:
     groups = ray_cluster(build)["spec"]["workerGroupSpecs"]
 
     sizes = {
@@ -111,7 +109,7 @@ def test_groups_have_a_fixed_number_of_pods_as_kuberay_wants_it_written(
     assert sizes == {name: (count, count, count) for name, count in counts.items()}
 
 
-def test_the_first_container_of_each_group_is_rays_and_only_engines_have_others() -> None:
+def test_the_first_container_of_each_pod_is_rays_and_only_engines_follow() -> None:
     spec = ray_cluster(a_build(WORKERS))["spec"]
 
     templates = [group["template"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
@@ -121,7 +119,7 @@ def test_the_first_container_of_each_group_is_rays_and_only_engines_have_others(
     assert "command" not in templates[1]["spec"]["containers"][0]
 
 
-def test_the_head_is_started_beside_ray_in_the_container_that_kuberay_makes() -> None:
+def test_the_head_runs_alongside_ray_in_kuberays_container() -> None:
     template = ray_cluster(a_build())["spec"]["headGroupSpec"]["template"]
 
     command = template["spec"]["containers"][0]["command"]
@@ -131,7 +129,7 @@ def test_the_head_is_started_beside_ray_in_the_container_that_kuberay_makes() ->
     assert "exec python -m tinkercloud_worker /etc/tinkercloud/head.json" in command[-1]
 
 
-def test_ray_waits_in_every_pod_for_what_comes_up_late() -> None:
+def test_ray_has_long_startup_timeouts_in_every_pod() -> None:
     spec = ray_cluster(a_build(WORKERS))["spec"]
     pods = [
         group["template"]["spec"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])
@@ -149,17 +147,17 @@ def test_ray_waits_in_every_pod_for_what_comes_up_late() -> None:
 
 
 def ray_params(build: Build) -> dict[str, Json]:
-    """Return what each group's `ray start` is told."""
+    """Return the `ray start` parameters of each group."""
     spec = ray_cluster(build)["spec"]
     workers = {group["groupName"]: group["rayStartParams"] for group in spec["workerGroupSpecs"]}
     return {"head": spec["headGroupSpec"]["rayStartParams"], **workers}
 
 
-def test_ranks_have_room_on_trainers_alone_one_for_each_gpu() -> None:
+def test_only_trainers_have_ray_cpus_one_for_each_rank() -> None:
     params = ray_params(a_build(WORKERS))
 
-    rooms = {name: told["num-cpus"] for name, told in params.items()}
-    assert rooms == {"head": "0", "trainer": "4", "sampler-0": "0"}
+    cpus = {name: values["num-cpus"] for name, values in params.items()}
+    assert cpus == {"head": "0", "trainer": "4", "sampler-0": "0"}
     assert params["head"]["num-gpus"] == "0"
 
 
@@ -173,15 +171,15 @@ def test_ranks_of_a_pod_without_gpus_share_its_cores() -> None:
     assert {"name": "OMP_NUM_THREADS", "value": "3"} in worker["env"]
 
 
-def test_objects_of_ray_fit_into_shared_memory_and_all_it_is_told_is_text() -> None:
+def test_rays_object_store_fits_shared_memory_and_all_parameters_are_text() -> None:
     params = ray_params(a_build(CPU_TRAINERS))
 
-    stores = {name: int(told["object-store-memory"]) for name, told in params.items()}
+    stores = {name: int(values["object-store-memory"]) for name, values in params.items()}
     assert stores == {"head": int(0.8 * 2**30), "trainer": int(0.8 * 2**31)}
-    assert all(isinstance(value, str) for told in params.values() for value in told.values())
+    assert all(isinstance(value, str) for values in params.values() for value in values.values())
 
 
-def test_workers_stay_for_as_long_as_their_head_saves_what_they_hold() -> None:
+def test_workers_outlive_the_head_while_it_saves() -> None:
     groups = ray_cluster(a_build(WORKERS))["spec"]["workerGroupSpecs"]
 
     pods = [group["template"]["spec"] for group in groups]
@@ -214,7 +212,7 @@ def test_the_longest_name_of_a_session_is_short_enough_for_kuberay() -> None:
     ],
     ids=["none", "of the BaseModel", "chosen"],
 )
-def test_a_queue_is_a_label_and_suspension_is_left_to_it(
+def test_a_queue_is_a_label_and_kueue_owns_spec_suspend(
     build: Build, wanted: dict[str, str]
 ) -> None:
     cluster = ray_cluster(build)
@@ -228,17 +226,17 @@ def test_a_queue_is_a_label_and_suspension_is_left_to_it(
     [(a_build(), 1), (a_build(WORKERS), 4), (a_build(QUEUED), 3)],
     ids=["head alone", "workers", "trainers"],
 )
-def test_no_pod_of_a_session_may_be_evicted_for_convenience(build: Build, pods: int) -> None:
+def test_the_disruption_budget_protects_every_pod(build: Build, pods: int) -> None:
     assert support_objects.disruption_budget(build)["spec"] == {
         "minAvailable": pods,
-        # One that never gets ready would hold up the drain of its node.
+        # A pod that never becomes ready must not block the drain of its node.
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": {"tinkercloud.dev/session": "one"}},
     }
 
 
 @pytest.mark.parametrize("base_model", [WORKERS, ENGINE_PODS], ids=["workers", "engines"])
-def test_every_pod_has_the_platforms_labels_beside_ours(base_model: BaseModelSpec) -> None:
+def test_every_pod_has_the_configured_labels_in_addition_to_ours(base_model: BaseModelSpec) -> None:
     wanted = {"azure.workload.identity/use": "true", "tinkercloud.dev/session": "another"}
 
     spec = ray_cluster(a_build(base_model, pod_labels=wanted))["spec"]
@@ -251,7 +249,7 @@ def test_every_pod_has_the_platforms_labels_beside_ours(base_model: BaseModelSpe
     assert of_pods[0]["tinkercloud.dev/component"] == "head"
 
 
-def test_the_service_leads_to_the_head_of_its_session_alone() -> None:
+def test_the_service_selects_only_the_head_of_its_session() -> None:
     service = support_objects.head_service(a_build())
 
     assert service["metadata"]["name"] == "one-head"
@@ -265,7 +263,7 @@ def test_the_service_leads_to_the_head_of_its_session_alone() -> None:
     assert "publishNotReadyAddresses" not in service["spec"]
 
 
-def test_pods_are_reached_by_each_other_and_by_our_own_programs_alone() -> None:
+def test_only_the_sessions_pods_and_our_programs_reach_a_pod() -> None:
     clients = [{"app": "api-server"}, {"app": "operator"}]
 
     policy = support_objects.network_policy(a_build(client_labels=clients))
@@ -295,15 +293,15 @@ def test_pods_are_reached_by_each_other_and_by_our_own_programs_alone() -> None:
     }
 
 
-def test_a_session_that_needs_no_store_and_no_hub_reaches_nothing_outside() -> None:
+def test_a_session_without_store_and_hub_has_no_egress() -> None:
     policy = support_objects.network_policy(a_build(outgoing_ports=[]))
 
-    # A rule without ports or peers would be about all of them.
+    # A rule without ports or peers would allow all of them.
     assert all(rule.get("ports") or rule.get("to") for rule in policy["spec"]["egress"])
     assert len(policy["spec"]["egress"]) == 2
 
 
-def what_the_head_reads(build: Build) -> Json:
+def parsed_head_config(build: Build) -> Json:
     text: str = support_objects.config_map(build)["data"]["head.json"]
     read: Json = json.loads(text)
     return read
@@ -320,13 +318,13 @@ def what_the_head_reads(build: Build) -> Json:
     ],
     ids=["head alone", "workers", "trainers without GPUs", "engines", "samplers alone"],
 )
-def test_the_head_reads_what_was_written_for_it(build: Build) -> None:
+def test_the_head_parses_its_configuration(build: Build) -> None:
     text = support_objects.config_map(build)["data"]["head.json"]
 
     assert HeadConfig.model_validate_json(text) == support_objects.head_config(build)
 
 
-def test_the_head_is_told_what_the_base_model_and_the_session_say() -> None:
+def test_the_head_configuration_follows_base_model_and_session() -> None:
     offered = a_base_model(
         trainer={"dtype": "float32", "maxBatchTokens": 4096, "startTimeoutSeconds": 7200},
         limits={"maxLoraRank": 64},
@@ -353,9 +351,9 @@ def test_the_head_is_told_what_the_base_model_and_the_session_say() -> None:
         ({}, 2 << 30),
         ({"trainer": TRAINERS, "sampler": ENGINES}, 4 << 30),
     ],
-    ids=["scratch of 8Gi", "more", "that has the base model too", "of a head without weights"],
+    ids=["scratch of 8Gi", "more", "with the base model", "of a head without weights"],
 )
-def test_weights_to_sample_from_are_let_go_before_they_fill_the_heads_scratch_space(
+def test_snapshots_are_limited_to_a_share_of_the_heads_scratch_space(
     offered: Json, room: int
 ) -> None:
     config = support_objects.head_config(a_build(a_base_model(**offered)))
@@ -370,9 +368,9 @@ def test_weights_to_sample_from_are_let_go_before_they_fill_the_heads_scratch_sp
         ({"trainer": TRAINERS}, 2 << 30),
         ({"trainer": {**TRAINERS, "resources": LARGE_HEAD["resources"]}}, 75 << 30),
     ],
-    ids=["scratch of 8Gi", "that has the base model too", "more"],
+    ids=["scratch of 8Gi", "with the base model", "more"],
 )
-def test_models_that_stay_with_the_ranks_do_not_fill_their_scratch_space(
+def test_remote_models_are_limited_to_a_share_of_the_trainers_scratch_space(
     offered: Json, room: int
 ) -> None:
     config = support_objects.head_config(a_build(a_base_model(**offered)))
@@ -380,7 +378,7 @@ def test_models_that_stay_with_the_ranks_do_not_fill_their_scratch_space(
     assert config.limits.max_placed_bytes == room
 
 
-def test_the_head_of_a_sampler_trains_nothing_and_has_the_dtype_of_its_base_model() -> None:
+def test_the_head_of_a_sampling_session_does_not_train() -> None:
     offered = a_base_model(trainer={**TRAINERS, "dtype": "float32"})
 
     config = support_objects.head_config(a_build(offered, a_session(role="Sampler", lora=None)))
@@ -389,7 +387,7 @@ def test_the_head_of_a_sampler_trains_nothing_and_has_the_dtype_of_its_base_mode
     assert config.trainer.dtype == "float32"
 
 
-def test_the_head_is_told_how_the_trainer_pods_train() -> None:
+def test_the_head_configuration_describes_the_trainers() -> None:
     offered = a_base_model(
         trainer={
             **TRAINERS,
@@ -406,14 +404,14 @@ def test_the_head_is_told_how_the_trainer_pods_train() -> None:
     assert (on_cpus.ranks, on_cpus.tensor_parallel, on_cpus.device) == (4, 2, "cpu")
 
 
-def test_layers_are_computed_again_on_gpus_as_their_plan_supposes() -> None:
+def test_activations_are_recomputed_on_gpus_as_planned() -> None:
     on_gpus = support_objects.head_config(a_build(a_base_model(trainer=TRAINERS))).trainer
     on_cpus = support_objects.head_config(a_build(CPU_TRAINERS)).trainer
 
     assert (on_gpus.max_kept_tokens, on_cpus.max_kept_tokens) == (0, None)
 
 
-def test_the_head_is_told_that_ranks_hold_the_base_between_them() -> None:
+def test_the_head_configuration_sets_sharding() -> None:
     shape = {"replicas": 2, "gpusPerReplica": 4}
 
     configs = [
@@ -425,7 +423,7 @@ def test_the_head_is_told_that_ranks_hold_the_base_between_them() -> None:
     assert {config.trainer.ranks for config in configs} == {8}
 
 
-def test_a_session_of_fewer_trainer_pods_has_fewer_ranks() -> None:
+def test_a_session_with_fewer_trainer_pods_has_fewer_ranks() -> None:
     build = a_build(CPU_TRAINERS, a_session(trainer={"replicas": 1}))
 
     assert support_objects.head_config(build).trainer.ranks == 2
@@ -437,7 +435,7 @@ def test_a_head_without_trainer_pods_trains_by_itself() -> None:
     assert (trainer.backend, trainer.ranks) == ("torch", 0)
 
 
-def test_the_head_leaves_its_last_words_where_kubernetes_looks_for_them() -> None:
+def test_the_head_writes_its_termination_message() -> None:
     build = a_build()
 
     head = ray_cluster(build)["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
@@ -452,7 +450,7 @@ def test_the_configuration_names_the_token_by_file_and_holds_no_secret() -> None
         checkpoint_secret="store-credentials",
     )
 
-    read = what_the_head_reads(build)
+    read = parsed_head_config(build)
 
     assert read["token_file"] == "/etc/tinkercloud-token/token"
     assert "hub-token" not in json.dumps(read)
@@ -460,7 +458,7 @@ def test_the_configuration_names_the_token_by_file_and_holds_no_secret() -> None
     assert "data" not in support_objects.token_secret(build)
 
 
-def test_pods_mount_the_secret_that_the_operator_makes() -> None:
+def test_pods_mount_the_secret_that_the_operator_creates() -> None:
     build = a_build()
     secret = support_objects.token_secret(build)["metadata"]["name"]
 

@@ -1,4 +1,4 @@
-"""Served definitions, compared with what the operator writes."""
+"""The served CRDs, compared with what the operator writes."""
 
 import copy
 from typing import Any
@@ -16,7 +16,7 @@ from tinkercloud_testing.sessions import observed
 
 Json = dict[str, Any]
 TEXT: Json = {"type": "string"}
-GAP = "needs KubeRay 1.6 or newer: this one is of 1.4"
+GAP = "requires KubeRay 1.6 or newer: this one is of 1.4"
 
 
 def closed(**properties: Json) -> Json:
@@ -38,34 +38,34 @@ def served(kind: str) -> Json:
         (closed(authOptions=closed(mode=TEXT)), "1.5", "spec.authOptions.secretName"),
     ],
 )
-def test_an_older_kuberay_is_known_by_what_its_ray_clusters_lack(
+def test_an_older_kuberay_is_detected_by_missing_fields(
     spec: Json, version: str, lacking: str
 ) -> None:
     gap = kuberay_gap(closed(spec=spec))
 
     assert gap is not None
-    assert "needs KubeRay 1.6 or newer" in gap
-    assert f"is of KubeRay {version} and lacks {lacking}." in gap
+    assert "requires KubeRay 1.6 or newer" in gap
+    assert f"is from KubeRay {version} and lacks {lacking};" in gap
 
 
-def test_ray_clusters_with_all_that_is_needed_and_more_have_no_gap() -> None:
+def test_a_crd_with_additional_fields_has_no_gap() -> None:
     spec = closed(authOptions=closed(mode=TEXT, secretName=TEXT, other=TEXT), other=TEXT)
 
     assert kuberay_gap(closed(spec=spec)) is None
 
 
-def test_what_takes_any_field_has_no_gap() -> None:
+def test_a_schema_that_accepts_any_field_has_no_gap() -> None:
     anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 
     assert kuberay_gap(closed(spec=anything)) is None
 
 
 @pytest.mark.parametrize("kind", [each.kind for each in KINDS])
-def test_the_definitions_of_this_version_lack_nothing(kind: str) -> None:
+def test_the_crds_of_this_version_have_no_gap(kind: str) -> None:
     assert own_gap(kind, served(kind)) is None
 
 
-def test_older_definitions_of_ours_are_told_apart_by_fields_and_by_values_of_fields() -> None:
+def test_older_crds_are_detected_by_missing_fields_and_enum_values() -> None:
     schema = served("TrainingSession")
     status = schema["properties"]["status"]["properties"]
     del status["workers"]["properties"]["samplers"]
@@ -81,7 +81,7 @@ def test_older_definitions_of_ours_are_told_apart_by_fields_and_by_values_of_fie
     assert "tinkercloud-crds" in gap
 
 
-def test_a_status_is_written_without_what_the_served_definition_does_not_know() -> None:
+def test_undeclared_fields_are_removed_from_a_status() -> None:
     schema = served("TrainingSession")
     fields = schema["properties"]["status"]["properties"]
     del fields["restarts"]
@@ -96,7 +96,7 @@ def test_a_status_is_written_without_what_the_served_definition_does_not_know() 
     assert kept == {"gpus": 2, "conditions": [{"type": "Ready", "status": "False"}]}
 
 
-def test_a_status_is_written_as_it_is_where_the_served_definition_is_not_known() -> None:
+def test_a_status_is_unchanged_if_the_schema_is_unknown() -> None:
     assert declared({"restarts": 1}, None) == {"restarts": 1}
 
 
@@ -112,18 +112,18 @@ def test_the_schema_of_a_kind_is_found_among_lists_and_other_kinds() -> None:
     assert schema_of({}, "RayCluster") is None
 
 
-def test_nothing_is_made_for_a_kuberay_that_is_too_old_and_clients_are_refused() -> None:
+def test_no_children_are_created_while_kuberay_is_too_old() -> None:
     plan = reconcile(observed(kuberay_gap=GAP), SETTINGS)
 
     assert not any(isinstance(action, Apply) for action in plan.actions)
     assert plan.status is not None
     assert plan.status.message == GAP
-    assert plan.announcement is not None
-    assert plan.announcement.reason is Reason.KUBERAY_TOO_OLD
-    assert plan.announcement.is_warning
+    assert plan.event is not None
+    assert plan.event.reason is Reason.KUBERAY_TOO_OLD
+    assert plan.event.is_warning
 
 
-def test_what_runs_continues_when_kuberay_becomes_too_old() -> None:
+def test_a_running_session_continues_after_kuberay_was_downgraded() -> None:
     world = a_world("workers", "it settles")
     world.change(kuberay_gap=GAP)
 
@@ -135,10 +135,10 @@ def test_what_runs_continues_when_kuberay_becomes_too_old() -> None:
     assert GAP in provisioned.message
 
 
-def test_a_session_that_waited_for_a_newer_kuberay_starts_once_it_is_there() -> None:
+def test_a_session_starts_once_kuberay_is_upgraded() -> None:
     world = a_world("workers")
     world.change(kuberay_gap=GAP)
-    world.happen("the operator looks", "a minute passes", "the operator looks")
+    world.happen("the operator reconciles", "a minute passes", "the operator reconciles")
     assert is_true(world.status, ConditionType.STALLED)
 
     world.change(kuberay_gap=None)
@@ -147,7 +147,7 @@ def test_a_session_that_waited_for_a_newer_kuberay_starts_once_it_is_there() -> 
     assert world.status.phase == "Ready"
 
 
-def test_a_refusal_of_an_undeclared_field_is_a_kuberay_that_is_too_old() -> None:
+def test_a_rejected_undeclared_field_is_reported_as_an_old_kuberay() -> None:
     answer = (
         "PATCH /apis/ray.io/v1/rayclusters/one: 500 failed to create typed patch object"
         " (default/one; ray.io/v1, Kind=RayCluster): .spec.x: field not declared in schema"
@@ -155,13 +155,13 @@ def test_a_refusal_of_an_undeclared_field_is_a_kuberay_that_is_too_old() -> None
 
     plan = reconcile(observed(apply_error=answer), SETTINGS)
 
-    assert plan.announcement is not None
-    assert plan.announcement.reason is Reason.KUBERAY_TOO_OLD
-    assert "KubeRay 1.6" in plan.announcement.message
-    assert ".spec.x" in plan.announcement.message
+    assert plan.event is not None
+    assert plan.event.reason is Reason.KUBERAY_TOO_OLD
+    assert "KubeRay 1.6" in plan.event.message
+    assert ".spec.x" in plan.event.message
 
 
-def test_outdated_definitions_of_ours_are_said_by_a_session_that_runs() -> None:
+def test_a_running_session_reports_outdated_crds() -> None:
     world = a_world("workers", "it settles")
     world.change(own_gap="lacks status.restarts")
 

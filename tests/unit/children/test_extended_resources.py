@@ -1,4 +1,4 @@
-"""Extended resources and variables of worker pods: in the containers that compute, and no other."""
+"""Extended resources and variables of worker pods, only in containers that compute."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from tinkercloud_testing.sessions import (
     a_session,
 )
 
-OF_TRAINERS: Json = {
+TRAINER_EXTRAS: Json = {
     "extendedResources": [
         {"name": "rdma/hca", "count": 2},
         {"name": "hugepages-2Mi", "count": 2560},
@@ -26,23 +26,23 @@ OF_TRAINERS: Json = {
         {"name": "GLOO_SOCKET_IFNAME", "value": "eth0"},
     ],
 }
-OF_SAMPLERS: Json = {
+SAMPLER_EXTRAS: Json = {
     "extendedResources": [{"name": "rdma/hca", "count": 1}],
     "environment": [{"name": "NCCL_DEBUG", "value": "WARN"}],
 }
-AMOUNTS_OF_TRAINERS = {"rdma/hca": "2", "hugepages-2Mi": "5120Mi"}
-AMOUNTS_OF_SAMPLERS = {"rdma/hca": "1"}
+TRAINER_AMOUNTS = {"rdma/hca": "2", "hugepages-2Mi": "5120Mi"}
+SAMPLER_AMOUNTS = {"rdma/hca": "1"}
 NAMES = {"rdma/hca", "hugepages-2Mi"}
 VARIABLES = {"NCCL_IB_HCA": "mlx5", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "WARN"}
 
 
 def a_build_with(sampler: Json, **session: object) -> Build:
-    shapes = {"trainer": TRAINERS | OF_TRAINERS, "sampler": {**sampler, **OF_SAMPLERS}}
+    shapes = {"trainer": TRAINERS | TRAINER_EXTRAS, "sampler": {**sampler, **SAMPLER_EXTRAS}}
     return a_build(a_base_model(**shapes), a_session(**session))
 
 
 def containers(build: Build) -> dict[str, Json]:
-    """Return all containers of a session, each under its group's name and its own."""
+    """Return all containers of a session, by group and container name."""
     spec = ray_cluster(build)["spec"]
     groups = [{"groupName": "head", **spec["headGroupSpec"]}, *spec["workerGroupSpecs"]]
     pods = {group["groupName"]: group["template"]["spec"] for group in groups}
@@ -54,7 +54,7 @@ def containers(build: Build) -> dict[str, Json]:
 
 
 def amounts(container: Json) -> dict[str, str]:
-    """Return what a container asks for of our names, which it must be limited to."""
+    """Return a container's requests of the extended resources, which must equal its limits."""
     asked, limited = (
         {name: amount for name, amount in container["resources"][kind].items() if name in NAMES}
         for kind in ("requests", "limits")
@@ -69,12 +69,12 @@ def variables(container: Json) -> dict[str, str]:
     return {name: value for name, value in found.items() if name in VARIABLES}
 
 
-def of_trainers() -> tuple[Json, Json]:
-    return AMOUNTS_OF_TRAINERS, {name: VARIABLES[name] for name in list(VARIABLES)[:2]}
+def trainer_extras() -> tuple[Json, Json]:
+    return TRAINER_AMOUNTS, {name: VARIABLES[name] for name in list(VARIABLES)[:2]}
 
 
-def of_samplers() -> tuple[Json, Json]:
-    return AMOUNTS_OF_SAMPLERS, {"NCCL_DEBUG": "WARN"}
+def sampler_extras() -> tuple[Json, Json]:
+    return SAMPLER_AMOUNTS, {"NCCL_DEBUG": "WARN"}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def of_samplers() -> tuple[Json, Json]:
     ],
     ids=["an engine", "engines", "colocated engines", "samplers alone"],
 )
-def test_the_containers_that_compute_have_what_their_shape_names_and_no_other_has_any(
+def test_only_compute_containers_have_extended_resources_and_variables(
     build: Build, trainers: set[str], samplers: set[str]
 ) -> None:
     found = {
@@ -108,26 +108,28 @@ def test_the_containers_that_compute_have_what_their_shape_names_and_no_other_ha
     }
 
     wanted: dict[str, tuple[Json, Json]] = dict.fromkeys(found, ({}, {}))
-    wanted |= dict.fromkeys(trainers, of_trainers()) | dict.fromkeys(samplers, of_samplers())
+    wanted |= dict.fromkeys(trainers, trainer_extras()) | dict.fromkeys(samplers, sampler_extras())
     assert found == wanted
     assert any("fetch-model" in name for name in found)
 
 
-def test_what_the_operator_tells_a_container_is_still_there() -> None:
+def test_the_operators_own_variables_are_kept() -> None:
     plain = containers(a_build(a_base_model(trainer=TRAINERS, sampler=ENGINES)))
 
-    told = containers(a_build_with(ENGINES))
+    extended = containers(a_build_with(ENGINES))
 
-    assert told.keys() == plain.keys()
+    assert extended.keys() == plain.keys()
     for name, container in plain.items():
-        assert [item for item in told[name]["env"] if item in container["env"]] == container["env"]
+        assert [item for item in extended[name]["env"] if item in container["env"]] == container[
+            "env"
+        ]
         for kind in ("requests", "limits"):
             needs = container["resources"][kind]
-            assert told[name]["resources"][kind] | needs == told[name]["resources"][kind]
+            assert extended[name]["resources"][kind] | needs == extended[name]["resources"][kind]
 
 
-def test_a_pod_asks_for_what_all_of_its_containers_ask_for() -> None:
-    [_, trainers] = a_build_with(COLOCATED).shape.pods
+def test_a_pod_requests_the_total_of_its_containers() -> None:
+    [_, trainers] = a_build_with(COLOCATED).resolved.pods
 
     assert trainers.extended == (
         ExtendedResource(name="rdma/hca", count=2 + 2 * 1),

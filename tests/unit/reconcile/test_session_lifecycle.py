@@ -1,4 +1,4 @@
-"""One session's life after another: what becomes of it, what it is told, what is told of it."""
+"""The life of a session: saves, suspension, resume, finish and deletion."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -10,29 +10,29 @@ from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_operator.decide.actions import (
     Apply,
-    AskHead,
     CreateSecret,
     Delete,
-    HoldFinalizer,
     Plan,
+    SaveRequest,
+    SetFinalizer,
 )
 from tinkercloud_operator.decide.reconcile import reconcile
-from tinkercloud_operator.spec.snapshot import ChildKey, Trouble
+from tinkercloud_operator.spec.snapshot import ChildKey, PodProblem
 from tinkercloud_testing.session_conditions import is_true
 from tinkercloud_testing.session_world import ENOUGH_ROUNDS, RAY_CLUSTER, SETTINGS, a_world
 from tinkercloud_testing.sessions import a_session, a_status, observed
 
 
 @pytest.mark.parametrize("history", [["it is deleted"], ["its owner suspends it"]], ids=str)
-def test_a_head_that_does_not_answer_is_asked_again_but_not_for_ever(history: list[str]) -> None:
-    world = a_world("workers", "it settles", "the head goes deaf", *history)
+def test_a_save_request_is_repeated_but_not_forever(history: list[str]) -> None:
+    world = a_world("workers", "it settles", "the head stops responding", *history)
     began = world.session.now
 
     asked = 0
     while not (world.is_gone or "deletionTimestamp" in world.children[RAY_CLUSTER]["metadata"]):
         plan = world.operate()
-        asked += any(isinstance(action, AskHead) for action in plan.actions)
-        world.pass_time(plan.look_again_seconds or 0)
+        asked += any(isinstance(action, SaveRequest) for action in plan.actions)
+        world.pass_time(plan.requeue_after_seconds or 0)
 
     patience = max(SETTINGS.last_checkpoint_seconds, SETTINGS.stop_seconds)
     assert asked > 2
@@ -40,41 +40,44 @@ def test_a_head_that_does_not_answer_is_asked_again_but_not_for_ever(history: li
 
 
 @pytest.mark.parametrize("looks", range(1, 6))
-def test_a_session_that_is_wanted_again_while_it_stops_gets_another_head(looks: int) -> None:
+def test_a_session_resumed_while_stopping_gets_a_new_head(looks: int) -> None:
     world = a_world("workers", "it settles", "its owner suspends it")
-    world.happen(*["the operator looks"] * looks, "its owner resumes it", "it settles")
+    world.happen(*["the operator reconciles"] * looks, "its owner resumes it", "it settles")
 
     assert world.status.phase == "Ready"
     assert world.status.restarts == 0
 
 
-def test_a_head_is_waited_for_as_long_as_it_takes_to_stop_however_long_it_was_not_ready() -> None:
-    world = a_world("workers", "it settles", "the trainers are lost", "the operator looks")
-    world.happen("half an hour passes", "the head goes deaf", "its owner suspends it")
+def test_the_stop_timeout_starts_with_the_stop() -> None:
+    world = a_world("workers", "it settles", "the trainers are lost", "the operator reconciles")
+    world.happen("half an hour passes", "the head stops responding", "its owner suspends it")
 
     world.happen(
-        "the operator looks", "the operator looks", "a minute passes", "the operator looks"
+        "the operator reconciles",
+        "the operator reconciles",
+        "a minute passes",
+        "the operator reconciles",
     )
 
     assert "deletionTimestamp" not in world.children[RAY_CLUSTER]["metadata"]
-    world.happen("the head hears again", "it settles")
+    world.happen("the head responds again", "it settles")
     assert world.status.phase == "Suspended"
     assert world.status.saved_incarnation == world.status.incarnation
 
 
-def test_what_a_head_has_saved_is_written_down_before_it_goes() -> None:
+def test_a_completed_save_is_recorded_before_the_head_is_deleted() -> None:
     world = a_world("workers", "it settles", "its owner suspends it")
     while not any(isinstance(a, Delete) for a in reconcile(world.observe(), SETTINGS).actions):
         world.operate()
 
-    world.happen("the operator dies after a write", "it settles")
+    world.happen("the operator crashes after a write", "it settles")
     world.happen("its owner resumes it", "it settles")
 
     assert world.status.restarts == 0
 
 
 @pytest.mark.parametrize("writes", range(3))
-def test_the_cluster_of_a_session_that_was_wanted_again_outlives_an_operator_that_made_it(
+def test_the_ray_cluster_of_a_resumed_session_survives_an_operator_crash(
     writes: int,
 ) -> None:
     world = a_world("workers", "it settles", "its owner suspends it")
@@ -85,7 +88,7 @@ def test_the_cluster_of_a_session_that_was_wanted_again_outlives_an_operator_tha
     plans = [world.operate(writes), world.operate(writes)]
     while world.status.phase != "Ready" and len(plans) < ENOUGH_ROUNDS:
         plans.append(world.operate())
-        world.happen("KubeRay works", "a pod gets on")
+        world.happen("KubeRay works", "a pod advances")
 
     assert world.status.phase == "Ready"
     assert not any(isinstance(action, Delete) for plan in plans for action in plan.actions)
@@ -107,7 +110,7 @@ FIRST_FIELDS = {
     "finishedTime",
     "message",
 }
-"""Of the status, in the first definitions; what came later may not be kept."""
+"""Status fields of the oldest CRDs, which may not store later ones."""
 
 
 @pytest.mark.parametrize(
@@ -118,10 +121,8 @@ FIRST_FIELDS = {
         ("a day passes", "Finished"),
     ],
 )
-@pytest.mark.parametrize("head", ["the head hears again", "the head goes deaf"])
-def test_a_session_stops_though_the_served_definitions_are_the_first(
-    event: str, phase: str, head: str
-) -> None:
+@pytest.mark.parametrize("head", ["the head responds again", "the head stops responding"])
+def test_a_session_stops_even_with_the_oldest_crds(event: str, phase: str, head: str) -> None:
     world = a_world("short life")
     known = {to_camel(name) for name in TrainingSessionStatus.model_fields}
     world.unknown_fields = frozenset(known - FIRST_FIELDS)
@@ -129,10 +130,10 @@ def test_a_session_stops_though_the_served_definitions_are_the_first(
 
     pauses: list[float | None] = []
     while world.status.phase != phase and len(pauses) < ENOUGH_ROUNDS:
-        pause = world.operate().look_again_seconds
+        pause = world.operate().requeue_after_seconds
         pauses.append(pause)
         world.pass_time(min(pause or 0, 5))
-        world.happen("KubeRay works", "a pod gets on")
+        world.happen("KubeRay works", "a pod advances")
 
     assert world.status.phase == phase
     assert (0, 0) not in pairwise(pauses)
@@ -161,20 +162,20 @@ def test_a_suspended_session_keeps_its_secret_and_nothing_else(offer: str) -> No
     assert set(world.children) == {ChildKey("ConfigMap", "one-token")}
 
 
-def test_what_surrounds_pods_is_there_as_long_as_they_are() -> None:
+def test_support_objects_exist_as_long_as_the_pods() -> None:
     world = a_world("workers", "it settles", "its owner suspends it")
     policy = ChildKey("NetworkPolicy", "one")
 
     while world.pods:
         assert policy in world.children
         world.operate()
-        world.happen("KubeRay works", "a pod gets on")
+        world.happen("KubeRay works", "a pod advances")
 
     world.settle()
     assert policy not in world.children
 
 
-def test_the_token_of_a_session_outlives_its_suspension() -> None:
+def test_the_token_of_a_session_survives_a_suspension() -> None:
     world = a_world("workers", "it settles", "its owner suspends it", "it settles")
     world.change(spec=a_session())
 
@@ -184,34 +185,38 @@ def test_the_token_of_a_session_outlives_its_suspension() -> None:
     assert any(isinstance(action, Apply) for action in plan.actions)
 
 
-def test_a_session_suspended_for_idleness_comes_back_when_it_is_used() -> None:
+def test_an_idle_session_resumes_when_it_is_used() -> None:
     world = a_world("workers", "it settles", "half an hour passes", "it settles")
     assert world.pods == {}
 
-    world.happen("a client comes", "it settles")
+    world.happen("a client sends a request", "it settles")
 
     assert world.status.phase == "Ready"
 
 
-def test_a_session_that_waits_while_its_base_model_is_away_is_not_started_by_its_return() -> None:
+def test_an_idle_session_is_not_resumed_by_the_return_of_its_base_model() -> None:
     world = a_world("workers", "it settles", "half an hour passes", "it settles")
 
-    world.happen("the BaseModel goes", "it settles", "the BaseModel is back", "it settles")
+    world.happen(
+        "the BaseModel is deleted", "it settles", "the BaseModel is recreated", "it settles"
+    )
 
     assert world.status.phase == "Suspended"
     assert world.pods == {}
 
 
-def test_a_session_that_was_refused_for_long_starts_once_it_is_allowed() -> None:
-    world = a_world("workers", "the BaseModel goes", "it settles", "a day passes", "it settles")
+def test_a_session_rejected_for_long_starts_once_it_is_accepted() -> None:
+    world = a_world(
+        "workers", "the BaseModel is deleted", "it settles", "a day passes", "it settles"
+    )
 
-    world.happen("the BaseModel is back", "it settles")
+    world.happen("the BaseModel is recreated", "it settles")
 
     assert world.status.phase == "Ready"
 
 
-def test_a_session_that_was_queued_for_long_starts_once_it_is_admitted() -> None:
-    looks = ["the operator looks", "a day passes"] * 3
+def test_a_session_queued_for_long_starts_once_it_is_admitted() -> None:
+    looks = ["the operator reconciles", "a day passes"] * 3
     world = a_world("queue", *looks)
     assert world.status.phase == "Queued"
 
@@ -220,18 +225,18 @@ def test_a_session_that_was_queued_for_long_starts_once_it_is_admitted() -> None
     assert world.observe().has_pods
 
 
-def test_what_runs_goes_on_without_its_base_model() -> None:
-    world = a_world("workers", "it settles", "the BaseModel goes", "it settles")
+def test_a_running_session_continues_without_its_base_model() -> None:
+    world = a_world("workers", "it settles", "the BaseModel is deleted", "it settles")
 
     assert world.status.phase == "Ready"
     assert len(world.pods) == 4
 
 
-def test_an_ended_session_is_deleted_in_time_even_without_its_base_model() -> None:
+def test_a_finished_session_is_deleted_on_time_without_its_base_model() -> None:
     world = a_world("for a client, short life", "it settles", "a day passes", "it settles")
     assert world.status.phase == "Finished"
 
-    world.happen("the BaseModel goes", "a day passes", "it settles")
+    world.happen("the BaseModel is deleted", "a day passes", "it settles")
 
     assert world.is_gone
 
@@ -240,14 +245,12 @@ def test_an_ended_session_is_deleted_in_time_even_without_its_base_model() -> No
     ("event", "reason"),
     [
         ("KubeRay is removed", Reason.KUBERAY_MISSING),
-        ("children are refused", Reason.APPLY_FAILED),
+        ("children are rejected", Reason.APPLY_FAILED),
     ],
 )
 @pytest.mark.parametrize("offer", ["workers", "queue"])
-def test_what_keeps_pods_from_being_made_is_told_before_the_queue(
-    offer: str, event: str, reason: Reason
-) -> None:
-    world = a_world(offer, event, "the operator looks", "the operator looks")
+def test_a_blocker_is_reported_before_the_queue(offer: str, event: str, reason: Reason) -> None:
+    world = a_world(offer, event, "the operator reconciles", "the operator reconciles")
 
     ready = find(world.status.conditions, ConditionType.READY)
     assert ready is not None
@@ -257,48 +260,48 @@ def test_what_keeps_pods_from_being_made_is_told_before_the_queue(
 
 def test_a_message_of_any_length_fits_the_status() -> None:
     world = a_world("workers", "it settles")
-    world.trouble_pods(Trouble(Reason.CRASH_LOOP, "x" * 5000))
+    world.break_pods(PodProblem(Reason.CRASH_LOOP, "x" * 5000))
 
     world.operate()
 
     assert len(world.status.message or "") == 1024
 
 
-def test_a_head_that_ended_unasked_is_counted_once() -> None:
+def test_an_unexpected_end_of_a_head_is_counted_once() -> None:
     world = a_world("workers", "it settles", "containers restart", "it settles")
 
     assert world.status.restarts == 1
 
 
-def test_the_finalizer_is_held_before_there_is_anything_to_save() -> None:
+def test_the_finalizer_is_added_before_the_pods() -> None:
     surroundings, pods = reconcile(observed(), SETTINGS).stages
 
-    assert HoldFinalizer(held=True) in surroundings
+    assert SetFinalizer(present=True) in surroundings
     assert any(isinstance(action, CreateSecret) for action in surroundings)
     assert any(isinstance(a, Apply) and a.manifest["kind"] == "RayCluster" for a in pods)
 
 
-def test_a_sampler_holds_no_finalizer_because_it_has_nothing_to_save() -> None:
+def test_a_sampling_session_has_no_finalizer() -> None:
     plan = reconcile(observed(spec=a_session(role="Sampler", lora=None)), SETTINGS)
 
-    assert not any(isinstance(action, HoldFinalizer) for action in plan.actions)
+    assert not any(isinstance(action, SetFinalizer) for action in plan.actions)
     assert any(isinstance(action, Apply) for action in plan.actions)
 
 
-def test_the_same_news_is_announced_once() -> None:
+def test_the_same_event_is_posted_once() -> None:
     refused = observed(base_model=None)
-    told = reconcile(refused, SETTINGS)
-    assert told.announcement is not None
-    assert told.announcement.is_warning
+    plan = reconcile(refused, SETTINGS)
+    assert plan.event is not None
+    assert plan.event.is_warning
 
-    again = reconcile(replace(refused, status=told.status or a_status()), SETTINGS)
+    again = reconcile(replace(refused, status=plan.status or a_status()), SETTINGS)
 
     assert again == Plan()
 
 
-def test_nothing_is_made_beside_what_an_earlier_session_of_the_name_had() -> None:
+def test_no_children_are_created_until_those_of_a_deleted_session_are_gone() -> None:
     plan = reconcile(observed(predecessors={RAY_CLUSTER: {"metadata": {}}}), SETTINGS)
 
-    assert plan.actions == (HoldFinalizer(held=True),)
+    assert plan.actions == (SetFinalizer(present=True),)
     assert plan.status is not None
-    assert "earlier session" in (plan.status.message or "")
+    assert "deleted session with the same name" in (plan.status.message or "")

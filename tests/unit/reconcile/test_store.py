@@ -1,4 +1,4 @@
-"""What was seen of the cluster: the newest version counts, whichever way it came."""
+"""The cache of the cluster: the newest version wins, whatever its source."""
 
 import random
 from datetime import timedelta
@@ -22,7 +22,7 @@ SERVICE = ChildKey("Service", "one-head")
 
 
 def stored(manifest: Json, version: int = 1, uid: str = "", age: float = 0, **meta: Any) -> Json:
-    """Return a manifest as the API server would, with what it adds."""
+    """Return an object with the metadata that the API server adds."""
     metadata = {
         **manifest["metadata"],
         "uid": uid or f"uid-of-{manifest['metadata']['name']}",
@@ -42,35 +42,35 @@ def service(version: int = 1, uid: str = "s", session: str = "one", **spec: Any)
     return stored({"metadata": metadata, "spec": spec}, version, uid)
 
 
-def look(watched: Watched, name: str = "one") -> Observed | None:
+def snapshot(watched: Watched, name: str = "one") -> Observed | None:
     surroundings = Surroundings(
         has_kuberay=True,
         has_device_claims=True,
         starts_in_order=True,
         nodes=None,
         apply_error=None,
-        answers={},
-        asked=frozenset(),
+        completed_saves={},
+        pending_saves=frozenset(),
         now=NOON,
     )
     return watched.observed(name, surroundings)
 
 
 def children(watched: Watched) -> dict[ChildKey, Any]:
-    found = look(watched)
+    found = snapshot(watched)
     assert found is not None
     return dict(found.children)
 
 
 @pytest.fixture
 def watched() -> Watched:
-    """What was watched of a session, seen a moment ago."""
+    """A cache with one session."""
     made = Watched()
     made.note("TrainingSession", session())
     return made
 
 
-def test_a_child_concerns_its_session(watched: Watched) -> None:
+def test_a_changed_child_enqueues_its_session(watched: Watched) -> None:
     assert watched.note("Service", service()) == {"one"}
     assert watched.note("Service", service(session="unknown", uid="x")) == set()
     assert children(watched).keys() == {SERVICE}
@@ -84,14 +84,14 @@ def test_a_child_that_changes_its_session_concerns_both_and_belongs_to_the_new_o
 
     concerned = watched.note("Service", service(8, session="two"))
 
-    found = look(watched, "two")
+    found = snapshot(watched, "two")
     assert concerned == {"one", "two"}
     assert children(watched) == {}
     assert found is not None
     assert found.children.keys() == {SERVICE}
 
 
-def test_a_late_event_does_not_hide_what_came_after_it(watched: Watched) -> None:
+def test_a_late_event_does_not_overwrite_a_newer_version(watched: Watched) -> None:
     watched.note("Service", service(7, port=2))
 
     concerned = watched.note("Service", service(6, port=1))
@@ -100,13 +100,13 @@ def test_a_late_event_does_not_hide_what_came_after_it(watched: Watched) -> None
     assert children(watched)[SERVICE]["spec"] == {"port": 2}
 
 
-def test_the_echo_of_our_own_write_concerns_nobody(watched: Watched) -> None:
+def test_the_watch_event_of_our_own_write_enqueues_nothing(watched: Watched) -> None:
     watched.note("Service", service(7))
 
     assert watched.note("Service", service(7)) == set()
 
 
-def test_a_late_event_does_not_bring_back_what_was_deleted(watched: Watched) -> None:
+def test_a_late_event_does_not_restore_a_deleted_object(watched: Watched) -> None:
     watched.note("Service", service(7))
     watched.note("Service", service(8), is_gone=True)
 
@@ -115,7 +115,7 @@ def test_a_late_event_does_not_bring_back_what_was_deleted(watched: Watched) -> 
     assert children(watched) == {}
 
 
-def test_the_end_of_an_object_does_not_hide_its_successor_of_the_same_name(
+def test_a_deletion_does_not_remove_a_successor_with_the_same_name(
     watched: Watched,
 ) -> None:
     watched.note("Service", service(7, uid="first"))
@@ -126,7 +126,7 @@ def test_the_end_of_an_object_does_not_hide_its_successor_of_the_same_name(
     assert children(watched)[SERVICE]["metadata"]["uid"] == "second"
 
 
-def test_a_late_word_of_an_object_does_not_hide_its_successor_of_the_same_name(
+def test_a_late_event_does_not_overwrite_a_successor_with_the_same_name(
     watched: Watched,
 ) -> None:
     watched.note("Service", service(9, uid="second"))
@@ -137,7 +137,7 @@ def test_a_late_word_of_an_object_does_not_hide_its_successor_of_the_same_name(
     assert children(watched)[SERVICE]["metadata"]["uid"] == "second"
 
 
-def test_what_is_missing_from_a_full_list_is_gone(watched: Watched) -> None:
+def test_objects_missing_from_a_full_list_are_removed(watched: Watched) -> None:
     watched.note("Service", service(7))
 
     concerned = watched.replace("Service", [], version=8)
@@ -146,7 +146,7 @@ def test_what_is_missing_from_a_full_list_is_gone(watched: Watched) -> None:
     assert children(watched) == {}
 
 
-def test_what_was_made_after_a_full_list_is_not_missing_from_it(watched: Watched) -> None:
+def test_objects_created_after_a_full_list_are_kept(watched: Watched) -> None:
     watched.note("Service", service(9))
 
     concerned = watched.replace("Service", [], version=8)
@@ -155,7 +155,7 @@ def test_what_was_made_after_a_full_list_is_not_missing_from_it(watched: Watched
     assert children(watched).keys() == {SERVICE}
 
 
-def test_a_full_list_of_one_kind_says_nothing_of_others(watched: Watched) -> None:
+def test_a_full_list_of_one_kind_does_not_affect_others(watched: Watched) -> None:
     watched.note("Service", service(7))
 
     watched.replace("ConfigMap", [], version=8)
@@ -163,23 +163,23 @@ def test_a_full_list_of_one_kind_says_nothing_of_others(watched: Watched) -> Non
     assert children(watched).keys() == {SERVICE}
 
 
-def test_a_base_model_concerns_the_sessions_that_ask_for_it(watched: Watched) -> None:
+def test_a_changed_base_model_enqueues_its_sessions(watched: Watched) -> None:
     watched.note("TrainingSession", stored(a_session_manifest("two", baseModel="other")))
 
     concerned = watched.note("BaseModel", stored(a_base_model_manifest()))
 
-    found = look(watched)
+    found = snapshot(watched)
     assert concerned == {"one"}
     assert found is not None
     assert found.base_model == a_base_model()
 
 
-def test_of_two_base_models_of_one_name_the_older_counts(watched: Watched) -> None:
+def test_the_older_of_two_base_models_with_one_name_is_active(watched: Watched) -> None:
     for name, age, context in (("b", 60, 16), ("a", 0, 32)):
         offered = a_base_model_manifest(name, maxContextLength=context)
         watched.note("BaseModel", stored(offered, age=age))
 
-    found = look(watched)
+    found = snapshot(watched)
 
     assert found is not None
     assert found.base_model is not None
@@ -199,16 +199,16 @@ def test_older_live_sessions_of_the_same_owner_and_model_are_counted(watched: Wa
     for other in others.values():
         watched.note("TrainingSession", other)
 
-    found = look(watched)
+    found = snapshot(watched)
 
     assert found is not None
     assert found.sessions_of_owner == 1
 
 
-def test_sessions_are_counted_as_they_come_end_and_go(watched: Watched) -> None:
+def test_session_counts_follow_creation_finish_and_deletion(watched: Watched) -> None:
     limited = a_base_model_manifest(limits={"maxSessionsPerOwner": 5})
     watched.note("BaseModel", stored(limited))
-    rng, version = random.Random(0), 10  # noqa: S311 - a history that can be played again
+    rng, version = random.Random(0), 10  # noqa: S311 - a reproducible history
     for _ in range(400):
         version += 1
         name, owner = f"s{rng.randrange(12)}", rng.choice(["ada", "bob"])
@@ -222,15 +222,15 @@ def test_sessions_are_counted_as_they_come_end_and_go(watched: Watched) -> None:
         watched.note("TrainingSession", other, is_gone=known is not None and rng.random() < 0.3)
 
         for each in watched.sessions.values():
-            found = look(watched, each["metadata"]["name"])
+            found = snapshot(watched, each["metadata"]["name"])
             assert found is not None
-            assert found.sessions_of_owner == counted_one_by_one(watched, each)
+            assert found.sessions_of_owner == count_by_scan(watched, each)
     assert {item["metadata"]["name"] for item in watched.sessions_of("Qwen/Qwen3-8B")} == set(
         watched.sessions
     )
 
 
-def counted_one_by_one(watched: Watched, session: Manifest) -> int:
+def count_by_scan(watched: Watched, session: Manifest) -> int:
     def age(item: Any) -> tuple[str, str]:
         return item["metadata"]["creationTimestamp"], item["metadata"]["name"]
 
@@ -250,7 +250,7 @@ def written_by(manager: str, time: str) -> Json:
 
 
 @pytest.mark.parametrize("clock", ["2025-12-31T12:00:00Z", "2026-01-05T12:00:00Z"])
-def test_a_use_is_of_the_time_that_kubernetes_saw_it_written_whatever_the_writers_clock_says(
+def test_the_last_activity_has_kubernetes_time_regardless_of_clock_skew(
     watched: Watched, clock: str
 ) -> None:
     own = [
@@ -261,23 +261,23 @@ def test_a_use_is_of_the_time_that_kubernetes_saw_it_written_whatever_the_writer
 
     watched.note("TrainingSession", session(version=2, annotations=annotations, managedFields=own))
 
-    found = look(watched)
+    found = snapshot(watched)
     assert found is not None
     assert found.last_activity == NOON - timedelta(minutes=1)
 
 
-def test_a_use_that_somebody_else_has_written_is_of_the_time_it_says(watched: Watched) -> None:
+def test_the_last_activity_of_another_writer_has_its_own_time(watched: Watched) -> None:
     own = [written_by("kubectl-annotate", "2026-01-01T11:59:00Z")]
     annotations = {labels.LAST_ACTIVITY: "2026-01-01T10:00:00Z"}
 
     watched.note("TrainingSession", session(version=2, annotations=annotations, managedFields=own))
 
-    found = look(watched)
+    found = snapshot(watched)
     assert found is not None
     assert found.last_activity == NOON - timedelta(hours=2)
 
 
-def test_what_all_sessions_say_is_kept_once(watched: Watched) -> None:
+def test_strings_shared_by_all_sessions_are_stored_once(watched: Watched) -> None:
     def text() -> str:
         return "".join(["a value that is read ", "from the network each time"])
 
@@ -291,7 +291,7 @@ def test_what_all_sessions_say_is_kept_once(watched: Watched) -> None:
     assert kept[0] is kept[1]
 
 
-def test_sessions_with_pods_on_a_node_are_known(watched: Watched) -> None:
+def test_sessions_with_pods_on_a_node_are_found(watched: Watched) -> None:
     metadata = {"name": "one-head", "labels": {labels.SESSION_LABEL: "one"}}
     watched.note("Pod", stored({"metadata": metadata, "spec": {"nodeName": "a"}, "status": {}}))
 
@@ -299,7 +299,7 @@ def test_sessions_with_pods_on_a_node_are_known(watched: Watched) -> None:
     assert watched.with_pods_on(frozenset({"b"})) == []
 
 
-def test_a_session_is_seen_with_its_deletion_finalizer_and_activity(watched: Watched) -> None:
+def test_a_snapshot_has_deletion_finalizer_and_activity(watched: Watched) -> None:
     metadata: Json = {
         "deletionTimestamp": "2026-01-01T12:00:00Z",
         "finalizers": [labels.FINALIZER, "another"],
@@ -308,7 +308,7 @@ def test_a_session_is_seen_with_its_deletion_finalizer_and_activity(watched: Wat
     }
     watched.note("TrainingSession", session(version=2, **metadata))
 
-    found = look(watched)
+    found = snapshot(watched)
 
     assert found is not None
     assert (found.deleted, found.last_activity) == (NOON, NOON)
@@ -324,30 +324,30 @@ def test_a_session_is_seen_with_its_deletion_finalizer_and_activity(watched: Wat
     ],
     ids=["from Git", "a run", "samplers of a client"],
 )
-def test_a_session_is_declared_unless_the_api_server_made_it(
+def test_a_session_is_declared_unless_the_api_server_created_it(
     watched: Watched, spec: Json, annotations: Json, is_declared: bool
 ) -> None:
     made = session("made", annotations=annotations)
     watched.note("TrainingSession", made | {"spec": {**made["spec"], **spec}})
 
-    found = look(watched, "made")
+    found = snapshot(watched, "made")
 
     assert found is not None
     assert found.is_declared is is_declared
 
 
-def test_an_unknown_session_or_one_that_can_not_be_read_is_none(watched: Watched) -> None:
+def test_an_unknown_or_unreadable_session_has_no_snapshot(watched: Watched) -> None:
     watched.note("TrainingSession", session("broken") | {"spec": {"owner": 7}})
 
-    assert look(watched, "broken") is None
-    assert look(watched, "unknown") is None
+    assert snapshot(watched, "broken") is None
+    assert snapshot(watched, "unknown") is None
 
 
-def test_of_a_status_what_a_later_version_wrote_is_left_out(watched: Watched) -> None:
+def test_status_fields_of_a_newer_version_are_ignored(watched: Watched) -> None:
     later = {"phase": "Hibernating", "incarnation": "uid-0", "finishedTime": timestamp(NOON)}
     watched.note("TrainingSession", session(version=2) | {"status": later})
 
-    found = look(watched)
+    found = snapshot(watched)
 
     assert found is not None
     assert (found.status.incarnation, found.status.finished_time) == ("uid-0", timestamp(NOON))
@@ -372,16 +372,16 @@ def a_pod_of(ray_cluster: str) -> Json:
         ([a_ray_cluster("another", 2)], True),
         ([], True),
     ],
-    ids=["there", "going", "another of its name", "gone"],
+    ids=["exists", "terminating", "another with its name", "deleted"],
 )
-def test_a_pod_whose_raycluster_is_gone_or_going_is_going_too(
+def test_a_pod_of_a_deleted_ray_cluster_counts_as_terminating(
     watched: Watched, clusters: list[Json], is_going: bool
 ) -> None:
     watched.note("Pod", a_pod_of("its"))
     for cluster in clusters:
         watched.note("RayCluster", cluster)
 
-    found = look(watched)
+    found = snapshot(watched)
 
     assert found is not None
     assert [pod.is_terminating for pod in found.pods] == [is_going]
@@ -404,7 +404,7 @@ READY: Json = {"conditions": [{"type": "Ready", "status": "True"}]}
 
 
 def last_failure(watched: Watched) -> str | None:
-    found = look(watched)
+    found = snapshot(watched)
     assert found is not None
     return found.failed.name if found.failed is not None else None
 
@@ -416,13 +416,13 @@ def test_a_pod_that_failed_and_was_deleted_at_once_is_remembered(watched: Watche
 
     watched.note("Pod", a_trainer("lost", **FAILED), is_gone=True)
 
-    found = look(watched)
+    found = snapshot(watched)
     assert found is not None
     assert [pod.name for pod in found.pods] == ["sibling"]
     assert last_failure(watched) == "lost"
 
 
-def test_a_pod_that_failed_is_forgotten_once_another_is_ready_in_its_place(
+def test_a_failed_pod_is_forgotten_once_its_replacement_is_ready(
     watched: Watched,
 ) -> None:
     watched.note("RayCluster", a_ray_cluster("its", 2))
@@ -437,7 +437,7 @@ def test_a_pod_that_failed_is_forgotten_once_another_is_ready_in_its_place(
         assert last_failure(watched) is None
 
 
-def test_pods_that_end_after_their_session_are_not_remembered(watched: Watched) -> None:
+def test_failed_pods_of_a_deleted_session_are_not_remembered(watched: Watched) -> None:
     watched.note("TrainingSession", session(version=9), is_gone=True)
 
     watched.note("Pod", a_trainer("lost", **FAILED), is_gone=True)
@@ -445,7 +445,7 @@ def test_pods_that_end_after_their_session_are_not_remembered(watched: Watched) 
     assert watched._failures == {}
 
 
-def test_a_failure_goes_with_its_raycluster_and_with_its_session(watched: Watched) -> None:
+def test_a_failed_pod_is_forgotten_with_its_ray_cluster_and_session(watched: Watched) -> None:
     watched.note("RayCluster", a_ray_cluster("its", 2))
     watched.note("Pod", a_trainer("lost", **FAILED), is_gone=True)
     assert last_failure(watched) == "lost"
@@ -461,7 +461,7 @@ def test_a_failure_goes_with_its_raycluster_and_with_its_session(watched: Watche
 @pytest.mark.parametrize(
     ("owner", "is_its_own"), [("uid-of-one", True), ("uid-of-an-earlier-one", False)]
 )
-def test_children_of_an_earlier_session_of_the_same_name_are_not_its_own(
+def test_children_of_a_deleted_session_with_the_same_name_are_predecessors(
     watched: Watched, owner: str, is_its_own: bool
 ) -> None:
     owned = service()
@@ -470,22 +470,20 @@ def test_children_of_an_earlier_session_of_the_same_name_are_not_its_own(
 
     watched.note("Service", owned)
 
-    found = look(watched)
+    found = snapshot(watched)
     assert found is not None
     assert (SERVICE in found.children) is is_its_own
     assert (SERVICE in found.predecessors) is not is_its_own
 
 
-def test_managed_fields_are_not_kept(watched: Watched) -> None:
+def test_managed_fields_are_removed(watched: Watched) -> None:
     watched.note("TrainingSession", session(version=2, managedFields=[{"manager": "x"}]))
 
     assert "managedFields" not in watched.sessions["one"]["metadata"]
 
 
-@pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "finished"])
-def test_the_end_of_a_session_concerns_others_of_its_owner_and_model(
-    watched: Watched, is_gone: bool
-) -> None:
+@pytest.mark.parametrize("is_gone", [True, False], ids=["deleted", "finished"])
+def test_the_end_of_a_session_enqueues_its_siblings(watched: Watched, is_gone: bool) -> None:
     watched.note("TrainingSession", session("waiting", age=1))
     watched.note("TrainingSession", stored(a_session_manifest("grace-s", owner="grace")))
     finished = {"finishedTime": timestamp(NOON)}
@@ -496,7 +494,7 @@ def test_the_end_of_a_session_concerns_others_of_its_owner_and_model(
     assert concerned - {"one"} == {"waiting"}
 
 
-def test_a_child_whose_label_was_edited_is_still_its_sessions(watched: Watched) -> None:
+def test_a_child_with_an_edited_label_still_belongs_to_its_session(watched: Watched) -> None:
     owners = [{"kind": "TrainingSession", "name": "one", "uid": "uid-of-one"}]
     edited = service(session="another")
     edited["metadata"]["ownerReferences"] = owners
@@ -505,7 +503,7 @@ def test_a_child_whose_label_was_edited_is_still_its_sessions(watched: Watched) 
     assert children(watched).keys() == {SERVICE}
 
 
-def test_of_a_pod_only_its_state_is_kept(watched: Watched) -> None:
+def test_only_the_state_of_a_pod_is_kept(watched: Watched) -> None:
     metadata = {"name": "one-head", "labels": {labels.SESSION_LABEL: "one"}}
     watched.note("Pod", stored({"metadata": metadata, "spec": {"a": "lot"}, "status": {}}))
 
@@ -516,7 +514,7 @@ def test_of_a_pod_only_its_state_is_kept(watched: Watched) -> None:
 @pytest.mark.parametrize(
     ("owners", "is_there"), [(["TrainingSession", "Secret"], True), (["TrainingSession"], False)]
 )
-def test_a_secret_is_there_as_long_as_its_witness_names_it(
+def test_a_secret_exists_as_long_as_its_marker_references_it(
     watched: Watched, owners: list[str], is_there: bool
 ) -> None:
     named = [{"kind": kind, "name": "one", "uid": "uid-of-one"} for kind in owners]
@@ -524,14 +522,14 @@ def test_a_secret_is_there_as_long_as_its_witness_names_it(
 
     concerned = watched.note("ConfigMap", stored({"metadata": metadata}))
 
-    found = look(watched)
+    found = snapshot(watched)
     assert concerned == {"one"}
     assert found is not None
     assert found.has_secret is is_there
 
 
-def test_a_session_without_a_witness_has_no_secret(watched: Watched) -> None:
-    found = look(watched)
+def test_a_session_without_a_marker_has_no_secret(watched: Watched) -> None:
+    found = snapshot(watched)
 
     assert found is not None
     assert not found.has_secret

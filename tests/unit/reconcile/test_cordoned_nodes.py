@@ -1,4 +1,4 @@
-"""A session leaves nodes that are cordoned, with its state, so that they can be drained."""
+"""A session moves off cordoned nodes with its state, so that they can be drained."""
 
 import pytest
 
@@ -13,8 +13,8 @@ CORDON = "node.kubernetes.io/unschedulable"
 
 
 @pytest.mark.parametrize("offer", ["head alone", "workers", "engines", "queue"])
-def test_a_session_moves_from_a_cordoned_node_with_its_state(offer: str) -> None:
-    world = a_world(offer, "it settles", "a client comes")
+def test_a_session_moves_off_a_cordoned_node_with_its_state(offer: str) -> None:
+    world = a_world(offer, "it settles", "a client sends a request")
     head = world.status.incarnation
 
     world.happen("a node is cordoned", "it settles")
@@ -25,13 +25,13 @@ def test_a_session_moves_from_a_cordoned_node_with_its_state(offer: str) -> None
     assert world.status.restarts == 0
 
 
-def test_a_session_says_why_it_moves() -> None:
-    world = a_world("workers", "it settles", "a node is cordoned", "the operator looks")
+def test_the_status_explains_a_move() -> None:
+    world = a_world("workers", "it settles", "a node is cordoned", "the operator reconciles")
 
     suspended = find(world.status.conditions, ConditionType.SUSPENDED)
     assert world.status.phase == "Suspending"
     assert suspended is not None
-    assert "node node-0 takes no more pods" in suspended.message
+    assert "node node-0 is cordoned" in suspended.message
 
 
 def test_a_session_without_pods_on_the_cordoned_node_stays() -> None:
@@ -43,10 +43,10 @@ def test_a_session_without_pods_on_the_cordoned_node_stays() -> None:
     assert world.status.incarnation == head
 
 
-def test_a_move_that_has_begun_is_finished_when_the_node_is_back() -> None:
-    world = a_world("workers", "it settles", "a node is cordoned", "the operator looks")
+def test_a_started_move_completes_after_the_node_is_uncordoned() -> None:
+    world = a_world("workers", "it settles", "a node is cordoned", "the operator reconciles")
 
-    world.happen("the operator looks", "no node is cordoned", "it settles")
+    world.happen("the operator reconciles", "no node is cordoned", "it settles")
 
     assert world.status.phase == "Ready"
     assert world.status.restarts == 0
@@ -62,7 +62,7 @@ def a_pod_that_tolerates(*tolerations: Json) -> Pod:
     "toleration",
     [{"operator": "Exists"}, {"key": CORDON, "operator": "Exists", "effect": "NoSchedule"}],
 )
-def test_pods_that_would_be_placed_there_again_stay_where_they_are(toleration: Json) -> None:
+def test_pods_that_tolerate_the_cordon_stay(toleration: Json) -> None:
     stays = a_pod_that_tolerates(toleration)
     moves = a_pod_that_tolerates({"key": "nvidia.com/gpu", "operator": "Exists"})
     cordoned = frozenset({"node-0"})
@@ -70,11 +70,11 @@ def test_pods_that_would_be_placed_there_again_stay_where_they_are(toleration: J
     kept = decide(observed(pods=(stays,), cordoned=cordoned), None, None)
     moved = decide(observed(pods=(moves,), cordoned=cordoned), None, None)
 
-    assert kept.wanted == "Running"
-    assert moved.wanted == "Suspended"
+    assert kept.desired == "Running"
+    assert moved.desired == "Suspended"
 
 
-def test_a_session_whose_owner_suspends_it_says_that_and_stays_suspended() -> None:
+def test_spec_suspend_takes_precedence_over_a_cordon() -> None:
     world = a_world("workers", "it settles", "its owner suspends it", "a node is cordoned")
 
     world.settle()
@@ -82,17 +82,17 @@ def test_a_session_whose_owner_suspends_it_says_that_and_stays_suspended() -> No
     assert world.status.phase == "Suspended"
 
 
-def test_a_pod_that_does_not_end_on_a_dead_node_keeps_its_session_from_nothing() -> None:
+def test_a_pod_stuck_terminating_on_a_dead_node_does_not_block_its_session() -> None:
     stuck = a_pod(node="node-0", is_terminating=True)
 
     decision = decide(observed(pods=(stuck,), cordoned=frozenset({"node-0"})), None, None)
 
-    assert decision.wanted == "Running"
+    assert decision.desired == "Running"
 
 
-def test_a_pod_that_has_no_node_yet_is_on_none() -> None:
+def test_an_unscheduled_pod_is_on_no_cordoned_node() -> None:
     waits = a_pod(is_scheduled=False, is_started=False, is_ready=False)
 
-    assert decide(observed(pods=(waits,), cordoned=frozenset({"x"})), None, None).wanted == (
+    assert decide(observed(pods=(waits,), cordoned=frozenset({"x"})), None, None).desired == (
         "Running"
     )

@@ -1,4 +1,4 @@
-"""A term of leadership: everything is listed, then watched, and listed anew when a watch was."""
+"""A term of leadership: the initial list, watches, and resyncs after watches restart."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,7 +10,7 @@ from tinkercloud_crds import labels
 from tinkercloud_operator import __main__ as process
 from tinkercloud_operator.run.controller import Controller
 from tinkercloud_operator.run.handlers import WatchingFailed
-from tinkercloud_operator.run.head_client import Heads
+from tinkercloud_operator.run.head_client import HeadClient
 from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.run.probes import Probes
 from tinkercloud_operator.settings import Settings
@@ -25,23 +25,23 @@ SETTINGS = Settings(max_concurrent=1)
 
 
 @pytest.fixture(autouse=True)
-def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+def _shorten_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_RETRY_SECONDS", 0.0)
     monkeypatch.setattr(process, "_GATHER_SECONDS", 0.0)
 
 
 @pytest.fixture
-async def heads(connection: Connection) -> AsyncIterator[Heads]:
+async def heads(connection: Connection) -> AsyncIterator[HeadClient]:
     async with aiohttp.ClientSession() as http:
-        yield Heads(connection.cluster, http)
+        yield HeadClient(connection.cluster, http)
 
 
 @pytest.fixture
-def controller(connection: Connection, heads: Heads) -> Controller:
-    """One that has seen a session with a Service."""
+def controller(connection: Connection, heads: HeadClient) -> Controller:
+    """A controller that has observed a session with a Service."""
     made = Controller(connection.cluster, heads, SETTINGS)
-    made.hear("TrainingSession", None, a_session(connection))
-    made.hear("Service", None, a_service(connection))
+    made.on_event("TrainingSession", None, a_session(connection))
+    made.on_event("Service", None, a_service(connection))
     return made
 
 
@@ -53,32 +53,32 @@ def a_service(connection: Connection) -> Json:
     return connection.api.put(SERVICE, {}, labels={labels.SESSION_LABEL: "one"})
 
 
-def test_what_a_watch_begins_with_is_no_reason_to_list_everything(controller: Controller) -> None:
+def test_the_initial_list_of_a_watch_triggers_no_resync(controller: Controller) -> None:
     assert not controller.needs_resync.is_set()
 
 
-def test_a_watch_that_begins_anew_may_have_missed_what_went(
+def test_a_restarted_watch_triggers_a_resync(
     controller: Controller, connection: Connection
 ) -> None:
-    controller.hear("Service", "MODIFIED", a_service(connection))
+    controller.on_event("Service", "MODIFIED", a_service(connection))
     assert not controller.needs_resync.is_set()
 
-    controller.hear("Service", None, a_service(connection))
+    controller.on_event("Service", None, a_service(connection))
 
     assert controller.needs_resync.is_set()
 
 
-def test_what_one_kind_tells_says_nothing_of_the_watches_of_others(
+def test_watches_of_different_kinds_are_tracked_separately(
     controller: Controller, connection: Connection
 ) -> None:
-    controller.hear("Service", "MODIFIED", a_service(connection))
+    controller.on_event("Service", "MODIFIED", a_service(connection))
 
-    controller.hear("TrainingSession", None, a_session(connection))
+    controller.on_event("TrainingSession", None, a_session(connection))
 
     assert not controller.needs_resync.is_set()
 
 
-async def test_what_went_without_a_word_is_found_when_a_watch_begins_anew(
+async def test_a_missed_deletion_is_found_after_a_watch_restarts(
     controller: Controller, connection: Connection
 ) -> None:
     resyncing = asyncio.create_task(process._resync(controller, asyncio.Event(), SETTINGS))
@@ -95,7 +95,7 @@ async def test_what_went_without_a_word_is_found_when_a_watch_begins_anew(
 
 
 @pytest.mark.parametrize("has_claims", [True, False])
-async def test_claims_of_devices_are_listed_only_where_the_cluster_knows_them(
+async def test_device_claims_are_listed_only_if_the_cluster_serves_them(
     controller: Controller,
     connection: Connection,
     has_claims: bool,
@@ -108,7 +108,7 @@ async def test_claims_of_devices_are_listed_only_where_the_cluster_knows_them(
     assert bool(asked) == ("ResourceClaimTemplate" in controller.served) == has_claims
 
 
-async def test_kuberay_that_comes_ends_the_watching_so_that_its_kinds_are_watched(
+async def test_installing_kuberay_restarts_the_watches(
     controller: Controller, connection: Connection
 ) -> None:
     connection.api.has_kuberay = False
@@ -124,37 +124,37 @@ async def test_kuberay_that_comes_ends_the_watching_so_that_its_kinds_are_watche
     assert stop.is_set()
 
 
-async def test_a_base_model_takes_over_at_once_when_the_older_of_its_name_goes(
+async def test_a_duplicate_base_model_becomes_active_when_the_older_one_is_deleted(
     connection: Connection, controller: Controller
 ) -> None:
     older = connection.api.put(f"{BASE_MODELS}/a", a_base_model_manifest("a"))
     younger = connection.api.put(f"{BASE_MODELS}/b", a_base_model_manifest("b"))
     for offered in (older, younger):
-        controller.hear("BaseModel", "ADDED", offered)
+        controller.on_event("BaseModel", "ADDED", offered)
     controller._is_complete.set()
     working = asyncio.create_task(controller.work_on_base_models())
     assert await reached(lambda: reason_of(connection, "b") == "Duplicate")
 
-    controller.hear("BaseModel", "DELETED", older)
+    controller.on_event("BaseModel", "DELETED", older)
 
     assert await reached(lambda: reason_of(connection, "b") == "Accepted")
     working.cancel()
 
 
 def reason_of(connection: Connection, base_model: str) -> str | None:
-    """Return the reason of the Ready condition that was written of a BaseModel, if any was."""
+    """Return the reason of the Ready condition of a BaseModel, if it was written."""
     status = connection.api.objects[f"{BASE_MODELS}/{base_model}"].get("status", {})
     reasons = [item["reason"] for item in status.get("conditions", []) if item["type"] == "Ready"]
     return next(iter(reasons), None)
 
 
-async def lead(connection: Connection, heads: Heads) -> None:
+async def lead(connection: Connection, heads: HeadClient) -> None:
     probes = Probes(Leadership(connection.client, SETTINGS), SETTINGS)
     await process._lead(connection.cluster, heads, probes, SETTINGS, process.StopSignal())
 
 
-async def test_watching_that_failed_begins_anew_with_nothing_of_before(
-    connection: Connection, heads: Heads, monkeypatch: pytest.MonkeyPatch
+async def test_failed_watches_restart_with_an_empty_cache(
+    connection: Connection, heads: HeadClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watching: list[Controller] = []
 
@@ -174,8 +174,8 @@ async def test_watching_that_failed_begins_anew_with_nothing_of_before(
     await asyncio.wait({leading})
 
 
-async def test_a_term_ends_when_it_is_told_to_even_if_its_watching_fails_at_that_moment(
-    connection: Connection, heads: Heads, monkeypatch: pytest.MonkeyPatch
+async def test_a_cancelled_term_ends_even_if_its_watches_fail_at_that_moment(
+    connection: Connection, heads: HeadClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watching: list[Controller] = []
 
@@ -196,7 +196,7 @@ async def test_a_term_ends_when_it_is_told_to_even_if_its_watching_fails_at_that
     assert len(watching) == 1
 
 
-async def test_nothing_is_acted_on_before_everything_was_listed(
+async def test_nothing_is_reconciled_before_the_initial_list(
     controller: Controller, connection: Connection
 ) -> None:
     working = asyncio.create_task(controller.work())
@@ -210,7 +210,7 @@ async def test_nothing_is_acted_on_before_everything_was_listed(
     working.cancel()
 
 
-async def test_a_burst_of_changes_of_pods_is_looked_at_once(
+async def test_a_burst_of_pod_changes_is_reconciled_once(
     controller: Controller, connection: Connection
 ) -> None:
     controller.queue.done(await controller.queue.take())
@@ -218,25 +218,25 @@ async def test_a_burst_of_changes_of_pods_is_looked_at_once(
     for number in range(3):
         path = f"/api/v1/namespaces/default/pods/one-{number}"
         pod = connection.api.put(path, {}, labels={labels.SESSION_LABEL: "one"})
-        controller.hear("Pod", "ADDED", pod)
+        controller.on_event("Pod", "ADDED", pod)
     assert len(controller.queue) == 0
 
     assert await controller.queue.take() == "one"
     assert len(controller.queue) == 0
 
 
-async def test_the_change_by_which_all_pods_are_ready_is_looked_at_at_once(
+async def test_the_change_that_makes_all_pods_ready_is_reconciled_at_once(
     controller: Controller, connection: Connection
 ) -> None:
     controller.queue.done(await controller.queue.take())
     first, last = (f"/api/v1/namespaces/default/pods/one-{number}" for number in range(2))
 
-    controller.hear("Pod", "ADDED", a_pod(connection, first, ready="True"))
+    controller.on_event("Pod", "ADDED", a_pod(connection, first, ready="True"))
     controller.queue.done(await controller.queue.take())
-    controller.hear("Pod", "ADDED", a_pod(connection, last, ready="False"))
+    controller.on_event("Pod", "ADDED", a_pod(connection, last, ready="False"))
     assert len(controller.queue) == 0
 
-    controller.hear("Pod", "MODIFIED", a_pod(connection, last, ready="True"))
+    controller.on_event("Pod", "MODIFIED", a_pod(connection, last, ready="True"))
     assert len(controller.queue) == 1
 
 

@@ -1,4 +1,4 @@
-"""What the operator exports of all sessions, and of what has gone wrong with them."""
+"""Metrics about all sessions."""
 
 from datetime import timedelta
 from typing import Any
@@ -12,7 +12,7 @@ from tinkercloud_testing.sessions import NOON, Json, a_session_manifest
 
 
 def a_session(phase: str | None, made: float = 0, **conditions: float) -> Json:
-    """Return a session that was made so many minutes before noon, as its conditions changed."""
+    """Return a session with an age in minutes at noon and the given transitions."""
     manifest = a_session_manifest()
     manifest["metadata"]["creationTimestamp"] = minutes_ago(made)
     if phase is not None:
@@ -39,7 +39,7 @@ def _forget() -> Any:
     count_sessions((), NOON)
 
 
-def test_the_session_of_a_phase_that_has_waited_longest_is_exported() -> None:
+def test_the_longest_wait_of_each_phase_is_exported() -> None:
     sessions = [
         a_session("Loading", made=100, Ready=90, HeadReady=20),
         a_session("Loading", made=100, Ready=90, HeadReady=50),
@@ -53,25 +53,25 @@ def test_the_session_of_a_phase_that_has_waited_longest_is_exported() -> None:
     assert metrics.SESSION_GPUS._value.get() == 6
 
 
-def test_a_session_whose_status_is_empty_waits_since_it_was_made() -> None:
+def test_a_session_without_a_status_waits_since_its_creation() -> None:
     count_sessions([a_session(None, made=30)], NOON)
 
     assert exported(metrics.OLDEST_SECONDS) == {"Pending": 30 * 60}
 
 
-def test_a_session_that_was_resumed_waits_since_then() -> None:
+def test_a_resumed_session_waits_since_its_resume() -> None:
     count_sessions([a_session("Loading", made=9000, Ready=8000, Suspended=3)], NOON)
 
     assert exported(metrics.OLDEST_SECONDS) == {"Loading": 3 * 60}
 
 
-def test_a_session_that_is_stalled_now_and_then_has_made_no_step_by_that() -> None:
+def test_toggling_stalled_does_not_count_as_progress() -> None:
     count_sessions([a_session("Failed", made=60, Ready=60, Stalled=1, Reconciling=1)], NOON)
 
     assert exported(metrics.OLDEST_SECONDS) == {"Failed": 60 * 60}
 
 
-def test_a_phase_that_no_session_is_in_any_more_is_not_exported() -> None:
+def test_a_phase_without_sessions_is_not_exported() -> None:
     count_sessions([a_session("Loading", Ready=1)], NOON)
 
     count_sessions([], NOON)

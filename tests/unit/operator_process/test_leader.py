@@ -1,4 +1,4 @@
-"""One replica acts at a time: who may, and what ends it."""
+"""Leader election: which replica may act, and what ends a term."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ A_MOMENT = 0.05
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time: its last entry."""
+    """The current time: the last entry."""
     moments = [1000.0]
     monkeypatch.setattr(leader, "monotonic", lambda: moments[-1])
     return moments
@@ -28,7 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.fixture
 def leadership(connection: Connection) -> Leadership:
-    """What a replica knows of its Lease, which nobody holds."""
+    """The leadership of a replica; nobody holds the Lease."""
     hold(connection.api, None)
     return Leadership(connection.client, SETTINGS)
 
@@ -44,18 +44,18 @@ def holder(api: MemoryApi) -> str | None:
 
 
 async def renew(leadership: Leadership) -> bool:
-    """Take or renew the Lease, as an election does."""
+    """Acquire or renew the Lease, as the election does."""
     await leadership._lock.get(NAME, NAMESPACE)
     now = "2026-01-01 12:00:00.0"
-    record = LeaderElectionRecord("me", "15", now, now)
-    return await leadership._lock.update(NAME, NAMESPACE, record)
+    to_annotation = LeaderElectionRecord("me", "15", now, now)
+    return await leadership._lock.update(NAME, NAMESPACE, to_annotation)
 
 
 def test_a_replica_that_never_held_the_lease_may_not_act(leadership: Leadership) -> None:
     assert not leadership.may_act()
 
 
-async def test_a_leader_that_was_frozen_may_not_act_until_it_has_renewed_its_lease(
+async def test_a_paused_leader_may_not_act_until_it_renews_its_lease(
     leadership: Leadership, clock: list[float]
 ) -> None:
     await renew(leadership)
@@ -69,7 +69,7 @@ async def test_a_leader_that_was_frozen_may_not_act_until_it_has_renewed_its_lea
     assert leadership.may_act()
 
 
-async def test_a_lease_that_another_holds_ends_the_right_to_act_at_once(
+async def test_a_lease_held_by_another_replica_ends_the_right_to_act(
     connection: Connection, leadership: Leadership
 ) -> None:
     await renew(leadership)
@@ -80,11 +80,11 @@ async def test_a_lease_that_another_holds_ends_the_right_to_act_at_once(
     assert not leadership.may_act()
 
 
-async def test_a_lease_that_does_not_answer_is_not_held(
+async def test_an_unreachable_lease_is_not_held(
     connection: Connection, leadership: Leadership
 ) -> None:
     await leadership._lock.get(NAME, NAMESPACE)
-    leadership._lock._patience_seconds = A_MOMENT
+    leadership._lock._timeout_seconds = A_MOMENT
 
     connection.api.is_silent = True
 
@@ -93,7 +93,7 @@ async def test_a_lease_that_does_not_answer_is_not_held(
     assert not leadership.may_act()
 
 
-async def test_whoever_does_not_lead_asks_the_api_server_nothing(
+async def test_a_replica_that_does_not_lead_sends_no_requests(
     connection: Connection, leadership: Leadership
 ) -> None:
     cluster = Client(
@@ -106,7 +106,7 @@ async def test_whoever_does_not_lead_asks_the_api_server_nothing(
     assert connection.api.requests == []
 
 
-async def test_a_leader_that_stops_hands_its_lease_over(
+async def test_a_stopping_leader_releases_its_lease(
     connection: Connection, leadership: Leadership
 ) -> None:
     await renew(leadership)
@@ -116,7 +116,7 @@ async def test_a_leader_that_stops_hands_its_lease_over(
     assert holder(connection.api) is None
 
 
-async def test_the_lease_of_another_is_left_to_it(
+async def test_the_lease_of_another_replica_is_not_released(
     connection: Connection, leadership: Leadership
 ) -> None:
     hold(connection.api, "another")
@@ -127,13 +127,13 @@ async def test_the_lease_of_another_is_left_to_it(
     assert connection.api.writes == []
 
 
-async def test_a_leader_that_is_told_to_stop_waits_for_the_end_of_its_term(
+async def test_a_stopping_leader_waits_for_the_end_of_its_term(
     leadership: Leadership,
 ) -> None:
-    begun, ended = asyncio.Event(), asyncio.Event()
+    started, ended = asyncio.Event(), asyncio.Event()
 
     async def term() -> None:
-        begun.set()
+        started.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -141,7 +141,7 @@ async def test_a_leader_that_is_told_to_stop_waits_for_the_end_of_its_term(
             ended.set()
 
     leading = asyncio.create_task(leadership.run(term))
-    await begun.wait()
+    await started.wait()
     leading.cancel()
     await asyncio.wait({leading})
 
@@ -149,7 +149,7 @@ async def test_a_leader_that_is_told_to_stop_waits_for_the_end_of_its_term(
     assert not leadership.is_leader
 
 
-async def test_a_term_that_fails_ends_the_leading(leadership: Leadership) -> None:
+async def test_a_failed_term_ends_leadership(leadership: Leadership) -> None:
     async def term() -> None:
         raise ValueError("no worker survives this")
 

@@ -1,4 +1,4 @@
-"""What somebody else should have done by now is named, with whoever it is waited for."""
+"""Missed deadlines of other controllers are reported with who is responsible."""
 
 from datetime import datetime, timedelta
 from typing import Any
@@ -7,7 +7,11 @@ import pytest
 
 from tinkercloud_crds.conditions import Condition, ConditionType, Reason, find, timestamp
 from tinkercloud_operator.decide import parsing
-from tinkercloud_operator.decide.deadlines import HELD, SILENT, UNCONFIRMED
+from tinkercloud_operator.decide.deadlines import (
+    DELETION_TIMEOUT,
+    KUBERAY_TIMEOUT,
+    TERMINATION_TIMEOUT,
+)
 from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.spec.snapshot import Observed
 from tinkercloud_testing.session_world import RAY_CLUSTER, SETTINGS
@@ -36,11 +40,13 @@ def ready(session: Observed) -> Condition:
     return condition
 
 
-def test_kuberay_that_does_not_react_to_a_ray_cluster_is_said_after_minutes() -> None:
-    before, after = (at(NOON + SILENT - by, a_cluster(**MADE)) for by in (SECOND, 0 * SECOND))
+def test_a_session_reports_kuberay_silent_after_its_timeout() -> None:
+    before, after = (
+        at(NOON + KUBERAY_TIMEOUT - by, a_cluster(**MADE)) for by in (SECOND, 0 * SECOND)
+    )
 
     assert ready(before).reason == Reason.PROVISIONING
-    assert reconcile(before, SETTINGS).look_again_seconds == 1
+    assert reconcile(before, SETTINGS).requeue_after_seconds == 1
     assert ready(after).reason == Reason.KUBERAY_SILENT
     assert "RayCluster one" in ready(after).message
 
@@ -54,47 +60,49 @@ def test_kuberay_that_does_not_react_to_a_ray_cluster_is_said_after_minutes() ->
     ],
     ids=["it has seen it", "there are pods", "Kueue holds it back"],
 )
-def test_kuberay_that_has_reacted_or_need_not_is_not_called_silent(fields: Json) -> None:
-    assert ready(at(NOON + 2 * SILENT, **fields)).reason != Reason.KUBERAY_SILENT
+def test_kuberay_silent_is_not_reported_if_kuberay_has_reacted_or_has_nothing_to_do(
+    fields: Json,
+) -> None:
+    assert ready(at(NOON + 2 * KUBERAY_TIMEOUT, **fields)).reason != Reason.KUBERAY_SILENT
 
 
 @pytest.mark.parametrize("is_suspended", [True, False])
-def test_a_ray_cluster_that_is_held_in_deletion_is_named_with_its_finalizers(
+def test_a_ray_cluster_stuck_in_deletion_is_reported_with_its_finalizers(
     is_suspended: bool,
 ) -> None:
     cluster, spec = a_cluster(**DELETED, finalizers=FINALIZERS), a_session(suspend=is_suspended)
 
-    before = ready(at(NOON + HELD - SECOND, cluster, spec=spec))
-    after = ready(at(NOON + HELD, cluster, spec=spec))
+    before = ready(at(NOON + DELETION_TIMEOUT - SECOND, cluster, spec=spec))
+    after = ready(at(NOON + DELETION_TIMEOUT, cluster, spec=spec))
 
     assert before.reason != Reason.DELETION_STUCK
     assert after.reason == Reason.DELETION_STUCK
-    assert "held by its finalizers example.org/audit:" in after.message
+    assert "blocked by finalizers example.org/audit;" in after.message
 
 
-def test_what_an_earlier_session_of_the_name_left_is_named_too() -> None:
+def test_a_stuck_ray_cluster_of_a_deleted_session_with_the_same_name_is_reported() -> None:
     left = {RAY_CLUSTER: a_cluster(**DELETED, finalizers=FINALIZERS)}
 
-    condition = ready(at(NOON + HELD, predecessors=left))
+    condition = ready(at(NOON + DELETION_TIMEOUT, predecessors=left))
 
     assert condition.reason == Reason.DELETION_STUCK
     assert "example.org/audit" in condition.message
 
 
-def test_a_ray_cluster_that_waits_for_its_pods_is_held_by_nobody() -> None:
+def test_foreground_deletion_does_not_count_as_a_blocking_finalizer() -> None:
     cluster = a_cluster(**DELETED, finalizers=["foregroundDeletion"])
 
-    assert ready(at(NOON + 2 * HELD, cluster)).reason != Reason.DELETION_STUCK
+    assert ready(at(NOON + 2 * DELETION_TIMEOUT, cluster)).reason != Reason.DELETION_STUCK
 
 
 @pytest.mark.parametrize(
     ("finalizers", "named"), [((), "node gpu-3 has not confirmed it"), (("a/b",), "finalizers a/b")]
 )
-def test_a_pod_that_does_not_end_is_named_with_what_holds_it(
+def test_a_pod_stuck_in_termination_is_reported_with_the_cause(
     finalizers: tuple[str, ...], named: str
 ) -> None:
     pod = a_pod(is_terminating=True, due=NOON, node="gpu-3", finalizers=finalizers)
-    session = at(NOON + UNCONFIRMED, pods=(pod,), spec=a_session(suspend=True))
+    session = at(NOON + TERMINATION_TIMEOUT, pods=(pod,), spec=a_session(suspend=True))
 
     assert ready(session).reason == Reason.DELETION_STUCK
     assert "pod one-head" in ready(session).message
@@ -102,10 +110,10 @@ def test_a_pod_that_does_not_end_is_named_with_what_holds_it(
     assert ready(at(NOON, pods=(pod,))).reason != Reason.DELETION_STUCK
 
 
-def test_a_session_that_is_stuck_needs_help() -> None:
+def test_a_session_stuck_in_deletion_is_stalled() -> None:
     cluster = a_cluster(**DELETED, finalizers=FINALIZERS)
 
-    status = reconcile(at(NOON + HELD, cluster), SETTINGS).status
+    status = reconcile(at(NOON + DELETION_TIMEOUT, cluster), SETTINGS).status
 
     assert status is not None
     stalled = find(status.conditions, ConditionType.STALLED)
@@ -125,7 +133,7 @@ def pod_reason(manifest: Json) -> tuple[str, str]:
     return condition.reason, condition.message
 
 
-def test_a_pod_with_scheduling_gates_is_named_with_them() -> None:
+def test_scheduling_gates_are_reported_with_their_names() -> None:
     gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
     gates = [{"name": "example.org/topology"}, {"name": "example.org/licence"}]
 
@@ -138,17 +146,20 @@ def test_a_pod_with_scheduling_gates_is_named_with_them() -> None:
 
 def on_a_node(ready_now: str, containers: str, why: str = "") -> Json:
     scheduled = {"type": "PodScheduled", "status": "True"}
-    told = {"type": "Ready", "status": ready_now, "reason": why}
+    ready_condition = {"type": "Ready", "status": ready_now, "reason": why}
     return a_manifest(
-        scheduled, told, {"type": "ContainersReady", "status": containers}, nodeName="gpu-3"
+        scheduled,
+        ready_condition,
+        {"type": "ContainersReady", "status": containers},
+        nodeName="gpu-3",
     )
 
 
-def test_a_pod_whose_node_is_not_ready_is_named_with_it() -> None:
+def test_a_pod_on_a_node_that_is_not_ready_is_reported_with_the_node() -> None:
     reason, message = pod_reason(on_a_node("False", "True"))
 
     assert reason == Reason.NODE_NOT_READY
-    assert "pod one-trainer: its node gpu-3 is not ready" in message
+    assert "pod one-trainer: node gpu-3 is not ready" in message
 
 
 @pytest.mark.parametrize(
@@ -156,7 +167,7 @@ def test_a_pod_whose_node_is_not_ready_is_named_with_it() -> None:
     [on_a_node("False", "False"), on_a_node("False", "True", "ReadinessGatesNotReady")],
     ids=["its containers are not ready", "its readiness gates are not"],
 )
-def test_a_pod_that_is_not_ready_for_another_reason_says_nothing_of_its_node(
+def test_an_unready_pod_does_not_blame_a_healthy_node(
     manifest: Json,
 ) -> None:
-    assert parsing.pod(manifest).trouble is None
+    assert parsing.pod(manifest).problem is None

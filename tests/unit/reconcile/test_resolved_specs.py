@@ -1,4 +1,4 @@
-"""What a session gets of its BaseModel, and how a refusal tells what was asked and allowed."""
+"""What a session gets of its BaseModel, and what a rejection reports."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from tinkercloud_operator.decide import parsing
 from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.resolved import (
-    Refusal,
-    Shape,
-    admitted,
+    Rejection,
+    ResolvedSpec,
+    check_pod_groups,
     idle_policy,
-    longest_lifetime,
+    max_lifetime,
     resolve,
 )
 from tinkercloud_testing.resource_rules.base_models import BASE_MODEL_RULES
@@ -47,10 +47,12 @@ OFFERED = a_base_model(
 )
 
 
-OWN = Settings()
+SETTINGS = Settings()
 QUEUED = Placement(node_selector={}, node_affinity=[], tolerations=[], queue_name="research")
-COLOCATING = a_base_model(trainer={**TRAINERS, "replicas": 4}, sampler={**COLOCATED, "replicas": 8})
-"""Four trainer pods of four GPUs; on each, two engines of two."""
+WITH_COLOCATED_ENGINES = a_base_model(
+    trainer={**TRAINERS, "replicas": 4}, sampler={**COLOCATED, "replicas": 8}
+)
+"""Four trainer pods of four GPUs, each with two engines of two GPUs."""
 
 
 def counts(trainers: int | None, engines: int | None) -> Json:
@@ -60,17 +62,17 @@ def counts(trainers: int | None, engines: int | None) -> Json:
     }
 
 
-def refusal(
+def rejection(
     spec: TrainingSessionSpec, base_model: BaseModelSpec | None = OFFERED, sessions: int = 0
-) -> Refusal:
+) -> Rejection:
     found = resolve(spec, base_model, sessions)
-    assert isinstance(found, Refusal)
+    assert isinstance(found, Rejection)
     return found
 
 
-def shape(spec: TrainingSessionSpec, base_model: BaseModelSpec = OFFERED) -> Shape:
+def resolved(spec: TrainingSessionSpec, base_model: BaseModelSpec = OFFERED) -> ResolvedSpec:
     found = resolve(spec, base_model, 0)
-    assert isinstance(found, Shape)
+    assert isinstance(found, ResolvedSpec)
     return found
 
 
@@ -85,32 +87,34 @@ def shape(spec: TrainingSessionSpec, base_model: BaseModelSpec = OFFERED) -> Sha
         ("maxLifetimeSeconds", "86401", "86400", {"maxLifetimeSeconds": 86401}),
         ("queueName", "'mine'", "research, urgent", {"queueName": "mine"}),
         ("priorityClassName", "'top'", "high, normal", {"priorityClassName": "top"}),
-        ("trainer.replicas", "3 pods have 12 ranks", "of 8 ranks", {"trainer": {"replicas": 3}}),
+        ("trainer.replicas", "3 pods have 12 ranks", "8 ranks of a", {"trainer": {"replicas": 3}}),
     ],
 )
-def test_a_refusal_names_the_field_what_was_asked_and_what_is_allowed(
+def test_a_rejection_names_the_field_the_value_and_the_limit(
     field: str, asked: str, limit: str, spec: Json
 ) -> None:
-    refused = refusal(a_session(**spec))
+    rejected = rejection(a_session(**spec))
 
-    assert refused.reason is Reason.NOT_ALLOWED
-    assert refused.message.startswith(f"spec.{field}: ")
-    assert asked in refused.message
-    assert limit in refused.message
+    assert rejected.reason is Reason.NOT_ALLOWED
+    assert rejected.message.startswith(f"spec.{field}: ")
+    assert asked in rejected.message
+    assert limit in rejected.message
 
 
-def test_fewer_trainers_than_a_mixture_s_experts_are_shared_out_over_are_refused() -> None:
+def test_trainers_that_expert_parallelism_does_not_divide_are_rejected() -> None:
     offered = a_base_model(trainer={**TRAINERS, "parallelism": {"expert": 8}})
 
-    plan = reconcile(observed(spec=a_session(trainer={"replicas": 1}), base_model=offered), OWN)
+    plan = reconcile(
+        observed(spec=a_session(trainer={"replicas": 1}), base_model=offered), SETTINGS
+    )
 
     assert plan.actions == ()
     assert plan.status is not None
     assert plan.status.message == (
-        "spec.trainer.replicas: 1 pods have 4 ranks, which a set of experts of 8 ranks does not"
-        " divide"
+        "spec.trainer.replicas: 1 pods have 4 ranks, which is not a multiple of the 8 ranks of a"
+        " set of experts"
     )
-    assert isinstance(resolve(a_session(trainer={"replicas": 2}), offered, 0), Shape)
+    assert isinstance(resolve(a_session(trainer={"replicas": 2}), offered, 0), ResolvedSpec)
 
 
 REFUSED = [
@@ -125,23 +129,23 @@ REFUSED = [
 @pytest.mark.parametrize(
     "asked",
     [{}, {"trainer": {"replicas": 1}}, {"role": "Sampler", "lora": None}],
-    ids=["what is offered", "fewer trainers", "samplers"],
+    ids=["the defaults", "fewer trainers", "samplers"],
 )
-def test_a_base_model_that_is_older_than_a_rule_it_breaks_leaves_no_session_without_a_status(
+def test_a_base_model_that_breaks_a_newer_rule_still_yields_a_status(
     manifest: Json, asked: Json
 ) -> None:
     session = observed(spec=a_session(**asked), base_model=parsing.base_model(manifest))
 
-    plan = reconcile(session, OWN)
+    plan = reconcile(session, SETTINGS)
 
     assert plan.status is not None
     assert plan.status.phase == ("Pending" if any_apply(plan) else "Failed")
 
 
-def test_what_no_head_would_start_with_is_refused_in_the_words_of_its_configuration() -> None:
+def test_a_configuration_that_the_head_rejects_is_reported_with_its_message() -> None:
     offered = a_base_model(trainer={"backend": "megatron"})
 
-    plan = reconcile(observed(base_model=offered), OWN)
+    plan = reconcile(observed(base_model=offered), SETTINGS)
 
     assert plan.status is not None
     assert plan.status.message == (
@@ -151,37 +155,37 @@ def test_what_no_head_would_start_with_is_refused_in_the_words_of_its_configurat
 
 
 def test_a_missing_base_model_is_named() -> None:
-    refused = refusal(a_session(baseModel="Qwen/Qwen4"), None)
+    rejected = rejection(a_session(baseModel="Qwen/Qwen4"), None)
 
-    assert refused.reason is Reason.BASE_MODEL_NOT_FOUND
-    assert "spec.baseModel" in refused.message
-    assert "'Qwen/Qwen4'" in refused.message
+    assert rejected.reason is Reason.BASE_MODEL_NOT_FOUND
+    assert "spec.baseModel" in rejected.message
+    assert "'Qwen/Qwen4'" in rejected.message
 
 
 @pytest.mark.parametrize(("older", "place"), [(3, 1), (4, 2), (9, 7)])
-def test_one_session_too_many_of_an_owner_waits_and_knows_its_place(older: int, place: int) -> None:
-    refused = refusal(a_session(), sessions=older)
+def test_a_session_over_the_owners_limit_reports_its_queue_position(older: int, place: int) -> None:
+    rejected = rejection(a_session(), sessions=older)
 
-    assert refused.reason is Reason.QUOTA_EXCEEDED
-    assert "may have 3 live sessions" in refused.message
-    assert f"this is number {place} of those that wait" in refused.message
-    assert isinstance(resolve(a_session(), OFFERED, 2), Shape)
-
-
-def test_all_problems_are_told_at_once() -> None:
-    refused = refusal(a_session(lora={"rank": 65}, queueName="mine"))
-
-    assert "spec.lora.rank" in refused.message
-    assert "spec.queueName" in refused.message
+    assert rejected.reason is Reason.QUOTA_EXCEEDED
+    assert "the limit is 3" in rejected.message
+    assert f"this session is number {place} in the" in rejected.message
+    assert isinstance(resolve(a_session(), OFFERED, 2), ResolvedSpec)
 
 
-def test_where_nothing_is_offered_nothing_may_be_chosen() -> None:
-    refused = refusal(a_session(queueName="mine"), a_base_model())
+def test_all_problems_are_reported_at_once() -> None:
+    rejected = rejection(a_session(lora={"rank": 65}, queueName="mine"))
 
-    assert refused.message.endswith("allows: none")
+    assert "spec.lora.rank" in rejected.message
+    assert "spec.queueName" in rejected.message
 
 
-def test_a_refusal_of_any_length_fits_the_status() -> None:
+def test_without_allowed_values_every_choice_is_rejected() -> None:
+    rejected = rejection(a_session(queueName="mine"), a_base_model())
+
+    assert rejected.message.endswith("allowed values: none")
+
+
+def test_a_rejection_of_any_length_fits_the_status() -> None:
     many = [f"queue-{number}-{'q' * 50}" for number in range(64)]
     base_model = a_base_model(sessions={"queueNames": many})
 
@@ -203,12 +207,12 @@ def test_a_refusal_of_any_length_fits_the_status() -> None:
     ],
     ids=str,
 )
-def test_what_is_at_its_limit_is_granted(spec: Json) -> None:
-    assert isinstance(resolve(a_session(**spec), OFFERED, 0), Shape)
+def test_a_value_at_its_limit_is_accepted(spec: Json) -> None:
+    assert isinstance(resolve(a_session(**spec), OFFERED, 0), ResolvedSpec)
 
 
-def test_a_session_that_chooses_nothing_gets_what_is_offered() -> None:
-    got = shape(a_session())
+def test_a_session_without_overrides_gets_the_base_models_values() -> None:
+    got = resolved(a_session())
 
     assert got.trainer == OFFERED.trainer
     assert got.sampler == OFFERED.sampler
@@ -216,10 +220,10 @@ def test_a_session_that_chooses_nothing_gets_what_is_offered() -> None:
     assert got.gpus == 4 * 4 + 2 * 2
 
 
-def test_a_session_gets_what_it_chooses_and_the_rest_as_offered() -> None:
+def test_overrides_apply_and_other_values_come_from_the_base_model() -> None:
     spec = a_session(trainer={"replicas": 2}, sampler={"replicas": 1}, queueName="urgent")
 
-    got = shape(spec)
+    got = resolved(spec)
 
     assert got.trainer == OFFERED.trainer.model_copy(update={"replicas": 2})
     assert got.sampler == OFFERED.sampler.model_copy(update={"replicas": 1})
@@ -232,46 +236,46 @@ def test_a_session_gets_what_it_chooses_and_the_rest_as_offered() -> None:
 
 
 def test_a_sampler_has_no_trainer() -> None:
-    got = shape(a_session(role="Sampler", lora=None))
+    got = resolved(a_session(role="Sampler", lora=None))
 
     assert got.trainer is None
     assert got.gpus == 4
 
 
-def test_colocated_samplers_ask_for_no_gpus_of_their_own() -> None:
+def test_colocated_samplers_request_no_gpus_of_their_own() -> None:
     base_model = a_base_model(trainer=TRAINERS, sampler=COLOCATED)
 
-    assert shape(a_session(), base_model).gpus == 8
+    assert resolved(a_session(), base_model).gpus == 8
 
 
 @pytest.mark.parametrize(
     ("sampler", "lacked"),
     [
-        ({"image": None}, "sampler.image: engines need one that holds SGLang"),
-        ({"engines": None}, "sampler.engines.deviceClassName: colocated engines share GPUs"),
-        ({"gpusPerReplica": 0}, "sampler.gpusPerReplica: colocated engines need 1 or more"),
+        ({"image": None}, "sampler.image: required for engines"),
+        ({"engines": None}, "sampler.engines.deviceClassName: required for colocated engines"),
+        ({"gpusPerReplica": 0}, "sampler.gpusPerReplica: colocated engines require 1 or more"),
     ],
     ids=["an image", "a class of devices", "GPUs"],
 )
-def test_what_older_definitions_let_engines_lack_is_refused_by_name(
+def test_engine_fields_that_older_crds_did_not_require_are_checked(
     sampler: Json, lacked: str
 ) -> None:
     offered = a_base_model(trainer=TRAINERS, sampler=COLOCATED | sampler)
 
-    refused = refusal(a_session(), offered)
+    rejected = rejection(a_session(), offered)
 
-    assert refused.reason is Reason.NOT_ALLOWED
-    assert refused.message.startswith(f"the BaseModel's {lacked}")
+    assert rejected.reason is Reason.NOT_ALLOWED
+    assert rejected.message.startswith(f"the BaseModel's {lacked}")
 
 
 @pytest.mark.parametrize(
     ("trainers", "asked", "held"),
     [(None, None, 8), (4, 8, 8), (2, None, 4), (2, 4, 4), (1, 2, 2)],
 )
-def test_colocated_engines_are_as_many_as_the_trainers_that_are_asked_for_hold(
+def test_the_number_of_colocated_engines_follows_the_trainers(
     trainers: int | None, asked: int | None, held: int
 ) -> None:
-    got = shape(a_session(**counts(trainers, asked)), COLOCATING)
+    got = resolved(a_session(**counts(trainers, asked)), WITH_COLOCATED_ENGINES)
 
     assert got.sampler.replicas == held
     assert got.engines_per_trainer == 2
@@ -279,45 +283,46 @@ def test_colocated_engines_are_as_many_as_the_trainers_that_are_asked_for_hold(
 
 
 @pytest.mark.parametrize(("trainers", "asked", "held"), [(None, 4, 8), (2, 8, 4), (2, 3, 4)])
-def test_another_number_of_colocated_engines_is_refused_with_both_numbers(
+def test_an_explicit_number_of_colocated_engines_must_match(
     trainers: int | None, asked: int, held: int
 ) -> None:
-    refused = refusal(a_session(**counts(trainers, asked)), COLOCATING)
+    rejected = rejection(a_session(**counts(trainers, asked)), WITH_COLOCATED_ENGINES)
 
-    assert refused.reason is Reason.NOT_ALLOWED
-    assert refused.message == (
-        f"spec.sampler.replicas: {asked}, but the BaseModel's engines run in the trainer pods, and"
-        f" {trainers or 4} of those hold {held}; leave it out, and choose spec.trainer.replicas"
+    assert rejected.reason is Reason.NOT_ALLOWED
+    assert rejected.message == (
+        f"spec.sampler.replicas: got {asked}, but the BaseModel's engines run in the trainer pods,"
+        f" and {trainers or 4} trainer pods hold {held} engines; omit it, and set"
+        " spec.trainer.replicas instead"
     )
 
 
-def test_a_session_that_only_samples_may_have_fewer_engines_than_trainers_would_hold() -> None:
+def test_a_sampling_session_may_have_fewer_engines() -> None:
     spec = a_session(role="Sampler", lora=None, sampler={"replicas": 3})
 
-    assert shape(spec, COLOCATING).samplers == 3
+    assert resolved(spec, WITH_COLOCATED_ENGINES).samplers == 3
 
 
-def test_a_queue_takes_as_many_trainer_pods_with_engines_as_kueue_has_room_for_groups() -> None:
-    base_model = COLOCATING.model_copy(update={"placement": QUEUED})
+def test_trainer_pods_with_engines_are_limited_by_kueues_pod_groups() -> None:
+    base_model = WITH_COLOCATED_ENGINES.model_copy(update={"placement": QUEUED})
 
-    assert isinstance(admitted(shape(a_session(), base_model), 5), Shape)
-    refused = admitted(shape(a_session(), base_model), 4)
+    assert isinstance(check_pod_groups(resolved(a_session(), base_model), 5), ResolvedSpec)
+    rejected = check_pod_groups(resolved(a_session(), base_model), 4)
 
-    assert isinstance(refused, Refusal)
-    assert refused.message.startswith("spec.trainer.replicas: 4 pods with engines")
-    assert refused.message.endswith("ask for 3 at most")
+    assert isinstance(rejected, Rejection)
+    assert rejected.message.startswith("spec.trainer.replicas: each of 4 pods with engines")
+    assert rejected.message.endswith("request at most 3")
 
 
 @pytest.mark.parametrize(
     ("asked", "allowed", "granted"),
     [(None, None, None), (60, None, 60), (None, 600, 600), (60, 600, 60), (600, 600, 600)],
 )
-def test_the_shorter_lifetime_counts(
+def test_the_shorter_lifetime_wins(
     asked: int | None, allowed: int | None, granted: int | None
 ) -> None:
     base_model = a_base_model(sessions={"maxLifetimeSeconds": allowed})
 
-    assert longest_lifetime(a_session(maxLifetimeSeconds=asked), base_model) == granted
+    assert max_lifetime(a_session(maxLifetimeSeconds=asked), base_model) == granted
 
 
 @pytest.mark.parametrize(
@@ -328,11 +333,13 @@ def test_the_shorter_lifetime_counts(
         (None, {}, Idle()),
     ],
 )
-def test_a_session_s_own_idle_policy_comes_first(own: Any, offered: Json, policy: Idle) -> None:
+def test_the_idle_policy_of_a_session_takes_precedence(
+    own: Any, offered: Json, policy: Idle
+) -> None:
     assert idle_policy(a_session(idle=own), a_base_model(sessions=offered)) == policy
 
 
-def test_only_a_missing_base_model_leaves_the_idle_policy_open() -> None:
+def test_the_idle_policy_is_unknown_only_without_a_base_model() -> None:
     assert idle_policy(a_session(), None) is None
     assert idle_policy(a_session(idle={"timeoutSeconds": 60}), None) == Idle(timeout_seconds=60)
 
@@ -340,11 +347,9 @@ def test_only_a_missing_base_model_leaves_the_idle_policy_open() -> None:
 @pytest.mark.parametrize(
     ("engines", "session", "most"),
     [(7, {}, 6), (8, {"role": "Sampler", "lora": None}, 7)],
-    ids=["beside trainers", "a sampler"],
+    ids=["a session that trains", "a sampling session"],
 )
-def test_a_queue_takes_as_many_engines_as_kueue_has_room_for_groups(
-    engines: int, session: Json, most: int
-) -> None:
+def test_engines_are_limited_by_kueues_pod_groups(engines: int, session: Json, most: int) -> None:
     offered = a_base_model(
         trainer=TRAINERS,
         sampler={**ENGINES, "replicas": engines},
@@ -352,23 +357,23 @@ def test_a_queue_takes_as_many_engines_as_kueue_has_room_for_groups(
     )
     asked, granted = a_session(**session), a_session(**session, sampler={"replicas": most})
 
-    refused = admitted(shape(asked, offered), max_groups=8)
-    allowed = admitted(shape(granted, offered), max_groups=8)
+    rejected = check_pod_groups(resolved(asked, offered), max_groups=8)
+    allowed = check_pod_groups(resolved(granted, offered), max_groups=8)
 
-    assert isinstance(refused, Refusal)
-    assert refused.reason is Reason.NOT_ALLOWED
-    assert f"spec.sampler.replicas: {engines} pods with engines" in refused.message
-    assert refused.message.endswith(f"ask for {most} at most")
-    assert isinstance(allowed, Shape)
+    assert isinstance(rejected, Rejection)
+    assert rejected.reason is Reason.NOT_ALLOWED
+    assert f"spec.sampler.replicas: each of {engines} pods with engines" in rejected.message
+    assert rejected.message.endswith(f"request at most {most}")
+    assert isinstance(allowed, ResolvedSpec)
 
 
-def test_without_a_queue_engines_are_not_counted() -> None:
+def test_without_a_queue_pod_groups_are_not_limited() -> None:
     no_queue = a_base_model(trainer=TRAINERS, sampler={**ENGINES, "replicas": 30})
 
-    assert isinstance(admitted(shape(a_session(), no_queue), max_groups=8), Shape)
+    assert isinstance(check_pod_groups(resolved(a_session(), no_queue), max_groups=8), ResolvedSpec)
 
 
-def test_a_session_of_too_many_engines_for_its_queue_is_stalled() -> None:
+def test_a_session_with_too_many_engines_for_its_queue_is_stalled() -> None:
     offered = a_base_model(
         trainer=TRAINERS,
         sampler={**ENGINES, "replicas": 20},
@@ -380,4 +385,4 @@ def test_a_session_of_too_many_engines_for_its_queue_is_stalled() -> None:
     stalled = find(plan.status.conditions, ConditionType.STALLED) if plan.status else None
     assert stalled is not None
     assert (stalled.status, stalled.reason) == ("True", "NotAllowed")
-    assert "ask for 16 at most" in stalled.message
+    assert "request at most 16" in stalled.message

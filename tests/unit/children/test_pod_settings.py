@@ -1,4 +1,4 @@
-"""What the platform decides for all containers of sessions: limits, downloads, authorities."""
+"""Operator settings that apply to all session containers: limits, downloads, CAs."""
 
 from collections.abc import Iterator
 
@@ -24,7 +24,7 @@ def pods(build: Build) -> list[Json]:
 
 
 def containers(build: Build) -> Iterator[Json]:
-    """Yield all containers of a session, those that download models too."""
+    """Yield all containers of a session, including init containers."""
     for pod in pods(build):
         yield from [*pod["initContainers"], *pod["containers"]]
 
@@ -34,7 +34,7 @@ def test_cores_are_limited_everywhere_or_nowhere(offer: BaseModelSpec) -> None:
     limited = [each["resources"] for each in containers(a_build(offer, limit_cores=True))]
     free = [each["resources"]["limits"] for each in containers(a_build(offer))]
 
-    # Of QoS class Guaranteed are pods all of whose containers have both alike.
+    # QoS class Guaranteed requires equal requests and limits in all containers.
     for resources in limited:
         for name in ("cpu", "memory"):
             assert resources["limits"][name] == resources["requests"][name]
@@ -42,7 +42,7 @@ def test_cores_are_limited_everywhere_or_nowhere(offer: BaseModelSpec) -> None:
 
 
 @every_offer
-def test_a_download_has_the_memory_that_the_platform_gives_it(offer: BaseModelSpec) -> None:
+def test_a_download_has_the_configured_memory(offer: BaseModelSpec) -> None:
     build = a_build(offer, download_memory="10Gi")
     downloads = [each for each in containers(build) if each["name"] == "fetch-model"]
 
@@ -61,7 +61,7 @@ def test_a_model_is_downloaded_at_its_revision() -> None:
 
 
 @every_offer
-def test_all_but_engines_which_reach_no_store_trust_the_platforms_authorities(
+def test_all_containers_except_engines_trust_the_configured_ca(
     offer: BaseModelSpec,
 ) -> None:
     build = a_build(offer, ca_config_map="authorities", ca_key="ca.pem")
@@ -81,6 +81,8 @@ def test_all_but_engines_which_reach_no_store_trust_the_platforms_authorities(
 
 
 @every_offer
-def test_without_any_they_trust_those_of_their_images(offer: BaseModelSpec) -> None:
+def test_without_a_configured_ca_containers_trust_those_of_their_images(
+    offer: BaseModelSpec,
+) -> None:
     for each in containers(a_build(offer)):
         assert "SSL_CERT_FILE" not in {entry["name"] for entry in each["env"]}

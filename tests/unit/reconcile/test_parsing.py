@@ -1,4 +1,4 @@
-"""From objects of Kubernetes to what is decided by: pods, nodes, quantities; and what is said."""
+"""Parsing of pods, nodes and quantities, and what the status reports about them."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tinkercloud_operator.decide import parsing
 from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.quantities import parse_quantity
-from tinkercloud_operator.spec.snapshot import ChildKey, Node, Pod, Trouble
+from tinkercloud_operator.spec.snapshot import ChildKey, Node, Pod, PodProblem
 from tinkercloud_testing.sessions import (
     GPU_TAINT,
     TRAINERS,
@@ -42,13 +42,13 @@ from tinkercloud_testing.sessions import (
         ("1Ei", 2.0**60),
     ],
 )
-def test_quantities_are_read_as_kubernetes_writes_them(text: str | int, value: float) -> None:
+def test_quantities_are_parsed_in_kubernetes_format(text: str | int, value: float) -> None:
     assert parse_quantity(text) == pytest.approx(value, rel=1e-12)
 
 
 @pytest.mark.parametrize("text", ["", "Gi", "1 Gi", "1GiB", "1x", "1.2.3", "much"])
-def test_what_is_no_quantity_is_refused_by_name(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a quantity"):
+def test_an_invalid_quantity_is_rejected_with_its_text(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a Kubernetes quantity"):
         parse_quantity(text)
 
 
@@ -67,14 +67,14 @@ def waiting(reason: str, message: str = "", **others: Any) -> Json:
     return {"name": "head", "state": {"waiting": {"reason": reason, "message": message}}, **others}
 
 
-def test_a_head_is_another_one_when_its_own_container_has_restarted() -> None:
+def test_a_restart_of_the_head_container_changes_its_incarnation() -> None:
     sidecar = {"name": "mesh-proxy", "ready": True, "restartCount": 7}
     head = {"name": "head", "ready": True, "restartCount": 1}
 
     assert parsing.pod(a_pod_manifest(sidecar, head)).incarnation == "u-1"
 
 
-def test_a_pod_that_runs_is_seen_as_it_is() -> None:
+def test_a_running_pod_is_parsed() -> None:
     running = {"name": "head", "started": True, "ready": True, "restartCount": 2, "state": {}}
     conditions = [a_condition("PodScheduled", "True"), a_condition("Ready", "True")]
 
@@ -84,13 +84,15 @@ def test_a_pod_that_runs_is_seen_as_it_is() -> None:
     assert pod.incarnation == "u-2"
 
 
-def test_a_pod_nothing_is_known_of_is_not_there_yet() -> None:
+def test_a_pod_without_a_status_is_neither_scheduled_nor_ready() -> None:
     pod = parsing.pod({"metadata": {"name": "p", "uid": "u"}})
 
     assert pod == Pod("p", "u", "", False, False, False, False, 0, None)
 
 
-LAST_WORDS = {"terminated": {"exitCode": 143, "message": "starting\nno room for 2 ranks\n"}}
+TERMINATED_WITH_MESSAGE = {
+    "terminated": {"exitCode": 143, "message": "starting\nno room for 2 ranks\n"}
+}
 OUT_OF_MEMORY = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
 
 
@@ -108,18 +110,18 @@ OUT_OF_MEMORY = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
             "exit code 3",
         ),
         (
-            waiting("CrashLoopBackOff", "back-off", lastState=LAST_WORDS),
+            waiting("CrashLoopBackOff", "back-off", lastState=TERMINATED_WITH_MESSAGE),
             "CrashLoopBackOff",
             "back-off (exit code 143): no room for 2 ranks",
         ),
-        (waiting("CrashLoopBackOff", lastState=OUT_OF_MEMORY), "OOMKilled", "more memory"),
+        (waiting("CrashLoopBackOff", lastState=OUT_OF_MEMORY), "OOMKilled", "exceeded its memory"),
         ({"name": "head", "state": OUT_OF_MEMORY}, "OOMKilled", "container head"),
     ],
 )
-def test_trouble_of_a_container_is_told_by_its_cause(
+def test_a_container_problem_has_the_reason_of_its_cause(
     container: Json, reason: str, message: str
 ) -> None:
-    trouble = parsing.pod(a_pod_manifest(container)).trouble
+    trouble = parsing.pod(a_pod_manifest(container)).problem
 
     assert trouble is not None
     assert trouble.reason == reason
@@ -135,26 +137,26 @@ def test_trouble_of_a_container_is_told_by_its_cause(
         {"name": "head", "state": {"terminated": {"reason": "Completed", "exitCode": 0}}},
     ],
 )
-def test_what_gets_on_is_in_no_trouble(container: Json) -> None:
-    assert parsing.pod(a_pod_manifest(container)).trouble is None
+def test_a_container_that_makes_progress_has_no_problem(container: Json) -> None:
+    assert parsing.pod(a_pod_manifest(container)).problem is None
 
 
-def test_a_download_that_fails_is_trouble_of_its_pod() -> None:
+def test_a_failed_download_is_a_problem_of_its_pod() -> None:
     fetching = waiting("CrashLoopBackOff", "fetch-model ended") | {"name": "fetch-model"}
 
-    trouble = parsing.pod(a_pod_manifest(initContainerStatuses=[fetching])).trouble
+    trouble = parsing.pod(a_pod_manifest(initContainerStatuses=[fetching])).problem
 
     assert trouble is not None
     assert trouble.reason is Reason.CRASH_LOOP
     assert "container fetch-model" in trouble.message
 
 
-def test_a_pod_without_room_is_unschedulable() -> None:
+def test_a_pod_without_a_node_is_unschedulable() -> None:
     why = a_condition("PodScheduled", "False", reason="Unschedulable", message="0/3 nodes")
 
     pod = parsing.pod(a_pod_manifest(conditions=[why]))
 
-    assert pod.trouble == Trouble(Reason.UNSCHEDULABLE, "0/3 nodes")
+    assert pod.problem == PodProblem(Reason.UNSCHEDULABLE, "0/3 nodes")
     assert not pod.is_scheduled
 
 
@@ -163,39 +165,39 @@ SHORT = "The node was low on resource: memory. "
 
 
 @pytest.mark.parametrize(
-    ("why", "message", "reason", "told"),
+    ("why", "message", "reason", "expected"),
     [
         ("Evicted", FULL, Reason.OUT_OF_DISK, f"Evicted: {FULL.strip()}"),
         ("Evicted", SHORT, Reason.POD_FAILED, f"Evicted: {SHORT.strip()}"),
         ("UnexpectedAdmissionError", "no GPU", Reason.POD_FAILED, "UnexpectedAdmissionError: no"),
     ],
 )
-def test_a_pod_that_was_ended_for_good_is_in_trouble_whatever_its_containers_say(
-    why: str, message: str, reason: Reason, told: str
+def test_a_failed_pod_has_a_problem_regardless_of_its_containers(
+    why: str, message: str, reason: Reason, expected: str
 ) -> None:
     ended = {"phase": "Failed", "reason": why, "message": message}
 
-    trouble = parsing.pod(a_pod_manifest(waiting("PodInitializing"), **ended)).trouble
+    trouble = parsing.pod(a_pod_manifest(waiting("PodInitializing"), **ended)).problem
 
     assert trouble is not None
     assert trouble.reason is reason
-    assert trouble.message.startswith(told)
+    assert trouble.message.startswith(expected)
 
 
-def test_a_pod_that_was_deleted_is_in_no_trouble_however_its_containers_ended() -> None:
-    assert parsing.pod(a_pod_manifest(phase="Failed")).trouble is None
+def test_a_deleted_pod_has_no_problem_regardless_of_its_containers() -> None:
+    assert parsing.pod(a_pod_manifest(phase="Failed")).problem is None
 
 
-def test_a_claim_that_does_not_exist_is_no_matter_of_room() -> None:
+def test_a_missing_volume_claim_is_a_configuration_error() -> None:
     message = '0/3 nodes are available: persistentvolumeclaim "modles" not found. not found'
     why = a_condition("PodScheduled", "False", reason="Unschedulable", message=message)
 
     pod = parsing.pod(a_pod_manifest(conditions=[why]))
 
-    assert pod.trouble == Trouble(Reason.CONFIGURATION_ERROR, message)
+    assert pod.problem == PodProblem(Reason.CONFIGURATION_ERROR, message)
 
 
-def test_a_base_model_of_another_version_is_none() -> None:
+def test_a_base_model_of_another_version_parses_to_none() -> None:
     manifest = a_base_model_manifest()
     assert parsing.base_model(manifest) == a_base_model()
 
@@ -204,7 +206,7 @@ def test_a_base_model_of_another_version_is_none() -> None:
     assert parsing.base_model(manifest) is None
 
 
-def test_a_node_is_seen_by_what_it_can_hold() -> None:
+def test_the_capacity_of_a_node_is_parsed() -> None:
     manifest = {
         "metadata": {"labels": {"pool": "gpu"}},
         "spec": {"taints": [GPU_TAINT]},
@@ -228,8 +230,8 @@ def test_a_node_is_seen_by_what_it_can_hold() -> None:
 
 @pytest.mark.parametrize("name", ["nvidia.com/gpu", "vpc.amazonaws.com/efa"])
 @pytest.mark.parametrize("allocatable", [{}, {"nvidia.com/gpu": "0", "vpc.amazonaws.com/efa": "0"}])
-def test_a_node_whose_devices_are_away_for_now_still_has_them(name: str, allocatable: Json) -> None:
-    # As while the device plugin, or the driver, is upgraded.
+def test_temporarily_missing_devices_of_a_node_still_count(name: str, allocatable: Json) -> None:
+    # This happens while the device plugin or the driver is upgraded.
     status = {"capacity": {name: "4"}, "allocatable": allocatable}
 
     assert parsing.node({"metadata": {}, "status": status}).devices[name] == 4
@@ -252,8 +254,8 @@ def ready_condition(**fields: Any) -> Condition:
     return ready
 
 
-WITHOUT_ROOM = a_pod(
-    "trainer", is_scheduled=False, trouble=Trouble(Reason.UNSCHEDULABLE, "0/1 nodes")
+UNSCHEDULABLE_POD = a_pod(
+    "trainer", is_scheduled=False, problem=PodProblem(Reason.UNSCHEDULABLE, "0/1 nodes")
 )
 
 
@@ -266,31 +268,31 @@ WITHOUT_ROOM = a_pod(
         ((a_node(gpus=0),), Reason.UNSCHEDULABLE),
         ((), Reason.UNSCHEDULABLE),
     ],
-    ids=["nodes unknown", "taken", "none large enough", "none with GPUs", "none at all"],
+    ids=["nodes unknown", "occupied", "none large enough", "none with GPUs", "no nodes"],
 )
-def test_waiting_for_room_differs_from_never_fitting(
+def test_unschedulable_differs_from_never_fits(
     nodes: tuple[Node, ...] | None, reason: Reason
 ) -> None:
-    assert ready_reason(pods=(WITHOUT_ROOM,), nodes=nodes) == reason
+    assert ready_reason(pods=(UNSCHEDULABLE_POD,), nodes=nodes) == reason
 
 
-def test_a_session_says_that_no_node_of_a_kind_it_wants_is_there() -> None:
-    ready = ready_condition(pods=(WITHOUT_ROOM,), nodes=(a_node(gpus=0),))
+def test_the_status_reports_that_no_current_node_matches() -> None:
+    ready = ready_condition(pods=(UNSCHEDULABLE_POD,), nodes=(a_node(gpus=0),))
 
     assert ready.message == (
-        "pod one-trainer: 0/1 nodes; none of the 1 nodes there are now match the BaseModel's"
-        " placement and have GPUs, as a trainer pod (cpu 1, memory 4Gi, 4 GPUs) needs; it waits for"
-        " one"
+        "pod one-trainer: 0/1 nodes; none of the 1 current nodes match the BaseModel's placement"
+        " and have GPUs, as required by a trainer pod (cpu 1, memory 4Gi, 4 GPUs); waiting for a"
+        " node"
     )
 
 
 @pytest.mark.parametrize(
     ("trouble", "phase"), [(Reason.OUT_OF_DISK, "Failed"), (Reason.POD_FAILED, "Provisioning")]
 )
-def test_why_a_pod_was_ended_is_told_while_another_is_made_in_its_place(
+def test_the_cause_of_a_failed_pod_is_reported_while_it_is_replaced(
     trouble: Reason, phase: str
 ) -> None:
-    failed = a_pod("trainer", name="lost", trouble=Trouble(trouble, "Evicted: too much"))
+    failed = a_pod("trainer", name="lost", problem=PodProblem(trouble, "Evicted: too much"))
     cluster: Json = {"metadata": {"name": "one"}, "spec": {}}
     session = observed(
         base_model=a_base_model(trainer=TRAINERS),
@@ -327,7 +329,7 @@ QUOTA = "exceeded quota: q, requested: {0}, used: {1}, limited: requests.nvidia.
         ("admission webhook denied the request", Reason.APPLY_FAILED),
     ],
 )
-def test_a_quota_that_is_used_up_differs_from_one_that_is_too_small(
+def test_an_exhausted_quota_differs_from_one_that_is_too_small(
     message: str, reason: Reason
 ) -> None:
     assert ready_reason(cluster=failure(message)) == reason
@@ -341,9 +343,9 @@ def test_a_quota_that_is_used_up_differs_from_one_that_is_too_small(
         {"has_kuberay": False},
         {"cluster": failure("admission webhook denied the request")},
     ],
-    ids=["a refused child", "no KubeRay", "pods that were refused once"],
+    ids=["a rejected child", "no KubeRay", "pods that were rejected once"],
 )
-def test_what_can_not_be_put_right_does_not_end_what_serves(trouble: dict[str, Any]) -> None:
+def test_a_rejected_child_does_not_stop_a_serving_session(trouble: dict[str, Any]) -> None:
     pods = (a_pod("head"), a_pod("trainer", name="0"), a_pod("trainer", name="1"))
 
     assert ready_reason(pods=pods, **trouble) == Reason.READY

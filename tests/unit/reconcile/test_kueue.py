@@ -1,4 +1,4 @@
-"""A session in a queue: what Kueue admits, it evicts when its pods are described anew."""
+"""Sessions in a Kueue queue: Kueue evicts an admitted RayCluster whose pod templates change."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ def queued_cluster(**spec: Any) -> Mapping[ChildKey, Json]:
 
 
 @pytest.mark.parametrize("base_model", [a_base_model(), None], ids=["without a queue", "gone"])
-def test_the_queue_that_counts_is_that_of_what_is_there(base_model: BaseModelSpec | None) -> None:
+def test_the_queue_is_read_from_the_live_ray_cluster(base_model: BaseModelSpec | None) -> None:
     session = observed(base_model=base_model, children=queued_cluster(suspend=True))
 
     status = reconcile(session, SETTINGS).status
@@ -32,7 +32,7 @@ def test_the_queue_that_counts_is_that_of_what_is_there(base_model: BaseModelSpe
     assert status.gpus == 0
 
 
-def test_a_session_that_kueue_evicts_says_so() -> None:
+def test_an_eviction_by_kueue_is_reported() -> None:
     session = observed(children=queued_cluster(suspend=True), pods=(a_pod(is_terminating=True),))
 
     status = reconcile(session, SETTINGS).status
@@ -42,8 +42,8 @@ def test_a_session_that_kueue_evicts_says_so() -> None:
     assert "evicted" in (status.message or "")
 
 
-def changed_under(world: World, **offer: Any) -> Plan:
-    """Return what is done about a settled session when its BaseModel is changed."""
+def plan_after_change(world: World, **offer: Any) -> Plan:
+    """Return the plan of a settled session whose BaseModel changes."""
     changed = OFFERS["queue"].model_dump() | offer
     world.change(base_model=BaseModelSpec.model_validate(changed))
     return reconcile(world.observe(), SETTINGS)
@@ -53,24 +53,24 @@ def applied(plan: Plan) -> list[str]:
     return [action.manifest["kind"] for action in plan.actions if isinstance(action, Apply)]
 
 
-def test_what_kueue_has_admitted_is_not_described_anew_which_would_end_its_pods() -> None:
+def test_an_admitted_ray_cluster_is_not_updated_since_that_would_evict_it() -> None:
     world = a_world("queue", "it settles")
     pods = world.children[RAY_CLUSTER]["spec"]["headGroupSpec"]["template"]["spec"]
     pods["tolerations"] = [{"key": "added-by-kueue", "operator": "Exists"}]
 
-    assert applied(changed_under(world, head={"image": "another"})) == []
+    assert applied(plan_after_change(world, head={"image": "another"})) == []
     assert applied(reconcile(world.observe(), Settings(run_as_user=4321))) == []
 
 
-def test_what_waits_for_kueue_is_described_anew() -> None:
-    world = a_world("queue", "it settles", "Kueue preempts")
+def test_a_queued_ray_cluster_is_updated() -> None:
+    world = a_world("queue", "it settles", "Kueue evicts")
 
-    plan = changed_under(world, head={"image": "another"})
+    plan = plan_after_change(world, head={"image": "another"})
 
     assert applied(plan) == ["RayCluster"]
 
 
-def test_numbers_of_pods_that_somebody_changed_are_worth_an_eviction() -> None:
+def test_changed_replicas_of_an_admitted_ray_cluster_are_restored() -> None:
     world = a_world("queue", "it settles")
     [trainers] = world.children[RAY_CLUSTER]["spec"]["workerGroupSpecs"]
     trainers["replicas"] = 1
@@ -80,9 +80,9 @@ def test_numbers_of_pods_that_somebody_changed_are_worth_an_eviction() -> None:
     assert applied(plan) == ["RayCluster"]
 
 
-def test_other_numbers_of_pods_are_not_asked_of_what_kueue_has_admitted() -> None:
+def test_replicas_of_a_changed_base_model_are_not_applied_to_an_admitted_ray_cluster() -> None:
     world = a_world("queue", "it settles")
 
-    plan = changed_under(world, trainer=TRAINERS | {"replicas": 4})
+    plan = plan_after_change(world, trainer=TRAINERS | {"replicas": 4})
 
     assert applied(plan) == []

@@ -1,4 +1,4 @@
-"""What runs goes on as it was started: changes wait until a session is suspended and resumed."""
+"""Running pods keep the spec they started with until the session is suspended and resumed."""
 
 import json
 from typing import Any
@@ -52,7 +52,7 @@ def accepted(world: World) -> tuple[str, str, str]:
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
-def test_where_nothing_has_changed_nothing_waits(name: str) -> None:
+def test_without_changes_nothing_is_pending(name: str) -> None:
     offered, asked = COMBINATIONS[name]
     world = World(offered)
     world.change(spec=a_session(**asked))
@@ -67,13 +67,13 @@ def test_where_nothing_has_changed_nothing_waits(name: str) -> None:
 @pytest.mark.parametrize(
     ("offer", "event", "changed"),
     [
-        ("workers", "its owner wants one trainer", "trainer.replicas (2, now 1)"),
-        ("queue", "its owner wants one trainer", "trainer.replicas (2, now 1)"),
-        ("colocated engines", "its owner wants one trainer", "sampler.replicas (4, now 2)"),
+        ("workers", "its owner requests one trainer", "trainer.replicas (2, now 1)"),
+        ("queue", "its owner requests one trainer", "trainer.replicas (2, now 1)"),
+        ("colocated engines", "its owner requests one trainer", "sampler.replicas (4, now 2)"),
         ("engines", "the BaseModel shrinks", "sampler.replicas (2, now 1)"),
     ],
 )
-def test_other_numbers_of_pods_wait_until_a_session_is_suspended_and_resumed(
+def test_changed_replicas_are_applied_after_suspend_and_resume(
     offer: str, event: str, changed: str
 ) -> None:
     world = a_world(offer, "it settles")
@@ -83,7 +83,7 @@ def test_other_numbers_of_pods_wait_until_a_session_is_suspended_and_resumed(
 
     status, reason, message = accepted(world)
     assert (status, reason) == ("True", Reason.CHANGE_WAITS)
-    assert message.startswith("what runs goes on as it was started; suspend and resume")
+    assert message.startswith("running pods keep the spec they started with; suspend and resume")
     assert changed in message
     assert world.status.phase == "Ready"
     assert (world.children, world.pods) == (children, pods)
@@ -91,11 +91,11 @@ def test_other_numbers_of_pods_wait_until_a_session_is_suspended_and_resumed(
     assert accepted(world)[1] == Reason.ACCEPTED
     assert world.status.phase == "Ready"
     assert len(world.pods) < len(pods)
-    assert world.told is not None
-    assert world.told["trainer"]["ranks"] == ranks_in_pods(world)
+    assert world.head_config is not None
+    assert world.head_config["trainer"]["ranks"] == ranks_in_pods(world)
 
 
-def test_a_pod_in_the_place_of_a_lost_one_is_as_the_lost_one_was() -> None:
+def test_a_replacement_pod_equals_the_lost_one() -> None:
     world = a_world("workers", "it settles")
     described = world.children[RAY_CLUSTER]["spec"]
     image = {"head": world.offered.head.model_copy(update={"image": "worker:2"})}
@@ -107,7 +107,7 @@ def test_a_pod_in_the_place_of_a_lost_one_is_as_the_lost_one_was() -> None:
     assert "head.image (worker:1, now worker:2)" in accepted(world)[2]
 
 
-def test_another_network_waits_until_a_session_is_suspended_and_resumed() -> None:
+def test_a_changed_network_is_applied_after_suspend_and_resume() -> None:
     world = a_world("workers", "it settles")
     described = world.children[RAY_CLUSTER]["spec"]
     network = {
@@ -126,7 +126,7 @@ def test_another_network_waits_until_a_session_is_suspended_and_resumed() -> Non
     assert "rdma/hca" in json.dumps(world.children[RAY_CLUSTER]["spec"])
 
 
-def test_a_session_of_an_older_operator_waits_for_nothing() -> None:
+def test_a_session_of_an_older_operator_has_no_pending_changes() -> None:
     world = a_world("workers", "it settles")
     annotations = world.children[RAY_CLUSTER]["metadata"]["annotations"]
     written = json.loads(annotations[labels.STARTED_WITH])
@@ -142,7 +142,7 @@ def test_a_session_of_an_older_operator_waits_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("offer", ["workers", "queue"])
-def test_a_head_that_starts_over_is_told_what_it_was_told(offer: str) -> None:
+def test_a_restarted_head_gets_the_configuration_it_had(offer: str) -> None:
     world = a_world(offer, "it settles")
     newer = SETTINGS.model_copy(update={"drain_seconds": 21})
 
@@ -150,30 +150,30 @@ def test_a_head_that_starts_over_is_told_what_it_was_told(offer: str) -> None:
     world.happen("its owner suspends it", "it settles", "its owner resumes it")
     resumed = reconcile(world.observe(), newer)
 
-    assert not any(told_by(action) for action in plan.actions)
-    [told] = filter(None, map(told_by, resumed.actions))
-    assert told["timings"]["drain_seconds"] == newer.drain_seconds
+    assert not any(head_config_of(action) for action in plan.actions)
+    [config] = filter(None, map(head_config_of, resumed.actions))
+    assert config["timings"]["drain_seconds"] == newer.drain_seconds
 
 
-def told_by(action: Action) -> dict[str, Any] | None:
-    """Return what an action tells the head."""
+def head_config_of(action: Action) -> dict[str, Any] | None:
+    """Return the head configuration that an action applies."""
     if isinstance(action, Apply) and action.manifest["kind"] == "ConfigMap":
-        told: dict[str, Any] = json.loads(action.manifest["data"]["head.json"])
-        return told
+        config: dict[str, Any] = json.loads(action.manifest["data"]["head.json"])
+        return config
     return None
 
 
-def test_what_has_not_begun_is_changed_at_once() -> None:
-    world = a_world("workers", "the operator looks")
+def test_a_session_that_has_not_started_is_updated_at_once() -> None:
+    world = a_world("workers", "the operator reconciles")
 
-    world.happen("its owner wants one trainer", "the operator looks")
+    world.happen("its owner requests one trainer", "the operator reconciles")
 
     [trainers, _] = world.children[RAY_CLUSTER]["spec"]["workerGroupSpecs"]
     assert trainers["replicas"] == 1
     assert accepted(world)[1] == Reason.ACCEPTED
 
 
-def test_what_makes_no_pods_counts_at_once_and_is_no_change_that_waits() -> None:
+def test_changes_that_do_not_affect_pods_apply_at_once() -> None:
     world = a_world("workers", "it settles")
     policy = a_base_model(sessions={"idle": {"timeoutSeconds": 60}}).sessions
     world.change(base_model=world.offered.model_copy(update={"sessions": policy}))
@@ -185,32 +185,32 @@ def test_what_makes_no_pods_counts_at_once_and_is_no_change_that_waits() -> None
     assert world.status.phase == "Suspended"
 
 
-def test_a_session_that_kueue_holds_back_is_described_anew() -> None:
-    world = a_world("queue", "the operator looks")
+def test_a_session_that_kueue_holds_back_is_updated_at_once() -> None:
+    world = a_world("queue", "the operator reconciles")
     assert world.children[RAY_CLUSTER]["spec"]["suspend"]
 
-    world.happen("its owner wants one trainer", "the operator looks")
+    world.happen("its owner requests one trainer", "the operator reconciles")
 
     [trainers] = world.children[RAY_CLUSTER]["spec"]["workerGroupSpecs"]
     assert trainers["replicas"] == 1
     assert accepted(world)[1] == Reason.ACCEPTED
 
 
-def test_a_session_that_runs_without_its_base_model_counts_its_pods_and_gpus() -> None:
+def test_a_session_without_its_base_model_still_counts_pods_and_gpus() -> None:
     world = a_world("workers", "it settles")
     assert (world.status.gpus, world.status.workers.trainers) == (10, "2/2")
 
-    world.happen("the BaseModel goes", "the operator looks")
+    world.happen("the BaseModel is deleted", "the operator reconciles")
     assert (world.status.phase, world.status.gpus) == ("Ready", 10)
-    world.happen("the trainers are lost", "a pod gets on", "the operator looks")
+    world.happen("the trainers are lost", "a pod advances", "the operator reconciles")
 
     assert (world.status.phase, world.status.gpus) == ("Provisioning", 10)
     assert world.status.workers.trainers == "0/2"
     assert "2 of 4 pods" in (world.status.message or "")
 
 
-def test_what_a_session_without_its_base_model_has_lost_is_made_again() -> None:
-    world = a_world("workers", "it settles", "the BaseModel goes", "the Service is deleted")
+def test_lost_children_of_a_session_without_its_base_model_are_recreated() -> None:
+    world = a_world("workers", "it settles", "the BaseModel is deleted", "the Service is deleted")
 
     world.happen("it settles")
 
@@ -228,9 +228,9 @@ def test_what_a_session_without_its_base_model_has_lost_is_made_again() -> None:
         '{"modelName":"a","source":{},"maxContextLength":16,"head":{"image":"i"},'
         '"trainer":{"backend":"megatron"}}',
     ],
-    ids=["nothing", "a list", "too little", "pods without ranks", "no head's configuration"],
+    ids=["nothing", "a list", "missing fields", "pods without ranks", "no head configuration"],
 )
-def test_a_ray_cluster_that_says_nothing_useful_of_its_start_is_as_it_is_offered_now(
+def test_a_ray_cluster_without_a_readable_pinned_spec_follows_the_current_one(
     written: str,
 ) -> None:
     world = a_world("workers", "it settles")

@@ -1,4 +1,4 @@
-"""What the status of a BaseModel says: whether it counts, and what its sessions use."""
+"""The status of a BaseModel: whether it is active, and what its sessions use."""
 
 import json
 from datetime import timedelta
@@ -9,8 +9,8 @@ import pytest
 from tinkercloud_crds.base_model import BaseModelStatus
 from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_operator.decide import parsing
-from tinkercloud_operator.decide.base_model_status import offer_status
-from tinkercloud_operator.spec.resolved import Refusal, resolve
+from tinkercloud_operator.decide.base_model_status import base_model_status
+from tinkercloud_operator.spec.resolved import Rejection, resolve
 from tinkercloud_testing.sessions import (
     NOON,
     TRAINERS,
@@ -35,8 +35,8 @@ def reasons(status: BaseModelStatus) -> dict[str, tuple[str, str]]:
     return {item.type: (item.status, item.reason) for item in status.conditions}
 
 
-def test_a_base_model_that_counts_is_ready() -> None:
-    status = offer_status(offered(), offered(), [], NOON)
+def test_an_active_base_model_is_ready() -> None:
+    status = base_model_status(offered(), offered(), [], NOON)
 
     assert reasons(status) == {
         "Ready": ("True", Reason.ACCEPTED),
@@ -46,7 +46,7 @@ def test_a_base_model_that_counts_is_ready() -> None:
     assert status.observed_generation == 3
 
 
-def test_live_sessions_and_their_gpus_are_summed_up() -> None:
+def test_the_status_counts_live_sessions_and_their_gpus() -> None:
     sessions = [
         session("Ready", 3),
         session("Queued", 0),
@@ -54,13 +54,13 @@ def test_live_sessions_and_their_gpus_are_summed_up() -> None:
         session("Loading", 5),
     ]
 
-    status = offer_status(offered(), offered(), sessions, NOON)
+    status = base_model_status(offered(), offered(), sessions, NOON)
 
     assert (status.live_sessions, status.gpus) == (3, 8)
 
 
-def test_a_base_model_whose_name_an_older_one_has_stands_back_and_says_for_which() -> None:
-    status = offer_status(offered("younger"), offered("older"), [session("Ready", 3)], NOON)
+def test_a_duplicate_base_model_is_stalled_and_names_the_older_one() -> None:
+    status = base_model_status(offered("younger"), offered("older"), [session("Ready", 3)], NOON)
 
     ready = find(status.conditions, ConditionType.READY)
     assert ready is not None
@@ -69,8 +69,8 @@ def test_a_base_model_whose_name_an_older_one_has_stands_back_and_says_for_which
     assert (status.live_sessions, status.gpus) == (0, 0)
 
 
-def test_a_base_model_that_can_not_be_read_is_stalled() -> None:
-    status = offer_status(offered(spec={"modelName": "x"}), None, [], NOON)
+def test_an_unreadable_base_model_is_stalled() -> None:
+    status = base_model_status(offered(spec={"modelName": "x"}), None, [], NOON)
 
     assert reasons(status)["Ready"][0] == "False"
     assert reasons(status)["Stalled"][0] == "True"
@@ -96,7 +96,7 @@ def planned(config: str = json.dumps(CONFIG), gpu: str = "H100", length: int = 3
 
 
 @pytest.mark.parametrize(
-    ("manifest", "told"),
+    ("manifest", "expected"),
     [
         (planned(gpu="H1000"), "'H1000'"),
         (planned("{]"), "Expecting property name"),
@@ -107,32 +107,32 @@ def planned(config: str = json.dumps(CONFIG), gpu: str = "H100", length: int = 3
     ],
     ids=["GPU", "no JSON", "deep", "no object", "model", "length"],
 )
-def test_a_base_model_for_which_nothing_can_be_planned_is_not_on_offer_and_says_why(
-    manifest: Json, told: str
+def test_a_base_model_that_cannot_be_planned_is_stalled_with_the_reason(
+    manifest: Json, expected: str
 ) -> None:
-    status = offer_status(manifest, manifest, [session("Ready", 3)], NOON)
+    status = base_model_status(manifest, manifest, [session("Ready", 3)], NOON)
 
     ready = find(status.conditions, ConditionType.READY)
     assert ready is not None
     assert (ready.status, ready.reason) == ("False", Reason.NOT_ALLOWED)
     assert ready.message.startswith("trainer.planning: ")
-    assert told in ready.message
+    assert expected in ready.message
     assert reasons(status)["Stalled"][0] == "True"
     assert (status.live_sessions, status.gpus) == (1, 3)
-    assert isinstance(resolve(a_session(), parsing.base_model(manifest), 0), Refusal)
+    assert isinstance(resolve(a_session(), parsing.base_model(manifest), 0), Rejection)
 
 
-def test_a_base_model_that_can_be_planned_for_is_ready() -> None:
-    status = offer_status(planned(), planned(), [], NOON)
+def test_a_base_model_that_can_be_planned_is_ready() -> None:
+    status = base_model_status(planned(), planned(), [], NOON)
 
     assert reasons(status)["Ready"] == ("True", Reason.ACCEPTED)
 
 
-def test_looking_again_changes_nothing() -> None:
-    first = offer_status(offered(), offered(), [session("Ready", 3)], NOON)
+def test_a_second_reconciliation_changes_nothing() -> None:
+    first = base_model_status(offered(), offered(), [session("Ready", 3)], NOON)
     written = first.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     later = NOON + timedelta(hours=1)
-    again = offer_status(offered(status=written), offered(), [session("Ready", 3)], later)
+    again = base_model_status(offered(status=written), offered(), [session("Ready", 3)], later)
 
     assert again == first
