@@ -156,7 +156,7 @@ async def test_a_job_that_is_given_up_before_its_turn_never_runs() -> None:
     await asyncio.gather(given_up, return_exceptions=True)
     await until(lambda: not thread._begun)
 
-    assert await thread.run_beside(lambda: "what needs no memory has no turn to wait for")
+    assert await thread.run_lightweight(lambda: "what needs no memory has no turn to wait for")
     assert ran == []
     thread.stop()
 
@@ -164,13 +164,13 @@ async def test_a_job_that_is_given_up_before_its_turn_never_runs() -> None:
 async def test_what_has_no_turn_releases_what_it_leaves_behind(
     thread: ColocatedThread, record: Record
 ) -> None:
-    await thread.run_beside(lambda: record.events.append("a model is saved"))
+    await thread.run_lightweight(lambda: record.events.append("a model is saved"))
 
     def fail() -> None:
         raise ValueError("bad")
 
     with pytest.raises(ValueError, match="bad"):
-        await thread.run_beside(fail)
+        await thread.run_lightweight(fail)
 
     assert record.events == ["a model is saved", "memory is released", "memory is released"]
 
@@ -183,7 +183,7 @@ async def test_memory_is_kept_for_whoever_has_the_turn_while_a_model_is_saved(
     step = asyncio.create_task(thread.run(job))
     await job.began.wait()
     saving = asyncio.create_task(
-        thread.run_beside(lambda: record.events.append("a model is saved"))
+        thread.run_lightweight(lambda: record.events.append("a model is saved"))
     )
     await asyncio.sleep(0)
     next_step = asyncio.create_task(thread.run(lambda _: record.events.append("another step")))
@@ -201,7 +201,7 @@ async def test_saving_that_somebody_gave_up_releases_memory_too(
 ) -> None:
     save = Held(lambda: record.events.append("a model is saved"))
 
-    given_up = asyncio.create_task(thread.run_beside(save))
+    given_up = asyncio.create_task(thread.run_lightweight(save))
     await save.began.wait()
     given_up.cancel()
     await asyncio.gather(given_up, return_exceptions=True)
@@ -214,7 +214,7 @@ async def test_saving_that_somebody_gave_up_releases_memory_too(
 async def test_what_waits_when_the_thread_stops_ends_as_soon_as_it_is_cancelled(
     thread: ColocatedThread, kind: str
 ) -> None:
-    run = thread.run if kind == "with a turn" else thread.run_beside
+    run = thread.run if kind == "with a turn" else thread.run_lightweight
     job = Held(lambda: None)
     waiting = [asyncio.create_task(run(job))]
     await job.began.wait()

@@ -153,7 +153,7 @@ class EngineThread:
         result: T = await self.run_with_others(_Alone(job), None)
         return result
 
-    async def run_beside(self, job: Callable[[], T]) -> T:
+    async def run_lightweight(self, job: Callable[[], T]) -> T:
         """Run a job that computes next to nothing, such as saving or deleting.
 
         Others that share the trainer's device may go on meanwhile: it takes no memory there.

@@ -28,7 +28,7 @@ class IdleMemory:
     async def release(self) -> None:
         """Free what is not needed while nothing is sampled."""
         try:
-            await self._backend.thread.run_beside(self._backend.sampler.release_caches)
+            await self._backend.thread.run_lightweight(self._backend.sampler.release_caches)
         except Unavailable:
             # The thread has ended, and the head is about to.
             return

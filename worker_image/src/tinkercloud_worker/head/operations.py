@@ -287,7 +287,7 @@ class Operations:
 
     async def _beside(self, job: Callable[[], T]) -> T:
         """Run a job that computes nothing on the engine's thread. Raises as `_compute`."""
-        return await self._unless_lost(self._backend.thread.run_beside(job))
+        return await self._unless_lost(self._backend.thread.run_lightweight(job))
 
     async def _unless_lost(self, result: Awaitable[T]) -> T:
         try:

@@ -51,13 +51,13 @@ class ColocatedThread(EngineThread):
                 holding.cancel()
             raise
 
-    async def run_beside(self, job: Callable[[], T]) -> T:
-        """See `EngineThread.run_beside`."""
+    async def run_lightweight(self, job: Callable[[], T]) -> T:
+        """See `EngineThread.run_lightweight`."""
         return await asyncio.shield(self._begin(self._without_turn(job)))
 
     async def _without_turn(self, job: Callable[[], T]) -> T:
         try:
-            return await super().run_beside(job)
+            return await super().run_lightweight(job)
         finally:
             # If a job holds the GPUs, it releases memory itself when it ends.
             if not self._holders:
@@ -79,7 +79,7 @@ class ColocatedThread(EngineThread):
     async def _release_memory(self) -> None:
         # Cancellation at the end of the process comes here too, when the thread has stopped.
         with suppress(ThreadStopped):
-            await super().run_beside(self._release)
+            await super().run_lightweight(self._release)
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
