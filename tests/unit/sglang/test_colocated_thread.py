@@ -36,7 +36,7 @@ class Record:
     def joins(self, _items: Sequence[str], _item: str) -> bool:
         return True
 
-    def run_together(self, items: Sequence[str], _between: Callable[[], None]) -> Sequence[str]:
+    def run_batch(self, items: Sequence[str], _between: Callable[[], None]) -> Sequence[str]:
         assert self.holders, "the GPUs are somebody else's"
         if "bad" in items:
             raise ValueError("bad")

@@ -19,7 +19,7 @@ class Sums:
     def joins(self, items: Sequence[int], _item: int) -> bool:
         return len(items) < 3
 
-    def run_together(self, items: Sequence[int], _between: Callable[[], None]) -> list[int]:
+    def run_batch(self, items: Sequence[int], _between: Callable[[], None]) -> list[int]:
         self.ran.append(list(items))
         if -1 in items:
             raise ValueError("-1")

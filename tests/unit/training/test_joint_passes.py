@@ -57,7 +57,7 @@ def test_each_model_gets_the_logprobs_loss_and_gradient_that_it_gets_alone(loss_
         for name, lengths in zip(ADAPTERS, ([5, 9], [3], [7, 2, 8]), strict=True)
     ]
 
-    outputs = together.run_together(passes, lambda: None)
+    outputs = together.run_batch(passes, lambda: None)
 
     expected = [alone.forward_backward(p.model_id, p.batch, lambda: None) for p in passes]
     for output, other in zip(outputs, expected, strict=True):
@@ -79,7 +79,7 @@ def test_a_model_whose_weights_have_run_away_takes_no_other_along(
     together._models["low"].trainable.flat.detach()[::7] = value
     passes = [a_pass(together, name, [5, 6]) for name in ADAPTERS]
 
-    together.run_together(passes, lambda: None)
+    together.run_batch(passes, lambda: None)
 
     for each in passes[1:]:
         alone.forward_backward(each.model_id, each.batch, lambda: None)
@@ -95,7 +95,7 @@ def test_a_gradient_that_is_not_finite_stays_with_its_model(dtype: torch.dtype) 
     for example in passes[0].batch.examples:
         example.inputs["advantages"][:] = 3e38
 
-    together.run_together(passes, lambda: None)
+    together.run_batch(passes, lambda: None)
 
     assert not gradient(together, "low").isfinite().all()
     for each in passes[1:]:
@@ -115,7 +115,7 @@ def test_rows_that_weigh_nothing_leave_every_model_its_own_gradient(
         for example in each.batch.examples:
             example.inputs["weights"][::2] = 0
 
-    together.run_together(passes, lambda: None)
+    together.run_batch(passes, lambda: None)
 
     for each in passes:
         alone.forward_backward(each.model_id, each.batch, lambda: None)
@@ -178,7 +178,7 @@ def test_a_mixture_of_experts_is_shared_as_well() -> None:
     together, alone = a_trainer(tiny_qwen3_moe()), a_trainer(tiny_qwen3_moe())
     passes = [a_pass(together, name, [5, 6]) for name in ADAPTERS]
 
-    outputs = together.run_together(passes, lambda: None)
+    outputs = together.run_batch(passes, lambda: None)
 
     for each, output in zip(passes, outputs, strict=True):
         expected = alone.forward_backward(each.model_id, each.batch, lambda: None)

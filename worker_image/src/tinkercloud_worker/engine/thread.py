@@ -38,7 +38,7 @@ class Group(Protocol[ItemT_contra, T_co]):
     def joins(self, items: Sequence[ItemT_contra], item: ItemT_contra) -> bool:
         """Return whether an item may join others in one job."""
 
-    def run_together(self, items: Sequence[ItemT_contra], between: Between) -> Sequence[T_co]:
+    def run_batch(self, items: Sequence[ItemT_contra], between: Between) -> Sequence[T_co]:
         """Return a result for each item. What it raises is raised for all of them."""
 
 
@@ -51,7 +51,7 @@ class _Alone:
     def joins(self, _items: Sequence[None], _item: None) -> bool:
         return False
 
-    def run_together(self, _items: Sequence[None], between: Between) -> Sequence[Any]:
+    def run_batch(self, _items: Sequence[None], between: Between) -> Sequence[Any]:
         return [self.job(between)]
 
 
@@ -203,7 +203,7 @@ class EngineThread:
 
     def _do(self, jobs: Sequence[_Job]) -> None:
         try:
-            results = jobs[0].group.run_together([job.item for job in jobs], self._take_turns)
+            results = jobs[0].group.run_batch([job.item for job in jobs], self._take_turns)
         except BaseException as error:  # noqa: BLE001 - it is raised again, for who waits
             for job in jobs:
                 job.resolve(None, error)

@@ -185,7 +185,7 @@ class TorchTrainer(AdamTrainer):
             and all(self._is_adapter(each.model_id) for each in everyone)
         )
 
-    def run_together(
+    def run_batch(
         self, items: Sequence[TrainingPass], between: Callable[[], None]
     ) -> list[LossOutput]:
         """See `engine.thread.Group`: `forward_backward` of each."""
