@@ -77,7 +77,7 @@ async def thread(record: Record) -> AsyncIterator[ColocatedThread]:
 async def test_passes_that_may_be_shared_have_the_turn_as_other_jobs_have(
     thread: ColocatedThread, record: Record
 ) -> None:
-    await thread.run_with_others(record, "a pass")
+    await thread.run_batched(record, "a pass")
     await thread.run(lambda _: record.events.append("a step"))
 
     released = ["memory is released", "the turn ends"]
@@ -87,7 +87,7 @@ async def test_passes_that_may_be_shared_have_the_turn_as_other_jobs_have(
 async def test_memory_is_released_once_by_the_last_of_the_jobs_that_have_the_turn_together(
     thread: ColocatedThread, record: Record
 ) -> None:
-    await asyncio.gather(*[thread.run_with_others(record, name) for name in ("one", "two")])
+    await asyncio.gather(*[thread.run_batched(record, name) for name in ("one", "two")])
 
     assert sorted(record.events[:2]) == ["one", "two"]
     assert record.events[2:] == ["memory is released", "the turn ends"]
@@ -97,7 +97,7 @@ async def test_a_job_that_fails_releases_memory_too(
     thread: ColocatedThread, record: Record
 ) -> None:
     with pytest.raises(ValueError, match="bad"):
-        await thread.run_with_others(record, "bad")
+        await thread.run_batched(record, "bad")
 
     assert record.events == ["memory is released", "the turn ends"]
 

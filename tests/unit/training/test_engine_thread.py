@@ -49,7 +49,7 @@ async def while_busy(
 
 
 def item(thread: EngineThread, group: Sums, number: int) -> Callable[[], asyncio.Task[int]]:
-    return lambda: asyncio.create_task(thread.run_with_others(group, number))
+    return lambda: asyncio.create_task(thread.run_batched(group, number))
 
 
 async def test_items_of_a_group_that_wait_run_as_one_and_each_gets_its_own_result(

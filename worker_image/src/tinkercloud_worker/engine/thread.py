@@ -150,7 +150,7 @@ class EngineThread:
         Raises:
             ThreadStopped: the thread has been told to end.
         """
-        result: T = await self.run_with_others(_Alone(job), None)
+        result: T = await self.run_batched(_Alone(job), None)
         return result
 
     async def run_lightweight(self, job: Callable[[], T]) -> T:
@@ -161,7 +161,7 @@ class EngineThread:
         result: T = await self._queued(_Alone(lambda _: job()), None)
         return result
 
-    async def run_with_others(self, group: Group[ItemT, T], item: ItemT) -> T:
+    async def run_batched(self, group: Group[ItemT, T], item: ItemT) -> T:
         """Run an item on the thread, with others of its group that wait, and return its result."""
         return await self._queued(group, item)
 

@@ -106,7 +106,7 @@ class Operations:
         batch = await asyncio.to_thread(prepare, request, trainer.limits)
         if isinstance(trainer, Group) and not batch.forward_only:
             # Models of one base share a pass with those that wait when its turn comes.
-            waiting = self._backend.thread.run_with_others(trainer, TrainingPass(self._name, batch))
+            waiting = self._backend.thread.run_batched(trainer, TrainingPass(self._name, batch))
             output: LossOutput = await self._unless_lost(waiting)
         else:
             run = trainer.forward if batch.forward_only else trainer.forward_backward

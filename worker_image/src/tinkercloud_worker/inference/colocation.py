@@ -39,8 +39,8 @@ class ColocatedThread(EngineThread):
         self._begun: set[asyncio.Task[Any]] = set()
         """Jobs that have not ended, whether or not anybody still waits for them."""
 
-    async def run_with_others(self, group: Group[ItemT, T], item: ItemT) -> T:
-        """See `EngineThread.run_with_others`."""
+    async def run_batched(self, group: Group[ItemT, T], item: ItemT) -> T:
+        """See `EngineThread.run_batched`."""
         has_turn = asyncio.Event()
         holding = self._begin(self._with_turn(group, item, has_turn))
         try:
@@ -68,7 +68,7 @@ class ColocatedThread(EngineThread):
             has_turn.set()
             self._holders += 1
             try:
-                return await super().run_with_others(group, item)
+                return await super().run_batched(group, item)
             finally:
                 try:
                     if self._holders == 1:
