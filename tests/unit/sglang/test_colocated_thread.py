@@ -33,7 +33,7 @@ class Record:
     def release(self) -> None:
         self.events.append("memory is released")
 
-    def joins(self, _items: Sequence[str], _item: str) -> bool:
+    def can_batch(self, _items: Sequence[str], _item: str) -> bool:
         return True
 
     def run_batch(self, items: Sequence[str], _between: Callable[[], None]) -> Sequence[str]:

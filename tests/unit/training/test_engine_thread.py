@@ -16,7 +16,7 @@ class Sums:
     def __init__(self) -> None:
         self.ran: list[list[int]] = []
 
-    def joins(self, items: Sequence[int], _item: int) -> bool:
+    def can_batch(self, items: Sequence[int], _item: int) -> bool:
         return len(items) < 3
 
     def run_batch(self, items: Sequence[int], _between: Callable[[], None]) -> list[int]:

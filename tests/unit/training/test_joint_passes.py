@@ -128,35 +128,35 @@ def test_small_passes_of_different_models_join() -> None:
     trainer = a_trainer()
     first, second = a_pass(trainer, "low", [20]), a_pass(trainer, "high", [20, 20])
 
-    assert trainer.joins([first], second)
+    assert trainer.can_batch([first], second)
 
 
 def test_what_is_no_micro_batch_together_does_not_join() -> None:
     trainer = a_trainer()
     first, second = a_pass(trainer, "low", [20]), a_pass(trainer, "high", [20, 25])
 
-    assert not trainer.joins([first], second)
+    assert not trainer.can_batch([first], second)
 
 
 def test_passes_of_one_model_do_not_join() -> None:
     trainer = a_trainer()
 
-    assert not trainer.joins([a_pass(trainer, "low", [4])], a_pass(trainer, "low", [5]))
+    assert not trainer.can_batch([a_pass(trainer, "low", [4])], a_pass(trainer, "low", [5]))
 
 
 def test_losses_of_two_kinds_do_not_join() -> None:
     trainer = a_trainer()
     first = a_pass(trainer, "low", [4])
 
-    assert not trainer.joins([first], a_pass(trainer, "high", [4], "importance_sampling"))
+    assert not trainer.can_batch([first], a_pass(trainer, "high", [4], "importance_sampling"))
 
 
 def test_whole_models_do_not_join() -> None:
     trainer = a_trainer()
     trainer.add_model("whole", None)
 
-    assert not trainer.joins([a_pass(trainer, "low", [4])], a_pass(trainer, "whole", [4]))
-    assert not trainer.joins([a_pass(trainer, "whole", [4])], a_pass(trainer, "low", [4]))
+    assert not trainer.can_batch([a_pass(trainer, "low", [4])], a_pass(trainer, "whole", [4]))
+    assert not trainer.can_batch([a_pass(trainer, "whole", [4])], a_pass(trainer, "low", [4]))
 
 
 def test_a_model_that_was_removed_while_its_pass_waited_does_not_join() -> None:
@@ -164,14 +164,14 @@ def test_a_model_that_was_removed_while_its_pass_waited_does_not_join() -> None:
     gone, waiting = a_pass(trainer, "low", [4]), a_pass(trainer, "high", [4])
     trainer.remove_model("low")
 
-    assert not trainer.joins([waiting], gone)
-    assert not trainer.joins([gone], waiting)
+    assert not trainer.can_batch([waiting], gone)
+    assert not trainer.can_batch([gone], waiting)
 
 
 def test_models_of_an_architecture_that_takes_one_sequence_at_a_time_do_not_join() -> None:
     trainer = a_trainer(tiny_gemma2())
 
-    assert not trainer.joins([a_pass(trainer, "low", [4])], a_pass(trainer, "high", [4]))
+    assert not trainer.can_batch([a_pass(trainer, "low", [4])], a_pass(trainer, "high", [4]))
 
 
 def test_a_mixture_of_experts_is_shared_as_well() -> None:

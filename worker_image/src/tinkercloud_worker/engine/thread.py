@@ -35,7 +35,7 @@ class ThreadStopped(Unavailable):
 class Group(Protocol[ItemT_contra, T_co]):
     """Computes several items as one job, where they may share one."""
 
-    def joins(self, items: Sequence[ItemT_contra], item: ItemT_contra) -> bool:
+    def can_batch(self, items: Sequence[ItemT_contra], item: ItemT_contra) -> bool:
         """Return whether an item may join others in one job."""
 
     def run_batch(self, items: Sequence[ItemT_contra], between: Between) -> Sequence[T_co]:
@@ -48,7 +48,7 @@ class _Alone:
 
     job: Callable[[Between], Any]
 
-    def joins(self, _items: Sequence[None], _item: None) -> bool:
+    def can_batch(self, _items: Sequence[None], _item: None) -> bool:
         return False
 
     def run_batch(self, _items: Sequence[None], between: Between) -> Sequence[Any]:
@@ -195,10 +195,10 @@ class EngineThread:
         jobs, waiting = [first], self._jobs
         self._jobs = deque()
         for job in waiting:
-            joins = job.group is first.group and first.group.joins(
+            can_batch = job.group is first.group and first.group.can_batch(
                 [taken.item for taken in jobs], job.item
             )
-            (jobs if joins else self._jobs).append(job)
+            (jobs if can_batch else self._jobs).append(job)
         return jobs
 
     def _do(self, jobs: Sequence[_Job]) -> None:

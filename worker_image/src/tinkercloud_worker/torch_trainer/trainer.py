@@ -171,7 +171,7 @@ class TorchTrainer(AdamTrainer):
             between()
         return output.finish(batch)
 
-    def joins(self, items: Sequence[TrainingPass], item: TrainingPass) -> bool:
+    def can_batch(self, items: Sequence[TrainingPass], item: TrainingPass) -> bool:
         """See `engine.thread.Group`: adapters share a pass that is one micro-batch in all."""
         everyone = [*items, item]
         tokens = sum(each.batch.num_tokens for each in everyone)
