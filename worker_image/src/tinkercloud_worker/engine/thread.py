@@ -1,7 +1,7 @@
 """The one thread that computes.
 
 Training jobs run one at a time, in the order they were given; those that wait and may share a pass
-(`Group`) run as one, at the turn of the first. Between them, and at the points a
+(`Batcher`) run as one, at the turn of the first. Between them, and at the points a
 long job offers, the thread takes turns at a background task: the decoding steps of a sampler that
 shares the trainer's weights. So neither training nor sampling can starve the other, and nothing
 ever runs two passes of the base model at once.
@@ -32,7 +32,7 @@ class ThreadStopped(Unavailable):
 
 
 @runtime_checkable
-class Group(Protocol[ItemT_contra, T_co]):
+class Batcher(Protocol[ItemT_contra, T_co]):
     """Computes several items as one job, where they may share one."""
 
     def can_batch(self, items: Sequence[ItemT_contra], item: ItemT_contra) -> bool:
@@ -59,7 +59,7 @@ class _Alone:
 class _Job:
     """An item that waits for its turn."""
 
-    group: Group[Any, Any]
+    group: Batcher[Any, Any]
     item: Any
     resolve: Callable[[Any, BaseException | None], None]
 
@@ -161,11 +161,11 @@ class EngineThread:
         result: T = await self._queued(_Alone(lambda _: job()), None)
         return result
 
-    async def run_batched(self, group: Group[ItemT, T], item: ItemT) -> T:
+    async def run_batched(self, group: Batcher[ItemT, T], item: ItemT) -> T:
         """Run an item on the thread, with others of its group that wait, and return its result."""
         return await self._queued(group, item)
 
-    async def _queued(self, group: Group[ItemT, T], item: ItemT) -> T:
+    async def _queued(self, group: Batcher[ItemT, T], item: ItemT) -> T:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 

@@ -25,7 +25,7 @@ from tinkercloud_protocol.training import (
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import Batch, prepare
 from tinkercloud_worker.engine.expert_load import balance_metrics
-from tinkercloud_worker.engine.thread import Between, Group
+from tinkercloud_worker.engine.thread import Between
 from tinkercloud_worker.engine.trainer import (
     Gradient,
     GradientLost,
@@ -104,7 +104,7 @@ class Operations:
             self._tell_of_lost_gradient()
         trainer = self._backend.trainer
         batch = await asyncio.to_thread(prepare, request, trainer.limits)
-        if isinstance(trainer, Group) and not batch.forward_only:
+        if isinstance(trainer, Batcher) and not batch.forward_only:
             # Models of one base share a pass with those that wait when its turn comes.
             waiting = self._backend.thread.run_batched(trainer, TrainingPass(self._name, batch))
             output: LossOutput = await self._unless_lost(waiting)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, TypeVar
 
-from tinkercloud_worker.engine.thread import EngineThread, Group, ThreadStopped
+from tinkercloud_worker.engine.thread import Batcher, EngineThread, ThreadStopped
 
 ItemT = TypeVar("ItemT")
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class ColocatedThread(EngineThread):
         self._begun: set[asyncio.Task[Any]] = set()
         """Jobs that have not ended, whether or not anybody still waits for them."""
 
-    async def run_batched(self, group: Group[ItemT, T], item: ItemT) -> T:
+    async def run_batched(self, group: Batcher[ItemT, T], item: ItemT) -> T:
         """See `EngineThread.run_batched`."""
         has_turn = asyncio.Event()
         holding = self._begin(self._with_turn(group, item, has_turn))
@@ -63,7 +63,7 @@ class ColocatedThread(EngineThread):
             if not self._holders:
                 await self._release_memory()
 
-    async def _with_turn(self, group: Group[ItemT, T], item: ItemT, has_turn: asyncio.Event) -> T:
+    async def _with_turn(self, group: Batcher[ItemT, T], item: ItemT, has_turn: asyncio.Event) -> T:
         async with self._turn():
             has_turn.set()
             self._holders += 1

@@ -172,7 +172,7 @@ class TorchTrainer(AdamTrainer):
         return output.finish(batch)
 
     def can_batch(self, items: Sequence[TrainingPass], item: TrainingPass) -> bool:
-        """See `engine.thread.Group`: adapters share a pass that is one micro-batch in all."""
+        """See `engine.thread.Batcher`: adapters share a pass that is one micro-batch in all."""
         everyone = [*items, item]
         tokens = sum(each.batch.num_tokens for each in everyone)
         kinds = {(each.batch.loss_fn, each.batch.num_targets) for each in everyone}
@@ -188,7 +188,7 @@ class TorchTrainer(AdamTrainer):
     def run_batch(
         self, items: Sequence[TrainingPass], between: Callable[[], None]
     ) -> list[LossOutput]:
-        """See `engine.thread.Group`: `forward_backward` of each."""
+        """See `engine.thread.Batcher`: `forward_backward` of each."""
         if len(items) == 1 or not self._may_be_together([item.model_id for item in items]):
             return [self.forward_backward(item.model_id, item.batch, between) for item in items]
         packs = [pack for item in items for pack in self._packs(item.batch)]
