@@ -25,7 +25,7 @@ from tinkercloud_testing.sdk_steps import a_datum, score
 from tinkercloud_testing.servers import a_server
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.sampler import PromptQuestions, StopRules
+from tinkercloud_worker.engine.sampler import PromptLogprobParams, StopRules
 from tinkercloud_worker.inference.client import ServerError
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.weight_host import HeadWeightHost
@@ -166,7 +166,7 @@ async def test_the_base_and_two_adapters_at_once_equal_the_torch_sampler(
     await sampler.publish("base", None)
     await publish(engine, sampler, "one", seed=1)
     await publish(engine, sampler, "two", seed=20)
-    questions = PromptQuestions(logprobs_from=1, top_k=3)
+    questions = PromptLogprobParams(logprobs_from=1, top_k=3)
     assert any("lm_head" in name for name in engine.trainer.snapshot("one").tensors)
     requests = [
         a_sampling_request(
@@ -198,7 +198,7 @@ async def test_logprobs_are_those_of_temperature_one_whatever_is_drawn_at(
 
     [drawn] = (await sampler.sample("one", request)).sequences
     text = [*PROMPTS[0], *drawn.tokens]
-    asked = a_sampling_request(text, max_tokens=1, questions=PromptQuestions(logprobs_from=3))
+    asked = a_sampling_request(text, max_tokens=1, questions=PromptLogprobParams(logprobs_from=3))
     scored = (await engine.sampler.sample("one", asked)).prompt.logprobs
 
     assert scored is not None
@@ -210,7 +210,7 @@ async def test_named_tokens_are_scored_at_their_positions(
 ) -> None:
     await publish(engine, sampler, "one", seed=1)
     targets = np.array([[-1, -1], [3, -1], [40, 50], [-1, 7]])
-    questions = PromptQuestions(targets=targets, logprobs_from=4)
+    questions = PromptLogprobParams(targets=targets, logprobs_from=4)
     request = a_sampling_request([5, 6, 7, 8, 9], max_tokens=1, questions=questions)
 
     theirs = (await sampler.sample("one", request)).prompt
@@ -347,7 +347,7 @@ async def test_what_the_server_cannot_do_is_refused_by_name(
     await sampler.publish("base", None)
     refused = {
         "prompt_alt_tokens_k": a_sampling_request(
-            [1, 2, 3], questions=PromptQuestions(alternatives_k=2)
+            [1, 2, 3], questions=PromptLogprobParams(alternatives_k=2)
         ),
         "max allowed: 20": a_sampling_request([1, 2, 3], top_logprobs=50),
     }

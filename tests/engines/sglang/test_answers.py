@@ -19,7 +19,7 @@ from tinkercloud_testing.sglang_sampling import (
     publish,
 )
 from tinkercloud_testing.sglang_server import SglangServer, Unheard
-from tinkercloud_worker.engine.sampler import PromptQuestions
+from tinkercloud_worker.engine.sampler import PromptLogprobParams
 from tinkercloud_worker.inference.client import InferenceClient, Json
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,7 @@ async def test_the_client_looks_for_nothing_that_sglang_does_not_answer(
     )
     sampler = a_sampler(fakes[:1], tmp_path, colocated=True)
     targets = np.array([[3, 4], [-1, 5], [6, 7], [1, 2], [8, -1]])
-    questions = PromptQuestions(logprobs_from=1, top_k=2, targets=targets)
+    questions = PromptLogprobParams(logprobs_from=1, top_k=2, targets=targets)
     versions = {"base": None, "one": an_adapter(engine, 1), "sharp": a_whole_model(engine, 3.0)}
     for version, weights in versions.items():
         await publish(engine, sampler, version, weights)

@@ -17,7 +17,7 @@ from tinkercloud_testing.sglang_sampling import (
     assert_same,
     publish,
 )
-from tinkercloud_worker.engine.sampler import PromptQuestions, StopRules
+from tinkercloud_worker.engine.sampler import PromptLogprobParams, StopRules
 from tinkercloud_worker.inference.client import ServerError
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.sglang import scoring
@@ -38,9 +38,9 @@ async def test_samples_stops_seeds_and_prompt_scores_are_the_torch_samplers(
         a_sampling_request(PROMPTS[1], stop=NEVER, top_logprobs=3, max_tokens=20),
         a_sampling_request(PROMPTS[1], stop=StopRules(frozenset(range(60)), ()), max_tokens=40),
         a_sampling_request(PROMPTS[0], stop=StopRules(frozenset(), ("a", "b")), max_tokens=40),
-        a_sampling_request(PROMPTS[2], questions=PromptQuestions(logprobs_from=3, top_k=2)),
-        a_sampling_request(PROMPTS[2], questions=PromptQuestions(top_k=2, targets=targets)),
-        a_sampling_request([3], questions=PromptQuestions(logprobs_from=1)),
+        a_sampling_request(PROMPTS[2], questions=PromptLogprobParams(logprobs_from=3, top_k=2)),
+        a_sampling_request(PROMPTS[2], questions=PromptLogprobParams(top_k=2, targets=targets)),
+        a_sampling_request([3], questions=PromptLogprobParams(logprobs_from=1)),
     ]
     pairs = [(version, request) for version in versions for request in requests]
 
@@ -67,11 +67,11 @@ async def test_targets_are_scored_a_few_positions_at_a_time_as_in_one_request(
     requests = [
         a_sampling_request(prompt, questions=questions)
         for questions in (
-            PromptQuestions(targets=targets),
-            PromptQuestions(logprobs_from=9, targets=targets),
-            PromptQuestions(logprobs_from=2, top_k=3, targets=targets),
-            PromptQuestions(top_k=3),
-            PromptQuestions(targets=np.full_like(targets, -1)),
+            PromptLogprobParams(targets=targets),
+            PromptLogprobParams(logprobs_from=9, targets=targets),
+            PromptLogprobParams(logprobs_from=2, top_k=3, targets=targets),
+            PromptLogprobParams(top_k=3),
+            PromptLogprobParams(targets=np.full_like(targets, -1)),
         )
     ]
 
@@ -119,7 +119,7 @@ async def test_a_prompt_is_computed_again_only_from_where_it_is_asked_about(
     sampler: InferenceSampler, fakes: list[FakeSglang]
 ) -> None:
     await sampler.publish("base", None)
-    questions = PromptQuestions(logprobs_from=4)
+    questions = PromptLogprobParams(logprobs_from=4)
 
     await sampler.sample("base", a_sampling_request(PROMPTS[2], questions=questions))
 

@@ -12,7 +12,7 @@ from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
 from tinkercloud_testing.sglang_definitions import SAMPLING, definition
 from tinkercloud_testing.sglang_parts import finish_reasons
 from tinkercloud_testing.sglang_stops import ended
-from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules
+from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingRequest, StopRules
 
 Json = dict[str, Any]
 
@@ -89,7 +89,7 @@ async def _tempered(
     text = [*request.prompt.tolist(), *sequence.tokens]
     every = list(range(engine.trainer.limits.vocab_size))
     targets = np.tile(np.asarray(every, np.int64), (len(text) - 1, 1))
-    asked = _plain_request(text, PromptQuestions(targets=targets))
+    asked = _plain_request(text, PromptLogprobParams(targets=targets))
     scored = (await engine.sampler.sample(version, asked)).prompt.targets
     assert scored is not None
     scaled = scored[len(request.prompt) - 1 :] / request.temperature
@@ -116,19 +116,19 @@ def _request(asked: Any, index: int, params: Any) -> SamplingRequest:
     )
 
 
-def _plain_request(prompt: list[int], questions: PromptQuestions) -> SamplingRequest:
+def _plain_request(prompt: list[int], questions: PromptLogprobParams) -> SamplingRequest:
     ends = StopRules(frozenset(), ())
     tokens = np.asarray(prompt, np.int32)
     return SamplingRequest(tokens, 1, 1, 1, 0.0, 0, 1.0, ends, questions=questions)
 
 
-def _questions(asked: Any, index: int) -> PromptQuestions:
+def _questions(asked: Any, index: int) -> PromptLogprobParams:
     start, length = asked.logprob_start_len, len(asked.input_ids[index])
     if start < 0 or length == 1:
-        return PromptQuestions()
+        return PromptLogprobParams()
     ids = asked.token_ids_logprob
     rows = np.tile(np.asarray(ids[index], np.int64), (length - 1, 1)) if ids else None
-    return PromptQuestions(start + 1, asked.top_logprobs_num, rows)
+    return PromptLogprobParams(start + 1, asked.top_logprobs_num, rows)
 
 
 def _input_logprobs(asked: Any, index: int, request: SamplingRequest, prompt: PromptScores) -> Json:

@@ -8,7 +8,7 @@ import pytest
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_testing.engines import a_sampling_request
-from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest
+from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingRequest
 from tinkercloud_worker.inference.client import InferenceClient, Json, ServerUnreachable
 from tinkercloud_worker.inference.dialect import Dialect
 from tinkercloud_worker.inference.sglang.dialect import SglangDialect
@@ -76,5 +76,5 @@ def test_targets_that_cost_too_much_are_refused_by_name_and_the_same_everywhere_
 
 def scored(length: int, top_k: int, targets: np.ndarray | None) -> SamplingRequest:
     """Return a request that asks about all positions of a prompt."""
-    questions = PromptQuestions(logprobs_from=1, top_k=top_k, targets=targets)
+    questions = PromptLogprobParams(logprobs_from=1, top_k=top_k, targets=targets)
     return a_sampling_request([1] * length, questions=questions)

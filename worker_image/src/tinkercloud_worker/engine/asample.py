@@ -15,7 +15,7 @@ from tinkercloud_protocol.sampling import (
 )
 from tinkercloud_protocol.tensors import Int32Array, densify
 from tinkercloud_worker.engine.batch import TokenLimits, check_length
-from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules
+from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingRequest, StopRules
 
 _SEED_MASK = (1 << 63) - 1
 
@@ -140,7 +140,7 @@ def _stop_tokens(entries: Sequence[str | int], vocab_size: int) -> frozenset[int
     return frozenset(entry for entry in entries if isinstance(entry, int))
 
 
-def _questions(request: SampleRequest, length: int, limits: TokenLimits) -> PromptQuestions:
+def _questions(request: SampleRequest, length: int, limits: TokenLimits) -> PromptLogprobParams:
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and last_n > max(length - 1, 1):
         raise InvalidRequest(
@@ -149,7 +149,7 @@ def _questions(request: SampleRequest, length: int, limits: TokenLimits) -> Prom
         )
     _check_cells(request, length)
     start = length - last_n if last_n is not None else 1
-    return PromptQuestions(
+    return PromptLogprobParams(
         logprobs_from=max(start, 1) if request.scores_prompt else None,
         top_k=request.topk_prompt_logprobs,
         targets=_target_ids(request.target_prompt_logprobs, length, limits),

@@ -25,7 +25,7 @@ class StopRules:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PromptQuestions:
+class PromptLogprobParams:
     """What is asked about the prompt itself, a sequence of P tokens."""
 
     logprobs_from: int | None = None
@@ -66,7 +66,7 @@ class SamplingRequest:
     stop: StopRules
     top_logprobs: int = 0
     """Most likely tokens wanted at each drawn position."""
-    questions: PromptQuestions = field(default_factory=PromptQuestions)
+    questions: PromptLogprobParams = field(default_factory=PromptLogprobParams)
 
     @property
     def num_positions(self) -> int:

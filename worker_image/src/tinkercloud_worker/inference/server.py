@@ -18,7 +18,7 @@ import structlog
 
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_worker import metrics
-from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules
+from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingRequest, StopRules
 from tinkercloud_worker.inference.client import NotThere, ServerError, ServerUnreachable
 from tinkercloud_worker.inference.dialect import Dialect
 from tinkercloud_worker.inference.weights_folder import WeightsFolder
@@ -209,9 +209,9 @@ class InferenceServer:
         One that returns logprobs of the temperature it drew at would bias training silently.
         """
         await self.dialect.check_model()
-        drawn = _probe([1], PromptQuestions())
+        drawn = _probe([1], PromptLogprobParams())
         [sequence] = (await self.dialect.draw(drawn, None)).sequences
-        scored = _probe([1, *sequence.tokens], PromptQuestions(logprobs_from=1))
+        scored = _probe([1, *sequence.tokens], PromptLogprobParams(logprobs_from=1))
         logprobs = (await self.dialect.score(scored, None)).logprobs
         assert logprobs is not None  # noqa: S101 - they were asked for
         error = float(np.abs(np.asarray(sequence.logprobs) - logprobs[1:]).mean())
@@ -245,7 +245,7 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _probe(prompt: list[int], questions: PromptQuestions) -> SamplingRequest:
+def _probe(prompt: list[int], questions: PromptLogprobParams) -> SamplingRequest:
     return SamplingRequest(
         prompt=np.asarray(prompt, dtype=np.int32),
         num_samples=1,

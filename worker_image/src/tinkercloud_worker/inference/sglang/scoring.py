@@ -20,7 +20,7 @@ from tinkercloud_protocol.tensors import (
     PromptScores,
     TopLogprobs,
 )
-from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest
+from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingRequest
 from tinkercloud_worker.inference.client import Json
 from tinkercloud_worker.inference.dialect import Ranked, top_logprobs
 
@@ -98,7 +98,7 @@ class PromptScoring:
         )
 
 
-def _parts(asked: PromptQuestions, length: int) -> Iterator[Part]:
+def _parts(asked: PromptLogprobParams, length: int) -> Iterator[Part]:
     targets = np.empty((length - 1, 0), np.int64) if asked.targets is None else asked.targets
     size = _PART_CELLS // (1 + asked.top_k)
     if columns := targets.shape[1]:
