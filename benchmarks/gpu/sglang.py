@@ -160,7 +160,7 @@ def _together(proof: Proof) -> Measurement:
 
 def _from_files(proof: Proof) -> Measurement:
     loads = proof.publish("one", sampler=proof.reader)
-    request = replace(a_request(prompt(7), 1), questions=PromptLogprobParams(logprobs_from=1))
+    request = replace(a_request(prompt(7), 1), prompt_logprobs=PromptLogprobParams(logprobs_from=1))
     [sent] = proof.sample(("one", request))
     [read] = proof.sample(("one", request), sampler=proof.reader)
     figure = Measurement(
@@ -174,8 +174,8 @@ def _scored(proof: Proof) -> Measurement:
     tokens = prompt(5)
     targets = np.full((len(tokens) - 1, 2), -1)
     targets[3], targets[12] = (7, 9), (11, -1)
-    questions = PromptLogprobParams(logprobs_from=1, top_k=3, targets=targets)
-    request = replace(a_request(tokens, 1), questions=questions)
+    prompt_logprobs = PromptLogprobParams(logprobs_from=1, top_k=3, targets=targets)
+    request = replace(a_request(tokens, 1), prompt_logprobs=prompt_logprobs)
     proof.reference.publish("one", proof.trainer.snapshot("one"))
     [ours] = proof.reference.sample("one", request)
     [theirs] = proof.sample(("one", request))

@@ -166,11 +166,16 @@ async def test_the_base_and_two_adapters_at_once_equal_the_torch_sampler(
     await sampler.publish("base", None)
     await publish(engine, sampler, "one", seed=1)
     await publish(engine, sampler, "two", seed=20)
-    questions = PromptLogprobParams(logprobs_from=1, top_k=3)
+    prompt_logprobs = PromptLogprobParams(logprobs_from=1, top_k=3)
     assert any("lm_head" in name for name in engine.trainer.snapshot("one").tensors)
     requests = [
         a_sampling_request(
-            prompt, temperature=0.0, max_tokens=12, stop=NEVER, top_logprobs=2, questions=questions
+            prompt,
+            temperature=0.0,
+            max_tokens=12,
+            stop=NEVER,
+            top_logprobs=2,
+            prompt_logprobs=questions,
         )
         for prompt in PROMPTS
     ]
@@ -198,7 +203,9 @@ async def test_logprobs_are_those_of_temperature_one_whatever_is_drawn_at(
 
     [drawn] = (await sampler.sample("one", request)).sequences
     text = [*PROMPTS[0], *drawn.tokens]
-    asked = a_sampling_request(text, max_tokens=1, questions=PromptLogprobParams(logprobs_from=3))
+    asked = a_sampling_request(
+        text, max_tokens=1, prompt_logprobs=PromptLogprobParams(logprobs_from=3)
+    )
     scored = (await engine.sampler.sample("one", asked)).prompt.logprobs
 
     assert scored is not None
@@ -210,8 +217,8 @@ async def test_named_tokens_are_scored_at_their_positions(
 ) -> None:
     await publish(engine, sampler, "one", seed=1)
     targets = np.array([[-1, -1], [3, -1], [40, 50], [-1, 7]])
-    questions = PromptLogprobParams(targets=targets, logprobs_from=4)
-    request = a_sampling_request([5, 6, 7, 8, 9], max_tokens=1, questions=questions)
+    prompt_logprobs = PromptLogprobParams(targets=targets, logprobs_from=4)
+    request = a_sampling_request([5, 6, 7, 8, 9], max_tokens=1, prompt_logprobs=prompt_logprobs)
 
     theirs = (await sampler.sample("one", request)).prompt
     ours = (await engine.sampler.sample("one", request)).prompt
@@ -347,7 +354,7 @@ async def test_what_the_server_cannot_do_is_refused_by_name(
     await sampler.publish("base", None)
     refused = {
         "prompt_alt_tokens_k": a_sampling_request(
-            [1, 2, 3], questions=PromptLogprobParams(alternatives_k=2)
+            [1, 2, 3], prompt_logprobs=PromptLogprobParams(alternatives_k=2)
         ),
         "max allowed: 20": a_sampling_request([1, 2, 3], top_logprobs=50),
     }

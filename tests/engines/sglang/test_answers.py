@@ -64,12 +64,14 @@ async def test_the_client_looks_for_nothing_that_sglang_does_not_answer(
     )
     sampler = a_sampler(fakes[:1], tmp_path, colocated=True)
     targets = np.array([[3, 4], [-1, 5], [6, 7], [1, 2], [8, -1]])
-    questions = PromptLogprobParams(logprobs_from=1, top_k=2, targets=targets)
+    prompt_logprobs = PromptLogprobParams(logprobs_from=1, top_k=2, targets=targets)
     versions = {"base": None, "one": an_adapter(engine, 1), "sharp": a_whole_model(engine, 3.0)}
     for version, weights in versions.items():
         await publish(engine, sampler, version, weights)
         await sampler.sample(version, a_sampling_request(PROMPTS[0], stop=NEVER, top_logprobs=2))
-        await sampler.sample(version, a_sampling_request(PROMPTS[2], questions=questions))
+        await sampler.sample(
+            version, a_sampling_request(PROMPTS[2], prompt_logprobs=prompt_logprobs)
+        )
     async with sampler.training():
         pass
     [running] = sampler._servers.values()

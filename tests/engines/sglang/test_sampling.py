@@ -38,9 +38,13 @@ async def test_samples_stops_seeds_and_prompt_scores_are_the_torch_samplers(
         a_sampling_request(PROMPTS[1], stop=NEVER, top_logprobs=3, max_tokens=20),
         a_sampling_request(PROMPTS[1], stop=StopRules(frozenset(range(60)), ()), max_tokens=40),
         a_sampling_request(PROMPTS[0], stop=StopRules(frozenset(), ("a", "b")), max_tokens=40),
-        a_sampling_request(PROMPTS[2], questions=PromptLogprobParams(logprobs_from=3, top_k=2)),
-        a_sampling_request(PROMPTS[2], questions=PromptLogprobParams(top_k=2, targets=targets)),
-        a_sampling_request([3], questions=PromptLogprobParams(logprobs_from=1)),
+        a_sampling_request(
+            PROMPTS[2], prompt_logprobs=PromptLogprobParams(logprobs_from=3, top_k=2)
+        ),
+        a_sampling_request(
+            PROMPTS[2], prompt_logprobs=PromptLogprobParams(top_k=2, targets=targets)
+        ),
+        a_sampling_request([3], prompt_logprobs=PromptLogprobParams(logprobs_from=1)),
     ]
     pairs = [(version, request) for version in versions for request in requests]
 
@@ -65,7 +69,7 @@ async def test_targets_are_scored_a_few_positions_at_a_time_as_in_one_request(
     targets = np.random.default_rng(1).integers(-1, 256, (len(prompt) - 1, 5))
     targets[:3] = -1
     requests = [
-        a_sampling_request(prompt, questions=questions)
+        a_sampling_request(prompt, prompt_logprobs=prompt_logprobs)
         for questions in (
             PromptLogprobParams(targets=targets),
             PromptLogprobParams(logprobs_from=9, targets=targets),
@@ -119,9 +123,9 @@ async def test_a_prompt_is_computed_again_only_from_where_it_is_asked_about(
     sampler: InferenceSampler, fakes: list[FakeSglang]
 ) -> None:
     await sampler.publish("base", None)
-    questions = PromptLogprobParams(logprobs_from=4)
+    prompt_logprobs = PromptLogprobParams(logprobs_from=4)
 
-    await sampler.sample("base", a_sampling_request(PROMPTS[2], questions=questions))
+    await sampler.sample("base", a_sampling_request(PROMPTS[2], prompt_logprobs=prompt_logprobs))
 
     bodies = [body for fake in fakes for body in fake.called("/generate")]
     assert [body["logprob_start_len"] for body in bodies].count(3) == 1

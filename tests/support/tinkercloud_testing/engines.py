@@ -107,7 +107,7 @@ def a_sampling_request(
     top_p: float = 1.0,
     stop: StopRules | None = None,
     top_logprobs: int = 0,
-    questions: PromptLogprobParams | None = None,
+    prompt_logprobs: PromptLogprobParams | None = None,
 ) -> SamplingRequest:
     """Return a sampling request that stops at the end token unless told otherwise."""
     return SamplingRequest(
@@ -120,5 +120,5 @@ def a_sampling_request(
         top_p=top_p,
         stop=stop if stop is not None else StopRules(frozenset({EOS_TOKEN_ID}), ()),
         top_logprobs=top_logprobs,
-        questions=questions or PromptLogprobParams(),
+        prompt_logprobs=prompt_logprobs or PromptLogprobParams(),
     )

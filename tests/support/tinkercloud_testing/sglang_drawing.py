@@ -112,14 +112,14 @@ def _request(asked: Any, index: int, params: Any) -> SamplingRequest:
         # It is asked for more than that: what ends over a string is cut off.
         stop=StopRules(ends, ()),
         top_logprobs=asked.top_logprobs_num,
-        questions=_questions(asked, index),
+        prompt_logprobs=_questions(asked, index),
     )
 
 
-def _plain_request(prompt: list[int], questions: PromptLogprobParams) -> SamplingRequest:
+def _plain_request(prompt: list[int], prompt_logprobs: PromptLogprobParams) -> SamplingRequest:
     ends = StopRules(frozenset(), ())
     tokens = np.asarray(prompt, np.int32)
-    return SamplingRequest(tokens, 1, 1, 1, 0.0, 0, 1.0, ends, questions=questions)
+    return SamplingRequest(tokens, 1, 1, 1, 0.0, 0, 1.0, ends, prompt_logprobs=prompt_logprobs)
 
 
 def _questions(asked: Any, index: int) -> PromptLogprobParams:

@@ -253,4 +253,4 @@ def test_as_much_is_answered_about_a_prompt_as_there_is_room_for(asked: dict[str
         prepare(a_sample(0, 20_000, **asked), LARGE, frozenset(), 0)
 
     few = prepare(a_sample(0, 20_000, topk_prompt_logprobs=838), LARGE, frozenset(), 0)
-    assert few.questions.top_k == 838
+    assert few.prompt_logprobs.top_k == 838

@@ -53,7 +53,7 @@ async def draw(
                     num_samples=SAMPLES,
                     max_tokens=MAX_TOKENS,
                     stop=StopRules(frozenset(), ()),
-                    questions=PromptLogprobParams(logprobs_from=1),
+                    prompt_logprobs=PromptLogprobParams(logprobs_from=1),
                 )
                 for prompt in prompts
             ]

@@ -217,12 +217,16 @@ async def test_every_question_about_a_prompt_is_answered_by_full_logits(tmp_path
         logprobs = torch.log_softmax(reference(torch.tensor([prompt])).logits[0], -1).numpy()
     with an_engine(tiny_llama(), tmp_path, SamplerConfig(prefill_chunk_tokens=4)) as engine:
         await engine.sampler.publish("base", None)
-        questions = PromptLogprobParams(logprobs_from=3, top_k=4, targets=targets, alternatives_k=3)
+        prompt_logprobs = PromptLogprobParams(
+            logprobs_from=3, top_k=4, targets=targets, alternatives_k=3
+        )
 
-        request = a_sampling_request(prompt, max_tokens=1, top_logprobs=2, questions=questions)
+        request = a_sampling_request(
+            prompt, max_tokens=1, top_logprobs=2, prompt_logprobs=prompt_logprobs
+        )
         result = await engine.sampler.sample("base", request)
         of_targets = a_sampling_request(
-            prompt, max_tokens=1, questions=PromptLogprobParams(targets=targets)
+            prompt, max_tokens=1, prompt_logprobs=PromptLogprobParams(targets=targets)
         )
         targets_alone = (await engine.sampler.sample("base", of_targets)).prompt.targets
 
@@ -267,7 +271,7 @@ async def test_the_last_token_of_the_whole_context_is_drawn_and_all_of_it_can_be
         (drawn,) = (await engine.sampler.sample("base", to_the_end)).sequences
         seen = [*prompt, *drawn.tokens[:-1]]
         score = a_sampling_request(
-            seen, max_tokens=1, questions=PromptLogprobParams(logprobs_from=1)
+            seen, max_tokens=1, prompt_logprobs=PromptLogprobParams(logprobs_from=1)
         )
         scored = await engine.sampler.sample("base", score)
         with pytest.raises(InvalidRequest, match="keeps 512"):

@@ -76,5 +76,5 @@ def test_targets_that_cost_too_much_are_refused_by_name_and_the_same_everywhere_
 
 def scored(length: int, top_k: int, targets: np.ndarray | None) -> SamplingRequest:
     """Return a request that asks about all positions of a prompt."""
-    questions = PromptLogprobParams(logprobs_from=1, top_k=top_k, targets=targets)
-    return a_sampling_request([1] * length, questions=questions)
+    prompt_logprobs = PromptLogprobParams(logprobs_from=1, top_k=top_k, targets=targets)
+    return a_sampling_request([1] * length, prompt_logprobs=prompt_logprobs)

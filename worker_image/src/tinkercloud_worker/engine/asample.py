@@ -77,7 +77,7 @@ def prepare(
         top_p=params.top_p,
         stop=stop_rules(params, end_tokens, limits.vocab_size),
         top_logprobs=request.topk_sample_logprobs,
-        questions=_questions(request, len(prompt), limits),
+        prompt_logprobs=_questions(request, len(prompt), limits),
     )
 
 

@@ -66,7 +66,7 @@ class SamplingRequest:
     stop: StopRules
     top_logprobs: int = 0
     """Most likely tokens wanted at each drawn position."""
-    questions: PromptLogprobParams = field(default_factory=PromptLogprobParams)
+    prompt_logprobs: PromptLogprobParams = field(default_factory=PromptLogprobParams)
 
     @property
     def num_positions(self) -> int:
@@ -76,7 +76,7 @@ class SamplingRequest:
     @property
     def num_bytes(self) -> int:
         """Bytes of its prompt and of the token ids to score."""
-        targets = self.questions.targets
+        targets = self.prompt_logprobs.targets
         return self.prompt.nbytes + (targets.nbytes if targets is not None else 0)
 
 

@@ -80,7 +80,7 @@ def refuse_alternatives(request: SamplingRequest) -> None:
     Raises:
         InvalidRequest: the request asks for them.
     """
-    if request.questions.alternatives_k:
+    if request.prompt_logprobs.alternatives_k:
         raise InvalidRequest(
             "prompt_alt_tokens_k: this model's sampler is an inference server, which does not draw"
             " at positions of the prompt; leave it out, or ask a sampler with backend torch"

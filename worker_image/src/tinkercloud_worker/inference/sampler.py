@@ -386,8 +386,8 @@ def _sampling(
     """Return what runs a request: drawing, and scoring the prompt concurrently if asked."""
 
     async def sample(server: InferenceServer) -> SamplingResult:
-        questions = request.questions
-        asks = questions.first_position is not None or questions.targets is not None
+        prompt_logprobs = request.questions
+        asks = prompt_logprobs.first_position is not None or prompt_logprobs.targets is not None
         if not asks:
             return await server.dialect.draw(request, adapter)
         drawing = asyncio.create_task(_drawn(server, request, adapter))

@@ -245,7 +245,7 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _probe(prompt: list[int], questions: PromptLogprobParams) -> SamplingRequest:
+def _probe(prompt: list[int], prompt_logprobs: PromptLogprobParams) -> SamplingRequest:
     return SamplingRequest(
         prompt=np.asarray(prompt, dtype=np.int32),
         num_samples=1,
@@ -255,5 +255,5 @@ def _probe(prompt: list[int], questions: PromptLogprobParams) -> SamplingRequest
         top_k=0,
         top_p=1.0,
         stop=StopRules(frozenset(), ()),
-        questions=questions,
+        prompt_logprobs=prompt_logprobs,
     )

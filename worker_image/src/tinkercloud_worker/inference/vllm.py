@@ -135,7 +135,7 @@ class VllmDialect:
         embedding, in whatever requests share a batch with one (vllm-project/vllm#51594). Prompts
         that begin alike are read once, so the price is mostly the number of requests.
         """
-        asked, length = request.questions, len(request.prompt)
+        asked, length = request.prompt_logprobs, len(request.prompt)
         refuse_alternatives(request)
         first = asked.first_position or length
         if length - first > _MOST_POSITIONS:
@@ -160,7 +160,7 @@ class VllmDialect:
         Drawing is restricted to the named token; logprobs are of the whole distribution all the
         same. (`logprob_token_ids` would spoil the top logprobs of others in the batch.)
         """
-        asked, own = request.questions, int(request.prompt[position])
+        asked, own = request.prompt_logprobs, int(request.prompt[position])
         others = set() if asked.targets is None else set(asked.targets[position - 1].tolist())
         body = self._body(request, adapter) | {
             "prompt": request.prompt[:position].tolist(),
@@ -231,7 +231,7 @@ def _ranked(position: Mapping[str, float], k: int) -> Ranked:
 
 def _scores(request: SamplingRequest, found: Mapping[int, tuple[Scores, Ranked]]) -> PromptScores:
     """Combine the scores of each position."""
-    asked, length = request.questions, len(request.prompt)
+    asked, length = request.prompt_logprobs, len(request.prompt)
     logprobs = np.full(length, np.nan, np.float32)
     shape = (0, 0) if asked.targets is None else asked.targets.shape
     targets = np.zeros(shape, np.float32)

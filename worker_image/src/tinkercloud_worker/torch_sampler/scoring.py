@@ -72,7 +72,7 @@ class PromptScorer:
             self._top_logprobs[scored, : top.indices.shape[1]] = top.values.cpu().numpy()
 
     def _add_targets(self, scored: slice, logprobs_RV: Tensor) -> None:
-        targets = self._request.questions.targets
+        targets = self._request.prompt_logprobs.targets
         if targets is None:
             return
         rows = slice(scored.start - 1, scored.stop - 1)
@@ -81,7 +81,7 @@ class PromptScorer:
         self._targets[rows] = values_RK.masked_fill(ids_RK < 0, 0.0).cpu().numpy()
 
     def _add_alternatives(self, scored: slice, logits_RV: Tensor, logprobs_RV: Tensor) -> None:
-        request, k = self._request, self._request.questions.alternatives_k
+        request, k = self._request, self._request.prompt_logprobs.alternatives_k
         for row, position in enumerate(range(scored.start, scored.stop) if k else ()):
             if request.temperature == 0.0:
                 ids_k = logits_RV[row].argmax().repeat(k)

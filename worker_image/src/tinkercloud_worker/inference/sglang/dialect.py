@@ -100,7 +100,7 @@ class SglangDialect:
                 "sampling_params": [{"max_new_tokens": 0, "temperature": 0.0}],
                 "return_logprob": True,
                 "logprob_start_len": part.start - 1,
-                "top_logprobs_num": request.questions.top_k,
+                "top_logprobs_num": request.prompt_logprobs.top_k,
             }
             if part.named:
                 body["token_ids_logprob"] = [part.named]
