@@ -250,7 +250,7 @@ class Operations:
         """Have what is saved from now on be later than a moment."""
         self._last_moment = max(self._last_moment, moment)
 
-    def miss_gradient(self, reason: str) -> None:
+    def mark_gradient_lost(self, reason: str) -> None:
         """Tell the next request that builds on the gradient that it was lost, and how."""
         self._gradient_lost = reason
 

@@ -306,7 +306,7 @@ class Suspension:
             return
         await model.operations.restore(await self._read_state(manifest))
         if head.gradient_lost is not None:
-            model.operations.miss_gradient(head.gradient_lost)
+            model.operations.mark_gradient_lost(head.gradient_lost)
         if GRADIENT in manifest.files:
             await model.operations.restore_gradient(await self._read_tensors(manifest, GRADIENT))
 
