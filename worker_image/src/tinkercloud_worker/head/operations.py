@@ -38,7 +38,7 @@ from tinkercloud_worker.engine.trainer import (
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.samplers import Samplers
 
-UNBORN = "the model does not exist yet"
+NOT_CREATED = "the model does not exist yet"
 """Why a model takes no requests before it was created (`Operations.refused`)."""
 
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class Operations:
         self._uploads: dict[str, asyncio.Task[Manifest]] = {}
         self._steps = 0
         self._last_moment = datetime.min.replace(tzinfo=UTC)
-        self._refused: str | None = UNBORN
+        self._refused: str | None = NOT_CREATED
         self._gradient_lost: str | None = None
         """How the gradient was lost, until a request has been told."""
         self.latest: Manifest | None = None

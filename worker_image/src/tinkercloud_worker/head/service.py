@@ -27,7 +27,7 @@ from tinkercloud_worker.engine.asample import prepare
 from tinkercloud_worker.head.backend import Backend, random_seed
 from tinkercloud_worker.head.idle_memory import IdleMemory
 from tinkercloud_worker.head.live_model import LiveModel, latest_checkpoint, new_model
-from tinkercloud_worker.head.operations import UNBORN
+from tinkercloud_worker.head.operations import NOT_CREATED
 from tinkercloud_worker.head.queue import (
     Operation,
     Origin,
@@ -130,7 +130,9 @@ class HeadService:
     def _too_many_models(self, owner: str) -> WireError | None:
         limit = self._backend.config.limits.max_models_per_owner
         theirs = [
-            model for model in self._of_owner(owner) if model.operations.refused in {None, UNBORN}
+            model
+            for model in self._of_owner(owner)
+            if model.operations.refused in {None, NOT_CREATED}
         ]
         if limit is None or len(theirs) < limit:
             return None
