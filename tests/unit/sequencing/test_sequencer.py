@@ -58,7 +58,7 @@ def test_a_gap_that_is_given_up_drops_what_waited_and_goes_on_after_it(arrived: 
     for seq_id in arrived:
         sequencer.offer(seq_id, content(seq_id), size=1)
 
-    dropped = sequencer.give_up_gap()
+    dropped = sequencer.skip_gap()
     following = max(arrived) + 1
     sequencer.offer(following, content(following), size=1)
 

@@ -358,7 +358,7 @@ class ModelQueue:
         log.warning("gave up a gap", model_id=str(self._model_id), missing_seq_id=missing)
         # The missing one may have been a part of the gradient.
         self._holds_half = True
-        for seq_id in self.sequencer.give_up_gap():
+        for seq_id in self.sequencer.skip_gap():
             del self._queued[seq_id]
             request_id = self.request_id(seq_id)
             self._failure = self._failure or (request_id, message)

@@ -103,7 +103,7 @@ class Sequencer:
         """Whether requests wait for one that has not arrived."""
         return not self.is_running and bool(self._waiting) and self.next_seq_id not in self._waiting
 
-    def give_up_gap(self) -> list[int]:
+    def skip_gap(self) -> list[int]:
         """Stop waiting for what is missing; return the numbers that waited behind it, dropped.
 
         The next number is the one after the last of them.
