@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkercloud_worker.actors.group import neighbours_together
+from tinkercloud_worker.actors.group import grouped_by_node
 from tinkercloud_worker.actors.shares import deal, join
 from tinkercloud_worker.engine.trainer import LossOutput
 
@@ -55,7 +55,7 @@ def test_results_come_back_in_the_batchs_order_and_metrics_are_summed() -> None:
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=16))
 def test_ranks_of_one_node_have_numbers_that_follow_each_other(nodes: list[str]) -> None:
-    places = neighbours_together(dict(enumerate(nodes)))
+    places = grouped_by_node(dict(enumerate(nodes)))
 
     of_ranks = [nodes[place] for place in places]
     assert sorted(places) == list(range(len(nodes)))

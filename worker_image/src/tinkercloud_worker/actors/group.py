@@ -282,7 +282,7 @@ class RankGroup:
                 f" smaller ranks, or {_MORE_TIME}"
             )
         nodes = placement_group_table(self._places)["bundles_to_node_id"]
-        self._ranks = [self._place_rank(i, self._places) for i in neighbours_together(nodes)]
+        self._ranks = [self._place_rank(i, self._places) for i in grouped_by_node(nodes)]
         [address] = self._wait_for([self._ranks[0].open_store.remote(size)], "open", deadline)
         seconds = max(self._timings.collective, self._timings.start)
         self._wait_for(
@@ -402,7 +402,7 @@ def _is_any_done(refs: list[Any], seconds: float) -> bool:
     return bool(done)
 
 
-def neighbours_together(nodes: Mapping[int, str]) -> list[int]:
+def grouped_by_node(nodes: Mapping[int, str]) -> list[int]:
     """Return places in the order of their ranks: those of a node follow each other.
 
     Ranks that share each matrix have numbers that follow each other, and talk most.
