@@ -87,7 +87,7 @@ class QueueState:
     waiting: Sequence[Waiting]
     failure: tuple[str, str] | None
     """The failed gradient request of the step that is being built: its id and message."""
-    holds_half: bool = False
+    has_dirty_gradient: bool = False
     """Whether the gradient is yet to be dropped."""
 
 

@@ -365,7 +365,7 @@ async def _write_training(model: LiveModel, base_model: str, writer: _Writer) ->
     if operations.refused is not None:
         return None
     await _write_state(operations, base_model, writer)
-    if not model.queue.state().holds_half:
+    if not model.queue.state().has_dirty_gradient:
         try:
             await _write_gradient(operations, writer)
         except GradientLost as error:
