@@ -58,7 +58,7 @@ class LiveModel:
         if self.queue.later:
             await asyncio.wait(self.queue.later)
 
-    async def cut_off(self) -> None:
+    async def abort_background(self) -> None:
         """Give up what goes on in the background, and return once it has ended."""
         later = self.queue.later
         for task in later:

@@ -93,7 +93,7 @@ class StoppingHead:
         """Write a model; return why it could not be written, if it could not."""
         await model.queue.pause()
         # Its clients are told to send these uploads again: none may succeed after all.
-        await model.cut_off()
+        await model.abort_background()
         if str(model.model_id) not in self.models:
             # It was deleted meanwhile.
             return None
