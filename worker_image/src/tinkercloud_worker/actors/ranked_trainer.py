@@ -124,18 +124,18 @@ class RankedTrainer:
         """See `Trainer.memory_bytes`: the ranks hold all models."""
         return 0
 
-    def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
+    def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
         """See `Trainer.forward`."""
-        return self._pass("forward", model_id, batch, between)
+        return self._pass("forward", model_id, batch, yield_point)
 
     def forward_backward(
-        self, model_id: str, batch: Batch, between: Callable[[], None]
+        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
     ) -> LossOutput:
         """See `Trainer.forward_backward`."""
         self._tell_of_lost_gradient(model_id)
         self._unapplied.add(model_id)
         try:
-            return self._pass("forward_backward", model_id, batch, between)
+            return self._pass("forward_backward", model_id, batch, yield_point)
         except GradientLost:
             self._forget_gradient(model_id)
             raise
@@ -212,7 +212,7 @@ class RankedTrainer:
         self._unapplied.add(model_id)
 
     def _pass(
-        self, method: str, model_id: str, batch: Batch, between: Callable[[], None]
+        self, method: str, model_id: str, batch: Batch, yield_point: Callable[[], None]
     ) -> LossOutput:
         replicas = 1 + max(membership.replica for membership in self._memberships)
         lengths = [len(example.tokens) for example in batch.examples]
@@ -220,7 +220,7 @@ class RankedTrainer:
         parts = [part(batch, share) for share in shares]
         arguments = [(model_id, parts[m.replica], _nothing) for m in self._memberships]
         outputs = self._model_command(model_id, lambda group: group.call_each(method, arguments))
-        between()
+        yield_point()
         answers: dict[int, LossOutput] = {
             membership.replica: output
             for membership, output in zip(self._memberships, outputs, strict=True)

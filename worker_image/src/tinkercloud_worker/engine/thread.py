@@ -1,7 +1,7 @@
 """The one thread that computes.
 
 Training jobs run one at a time, in the order they were given; those that wait and may share a pass
-(`Batcher`) run as one, at the turn of the first. Between them, and at the points a
+(`Batcher`) run as one, at the turn of the first. YieldPoint them, and at the points a
 long job offers, the thread takes turns at a background task: the decoding steps of a sampler that
 shares the trainer's weights. So neither training nor sampling can starve the other, and nothing
 ever runs two passes of the base model at once.
@@ -21,7 +21,7 @@ T = TypeVar("T")
 ItemT = TypeVar("ItemT")
 ItemT_contra = TypeVar("ItemT_contra", contravariant=True)
 T_co = TypeVar("T_co", covariant=True)
-Between = Callable[[], None]
+YieldPoint = Callable[[], None]
 
 _TURNS = 8
 """Background steps between two jobs, or at each pause of one."""
@@ -38,7 +38,7 @@ class Batcher(Protocol[ItemT_contra, T_co]):
     def can_batch(self, items: Sequence[ItemT_contra], item: ItemT_contra) -> bool:
         """Return whether an item may join others in one job."""
 
-    def run_batch(self, items: Sequence[ItemT_contra], between: Between) -> Sequence[T_co]:
+    def run_batch(self, items: Sequence[ItemT_contra], yield_point: YieldPoint) -> Sequence[T_co]:
         """Return a result for each item. What it raises is raised for all of them."""
 
 
@@ -46,13 +46,13 @@ class Batcher(Protocol[ItemT_contra, T_co]):
 class _Alone:
     """A group of one."""
 
-    job: Callable[[Between], Any]
+    job: Callable[[YieldPoint], Any]
 
     def can_batch(self, _items: Sequence[None], _item: None) -> bool:
         return False
 
-    def run_batch(self, _items: Sequence[None], between: Between) -> Sequence[Any]:
-        return [self.job(between)]
+    def run_batch(self, _items: Sequence[None], yield_point: YieldPoint) -> Sequence[Any]:
+        return [self.job(yield_point)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +142,7 @@ class EngineThread:
         with self._wake:
             self._wake.notify()
 
-    async def run(self, job: Callable[[Between], T]) -> T:
+    async def run(self, job: Callable[[YieldPoint], T]) -> T:
         """Run a job on the thread and return its result; its exception is raised here.
 
         The job receives a function to call whenever the background may have a turn.

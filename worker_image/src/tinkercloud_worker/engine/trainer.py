@@ -1,7 +1,7 @@
 """What a trainer does: several models over one shared base, each with its own gradient and moments.
 
 All calls come from one thread, in an order the head has decided. None may be interrupted, except
-that forward and forward_backward call `between` at points where the base model is free for
+that forward and forward_backward call `yield_point` at points where the base model is free for
 sampling.
 """
 
@@ -126,11 +126,11 @@ class Trainer(Protocol):
         0 for an unknown one, and for one that other processes hold. May be called on any thread.
         """
 
-    def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
+    def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
         """Compute logprobs and loss; change nothing."""
 
     def forward_backward(
-        self, model_id: str, batch: Batch, between: Callable[[], None]
+        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
     ) -> LossOutput:
         """Compute logprobs and loss, and add the loss's gradient to the model's."""
 

@@ -25,7 +25,6 @@ from tinkercloud_protocol.training import (
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import Batch, prepare
 from tinkercloud_worker.engine.expert_load import balance_metrics
-from tinkercloud_worker.engine.thread import Between
 from tinkercloud_worker.engine.trainer import (
     Gradient,
     GradientLost,
@@ -110,7 +109,7 @@ class Operations:
             output: LossOutput = await self._unless_lost(waiting)
         else:
             run = trainer.forward if batch.forward_only else trainer.forward_backward
-            output = await self._compute(lambda between: run(self._name, batch, between))
+            output = await self._compute(lambda yield_point: run(self._name, batch, yield_point))
         body = await asyncio.to_thread(_encode_output, batch, output)
         return Result(body, futures.PROTOBUF)
 
@@ -277,7 +276,7 @@ class Operations:
     async def _on_thread(self, job: Callable[[], None]) -> None:
         await self._compute(lambda _: job())
 
-    async def _compute(self, job: Callable[[Between], T]) -> T:
+    async def _compute(self, job: Callable[[YieldPoint], T]) -> T:
         """Run a job on the engine's thread.
 
         Raises:
