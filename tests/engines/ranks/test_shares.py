@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinkercloud_worker.actors.batch_shards import deal, join
 from tinkercloud_worker.actors.group import grouped_by_node
-from tinkercloud_worker.actors.shares import deal, join
 from tinkercloud_worker.engine.trainer import LossOutput
 
 lengths = st.lists(st.integers(1, 100), max_size=60)

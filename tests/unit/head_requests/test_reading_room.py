@@ -13,14 +13,14 @@ from tinkercloud_protocol.sampling import SampleRequest, parse_sample
 from tinkercloud_testing.served_heads import a_served_head
 from tinkercloud_testing.waiting import wait_until
 from tinkercloud_worker.head import app
-from tinkercloud_worker.head.reading_room import ReadingRoom
+from tinkercloud_worker.head.body_limiter import BodyLimiter
 
 
 class Readers:
     """Bodies that are read until they are told to end."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.room = ReadingRoom(max_bytes)
+        self.room = BodyLimiter(max_bytes)
         self.reading: list[str] = []
         self.ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}

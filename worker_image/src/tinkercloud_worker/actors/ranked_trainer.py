@@ -23,9 +23,9 @@ import structlog
 
 from tinkercloud_protocol.errors import StateLost, Unavailable
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_worker.actors.batch_shards import deal, join, part
 from tinkercloud_worker.actors.group import RankGroup, RanksLost, RanksUnavailable
 from tinkercloud_worker.actors.rank_weight_host import RankWeightHost, waited
-from tinkercloud_worker.actors.shares import deal, join, part
 from tinkercloud_worker.engine.batch import Batch, padded_lengths
 from tinkercloud_worker.engine.ranks import Membership
 from tinkercloud_worker.engine.trainer import (

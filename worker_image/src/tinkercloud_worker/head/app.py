@@ -39,6 +39,7 @@ from tinkercloud_protocol.sampling import (
 )
 from tinkercloud_protocol.wire import parse_json
 from tinkercloud_worker.head import requests
+from tinkercloud_worker.head.body_limiter import BodyLimiter
 from tinkercloud_worker.head.http import (
     LARGE_BODY_BYTES,
     Receive,
@@ -49,7 +50,6 @@ from tinkercloud_worker.head.http import (
     error_response,
 )
 from tinkercloud_worker.head.lifecycle import Lifecycle
-from tinkercloud_worker.head.reading_room import ReadingRoom
 from tinkercloud_worker.head.service import HeadService
 from tinkercloud_worker.head.token import HeadToken
 
@@ -80,7 +80,7 @@ class HeadApp:
         self._limits = limits
         self._token = token
         self._generation = generation
-        self._reading = ReadingRoom(limits.max_body_bytes)
+        self._reading = BodyLimiter(limits.max_body_bytes)
         self._routes: dict[tuple[str, str], Handler] = {
             ("GET", routes.HEAD_HEALTH): self._health,
             ("GET", routes.HEAD_READY): self._ready,

@@ -24,7 +24,7 @@ from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.trainer import Publication
 from tinkercloud_worker.head.backend import Backend
-from tinkercloud_worker.head.kept_weights import KeptWeights
+from tinkercloud_worker.head.weights_lru import WeightsLru
 
 log = structlog.get_logger(__name__)
 
@@ -60,7 +60,7 @@ class Samplers:
         """Model to the version its inflight sessions sample from now."""
         self._inflight_sessions: dict[str, str] = {}
         """Inflight session to its model."""
-        self._kept = KeptWeights(backend.config.limits.max_snapshot_bytes)
+        self._kept = WeightsLru(backend.config.limits.max_snapshot_bytes)
         """By session; those of inflight sessions by version."""
         self._owners: dict[str, str] = {}
         """Model or session to its owner."""

@@ -43,9 +43,9 @@ from tinkercloud_worker.head.requests import (
     sample_request_id,
 )
 from tinkercloud_worker.head.results import Results
-from tinkercloud_worker.head.sample_room import SampleRoom
+from tinkercloud_worker.head.sample_limiter import SampleLimiter
 from tinkercloud_worker.head.samplers import Samplers
-from tinkercloud_worker.head.stopping import Sample, StoppingHead
+from tinkercloud_worker.head.shutdown import HeadShutdown, Sample
 from tinkercloud_worker.head.suspended_models import SuspendedModel, SuspendedModels
 from tinkercloud_worker.head.suspension import Suspension
 
@@ -77,11 +77,11 @@ class HeadService:
         self._accepted: set[str] = set()
         """Of those, this head's own that nothing but the store keeps from being back."""
         self._samples: dict[str, Sample] = {}
-        self._sample_room = SampleRoom(
+        self._sample_room = SampleLimiter(
             config.sampler.max_queued_requests, config.limits.max_queued_bytes
         )
         self._is_draining = False
-        self._stopping = StoppingHead(
+        self._stopping = HeadShutdown(
             backend,
             self._models,
             self._resuming,

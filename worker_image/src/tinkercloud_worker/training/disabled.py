@@ -24,6 +24,6 @@ class NoTrainer(AdamTrainer):
 
     def forward_backward(
         self, model_id: str, batch: Batch, yield_point: Callable[[], None]
-    ) -> Never:  # noqa: ARG002 - as above
+    ) -> Never:
         """See `Trainer.forward_backward`."""
         raise KeyError(model_id)

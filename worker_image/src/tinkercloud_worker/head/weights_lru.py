@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 
-class KeptWeights:
+class WeightsLru:
     """Names of weights that are kept, with their sizes and users. No clock, task or file."""
 
     def __init__(self, max_bytes: int) -> None:

@@ -11,7 +11,7 @@ class _Taken:
     num_bytes: int = 0
 
 
-class SampleRoom:
+class SampleLimiter:
     """Counts the sampling requests of each owner against limits that every owner has alone."""
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:

@@ -18,7 +18,7 @@ class _Room:
     """Sizes that wait for room, the earliest first."""
 
 
-class ReadingRoom:
+class BodyLimiter:
     """Bounds the bytes of bodies that each owner has read at once. Belongs to one event loop."""
 
     def __init__(self, max_bytes: int) -> None:

@@ -35,7 +35,7 @@ class Sample:
 
 
 @dataclass(slots=True)
-class StoppingHead:
+class HeadShutdown:
     """What a stopping head holds, and which of it is written. The mappings are the service's."""
 
     backend: Backend
