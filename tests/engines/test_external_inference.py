@@ -175,7 +175,7 @@ async def test_the_base_and_two_adapters_at_once_equal_the_torch_sampler(
             max_tokens=12,
             stop=NEVER,
             top_logprobs=2,
-            prompt_logprobs=questions,
+            prompt_logprobs=prompt_logprobs,
         )
         for prompt in PROMPTS
     ]

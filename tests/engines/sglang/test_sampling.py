@@ -70,7 +70,7 @@ async def test_targets_are_scored_a_few_positions_at_a_time_as_in_one_request(
     targets[:3] = -1
     requests = [
         a_sampling_request(prompt, prompt_logprobs=prompt_logprobs)
-        for questions in (
+        for prompt_logprobs in (
             PromptLogprobParams(targets=targets),
             PromptLogprobParams(logprobs_from=9, targets=targets),
             PromptLogprobParams(logprobs_from=2, top_k=3, targets=targets),

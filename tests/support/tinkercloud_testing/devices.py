@@ -76,7 +76,12 @@ async def _sample(engine: Engine) -> Numbers:
         logprobs_from=2, top_k=2, targets=np.array([[3], [-1], [5]]), alternatives_k=2
     )
     request = a_sampling_request(
-        [1, 2, 3, 4], num_samples=2, top_k=20, top_p=0.9, top_logprobs=2, prompt_logprobs=questions
+        [1, 2, 3, 4],
+        num_samples=2,
+        top_k=20,
+        top_p=0.9,
+        top_logprobs=2,
+        prompt_logprobs=prompt_logprobs,
     )
     results = await asyncio.gather(
         *(sampler.sample(version, request) for version in ("base", "trained", "read"))

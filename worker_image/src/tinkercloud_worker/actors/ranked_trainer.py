@@ -88,6 +88,11 @@ class RankedTrainer:
         self.limits = self._memberships[0].limits
         self.base_fingerprint = self._memberships[0].base_fingerprint
 
+    @property
+    def batcher(self) -> None:
+        """See `Trainer.batcher`: each pass runs by itself."""
+        return None
+
     def close(self) -> None:
         """End the ranks."""
         self._models.clear()

@@ -17,6 +17,7 @@ from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.tensors import FloatArray
 from tinkercloud_worker.engine.batch import Batch, TokenLimits
 from tinkercloud_worker.engine.expert_load import TokenCounts
+from tinkercloud_worker.engine.thread import Batcher
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +109,11 @@ class Trainer(Protocol):
 
     limits: TokenLimits
     base_fingerprint: str | None
-    """Of the base model that it has loaded (`fingerprint`); None if it has loaded none."""
+    """Fingerprint of the loaded base model (`fingerprint`); None if none is loaded."""
+
+    @property
+    def batcher(self) -> "Batcher[TrainingPass, LossOutput] | None":
+        """Runs queued passes of several models as one job; None if each pass runs by itself."""
 
     def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
         """Begin a model from the base's weights, with no gradient and no moments.

@@ -103,10 +103,10 @@ class Operations:
             self._tell_of_lost_gradient()
         trainer = self._backend.trainer
         batch = await asyncio.to_thread(prepare, request, trainer.limits)
-        if isinstance(trainer, Batcher) and not batch.forward_only:
-            # Models of one base share a pass with those that wait when its turn comes.
-            waiting = self._backend.thread.run_batched(trainer, TrainingPass(self._name, batch))
-            output: LossOutput = await self._unless_lost(waiting)
+        if trainer.batcher is not None and not batch.forward_only:
+            training_pass = TrainingPass(self._name, batch)
+            queued = self._backend.thread.run_batched(trainer.batcher, training_pass)
+            output: LossOutput = await self._unless_lost(queued)
         else:
             run = trainer.forward if batch.forward_only else trainer.forward_backward
             output = await self._compute(lambda yield_point: run(self._name, batch, yield_point))

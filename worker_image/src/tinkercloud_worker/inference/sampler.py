@@ -386,7 +386,7 @@ def _sampling(
     """Return what runs a request: drawing, and scoring the prompt concurrently if asked."""
 
     async def sample(server: InferenceServer) -> SamplingResult:
-        prompt_logprobs = request.questions
+        prompt_logprobs = request.prompt_logprobs
         asks = prompt_logprobs.first_position is not None or prompt_logprobs.targets is not None
         if not asks:
             return await server.dialect.draw(request, adapter)

@@ -26,7 +26,7 @@ class PromptScorer:
 
     def __init__(self, request: SamplingRequest) -> None:
         self._request = request
-        asked = request.questions
+        asked = request.prompt_logprobs
         length = len(request.prompt)
         self._first = asked.first_position
         self._logprobs = np.full(length, np.nan, np.float32)
@@ -55,7 +55,7 @@ class PromptScorer:
         self._add_alternatives(scored, logits_RV, logprobs_RV)
 
     def _add_logprobs(self, scored: slice, logprobs_RV: Tensor) -> None:
-        asked = self._request.questions
+        asked = self._request.prompt_logprobs
         start = asked.logprobs_from if asked.logprobs_from is not None else 1
         skip = max(start - scored.start, 0)
         scored = slice(scored.start + skip, scored.stop)
@@ -96,7 +96,7 @@ class PromptScorer:
 
     def finish(self, cached_tokens: int) -> PromptScores:
         """Return everything asked for."""
-        asked = self._request.questions
+        asked = self._request.prompt_logprobs
         return PromptScores(
             logprobs=self._logprobs if asked.logprobs_from is not None else None,
             top=TopLogprobs(self._top_ids, self._top_logprobs) if asked.top_k else None,

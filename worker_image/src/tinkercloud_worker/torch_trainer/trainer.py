@@ -21,6 +21,7 @@ from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.device.memory import Available
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import Batch, TokenLimits, capped_context_length
+from tinkercloud_worker.engine.thread import Batcher
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.lora.linear import may_be_beside_others
@@ -170,6 +171,11 @@ class TorchTrainer(AdamTrainer):
             output.add(pack, *results)
             yield_point()
         return output.finish(batch)
+
+    @property
+    def batcher(self) -> Batcher[TrainingPass, LossOutput]:
+        """See `Trainer.batcher`."""
+        return self
 
     def can_batch(self, items: Sequence[TrainingPass], item: TrainingPass) -> bool:
         """See `engine.thread.Batcher`: adapters share a pass that is one micro-batch in all."""

@@ -23,7 +23,10 @@ class NoTrainer(AdamTrainer):
         raise KeyError(model_id)
 
     def forward_backward(
-        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
+        self,
+        model_id: str,
+        batch: Batch,  # noqa: ARG002 - as above
+        yield_point: Callable[[], None],  # noqa: ARG002 - as above
     ) -> Never:
         """See `Trainer.forward_backward`."""
         raise KeyError(model_id)

@@ -54,7 +54,7 @@ class PromptScoring:
         Raises:
             InvalidRequest: the answers would be too large.
         """
-        self._asked = asked = request.questions
+        self._asked = asked = request.prompt_logprobs
         length = len(request.prompt)
         self.parts = list(_parts(asked, length))
         _check_cells(self.parts, asked.top_k)
