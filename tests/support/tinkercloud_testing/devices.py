@@ -72,7 +72,7 @@ async def _sample(engine: Engine) -> Numbers:
     await sampler.publish("base", None)
     await sampler.publish("trained", trained)
     await sampler.publish("read", read)
-    prompt_logprobs = PromptLogprobParams(
+    asked = PromptLogprobParams(
         logprobs_from=2, top_k=2, targets=np.array([[3], [-1], [5]]), alternatives_k=2
     )
     request = a_sampling_request(
@@ -81,7 +81,7 @@ async def _sample(engine: Engine) -> Numbers:
         top_k=20,
         top_p=0.9,
         top_logprobs=2,
-        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs=asked,
     )
     results = await asyncio.gather(
         *(sampler.sample(version, request) for version in ("base", "trained", "read"))

@@ -112,7 +112,7 @@ def _request(asked: Any, index: int, params: Any) -> SamplingRequest:
         # It is asked for more than that: what ends over a string is cut off.
         stop=StopRules(ends, ()),
         top_logprobs=asked.top_logprobs_num,
-        prompt_logprobs=_questions(asked, index),
+        prompt_logprobs=_prompt_logprobs(asked, index),
     )
 
 
@@ -122,7 +122,7 @@ def _plain_request(prompt: list[int], prompt_logprobs: PromptLogprobParams) -> S
     return SamplingRequest(tokens, 1, 1, 1, 0.0, 0, 1.0, ends, prompt_logprobs=prompt_logprobs)
 
 
-def _questions(asked: Any, index: int) -> PromptLogprobParams:
+def _prompt_logprobs(asked: Any, index: int) -> PromptLogprobParams:
     start, length = asked.logprob_start_len, len(asked.input_ids[index])
     if start < 0 or length == 1:
         return PromptLogprobParams()

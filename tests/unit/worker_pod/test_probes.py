@@ -25,7 +25,7 @@ from tinkercloud_testing.served_heads import TOKEN, served
 from tinkercloud_testing.waiting import wait_until
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints.store import CheckpointStore, open_store
-from tinkercloud_worker.engine.thread import Between, EngineThread, NoBackground
+from tinkercloud_worker.engine.thread import EngineThread, NoBackground, YieldPoint
 from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.lifecycle import Lifecycle
@@ -149,7 +149,7 @@ async def test_a_long_step_is_not_taken_for_an_engine_that_hangs_nor_is_a_start_
     thread = EngineThread(lambda _: None, now=clock)
     thread.start(NoBackground())
 
-    def step_of_two_hours(pause: Between) -> None:
+    def step_of_two_hours(pause: YieldPoint) -> None:
         clock.seconds += HOUR
         pause()
         clock.seconds += HOUR + more

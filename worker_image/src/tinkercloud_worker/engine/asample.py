@@ -77,7 +77,7 @@ def prepare(
         top_p=params.top_p,
         stop=stop_rules(params, end_tokens, limits.vocab_size),
         top_logprobs=request.topk_sample_logprobs,
-        prompt_logprobs=_questions(request, len(prompt), limits),
+        prompt_logprobs=_prompt_logprobs(request, len(prompt), limits),
     )
 
 
@@ -140,7 +140,9 @@ def _stop_tokens(entries: Sequence[str | int], vocab_size: int) -> frozenset[int
     return frozenset(entry for entry in entries if isinstance(entry, int))
 
 
-def _questions(request: SampleRequest, length: int, limits: TokenLimits) -> PromptLogprobParams:
+def _prompt_logprobs(
+    request: SampleRequest, length: int, limits: TokenLimits
+) -> PromptLogprobParams:
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and last_n > max(length - 1, 1):
         raise InvalidRequest(

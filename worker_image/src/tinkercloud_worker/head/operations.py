@@ -25,6 +25,7 @@ from tinkercloud_protocol.training import (
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import Batch, prepare
 from tinkercloud_worker.engine.expert_load import balance_metrics
+from tinkercloud_worker.engine.thread import YieldPoint
 from tinkercloud_worker.engine.trainer import (
     Gradient,
     GradientLost,
