@@ -134,7 +134,7 @@ def test_who_waits_for_a_batch_that_is_held_back_is_told_why(eve: Run) -> None:
 
     wait_until(lambda: pending()["queue_state"] == "paused_rate_limit", "the batch is held back")
     told = pending()["queue_state_reason"]
-    assert f"{second} is not run: 1 results of" in told
+    assert f"{second} is on hold: 1 results of" in told
     assert f"of {eve.model_id}" in told
 
     eve.server.result(f"{eve.model_id}:{unread}")

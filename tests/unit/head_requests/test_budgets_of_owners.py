@@ -248,7 +248,7 @@ async def test_batches_that_were_taken_in_are_held_back_until_results_are_read(
     state, reason = shared.service.why_waiting(f"{model}:5")
     assert state == "paused_rate_limit"
     assert reason is not None
-    assert f"{held} is not run: 3 results" in reason
+    assert f"{held} is on hold: 3 results" in reason
     assert "owner 'eve'" in reason
 
     assert [await shared.is_there(request_id) for request_id in sent[::-1]] == [True] * 5
@@ -325,7 +325,9 @@ async def test_samples_that_one_owner_has_waiting_do_not_keep_another_from_sampl
         send, theirs = slowly(shared.eve, shared.eve.sampler()), shared.bob.sampler()
         waiting = [send() for _ in range(2)]
 
-        with pytest.raises(Overloaded, match="2 sampling requests of owner 'eve' wait already"):
+        with pytest.raises(
+            Overloaded, match="2 sampling requests of owner 'eve' are already queued"
+        ):
             send()
         state, reason = shared.service.why_waiting(waiting[1])
         assert state == "paused_rate_limit"
@@ -346,7 +348,7 @@ async def test_requests_that_one_owner_has_waiting_do_not_keep_another_from_trai
         shared.eve.train(first, seq_id=3)
         shared.eve.train(first, seq_id=2)
 
-        with pytest.raises(Overloaded, match="0 bytes of requests wait for this model already"):
+        with pytest.raises(Overloaded, match="0 bytes of requests are queued for this model"):
             shared.eve.train(second, seq_id=2)
         shared.bob.train(theirs, seq_id=2)
         waits = shared.service.why_waiting(f"{theirs}:2")
@@ -364,7 +366,7 @@ async def test_an_owner_has_as_many_models_as_the_limit_says(tmp_path: Path) -> 
         refused = await shared.eve.model(2)
         failure = orjson.loads((await shared.read(f"{refused}:0")).body)
 
-        assert "owner 'eve' has 2 models here already" in failure["error"]
+        assert "owner 'eve' already has 2 models here" in failure["error"]
         assert "limits.max_models_per_owner is 2" in failure["error"]
         assert b"error" not in (await shared.read(f"{await shared.bob.model()}:0")).body
         await shared.service.delete_model(ModelId.parse(first))

@@ -20,7 +20,7 @@ class Readers:
     """Bodies that are read until they are told to end."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.room = BodyLimiter(max_bytes)
+        self.limiter = BodyLimiter(max_bytes)
         self.reading: list[str] = []
         self.ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -31,7 +31,7 @@ class Readers:
         await settled()
 
     async def _read(self, name: str, owner: str, size: int) -> None:
-        async with self.room.room(owner, size):
+        async with self.limiter.reserve(owner, size):
             self.reading.append(name)
             await self.ends[name].wait()
             self.reading.remove(name)

@@ -195,7 +195,7 @@ async def test_a_batch_that_waits_counts_as_much_as_its_dense_tensors(tmp_path: 
         await head.begin()
         assert len(body) < 1000
 
-        with pytest.raises(Overloaded, match="bytes of requests wait"):
+        with pytest.raises(Overloaded, match="bytes of requests are queued"):
             head.service.submit(receive_batch(body, peek_training(body)))
 
 
@@ -249,7 +249,7 @@ async def test_samples_that_wait_count_as_much_as_what_they_ask_to_score(tmp_pat
     ],
 )
 def test_as_much_is_answered_about_a_prompt_as_there_is_room_for(asked: dict[str, object]) -> None:
-    with pytest.raises(InvalidRequest, match="a prompt of 20000 tokens may be asked for 838"):
+    with pytest.raises(InvalidRequest, match="maximum for a prompt of 20000 tokens is 838"):
         prepare(a_sample(0, 20_000, **asked), LARGE, frozenset(), 0)
 
     few = prepare(a_sample(0, 20_000, topk_prompt_logprobs=838), LARGE, frozenset(), 0)

@@ -85,5 +85,5 @@ async def test_a_json_request_that_names_two_models_is_refused(
         answer = await head.send(routes.OPTIM_STEP, body, first)
 
         assert answer.status == 400
-        assert "was routed as" in answer.detail
+        assert "was routed to" in answer.detail
         assert (await head.result(f"{last}:1")).status == 404

@@ -197,7 +197,7 @@ async def test_a_paused_queue_says_that_half_a_gradient_is_yet_to_be_dropped() -
     await bench.answer(3)
     await bench.queue.pause()
 
-    assert bench.queue.state().has_dirty_gradient
+    assert bench.queue.snapshot().has_dirty_gradient
     bench.queue.close("the test is over")
 
 

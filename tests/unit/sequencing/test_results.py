@@ -67,7 +67,7 @@ async def test_a_result_can_be_read_again_until_its_time_is_over() -> None:
     clock.now = 11
     results.sweep()
 
-    with pytest.raises(NotFound, match="no longer kept"):
+    with pytest.raises(NotFound, match="has expired"):
         await results.wait("r", seconds=1)
 
 
@@ -124,7 +124,7 @@ async def test_there_is_room_again_once_enough_was_read_or_given_up() -> None:
     results.open("a:3", b"", "me")
     results.finish("a:3", a_result(size=10))
     assert not results.has_room("me")
-    results.give_up("a")
+    results.abandon("a")
     assert results.has_room("me")
     assert told == ["me", "me"]
 
@@ -135,9 +135,9 @@ async def test_what_fills_a_budget_is_named() -> None:
         results.open(name, b"", "me")
         results.finish(name, a_result(size=size))
 
-    told = results.crowding("me")
+    told = results.backlog("me")
 
-    assert "2 results of 40 bytes for owner 'me' were not retrieved yet (30 of b, 10 of a)" in told
+    assert "2 results of 40 bytes for owner 'me' have not been retrieved (30 of b, 10 of a)" in told
     assert "limits.max_result_bytes is 25" in told
 
 
@@ -240,8 +240,8 @@ async def test_what_is_given_up_is_found_without_looking_at_all_others(
 
         with monkeypatch.context() as patch:
             patch.setattr(results, "_entries", Unwalked(results._entries))
-            results.give_up("a")
-            results.give_up("nobody")
+            results.abandon("a")
+            results.abandon("nobody")
 
         assert results.has_room("me")
         clock.now += 11
@@ -276,7 +276,7 @@ async def test_what_was_given_up_before_it_came_is_kept_from_when_it_comes() -> 
     clock = Clock()
     results = a_store(clock)
     results.open("a:1", b"", "me")
-    results.give_up("a")
+    results.abandon("a")
 
     clock.now = 50
     results.sweep()

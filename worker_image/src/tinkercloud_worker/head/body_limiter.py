@@ -1,7 +1,7 @@
-"""Room for the bodies that are received and read at the same time, for each owner.
+"""Limits the request bodies that each owner can have in parsing at the same time.
 
-Reading takes many times a body's own memory. Without a bound, a few large bodies of one owner would
-take the memory of all; with one bound for everybody, they would make everybody wait.
+Parsing takes many times the memory of the body. Without a limit, a few large bodies of one owner
+would take all memory; with one limit for all owners, they would make all owners wait.
 """
 
 import asyncio
@@ -12,55 +12,55 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class _Room:
+class _Budget:
     taken: int = 0
     waiting: deque[tuple[int, asyncio.Future[None]]] = field(default_factory=deque)
-    """Sizes that wait for room, the earliest first."""
+    """Sizes of waiting bodies, the earliest first."""
 
 
 class BodyLimiter:
-    """Bounds the bytes of bodies that each owner has read at once. Belongs to one event loop."""
+    """Limits the bytes that each owner has in parsing. Belongs to one event loop."""
 
     def __init__(self, max_bytes: int) -> None:
         """Start empty.
 
         Args:
-            max_bytes: of all bodies of one owner; a larger one is read alone.
+            max_bytes: limit for all bodies of one owner; a larger body is parsed alone.
         """
         self._max_bytes = max_bytes
-        self._rooms: dict[str, _Room] = {}
+        self._budgets: dict[str, _Budget] = {}
 
     @asynccontextmanager
-    async def room(self, owner: str, size: int) -> AsyncIterator[None]:
-        """Take room for a body of that many bytes as long as the context lasts; wait for it."""
+    async def reserve(self, owner: str, size: int) -> AsyncIterator[None]:
+        """Reserve this many bytes until the context ends; wait until they are free."""
         size = min(size, self._max_bytes)
-        room = self._rooms.setdefault(owner, _Room())
-        if room.waiting or room.taken + size > self._max_bytes:
+        budget = self._budgets.setdefault(owner, _Budget())
+        if budget.waiting or budget.taken + size > self._max_bytes:
             admitted = asyncio.get_running_loop().create_future()
-            room.waiting.append((size, admitted))
+            budget.waiting.append((size, admitted))
             try:
                 await admitted
             except asyncio.CancelledError:
                 if not admitted.cancelled():
-                    room.taken -= size
-                self._admit(owner, room)
+                    budget.taken -= size
+                self._admit(owner, budget)
                 raise
         else:
-            room.taken += size
+            budget.taken += size
         try:
             yield
         finally:
-            room.taken -= size
-            self._admit(owner, room)
+            budget.taken -= size
+            self._admit(owner, budget)
 
-    def _admit(self, owner: str, room: _Room) -> None:
-        while room.waiting:
-            size, admitted = room.waiting[0]
+    def _admit(self, owner: str, budget: _Budget) -> None:
+        while budget.waiting:
+            size, admitted = budget.waiting[0]
             if not admitted.cancelled():
-                if room.taken + size > self._max_bytes:
+                if budget.taken + size > self._max_bytes:
                     return
-                room.taken += size
+                budget.taken += size
                 admitted.set_result(None)
-            room.waiting.popleft()
-        if not room.taken:
-            self._rooms.pop(owner, None)
+            budget.waiting.popleft()
+        if not budget.taken:
+            self._budgets.pop(owner, None)

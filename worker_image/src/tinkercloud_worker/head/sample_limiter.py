@@ -1,4 +1,4 @@
-"""Room for sampling requests that wait or run, for each owner."""
+"""Limits the queued and running sampling requests of each owner."""
 
 from dataclasses import dataclass
 
@@ -6,62 +6,63 @@ from tinkercloud_protocol.errors import Overloaded
 
 
 @dataclass(slots=True)
-class _Taken:
+class _Usage:
     requests: int = 0
     num_bytes: int = 0
 
 
 class SampleLimiter:
-    """Counts the sampling requests of each owner against limits that every owner has alone."""
+    """Counts the sampling requests of each owner against per-owner limits."""
 
     def __init__(self, max_requests: int, max_bytes: int) -> None:
         """Start with no requests.
 
         Args:
-            max_requests: of one owner.
-            max_bytes: of one owner's requests; a single one may be larger.
+            max_requests: requests of one owner.
+            max_bytes: total size of one owner's requests; a single request may exceed it.
         """
         self._max_requests = max_requests
         self._max_bytes = max_bytes
-        self._taken: dict[str, _Taken] = {}
+        self._usage: dict[str, _Usage] = {}
 
     def check(self, owner: str, size: int) -> None:
-        """Check that an owner may send one more request of that many bytes.
+        """Check that an owner may add a request of that many bytes.
 
         Raises:
-            Overloaded: too many wait or run already.
+            Overloaded: the owner has reached a limit.
         """
         if (reason := self._why_not(owner, size)) is not None:
-            raise Overloaded(f"{reason}; slow down and send this one again")
+            raise Overloaded(f"{reason}; slow down and send the request again")
 
-    def is_full(self, owner: str) -> str | None:
-        """Return why an owner's next request would be refused; None if it would not be."""
+    def why_full(self, owner: str) -> str | None:
+        """Return why an owner's next request would be rejected; None if it would be accepted."""
         return self._why_not(owner, 1)
 
     def _why_not(self, owner: str, size: int) -> str | None:
-        taken = self._taken.get(owner, _Taken())
-        if taken.requests >= self._max_requests:
+        usage = self._usage.get(owner, _Usage())
+        if usage.requests >= self._max_requests:
             return (
-                f"{taken.requests} sampling requests of owner {owner!r} wait already"
+                f"{usage.requests} sampling requests of owner {owner!r} are already queued"
                 f" (sampler.max_queued_requests is {self._max_requests})"
             )
-        if taken.requests and taken.num_bytes + size > self._max_bytes:
+        if usage.requests and usage.num_bytes + size > self._max_bytes:
             return (
-                f"{taken.num_bytes} bytes of sampling requests of owner {owner!r} wait already"
+                f"{usage.num_bytes} bytes of sampling requests of owner {owner!r} are already"
+                " queued"
                 f" (limits.max_queued_bytes is {self._max_bytes})"
             )
         return None
 
-    def enter(self, owner: str, size: int) -> None:
-        """Count a request."""
-        taken = self._taken.setdefault(owner, _Taken())
-        taken.requests += 1
-        taken.num_bytes += size
+    def add(self, owner: str, size: int) -> None:
+        """Add a request to the count."""
+        usage = self._usage.setdefault(owner, _Usage())
+        usage.requests += 1
+        usage.num_bytes += size
 
-    def leave(self, owner: str, size: int) -> None:
-        """Count a request no longer."""
-        taken = self._taken[owner]
-        taken.requests -= 1
-        taken.num_bytes -= size
-        if not taken.requests:
-            del self._taken[owner]
+    def remove(self, owner: str, size: int) -> None:
+        """Remove a request from the count."""
+        usage = self._usage[owner]
+        usage.requests -= 1
+        usage.num_bytes -= size
+        if not usage.requests:
+            del self._usage[owner]
