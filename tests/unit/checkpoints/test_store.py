@@ -96,7 +96,7 @@ async def test_a_taken_name_is_refused_unless_overwriting_is_asked_for(
     store = CheckpointStore(objects)
     await store.write(a_manifest(), OLD, overwrite=False)
 
-    with pytest.raises(InvalidRequest, match="exists already"):
+    with pytest.raises(InvalidRequest, match="already exists"):
         await store.write(a_manifest("new"), NEW, overwrite=False)
     assert (await store.read(PATH))[1] == OLD
     await store.write(a_manifest("new"), NEW, overwrite=True)
@@ -448,7 +448,7 @@ async def test_no_further_parts_are_asked_for_when_one_has_failed(
     monkeypatch.setattr(parts, "SMALLEST_PART", 1)
     monkeypatch.setattr(store_module, "obstore", failing)
 
-    with pytest.raises(StoreFailed, match="does not answer or failed") as raised:
+    with pytest.raises(StoreFailed, match="failed or did not respond") as raised:
         await store.read_file(manifest, "large")
     assert "the connection broke" in str(raised.value.__cause__)
     await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
@@ -463,15 +463,15 @@ async def test_no_further_parts_are_asked_for_when_one_has_failed(
             GenericError("No space left on device (os error 28)"),
             "full",
         ),
-        (PermissionDeniedError("PUT was answered 403"), "refuses access"),
-        (UnauthenticatedError("the credentials have expired"), "refuses access"),
-        (GenericError("Permission denied (os error 13)"), "refuses access"),
+        (PermissionDeniedError("PUT was answered 403"), "denies access"),
+        (UnauthenticatedError("the credentials have expired"), "denies access"),
+        (GenericError("Permission denied (os error 13)"), "denies access"),
         (
             GenericError("Read-only file system (os error 30)"),
-            "refuses access",
+            "denies access",
         ),
         (OSError(28, "No space left on device"), "full"),
-        (GenericError("the connection broke"), "does not answer or failed"),
+        (GenericError("the connection broke"), "failed or did not respond"),
     ],
 )
 async def test_what_the_store_refuses_is_said_in_words(

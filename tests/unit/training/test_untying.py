@@ -80,6 +80,6 @@ def test_what_cannot_be_untied_is_refused_and_leaves_nothing(
         untie(untied, tmp_path / "copy")
     (tied / "model.safetensors").unlink()
     monkeypatch.setattr("sys.argv", ["untie", str(tied), str(tmp_path / "copy")])
-    with pytest.raises(SystemExit, match="they have none"):
+    with pytest.raises(SystemExit, match="found none"):
         main()
     assert not (tmp_path / "copy").exists()

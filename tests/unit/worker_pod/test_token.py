@@ -12,7 +12,7 @@ from tinkercloud_worker.head.token import HeadToken
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at the file at every wrong token."""
-    monkeypatch.setattr(token_module, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(token_module, "_RELOAD_SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -29,5 +29,5 @@ def test_a_head_without_its_model_leaves_the_reason_in_one_line(tmp_path: Path) 
 
     [line] = (tmp_path / "reason").read_text().splitlines()
     assert ended.returncode != 0
-    assert line.startswith("the engine could not be loaded: ")
+    assert line.startswith("failed to load the engine: ")
     assert ABSENT in line

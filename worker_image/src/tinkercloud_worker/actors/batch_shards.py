@@ -1,4 +1,4 @@
-"""How a batch is divided over replicas, and their results put together again."""
+"""Splits a batch into shards for replicas, and merges their outputs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,39 +10,39 @@ from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.engine.trainer import LossOutput
 
 
-def deal(lengths: Sequence[int], replicas: int) -> list[list[int]]:
-    """Divide examples over replicas so that each has about as many tokens.
+def assign_examples(lengths: Sequence[int], replicas: int) -> list[list[int]]:
+    """Assign examples to replicas so that all have about the same number of tokens.
 
-    The longest example goes first, each to the replica with the fewest tokens so far. It depends
-    on the lengths alone, so equal requests give equal bits. With fewer examples than replicas some
-    get none.
+    Examples are assigned from the longest on, each to the replica with the fewest tokens so far.
+    The result depends on the lengths alone, so equal requests give bitwise equal results. With
+    fewer examples than replicas, some replicas get none.
 
     Returns:
-        Indices of each replica's examples, in the order of the batch.
+        The shard of each replica: indices of its examples, in batch order.
     """
-    shares: list[list[int]] = [[] for _ in range(replicas)]
+    shards: list[list[int]] = [[] for _ in range(replicas)]
     loads = [0] * replicas
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         lightest = min(range(replicas), key=lambda replica: (loads[replica], replica))
-        shares[lightest].append(index)
+        shards[lightest].append(index)
         loads[lightest] += lengths[index]
-    return [sorted(share) for share in shares]
+    return [sorted(shard) for shard in shards]
 
 
-def part(batch: Batch, share: Sequence[int]) -> Batch:
-    """Return the batch of some of the examples."""
-    return replace(batch, examples=[batch.examples[index] for index in share])
+def select_examples(batch: Batch, shard: Sequence[int]) -> Batch:
+    """Return a batch of only these examples."""
+    return replace(batch, examples=[batch.examples[index] for index in shard])
 
 
-def join(shares: Sequence[Sequence[int]], outputs: Sequence[LossOutput]) -> LossOutput:
-    """Put the replicas' results together, in the order of the whole batch.
+def merge_outputs(shards: Sequence[Sequence[int]], outputs: Sequence[LossOutput]) -> LossOutput:
+    """Merge the outputs of all replicas, in the order of the whole batch.
 
-    Every metric of a pass is a sum, and so is what experts were sent.
+    All metrics of a pass are sums, and so are the token counts of experts.
     """
     logprobs: dict[int, FloatArray] = {}
     metrics: dict[str, float] = {}
-    for share, output in zip(shares, outputs, strict=True):
-        logprobs.update(zip(share, output.logprobs, strict=True))
+    for shard, output in zip(shards, outputs, strict=True):
+        logprobs.update(zip(shard, output.logprobs, strict=True))
         for name, value in output.metrics.items():
             metrics[name] = metrics.get(name, 0.0) + value
     counts = [output.expert_tokens for output in outputs if output.expert_tokens is not None]
