@@ -261,7 +261,7 @@ def _lost(proof: Proof) -> Measurement:
         "an adapter that was lost": len(again.sequences[0].tokens) != 4,
         "a retired version": not _raises(NotFound, lambda: proof.sample(("two", request))),
         "its name in the server": not _raises(
-            NotThere, lambda: proof.runner.run(proof.dialect.draw(request, gone))
+            NotThere, lambda: proof.runner.run(proof.dialect.sample(request, gone))
         ),
         "an adapter of too high a rank": not _raises(
             InvalidRequest, lambda: proof.publish("large")

@@ -366,7 +366,7 @@ async def test_what_the_server_cannot_do_is_refused_by_name(
     with pytest.raises(InvalidRequest, match="rank"):
         await sampler.publish("wide", engine.trainer.snapshot("wide"))
     engine.trainer.add_model("whole", None)
-    with pytest.raises(InvalidRequest, match="someone else operates"):
+    with pytest.raises(InvalidRequest, match="external inference server"):
         await sampler.publish("whole", engine.trainer.snapshot("whole"))
 
 

@@ -261,7 +261,7 @@ async def test_an_upload_that_a_stopping_head_gives_up_can_be_sent_again(
     monkeypatch.undo()
     with a_head(root, tmp_path, "g2") as after:
         await after.resume("g1")
-        assert b"send it again" in await after.answer(1)
+        assert b"save again" in await after.answer(1)
         after.send(routes.SAVE_WEIGHTS, 2, path="mine")
 
         assert orjson.loads(await after.answer(2)) == {"path": f"tinker://{MODEL}/weights/mine"}

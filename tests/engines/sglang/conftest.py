@@ -41,8 +41,8 @@ def _counters() -> None:
 @pytest.fixture
 def _all_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take weights of a kilobyte for large ones."""
-    monkeypatch.setattr(sglang_adapters, "_MOST_SENT_BYTES", 1000)
-    monkeypatch.setattr(sglang_weights, "_MOST_SENT_BYTES", 1000)
+    monkeypatch.setattr(sglang_adapters, "_MAX_SENT_BYTES", 1000)
+    monkeypatch.setattr(sglang_weights, "_MAX_SENT_BYTES", 1000)
 
 
 @pytest.fixture

@@ -109,7 +109,7 @@ async def test_when_no_engine_comes_back_the_request_ends_and_says_so(
     sampler = a_sampler([gone], tmp_path, recovery_seconds=0.2)
     await sampler.publish("base", None)
 
-    with pytest.raises(ServerUnreachable, match="no inference server answers") as raised:
+    with pytest.raises(ServerUnreachable, match="no inference server responds") as raised:
         await sampler.sample("base", a_sampling_request([1]))
 
     assert raised.value.category == "server"

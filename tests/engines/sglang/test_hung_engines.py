@@ -244,7 +244,7 @@ async def test_a_request_that_was_long_with_a_lost_engine_waits_for_it_as_others
         await was_asked.wait()
         now += 1000.0
         client.begin_recovery(ServerUnreachable("a connection was closed"))
-        client.dialect.client.give_up("the engine is lost")
+        client.dialect.client.abort_calls("the engine is lost")
         await client.recovered()
         assert not asked.done()
 

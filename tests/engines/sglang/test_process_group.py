@@ -146,7 +146,7 @@ async def test_an_engine_that_hangs_is_lost_until_it_begins_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It answers nothing that has to do with weights, by SGLang's own lock."""
-    monkeypatch.setattr(delivery, "_MOST_LOST", 1)
+    monkeypatch.setattr(delivery, "_MAX_LOSSES", 1)
     await publish(engine, sampler, "flat", a_whole_model(engine, 0.3))
     monkeypatch.setattr(process_group, "_STEP_SECONDS", 2.0)
     monkeypatch.setattr(process_group, "_RELEASE_SECONDS", 1.0)

@@ -306,7 +306,7 @@ async def test_what_is_wrong_with_a_manifest_is_told_without_addresses_of_a_libr
 
     assert "tinker_path: Field required" in refused.value.message
     assert "http" not in refused.value.message
-    with pytest.raises(ValueError, match=r"header is not one of tensors: a\.dtype") as unread:
+    with pytest.raises(ValueError, match=r"header is invalid: a\.dtype") as unread:
         tensor_file.decode(b"\x0a\0\0\0\0\0\0\0" + b'{"a":{}  }')
     assert "http" not in str(unread.value)
 

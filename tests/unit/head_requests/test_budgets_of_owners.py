@@ -353,7 +353,7 @@ async def test_requests_that_one_owner_has_waiting_do_not_keep_another_from_trai
         shared.bob.train(theirs, seq_id=2)
         waits = shared.service.why_waiting(f"{theirs}:2")
         assert waits[1] is not None
-        assert f"{theirs}:1 has not arrived" in waits[1]
+        assert f"{theirs}:1, which has not arrived" in waits[1]
 
         assert await shared.is_there(shared.eve.train(second, seq_id=1))
         assert await shared.is_there(shared.bob.train(theirs, seq_id=1))

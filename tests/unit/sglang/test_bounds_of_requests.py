@@ -43,7 +43,7 @@ async def test_a_top_k_that_no_server_can_count_to_is_all_tokens(
     client = Away()
 
     with pytest.raises(ServerUnreachable):
-        await make(client).draw(a_sampling_request([1], top_k=asked), None)
+        await make(client).sample(a_sampling_request([1], top_k=asked), None)
 
     [body] = client.sent
     params: dict[str, Any] = body.get("sampling_params", [body])[0]

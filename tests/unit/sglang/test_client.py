@@ -69,7 +69,7 @@ async def test_calls_that_are_given_up_end_with_the_reason_also_those_that_wait(
     calls = [asyncio.create_task(client.generate("/generate", {})) for _ in range(8)]
     await server.has_asked.wait()
 
-    client.give_up("the server is lost")
+    client.abort_calls("the server is lost")
     ended = await asyncio.gather(*calls, return_exceptions=True)
 
     assert [repr(error) for error in ended] == [repr(ServerUnreachable("the server is lost"))] * 8
@@ -80,7 +80,7 @@ async def test_calls_that_are_given_up_end_with_the_reason_also_those_that_wait(
 async def test_a_call_that_takes_longer_than_it_may_ends_and_says_for_how_long_it_waited(
     client: InferenceClient,
 ) -> None:
-    with pytest.raises(ServerUnreachable, match="does not answer: nothing for 0 s"):
+    with pytest.raises(ServerUnreachable, match="does not respond: no response within 0 s"):
         await client.post("/generate", {}, seconds=0.01)
 
 

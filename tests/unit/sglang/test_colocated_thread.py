@@ -154,7 +154,7 @@ async def test_a_job_that_is_given_up_before_its_turn_never_runs() -> None:
     await waits.wait()
     given_up.cancel()
     await asyncio.gather(given_up, return_exceptions=True)
-    await until(lambda: not thread._begun)
+    await until(lambda: not thread._tasks)
 
     assert await thread.run_lightweight(lambda: "what needs no memory has no turn to wait for")
     assert ran == []
@@ -226,7 +226,7 @@ async def test_what_waits_when_the_thread_stops_ends_as_soon_as_it_is_cancelled(
     job.may_end.set()
     await stopping
     # As asyncio does with all that is left when a process ends.
-    begun = [*waiting, *thread._begun]
+    begun = [*waiting, *thread._tasks]
     for task in begun:
         task.cancel()
 

@@ -183,6 +183,6 @@ async def test_other_adapters_reach_the_servers(
     )
     weights = {"model.layers.0.self_attn.q_proj.lora_A": torch.ones(1, 8)}
 
-    with pytest.raises(ServerError, match="no inference server answers"):
+    with pytest.raises(ServerError, match="no inference server responds"):
         await sampler.publish("v", WeightsSnapshot(lora, weights))
     await sampler.close()

@@ -76,7 +76,7 @@ def test_what_cannot_be_untied_is_refused_and_leaves_nothing(
 
     with pytest.raises(CannotUntieError, match="exists"):
         untie(tied, untied)
-    with pytest.raises(CannotUntieError, match="not tied: adapters of it can be merged"):
+    with pytest.raises(CannotUntieError, match="not tied; merge adapters into it"):
         untie(untied, tmp_path / "copy")
     (tied / "model.safetensors").unlink()
     monkeypatch.setattr("sys.argv", ["untie", str(tied), str(tmp_path / "copy")])

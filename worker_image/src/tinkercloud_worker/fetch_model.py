@@ -91,8 +91,8 @@ def _downloader(source: str, wanted: Sequence[str]) -> Callable[[Path], None]:
     if source.startswith(_STORES):
         return lambda folder: _from_store(open_store(source), folder, wanted)
     raise FetchFailed(
-        f"unsupported model source {source!r}; use hub:<model id>[@<revision>], s3://..., gs://... or"
-        " az://..."
+        f"unsupported model source {source!r}; use hub:<model id>[@<revision>], s3://..., gs://..."
+        " or az://..."
     )
 
 
@@ -154,7 +154,8 @@ def _check_complete(source: str, folder: Path, *, with_weights: bool) -> None:
         missing.append("*.safetensors (weights in other formats are not loaded)")
     if missing:
         raise FetchFailed(
-            f"{source} is not a complete model in Hugging Face layout; missing: {', '.join(missing)}"
+            f"{source} is not a complete model in Hugging Face layout: it lacks"
+            f" {', '.join(missing)}"
         )
 
 

@@ -100,8 +100,8 @@ def load_base(config: HeadConfig) -> BaseModel:
     device = "cpu" if config.trainer.ranks else config.trainer.device
     if device != "cpu" and not accelerator.is_available():
         raise UnsupportedModelError(
-            f"trainer.device is {device!r}, but this head has no GPU; give the head a GPU that torch"
-            " can use, or set trainer.device to 'cpu'"
+            f"trainer.device is {device!r}, but this head has no GPU; give the head a GPU that"
+            " torch can use, or set trainer.device to 'cpu'"
         )
     return BaseModel.load(
         config.model.path,
@@ -152,8 +152,8 @@ class _Server(uvicorn.Server):
 def listening_socket(listen: Listen) -> socket.socket:
     """Return the socket to accept connections on.
 
-    uvicorn would treat an inherited socket as a Unix socket. Nagle's algorithm would then stay on, and
-    every response would wait 40 ms for an acknowledgement.
+    uvicorn would treat an inherited socket as a Unix socket. Nagle's algorithm would then stay on,
+    and every response would wait 40 ms for an acknowledgement.
     """
     if listen.fd is not None:
         return socket.socket(fileno=listen.fd)

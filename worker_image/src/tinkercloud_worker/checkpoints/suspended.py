@@ -1,4 +1,4 @@
-"""The suspended state of a run apart from its weights: requests, results and samplers, in two files.
+"""The suspended state of a run apart from its weights: requests, results and samplers.
 
 `head.json` is `HeadState`; it refers to byte ranges of `bodies.bin`. `protocol.checkpoints`
 describes the layout of the whole state.
