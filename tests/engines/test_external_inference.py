@@ -137,7 +137,7 @@ async def tokens_found_in_the_cache(vllm: VllmServer) -> float:
     )
 
 
-async def test_a_prompt_is_read_once_for_a_version_and_again_for_another(
+async def test_a_prompt_is_cached_per_version(
     engine: Engine, sampler: InferenceSampler, vllm: VllmServer
 ) -> None:
     await publish(engine, sampler, "one", seed=1)
@@ -195,7 +195,7 @@ async def test_the_base_and_two_adapters_at_once_equal_the_torch_sampler(
     assert len(set(firsts)) == 3
 
 
-async def test_logprobs_are_those_of_temperature_one_whatever_is_drawn_at(
+async def test_logprobs_are_those_of_temperature_one_at_any_sampling_temperature(
     engine: Engine, sampler: InferenceSampler
 ) -> None:
     await publish(engine, sampler, "one", seed=1)
@@ -212,7 +212,7 @@ async def test_logprobs_are_those_of_temperature_one_whatever_is_drawn_at(
     assert_equal_logprobs(drawn.logprobs, scored[3:])
 
 
-async def test_named_tokens_are_scored_at_their_positions(
+async def test_targets_are_scored_at_their_positions(
     engine: Engine, sampler: InferenceSampler
 ) -> None:
     await publish(engine, sampler, "one", seed=1)
@@ -229,7 +229,7 @@ async def test_named_tokens_are_scored_at_their_positions(
     assert_equal_logprobs(theirs.logprobs, ours.logprobs)
 
 
-async def test_sample_k_of_a_request_is_drawn_with_seed_plus_k(sampler: InferenceSampler) -> None:
+async def test_sample_k_uses_seed_plus_k(sampler: InferenceSampler) -> None:
     await sampler.publish("base", None)
 
     group = await sampler.sample(
@@ -247,7 +247,7 @@ async def test_sample_k_of_a_request_is_drawn_with_seed_plus_k(sampler: Inferenc
     assert len(set(tokens)) == 3
 
 
-async def test_a_top_k_beyond_any_vocabulary_draws_from_all_tokens(
+async def test_a_top_k_beyond_the_vocabulary_samples_from_all_tokens(
     sampler: InferenceSampler,
 ) -> None:
     await sampler.publish("base", None)
@@ -310,7 +310,7 @@ async def test_stop_tokens_and_strings_end_a_sequence_and_stay_in_it(
     assert string not in text_of(cut.tokens[:-1])
 
 
-async def test_an_adapter_that_the_server_has_lost_is_loaded_again(
+async def test_a_lost_adapter_is_reloaded(
     engine: Engine, sampler: InferenceSampler, vllm: VllmServer
 ) -> None:
     await publish(engine, sampler, "one", seed=1)
@@ -327,7 +327,7 @@ async def test_an_adapter_that_the_server_has_lost_is_loaded_again(
     assert await adapters_of(vllm) == {adapter}
 
 
-async def test_what_is_retired_leaves_the_server_and_the_folder(
+async def test_a_retired_version_is_removed_from_server_and_folder(
     engine: Engine, sampler: InferenceSampler, vllm: VllmServer, tmp_path: Path
 ) -> None:
     await publish(engine, sampler, "one", seed=1)
@@ -348,7 +348,7 @@ async def test_what_is_retired_leaves_the_server_and_the_folder(
     assert await adapters_of(vllm) == set()
 
 
-async def test_what_the_server_cannot_do_is_refused_by_name(
+async def test_unsupported_parameters_are_rejected_by_name(
     engine: Engine, sampler: InferenceSampler
 ) -> None:
     await sampler.publish("base", None)
@@ -370,7 +370,7 @@ async def test_what_the_server_cannot_do_is_refused_by_name(
         await sampler.publish("whole", engine.trainer.snapshot("whole"))
 
 
-async def test_a_wrong_key_is_said_to_be_the_heads_setting(
+async def test_a_wrong_key_is_reported_as_a_setting_of_the_head(
     vllm: VllmServer, tmp_path: Path, model_folder: Path
 ) -> None:
     sampler = inference_sampler(
@@ -383,7 +383,7 @@ async def test_a_wrong_key_is_said_to_be_the_heads_setting(
     await sampler.close()
 
 
-def test_the_sdk_samples_from_the_server_with_what_it_has_just_trained(
+def test_the_sdk_samples_from_just_trained_weights(
     vllm: VllmServer, model_folder: Path, tmp_path: Path
 ) -> None:
     settings = {

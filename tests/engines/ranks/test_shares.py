@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinkercloud_worker.actors.batch_shards import assign_examples, merge_outputs
 from tinkercloud_worker.actors.group import grouped_by_node
 from tinkercloud_worker.engine.trainer import LossOutput
 

@@ -87,7 +87,7 @@ def in_order(fakes: list[FakeSglang]) -> list[FakeSglang]:
 
 
 @pytest.mark.usefixtures("_counters", "_impatient")
-async def test_requests_of_an_engine_that_hangs_go_to_another(
+async def test_requests_of_a_hung_engine_go_to_another(
     engine: Engine, fakes: list[FakeSglang], warm: InferenceSampler
 ) -> None:
     hung, other = in_order(fakes)
@@ -105,7 +105,7 @@ async def test_requests_of_an_engine_that_hangs_go_to_another(
 
 
 @pytest.mark.usefixtures("_counters")
-async def test_a_slow_engine_is_asked_how_it_is_and_left_the_requests_it_has(
+async def test_a_slow_engine_is_health_checked_and_keeps_its_requests(
     engine: Engine,
     fakes: list[FakeSglang],
     warm: InferenceSampler,
@@ -135,7 +135,7 @@ async def test_a_slow_engine_is_asked_how_it_is_and_left_the_requests_it_has(
 
 
 @pytest.mark.usefixtures("_counters", "_impatient")
-async def test_a_trainer_gets_the_turn_that_a_request_had_at_an_engine_that_hung(
+async def test_a_trainer_gets_the_gpus_after_a_request_at_a_hung_engine(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
     fake = fakes[0]
@@ -157,7 +157,7 @@ async def test_a_trainer_gets_the_turn_that_a_request_had_at_an_engine_that_hung
 
 
 @pytest.mark.usefixtures("_impatient")
-async def test_requests_go_elsewhere_when_others_find_their_engine_lost(
+async def test_requests_move_when_another_request_finds_their_engine_lost(
     engine: Engine,
     fakes: list[FakeSglang],
     warm: InferenceSampler,
@@ -178,7 +178,7 @@ async def test_requests_go_elsewhere_when_others_find_their_engine_lost(
 
 
 @pytest.mark.parametrize("unwell", [0, 3], ids=["well", "not well for a while"])
-async def test_a_connection_that_breaks_costs_others_nothing_if_their_engine_is_soon_well(
+async def test_a_broken_connection_does_not_affect_other_requests_of_a_healthy_engine(
     engine: Engine,
     fakes: list[FakeSglang],
     warm: InferenceSampler,
@@ -210,7 +210,7 @@ async def test_a_connection_that_breaks_costs_others_nothing_if_their_engine_is_
     await warm.close()
 
 
-async def test_an_engine_that_hangs_as_it_is_examined_is_noticed_too(
+async def test_an_engine_that_hangs_during_verification_is_detected(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = a_sampler(fakes, tmp_path)
@@ -231,7 +231,7 @@ async def test_an_engine_that_hangs_as_it_is_examined_is_noticed_too(
     await sampler.close()
 
 
-async def test_a_request_that_was_long_with_a_lost_engine_waits_for_it_as_others_do(
+async def test_time_at_a_lost_engine_does_not_count_as_waiting(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0

@@ -25,7 +25,7 @@ from tinkercloud_worker.inference.sglang import scoring
 pytestmark = pytest.mark.slow
 
 
-async def test_samples_stops_seeds_and_prompt_scores_are_the_torch_samplers(
+async def test_samples_stops_seeds_and_prompt_scores_equal_the_torch_sampler(
     engine: Engine, sampler: InferenceSampler
 ) -> None:
     versions = ["base", "one", "two"]
@@ -56,7 +56,7 @@ async def test_samples_stops_seeds_and_prompt_scores_are_the_torch_samplers(
 
 
 @pytest.mark.parametrize("cells", [1, 40, 1000])
-async def test_targets_are_scored_a_few_positions_at_a_time_as_in_one_request(
+async def test_targets_scored_in_parts_equal_those_of_one_request(
     engine: Engine,
     sampler: InferenceSampler,
     fakes: list[FakeSglang],
@@ -94,7 +94,7 @@ async def test_targets_are_scored_a_few_positions_at_a_time_as_in_one_request(
 
 
 @pytest.mark.parametrize("top_k", [(1 << 31) - 1, 1 << 31, 1 << 70])
-async def test_a_top_k_beyond_any_vocabulary_draws_from_all_tokens_and_ends_no_engine(
+async def test_a_top_k_beyond_the_vocabulary_samples_from_all_tokens_without_a_crash(
     sampler: InferenceSampler, fakes: list[FakeSglang], top_k: int
 ) -> None:
     await sampler.publish("base", None)
@@ -105,7 +105,7 @@ async def test_a_top_k_beyond_any_vocabulary_draws_from_all_tokens_and_ends_no_e
     assert most.sequences[0].tokens == everything.sequences[0].tokens
 
 
-async def test_sample_k_of_a_request_is_the_torch_samplers_first_of_seed_plus_k(
+async def test_sample_k_equals_the_first_sample_with_seed_plus_k(
     engine: Engine, sampler: InferenceSampler
 ) -> None:
     await publish(engine, sampler, "base", None)
@@ -119,7 +119,7 @@ async def test_sample_k_of_a_request_is_the_torch_samplers_first_of_seed_plus_k(
     assert [s.tokens for s in together.sequences] == [one.sequences[0].tokens for one in apart]
 
 
-async def test_a_prompt_is_computed_again_only_from_where_it_is_asked_about(
+async def test_a_cached_prompt_is_recomputed_only_from_the_first_scored_position(
     sampler: InferenceSampler, fakes: list[FakeSglang]
 ) -> None:
     await sampler.publish("base", None)
@@ -131,7 +131,7 @@ async def test_a_prompt_is_computed_again_only_from_where_it_is_asked_about(
     assert [body["logprob_start_len"] for body in bodies].count(3) == 1
 
 
-async def test_it_is_told_how_much_of_a_prompt_an_engine_did_not_have_to_read(
+async def test_the_number_of_cached_prompt_tokens_is_reported(
     engine: Engine, sampler: InferenceSampler
 ) -> None:
     await publish(engine, sampler, "one", an_adapter(engine, 1))
@@ -144,7 +144,7 @@ async def test_it_is_told_how_much_of_a_prompt_an_engine_did_not_have_to_read(
     assert again.prompt.cached_tokens >= 50
 
 
-async def test_an_engine_that_returns_logprobs_of_its_temperature_is_not_believed(
+async def test_an_engine_that_returns_tempered_logprobs_is_rejected(
     fakes: list[FakeSglang], sampler: InferenceSampler
 ) -> None:
     for fake in fakes:
@@ -155,7 +155,7 @@ async def test_an_engine_that_returns_logprobs_of_its_temperature_is_not_believe
         await sampler.sample("base", a_sampling_request([1]))
 
 
-def test_the_definitions_refuse_what_sglang_does_not_know() -> None:
+def test_the_definitions_reject_unknown_fields() -> None:
     known = definition("LoadLoRAAdapterReqInput")
 
     known.model_validate({"lora_name": "a", "lora_path": "b"})

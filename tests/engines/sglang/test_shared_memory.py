@@ -58,7 +58,7 @@ def sizes_of_requests(fake: FakeSglang) -> list[int]:
 
 
 @pytest.mark.usefixtures("_counters")
-async def test_whole_models_of_several_dtypes_are_handed_over_in_parts(
+async def test_full_models_of_several_dtypes_are_transferred_in_parts(
     engine: Engine,
     fakes: list[FakeSglang],
     sampler: InferenceSampler,
@@ -84,7 +84,7 @@ async def test_whole_models_of_several_dtypes_are_handed_over_in_parts(
     await assert_nothing_is_left(fakes[0])
 
 
-async def test_an_engine_that_can_not_open_what_it_is_given_gets_the_values(
+async def test_an_engine_that_can_not_open_handles_gets_the_values(
     engine: Engine, fakes: list[FakeSglang], sampler: InferenceSampler
 ) -> None:
     """As one in another container, which ends over it."""
@@ -100,7 +100,7 @@ async def test_an_engine_that_can_not_open_what_it_is_given_gets_the_values(
     assert not fakes[0].is_updating
 
 
-async def test_an_engine_that_refuses_gets_files_and_is_not_asked_again(
+async def test_an_engine_that_rejects_handles_gets_files_from_then_on(
     engine: Engine, fakes: list[FakeSglang], sampler: InferenceSampler
 ) -> None:
     fakes[0].refuses = frozenset({WHOLE})
@@ -114,7 +114,7 @@ async def test_an_engine_that_refuses_gets_files_and_is_not_asked_again(
     assert not fakes[0].is_updating
 
 
-async def test_a_process_that_is_killed_in_the_middle_leaves_the_model_to_the_next_way(
+async def test_a_killed_sender_falls_back_to_the_next_method(
     engine: Engine,
     fakes: list[FakeSglang],
     sampler: InferenceSampler,

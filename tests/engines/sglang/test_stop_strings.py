@@ -44,7 +44,7 @@ def told(*strings: str) -> Any:
 
 
 @pytest.mark.parametrize("stop", ["###", "\n\nUser:", "a.b*[c]", "日本語", "né\n", LONG])
-def test_a_stop_string_ends_a_sequence_however_many_tokens_it_is_drawn_as(stop: str) -> None:
+def test_a_stop_string_ends_a_sequence_regardless_of_its_tokens(stop: str) -> None:
     tokenizer, whole, bytewise = a_merging_tokenizer(stop)
     assert tokenizer.decode(bytewise) == tokenizer.decode(whole) == stop
     assert tokenizer.encode(stop) == [whole]
@@ -60,14 +60,14 @@ def test_a_stop_string_ends_a_sequence_however_many_tokens_it_is_drawn_as(stop: 
     assert ended(told(stop), [other, *bytewise[:-1], other, bytewise[-1]], tokenizer) is None
 
 
-def test_as_many_stop_strings_as_sglang_takes_are_taken_however_long() -> None:
+def test_the_maximum_number_of_stop_strings_is_accepted_at_any_length() -> None:
     strings = [f"{'*' * 1000}{number}" for number in range(31)]
     tokenizer, word, _ = a_merging_tokenizer("ab")
 
     assert ended(told(*strings, "ab"), [word], tokenizer) == (1, {"type": "stop", "matched": "ab"})
 
 
-async def test_more_stop_strings_than_sglang_takes_are_refused_by_name(
+async def test_too_many_stop_strings_are_rejected_by_name(
     engine: Engine, sampler: InferenceSampler
 ) -> None:
     await publish(engine, sampler, "base", None)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_testing.engines import Engine
 from tinkercloud_testing.sglang_definitions import read_tensors
-from tinkercloud_testing.sglang_drawing import drawn
+from tinkercloud_testing.sglang_generation import drawn
 from tinkercloud_testing.sglang_parts import Reply, flushing, routes
 from tinkercloud_testing.sglang_ranks import EngineRanks
 from tinkercloud_testing.sglang_server import Ended, SglangServer

@@ -90,7 +90,7 @@ async def test_what_was_written_is_read_back(objects: ObjectStore) -> None:
     assert manifest.data_prefix == ""
 
 
-async def test_a_taken_name_is_refused_unless_overwriting_is_asked_for(
+async def test_an_existing_name_is_rejected_unless_overwrite_is_set(
     objects: ObjectStore,
 ) -> None:
     store = CheckpointStore(objects)
@@ -109,7 +109,7 @@ async def test_a_taken_name_is_refused_unless_overwriting_is_asked_for(
 
 
 @pytest.mark.parametrize("scheme", ["s3", "az", "gs"])
-async def test_a_store_without_an_endpoint_of_its_own_is_opened_for_https_alone(
+async def test_a_store_without_a_custom_endpoint_uses_https_only(
     scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {
@@ -169,7 +169,7 @@ async def write_until_death(
     return True
 
 
-async def test_a_writer_that_dies_leaves_no_checkpoint_or_a_whole_one(
+async def test_a_writer_that_dies_leaves_a_complete_checkpoint_or_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = set()
@@ -190,7 +190,7 @@ async def test_a_writer_that_dies_leaves_no_checkpoint_or_a_whole_one(
     assert seen == {True, False}
 
 
-async def test_an_overwriter_that_dies_leaves_the_old_checkpoint_or_the_new_one(
+async def test_overwriting_that_dies_leaves_the_old_checkpoint_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
@@ -239,7 +239,7 @@ async def recorded(
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-async def test_a_checkpoint_in_a_folder_is_on_the_disk_before_its_manifest_and_that_before_the_end(
+async def test_files_are_synced_before_the_manifest_and_the_manifest_before_the_write_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
 ) -> None:
     store = CheckpointStore(open_store(tmp_path.as_uri()))
@@ -265,7 +265,7 @@ async def test_a_checkpoint_in_a_folder_is_on_the_disk_before_its_manifest_and_t
         start = index + 1
 
 
-async def test_a_manifest_that_changed_on_the_disk_is_noticed(objects: ObjectStore) -> None:
+async def test_a_modified_manifest_is_detected(objects: ObjectStore) -> None:
     store = CheckpointStore(objects)
     await store.write(a_manifest(), OLD, overwrite=False)
     content = bytes(await (await obstore.get_async(objects, PATH.manifest_key)).bytes_async())
@@ -296,7 +296,7 @@ async def test_a_manifest_of_an_earlier_or_a_later_release_is_read(objects: Obje
     assert await store.find(PATH) == written
 
 
-async def test_what_is_wrong_with_a_manifest_is_told_without_addresses_of_a_library(
+async def test_errors_in_a_manifest_are_reported_without_links_to_a_library(
     objects: ObjectStore,
 ) -> None:
     await obstore.put_async(objects, PATH.manifest_key, b'{"step": "many"}')
@@ -312,7 +312,7 @@ async def test_what_is_wrong_with_a_manifest_is_told_without_addresses_of_a_libr
 
 
 @pytest.mark.parametrize("damaged", [b"bad a", b"old", b"old a and more"])
-async def test_damage_is_noticed(objects: ObjectStore, damaged: bytes) -> None:
+async def test_damaged_files_are_detected(objects: ObjectStore, damaged: bytes) -> None:
     store = CheckpointStore(objects)
     await store.write(a_manifest(), OLD, overwrite=False)
     await obstore.put_async(objects, f"{PATH.prefix}/a.bin", damaged)
@@ -327,7 +327,7 @@ async def test_damage_is_noticed(objects: ObjectStore, damaged: bytes) -> None:
     assert (await store.read(PATH, ["dropped.bin"]))[1] == {"dropped.bin": b"old only"}
 
 
-async def test_a_manifest_of_a_newer_format_is_refused(objects: ObjectStore) -> None:
+async def test_a_manifest_of_a_newer_format_is_rejected(objects: ObjectStore) -> None:
     content = a_manifest().model_dump_json().replace('"format_version":1', '"format_version":99')
     await obstore.put_async(objects, PATH.manifest_key, content.encode())
 
@@ -335,7 +335,7 @@ async def test_a_manifest_of_a_newer_format_is_refused(objects: ObjectStore) -> 
         await CheckpointStore(objects).read(PATH)
 
 
-async def test_whether_a_checkpoint_has_expired_is_not_for_heads_to_say(
+async def test_heads_do_not_check_the_expiry_of_checkpoints(
     objects: ObjectStore,
 ) -> None:
     store = CheckpointStore(objects)
@@ -368,7 +368,7 @@ def a_suspended_manifest(files: dict[str, StoredFile]) -> SuspendedManifest:
     )
 
 
-async def test_a_large_file_comes_to_s3_in_no_more_parts_than_that_takes(
+async def test_a_large_file_is_uploaded_in_no_more_parts_than_s3_accepts(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "MOST_PARTS", 3)
@@ -408,7 +408,7 @@ class MeasuredObstore:
         return read
 
 
-async def test_a_large_file_is_read_in_parts_since_a_request_has_little_time(
+async def test_a_large_file_is_read_in_parts_within_the_request_timeout(
     objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {"large": os.urandom((12 << 20) + 1), "empty": b""}
@@ -439,7 +439,7 @@ class FailingObstore:
         return await obstore.get_range_async(*arguments, **keywords)
 
 
-async def test_no_further_parts_are_asked_for_when_one_has_failed(
+async def test_no_further_parts_are_requested_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = CheckpointStore(open_store(tmp_path.as_uri()))
@@ -474,7 +474,7 @@ async def test_no_further_parts_are_asked_for_when_one_has_failed(
         (GenericError("the connection broke"), "failed or did not respond"),
     ],
 )
-async def test_what_the_store_refuses_is_said_in_words(
+async def test_store_errors_have_readable_messages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
 ) -> None:
     async def fail(*_arguments: object, **_keywords: object) -> None:
@@ -487,7 +487,7 @@ async def test_what_the_store_refuses_is_said_in_words(
         await store.write(a_manifest(), {"a": b"x"}, overwrite=False)
 
 
-def test_the_parts_of_a_file_of_any_size_are_such_as_s3_takes() -> None:
+def test_part_sizes_are_within_the_limits_of_s3_for_any_file_size() -> None:
     sizes = [0, 1, 5 << 20, (5 << 20) + 1, 52_428_800_001, 65_520_000_000, 3_246_000_000_000]
     for size in sizes:
         spans = list(parts.parts(size))
@@ -500,6 +500,6 @@ def test_the_parts_of_a_file_of_any_size_are_such_as_s3_takes() -> None:
         assert max(lengths, default=0) <= parts.part_size(size)
 
 
-def test_parts_under_way_take_little_memory_beside_the_file() -> None:
+def test_parts_in_transfer_take_little_memory_compared_to_the_file() -> None:
     for size in (1, 65_520_000_000, 3_246_000_000_000):
         assert parts.IN_FLIGHT * parts.part_size(size) <= max(60 << 20, size * 0.0014)

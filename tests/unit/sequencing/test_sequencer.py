@@ -22,7 +22,7 @@ def content(seq_id: int) -> bytes:
 
 
 @given(st.permutations(range(1, 12)), st.lists(st.integers(1, 11)))
-def test_any_order_of_arrival_with_repetitions_runs_in_order_once(
+def test_requests_in_any_order_with_duplicates_run_in_order_once(
     arrivals: list[int], repeated: list[int]
 ) -> None:
     sequencer = Sequencer(max_queued_bytes=1000)
@@ -53,7 +53,9 @@ def test_nothing_runs_beyond_a_gap(arrived: set[int]) -> None:
 
 
 @given(st.sets(st.integers(2, 30), min_size=1))
-def test_a_gap_that_is_given_up_drops_what_waited_and_goes_on_after_it(arrived: set[int]) -> None:
+def test_skipping_a_gap_drops_the_waiting_requests_and_continues_after_them(
+    arrived: set[int],
+) -> None:
     sequencer = Sequencer(max_queued_bytes=1000)
     for seq_id in arrived:
         sequencer.enqueue(seq_id, content(seq_id), size=1)
@@ -68,7 +70,7 @@ def test_a_gap_that_is_given_up_drops_what_waited_and_goes_on_after_it(arrived: 
         sequencer.enqueue(1, content(1), size=1)
 
 
-def test_a_request_runs_only_when_the_one_before_has_finished() -> None:
+def test_a_request_runs_only_after_the_previous_one_has_finished() -> None:
     sequencer = Sequencer(max_queued_bytes=1000)
     for seq_id in (1, 2):
         sequencer.enqueue(seq_id, content(seq_id), size=1)
@@ -79,7 +81,7 @@ def test_a_request_runs_only_when_the_one_before_has_finished() -> None:
     assert sequencer.take() == 2
 
 
-def test_a_number_with_other_content_is_refused_until_its_result_is_forgotten() -> None:
+def test_a_number_with_different_content_is_rejected_until_its_result_is_forgotten() -> None:
     sequencer = Sequencer(max_queued_bytes=1000)
     sequencer.enqueue(1, b"one", size=1)
     run_all(sequencer)
@@ -92,7 +94,7 @@ def test_a_number_with_other_content_is_refused_until_its_result_is_forgotten() 
         sequencer.enqueue(1, b"one", size=1)
 
 
-def test_a_full_queue_refuses_all_but_the_request_it_waits_for() -> None:
+def test_a_full_queue_rejects_all_requests_except_the_next_one() -> None:
     sequencer = Sequencer(max_queued_bytes=10)
     sequencer.enqueue(2, content(2), size=10)
 
@@ -104,7 +106,7 @@ def test_a_full_queue_refuses_all_but_the_request_it_waits_for() -> None:
     assert sequencer.enqueue(3, content(3), size=1) is True
 
 
-def test_a_number_absurdly_far_ahead_is_refused() -> None:
+def test_a_number_too_far_ahead_is_rejected() -> None:
     sequencer = Sequencer(max_queued_bytes=10)
 
     with pytest.raises(InvalidRequest, match="too far ahead"):

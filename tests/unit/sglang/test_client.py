@@ -48,7 +48,7 @@ async def client(server: Server) -> AsyncIterator[InferenceClient]:
     await made.close()
 
 
-async def test_weights_are_loaded_however_many_requests_generate_and_wait(
+async def test_loading_weights_does_not_wait_for_generate_calls(
     server: Server, client: InferenceClient
 ) -> None:
     calls = [asyncio.create_task(client.generate("/generate", {})) for _ in range(8)]
@@ -63,7 +63,7 @@ async def test_weights_are_loaded_however_many_requests_generate_and_wait(
     assert await asyncio.gather(*calls) == [{"path": "/generate"}] * 8
 
 
-async def test_calls_that_are_given_up_end_with_the_reason_also_those_that_wait(
+async def test_aborted_calls_fail_with_the_reason_including_waiting_ones(
     server: Server, client: InferenceClient
 ) -> None:
     calls = [asyncio.create_task(client.generate("/generate", {})) for _ in range(8)]
@@ -77,14 +77,14 @@ async def test_calls_that_are_given_up_end_with_the_reason_also_those_that_wait(
     assert await client.generate("/generate", {}) == {"path": "/generate"}
 
 
-async def test_a_call_that_takes_longer_than_it_may_ends_and_says_for_how_long_it_waited(
+async def test_a_call_that_times_out_reports_its_timeout(
     client: InferenceClient,
 ) -> None:
     with pytest.raises(ServerUnreachable, match="does not respond: no response within 0 s"):
         await client.post("/generate", {}, seconds=0.01)
 
 
-async def test_a_machine_that_vanishes_breaks_its_connections_within_a_minute(
+async def test_connections_to_a_dead_machine_break_within_a_minute(
     server: Server, client: InferenceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[socket.socket] = []

@@ -144,7 +144,7 @@ def bucket() -> Iterator[Bucket]:
         yield made
 
 
-def test_a_model_of_the_hub_is_fetched_without_what_is_never_loaded(
+def test_a_hub_model_is_downloaded_without_files_that_are_never_loaded(
     hub: Hub, tmp_path: Path
 ) -> None:
     folder = tmp_path / "scratch" / "model"
@@ -161,7 +161,7 @@ def test_a_model_of_the_hub_is_fetched_without_what_is_never_loaded(
 
 
 @pytest.mark.parametrize(("suffix", "asked"), [("", "main"), ("@0a1b2c", "0a1b2c")])
-def test_a_model_of_the_hub_is_fetched_as_it_is_at_a_revision(
+def test_a_hub_model_is_downloaded_at_its_revision(
     hub: Hub, tmp_path: Path, suffix: str, asked: str
 ) -> None:
     result = fetched(f"{SOURCE}{suffix}", tmp_path / "model", **hub.environment)
@@ -170,7 +170,7 @@ def test_a_model_of_the_hub_is_fetched_as_it_is_at_a_revision(
     assert hub.revisions[0] == asked
 
 
-def test_a_model_that_is_there_is_not_fetched_again(hub: Hub, tmp_path: Path) -> None:
+def test_an_existing_model_is_not_downloaded_again(hub: Hub, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     fetched(SOURCE, folder, **hub.environment)
     hub.served.clear()
@@ -181,7 +181,7 @@ def test_a_model_that_is_there_is_not_fetched_again(hub: Hub, tmp_path: Path) ->
     assert hub.served == []
 
 
-def test_a_model_the_hub_does_not_grant_is_refused_by_name(hub: Hub, tmp_path: Path) -> None:
+def test_a_gated_hub_model_is_rejected_by_name(hub: Hub, tmp_path: Path) -> None:
     folder = tmp_path / "model"
 
     result = fetched(SOURCE, folder, **{**hub.environment, "HF_TOKEN": "hf_guessed"})
@@ -192,7 +192,7 @@ def test_a_model_the_hub_does_not_grant_is_refused_by_name(hub: Hub, tmp_path: P
     assert not folder.exists()
 
 
-def test_a_model_of_an_object_store_is_fetched_without_what_is_never_loaded(
+def test_a_stored_model_is_downloaded_without_files_that_are_never_loaded(
     bucket: Bucket, tmp_path: Path
 ) -> None:
     kept, folder = a_sharded_model(tmp_path / "kept"), tmp_path / "scratch" / "model"
@@ -208,7 +208,7 @@ def test_a_model_of_an_object_store_is_fetched_without_what_is_never_loaded(
     AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
 
 
-def test_a_large_file_comes_in_chunks_of_the_file_it_was_when_it_was_found(
+def test_a_large_file_is_downloaded_in_chunks_of_the_same_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, content = tmp_path / "kept", bytes(range(256)) * 10
@@ -239,7 +239,7 @@ def test_a_large_file_comes_in_chunks_of_the_file_it_was_when_it_was_found(
     assert not (tmp_path / "replaced.json").exists()
 
 
-def test_what_describes_a_model_is_fetched_without_its_weights(
+def test_a_description_is_downloaded_without_weights(
     hub: Hub, bucket: Bucket, tmp_path: Path
 ) -> None:
     kept = a_sharded_model(tmp_path / "kept")
@@ -258,7 +258,7 @@ def test_what_describes_a_model_is_fetched_without_its_weights(
     assert all((folder / "tokenizer.json").exists() for folder in folders)
 
 
-def test_a_fetch_that_was_cut_off_goes_on_where_it_was(bucket: Bucket, tmp_path: Path) -> None:
+def test_an_interrupted_download_resumes(bucket: Bucket, tmp_path: Path) -> None:
     kept, folder = a_sharded_model(tmp_path / "kept"), tmp_path / "model"
     source = bucket.hold(kept, "cut-off")
     lost = shards(kept)[-1].name
@@ -277,7 +277,7 @@ def test_a_fetch_that_was_cut_off_goes_on_where_it_was(bucket: Bucket, tmp_path:
     assert not partial.exists()
 
 
-def test_weights_that_are_not_the_models_are_refused_and_fetched_again_once_they_are_mended(
+def test_wrong_weights_are_rejected_and_downloaded_again_once_corrected(
     bucket: Bucket, tmp_path: Path
 ) -> None:
     kept, folder = save(tiny_llama(), tmp_path / "kept"), tmp_path / "model"
@@ -297,7 +297,7 @@ def test_weights_that_are_not_the_models_are_refused_and_fetched_again_once_they
     assert not list(folder.glob(".*"))
 
 
-def test_names_that_are_not_the_models_are_refused(bucket: Bucket, tmp_path: Path) -> None:
+def test_wrong_tensor_names_are_rejected(bucket: Bucket, tmp_path: Path) -> None:
     kept = save(tiny_llama(), tmp_path / "kept")
     wrong_folders.prefixed("_orig_mod.")(kept)
     source = bucket.hold(kept, "compiled")
@@ -309,7 +309,7 @@ def test_names_that_are_not_the_models_are_refused(bucket: Bucket, tmp_path: Pat
     assert not (tmp_path / "model").exists()
 
 
-def test_weights_that_only_a_pickle_holds_are_refused(bucket: Bucket, tmp_path: Path) -> None:
+def test_pickled_weights_are_rejected(bucket: Bucket, tmp_path: Path) -> None:
     kept = save(tiny_llama(), tmp_path / "kept")
     (kept / "model.safetensors").rename(kept / "pytorch_model.bin")
     source = bucket.hold(kept, "pickled")
@@ -322,7 +322,7 @@ def test_weights_that_only_a_pickle_holds_are_refused(bucket: Bucket, tmp_path: 
     assert not (tmp_path / "model").exists()
 
 
-def test_a_bucket_that_is_not_there_is_named(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_missing_bucket_is_reported_by_name(bucket: Bucket, tmp_path: Path) -> None:
     result = fetched("s3://nothing/at-all", tmp_path / "model", **bucket.environment)
 
     assert result.returncode == 1
@@ -330,7 +330,7 @@ def test_a_bucket_that_is_not_there_is_named(bucket: Bucket, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("source", ["acme/tiny", "https://example.org/tiny", "file:///etc"])
-def test_a_source_of_another_kind_is_refused(source: str, tmp_path: Path) -> None:
+def test_an_unsupported_source_is_rejected(source: str, tmp_path: Path) -> None:
     result = fetched(source, tmp_path / "model")
 
     assert result.returncode == 1

@@ -30,7 +30,7 @@ except ZeroDivisionError:
 """
 
 
-def test_engines_log_by_the_standard_library_and_come_out_as_all_else() -> None:
+def test_standard_library_logs_have_the_same_format_as_structlog() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
     )

@@ -34,14 +34,14 @@ def backend(tmp_path: Path) -> Iterator[Backend]:
 
 
 @pytest.fixture
-async def told_to_stop() -> asyncio.Event:
+async def stop_signal() -> asyncio.Event:
     told = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
     return told
 
 
-async def test_a_head_that_loads_longer_than_its_grace_is_left_alone(
-    backend: Backend, told_to_stop: asyncio.Event
+async def test_a_head_that_loads_longer_than_its_grace_period_is_not_stopped(
+    backend: Backend, stop_signal: asyncio.Event
 ) -> None:
     may_load = threading.Event()
 
@@ -52,17 +52,17 @@ async def test_a_head_that_loads_longer_than_its_grace_is_left_alone(
     lifecycle = Lifecycle(TIMINGS, build)
     lifecycle.start()
     await asyncio.sleep(20 * GRACE_SECONDS)
-    was_told = told_to_stop.is_set()
+    was_stopped = stop_signal.is_set()
     may_load.set()
     await lifecycle.wait_until_ready()
 
-    assert not was_told
-    await told_to_stop.wait()
+    assert not was_stopped
+    await stop_signal.wait()
     await lifecycle.stop()
 
 
-async def test_a_head_lives_as_long_as_its_lease_is_held(
-    backend: Backend, told_to_stop: asyncio.Event
+async def test_a_head_runs_as_long_as_its_lease_is_held(
+    backend: Backend, stop_signal: asyncio.Event
 ) -> None:
     lifecycle = Lifecycle(TIMINGS, lambda: backend)
     lifecycle.start()
@@ -70,8 +70,8 @@ async def test_a_head_lives_as_long_as_its_lease_is_held(
     with lifecycle.held_lease():
         await lifecycle.wait_until_ready()
         await asyncio.sleep(20 * GRACE_SECONDS)
-        was_told = told_to_stop.is_set()
+        was_stopped = stop_signal.is_set()
 
-    assert not was_told
-    await told_to_stop.wait()
+    assert not was_stopped
+    await stop_signal.wait()
     await lifecycle.stop()

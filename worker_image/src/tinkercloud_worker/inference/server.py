@@ -4,7 +4,8 @@ Adapters are loaded when first needed, once for all waiting requests, while othe
 A server loses its adapters when it restarts; this is detected when a request needs one, which is
 then reloaded at most once per request.
 
-Requests have no time limit, so no timeout can tell a slow request from one that never completes.
+Requests have no time limit, so a timeout can't distinguish a slow request from one that never
+completes.
 While requests run, the server's health is checked periodically. If it stays unhealthy, or is lost
 otherwise, its requests are aborted, and the callers can retry.
 """

@@ -37,7 +37,7 @@ class Away(InferenceClient):
     [(SglangDialect, -1), (lambda client: VllmDialect(client, "tiny"), 0)],
     ids=["sglang", "vllm"],
 )
-async def test_a_top_k_that_no_server_can_count_to_is_all_tokens(
+async def test_a_top_k_of_more_than_32_bits_means_all_tokens(
     make: Callable[[InferenceClient], Dialect], everything: int, asked: int, told: int
 ) -> None:
     client = Away()
@@ -52,7 +52,7 @@ async def test_a_top_k_that_no_server_can_count_to_is_all_tokens(
 
 @pytest.mark.parametrize("top_k", [0, 20])
 @pytest.mark.parametrize("columns", [0, 1, 20])
-def test_an_answer_about_a_prompt_has_a_bound_however_different_its_targets(
+def test_responses_for_a_prompt_are_limited_even_if_all_targets_differ(
     top_k: int, columns: int
 ) -> None:
     targets = np.arange(4095 * columns).reshape(4095, columns) if columns else None
@@ -65,7 +65,7 @@ def test_an_answer_about_a_prompt_has_a_bound_however_different_its_targets(
     assert parts[-1].end == 4096
 
 
-def test_targets_that_cost_too_much_are_refused_by_name_and_the_same_everywhere_are_not() -> None:
+def test_too_expensive_targets_are_rejected_but_not_equal_ones() -> None:
     different = np.arange(131071 * 20).reshape(131071, 20)
 
     with pytest.raises(InvalidRequest, match=r"^target_prompt_logprobs: .* name fewer tokens"):

@@ -51,7 +51,7 @@ def watched(value: Any, found: set[str], missed: set[str]) -> Any:
     return Watched(value, found, missed) if isinstance(value, dict) else value
 
 
-async def test_the_client_looks_for_nothing_that_sglang_does_not_answer(
+async def test_the_client_only_reads_fields_that_sglang_returns(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: set[str] = set()
@@ -88,9 +88,7 @@ async def test_the_client_looks_for_nothing_that_sglang_does_not_answer(
     }
 
 
-async def test_sglang_answers_nothing_to_what_is_asked_of_its_memory(
-    engine: Engine, model_folder: Path
-) -> None:
+async def test_memory_commands_have_empty_responses(engine: Engine, model_folder: Path) -> None:
     server = SglangServer(FakeSglang(engine, model_folder), "model")
 
     for verb in ("release", "resume"):
@@ -99,7 +97,7 @@ async def test_sglang_answers_nothing_to_what_is_asked_of_its_memory(
         assert (reply.status_code, reply.content) == (200, None)
 
 
-async def test_a_path_a_method_and_a_field_that_sglang_does_not_have_are_refused(
+async def test_unknown_paths_methods_and_fields_are_rejected(
     engine: Engine, model_folder: Path
 ) -> None:
     server = SglangServer(FakeSglang(engine, model_folder), "model")
@@ -122,7 +120,7 @@ async def test_a_path_a_method_and_a_field_that_sglang_does_not_have_are_refused
         ("/release_memory_occupation", {}, {"success": True}),
     ],
 )
-async def test_what_the_processes_are_played_to_answer_is_what_sglang_expects_of_them(
+async def test_simulated_processes_return_the_types_that_sglang_expects(
     engine: Engine,
     model_folder: Path,
     path: str,

@@ -12,7 +12,7 @@ ABSENT = "no-such-folder"
 
 
 @pytest.mark.slow
-def test_a_head_without_its_model_leaves_the_reason_in_one_line(tmp_path: Path) -> None:
+def test_a_head_without_its_model_writes_the_reason_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("token")
     config = HeadConfig(
         head="h",

@@ -18,7 +18,7 @@ MODEL = "mine:train:0"
 PADDING = "x" * 100_000
 
 
-async def test_large_requests_are_hashed_and_found_out_beside_the_loop(
+async def test_large_requests_are_hashed_and_parsed_off_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: dict[str, threading.Thread] = {}

@@ -38,9 +38,7 @@ async def url(refused: str) -> AsyncIterator[str]:
     await runner.cleanup()
 
 
-async def test_a_command_that_an_engine_refuses_is_the_servers_error_not_the_users(
-    url: str, refused: str, tmp_path: Path
-) -> None:
+async def test_a_rejected_command_is_a_server_error(url: str, refused: str, tmp_path: Path) -> None:
     client = InferenceClient(url, key=None, max_concurrent=1)
     folder = WeightsFolder(tmp_path, server_dir=None, owner="head", base_path=tmp_path)
     control = SglangControl(

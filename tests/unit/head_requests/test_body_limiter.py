@@ -52,7 +52,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_bodies_wait_in_order_until_those_of_their_owner_leave_room() -> None:
+async def test_bodies_wait_in_order_until_their_owner_has_room() -> None:
     readers = Readers(max_bytes=10)
     for name, size in (("a", 6), ("b", 6), ("c", 1)):
         await readers.begin(name, "eve", size)
@@ -63,7 +63,7 @@ async def test_bodies_wait_in_order_until_those_of_their_owner_leave_room() -> N
     assert readers.reading == ["d", "b", "c"]
 
 
-async def test_a_body_larger_than_the_room_is_read_alone() -> None:
+async def test_a_body_larger_than_the_limit_is_parsed_alone() -> None:
     readers = Readers(max_bytes=10)
     await readers.begin("a", "eve", 1)
     await readers.begin("large", "eve", 1000)
@@ -75,7 +75,7 @@ async def test_a_body_larger_than_the_room_is_read_alone() -> None:
 
 
 @pytest.mark.parametrize("cancelled", ["running", "first", "second"])
-async def test_a_body_that_is_cancelled_leaves_its_room_to_others(cancelled: str) -> None:
+async def test_a_cancelled_body_releases_its_reservation(cancelled: str) -> None:
     readers = Readers(max_bytes=10)
     for name in ("running", "first", "second", "third"):
         await readers.begin(name, "eve", 10)
@@ -90,7 +90,7 @@ async def test_a_body_that_is_cancelled_leaves_its_room_to_others(cancelled: str
         await readers.end(name)
 
 
-async def test_a_body_that_is_cancelled_just_as_it_is_admitted_leaves_its_room() -> None:
+async def test_a_body_cancelled_on_admission_releases_its_reservation() -> None:
     readers = Readers(max_bytes=10)
     for name in ("running", "first", "second"):
         await readers.begin(name, "eve", 10)
@@ -105,15 +105,15 @@ async def test_a_body_that_is_cancelled_just_as_it_is_admitted_leaves_its_room()
     await readers.end("second")
 
 
-async def test_large_bodies_of_one_owner_do_not_keep_those_of_another_from_being_read(
+async def test_large_bodies_of_one_owner_do_not_block_those_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[str] = []
+    started: list[str] = []
     may_end = threading.Event()
 
     def held(body: bytes) -> SampleRequest:
         request = parse_sample(body)
-        begun.append(f"{request.sampling_session_id} {request.seq_id}")
+        started.append(f"{request.sampling_session_id} {request.seq_id}")
         may_end.wait()
         return request
 
@@ -134,10 +134,10 @@ async def test_large_bodies_of_one_owner_do_not_keep_those_of_another_from_being
             return (await head.send(routes.ASAMPLE, orjson.dumps(body), session)).status
 
         sent = [asyncio.create_task(send("eve", seq_id)) for seq_id in range(3)]
-        await asyncio.to_thread(wait_until, lambda: len(begun) == 1, "one of eve's is read")
+        await asyncio.to_thread(wait_until, lambda: len(started) == 1, "one of eve's is read")
         sent.append(asyncio.create_task(send("bob", 0)))
-        await asyncio.to_thread(wait_until, lambda: len(begun) == 2, "bob's is read")
+        await asyncio.to_thread(wait_until, lambda: len(started) == 2, "bob's is read")
 
-        assert [name.split(":")[0] for name in begun] == ["eve", "bob"]
+        assert [name.split(":")[0] for name in started] == ["eve", "bob"]
         may_end.set()
         assert await asyncio.gather(*sent) == [200] * 4

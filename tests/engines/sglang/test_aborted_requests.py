@@ -38,7 +38,7 @@ async def a_sampler_of_base_and_sharp(
 
 
 @pytest.mark.parametrize("state", [{}, {"refuses": frozenset({WHOLE})}], ids=["sent", "read"])
-async def test_weights_are_replaced_once_they_have_ended(
+async def test_weights_are_replaced_once_aborted_requests_have_ended(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, state: dict[str, Any]
 ) -> None:
     vars(fakes[0]).update(state)
@@ -56,7 +56,7 @@ async def test_weights_are_replaced_once_they_have_ended(
 
 
 @pytest.mark.parametrize("state", [{}, {"refuses": frozenset({WHOLE})}], ids=["base", "whole"])
-async def test_weights_are_read_once_more_if_something_ran_as_they_were_replaced(
+async def test_weights_are_loaded_again_if_a_request_ran_meanwhile(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, state: dict[str, Any]
 ) -> None:
     vars(fakes[0]).update(state)
@@ -73,7 +73,7 @@ async def test_weights_are_read_once_more_if_something_ran_as_they_were_replaced
 
 
 @pytest.mark.parametrize("trains", [True, False])
-async def test_an_engine_whose_weights_were_replaced_in_vain_is_not_believed_to_have_those_before(
+async def test_the_weights_of_an_engine_are_unknown_after_a_failed_update(
     engine: Engine,
     fakes: list[FakeSglang],
     tmp_path: Path,
@@ -100,7 +100,7 @@ async def test_an_engine_whose_weights_were_replaced_in_vain_is_not_believed_to_
     await sampler.close()
 
 
-async def test_memory_is_released_once_they_have_ended(
+async def test_memory_is_released_once_aborted_requests_have_ended(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
     sampler = a_sampler(fakes[:1], tmp_path, colocated=True)
@@ -115,7 +115,7 @@ async def test_memory_is_released_once_they_have_ended(
     await sampler.close()
 
 
-async def test_an_engine_that_does_not_come_to_rest_keeps_its_memory_and_draws_again(
+async def test_an_engine_that_can_not_be_drained_keeps_its_memory_and_generates_again(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sglang_weights, "_DRAIN_SECONDS", 0.05)
