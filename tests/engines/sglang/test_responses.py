@@ -18,7 +18,7 @@ from tinkercloud_testing.sglang_sampling import (
     an_adapter,
     publish,
 )
-from tinkercloud_testing.sglang_server import SglangServer, Unheard
+from tinkercloud_testing.sglang_server import SglangServer, UnknownEndpoint
 from tinkercloud_worker.engine.sampler import PromptLogprobParams
 from tinkercloud_worker.inference.client import InferenceClient, Json
 
@@ -102,9 +102,9 @@ async def test_unknown_paths_methods_and_fields_are_rejected(
 ) -> None:
     server = SglangServer(FakeSglang(engine, model_folder), "model")
 
-    with pytest.raises(Unheard, match="does not answer POST /load_adapter"):
+    with pytest.raises(UnknownEndpoint, match="does not serve POST /load_adapter"):
         await server.answer("POST", "/load_adapter", {})
-    with pytest.raises(Unheard, match="does not answer GET /begin_weight_update"):
+    with pytest.raises(UnknownEndpoint, match="does not serve GET /begin_weight_update"):
         await server.answer("GET", "/begin_weight_update", {})
     with pytest.raises(ValidationError, match="upsert"):
         await server.answer("POST", "/begin_weight_update", {"upsert": True})

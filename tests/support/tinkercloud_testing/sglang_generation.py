@@ -1,4 +1,4 @@
-"""What the processes behind SGLang's server make of one prompt: our torch sampler's answers."""
+"""Generation by the fake SGLang engine: results of the torch sampler in SGLang's format."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,21 +17,23 @@ from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingReque
 Json = dict[str, Any]
 
 
-async def drawn(engine: Engine, version: str, asked: Any, index: int, *, tempered: bool) -> Json:
-    """Return the fields of SGLang's answer to one prompt.
+async def generated(
+    engine: Engine, version: str, asked: Any, index: int, *, tempered: bool
+) -> Json:
+    """Return the fields of SGLang's response for one prompt.
 
     Args:
-        engine: that computes.
-        version: of its sampler, to draw from.
-        asked: SGLang's GenerateReqInput, of many prompts.
-        index: which of them.
-        tempered: whether logprobs are those of the distribution that was drawn from.
+        engine: the engine that computes.
+        version: version of its sampler.
+        asked: SGLang's GenerateReqInput with several prompts.
+        index: index of the prompt.
+        tempered: whether logprobs are those at the sampling temperature.
     """
     params: Any = definition("SamplingParams", SAMPLING).model_validate(
         asked.sampling_params[index]
     )
     if (params.top_k or 0) >= 1 << 31:
-        # It makes a tensor of 32-bit numbers of it.
+        # SGLang stores it in a 32-bit tensor.
         raise EOFError
     request = _request(asked, index, params)
     result = await engine.sampler.sample(version, request)
@@ -85,7 +87,7 @@ def _first(sequence: SampledSequence, count: int) -> SampledSequence:
 async def _tempered(
     engine: Engine, version: str, request: SamplingRequest, sequence: SampledSequence
 ) -> SampledSequence:
-    """Return the logprobs of the distribution that was drawn from, as SGLang does unasked."""
+    """Return logprobs at the sampling temperature, as SGLang does by default."""
     text = [*request.prompt.tolist(), *sequence.tokens]
     every = list(range(engine.trainer.limits.vocab_size))
     targets = np.tile(np.asarray(every, np.int64), (len(text) - 1, 1))
@@ -109,7 +111,7 @@ def _request(asked: Any, index: int, params: Any) -> SamplingRequest:
         temperature=params.temperature,
         top_k=max(params.top_k or 0, 0),
         top_p=params.top_p,
-        # It is asked for more than that: what ends over a string is cut off.
+        # Stop strings are applied afterwards, by truncating the sequence.
         stop=StopRules(ends, ()),
         top_logprobs=asked.top_logprobs_num,
         prompt_logprobs=_prompt_logprobs(asked, index),
@@ -132,7 +134,7 @@ def _prompt_logprobs(asked: Any, index: int) -> PromptLogprobParams:
 
 
 def _input_logprobs(asked: Any, index: int, request: SamplingRequest, prompt: PromptScores) -> Json:
-    """Return what SGLang says of positions from logprob_start_len on: of the first, nothing."""
+    """Return SGLang's fields for positions from logprob_start_len; the first one is empty."""
     start, tokens = asked.logprob_start_len, request.prompt.tolist()
     if start < 0:
         names = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
