@@ -38,7 +38,7 @@ PROMPTS = [[5, 6, 7], list(range(20, 60)), [9, 8, 7, 6, 5, 4]]
 
 
 def a_model() -> PreTrainedModel:
-    # vLLM's attention on CPU wants heads of at least 32 dimensions.
+    # vLLM's attention on CPU needs heads of at least 32 dimensions.
     return tiny_llama(hidden_size=128)
 
 
@@ -123,7 +123,7 @@ def assert_equal_choices(ours: TopLogprobs | None, theirs: TopLogprobs | None) -
 
 
 async def tokens_found_in_the_cache(vllm: VllmServer) -> float:
-    """Return how many tokens of prompts the server did not have to read, since it began."""
+    """Return the number of cached prompt tokens since the server started."""
     headers = {"Authorization": f"Bearer {API_KEY}"}
     async with (
         aiohttp.ClientSession(headers=headers) as client,
@@ -150,7 +150,7 @@ async def test_a_prompt_is_cached_per_version(
     again = await sampler.sample("one", request)
 
     after = await tokens_found_in_the_cache(vllm)
-    # By whole blocks.
+    # Whole blocks are cached.
     assert after - before >= len(prompt) // 2
     assert again.prompt.cached_tokens == after - before
     another = await sampler.sample("two", request)
@@ -290,7 +290,7 @@ async def test_stop_tokens_and_strings_end_a_sequence_and_stay_in_it(
     free = a_sampling_request(PROMPTS[0], temperature=0.0, max_tokens=40, stop=NEVER)
     [whole] = (await sampler.sample("base", free)).sequences
     token = whole.tokens[7]
-    # Most bytes are no characters by themselves.
+    # Most single bytes are not characters.
     texts = [text_of([drawn]) for drawn in whole.tokens[3:]]
     string = next(text for text in texts if len(text) == 1 and text.isascii())
 

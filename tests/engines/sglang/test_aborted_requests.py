@@ -1,4 +1,4 @@
-"""Requests that were given up and still run, for a step or two, while an engine is told other."""
+"""Aborted requests that still run for a step or two when an engine gets a command."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ FOREVER = 1 << 30
 async def a_sampler_of_base_and_sharp(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> InferenceSampler:
-    """Return a sampler of one engine that has been given the base and a whole model."""
+    """Return a sampler of one engine with the base and a full model."""
     sampler = a_sampler(fakes[:1], tmp_path)
     await publish(engine, sampler, "base", None)
     await publish(engine, sampler, "sharp", a_whole_model(engine, 3.0))
@@ -49,7 +49,7 @@ async def test_weights_are_replaced_once_aborted_requests_have_ended(
 
         await assert_sampled(engine, sampler, version)
 
-    # No way of weights was given up over it.
+    # No transfer method was disabled because of it.
     sent, read = len(fakes[0].called(WHOLE)), len(fakes[0].called(FOLDER))
     assert (sent, read) == ((1, 5) if state else (3, 2))
     await sampler.close()
@@ -110,7 +110,7 @@ async def test_memory_is_released_once_aborted_requests_have_ended(
     async with sampler.training():
         assert fakes[0].released
 
-    # It has not ended over it, and been asked again.
+    # It has not crashed because of it, and was called again.
     assert len(fakes[0].called(RELEASE)) == 1
     await sampler.close()
 

@@ -1,4 +1,4 @@
-"""Adapters: sent in requests or read from files, loaded once, lost and loaded again."""
+"""Adapters: sent in requests or read from files, loaded once, and reloaded when lost."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""Which engine is asked, and what happens when one ends or begins again."""
+"""Which engine gets a request, and what happens when an engine ends or restarts."""
 
 import asyncio
 from pathlib import Path
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 async def test_a_session_stays_on_one_engine_and_sessions_are_spread(
     engine: Engine, sampler: InferenceSampler, fakes: list[FakeSglang]
 ) -> None:
-    # Which engine a session prefers differs from run to run, as the engines' ports do.
+    # The preferred engine of a session depends on the ports, which differ between runs.
     urls = {fake.url: 0 for fake in fakes}
     sessions = sorted((f"s:sample:{n}" for n in range(64)), key=lambda name: order(name, urls))
     for number, session in enumerate([*sessions[:4], *sessions[-4:]]):
@@ -77,7 +77,7 @@ async def test_requests_wait_for_a_restarting_engine_and_reload_its_adapters(
         await sampler.close()
 
     assert len(fake.called(TENSORS)) == 2
-    # Drawing and scoring without an adapter is how an engine is examined, each time it comes.
+    # An engine is verified by sampling and scoring without an adapter, after each start.
     assert len([body for body in fake.called("/generate") if "lora_path" not in body]) == 4
 
 

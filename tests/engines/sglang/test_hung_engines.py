@@ -1,4 +1,4 @@
-"""Engines that hang with the requests they have, and engines that are only slow."""
+"""Engines that hang with requests, and engines that are only slow."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -36,7 +36,7 @@ REQUEST = a_sampling_request(PROMPTS[0], stop=NEVER)
 
 @pytest.fixture(autouse=True)
 def _attentive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask engines with requests all the time, and lose them when they give no answer once."""
+    """Check engines with requests continuously, and mark them lost after one failure."""
     monkeypatch.setattr(inference_server, "_SILENT_SECONDS", 0.01)
     monkeypatch.setattr(inference_server, "_HUNG_SECONDS", 0.0)
     monkeypatch.setattr(inference_server, "_UNWELL_SECONDS", 0.0)
@@ -50,7 +50,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def hanging(fake: FakeSglang) -> AsyncIterator[asyncio.Event]:
-    """Let an engine draw nothing and not say how it is; the event is that it was to draw."""
+    """Make an engine hang and fail health checks; yield an event of the first request."""
     async with fake.holding("/generate") as was_asked, fake.holding("/model_info"):
         yield was_asked
 
@@ -62,18 +62,18 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def soon(task: asyncio.Task[T]) -> T:
-    """Return what a task that must end makes; a request that hangs does not end the test."""
+    """Return the result of a task, with a timeout in case its request hangs."""
     return await asyncio.wait_for(task, 60)
 
 
 def drawn(fake: FakeSglang) -> int:
-    """Return how many requests an engine had that are no examinations."""
+    """Return the number of requests to an engine, without verifications."""
     return len([body for body in fake.called("/generate") if "lora_path" in body])
 
 
 @pytest.fixture
 async def warm(engine: Engine, fakes: list[FakeSglang], tmp_path: Path) -> InferenceSampler:
-    """A sampler that has drawn from a session's adapter `one` at both of its engines."""
+    """A sampler that has sampled with the adapter `one` at both of its engines."""
     sampler = a_sampler(fakes, tmp_path)
     await publish(engine, sampler, "one", an_adapter(engine, 1))
     await asyncio.gather(*[sampler.sample("one", REQUEST) for _ in range(24)])
@@ -81,7 +81,7 @@ async def warm(engine: Engine, fakes: list[FakeSglang], tmp_path: Path) -> Infer
 
 
 def in_order(fakes: list[FakeSglang]) -> list[FakeSglang]:
-    """Return the engines, the one first that the session prefers."""
+    """Return the engines in the order of the session's preference."""
     ranked = order("one", {fake.url: 0 for fake in fakes})
     return sorted(fakes, key=lambda fake: ranked.index(fake.url))
 

@@ -1,4 +1,4 @@
-"""What is counted of engines."""
+"""Metrics of engines."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What an engine's pod tells SGLang's server is what that server can be told."""
+"""Options and variables of an engine's pod exist in SGLang."""
 
 import re
 
@@ -15,7 +15,7 @@ MEMORY = {"gpuMemoryPercent": 60, "maxCachedTokens": 4096}
 
 @pytest.fixture(params=["bfloat16", "float32"])
 def dtype(request: pytest.FixtureRequest) -> str:
-    """Of the weights; SGLang has kernels of its own choice for one of them only."""
+    """Return a dtype of the weights; SGLang selects its own kernels for only one of them."""
     return str(request.param)
 
 

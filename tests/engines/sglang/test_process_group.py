@@ -1,4 +1,4 @@
-"""Whole models over a process group: its other ranks run SGLang's own functions, in processes."""
+"""Full models over a process group whose other ranks run SGLang's own functions."""
 
 import asyncio
 import os
@@ -51,7 +51,7 @@ async def sampler(fakes: list[FakeSglang], tmp_path: Path) -> AsyncIterator[Infe
 
 
 def ranks_of_heads() -> list[int]:
-    """Return the children of this process that are rank 0 of a group."""
+    """Return the child processes that are rank 0 of a group."""
     return children_running(RANK)
 
 
@@ -145,7 +145,7 @@ async def test_a_hung_engine_is_lost_until_it_restarts(
     sampler: InferenceSampler,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It answers nothing that has to do with weights, by SGLang's own lock."""
+    """SGLang's own lock blocks all calls about weights."""
     monkeypatch.setattr(delivery, "_MAX_LOSSES", 1)
     await publish(engine, sampler, "flat", a_whole_model(engine, 0.3))
     monkeypatch.setattr(process_group, "_STEP_SECONDS", 2.0)
@@ -175,7 +175,7 @@ async def test_a_killed_sending_rank_does_not_block_the_engine(
     sampler: InferenceSampler,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As all connections of a head that dies are closed."""
+    """The connections of a dead process are closed."""
     fake, answered = fakes[0], []
     receive = fake.update_weights_from_distributed
 

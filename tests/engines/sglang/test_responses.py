@@ -1,4 +1,4 @@
-"""What SGLang's server answers, by its own source, and what the client looks for in it."""
+"""Responses of SGLang's server, from its own source, and the fields the client reads."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +28,7 @@ GROUP = {"master_address": "a", "master_port": 1, "rank_offset": 1, "world_size"
 
 
 class Watched(dict[str, Any]):
-    """An object of an answer; what is looked for in it is written down."""
+    """An object in a response, which records the fields that are read."""
 
     def __init__(self, known: Json, found: set[str], missed: set[str]) -> None:
         super().__init__(known)
@@ -136,7 +136,7 @@ async def test_simulated_processes_return_the_types_that_sglang_expects(
     asked = "update_lora_adapter" if "lora" in path else path.removeprefix("/")
     setattr(fake, asked, answer_wrongly)
 
-    # SGLang answers for some of what goes wrong behind it.
+    # SGLang itself responds to some errors of its processes.
     with suppress(ValidationError):
         await server.answer("POST", path, body)
 

@@ -1,4 +1,4 @@
-"""Drawing and scoring: what is asked of engines, and that answers are the torch sampler's."""
+"""Sampling and scoring: requests to engines, and results equal to the torch sampler's."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What heads and SGLang's engines must have of one version."""
+"""Libraries whose versions must be equal in heads and SGLang engines."""
 
 import tomllib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whole models: in turn with the base, in parts or from a folder, never in part."""
+"""Full models: alternating with the base, sent in parts or read from a folder."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ async def test_a_full_model_is_sent_in_parts_to_an_engine_without_access_to_the_
 ) -> None:
     weights = a_whole_model(engine, 3.0)
     monkeypatch.setattr(sglang_weights, "_BUCKET_BYTES", weights.size_bytes // 4)
-    # Whoever was before us has left in the middle of it.
+    # An earlier process ended in the middle of an update.
     fakes[0].is_updating = True
     sampler = a_sampler(fakes[:1], tmp_path, adapters_seen=False)
     await publish(engine, sampler, "sharp", weights)
@@ -150,7 +150,7 @@ async def test_a_full_mixture_model_is_sent_with_the_tensor_names_of_its_files(
     targets: Sequence[str] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Hardly any two in one part.
+    # So small that hardly any two tensors share a part.
     monkeypatch.setattr(sglang_weights, "_BUCKET_BYTES", 1)
     folder = save(make(), tmp_path / "model")
     with an_engine(make(), tmp_path / "engine") as engine:

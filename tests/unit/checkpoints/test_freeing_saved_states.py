@@ -1,4 +1,4 @@
-"""A head that saves a model has it in memory once while the store takes its time."""
+"""Saving a model frees its state from memory while the store is still writing."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ async def head(tmp_path: Path) -> AsyncIterator[Head]:
 
 @pytest.fixture
 def exported(head: Head, monkeypatch: pytest.MonkeyPatch) -> list[ReferenceType[Tensor]]:
-    """Return what becomes references to the tensors of every state that leaves the trainer."""
+    """Collect weak references to the tensors of all states that the trainer exports."""
     exported: list[ReferenceType[Tensor]] = []
     export_state = head.backend.trainer.export_state
 
@@ -39,13 +39,15 @@ def exported(head: Head, monkeypatch: pytest.MonkeyPatch) -> list[ReferenceType[
 
 def assert_freed(exported: list[ReferenceType[Tensor]]) -> None:
     assert exported
-    # Threads let go of what they have done a moment later.
-    wait_until(lambda: all(tensor() is None for tensor in exported), "letting go", seconds=20)
+    # Threads drop references to finished work with a small delay.
+    wait_until(
+        lambda: all(tensor() is None for tensor in exported), "the state is freed", seconds=20
+    )
 
 
 @pytest.fixture
 def slow_store(head: Head, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
-    """Return what says that the store begins to write a checkpoint, and what lets it go on."""
+    """Delay writes of the store; return events for an arrived write and for its release."""
     write, arrived, proceed = head.backend.store.write, asyncio.Event(), asyncio.Event()
 
     async def write_slowly(*args: Any, **kwargs: Any) -> Manifest:

@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is its latest does not depend on the clock."""
+"""The latest checkpoint of a run does not depend on the clock."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A training checkpoint has the gradient that waits for optim_step, or is refused."""
+"""A training checkpoint includes the unapplied gradient, or saving it fails."""
 
 from pathlib import Path
 

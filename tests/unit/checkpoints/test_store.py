@@ -1,4 +1,4 @@
-"""Checkpoints in a folder and in S3: whole or absent, wherever the writer dies."""
+"""Checkpoints in a folder and in S3 are complete or absent, wherever the writer dies."""
 
 import asyncio
 import hashlib
@@ -71,7 +71,7 @@ def s3() -> Iterator[str]:
 
 @pytest.fixture(params=["file", "s3"])
 def objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
-    """Return an empty object store; the URL is all that differs."""
+    """Return an empty object store; stores differ by URL only."""
     if request.param == "file":
         return open_store((tmp_path / "new" / "folder").as_uri())
     url = f"{request.getfixturevalue('s3')}/{tmp_path.name}"
@@ -131,11 +131,11 @@ async def test_a_store_without_a_custom_endpoint_uses_https_only(
 
 
 class Death(Exception):
-    """Stands for the end of the process."""
+    """Simulates the death of the process."""
 
 
 class DyingObstore:
-    """The obstore module, until a number of writes have been made."""
+    """The obstore module, which dies after a number of writes."""
 
     def __init__(self, writes_until_death: int) -> None:
         self.left = writes_until_death
@@ -157,7 +157,7 @@ class DyingObstore:
 async def write_until_death(
     objects: ObjectStore, monkeypatch: pytest.MonkeyPatch, writes: int, *, overwrite: bool
 ) -> bool:
-    """Write the new checkpoint, dying after so many writes; return whether it got through."""
+    """Write the new checkpoint, dying after some writes; return whether it completed."""
     with monkeypatch.context() as patch:
         dying = DyingObstore(writes)
         patch.setattr(store_module, "obstore", dying)
@@ -349,7 +349,7 @@ async def test_heads_do_not_check_the_expiry_of_checkpoints(
 
 
 def parts_of(key: str) -> int:
-    """Return in how many parts an object came into the bucket of `s3`: its tag says that."""
+    """Return the number of parts of an uploaded object, according to its ETag."""
     client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT"])
     tag = client.head_object(Bucket="ckpt", Key=f"root/{key}")["ETag"].strip('"')
     return int(tag.partition("-")[2] or 1)
@@ -389,7 +389,7 @@ async def test_a_large_file_is_uploaded_in_no_more_parts_than_s3_accepts(
 
 
 class MeasuredObstore:
-    """The obstore module, which notes how many bytes each answer brings."""
+    """The obstore module, which records the size of each response."""
 
     def __init__(self) -> None:
         self.answers: list[int] = []

@@ -1,4 +1,4 @@
-"""Files of tensors: the library's format, in memory once, and made beside other work."""
+"""Tensor files: the library's format, one copy in memory, and concurrent with other threads."""
 
 import json
 import subprocess
@@ -163,7 +163,7 @@ def test_an_unsupported_dtype_is_rejected_by_name() -> None:
 
 
 def test_encoding_keeps_one_copy_in_memory() -> None:
-    """The library's own way takes 2; a file in parts that are joined, more too."""
+    """The library needs 2 copies, and so does joining parts."""
     run = [sys.executable, "-c", PEAK]
     shown = subprocess.run(run, check=True, capture_output=True, text=True, timeout=120)
 

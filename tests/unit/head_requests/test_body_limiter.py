@@ -1,4 +1,4 @@
-"""Large bodies of one owner are read one after another, and those of others next to them."""
+"""Large bodies of one owner are parsed one after another, concurrently with other owners."""
 
 import asyncio
 import threading
@@ -17,7 +17,7 @@ from tinkercloud_worker.head.body_limiter import BodyLimiter
 
 
 class Readers:
-    """Bodies that are read until they are told to end."""
+    """Bodies that are parsed until `end` is called."""
 
     def __init__(self, max_bytes: int) -> None:
         self.limiter = BodyLimiter(max_bytes)
@@ -96,7 +96,7 @@ async def test_a_body_cancelled_on_admission_releases_its_reservation() -> None:
         await readers.begin(name, "eve", 10)
 
     readers.ends["running"].set()
-    # The running one ends in the next turn of the loop, and the first would begin in the one after.
+    # The running one ends in the next iteration of the loop, the first would start after that.
     await asyncio.sleep(0)
     assert readers.reading == []
     await readers.cancel("first")

@@ -1,4 +1,4 @@
-"""What takes long to read is read beside the event loop, to its digest."""
+"""Large requests are parsed and hashed off the event loop."""
 
 import threading
 from collections.abc import Callable

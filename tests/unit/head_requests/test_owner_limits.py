@@ -1,4 +1,4 @@
-"""What one owner leaves in a head, or floods it with, takes nothing from another owner."""
+"""Requests and results of one owner take no room from another owner."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator

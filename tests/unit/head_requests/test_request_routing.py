@@ -1,4 +1,4 @@
-"""A request is about the model that its owner was checked by, whatever else its body says."""
+"""A request only affects the model it was routed and authorized by, whatever its body says."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a request takes is counted as it will be in memory, not as it came."""
+"""Requests count with their size in memory, not with their size on the wire."""
 
 from pathlib import Path
 

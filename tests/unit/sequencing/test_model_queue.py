@@ -18,7 +18,7 @@ MAX_QUEUED_BYTES = 1 << 20
 
 
 class Bench:
-    """A queue over a list of what ran."""
+    """A queue that records which requests ran."""
 
     def __init__(self, gap_seconds: float = 60) -> None:
         self.results = Results(Timings(), 1 << 20, now=lambda: 0.0)

@@ -1,4 +1,4 @@
-"""Results are kept until some time after they were read, within bounds, and wake who waits."""
+"""Results wake their waiters and are kept for a time and within limits."""
 
 import asyncio
 from typing import Any
@@ -108,8 +108,8 @@ async def test_over_the_budget_read_results_are_evicted_and_unread_ones_are_kept
 
 async def test_there_is_room_again_once_results_are_read_or_abandoned() -> None:
     clock = Clock()
-    told: list[str] = []
-    results = a_store(clock, max_bytes=25, room=told)
+    notified: list[str] = []
+    results = a_store(clock, max_bytes=25, room=notified)
     for name in ("a:1", "a:2", "b:1"):
         assert results.has_room("me")
         results.open(name, b"", "me")
@@ -120,13 +120,13 @@ async def test_there_is_room_again_once_results_are_read_or_abandoned() -> None:
     await results.wait("b:1", seconds=1)
     await results.wait("b:1", seconds=1)
     assert results.has_room("me")
-    assert told == ["me"]
+    assert notified == ["me"]
     results.open("a:3", b"", "me")
     results.finish("a:3", a_result(size=10))
     assert not results.has_room("me")
     results.abandon("a")
     assert results.has_room("me")
-    assert told == ["me", "me"]
+    assert notified == ["me", "me"]
 
 
 async def test_the_backlog_names_the_results_that_fill_the_budget() -> None:
@@ -135,10 +135,12 @@ async def test_the_backlog_names_the_results_that_fill_the_budget() -> None:
         results.open(name, b"", "me")
         results.finish(name, a_result(size=size))
 
-    told = results.backlog("me")
+    backlog = results.backlog("me")
 
-    assert "2 results of 40 bytes for owner 'me' have not been retrieved (30 of b, 10 of a)" in told
-    assert "limits.max_result_bytes is 25" in told
+    assert (
+        "2 results of 40 bytes for owner 'me' have not been retrieved (30 of b, 10 of a)" in backlog
+    )
+    assert "limits.max_result_bytes is 25" in backlog
 
 
 def fill(results: Results, clock: Clock, *names: str, owner: str = "me", size: int = 10) -> None:
@@ -217,7 +219,7 @@ async def test_restored_results_count_for_their_owner() -> None:
 
 
 class Unwalked(dict[str, Any]):
-    """Entries that can be found, and not be gone through."""
+    """Entries that can be looked up, but not iterated over."""
 
     def items(self) -> Any:
         raise AssertionError

@@ -1,4 +1,4 @@
-"""Whatever the order of arrival, requests run by number, each once."""
+"""Requests run once each, by number, in any order of arrival."""
 
 import pytest
 from hypothesis import given
@@ -9,7 +9,7 @@ from tinkercloud_worker.head.sequencer import MAX_AHEAD, Sequencer
 
 
 def run_all(sequencer: Sequencer) -> list[int]:
-    """Run whatever can run now."""
+    """Run all requests that can run now."""
     ran = []
     while (seq_id := sequencer.take()) is not None:
         ran.append(seq_id)

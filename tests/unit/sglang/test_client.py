@@ -1,4 +1,4 @@
-"""Calls to one inference server: what they wait for, and what ends them."""
+"""Calls to one inference server: concurrency, timeouts and aborts."""
 
 import asyncio
 import socket
@@ -11,7 +11,7 @@ from tinkercloud_worker.inference.client import InferenceClient, ServerUnreachab
 
 
 class Server:
-    """Answers `/generate` only when it is let, and all else at once."""
+    """Responds to `/generate` only when released, and to all else immediately."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -42,7 +42,7 @@ async def server() -> AsyncIterator[Server]:
 
 @pytest.fixture
 async def client(server: Server) -> AsyncIterator[InferenceClient]:
-    """Two calls generate at the same time, and no more."""
+    """A client with at most two concurrent `generate` calls."""
     made = InferenceClient(server.url, key=None, max_concurrent=2)
     yield made
     await made.close()

@@ -1,4 +1,4 @@
-"""A trainer that shares its GPUs: what computes has the turn, and nothing is kept after it."""
+"""A trainer that shares its GPUs: jobs own the GPUs, and release memory afterwards."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,7 +14,7 @@ from tinkercloud_worker.training.disabled import NoTrainer
 
 
 class Record:
-    """What happened, in order, to GPUs that a trainer has by turns."""
+    """The order of events on time-shared GPUs."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -45,7 +45,7 @@ class Record:
 
 
 class Held:
-    """A job that has started, and does not end before it may."""
+    """A job that runs until it may end."""
 
     def __init__(self, ending: Callable[[], None]) -> None:
         self.began = asyncio.Event()
@@ -204,7 +204,7 @@ async def test_cancelled_saving_releases_memory(thread: ColocatedThread, record:
     await until(lambda: record.events == ["a model is saved", "memory is released"])
 
 
-@pytest.mark.parametrize("kind", ["with a turn", "beside"])
+@pytest.mark.parametrize("kind", ["with a turn", "lightweight"])
 async def test_waiting_jobs_end_on_cancellation_after_the_thread_has_stopped(
     thread: ColocatedThread, kind: str
 ) -> None:
@@ -219,7 +219,7 @@ async def test_waiting_jobs_end_on_cancellation_after_the_thread_has_stopped(
     await until(lambda: thread._stopping)
     job.may_end.set()
     await stopping
-    # As asyncio does with all that is left when a process ends.
+    # As asyncio does with remaining tasks when a process ends.
     started = [*waiting, *thread._tasks]
     for task in started:
         task.cancel()

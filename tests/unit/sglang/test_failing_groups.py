@@ -1,4 +1,4 @@
-"""What is said where a process group with an engine fails."""
+"""Error messages of a failing process group with an engine."""
 
 from pathlib import Path
 from typing import Any

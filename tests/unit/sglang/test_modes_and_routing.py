@@ -1,4 +1,4 @@
-"""How requests are divided over servers, and how modes of a server exclude each other."""
+"""How requests are spread over servers, and how modes of a server exclude each other."""
 
 import asyncio
 from typing import Any
@@ -16,7 +16,7 @@ SERVERS = dict.fromkeys(["a", "b", "c", "d"], 0)
 
 
 class Switches:
-    """Switches, and remembers to what."""
+    """Records the switches."""
 
     def __init__(self) -> None:
         self.made: list[str] = []

@@ -1,4 +1,4 @@
-"""What an engine refuses of a head's own commands, which no user has asked for."""
+"""Commands of a head, not caused by a user, that an engine rejects."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,7 +22,7 @@ def refused(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 async def url(refused: str) -> AsyncIterator[str]:
-    """An engine that was just started, and answers 400 to one command."""
+    """A new engine that responds to one command with HTTP 400."""
 
     async def answer(request: web.Request) -> web.Response:
         if request.path == refused:

@@ -1,4 +1,4 @@
-"""What is sent to servers of either kind has bounds, and what has none is refused."""
+"""Requests to servers of either kind are limited, and unlimited ones rejected."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ from tinkercloud_worker.inference.vllm import VllmDialect
 
 
 class Away(InferenceClient):
-    """A server that is sent requests, and never answers."""
+    """A server that receives requests and never responds."""
 
     def __init__(self) -> None:
         super().__init__("http://away", key=None, max_concurrent=1)
@@ -29,7 +29,7 @@ class Away(InferenceClient):
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "sent"),
     [(0, 0), (1, 1), (50, 50), ((1 << 30) - 1, (1 << 30) - 1), (1 << 30, 0), (1 << 31, 0)],
 )
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ class Away(InferenceClient):
     ids=["sglang", "vllm"],
 )
 async def test_a_top_k_of_more_than_32_bits_means_all_tokens(
-    make: Callable[[InferenceClient], Dialect], everything: int, asked: int, told: int
+    make: Callable[[InferenceClient], Dialect], everything: int, asked: int, sent: int
 ) -> None:
     client = Away()
 
@@ -47,7 +47,7 @@ async def test_a_top_k_of_more_than_32_bits_means_all_tokens(
 
     [body] = client.sent
     params: dict[str, Any] = body.get("sampling_params", [body])[0]
-    assert params["top_k"] == (told or everything)
+    assert params["top_k"] == (sent or everything)
 
 
 @pytest.mark.parametrize("top_k", [0, 20])
@@ -75,6 +75,6 @@ def test_too_expensive_targets_are_rejected_but_not_equal_ones() -> None:
 
 
 def scored(length: int, top_k: int, targets: np.ndarray | None) -> SamplingRequest:
-    """Return a request that asks about all positions of a prompt."""
+    """Return a request that scores all positions of a prompt."""
     prompt_logprobs = PromptLogprobParams(logprobs_from=1, top_k=top_k, targets=targets)
     return a_sampling_request([1] * length, prompt_logprobs=prompt_logprobs)

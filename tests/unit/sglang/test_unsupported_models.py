@@ -1,4 +1,4 @@
-"""What SGLang computes otherwise than a configuration says is refused, and nothing else is."""
+"""Models that SGLang computes differently from their configuration are rejected, and no others."""
 
 import json
 from pathlib import Path
@@ -99,7 +99,7 @@ def test_sequences_beyond_a_window_that_sglang_ignores_are_rejected(
         {"model_type": "qwen2", "use_sliding_window": False},
         {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 99},
         {"model_type": "qwen3_moe", "use_sliding_window": False},
-        # Its windows SGLang reads.
+        # SGLang supports its windows.
         {"model_type": "gpt_oss"},
     ],
     ids=str,

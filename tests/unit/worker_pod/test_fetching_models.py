@@ -1,4 +1,4 @@
-"""A model comes whole or not at all, from the hub or from an object store."""
+"""Models are downloaded atomically from the hub or an object store."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ CLUTTER = ("pytorch_model.bin", "modeling_acme.py", "consolidated.safetensors", 
 
 
 def a_sharded_model(folder: Path) -> Path:
-    """Write a tiny model in several files of weights, beside files nobody wants."""
+    """Write a tiny model with several weight files, and with unwanted files."""
     save(tiny_llama(), folder)
     (folder / "model.safetensors").unlink()
     tiny_llama().save_pretrained(folder, max_shard_size="20KB")
@@ -43,7 +43,7 @@ def a_sharded_model(folder: Path) -> Path:
 def fetched(
     source: str, folder: Path, *part: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command as a pod's first container does."""
+    """Run the command as a pod's init container does."""
     return subprocess.run(
         [sys.executable, "-m", "tinkercloud_worker.fetch_model", source, str(folder), *part],
         env={**os.environ, "HF_HOME": str(folder.parent / "hf"), **environment},
@@ -59,7 +59,7 @@ def shards(folder: Path) -> list[Path]:
 
 @dataclass
 class Hub:
-    """A hub of one model, which speaks its protocol and wants a token."""
+    """A hub with one model, which requires a token."""
 
     folder: Path
     token: str = "hf_granted"

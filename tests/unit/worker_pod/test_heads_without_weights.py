@@ -1,4 +1,4 @@
-"""A head whose model is trained and sampled elsewhere knows it by its description alone."""
+"""A head whose model is trained and sampled elsewhere needs only its description."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +30,7 @@ SERVERS = SamplerConfig(
 
 
 def described(model: PreTrainedModel, folder: Path) -> Path:
-    """Write all but the weights of a model."""
+    """Write a model without its weights."""
     save(model, folder)
     (folder / "model.safetensors").unlink()
     return folder

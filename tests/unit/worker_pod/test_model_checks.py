@@ -1,4 +1,4 @@
-"""A head whose inference engines read the model's folder checks it for them."""
+"""A head checks the model's folder for inference engines that read it."""
 
 from pathlib import Path
 from typing import Literal

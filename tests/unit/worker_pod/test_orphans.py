@@ -1,4 +1,4 @@
-"""A head whose API server is gone: when it ends by itself, and when not."""
+"""A head whose API server is gone stops itself after a grace period."""
 
 import asyncio
 import signal
@@ -35,9 +35,9 @@ def backend(tmp_path: Path) -> Iterator[Backend]:
 
 @pytest.fixture
 async def stop_signal() -> asyncio.Event:
-    told = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
-    return told
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    return stopped
 
 
 async def test_a_head_that_loads_longer_than_its_grace_period_is_not_stopped(

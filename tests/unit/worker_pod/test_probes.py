@@ -1,4 +1,4 @@
-"""What a head tells a kubelet, which has no token and does not wait."""
+"""Probes of a head by the kubelet, which has no token and does not wait."""
 
 import asyncio
 import tempfile
@@ -52,7 +52,7 @@ class Head:
 
 @asynccontextmanager
 async def a_head(build: Callable[[], Backend]) -> AsyncIterator[Head]:
-    """Serve a head that begins to load by `build`; it has come that far when this returns."""
+    """Serve a head that loads with `build`; return once it has started loading."""
     with tempfile.NamedTemporaryFile("w+") as token_file:
         token_file.write(TOKEN)
         token_file.flush()

@@ -1,4 +1,4 @@
-"""A head whose engine can't be loaded says why where Kubernetes looks for it."""
+"""A head that fails to load its engine writes the reason where Kubernetes reads it."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Whom a head serves: requests with its token, also after that was replaced."""
+"""A head serves requests with its token, also after the token is replaced."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ from tinkercloud_worker.head.token import HeadToken
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look at the file at every wrong token."""
+    """Read the file at every wrong token."""
     monkeypatch.setattr(token_module, "_RELOAD_SECONDS", 0.0)
 
 
