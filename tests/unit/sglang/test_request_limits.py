@@ -68,7 +68,7 @@ def test_responses_for_a_prompt_are_limited_even_if_all_targets_differ(
 def test_too_expensive_targets_are_rejected_but_not_equal_ones() -> None:
     different = np.arange(131071 * 20).reshape(131071, 20)
 
-    with pytest.raises(InvalidRequest, match=r"^target_prompt_logprobs: .* name fewer tokens"):
+    with pytest.raises(InvalidRequest, match=r"^target_prompt_logprobs: .* Request fewer tokens"):
         PromptScoring(scored(131072, 0, different))
 
     PromptScoring(scored(131072, 0, np.tile(np.arange(20), (131071, 1))))

@@ -28,12 +28,7 @@ from tinkercloud_worker.head.backend import Backend, random_seed
 from tinkercloud_worker.head.idle_memory import IdleMemory
 from tinkercloud_worker.head.live_model import LiveModel, latest_checkpoint, new_model
 from tinkercloud_worker.head.operations import NOT_CREATED
-from tinkercloud_worker.head.queue import (
-    Operation,
-    RequestSource,
-    refusal,
-    to_result,
-)
+from tinkercloud_worker.head.queue import Operation, RequestSource, refusal, to_result
 from tinkercloud_worker.head.requests import (
     Prepared,
     Received,
@@ -114,8 +109,7 @@ class HeadService:
         model = self._models.get(name)
         if model is not None and model.spec != spec:
             raise InvalidRequest(
-                f"model {model_id} already exists with a different configuration; use another"
-                " model_seq_id"
+                f"model {model_id} exists with a different configuration; use another model_seq_id"
             )
         if model is None:
             refused = self._too_many_models(spec.owner)
@@ -141,8 +135,7 @@ class HeadService:
         return Overloaded(
             f"owner {owner!r} already has {len(theirs)} models here ({names}"
             f"{', ...' if len(theirs) > 3 else ''}; limits.max_models_per_owner is {limit}): delete"
-            " a finished session (`tinkercloud sessions delete SESSION`), then create this model"
-            " again"
+            " a finished session (`tinkercloud sessions delete SESSION`), then create it again"
         )
 
     def owner_of(self, target: str) -> str:
@@ -341,8 +334,7 @@ class HeadService:
         known = self._results.digest(str(request_id))
         if known is not None and known != prepared.digest:
             raise InvalidRequest(
-                f"seq_id {prepared.request.seq_id} was already used in this sampling session by a"
-                " request with different content; give each request its own number"
+                f"seq_id {prepared.request.seq_id} was already used by a request with other content"
             )
         if known is None:
             owner = self.owner_of(prepared.request.sampling_session_id)
