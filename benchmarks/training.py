@@ -108,7 +108,7 @@ def _adapters_together(trainer: TorchTrainer, vocab_size: int) -> Measurement:
         trainer.discard_gradient("m")
 
     def eight_adapters() -> None:
-        trainer.run_together(passes, lambda: None)
+        trainer.run_batch(passes, lambda: None)
         for name in names:
             trainer.discard_gradient(name)
 

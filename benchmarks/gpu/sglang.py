@@ -41,7 +41,7 @@ from tinkercloud_protocol.tensors import FloatArray
 from tinkercloud_testing.models import VOCAB_SIZE, byte_tokenizer
 from tinkercloud_testing.sessions import COLOCATED
 from tinkercloud_worker.build_sampler import inference_sampler
-from tinkercloud_worker.engine.sampler import PromptQuestions, StopRules
+from tinkercloud_worker.engine.sampler import PromptLogprobParams, StopRules
 from tinkercloud_worker.inference.client import NotThere
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.sglang import weights as sglang_weights
@@ -160,7 +160,7 @@ def _together(proof: Proof) -> Measurement:
 
 def _from_files(proof: Proof) -> Measurement:
     loads = proof.publish("one", sampler=proof.reader)
-    request = replace(a_request(prompt(7), 1), questions=PromptQuestions(logprobs_from=1))
+    request = replace(a_request(prompt(7), 1), prompt_logprobs=PromptLogprobParams(logprobs_from=1))
     [sent] = proof.sample(("one", request))
     [read] = proof.sample(("one", request), sampler=proof.reader)
     figure = Measurement(
@@ -174,8 +174,8 @@ def _scored(proof: Proof) -> Measurement:
     tokens = prompt(5)
     targets = np.full((len(tokens) - 1, 2), -1)
     targets[3], targets[12] = (7, 9), (11, -1)
-    questions = PromptQuestions(logprobs_from=1, top_k=3, targets=targets)
-    request = replace(a_request(tokens, 1), questions=questions)
+    prompt_logprobs = PromptLogprobParams(logprobs_from=1, top_k=3, targets=targets)
+    request = replace(a_request(tokens, 1), prompt_logprobs=prompt_logprobs)
     proof.reference.publish("one", proof.trainer.snapshot("one"))
     [ours] = proof.reference.sample("one", request)
     [theirs] = proof.sample(("one", request))
@@ -261,7 +261,7 @@ def _lost(proof: Proof) -> Measurement:
         "an adapter that was lost": len(again.sequences[0].tokens) != 4,
         "a retired version": not _raises(NotFound, lambda: proof.sample(("two", request))),
         "its name in the server": not _raises(
-            NotThere, lambda: proof.runner.run(proof.dialect.draw(request, gone))
+            NotThere, lambda: proof.runner.run(proof.dialect.sample(request, gone))
         ),
         "an adapter of too high a rank": not _raises(
             InvalidRequest, lambda: proof.publish("large")

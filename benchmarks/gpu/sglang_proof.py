@@ -251,8 +251,8 @@ def a_proof(
         colocated = {"colocated": sampler.get("colocated", False)}
         sender = _sampler(server, folder, "sent", colocated)
         with (
-            patch.object(sglang_adapters, "_MOST_SENT_BYTES", 0),
-            patch.object(sglang_weights, "_MOST_SENT_BYTES", 0),
+            patch.object(sglang_adapters, "_MAX_SENT_BYTES", 0),
+            patch.object(sglang_weights, "_MAX_SENT_BYTES", 0),
         ):
             reader = _sampler(server, folder, "read", colocated)
         memory = "cuda" if bench.device.type == "cuda" else "cpu"

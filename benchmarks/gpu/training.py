@@ -146,7 +146,7 @@ def tenants(bench: Bench) -> Iterator[Measurement]:
         fill(trainer, each.model_id)
 
     def together() -> None:
-        trainer.run_together(passes, lambda: None)
+        trainer.run_batch(passes, lambda: None)
         for each in passes:
             trainer.discard_gradient(each.model_id)
 

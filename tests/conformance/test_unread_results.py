@@ -132,7 +132,7 @@ def test_a_pending_batch_reports_why_it_is_held_back(eve: Run) -> None:
 
     wait_until(lambda: pending()["queue_state"] == "paused_rate_limit", "the batch is held back")
     reason = pending()["queue_state_reason"]
-    assert f"{second} is not run: 1 results of" in reason
+    assert f"{second} is on hold: 1 results of" in reason
     assert f"of {eve.model_id}" in reason
 
     eve.server.result(f"{eve.model_id}:{unread}")

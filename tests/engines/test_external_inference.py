@@ -25,7 +25,7 @@ from tinkercloud_testing.sdk_steps import a_datum, score
 from tinkercloud_testing.servers import a_server
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.sampler import PromptQuestions, StopRules
+from tinkercloud_worker.engine.sampler import PromptLogprobParams, StopRules
 from tinkercloud_worker.inference.client import ServerError
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.weight_host import HeadWeightHost
@@ -38,7 +38,7 @@ PROMPTS = [[5, 6, 7], list(range(20, 60)), [9, 8, 7, 6, 5, 4]]
 
 
 def a_model() -> PreTrainedModel:
-    # vLLM's attention on CPU wants heads of at least 32 dimensions.
+    # vLLM's attention on CPU needs heads of at least 32 dimensions.
     return tiny_llama(hidden_size=128)
 
 
@@ -123,7 +123,7 @@ def assert_equal_choices(ours: TopLogprobs | None, theirs: TopLogprobs | None) -
 
 
 async def tokens_found_in_the_cache(vllm: VllmServer) -> float:
-    """Return how many tokens of prompts the server did not have to read, since it began."""
+    """Return the number of cached prompt tokens since the server started."""
     headers = {"Authorization": f"Bearer {API_KEY}"}
     async with (
         aiohttp.ClientSession(headers=headers) as client,
@@ -137,7 +137,7 @@ async def tokens_found_in_the_cache(vllm: VllmServer) -> float:
     )
 
 
-async def test_a_prompt_is_read_once_for_a_version_and_again_for_another(
+async def test_a_prompt_is_cached_per_version(
     engine: Engine, sampler: InferenceSampler, vllm: VllmServer
 ) -> None:
     await publish(engine, sampler, "one", seed=1)
@@ -150,7 +150,7 @@ async def test_a_prompt_is_read_once_for_a_version_and_again_for_another(
     again = await sampler.sample("one", request)
 
     after = await tokens_found_in_the_cache(vllm)
-    # By whole blocks.
+    # Whole blocks are cached.
     assert after - before >= len(prompt) // 2
     assert again.prompt.cached_tokens == after - before
     another = await sampler.sample("two", request)
@@ -166,11 +166,16 @@ async def test_the_base_and_two_adapters_at_once_equal_the_torch_sampler(
     await sampler.publish("base", None)
     await publish(engine, sampler, "one", seed=1)
     await publish(engine, sampler, "two", seed=20)
-    questions = PromptQuestions(logprobs_from=1, top_k=3)
+    prompt_logprobs = PromptLogprobParams(logprobs_from=1, top_k=3)
     assert any("lm_head" in name for name in engine.trainer.snapshot("one").tensors)
     requests = [
         a_sampling_request(
-            prompt, temperature=0.0, max_tokens=12, stop=NEVER, top_logprobs=2, questions=questions
+            prompt,
+            temperature=0.0,
+            max_tokens=12,
+            stop=NEVER,
+            top_logprobs=2,
+            prompt_logprobs=prompt_logprobs,
         )
         for prompt in PROMPTS
     ]
@@ -190,7 +195,7 @@ async def test_the_base_and_two_adapters_at_once_equal_the_torch_sampler(
     assert len(set(firsts)) == 3
 
 
-async def test_logprobs_are_those_of_temperature_one_whatever_is_drawn_at(
+async def test_logprobs_are_those_of_temperature_one_at_any_sampling_temperature(
     engine: Engine, sampler: InferenceSampler
 ) -> None:
     await publish(engine, sampler, "one", seed=1)
@@ -198,20 +203,22 @@ async def test_logprobs_are_those_of_temperature_one_whatever_is_drawn_at(
 
     [drawn] = (await sampler.sample("one", request)).sequences
     text = [*PROMPTS[0], *drawn.tokens]
-    asked = a_sampling_request(text, max_tokens=1, questions=PromptQuestions(logprobs_from=3))
+    asked = a_sampling_request(
+        text, max_tokens=1, prompt_logprobs=PromptLogprobParams(logprobs_from=3)
+    )
     scored = (await engine.sampler.sample("one", asked)).prompt.logprobs
 
     assert scored is not None
     assert_equal_logprobs(drawn.logprobs, scored[3:])
 
 
-async def test_named_tokens_are_scored_at_their_positions(
+async def test_targets_are_scored_at_their_positions(
     engine: Engine, sampler: InferenceSampler
 ) -> None:
     await publish(engine, sampler, "one", seed=1)
     targets = np.array([[-1, -1], [3, -1], [40, 50], [-1, 7]])
-    questions = PromptQuestions(targets=targets, logprobs_from=4)
-    request = a_sampling_request([5, 6, 7, 8, 9], max_tokens=1, questions=questions)
+    prompt_logprobs = PromptLogprobParams(targets=targets, logprobs_from=4)
+    request = a_sampling_request([5, 6, 7, 8, 9], max_tokens=1, prompt_logprobs=prompt_logprobs)
 
     theirs = (await sampler.sample("one", request)).prompt
     ours = (await engine.sampler.sample("one", request)).prompt
@@ -222,7 +229,7 @@ async def test_named_tokens_are_scored_at_their_positions(
     assert_equal_logprobs(theirs.logprobs, ours.logprobs)
 
 
-async def test_sample_k_of_a_request_is_drawn_with_seed_plus_k(sampler: InferenceSampler) -> None:
+async def test_sample_k_uses_seed_plus_k(sampler: InferenceSampler) -> None:
     await sampler.publish("base", None)
 
     group = await sampler.sample(
@@ -240,7 +247,7 @@ async def test_sample_k_of_a_request_is_drawn_with_seed_plus_k(sampler: Inferenc
     assert len(set(tokens)) == 3
 
 
-async def test_a_top_k_beyond_any_vocabulary_draws_from_all_tokens(
+async def test_a_top_k_beyond_the_vocabulary_samples_from_all_tokens(
     sampler: InferenceSampler,
 ) -> None:
     await sampler.publish("base", None)
@@ -283,7 +290,7 @@ async def test_stop_tokens_and_strings_end_a_sequence_and_stay_in_it(
     free = a_sampling_request(PROMPTS[0], temperature=0.0, max_tokens=40, stop=NEVER)
     [whole] = (await sampler.sample("base", free)).sequences
     token = whole.tokens[7]
-    # Most bytes are no characters by themselves.
+    # Most single bytes are not characters.
     texts = [text_of([drawn]) for drawn in whole.tokens[3:]]
     string = next(text for text in texts if len(text) == 1 and text.isascii())
 
@@ -303,7 +310,7 @@ async def test_stop_tokens_and_strings_end_a_sequence_and_stay_in_it(
     assert string not in text_of(cut.tokens[:-1])
 
 
-async def test_an_adapter_that_the_server_has_lost_is_loaded_again(
+async def test_a_lost_adapter_is_reloaded(
     engine: Engine, sampler: InferenceSampler, vllm: VllmServer
 ) -> None:
     await publish(engine, sampler, "one", seed=1)
@@ -320,7 +327,7 @@ async def test_an_adapter_that_the_server_has_lost_is_loaded_again(
     assert await adapters_of(vllm) == {adapter}
 
 
-async def test_what_is_retired_leaves_the_server_and_the_folder(
+async def test_a_retired_version_is_removed_from_server_and_folder(
     engine: Engine, sampler: InferenceSampler, vllm: VllmServer, tmp_path: Path
 ) -> None:
     await publish(engine, sampler, "one", seed=1)
@@ -341,13 +348,13 @@ async def test_what_is_retired_leaves_the_server_and_the_folder(
     assert await adapters_of(vllm) == set()
 
 
-async def test_what_the_server_cannot_do_is_refused_by_name(
+async def test_unsupported_parameters_are_rejected_by_name(
     engine: Engine, sampler: InferenceSampler
 ) -> None:
     await sampler.publish("base", None)
     refused = {
         "prompt_alt_tokens_k": a_sampling_request(
-            [1, 2, 3], questions=PromptQuestions(alternatives_k=2)
+            [1, 2, 3], prompt_logprobs=PromptLogprobParams(alternatives_k=2)
         ),
         "max allowed: 20": a_sampling_request([1, 2, 3], top_logprobs=50),
     }
@@ -359,11 +366,11 @@ async def test_what_the_server_cannot_do_is_refused_by_name(
     with pytest.raises(InvalidRequest, match="rank"):
         await sampler.publish("wide", engine.trainer.snapshot("wide"))
     engine.trainer.add_model("whole", None)
-    with pytest.raises(InvalidRequest, match="someone else operates"):
+    with pytest.raises(InvalidRequest, match="external inference server"):
         await sampler.publish("whole", engine.trainer.snapshot("whole"))
 
 
-async def test_a_wrong_key_is_said_to_be_the_heads_setting(
+async def test_a_wrong_key_is_reported_as_a_setting_of_the_head(
     vllm: VllmServer, tmp_path: Path, model_folder: Path
 ) -> None:
     sampler = inference_sampler(
@@ -376,7 +383,7 @@ async def test_a_wrong_key_is_said_to_be_the_heads_setting(
     await sampler.close()
 
 
-def test_the_sdk_samples_from_the_server_with_what_it_has_just_trained(
+def test_the_sdk_samples_from_just_trained_weights(
     vllm: VllmServer, model_folder: Path, tmp_path: Path
 ) -> None:
     settings = {

@@ -40,7 +40,7 @@ async def test_an_idle_head_drops_the_prompts_it_has_read_and_samples_as_before(
     before = await head.drawn(1, 2)
     assert kept_prompts(head) == 1
 
-    await IdleMemory(head.backend).look(status(head, idle_seconds=61.0))
+    await IdleMemory(head.backend).check(status(head, idle_seconds=61.0))
 
     assert kept_prompts(head) == 0
     assert await head.drawn(1, 3) == before
@@ -49,18 +49,18 @@ async def test_an_idle_head_drops_the_prompts_it_has_read_and_samples_as_before(
 async def test_a_head_with_work_keeps_them(head: Head) -> None:
     memory = IdleMemory(head.backend)
 
-    await memory.look(status(head, idle_seconds=61.0, pending_requests=1))
-    await memory.look(status(head, idle_seconds=1.0))
+    await memory.check(status(head, idle_seconds=61.0, pending_requests=1))
+    await memory.check(status(head, idle_seconds=1.0))
 
     assert kept_prompts(head) == 1
 
 
 async def test_each_time_of_rest_frees_memory_again(head: Head) -> None:
     memory = IdleMemory(head.backend)
-    await memory.look(status(head, idle_seconds=61.0))
+    await memory.check(status(head, idle_seconds=61.0))
     await head.drawn(1, 2)
-    await memory.look(status(head, idle_seconds=1.0))
+    await memory.check(status(head, idle_seconds=1.0))
 
-    await memory.look(status(head, idle_seconds=61.0))
+    await memory.check(status(head, idle_seconds=61.0))
 
     assert kept_prompts(head) == 0

@@ -65,7 +65,7 @@ async def test_the_least_recently_used_weights_go_and_who_samples_from_them_is_t
 
     failure = await refused(head, 2, 0)
     assert failure["category"] == "user"
-    assert "'s:sample:2' were let go" in failure["error"]
+    assert "'s:sample:2' were evicted" in failure["error"]
     assert "save_weights_for_sampler(name)" in failure["error"]
     assert [await head.drawn(session, 1) for session in (1, 3, 4)] == [drawn] * 3
     with pytest.raises(NotFound):
@@ -83,7 +83,7 @@ async def test_what_is_sampled_from_at_every_step_outlives_what_was_published_at
             await publish(head, step)
             assert await head.drawn(step, 0) == await head.drawn(1, step)
 
-        assert "were let go" in (await refused(head, 3, 1))["error"]
+        assert "were evicted" in (await refused(head, 3, 1))["error"]
 
 
 async def test_weights_that_are_being_sampled_from_stay(
@@ -108,7 +108,7 @@ async def test_weights_that_are_being_sampled_from_stay(
 
     assert drawn is not None
     assert drawn.content_type == futures.PROTOBUF, drawn.body
-    assert "were let go" in (await refused(head, 2, 0))["error"]
+    assert "were evicted" in (await refused(head, 2, 0))["error"]
 
 
 async def test_each_models_latest_weights_stay_however_small_the_room(
@@ -141,7 +141,7 @@ async def test_of_sessions_that_were_let_go_so_many_are_remembered(
         await samplers.publish(session, MODEL, adapter)
 
     for session, words in zip(
-        sessions, ("unknown to this head", "were let go", "were let go"), strict=False
+        sessions, ("unknown to this head", "were evicted", "were evicted"), strict=False
     ):
         with pytest.raises(NotFound, match=words):
             async with samplers.sampling(session):
@@ -216,7 +216,7 @@ async def test_a_session_that_was_made_is_not_made_again_by_another_request(head
 
         refused = orjson.loads(await head.answer(seq_id))
 
-        assert "was used before" in refused["error"]
+        assert "was already used" in refused["error"]
         assert refused["category"] == "user"
     head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 1, sampling_session_seq_id=1)
     assert b"sampling_session_id" in await head.answer(1)
@@ -232,7 +232,7 @@ async def test_what_was_drawn_from_weights_that_were_let_go_can_be_asked_for_in_
     sampled = head.sample(1, 0)
     drawn = await head.service.retrieve(sampled)
     await publish(head, 2, 3, 4)
-    assert "were let go" in (await refused(head, 1, 1))["error"]
+    assert "were evicted" in (await refused(head, 1, 1))["error"]
     await head.service.suspend()
     with a_head((tmp_path / "store").as_uri(), tmp_path, "g2") as after:
         await after.resume("g1")

@@ -18,7 +18,7 @@ from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints import store as store_module
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.trainer import GradientLost
-from tinkercloud_worker.head.results import Kept, Results
+from tinkercloud_worker.head.results import ExportedResult, Results
 from tinkercloud_worker.head.suspension import Suspension
 
 pytestmark = pytest.mark.timeout(180)
@@ -105,7 +105,7 @@ async def test_a_state_of_another_generation_is_never_used(root: str, tmp_path: 
         await before.begin()
         await before.service.suspend()
     with a_head(root, tmp_path, "g3") as after:
-        with pytest.raises(StateLost, match="not suspended by the head it was in"):
+        with pytest.raises(StateLost, match="did not suspend it"):
             await after.resume("g2")
 
         assert after.service.status().models == []
@@ -167,7 +167,7 @@ async def test_a_resumption_that_fails_at_its_end_leaves_nothing_in_the_way_of_a
 ) -> None:
     await train_a_step_and_suspend(root, tmp_path)
 
-    def fails(_results: Results, _kept: Kept, _owner: str) -> None:
+    def fails(_results: Results, _kept: ExportedResult, _owner: str) -> None:
         raise Death
 
     with a_head(root, tmp_path, "g2") as after:
@@ -259,7 +259,7 @@ async def test_an_upload_that_a_stopping_head_gives_up_can_be_sent_again(
     monkeypatch.undo()
     with a_head(root, tmp_path, "g2") as after:
         await after.resume("g1")
-        assert b"send it again" in await after.answer(1)
+        assert b"save again" in await after.answer(1)
         after.send(routes.SAVE_WEIGHTS, 2, path="mine")
 
         assert orjson.loads(await after.answer(2)) == {"path": f"tinker://{MODEL}/weights/mine"}

@@ -25,15 +25,21 @@ BAD_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "missing input": ({"loss_fn": "importance_sampling"}, "'logprobs'] is required"),
     "unused input": ({"advantages": floats(1, 1, 1)}, "is not used by loss_fn 'cross_entropy'"),
-    "lengths that disagree": ({"weights": floats(1, 1)}, "they must be equal"),
-    "targets that disagree": ({"target_tokens": np.asarray([1, 2], "<i8")}, "must be equal"),
+    "lengths that disagree": (
+        {"weights": floats(1, 1)},
+        "must have the shape of target_tokens [3], got [2]",
+    ),
+    "targets that disagree": (
+        {"target_tokens": np.asarray([1, 2], "<i8")},
+        "must have the same length",
+    ),
     "targets of floats": ({"target_tokens": floats(1, 2, 3)}, "must be int64"),
-    "NaN weights": ({"weights": floats(1, np.nan, 1)}, "holds a NaN or an infinity"),
-    "infinite weights": ({"weights": floats(1, np.inf, 1)}, "holds a NaN or an infinity"),
-    "no tokens": ({"tokens": []}, "has 0 tokens"),
-    "too many tokens": ({"tokens": [1] * (CONTEXT + 1)}, f"takes 1 to {CONTEXT}"),
+    "NaN weights": ({"weights": floats(1, np.nan, 1)}, "must be finite, got NaN or Inf"),
+    "infinite weights": ({"weights": floats(1, np.inf, 1)}, "must be finite, got NaN or Inf"),
+    "no tokens": ({"tokens": []}, "tokens, got 0"),
+    "too many tokens": ({"tokens": [1] * (CONTEXT + 1)}, f"must have 1 to {CONTEXT} tokens"),
     "a token outside the vocabulary": ({"tokens": [1, VOCAB_SIZE]}, f"0..{VOCAB_SIZE - 1}"),
-    "a negative token": ({"tokens": [1, -1]}, "token id -1"),
+    "a negative token": ({"tokens": [1, -1]}, "vocabulary), got -1"),
     "two-dimensional policy targets": (
         {
             "loss_fn": "ppo",
@@ -189,7 +195,7 @@ def test_a_reused_sequence_number_with_different_content_is_rejected(run: Run) -
 
     assert first.json() == same.json()
     assert other.status == 400
-    assert "used before by a request with other content" in other.detail
+    assert "already used by a request with different content" in other.detail
 
 
 def test_a_body_over_the_limit_is_rejected_and_leaves_no_gap(run: Run) -> None:

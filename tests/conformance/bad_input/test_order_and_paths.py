@@ -27,7 +27,7 @@ BAD_ORDERED_REQUESTS: dict[str, tuple[str, dict[str, object], str]] = {
         {"path": "x", "user_metadata": {"a": "x" * (2 << 20)}},
         "user_metadata.a",
     ),
-    "an export": ("save_weights_external", {"path": "x"}, "save_weights_external is not served"),
+    "an export": ("save_weights_external", {"path": "x"}, "save_weights_external is not supported"),
     "a load from elsewhere": (
         "load_weights",
         {"path": "http://é.example", "optimizer": False},
@@ -142,7 +142,7 @@ def test_a_sampling_session_keeps_its_weights_when_requested_by_another_caller(r
     )
 
     for outcome in refused:
-        assert "was used before" in str(outcome["error"])
+        assert "in this session for other weights" in str(outcome["error"])
         assert outcome["category"] == "user"
     assert refused_create.status == 400
     assert mine["sampling_session_id"] == f"{run.session}:sample:31"

@@ -38,7 +38,7 @@ def sparse(
 
 
 BAD_SAMPLES: dict[str, tuple[dict[str, object], str]] = {
-    "no prompt": (chunks(), "prompt has 0 tokens"),
+    "no prompt": (chunks(), "tokens, got 0"),
     "an image": (chunks({"type": "image", "data": "aaaa"}), "chunk type 'image' is not supported"),
     "a token of text": (chunks({"type": "encoded_text", "tokens": ["a"]}), "tokens"),
     "a huge token": (chunks({"type": "encoded_text", "tokens": [1 << 40]}), "vocabulary"),
@@ -47,7 +47,7 @@ BAD_SAMPLES: dict[str, tuple[dict[str, object], str]] = {
             {"type": "encoded_text", "tokens": [1]},
             {"type": "encoded_text", "tokens": [1, 2, VOCAB_SIZE]},
         ),
-        f"prompt.chunks[1].tokens[2] is token id {VOCAB_SIZE}: the model's vocabulary is 0..",
+        f"prompt.chunks[1].tokens[2]: token ids must be in 0..{VOCAB_SIZE - 1} (the model's",
     ),
     "a negative token": (chunks({"type": "encoded_text", "tokens": [-1]}), "vocabulary"),
     "too long": ({"sampling_params": {"max_tokens": CONTEXT}}, "at most 510"),
@@ -56,18 +56,18 @@ BAD_SAMPLES: dict[str, tuple[dict[str, object], str]] = {
     "top_p of zero": ({"sampling_params": {"top_p": 0.0}}, "top_p"),
     "very many stops": (
         {"sampling_params": {"stop": ["a"] * 1025}},
-        "stop has 1025 entries, at most 1024",
+        "sampling_params.stop: must have at most 1024 entries, got 1025",
     ),
     "a very long stop": (
         {"sampling_params": {"stop": ["a", "b" * 1025]}},
-        "stop has a string of 1025 characters, at most 1024",
+        "strings must have at most 1024 characters, got 1025",
     ),
     "a stop that is no token": (
         {"sampling_params": {"stop": [5, VOCAB_SIZE]}},
-        f"sampling_params.stop[1] is token id {VOCAB_SIZE}, which is never drawn: the model's",
+        f"sampling_params.stop[1]: token ids must be in 0..{VOCAB_SIZE - 1} (the model's",
     ),
-    "a negative stop": ({"sampling_params": {"stop": [-1]}}, "sampling_params.stop[0] is token"),
-    "an empty stop": ({"sampling_params": {"stop": [""]}}, "empty string"),
+    "a negative stop": ({"sampling_params": {"stop": [-1]}}, "sampling_params.stop[0]: token ids"),
+    "an empty stop": ({"sampling_params": {"stop": [""]}}, "empty strings"),
     "targets of floats": (
         {"target_prompt_logprobs": {"data": [1.0, 2.0], "dtype": "float32", "shape": [2, 1]}},
         "int64 tensor of shape [2, K]",
@@ -76,11 +76,11 @@ BAD_SAMPLES: dict[str, tuple[dict[str, object], str]] = {
         {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [1, 1]}},
         "int64 tensor of shape [2, K]",
     ),
-    "targets of fractions": (targets([1, 1e300]), "whole numbers of 64 bits, got 1e+300"),
-    "a target of 65 bits": (targets([1, 2**64 - 1]), "whole numbers of 64 bits, got 1.8"),
+    "targets of fractions": (targets([1, 1e300]), "64-bit integers (dtype int64), got 1e+300"),
+    "a target of 65 bits": (targets([1, 2**64 - 1]), "64-bit integers (dtype int64), got 1.8"),
     "targets of no shape": (targets([], shape=[2, -5]), "target_prompt_logprobs.shape.1"),
     "targets in negative columns": (sparse([2, -5]), "target_prompt_logprobs.shape.1"),
-    "targets in very many columns": (sparse([2, 2**45]), "at most 1024 are accepted"),
+    "targets in very many columns": (sparse([2, 2**45]), "at most 1024 token ids per position"),
     "targets in columns that do not exist": (
         sparse([2, 2], col=[2**63]),
         "target_prompt_logprobs.sparse_col_indices.0",

@@ -122,7 +122,7 @@ def test_an_error_at_one_rank_frees_those_that_wait_for_it(group: RankGroup) -> 
 def test_a_rank_that_lives_says_what_it_holds_before_it_is_ended_even_if_it_hangs(
     group: RankGroup, killed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkercloud_worker.actors.group._ECHO_SECONDS", 3600.0)
+    monkeypatch.setattr("tinkercloud_worker.actors.group._ROOT_CAUSE_SECONDS", 3600.0)
     ranks = processes(group)
     group.call("add", 7)
 
@@ -198,7 +198,7 @@ def test_too_little_room_is_said_with_what_there_is_and_nothing_waits_on() -> No
     cores = ray.cluster_resources()["CPU"]
 
     with pytest.raises(
-        RanksUnavailable, match=rf"no room for 2 ranks .* of {cores:g} CPU"
+        RanksUnavailable, match=rf"insufficient capacity: 2 ranks .* of {cores:g} CPU"
     ) as error:
         RankGroup(GroupShape(ranks=2, cpus_per_rank=cores), Recorder, GroupTimings(start=1))
 

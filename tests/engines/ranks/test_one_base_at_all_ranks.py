@@ -33,5 +33,5 @@ def test_ranks_whose_folders_hold_different_models_do_not_train_together(
     together = trainer_of(2, partial(rank_of, [one, same]))
 
     assert together.base_fingerprint == fingerprint_of(one)
-    with pytest.raises(RanksUnavailable, match="holds other files at rank 1"):
+    with pytest.raises(RanksUnavailable, match="the model files at rank 1"):
         trainer_of(2, partial(rank_of, [one, other]))

@@ -36,7 +36,7 @@ def test_what_meets_in_every_layer_is_kept_together(trainer: dict[str, Any], exp
 def test_ray_is_asked_for_it(cluster: None) -> None:
     group = RankGroup(GroupShape(ranks=1, strategy="SPREAD"), Recorder)
 
-    assert placement_group_table(group._places)["strategy"] == "SPREAD"
+    assert placement_group_table(group._placement_group)["strategy"] == "SPREAD"
     group.close()
 
 
@@ -73,5 +73,7 @@ def test_a_head_waits_for_places_as_long_as_it_is_told(cluster: None) -> None:
     def base() -> Never:
         raise AssertionError("ranks load the base")
 
-    with pytest.raises(RanksUnavailable, match=rf"no room for {ranks} ranks of .* within 2 s"):
+    with pytest.raises(
+        RanksUnavailable, match=rf"insufficient capacity: {ranks} ranks of .* within 2 s"
+    ):
         build_trainer(config, base, None)

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkercloud_worker.actors.group import neighbours_together
-from tinkercloud_worker.actors.shares import deal, join
+from tinkercloud_worker.actors.batch_shards import assign_examples, merge_outputs
+from tinkercloud_worker.actors.group import grouped_by_node
 from tinkercloud_worker.engine.trainer import LossOutput
 
 lengths = st.lists(st.integers(1, 100), max_size=60)
@@ -17,7 +17,7 @@ lengths = st.lists(st.integers(1, 100), max_size=60)
 def test_every_example_goes_to_one_replica_in_the_batchs_order(
     sizes: list[int], replicas: int
 ) -> None:
-    shares = deal(sizes, replicas)
+    shares = assign_examples(sizes, replicas)
 
     assert len(shares) == replicas
     assert sorted(index for share in shares for index in share) == list(range(len(sizes)))
@@ -28,7 +28,7 @@ def test_every_example_goes_to_one_replica_in_the_batchs_order(
 def test_no_replica_has_more_than_the_others_by_more_than_one_example(
     sizes: list[int], replicas: int
 ) -> None:
-    loads = [sum(sizes[index] for index in share) for share in deal(sizes, replicas)]
+    loads = [sum(sizes[index] for index in share) for share in assign_examples(sizes, replicas)]
 
     assert max(loads) - min(loads) <= max(sizes, default=0)
 
@@ -44,7 +44,7 @@ def test_results_come_back_in_the_batchs_order_and_metrics_are_summed() -> None:
         for share in shares
     ]
 
-    whole = join(shares, outputs)
+    whole = merge_outputs(shares, outputs)
 
     assert [float(logprobs[0]) for logprobs in whole.logprobs] == [0.0, 1.0, 2.0, 3.0]
     assert whole.metrics == {"loss:sum": 6.0}
@@ -55,7 +55,7 @@ def test_results_come_back_in_the_batchs_order_and_metrics_are_summed() -> None:
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=16))
 def test_ranks_of_one_node_have_numbers_that_follow_each_other(nodes: list[str]) -> None:
-    places = neighbours_together(dict(enumerate(nodes)))
+    places = grouped_by_node(dict(enumerate(nodes)))
 
     of_ranks = [nodes[place] for place in places]
     assert sorted(places) == list(range(len(nodes)))

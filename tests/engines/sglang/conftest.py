@@ -1,4 +1,4 @@
-"""SGLang engines as the sampler: what is asked of them, and what happens when they fail.
+"""SGLang engines as the sampler: requests to them, and what happens when they fail.
 
 The engines are SGLang's own HTTP server, cut out of its source, over our torch sampler: so what is
 drawn is compared with that sampler's, and SGLang itself refuses what it does not know.
@@ -32,7 +32,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def _counters() -> None:
-    """Begin to count: a port may have been another engine's."""
+    """Reset the metrics: an earlier engine may have had the same port."""
     for metric in vars(metrics).values():
         if isinstance(metric, MetricWrapperBase):
             metric.clear()
@@ -40,9 +40,9 @@ def _counters() -> None:
 
 @pytest.fixture
 def _all_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take weights of a kilobyte for large ones."""
-    monkeypatch.setattr(sglang_adapters, "_MOST_SENT_BYTES", 1000)
-    monkeypatch.setattr(sglang_weights, "_MOST_SENT_BYTES", 1000)
+    """Treat weights of a kilobyte as large."""
+    monkeypatch.setattr(sglang_adapters, "_MAX_SENT_BYTES", 1000)
+    monkeypatch.setattr(sglang_weights, "_MAX_SENT_BYTES", 1000)
 
 
 @pytest.fixture

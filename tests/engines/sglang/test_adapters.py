@@ -1,4 +1,4 @@
-"""Adapters: sent in requests or read from files, loaded once, lost and loaded again."""
+"""Adapters: sent in requests or read from files, loaded once, and reloaded when lost."""
 
 import asyncio
 import base64
@@ -42,7 +42,7 @@ from tinkercloud_worker.inference.weights_folder import WeightsFolder
 pytestmark = pytest.mark.slow
 
 
-async def test_an_adapter_is_loaded_once_however_many_wait_for_it(
+async def test_an_adapter_is_loaded_once_for_all_waiting_requests(
     engine: Engine, sampler: InferenceSampler, fakes: list[FakeSglang]
 ) -> None:
     await sampler.publish("one", an_adapter(engine, 1))
@@ -56,7 +56,7 @@ async def test_an_adapter_is_loaded_once_however_many_wait_for_it(
     assert sum(len(fake.called(TENSORS)) for fake in fakes) == 2
 
 
-async def test_weights_that_an_engine_is_still_given_hold_up_no_request_for_others(
+async def test_loading_weights_does_not_block_requests_for_others(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
     sampler = a_sampler(fakes[:1], tmp_path)
@@ -79,7 +79,7 @@ async def test_weights_that_an_engine_is_still_given_hold_up_no_request_for_othe
     await sampler.close()
 
 
-async def test_no_name_is_used_twice_neither_by_a_head_nor_by_the_one_after_it(
+async def test_adapter_names_are_unique_across_heads(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
     weights = an_adapter(engine, 1)
@@ -114,7 +114,7 @@ async def test_an_adapter_that_the_engine_has_evicted_is_loaded_again(
     assert sum(len(fake.called(TENSORS)) for fake in fakes) == 2
 
 
-async def test_the_files_of_what_is_retired_go_though_its_engine_is_gone(
+async def test_files_of_a_retired_version_are_removed_even_if_its_engine_is_gone(
     engine: Engine, model_folder: Path, tmp_path: Path
 ) -> None:
     fake = FakeSglang(engine, model_folder)
@@ -132,7 +132,7 @@ async def test_the_files_of_what_is_retired_go_though_its_engine_is_gone(
     await sampler.close()
 
 
-async def test_a_retired_version_goes_when_its_last_request_has_ended(
+async def test_a_retired_version_is_removed_after_its_last_request(
     engine: Engine, sampler: InferenceSampler, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
     await sampler.publish("one", an_adapter(engine, 1))
@@ -152,7 +152,7 @@ async def test_a_retired_version_goes_when_its_last_request_has_ended(
     assert list((tmp_path / "scratch" / "adapters").iterdir()) == []
 
 
-async def test_snapshots_that_nobody_samples_from_gather_neither_in_engines_nor_in_the_folder(
+async def test_unused_snapshots_accumulate_neither_in_engines_nor_in_the_folder(
     engine: Engine, sampler: InferenceSampler, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
     weights = an_adapter(engine, 1)
@@ -174,7 +174,7 @@ async def test_snapshots_that_nobody_samples_from_gather_neither_in_engines_nor_
         assert len(list((tmp_path / "scratch" / "adapters").iterdir())) == min(step + 1, 3)
 
 
-async def test_a_head_that_ends_leaves_no_files_in_a_folder_and_takes_none_of_others(
+async def test_a_closed_head_removes_its_own_files_only(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
     folder = tmp_path / "volume"
@@ -194,20 +194,20 @@ async def test_a_head_that_ends_leaves_no_files_in_a_folder_and_takes_none_of_ot
     assert list(folder.iterdir()) == []
 
 
-async def test_of_weights_that_are_given_up_while_they_are_written_nothing_stays(
+async def test_weights_cancelled_while_being_written_leave_no_files(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = a_sampler(fakes[:1], tmp_path)
-    write, begun, may_end = WeightsFolder.write, threading.Event(), threading.Event()
+    write, started, may_end = WeightsFolder.write, threading.Event(), threading.Event()
 
     def held_up(*args: Any) -> str:
-        begun.set()
+        started.set()
         assert may_end.wait(60)
         return write(*args)
 
     monkeypatch.setattr(WeightsFolder, "write", held_up)
     publishing = asyncio.create_task(sampler.publish("one", an_adapter(engine, 1)))
-    await asyncio.to_thread(begun.wait, 60)
+    await asyncio.to_thread(started.wait, 60)
     publishing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await publishing
@@ -218,7 +218,7 @@ async def test_of_weights_that_are_given_up_while_they_are_written_nothing_stays
     await sampler.close()
 
 
-async def test_an_adapter_the_engine_refuses_is_the_users_error(
+async def test_a_rejected_adapter_is_a_user_error(
     engine: Engine, sampler: InferenceSampler, fakes: list[FakeSglang]
 ) -> None:
     for fake in fakes:
@@ -232,7 +232,7 @@ async def test_an_adapter_the_engine_refuses_is_the_users_error(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-async def test_adapters_reach_an_engine_that_sees_none_of_our_files(
+async def test_adapters_are_sent_to_an_engine_without_access_to_the_files(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, ranks: int
 ) -> None:
     fakes[0].tp_size = ranks
@@ -255,7 +255,7 @@ async def test_adapters_reach_an_engine_that_sees_none_of_our_files(
         ({"tp_size": None}, 0),
     ],
 )
-async def test_an_engine_that_takes_no_tensors_is_offered_them_once_at_most_and_given_files(
+async def test_an_engine_that_rejects_tensors_gets_files_from_then_on(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, state: dict[str, object], offers: int
 ) -> None:
     vars(fakes[0]).update(state)
@@ -273,7 +273,7 @@ async def test_an_engine_that_takes_no_tensors_is_offered_them_once_at_most_and_
     await sampler.close()
 
 
-async def test_an_engine_that_ends_over_tensors_again_is_given_files(
+async def test_an_engine_that_crashes_twice_on_tensors_gets_files(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tinkercloud_worker.inference.server._RECOVERY_SECONDS", 0.01)
@@ -298,7 +298,7 @@ async def test_an_engine_that_ends_over_tensors_again_is_given_files(
         ({"adapters_seen": False}, [TENSORS]),
     ],
 )
-async def test_a_large_adapter_goes_as_a_file_and_in_a_request_where_none_is_seen(
+async def test_a_large_adapter_is_read_from_files_if_the_engine_has_access(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, place: dict[str, Any], ways: list[str]
 ) -> None:
     sampler = a_sampler(fakes[:1], tmp_path, **place)
@@ -309,7 +309,7 @@ async def test_a_large_adapter_goes_as_a_file_and_in_a_request_where_none_is_see
     await sampler.close()
 
 
-async def test_adapters_of_experts_arrive_one_by_one_and_are_put_together(tmp_path: Path) -> None:
+async def test_adapters_of_experts_are_sent_separately_and_stacked(tmp_path: Path) -> None:
     folder = save(tiny_qwen3_moe(), tmp_path / "mixture")
     request = a_sampling_request([1, 2, 3], max_tokens=6, stop=NEVER)
     with an_engine(tiny_qwen3_moe(), tmp_path / "engine") as engine:
@@ -330,7 +330,7 @@ async def test_adapters_of_experts_arrive_one_by_one_and_are_put_together(tmp_pa
     assert all(tensor.ndim == 2 for tensor in sent.values())
 
 
-def test_tensors_of_any_dtype_arrive_as_they_were_sent() -> None:
+def test_tensors_of_any_dtype_are_received_unchanged() -> None:
     sent = {
         "odd": torch.randn(3).bfloat16(),
         "view": torch.randn(4, 6).T,

@@ -1,4 +1,4 @@
-"""Which engine is asked, and what happens when one ends or begins again."""
+"""Which engine gets a request, and what happens when an engine ends or restarts."""
 
 import asyncio
 from pathlib import Path
@@ -29,10 +29,10 @@ from tinkercloud_worker.inference.sampler import InferenceSampler
 pytestmark = pytest.mark.slow
 
 
-async def test_a_session_keeps_to_one_engine_and_different_ones_to_different_ones(
+async def test_a_session_stays_on_one_engine_and_sessions_are_spread(
     engine: Engine, sampler: InferenceSampler, fakes: list[FakeSglang]
 ) -> None:
-    # Which engine a session prefers differs from run to run, as the engines' ports do.
+    # The preferred engine of a session depends on the ports, which differ between runs.
     urls = {fake.url: 0 for fake in fakes}
     sessions = sorted((f"s:sample:{n}" for n in range(64)), key=lambda name: order(name, urls))
     for number, session in enumerate([*sessions[:4], *sessions[-4:]]):
@@ -47,7 +47,7 @@ async def test_a_session_keeps_to_one_engine_and_different_ones_to_different_one
     assert [set(fake.adapters) for fake in fakes] == asked
 
 
-async def test_what_is_too_much_for_one_engine_goes_to_the_other(
+async def test_excess_load_of_one_engine_goes_to_the_other(
     sampler: InferenceSampler, fakes: list[FakeSglang]
 ) -> None:
     await sampler.publish("base", None)
@@ -58,7 +58,7 @@ async def test_what_is_too_much_for_one_engine_goes_to_the_other(
     assert all(len(fake.called("/generate")) > 16 for fake in fakes)
 
 
-async def test_a_restarted_engine_is_waited_for_and_given_its_adapters_again(
+async def test_requests_wait_for_a_restarting_engine_and_reload_its_adapters(
     engine: Engine, model_folder: Path, tmp_path: Path
 ) -> None:
     fake = FakeSglang(engine, model_folder)
@@ -77,12 +77,12 @@ async def test_a_restarted_engine_is_waited_for_and_given_its_adapters_again(
         await sampler.close()
 
     assert len(fake.called(TENSORS)) == 2
-    # Drawing and scoring without an adapter is how an engine is examined, each time it comes.
+    # An engine is verified by sampling and scoring without an adapter, after each start.
     assert len([body for body in fake.called("/generate") if "lora_path" not in body]) == 4
 
 
 @pytest.mark.usefixtures("_counters")
-async def test_requests_go_to_the_engine_that_is_left(
+async def test_requests_go_to_the_remaining_engine(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
     gone = FakeSglang(engine, fakes[0].model_path)
@@ -100,7 +100,7 @@ async def test_requests_go_to_the_engine_that_is_left(
     await sampler.close()
 
 
-async def test_when_no_engine_comes_back_the_request_ends_and_says_so(
+async def test_a_request_fails_if_no_engine_recovers(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
     gone = FakeSglang(engine, fakes[0].model_path)
@@ -109,14 +109,14 @@ async def test_when_no_engine_comes_back_the_request_ends_and_says_so(
     sampler = a_sampler([gone], tmp_path, recovery_seconds=0.2)
     await sampler.publish("base", None)
 
-    with pytest.raises(ServerUnreachable, match="no inference server answers") as raised:
+    with pytest.raises(ServerUnreachable, match="no inference server responds") as raised:
         await sampler.sample("base", a_sampling_request([1]))
 
     assert raised.value.category == "server"
     await sampler.close()
 
 
-async def test_an_engine_that_was_out_of_reach_is_not_taken_for_one_that_began_again(
+async def test_an_unreachable_engine_is_not_mistaken_for_a_restarted_one(
     engine: Engine, model_folder: Path, tmp_path: Path
 ) -> None:
     fake = FakeSglang(engine, model_folder)
@@ -139,7 +139,7 @@ async def test_an_engine_that_was_out_of_reach_is_not_taken_for_one_that_began_a
 
 
 @pytest.mark.parametrize("trains_first", [True, False])
-async def test_a_head_takes_over_engines_whose_memory_the_one_before_it_has_been_given(
+async def test_a_head_resumes_engines_whose_memory_the_previous_head_had(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, trains_first: bool
 ) -> None:
     first = a_sampler(fakes[:1], tmp_path / "first", colocated=True)
@@ -164,7 +164,7 @@ async def test_a_head_takes_over_engines_whose_memory_the_one_before_it_has_been
     await asyncio.gather(first.close(), second.close())
 
 
-async def test_an_engine_that_begins_again_between_two_steps_is_asked_for_its_memory_again(
+async def test_an_engine_that_restarts_between_steps_releases_its_memory_again(
     fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
     sampler = a_sampler(fakes, tmp_path, colocated=True)
@@ -179,7 +179,7 @@ async def test_an_engine_that_begins_again_between_two_steps_is_asked_for_its_me
     await sampler.close()
 
 
-async def test_a_trainer_waits_for_an_engine_that_is_away_and_says_so_if_it_stays_there(
+async def test_a_trainer_waits_for_a_lost_engine_and_fails_after_a_timeout(
     engine: Engine, fakes: list[FakeSglang], model_folder: Path, tmp_path: Path
 ) -> None:
     away = FakeSglang(engine, model_folder)
@@ -201,7 +201,7 @@ async def test_a_trainer_waits_for_an_engine_that_is_away_and_says_so_if_it_stay
     await asyncio.gather(sampler.close(), impatient.close())
 
 
-async def test_an_engine_that_began_again_meanwhile_is_not_told_to_take_its_memory_back(
+async def test_a_restarted_engine_is_not_asked_to_resume_its_memory(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
     sampler = a_sampler(fakes[:1], tmp_path, colocated=True)
@@ -217,7 +217,7 @@ async def test_an_engine_that_began_again_meanwhile_is_not_told_to_take_its_memo
     await sampler.close()
 
 
-async def test_an_engine_that_is_lost_as_it_gives_its_memory_away_comes_back_all_the_same(
+async def test_an_engine_lost_while_releasing_its_memory_recovers(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
     sampler = a_sampler(fakes[:1], tmp_path, colocated=True)
@@ -232,7 +232,7 @@ async def test_an_engine_that_is_lost_as_it_gives_its_memory_away_comes_back_all
     await sampler.close()
 
 
-async def test_a_head_killed_before_its_engine_gave_its_memory_away_leaves_the_next_one_all_of_it(
+async def test_a_head_killed_before_its_engine_released_memory_does_not_affect_the_next(
     fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
     await fakes[0].mark("first/base+released")
@@ -244,7 +244,7 @@ async def test_a_head_killed_before_its_engine_gave_its_memory_away_leaves_the_n
     await sampler.close()
 
 
-async def test_colocated_engines_give_their_memory_away_while_the_trainer_computes(
+async def test_colocated_engines_release_their_memory_while_the_trainer_computes(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
     sampler = a_sampler(fakes, tmp_path, colocated=True)

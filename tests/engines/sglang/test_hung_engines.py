@@ -1,4 +1,4 @@
-"""Engines that hang with the requests they have, and engines that are only slow."""
+"""Engines that hang with requests, and engines that are only slow."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -36,7 +36,7 @@ REQUEST = a_sampling_request(PROMPTS[0], stop=NEVER)
 
 @pytest.fixture(autouse=True)
 def _attentive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask engines with requests all the time, and lose them when they give no answer once."""
+    """Check engines with requests continuously, and mark them lost after one failure."""
     monkeypatch.setattr(inference_server, "_SILENT_SECONDS", 0.01)
     monkeypatch.setattr(inference_server, "_HUNG_SECONDS", 0.0)
     monkeypatch.setattr(inference_server, "_UNWELL_SECONDS", 0.0)
@@ -50,7 +50,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def hanging(fake: FakeSglang) -> AsyncIterator[asyncio.Event]:
-    """Let an engine draw nothing and not say how it is; the event is that it was to draw."""
+    """Make an engine hang and fail health checks; yield an event of the first request."""
     async with fake.holding("/generate") as was_asked, fake.holding("/model_info"):
         yield was_asked
 
@@ -62,18 +62,18 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def soon(task: asyncio.Task[T]) -> T:
-    """Return what a task that must end makes; a request that hangs does not end the test."""
+    """Return the result of a task, with a timeout in case its request hangs."""
     return await asyncio.wait_for(task, 60)
 
 
 def drawn(fake: FakeSglang) -> int:
-    """Return how many requests an engine had that are no examinations."""
+    """Return the number of requests to an engine, without verifications."""
     return len([body for body in fake.called("/generate") if "lora_path" in body])
 
 
 @pytest.fixture
 async def warm(engine: Engine, fakes: list[FakeSglang], tmp_path: Path) -> InferenceSampler:
-    """A sampler that has drawn from a session's adapter `one` at both of its engines."""
+    """A sampler that has sampled with the adapter `one` at both of its engines."""
     sampler = a_sampler(fakes, tmp_path)
     await publish(engine, sampler, "one", an_adapter(engine, 1))
     await asyncio.gather(*[sampler.sample("one", REQUEST) for _ in range(24)])
@@ -81,13 +81,13 @@ async def warm(engine: Engine, fakes: list[FakeSglang], tmp_path: Path) -> Infer
 
 
 def in_order(fakes: list[FakeSglang]) -> list[FakeSglang]:
-    """Return the engines, the one first that the session prefers."""
+    """Return the engines in the order of the session's preference."""
     ranked = order("one", {fake.url: 0 for fake in fakes})
     return sorted(fakes, key=lambda fake: ranked.index(fake.url))
 
 
 @pytest.mark.usefixtures("_counters", "_impatient")
-async def test_requests_of_an_engine_that_hangs_go_to_another(
+async def test_requests_of_a_hung_engine_go_to_another(
     engine: Engine, fakes: list[FakeSglang], warm: InferenceSampler
 ) -> None:
     hung, other = in_order(fakes)
@@ -105,7 +105,7 @@ async def test_requests_of_an_engine_that_hangs_go_to_another(
 
 
 @pytest.mark.usefixtures("_counters")
-async def test_a_slow_engine_is_asked_how_it_is_and_left_the_requests_it_has(
+async def test_a_slow_engine_is_health_checked_and_keeps_its_requests(
     engine: Engine,
     fakes: list[FakeSglang],
     warm: InferenceSampler,
@@ -135,7 +135,7 @@ async def test_a_slow_engine_is_asked_how_it_is_and_left_the_requests_it_has(
 
 
 @pytest.mark.usefixtures("_counters", "_impatient")
-async def test_a_trainer_gets_the_turn_that_a_request_had_at_an_engine_that_hung(
+async def test_a_trainer_gets_the_gpus_after_a_request_at_a_hung_engine(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
     fake = fakes[0]
@@ -157,7 +157,7 @@ async def test_a_trainer_gets_the_turn_that_a_request_had_at_an_engine_that_hung
 
 
 @pytest.mark.usefixtures("_impatient")
-async def test_requests_go_elsewhere_when_others_find_their_engine_lost(
+async def test_requests_move_when_another_request_finds_their_engine_lost(
     engine: Engine,
     fakes: list[FakeSglang],
     warm: InferenceSampler,
@@ -178,7 +178,7 @@ async def test_requests_go_elsewhere_when_others_find_their_engine_lost(
 
 
 @pytest.mark.parametrize("unwell", [0, 3], ids=["well", "not well for a while"])
-async def test_a_connection_that_breaks_costs_others_nothing_if_their_engine_is_soon_well(
+async def test_a_broken_connection_does_not_affect_other_requests_of_a_healthy_engine(
     engine: Engine,
     fakes: list[FakeSglang],
     warm: InferenceSampler,
@@ -210,7 +210,7 @@ async def test_a_connection_that_breaks_costs_others_nothing_if_their_engine_is_
     await warm.close()
 
 
-async def test_an_engine_that_hangs_as_it_is_examined_is_noticed_too(
+async def test_an_engine_that_hangs_during_verification_is_detected(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = a_sampler(fakes, tmp_path)
@@ -231,7 +231,7 @@ async def test_an_engine_that_hangs_as_it_is_examined_is_noticed_too(
     await sampler.close()
 
 
-async def test_a_request_that_was_long_with_a_lost_engine_waits_for_it_as_others_do(
+async def test_time_at_a_lost_engine_does_not_count_as_waiting(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
@@ -244,7 +244,7 @@ async def test_a_request_that_was_long_with_a_lost_engine_waits_for_it_as_others
         await was_asked.wait()
         now += 1000.0
         client.begin_recovery(ServerUnreachable("a connection was closed"))
-        client.dialect.client.give_up("the engine is lost")
+        client.dialect.client.abort_calls("the engine is lost")
         await client.recovered()
         assert not asked.done()
 

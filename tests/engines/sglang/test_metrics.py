@@ -1,4 +1,4 @@
-"""What is counted of engines."""
+"""Metrics of engines."""
 
 import asyncio
 from pathlib import Path
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.usefixtures("_counters")
-async def test_what_an_engine_loads_refuses_and_forgets_is_counted(
+async def test_loads_failures_and_lost_adapters_of_an_engine_are_counted(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
     fakes[0].refuses = frozenset({WHOLE})
@@ -46,7 +46,7 @@ async def test_what_an_engine_loads_refuses_and_forgets_is_counted(
 
 
 @pytest.mark.usefixtures("_counters")
-async def test_requests_that_run_and_that_wait_for_their_turn_are_told_apart(
+async def test_running_and_waiting_requests_are_counted_separately(
     fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
     sampler = a_sampler(fakes[:1], tmp_path, colocated=True)

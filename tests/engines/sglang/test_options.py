@@ -1,4 +1,4 @@
-"""What an engine's pod tells SGLang's server is what that server can be told."""
+"""Options and variables of an engine's pod exist in SGLang."""
 
 import re
 
@@ -15,7 +15,7 @@ MEMORY = {"gpuMemoryPercent": 60, "maxCachedTokens": 4096}
 
 @pytest.fixture(params=["bfloat16", "float32"])
 def dtype(request: pytest.FixtureRequest) -> str:
-    """Of the weights; SGLang has kernels of its own choice for one of them only."""
+    """Return a dtype of the weights; SGLang selects its own kernels for only one of them."""
     return str(request.param)
 
 
@@ -29,7 +29,7 @@ def containers(request: pytest.FixtureRequest, dtype: str) -> list[Json]:
     return engines(a_build(offered))
 
 
-def test_every_option_of_an_engine_is_one_of_sglang_s(containers: list[Json], dtype: str) -> None:
+def test_all_options_of_an_engine_exist_in_sglang(containers: list[Json], dtype: str) -> None:
     for engine in containers:
         given = {word for word in engine["args"] if word.startswith("--")}
         assert "--model-path" in given
@@ -37,14 +37,14 @@ def test_every_option_of_an_engine_is_one_of_sglang_s(containers: list[Json], dt
         assert given <= server_options()
 
 
-def test_every_option_that_the_pod_s_shell_adds_is_one_of_sglang_s(containers: list[Json]) -> None:
+def test_all_options_added_by_the_shell_of_the_pod_exist_in_sglang(containers: list[Json]) -> None:
     for engine in containers:
         added = set(re.findall(r"(?<=\s)--[a-z][a-z-]*", " ".join(engine["command"])))
         assert {"--attention-backend", "--api-key", "--admin-api-key"} == added
         assert added <= server_options()
 
 
-def test_every_variable_for_sglang_is_one_that_it_reads(containers: list[Json]) -> None:
+def test_all_environment_variables_for_sglang_are_read_by_it(containers: list[Json]) -> None:
     for engine in containers:
         given = {each["name"] for each in engine["env"] if each["name"].startswith("SGLANG_")}
         assert "SGLANG_RETURN_ORIGINAL_LOGPROB" in given

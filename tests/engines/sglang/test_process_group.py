@@ -1,4 +1,4 @@
-"""Whole models over a process group: its other ranks run SGLang's own functions, in processes."""
+"""Full models over a process group whose other ranks run SGLang's own functions."""
 
 import asyncio
 import os
@@ -51,12 +51,12 @@ async def sampler(fakes: list[FakeSglang], tmp_path: Path) -> AsyncIterator[Infe
 
 
 def ranks_of_heads() -> list[int]:
-    """Return the children of this process that are rank 0 of a group."""
+    """Return the child processes that are rank 0 of a group."""
     return children_running(RANK)
 
 
 @pytest.mark.usefixtures("_counters")
-async def test_whole_models_of_several_dtypes_go_over_one_group_in_parts(
+async def test_full_models_of_several_dtypes_are_sent_over_one_group_in_parts(
     engine: Engine,
     fakes: list[FakeSglang],
     sampler: InferenceSampler,
@@ -87,7 +87,7 @@ async def test_whole_models_of_several_dtypes_go_over_one_group_in_parts(
     "state",
     [{"lacks": frozenset({LEAVE})}, {"refuses": frozenset({JOIN})}, {"refuses": frozenset({SEND})}],
 )
-async def test_an_engine_that_refuses_is_sent_requests_and_not_asked_again(
+async def test_an_engine_that_rejects_the_group_gets_requests_from_then_on(
     engine: Engine, fakes: list[FakeSglang], sampler: InferenceSampler, state: dict[str, object]
 ) -> None:
     vars(fakes[0]).update(state)
@@ -103,7 +103,7 @@ async def test_an_engine_that_refuses_is_sent_requests_and_not_asked_again(
     assert ranks_of_heads() == []
 
 
-async def test_whoever_has_begun_again_is_in_a_new_group_whatever_it_refused_before(
+async def test_after_a_restart_of_either_side_a_new_group_is_formed(
     engine: Engine, fakes: list[FakeSglang], sampler: InferenceSampler
 ) -> None:
     fakes[0].lacks = frozenset({LEAVE})
@@ -125,7 +125,7 @@ async def test_whoever_has_begun_again_is_in_a_new_group_whatever_it_refused_bef
     assert len(fakes[0].called(WHOLE)) == 1
 
 
-async def test_an_engine_that_dies_twice_while_it_is_sent_a_model_gets_it_in_requests(
+async def test_an_engine_that_dies_twice_during_a_transfer_gets_requests(
     engine: Engine, fakes: list[FakeSglang], sampler: InferenceSampler
 ) -> None:
     fakes[0].ends_over = frozenset({SEND})
@@ -139,14 +139,14 @@ async def test_an_engine_that_dies_twice_while_it_is_sent_a_model_gets_it_in_req
 
 
 @pytest.mark.usefixtures("_counters")
-async def test_an_engine_that_hangs_is_lost_until_it_begins_again(
+async def test_a_hung_engine_is_lost_until_it_restarts(
     engine: Engine,
     fakes: list[FakeSglang],
     sampler: InferenceSampler,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It answers nothing that has to do with weights, by SGLang's own lock."""
-    monkeypatch.setattr(delivery, "_MOST_LOST", 1)
+    """SGLang's own lock blocks all calls about weights."""
+    monkeypatch.setattr(delivery, "_MAX_LOSSES", 1)
     await publish(engine, sampler, "flat", a_whole_model(engine, 0.3))
     monkeypatch.setattr(process_group, "_STEP_SECONDS", 2.0)
     monkeypatch.setattr(process_group, "_RELEASE_SECONDS", 1.0)
@@ -169,13 +169,13 @@ async def test_an_engine_that_hangs_is_lost_until_it_begins_again(
     assert ranks_of_heads() == []
 
 
-async def test_a_rank_that_is_killed_in_the_middle_keeps_no_engine_waiting(
+async def test_a_killed_sending_rank_does_not_block_the_engine(
     engine: Engine,
     fakes: list[FakeSglang],
     sampler: InferenceSampler,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As all connections of a head that dies are closed."""
+    """The connections of a dead process are closed."""
     fake, answered = fakes[0], []
     receive = fake.update_weights_from_distributed
 
@@ -195,7 +195,7 @@ async def test_a_rank_that_is_killed_in_the_middle_keeps_no_engine_waiting(
     assert len(fake.called(WHOLE)) == 1
 
 
-def test_a_rank_ends_with_its_head_while_it_waits_for_others() -> None:
+def test_a_waiting_rank_ends_with_its_head() -> None:
     options = "--backend gloo --address 127.0.0.1 --world-size 2 --group-name a --seconds 60"
     with subprocess.Popen(
         [sys.executable, "-m", RANK, *options.split()],

@@ -1,4 +1,4 @@
-"""Drawing and scoring: what is asked of engines, and that answers are the torch sampler's."""
+"""Sampling and scoring: requests to engines, and results equal to the torch sampler's."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ from tinkercloud_testing.sglang_sampling import (
     assert_same,
     publish,
 )
-from tinkercloud_worker.engine.sampler import PromptQuestions, StopRules
+from tinkercloud_worker.engine.sampler import PromptLogprobParams, StopRules
 from tinkercloud_worker.inference.client import ServerError
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.sglang import scoring
@@ -25,7 +25,7 @@ from tinkercloud_worker.inference.sglang import scoring
 pytestmark = pytest.mark.slow
 
 
-async def test_samples_stops_seeds_and_prompt_scores_are_the_torch_samplers(
+async def test_samples_stops_seeds_and_prompt_scores_equal_the_torch_sampler(
     engine: Engine, sampler: InferenceSampler
 ) -> None:
     versions = ["base", "one", "two"]
@@ -38,9 +38,13 @@ async def test_samples_stops_seeds_and_prompt_scores_are_the_torch_samplers(
         a_sampling_request(PROMPTS[1], stop=NEVER, top_logprobs=3, max_tokens=20),
         a_sampling_request(PROMPTS[1], stop=StopRules(frozenset(range(60)), ()), max_tokens=40),
         a_sampling_request(PROMPTS[0], stop=StopRules(frozenset(), ("a", "b")), max_tokens=40),
-        a_sampling_request(PROMPTS[2], questions=PromptQuestions(logprobs_from=3, top_k=2)),
-        a_sampling_request(PROMPTS[2], questions=PromptQuestions(top_k=2, targets=targets)),
-        a_sampling_request([3], questions=PromptQuestions(logprobs_from=1)),
+        a_sampling_request(
+            PROMPTS[2], prompt_logprobs=PromptLogprobParams(logprobs_from=3, top_k=2)
+        ),
+        a_sampling_request(
+            PROMPTS[2], prompt_logprobs=PromptLogprobParams(top_k=2, targets=targets)
+        ),
+        a_sampling_request([3], prompt_logprobs=PromptLogprobParams(logprobs_from=1)),
     ]
     pairs = [(version, request) for version in versions for request in requests]
 
@@ -52,7 +56,7 @@ async def test_samples_stops_seeds_and_prompt_scores_are_the_torch_samplers(
 
 
 @pytest.mark.parametrize("cells", [1, 40, 1000])
-async def test_targets_are_scored_a_few_positions_at_a_time_as_in_one_request(
+async def test_targets_scored_in_parts_equal_those_of_one_request(
     engine: Engine,
     sampler: InferenceSampler,
     fakes: list[FakeSglang],
@@ -65,13 +69,13 @@ async def test_targets_are_scored_a_few_positions_at_a_time_as_in_one_request(
     targets = np.random.default_rng(1).integers(-1, 256, (len(prompt) - 1, 5))
     targets[:3] = -1
     requests = [
-        a_sampling_request(prompt, questions=questions)
-        for questions in (
-            PromptQuestions(targets=targets),
-            PromptQuestions(logprobs_from=9, targets=targets),
-            PromptQuestions(logprobs_from=2, top_k=3, targets=targets),
-            PromptQuestions(top_k=3),
-            PromptQuestions(targets=np.full_like(targets, -1)),
+        a_sampling_request(prompt, prompt_logprobs=prompt_logprobs)
+        for prompt_logprobs in (
+            PromptLogprobParams(targets=targets),
+            PromptLogprobParams(logprobs_from=9, targets=targets),
+            PromptLogprobParams(logprobs_from=2, top_k=3, targets=targets),
+            PromptLogprobParams(top_k=3),
+            PromptLogprobParams(targets=np.full_like(targets, -1)),
         )
     ]
 
@@ -90,7 +94,7 @@ async def test_targets_are_scored_a_few_positions_at_a_time_as_in_one_request(
 
 
 @pytest.mark.parametrize("top_k", [(1 << 31) - 1, 1 << 31, 1 << 70])
-async def test_a_top_k_beyond_any_vocabulary_draws_from_all_tokens_and_ends_no_engine(
+async def test_a_top_k_beyond_the_vocabulary_samples_from_all_tokens_without_a_crash(
     sampler: InferenceSampler, fakes: list[FakeSglang], top_k: int
 ) -> None:
     await sampler.publish("base", None)
@@ -101,7 +105,7 @@ async def test_a_top_k_beyond_any_vocabulary_draws_from_all_tokens_and_ends_no_e
     assert most.sequences[0].tokens == everything.sequences[0].tokens
 
 
-async def test_sample_k_of_a_request_is_the_torch_samplers_first_of_seed_plus_k(
+async def test_sample_k_equals_the_first_sample_with_seed_plus_k(
     engine: Engine, sampler: InferenceSampler
 ) -> None:
     await publish(engine, sampler, "base", None)
@@ -115,19 +119,19 @@ async def test_sample_k_of_a_request_is_the_torch_samplers_first_of_seed_plus_k(
     assert [s.tokens for s in together.sequences] == [one.sequences[0].tokens for one in apart]
 
 
-async def test_a_prompt_is_computed_again_only_from_where_it_is_asked_about(
+async def test_a_cached_prompt_is_recomputed_only_from_the_first_scored_position(
     sampler: InferenceSampler, fakes: list[FakeSglang]
 ) -> None:
     await sampler.publish("base", None)
-    questions = PromptQuestions(logprobs_from=4)
+    prompt_logprobs = PromptLogprobParams(logprobs_from=4)
 
-    await sampler.sample("base", a_sampling_request(PROMPTS[2], questions=questions))
+    await sampler.sample("base", a_sampling_request(PROMPTS[2], prompt_logprobs=prompt_logprobs))
 
     bodies = [body for fake in fakes for body in fake.called("/generate")]
     assert [body["logprob_start_len"] for body in bodies].count(3) == 1
 
 
-async def test_it_is_told_how_much_of_a_prompt_an_engine_did_not_have_to_read(
+async def test_the_number_of_cached_prompt_tokens_is_reported(
     engine: Engine, sampler: InferenceSampler
 ) -> None:
     await publish(engine, sampler, "one", an_adapter(engine, 1))
@@ -140,7 +144,7 @@ async def test_it_is_told_how_much_of_a_prompt_an_engine_did_not_have_to_read(
     assert again.prompt.cached_tokens >= 50
 
 
-async def test_an_engine_that_returns_logprobs_of_its_temperature_is_not_believed(
+async def test_an_engine_that_returns_tempered_logprobs_is_rejected(
     fakes: list[FakeSglang], sampler: InferenceSampler
 ) -> None:
     for fake in fakes:
@@ -151,7 +155,7 @@ async def test_an_engine_that_returns_logprobs_of_its_temperature_is_not_believe
         await sampler.sample("base", a_sampling_request([1]))
 
 
-def test_the_definitions_refuse_what_sglang_does_not_know() -> None:
+def test_the_definitions_reject_unknown_fields() -> None:
     known = definition("LoadLoRAAdapterReqInput")
 
     known.model_validate({"lora_name": "a", "lora_path": "b"})

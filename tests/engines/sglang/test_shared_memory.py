@@ -1,4 +1,4 @@
-"""Whole models in memory that engines on this machine see, opened by SGLang's own reader."""
+"""Full models in memory shared with engines, opened by SGLang's own reader."""
 
 import asyncio
 import base64
@@ -42,7 +42,7 @@ async def sampler(fakes: list[FakeSglang], tmp_path: Path) -> AsyncIterator[Infe
 
 
 async def assert_nothing_is_left(fake: FakeSglang) -> None:
-    """Wait until there are no files any more that the engine has been given handles of."""
+    """Wait until all files with handles at the engine are removed."""
     handles = [base64.b64decode(body["serialized_named_tensors"][0]) for body in fake.called(WHOLE)]
     names = [name for handle in handles for name in re.findall(rb"/torch_\w+", handle)]
     files = [Path("/dev/shm" + name.decode()) for name in names]  # noqa: S108 - torch's own place
@@ -53,12 +53,12 @@ async def assert_nothing_is_left(fake: FakeSglang) -> None:
 
 
 def sizes_of_requests(fake: FakeSglang) -> list[int]:
-    """Return how many bytes of tensors, or of handles, each request carried for the first rank."""
+    """Return the bytes of tensors or handles for the first rank in each request."""
     return [len(body["serialized_named_tensors"][0]) for body in fake.called(WHOLE)]
 
 
 @pytest.mark.usefixtures("_counters")
-async def test_whole_models_of_several_dtypes_are_handed_over_in_parts(
+async def test_full_models_of_several_dtypes_are_transferred_in_parts(
     engine: Engine,
     fakes: list[FakeSglang],
     sampler: InferenceSampler,
@@ -84,10 +84,10 @@ async def test_whole_models_of_several_dtypes_are_handed_over_in_parts(
     await assert_nothing_is_left(fakes[0])
 
 
-async def test_an_engine_that_can_not_open_what_it_is_given_gets_the_values(
+async def test_an_engine_that_can_not_open_handles_gets_the_values(
     engine: Engine, fakes: list[FakeSglang], sampler: InferenceSampler
 ) -> None:
-    """As one in another container, which ends over it."""
+    """An engine in another container crashes on the handles."""
     fakes[0].sees_our_memory = False
 
     await publish(engine, sampler, "sharp", a_whole_model(engine, 3.0))
@@ -100,7 +100,7 @@ async def test_an_engine_that_can_not_open_what_it_is_given_gets_the_values(
     assert not fakes[0].is_updating
 
 
-async def test_an_engine_that_refuses_gets_files_and_is_not_asked_again(
+async def test_an_engine_that_rejects_handles_gets_files_from_then_on(
     engine: Engine, fakes: list[FakeSglang], sampler: InferenceSampler
 ) -> None:
     fakes[0].refuses = frozenset({WHOLE})
@@ -114,7 +114,7 @@ async def test_an_engine_that_refuses_gets_files_and_is_not_asked_again(
     assert not fakes[0].is_updating
 
 
-async def test_a_process_that_is_killed_in_the_middle_leaves_the_model_to_the_next_way(
+async def test_a_killed_sender_falls_back_to_the_next_method(
     engine: Engine,
     fakes: list[FakeSglang],
     sampler: InferenceSampler,

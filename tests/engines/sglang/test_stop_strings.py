@@ -1,4 +1,4 @@
-"""Stop strings: where SGLang's own functions end what is drawn, told what engines are told."""
+"""Stop strings: where SGLang's own functions end a sequence, given the parameters we send."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ LONG = "".join(map(chr, range(161, 301)))
 
 
 def a_merging_tokenizer(word: str) -> tuple[PreTrainedTokenizerFast, int, list[int]]:
-    """Return a tokenizer to which a word is one token, that token, and the word byte by byte."""
+    """Return a tokenizer with a token for a word, that token, and the word's byte tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     splitting = pre_tokenizers.ByteLevel(False, use_regex=False)
     [(characters, _)] = splitting.pre_tokenize_str(word)
@@ -37,37 +37,43 @@ def a_merging_tokenizer(word: str) -> tuple[PreTrainedTokenizerFast, int, list[i
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer), known[characters], bytewise
 
 
-def told(*strings: str) -> Any:
-    """Return what SGLang makes of what it is told about drawing with these stop strings."""
+def sampling_params(*strings: str) -> Any:
+    """Return SGLang's sampling parameters for these stop strings."""
     request = a_sampling_request([1], stop=StopRules(frozenset(), strings))
     return definition("SamplingParams", SAMPLING).model_validate(_sampling_params(request, 1))
 
 
 @pytest.mark.parametrize("stop", ["###", "\n\nUser:", "a.b*[c]", "日本語", "né\n", LONG])
-def test_a_stop_string_ends_a_sequence_however_many_tokens_it_is_drawn_as(stop: str) -> None:
+def test_a_stop_string_ends_a_sequence_regardless_of_its_tokens(stop: str) -> None:
     tokenizer, whole, bytewise = a_merging_tokenizer(stop)
     assert tokenizer.decode(bytewise) == tokenizer.decode(whole) == stop
     assert tokenizer.encode(stop) == [whole]
     other = 3
 
     for drawn in ([whole], bytewise):
-        found = ended(told(stop), [other, other, *drawn, other], tokenizer)
+        found = ended(sampling_params(stop), [other, other, *drawn, other], tokenizer)
 
         assert found is not None
         count, reason = found
         assert count == 2 + len(drawn)
         assert reason == {"type": "stop", "matched": stop}
-    assert ended(told(stop), [other, *bytewise[:-1], other, bytewise[-1]], tokenizer) is None
+    assert (
+        ended(sampling_params(stop), [other, *bytewise[:-1], other, bytewise[-1]], tokenizer)
+        is None
+    )
 
 
-def test_as_many_stop_strings_as_sglang_takes_are_taken_however_long() -> None:
+def test_the_maximum_number_of_stop_strings_is_accepted_at_any_length() -> None:
     strings = [f"{'*' * 1000}{number}" for number in range(31)]
     tokenizer, word, _ = a_merging_tokenizer("ab")
 
-    assert ended(told(*strings, "ab"), [word], tokenizer) == (1, {"type": "stop", "matched": "ab"})
+    assert ended(sampling_params(*strings, "ab"), [word], tokenizer) == (
+        1,
+        {"type": "stop", "matched": "ab"},
+    )
 
 
-async def test_more_stop_strings_than_sglang_takes_are_refused_by_name(
+async def test_too_many_stop_strings_are_rejected_by_name(
     engine: Engine, sampler: InferenceSampler
 ) -> None:
     await publish(engine, sampler, "base", None)

@@ -1,4 +1,4 @@
-"""What heads and SGLang's engines must have of one version."""
+"""Libraries whose versions must be equal in heads and SGLang engines."""
 
 import tomllib
 from pathlib import Path
@@ -14,7 +14,7 @@ NCCL_OF_TORCH = {"torch==2.14.1": "2.30.7"}
 """Which version of `nvidia-nccl-cu13` torch's wheel requires: NCCL refuses ranks of another."""
 
 
-def test_nccl_of_the_lockfile_is_that_of_the_torch_which_sglang_requires() -> None:
+def test_the_locked_nccl_version_equals_that_of_the_torch_for_sglang() -> None:
     [torch] = [found for found in requirements() if found.startswith("torch==")]
     locked = {package["name"]: package["version"] for package in LOCK["package"]}
 

@@ -1,4 +1,4 @@
-"""Whole models: in turn with the base, in parts or from a folder, never in part."""
+"""Full models: alternating with the base, sent in parts or read from a folder."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "lm_head")
 
 
 @pytest.mark.parametrize("state", [{}, {"tp_size": 2}, {"refuses": frozenset({WHOLE})}])
-async def test_whole_models_take_turns_with_the_base_on_one_engine(
+async def test_full_models_alternate_with_the_base_on_one_engine(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, state: dict[str, object]
 ) -> None:
     vars(fakes[0]).update(state)
@@ -54,12 +54,12 @@ async def test_whole_models_take_turns_with_the_base_on_one_engine(
     await sampler.close()
 
 
-async def test_a_whole_model_reaches_an_engine_that_sees_none_of_our_files_in_parts(
+async def test_a_full_model_is_sent_in_parts_to_an_engine_without_access_to_the_files(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = a_whole_model(engine, 3.0)
     monkeypatch.setattr(sglang_weights, "_BUCKET_BYTES", weights.size_bytes // 4)
-    # Whoever was before us has left in the middle of it.
+    # An earlier process ended in the middle of an update.
     fakes[0].is_updating = True
     sampler = a_sampler(fakes[:1], tmp_path, adapters_seen=False)
     await publish(engine, sampler, "sharp", weights)
@@ -87,7 +87,7 @@ async def test_a_large_model_is_read_from_its_folder(
     await sampler.close()
 
 
-async def test_weights_that_came_in_part_are_never_drawn_from(
+async def test_partially_updated_weights_are_never_sampled_from(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
     fakes[0].refuses = frozenset({"/end_weight_update"})
@@ -105,7 +105,7 @@ async def test_weights_that_came_in_part_are_never_drawn_from(
     await sampler.close()
 
 
-async def test_an_engine_that_has_lost_a_whole_model_loads_it_again(
+async def test_an_engine_that_has_lost_a_full_model_reloads_it(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
     sampler = a_sampler(fakes[:1], tmp_path)
@@ -120,7 +120,7 @@ async def test_an_engine_that_has_lost_a_whole_model_loads_it_again(
 
 
 @pytest.mark.parametrize("left", ["sharp", "base"])
-async def test_a_head_finds_an_engine_with_the_weights_of_another_and_loads_its_own(
+async def test_a_head_replaces_weights_that_another_head_loaded(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, left: str
 ) -> None:
     request = a_sampling_request(PROMPTS[0], stop=NEVER)
@@ -143,14 +143,14 @@ async def test_a_head_finds_an_engine_with_the_weights_of_another_and_loads_its_
     [(frozenset(), ATTENTION), (frozenset(), None), (frozenset({WHOLE}), ["up_proj"])],
     ids=["sent", "without adapters", "read"],
 )
-async def test_a_whole_mixture_reaches_an_engine_by_the_names_that_its_files_have(
+async def test_a_full_mixture_model_is_sent_with_the_tensor_names_of_its_files(
     tmp_path: Path,
     make: Callable[[], PreTrainedModel],
     refuses: frozenset[str],
     targets: Sequence[str] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Hardly any two in one part.
+    # So small that hardly any two tensors share a part.
     monkeypatch.setattr(sglang_weights, "_BUCKET_BYTES", 1)
     folder = save(make(), tmp_path / "model")
     with an_engine(make(), tmp_path / "engine") as engine:
@@ -175,7 +175,7 @@ async def test_a_whole_mixture_reaches_an_engine_by_the_names_that_its_files_hav
 
 
 @pytest.mark.parametrize("targets", [("all",), ("q_proj", "up_proj", "down_proj")])
-async def test_a_whole_mixture_is_refused_where_sglang_would_leave_its_experts_as_they_are(
+async def test_a_full_mixture_model_is_rejected_if_sglang_would_not_update_its_experts(
     tmp_path: Path, targets: tuple[str, ...]
 ) -> None:
     folder = save(tiny_qwen3_moe(), tmp_path / "model")

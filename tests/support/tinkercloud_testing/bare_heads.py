@@ -1,4 +1,4 @@
-"""Heads without their HTTP surface, one after another in this process, over one store."""
+"""Heads without HTTP API, one after another in this process, with one store."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,7 +45,7 @@ ADAM = {"learning_rate": 0.01}
 
 @dataclass
 class Head:
-    """A head without its HTTP surface."""
+    """A head without HTTP API."""
 
     service: HeadService
     backend: Backend
@@ -84,7 +84,7 @@ class Head:
         self.service.submit(received)
 
     def apply_as_an_older_head_did(self, seq_id: int, **adam_params: object) -> None:
-        """Send an optim_step whose parameters were accepted once."""
+        """Send an optim_step with parameters that an earlier release accepted."""
         step = {"model_id": str(MODEL), "seq_id": seq_id, "adam_params": ADAM}
         received = requests.receive_json(routes.OPTIM_STEP, orjson.dumps(step))
         sent = orjson.dumps(step | {"adam_params": {**ADAM, **adam_params}})
@@ -105,7 +105,7 @@ class Head:
         return output.metrics["loss:sum"]
 
     def sample(self, session: int, seq_id: int, max_tokens: int = 12) -> str:
-        """Ask for a little to be drawn; return the request's id."""
+        """Send a small sampling request; return its id."""
         prepared = self.service.prepare(a_sample(session, seq_id, max_tokens))
         return str(self.service.sample(prepared))
 
@@ -123,14 +123,14 @@ class Head:
         return manifest
 
     async def weights(self) -> dict[str, memoryview]:
-        """Return the files of a checkpoint of everything as it is."""
+        """Return the files of a checkpoint of the current state."""
         (path,) = await self.service.checkpoint()
         _, files = await self.backend.store.read(CheckpointPath.parse(path))
         return files
 
 
 def a_sample(session: int, seq_id: int, max_tokens: int) -> SampleRequest:
-    """Return a request for one text, to a sampler of `MODEL`'s session."""
+    """Return a request for one sample from a session of `MODEL`."""
     body = {
         "sampling_session_id": f"s:sample:{session}",
         "seq_id": seq_id,
@@ -153,7 +153,7 @@ def a_head(
     drain_seconds: float = 5,
     make: Callable[[], PreTrainedModel] = tiny_llama,
 ) -> Iterator[Head]:
-    """Run a head in this process; when the context ends it is gone, as if it had been killed."""
+    """Run a head in this process; the end of the context is like killing it."""
     config = HeadConfig(
         head="h",
         generation=generation,

@@ -14,7 +14,7 @@ from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.checkpoints.formats import encode_tensors
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingResult
+from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingResult
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 
 Numbers = dict[str, npt.NDArray[np.float64]]
@@ -72,11 +72,16 @@ async def _sample(engine: Engine) -> Numbers:
     await sampler.publish("base", None)
     await sampler.publish("trained", trained)
     await sampler.publish("read", read)
-    questions = PromptQuestions(
+    asked = PromptLogprobParams(
         logprobs_from=2, top_k=2, targets=np.array([[3], [-1], [5]]), alternatives_k=2
     )
     request = a_sampling_request(
-        [1, 2, 3, 4], num_samples=2, top_k=20, top_p=0.9, top_logprobs=2, questions=questions
+        [1, 2, 3, 4],
+        num_samples=2,
+        top_k=20,
+        top_p=0.9,
+        top_logprobs=2,
+        prompt_logprobs=asked,
     )
     results = await asyncio.gather(
         *(sampler.sample(version, request) for version in ("base", "trained", "read"))

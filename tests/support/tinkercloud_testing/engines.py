@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
-from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules
+from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingRequest, StopRules
 from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_sampler.graphs import Recorder
@@ -107,7 +107,7 @@ def a_sampling_request(
     top_p: float = 1.0,
     stop: StopRules | None = None,
     top_logprobs: int = 0,
-    questions: PromptQuestions | None = None,
+    prompt_logprobs: PromptLogprobParams | None = None,
 ) -> SamplingRequest:
     """Return a sampling request that stops at the end token by default."""
     return SamplingRequest(
@@ -120,5 +120,5 @@ def a_sampling_request(
         top_p=top_p,
         stop=stop if stop is not None else StopRules(frozenset({EOS_TOKEN_ID}), ()),
         top_logprobs=top_logprobs,
-        questions=questions or PromptQuestions(),
+        prompt_logprobs=prompt_logprobs or PromptLogprobParams(),
     )

@@ -1,4 +1,4 @@
-"""A head over its HTTP surface, in this process."""
+"""A head with its HTTP API, in this process."""
 
 import asyncio
 import socket
@@ -33,7 +33,7 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def served(app: HeadApp) -> AsyncIterator[str]:
-    """Serve a head at a free port of this machine; yields its URL."""
+    """Serve a head on a free port; yield its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = _Server(uvicorn.Config(app, log_config=None))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -46,26 +46,26 @@ async def served(app: HeadApp) -> AsyncIterator[str]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back."""
+    """A response."""
 
     status: int
     body: bytes
 
     @property
     def detail(self) -> str:
-        """Why a request was refused."""
+        """The error message of a rejected request."""
         return str(orjson.loads(self.body)["detail"])
 
     @property
     def request_id(self) -> str:
-        """The id of a request that was taken in."""
+        """The id of an accepted request."""
         assert self.status == 200, self.body
         return str(orjson.loads(self.body)["request_id"])
 
 
 @dataclass(frozen=True)
 class ServedHead:
-    """A head, asked as an API server asks it."""
+    """A head, called as an API server calls it."""
 
     lifecycle: Lifecycle
     url: str
@@ -74,7 +74,7 @@ class ServedHead:
     async def send(
         self, path: str, body: bytes, target: str, *, method: str = "POST", **headers: str
     ) -> Answer:
-        """Send a request that was routed by `target`."""
+        """Send a request routed to `target`."""
         sent = {routes.HEAD_TOKEN_HEADER: TOKEN, routes.TARGET_HEADER: target, **headers}
         async with self.client.request(method, self.url + path, data=body, headers=sent) as answer:
             return Answer(answer.status, await answer.read())
@@ -86,12 +86,12 @@ class ServedHead:
         await self.result(f"{model_id}:0")
 
     async def sampler(self, session: str, owner: str = "me") -> None:
-        """Make a sampling session of the base model known."""
+        """Register a sampling session of the base model."""
         spec = SamplerSpec(owner=owner).model_dump_json().encode()
         await self.send(f"{routes.HEAD_SAMPLERS}/{session}", spec, session, method="PUT")
 
     async def result(self, request_id: str) -> Answer:
-        """Wait for what became of a request."""
+        """Wait for the result of a request."""
         body = orjson.dumps({"request_id": request_id})
         return await self.send(routes.RETRIEVE_FUTURE, body, request_id.rpartition(":")[0])
 

@@ -1,7 +1,7 @@
-"""SGLang's native HTTP API over our torch sampler: what SGLang's server asks of its processes.
+"""A fake SGLang engine: SGLang's own server over the torch sampler.
 
-The server is SGLang's own (`sglang_server`). What is computed is real, by the torch sampler, with
-the adapters and weights that came; `sglang_ranks` are in process groups.
+The server is SGLang's own code (`sglang_server`). The torch sampler computes real results with the
+received adapters and weights; `sglang_ranks` are its processes in process groups.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_testing.engines import Engine
 from tinkercloud_testing.sglang_definitions import read_tensors
-from tinkercloud_testing.sglang_drawing import drawn
+from tinkercloud_testing.sglang_generation import generated
 from tinkercloud_testing.sglang_parts import Reply, flushing, routes
 from tinkercloud_testing.sglang_ranks import EngineRanks
 from tinkercloud_testing.sglang_server import Ended, SglangServer
@@ -33,7 +33,7 @@ Json = dict[str, Any]
 
 @dataclass
 class FakeSglang:
-    """One engine. `calls` are the paths it was asked, with the bodies."""
+    """One engine. `calls` are the called paths with their bodies."""
 
     engine: Engine
     model_path: Path
@@ -41,39 +41,39 @@ class FakeSglang:
     tp_size: int = 1
     max_lora_rank: int = 64
     lora_target_modules: Sequence[str] | None = ("all",)
-    """Modules that adapters may adapt; None without `--enable-lora`."""
+    """Target modules of adapters; None without `--enable-lora`."""
     lacks: frozenset[str] = frozenset()
-    """Paths that this SGLang does not know."""
+    """Paths that this engine does not support."""
     refuses: frozenset[str] = frozenset()
-    """Paths that it answers with an error of its own."""
+    """Paths that it rejects with an error."""
     ends_over: frozenset[str] = frozenset()
-    """Paths over which its process ends, and begins again."""
+    """Paths that make its process crash and restart."""
     calls: list[tuple[str, Json]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
-    """What it was asked that SGLang can't be, and what its own processes answered wrongly."""
+    """Calls that SGLang does not support, and wrong results of the simulated processes."""
     adapters: dict[str, str] = field(default_factory=dict)
-    """Name to the torch sampler's version, of those that its processes hold."""
+    """Loaded adapters: name to version in the torch sampler."""
     released: set[str] = field(default_factory=set)
-    """Kinds of memory it has given away."""
+    """Kinds of memory it has released."""
     sees_our_memory: bool = True
-    """Whether it can open handles of memory on this machine."""
+    """Whether it can open handles of shared memory on this machine."""
     unended: int = 0
-    """Steps for which requests that were given up still run."""
+    """Steps for which aborted requests still run."""
     runs_over: frozenset[str] = frozenset()
-    """Paths of which the next call finds something running, that began just before."""
+    """Paths whose next call finds a request running that has just started."""
     steps_over: int = 1
-    """How long that runs."""
+    """Steps for which that request runs."""
     is_updating: bool = False
-    """Whether somebody has begun to send it weights, and not ended."""
+    """Whether a weight update is open."""
     url: str = ""
     ranks: EngineRanks | None = None
-    """Its processes in process groups, once there has been one."""
+    """Its processes in process groups, once one was created."""
     _weights: dict[str, torch.Tensor] | None = None
-    """Its weights, if they have ever been replaced."""
+    """Its weights, if they were ever replaced."""
     _base: str = "base"
     _published: int = 0
     _held: dict[str, tuple[asyncio.Event, asyncio.Event]] = field(default_factory=dict)
-    """Paths it does not answer yet; that one was asked, and that it is answered again."""
+    """Paths whose responses are delayed: events for an arrived call, and for the release."""
 
     def __post_init__(self) -> None:
         self._server = SglangServer(self, str(self.model_path))
@@ -85,7 +85,7 @@ class FakeSglang:
         )
 
     async def mark(self, version: str) -> None:
-        """Call its weights so, as a head before does."""
+        """Set the weight version, as an earlier head does."""
         await self._server.answer("POST", "/update_weight_version", {"new_version": version})
 
     def called(self, path: str) -> list[Json]:
@@ -93,7 +93,7 @@ class FakeSglang:
         return [body for name, body in self.calls if name == path]
 
     def restart(self) -> None:
-        """Forget what a new process would not know."""
+        """Reset the state to that of a new process."""
         self.adapters.clear()
         self.released.clear()
         if self.ranks is not None:
@@ -105,26 +105,26 @@ class FakeSglang:
         self._server = SglangServer(self, str(self.model_path))
 
     async def evict(self) -> None:
-        """Unload all adapters, as for others that there is no more room beside."""
+        """Unload all adapters, as if to make room for others."""
         for name in list(self.adapters):
             await self._server.unload(name)
 
     @asynccontextmanager
     async def holding(self, path: str) -> AsyncIterator[asyncio.Event]:
-        """Answer a path only when the context has ended; the event is that it was asked."""
-        was_asked, may_go_on = self._held[path] = asyncio.Event(), asyncio.Event()
+        """Delay responses of a path until the context ends; yield an event of the first call."""
+        was_called, may_proceed = self._held[path] = asyncio.Event(), asyncio.Event()
         try:
-            yield was_asked
+            yield was_called
         finally:
             del self._held[path]
-            may_go_on.set()
+            may_proceed.set()
 
     async def generate(self, asked: Any, index: int) -> Json:
-        """Draw, and score the prompt."""
+        """Sample, and score the prompt."""
         self._need_memory()
         name = asked.lora_path
         version = self._base if name is None else self.adapters[name[index]]
-        return await drawn(
+        return await generated(
             self.engine, version, asked, index, tempered=self.gives_tempered_logprobs
         )
 
@@ -150,7 +150,7 @@ class FakeSglang:
     async def _load(
         self, name: str, config: Json, tensors: Mapping[str, torch.Tensor]
     ) -> str | None:
-        """Load an adapter, and return what is wrong with it."""
+        """Load an adapter, and return the error if it is invalid."""
         if name in self.adapters:
             return f"Failed to load LoRA adapter {name} because it is already loaded"
         if config["r"] > self.max_lora_rank:
@@ -160,7 +160,7 @@ class FakeSglang:
         return None
 
     def _tensors(self, asked: Any) -> dict[str, torch.Tensor]:
-        """Read what a request carries: a copy for each rank, of which it reads its own."""
+        """Read the tensors of a request: a copy for each rank, of which it reads its own."""
         assert asked.load_format == "flattened_bucket"
         copies = asked.serialized_named_tensors
         if not self.sees_our_memory and b"rebuild_storage" in copies[0]:
@@ -181,14 +181,14 @@ class FakeSglang:
         return self._after_update(asked)
 
     async def begin_weight_update(self, _: object) -> Json:
-        """Begin to take weights."""
+        """Open a weight update."""
         if self.is_updating:
             return _done("a weight-update session is already open")
         self.is_updating = True
         return _done()
 
     async def update_weights_from_tensor(self, asked: Any) -> Json:
-        """Take weights from a request."""
+        """Load weights from a request."""
         if not self.is_updating:
             return _done("must run between begin_weight_update() and end_weight_update()")
         await self._replace(self._tensors(asked))
@@ -207,14 +207,14 @@ class FakeSglang:
         return _of_all(await self.ranks.call("destroy_weights_update_group", _fields(asked)))
 
     async def update_weights_from_distributed(self, asked: Any) -> Json:
-        """Take weights from a process group."""
+        """Load weights from a process group."""
         if not self.is_updating:
             return _done("must run between begin_weight_update() and end_weight_update()")
         if self.ranks is None:
             return _done("Failed to receive weights: Group not in []")
         wanted = ("names", "dtypes", "shapes", "group_name", "load_format")
-        told = {name: getattr(asked, name) for name in wanted}
-        received = await self.ranks.call("receive_weights_from_distributed", told)
+        arguments = {name: getattr(asked, name) for name in wanted}
+        received = await self.ranks.call("receive_weights_from_distributed", arguments)
         for words in received:
             if isinstance(words, str):
                 return _done(f"Failed to receive weights: {words}")
@@ -225,7 +225,7 @@ class FakeSglang:
         return self._after_update(asked)
 
     async def flush_cache(self, asked: Any) -> Json:
-        """Flush the cache, at once or when nothing runs any more."""
+        """Flush the cache, immediately or once nothing runs."""
         answer = self._flushing.handle(asked)
         while answer is None:
             await asyncio.sleep(0.001)
@@ -238,19 +238,19 @@ class FakeSglang:
         return self.unended == 0
 
     def _after_update(self, asked: Any) -> Json:
-        """Return what SGLang says of weights that it has replaced."""
+        """Return SGLang's response after replacing weights."""
         updater = SimpleNamespace(flush_cache=self._flush)
         flush = flushing().flush_cache_after_weight_update
         success, message = flush(updater, asked, True, "")
         return {"success": success, "message": message}
 
     def _need_memory(self) -> None:
-        """End, as SGLang does over what it is asked without its memory."""
+        """Crash, as SGLang does on calls after releasing its memory."""
         if self.released:
             raise EOFError
 
     async def _replace(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take tensors in place of those of the same names, but for what SGLang drops."""
+        """Replace the tensors with these names, except those that SGLang drops."""
         if self._weights is None:
             self._weights = load_file(self.model_path / "model.safetensors")
         for name, tensor in tensors.items():
@@ -261,7 +261,7 @@ class FakeSglang:
         self._base = await self._publish(self._model(self._weights))
 
     def _drops(self, name: str, others: Set[str]) -> bool:
-        """Return whether a weight is dropped, of those that have not come with all others."""
+        """Return whether SGLang drops a weight because related ones did not arrive with it."""
         targets = set(self.lora_target_modules or ())
         are_adaptable = "all" in targets or {"up_proj", "down_proj"} <= targets
         if ".experts." in name:
@@ -270,38 +270,38 @@ class FakeSglang:
         return not others.isdisjoint({name.replace(queries, keys), name.replace(keys, queries)})
 
     async def end_weight_update(self, _: object) -> Json:
-        """Take no more weights."""
+        """Close the weight update."""
         if not self.is_updating:
             return _done("no weight-update session is open")
         self.is_updating = False
         return _done()
 
     async def update_weight_version(self, _: object) -> Json:
-        """Take note of what its weights are called, of which its server knows."""
+        """Accept the weight version, which the server records."""
         return {}
 
     async def get_internal_state(self, _: object) -> Json:
-        """Tell of its queues, of which there are none."""
+        """Return the state of its queues, which are empty."""
         return {"internal_state": {}}
 
     async def release_memory_occupation(self, asked: Any) -> Json:
-        """Give memory away."""
+        """Release memory."""
         self._need_memory()
         if self.unended:
-            # It asserts that it is idle.
+            # SGLang asserts that it is idle.
             raise EOFError
         self.released |= set(asked.tags)
         return {}
 
     async def resume_memory_occupation(self, asked: Any) -> Json:
-        """Take memory back."""
+        """Resume memory."""
         if not set(asked.tags) <= self.released:
             raise EOFError
         self.released -= set(asked.tags)
         return {}
 
     def _model(self, tensors: Mapping[str, torch.Tensor]) -> WeightsSnapshot:
-        """Return a model that has come by the names of its files."""
+        """Return a model from tensors with the names of its files."""
         return WeightsSnapshot(None, from_files(str(self.model_path), tensors))
 
     async def _publish(self, weights: WeightsSnapshot) -> str:
@@ -311,7 +311,7 @@ class FakeSglang:
         return version
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Answer any request."""
+        """Respond to any request."""
         if request.path == "/health_generate" and (request.method, request.path) in routes():
             return web.Response(status=200 if self._server.draws else 503)
         body = await request.json() if request.can_read_body else None
@@ -327,9 +327,9 @@ class FakeSglang:
         try:
             reply = await self._server.answer(request.method, request.path, body, request.query)
         except Ended:
-            # Its ranks have gone: SGLang's end over what they can't open, or have no memory for.
+            # Its ranks have crashed, as SGLang's do on invalid handles or without memory.
             return self._end(request)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is a fault of ours
+        except Exception as error:  # noqa: BLE001 - any exception is an error of the fake
             self.faults.append(f"{request.path}: {error!r}")
             reply = Reply({"error": {"message": str(error)}}, 400)
         if isinstance(reply.content, str):
@@ -337,11 +337,11 @@ class FakeSglang:
         return web.json_response(reply.content, status=reply.status_code)
 
     async def _before(self, path: str) -> None:
-        """Let happen what is to happen before a path is answered."""
+        """Run what a test has configured to happen before a response."""
         if path in self._held:
-            was_asked, may_go_on = self._held[path]
-            was_asked.set()
-            await may_go_on.wait()
+            was_called, may_proceed = self._held[path]
+            was_called.set()
+            await may_proceed.wait()
         if path in self.runs_over:
             self.runs_over -= {path}
             self.unended = self.steps_over
@@ -364,7 +364,7 @@ async def a_fake_sglang(engine: Engine, model_path: Path) -> AsyncIterator[FakeS
 
 @asynccontextmanager
 async def listening(fake: FakeSglang, port: int = 0) -> AsyncIterator[None]:
-    """Let a fake be reached for as long as the context lasts; port 0 takes a free one."""
+    """Serve a fake until the context ends; port 0 selects a free one."""
     app = web.Application(client_max_size=1 << 30)
     app.router.add_route("*", "/{path:.*}", fake.handle)
     runner = web.AppRunner(app, shutdown_timeout=0.0)
@@ -382,13 +382,13 @@ async def listening(fake: FakeSglang, port: int = 0) -> AsyncIterator[None]:
 
 
 def _fields(asked: Any) -> Json:
-    """Return what a process is told of a request: all but where its answer goes."""
+    """Return the fields of a request without those that say where the result goes."""
     fields: Json = asked.model_dump(exclude={"rid", "http_worker_ipc"})
     return fields
 
 
 def _of_all(answers: Sequence[Any]) -> Json:
-    """Return what an engine makes of (whether it went well, words) of each of its ranks."""
+    """Merge the results of all ranks: (success, message) of each."""
     words = [answer if isinstance(answer, str) else answer[1] for answer in answers]
     is_good = all(not isinstance(answer, str) and answer[0] for answer in answers)
     return _done(None if is_good else " | ".join(words))

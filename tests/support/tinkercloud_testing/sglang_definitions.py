@@ -1,4 +1,4 @@
-"""What SGLang's own source says of its API: requests, answers, and the reading of tensors.
+"""SGLang's API from its own source: requests, responses, and the reading of tensors.
 
 SGLang itself has no CPU build on PyPI. So its wheel is fetched, never installed nor imported, and
 the models of its messages are made from the source in it: a field that SGLang does not know, or of
@@ -74,7 +74,7 @@ def sglang_sources() -> Path:
     if all((folder / file).exists() for file in _FILES):
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    # Tests in other processes may fetch the same at once, and be killed: what is there is whole.
+    # Other test processes may download the same files and be killed: write atomically.
     with tempfile.TemporaryDirectory(dir=folder) as place:
         download = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", place]
         # The workspace's own environment has no pip.
@@ -90,7 +90,7 @@ def sglang_sources() -> Path:
 
 
 def requirements() -> list[str]:
-    """Return what SGLang's wheel requires, such as `torch==2.14.1`."""
+    """Return the requirements of SGLang's wheel, such as `torch==2.14.1`."""
     metadata = email.message_from_string((sglang_sources() / _METADATA).read_text())
     return metadata.get_all("Requires-Dist", [])
 
@@ -103,7 +103,7 @@ def source(file: str) -> ast.Module:
 
 @cache
 def definition(name: str, file: str = _MESSAGES) -> type[BaseModel]:
-    """Return a model of one of SGLang's classes: its fields with types and defaults, no others."""
+    """Return a pydantic model of a class of SGLang with the same fields."""
     for node in source(file).body:
         match node:
             case ast.ClassDef() if node.name == name:
@@ -115,7 +115,7 @@ def definition(name: str, file: str = _MESSAGES) -> type[BaseModel]:
 
 
 def _fields(found: ast.ClassDef, file: str) -> dict[str, Any]:
-    """Return the fields of a class and of those in the same file that it is made from."""
+    """Return the fields of a class and of its bases in the same file."""
     names = {base.id for base in found.bases if isinstance(base, ast.Name)}
     fields: dict[str, Any] = {}
     for node in source(file).body:
@@ -128,7 +128,7 @@ def _fields(found: ast.ClassDef, file: str) -> dict[str, Any]:
 
 
 def _default(node: ast.expr | None) -> Any:
-    """Return a default that is written out; None for one that is computed."""
+    """Return a literal default; None for a computed one."""
     if node is None:
         return ...
     try:
@@ -139,7 +139,7 @@ def _default(node: ast.expr | None) -> Any:
 
 @cache
 def server_fields() -> tuple[str, ...]:
-    """Return the names of what SGLang's server can be told, such as `model_path`."""
+    """Return the names of SGLang's server arguments, such as `model_path`."""
     [names] = [node.value for node in source(_OPTIONS).body if isinstance(node, ast.Assign)]
     return tuple(ast.literal_eval(names))
 
@@ -160,7 +160,7 @@ def server_variables() -> frozenset[str]:
 
 
 def _type(node: ast.expr) -> Any:
-    """Return the type that an annotation means; Any for SGLang's own."""
+    """Return the type of an annotation; Any for SGLang's own types."""
     if isinstance(node, ast.Name):
         return _PLAIN.get(node.id, Any)
     if not isinstance(node, ast.Subscript) or not isinstance(node.value, ast.Name):
@@ -185,7 +185,7 @@ def _type(node: ast.expr) -> Any:
 
 @cache
 def own_functions() -> SimpleNamespace:
-    """Return what SGLang reads tensors and joins groups with.
+    """Return SGLang's functions that read tensors and join process groups.
 
     MultiprocessingSerializer, FlattenedTensorBucket, NetworkAddress, init_custom_process_group, and
     methods of WeightUpdater as functions.
@@ -219,7 +219,7 @@ def own_functions() -> SimpleNamespace:
 
 
 def cut(file: str, *names: str) -> list[ast.stmt]:
-    """Return the definitions of a file that have such names, methods among them."""
+    """Return the definitions with these names in a file, including methods."""
     found = [
         node
         for node in ast.walk(source(file))
@@ -231,7 +231,7 @@ def cut(file: str, *names: str) -> list[ast.stmt]:
 
 
 def numbers(file: str) -> list[ast.stmt]:
-    """Return what gives names to numbers in a file, such as `MAX_LEN = 2**30`."""
+    """Return the numeric constants of a file, such as `MAX_LEN = 2**30`."""
     return [
         node
         for node in source(file).body
@@ -240,7 +240,7 @@ def numbers(file: str) -> list[ast.stmt]:
 
 
 def compiled(nodes: Iterable[ast.stmt]) -> CodeType:
-    """Return code that defines what the nodes do."""
+    """Compile nodes to code."""
     # Annotations name classes that are not here.
     lazily = ast.parse("from __future__ import annotations").body
     module = ast.fix_missing_locations(ast.Module([*lazily, *nodes], type_ignores=[]))
@@ -248,7 +248,7 @@ def compiled(nodes: Iterable[ast.stmt]) -> CodeType:
 
 
 def run(code: CodeType, names: Mapping[str, Any]) -> SimpleNamespace:
-    """Return what code defines that finds such names, and these beside it."""
+    """Run code with these names, and return all names that it defines."""
     # Dataclasses look their module up by name.
     found = {"__name__": __name__, **names}
     exec(code, found)  # noqa: S102 - what runs in SGLang

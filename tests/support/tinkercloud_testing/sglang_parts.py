@@ -1,4 +1,4 @@
-"""Parts of SGLang's server, cut out of its source: its routes, and what is behind them.
+"""Parts of SGLang's server, extracted from its source: its routes and their implementation.
 
 They are what runs in the process that answers over HTTP, but for tokenizing and batching.
 """
@@ -53,12 +53,12 @@ _MESSAGES = (
     *("LoadLoRAAdapterReqOutput", "LoadLoRAAdapterFromTensorsReqOutput", "LoRAUpdateOutput"),
     *("UnloadLoRAAdapterReqOutput", "GetInternalStateReq", "FlushCacheReqInput"),
 )
-"""Of the classes that its processes exchange, those which the cut functions name."""
+"""Classes of messages between its processes that the extracted functions use."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """What answers one method of one path."""
+    """The handler of one method and path."""
 
     handler: str
     asked: str | None
@@ -69,7 +69,7 @@ class Route:
 
 @dataclass
 class Reply:
-    """What is answered; SGLang calls this ORJSONResponse."""
+    """A response; SGLang calls this ORJSONResponse."""
 
     content: Any = None
     status_code: int = 200
@@ -77,7 +77,7 @@ class Reply:
 
 @cache
 def routes() -> Mapping[tuple[str, str], Route]:
-    """Return what SGLang answers, by method and path."""
+    """Return SGLang's routes by method and path."""
     found: dict[tuple[str, str], Route] = {}
     for handler in source(ROUTES).body:
         if not isinstance(handler, ast.AsyncFunctionDef):
@@ -91,7 +91,7 @@ def routes() -> Mapping[tuple[str, str], Route]:
 
 
 def _answered(mark: ast.expr) -> list[tuple[str, str]]:
-    """Return the methods and paths that a decorator stands for, if it is one of a route."""
+    """Return the methods and paths of a route decorator; empty for other decorators."""
     match mark:
         case ast.Call(
             func=ast.Attribute(value=ast.Name(id="app"), attr=kind), args=[ast.Constant(value=path)]
@@ -106,7 +106,7 @@ def _answered(mark: ast.expr) -> list[tuple[str, str]]:
 
 
 def _class_name(annotation: ast.expr | None) -> str | None:
-    """Return the class of a body, whatever is around it."""
+    """Return the class of a body from an annotation."""
     while isinstance(annotation, ast.Subscript):
         inner = annotation.slice
         annotation = inner.elts[0] if isinstance(inner, ast.Tuple) else inner
@@ -115,7 +115,7 @@ def _class_name(annotation: ast.expr | None) -> str | None:
 
 @cache
 def asked_of_processes() -> Mapping[str, str]:
-    """Return what the manager asks of other processes, and the class of the answer."""
+    """Return the manager's calls to other processes, with the classes of the results."""
     [specs] = [
         node.value
         for node in source(CONTROL).body
@@ -133,7 +133,7 @@ def parts() -> SimpleNamespace:
 
 @cache
 def _code() -> CodeType:
-    """Return the code of the routes, and of all that is behind them in their process."""
+    """Return the code of the routes and of their implementation in the same process."""
     handlers = [copy(node) for node in cut(ROUTES, *{r.handler for r in routes().values()})]
     for handler in handlers:
         assert isinstance(handler, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -165,7 +165,7 @@ def _code() -> CodeType:
 
 
 def _stands_alone(node: ast.stmt) -> bool:
-    """Return whether a method can be defined where nothing of its file is."""
+    """Return whether a method can be defined without the rest of its file."""
     return (
         isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.name != "__init__"
@@ -175,7 +175,7 @@ def _stands_alone(node: ast.stmt) -> bool:
 
 
 def _surroundings() -> Json:
-    """Return what the cut functions find beside them, where it is not SGLang's own."""
+    """Return replacements for names that the extracted functions use."""
     settings: dict[str, Json] = {
         "get_lora": {"enable_lora": True, "max_loaded_loras": None},
         "get_parallel": {"dp_size": 1, "num_dp_ranks": 1},
@@ -232,7 +232,7 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _contract() -> SimpleNamespace:
-    """Return SGLang's check of what `/generate` is asked."""
+    """Return SGLang's validation of `/generate` requests."""
 
     class Struct:
         def __init_subclass__(cls, **_: bool) -> None:
@@ -256,7 +256,7 @@ def finish_reasons() -> SimpleNamespace:
 
 @cache
 def flushing() -> SimpleNamespace:
-    """Return what flushes SGLang's cache: when it is told to, and after its weights' update."""
+    """Return SGLang's functions that flush the cache, on request and after a weight update."""
     nodes = [
         *cut(FLUSHING, "SchedulerFlushWrapper"),
         *cut(WEIGHT_UPDATER, "flush_cache_after_weight_update"),

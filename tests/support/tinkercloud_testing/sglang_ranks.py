@@ -1,4 +1,4 @@
-"""The ranks of a played engine: processes that join process groups by SGLang's own functions.
+"""The ranks of a fake engine: processes that join process groups with SGLang's own functions.
 
 Each rank is a real process, which can be killed, or stopped as if it hung. As in SGLang, the ranks
 of an engine have a default group of their own before they join any other.
@@ -32,7 +32,7 @@ class EngineRanks:
         """
         self._folder = tempfile.TemporaryDirectory()
         store = Path(self._folder.name) / "store"
-        # Its server has loaded torch once, and has no threads.
+        # The fork server has loaded torch once, and has no threads.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         pipes = [context.Pipe() for _ in range(size)]
@@ -59,7 +59,7 @@ class EngineRanks:
         return await asyncio.gather(*calls)
 
     def kill(self) -> None:
-        """End them, whatever they wait for."""
+        """Kill the processes."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -67,7 +67,7 @@ class EngineRanks:
         self._folder.cleanup()
 
     def stop(self) -> None:
-        """Let them hang from now on."""
+        """Make the processes hang from now on."""
         for process in self._processes:
             assert process.pid is not None
             os.kill(process.pid, signal.SIGSTOP)
@@ -82,7 +82,7 @@ def _ask(end: Connection, method: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def _serve(end: Connection, rank: int, size: int, store: str) -> None:
-    """Answer calls until nobody is there to call."""
+    """Serve calls until the connection closes."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     sglang = own_functions()
     updater = SimpleNamespace(tp_rank=rank, device="cpu", _model_update_group={})

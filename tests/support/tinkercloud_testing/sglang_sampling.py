@@ -1,4 +1,4 @@
-"""A sampler over SGLang engines that are played, and what tests compare of it."""
+"""A sampler over fake SGLang engines, and comparisons for tests."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +52,7 @@ def a_sampler(
 
 
 def an_adapter(engine: Engine, seed: int) -> WeightsSnapshot:
-    """Return an adapter that changes what the model says."""
+    """Return an adapter that changes the output of the model."""
     name = f"model-{seed}"
     engine.trainer.add_model(name, LoraConfig(rank=4, seed=seed))
     weights = engine.trainer.snapshot(name)
@@ -62,7 +62,7 @@ def an_adapter(engine: Engine, seed: int) -> WeightsSnapshot:
 
 
 def a_whole_model(engine: Engine, scale: float) -> WeightsSnapshot:
-    """Return the base model with a scaled output embedding."""
+    """Return a full model: the base with a scaled output embedding."""
     engine.trainer.add_model(f"whole-{scale}", None)
     weights = engine.trainer.snapshot(f"whole-{scale}")
     weights.tensors["lm_head.weight"].mul_(scale)
@@ -70,7 +70,7 @@ def a_whole_model(engine: Engine, scale: float) -> WeightsSnapshot:
 
 
 def in_two_dtypes(model: WeightsSnapshot) -> WeightsSnapshot:
-    """Return a whole model that has one of its norms in bfloat16."""
+    """Return a full model with one of its norms in bfloat16."""
     name = "model.norm.weight"
     norm = model.tensors[name].to(torch.bfloat16)
     return replace(model, tensors={**model.tensors, name: norm})
@@ -86,20 +86,20 @@ def children_running(module: str) -> list[int]:
 async def publish(
     engine: Engine, sampler: InferenceSampler, name: str, weights: WeightsSnapshot | None
 ) -> None:
-    """Publish weights here and at the engines."""
+    """Publish weights to the torch sampler and the engines."""
     await engine.sampler.publish(name, weights)
     await sampler.publish(name, weights)
 
 
 async def assert_sampled(engine: Engine, sampler: InferenceSampler, version: str) -> None:
-    """Draw from a version at the engines and here, and compare."""
+    """Sample a version at the engines and with the torch sampler, and compare."""
     request = a_sampling_request(PROMPTS[0], stop=NEVER)
     theirs = await sampler.sample(version, request)
     assert_same(theirs, await engine.sampler.sample(version, request))
 
 
 def assert_same(theirs: SamplingResult, ours: SamplingResult) -> None:
-    """Compare what was drawn, and what was asked of the prompt."""
+    """Compare sequences and prompt scores."""
     for their, our in zip(theirs.sequences, ours.sequences, strict=True):
         assert list(their.tokens) == list(our.tokens)
         assert their.stopped == our.stopped

@@ -1,9 +1,9 @@
-"""SGLang's own HTTP server over an engine that is played.
+"""SGLang's own HTTP server over simulated engine processes.
 
-SGLang answers over HTTP in one process, which asks others to compute. The first is SGLang's here:
-its routes, and the manager behind them, are cut out of its source and run. So a path, a method, a
-request or an answer that SGLang does not know can't be. What is asked of the processes behind it is
-asked of whoever plays them, whose answers are held to the classes that SGLang expects of them.
+SGLang serves HTTP in one process, which calls others to compute. The first is SGLang's own code
+here: its routes, and the manager behind them, are extracted from its source and run. So paths,
+methods, requests and responses are exactly those of SGLang. The calls to the other processes go to
+a simulation, whose results are checked against the classes that SGLang expects.
 """
 
 import asyncio
@@ -21,18 +21,18 @@ from tinkercloud_testing.sglang_parts import Reply, asked_of_processes, parts, r
 Json = dict[str, Any]
 
 
-class Played(Protocol):
-    """Plays the processes that compute.
+class SimulatedProcesses(Protocol):
+    """Simulates the processes that compute.
 
-    It also has a method for each thing SGLang's manager asks of them, by the name in
-    `_COMMUNICATOR_SPECS`. It is given the request and returns the fields of the answer; one that
-    raises EOFError has ended.
+    It also has a method for each call of SGLang's manager, with the name in `_COMMUNICATOR_SPECS`.
+    The method gets the request and returns the fields of the result; EOFError means that the
+    process has ended.
     """
 
     tp_size: int
     lora_target_modules: Sequence[str] | None
     faults: list[str]
-    """What it did wrongly, which SGLang might answer for."""
+    """Errors of the simulation, which SGLang may turn into responses."""
 
     async def generate(self, asked: BaseModel, index: int) -> Json:
         """Return the fields of `BatchStrOutput` for one of a request's prompts."""
@@ -41,25 +41,25 @@ class Played(Protocol):
         """Return the fields of `UpdateWeightFromDiskReqOutput`."""
 
 
-class Unheard(Exception):
-    """SGLang does not answer this path, or not with this method."""
+class UnknownEndpoint(Exception):
+    """SGLang does not serve this path, or not with this method."""
 
 
 class Ended(BaseException):
-    """A process that computes has ended, and all others with it: no exception to go on after."""
+    """A computing process has ended, and all others with it; this must not be handled."""
 
 
 class SglangServer:
     """One server. Belongs to one event loop."""
 
-    def __init__(self, played: Played, model_path: str) -> None:
-        """Make a server that has just begun.
+    def __init__(self, processes: SimulatedProcesses, model_path: str) -> None:
+        """Create a server that has just started.
 
         Args:
-            played: who computes.
+            processes: the simulated processes.
             model_path: the folder of its model.
         """
-        self._played = played
+        self._processes = processes
         self._parts = parts()
         self._manager = manager = self._parts.TokenizerManager()
         self._config: Json = dict.fromkeys(server_fields()) | {"weight_version": "default"}
@@ -106,7 +106,7 @@ class SglangServer:
 
     @property
     def draws(self) -> bool:
-        """Whether it would draw a token now: neither paused, nor taking weights."""
+        """Whether it would generate now: neither paused, nor in a weight update."""
         return not (self._manager.is_pause or self._manager.model_update_lock._writer_active)
 
     async def answer(
@@ -121,13 +121,13 @@ class SglangServer:
             query: what follows the path.
 
         Raises:
-            Unheard: it has no such path, or not with this method.
+            UnknownEndpoint: it has no such path, or not with this method.
             ValidationError: the body is not what it wants there.
             Ended: it answers nothing more.
         """
         route = routes().get((method, path))
         if route is None:
-            raise Unheard(f"SGLang {SGLANG} does not answer {method} {path}")
+            raise UnknownEndpoint(f"SGLang {SGLANG} does not serve {method} {path}")
         given: Json = {name: float(value) for name, value in (query or {}).items()}
         assert given.keys() <= route.query
         if route.asked is not None:
@@ -137,32 +137,32 @@ class SglangServer:
         return answered if isinstance(answered, Reply) else Reply(answered)
 
     async def unload(self, adapter: str) -> None:
-        """Unload an adapter, as it does by itself for want of room."""
+        """Unload an adapter, as it does by itself to make room."""
         asked = definition("UnloadLoRAAdapterReqInput")(lora_name=adapter)
         await self._manager.unload_lora_adapter(asked)
 
     async def _ask(self, name: str, answer: str, asked: Any) -> list[Any]:
-        return [await self._play(answer, getattr(self._played, name)(asked))]
+        return [await self._play(answer, getattr(self._processes, name)(asked))]
 
     async def _play(self, answer: str, work: Awaitable[Json], **known: Any) -> Any:
-        """Return what is played as the message that SGLang expects."""
+        """Return the simulated result as the message that SGLang expects."""
         try:
             return definition(answer)(**await work, **known)
         except EOFError:
             raise Ended from None
         except Exception as error:
-            self._played.faults.append(f"{answer}: {error!r}")
+            self._processes.faults.append(f"{answer}: {error!r}")
             raise
 
     async def _load_from_disk(self, asked: Any) -> tuple[bool, str, int]:
-        loading = self._played.update_weights_from_disk(asked)
+        loading = self._processes.update_weights_from_disk(asked)
         answered = await self._play("UpdateWeightFromDiskReqOutput", loading)
         if answered.success:
             self._manager._update_model_path_info(asked.model_path, asked.load_format)
         return answered.success, answered.message, answered.num_paused_requests
 
     async def _generate(self, asked: Any, request: Any) -> AsyncIterator[list[Json]]:
-        """Answer a batch: the manager's own order, without tokenizing and batching."""
+        """Respond to a batch in the manager's order, without tokenizing and batching."""
         manager, count = self._manager, len(asked.input_ids)
         async with manager.is_pause_cond:
             await manager.is_pause_cond.wait_for(lambda: not manager.is_pause)
@@ -182,7 +182,7 @@ class SglangServer:
             [], False, asyncio.Event(), asked.model_copy(update={"rid": rid, **mine}), _Times()
         )
         self._manager.rid_to_state[rid] = state
-        drawing = self._played.generate(asked, index)
+        drawing = self._processes.generate(asked, index)
         answer = await self._play("BatchStrOutput", drawing, rids=[rid])
         await self._manager._handle_batch_output(answer)
         [answered] = state.out_list
@@ -193,16 +193,16 @@ class SglangServer:
         self._config |= changed
 
     def _resolved(self) -> Json:
-        targets = self._played.lora_target_modules
-        told = {"enable_lora": targets is not None, "lora_target_modules": targets}
-        return self._config | told | {"tp_size": self._played.tp_size}
+        targets = self._processes.lora_target_modules
+        settings = {"enable_lora": targets is not None, "lora_target_modules": targets}
+        return self._config | settings | {"tp_size": self._processes.tp_size}
 
     async def _dispatched(self, returned: Any = None) -> Any:
         return returned
 
 
 class _Times:
-    """What is measured of a request: nothing."""
+    """The timings of a request: none."""
 
     first_token_time = 0.0
     trace_ctx = SimpleNamespace(tracing_enable=False)

@@ -1,4 +1,4 @@
-"""Where SGLang ends a sequence over its stop strings, by its own functions."""
+"""Where SGLang ends a sequence at a stop string, by its own functions."""
 
 import logging
 import re
@@ -25,30 +25,30 @@ _METHODS = (
 def ended(
     params: Any, tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, Json] | None:
-    """Return after how many tokens SGLang ends, and why; None if it goes on.
+    """Return the number of tokens after which SGLang stops, and why; None if it continues.
 
     Args:
         params: SGLang's SamplingParams.
-        tokens: that are drawn one after another.
-        tokenizer: SGLang's own.
+        tokens: the generated tokens.
+        tokenizer: SGLang's tokenizer.
 
     Raises:
-        ValueError: SGLang refuses to look for these.
+        ValueError: SGLang rejects the stop strings.
     """
     sglang = _functions()
     normalized = SimpleNamespace(
         stop_strs=params.stop, stop_regex_strs=params.stop_regex, min_new_tokens=0
     )
     sglang.normalize(normalized, tokenizer)
-    drawing = SimpleNamespace(
+    request = SimpleNamespace(
         sampling_params=normalized, tokenizer=tokenizer, decoded_text="", output_ids=[]
     )
     for name in _METHODS:
-        setattr(drawing, name, MethodType(getattr(sglang, name), drawing))
+        setattr(request, name, MethodType(getattr(sglang, name), request))
     for token in tokens:
-        drawing.output_ids.append(token)
-        if drawing._check_str_based_finish():
-            return drawing.finished_len, drawing.finished_reason.to_json()
+        request.output_ids.append(token)
+        if request._check_str_based_finish():
+            return request.finished_len, request.finished_reason.to_json()
     return None
 
 

@@ -1,4 +1,4 @@
-"""A training checkpoint has the gradient that waits for optim_step, or is refused."""
+"""A training checkpoint includes the unapplied gradient, or saving it fails."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ async def last_weights(head: Head) -> dict[str, memoryview]:
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-async def test_a_run_resumed_within_a_step_is_the_uninterrupted_one_bit_for_bit(
+async def test_a_run_resumed_within_a_step_is_bitwise_equal_to_the_uninterrupted_one(
     root: str, tmp_path: Path, spec: ModelSpec
 ) -> None:
     with a_head(root, tmp_path, "g1") as head:
@@ -67,7 +67,7 @@ async def test_a_run_resumed_within_a_step_is_the_uninterrupted_one_bit_for_bit(
         assert await last_weights(after) == expected
 
 
-async def test_a_checkpoint_between_steps_has_no_gradient_and_is_read_by_older_releases(
+async def test_a_checkpoint_between_steps_has_no_gradient_and_is_readable_by_older_releases(
     root: str, tmp_path: Path
 ) -> None:
     with a_head(root, tmp_path, "g1") as head:
@@ -81,7 +81,7 @@ async def test_a_checkpoint_between_steps_has_no_gradient_and_is_read_by_older_r
     assert (GRADIENT in after.files, after.format_version) == (False, 1)
 
 
-async def test_a_gradient_of_a_step_that_failed_in_part_is_not_saved(
+async def test_the_gradient_of_a_partly_failed_step_is_not_saved(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: str) -> None:
@@ -98,7 +98,7 @@ async def test_a_gradient_of_a_step_that_failed_in_part_is_not_saved(
         assert GRADIENT not in (await saved(head, 3, "after-a-failure")).files
 
 
-async def test_a_loaded_gradient_outlives_a_step_that_had_failed_before(
+async def test_a_loaded_gradient_is_kept_after_an_earlier_failed_step(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: str) -> None:
@@ -120,7 +120,7 @@ async def test_a_loaded_gradient_outlives_a_step_that_had_failed_before(
         assert metrics["grad_norm"] > 0
 
 
-async def test_saving_a_model_whose_gradient_was_lost_says_so(
+async def test_saving_a_model_with_a_lost_gradient_reports_the_loss(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lose(_: str) -> None:
@@ -138,7 +138,7 @@ async def test_saving_a_model_whose_gradient_was_lost_says_so(
         assert await head.backend.store.find(path) is None
 
 
-async def test_the_last_checkpoint_of_a_deleted_session_is_as_the_last_step_left_the_model(
+async def test_the_last_checkpoint_of_a_deleted_session_has_no_gradient(
     root: str, tmp_path: Path
 ) -> None:
     with a_head(root, tmp_path, "g1") as head:

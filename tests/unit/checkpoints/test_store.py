@@ -1,4 +1,4 @@
-"""Checkpoints in a folder and in S3: whole or absent, wherever the writer dies."""
+"""Checkpoints in a folder and in S3 are complete or absent, wherever the writer dies."""
 
 import asyncio
 import hashlib
@@ -73,7 +73,7 @@ def s3() -> Iterator[str]:
 
 @pytest.fixture(params=["file", "s3"])
 def objects(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
-    """Return an empty object store; the URL is all that differs."""
+    """Return an empty object store; stores differ by URL only."""
     if request.param == "file":
         return open_store((tmp_path / "new" / "folder").as_uri())
     url = f"{request.getfixturevalue('s3')}/{tmp_path.name}"
@@ -92,13 +92,13 @@ async def test_what_was_written_is_read_back(objects: ObjectStore) -> None:
     assert manifest.data_prefix == ""
 
 
-async def test_a_taken_name_is_refused_unless_overwriting_is_asked_for(
+async def test_an_existing_name_is_rejected_unless_overwrite_is_set(
     objects: ObjectStore,
 ) -> None:
     store = CheckpointStore(objects)
     await store.write(a_manifest(), OLD, overwrite=False)
 
-    with pytest.raises(InvalidRequest, match="exists already"):
+    with pytest.raises(InvalidRequest, match="already exists"):
         await store.write(a_manifest("new"), NEW, overwrite=False)
     assert (await store.read(PATH))[1] == OLD
     await store.write(a_manifest("new"), NEW, overwrite=True)
@@ -111,7 +111,7 @@ async def test_a_taken_name_is_refused_unless_overwriting_is_asked_for(
 
 
 @pytest.mark.parametrize("scheme", ["s3", "az", "gs"])
-async def test_a_store_without_an_endpoint_of_its_own_is_opened_for_https_alone(
+async def test_a_store_without_a_custom_endpoint_uses_https_only(
     scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {
@@ -135,7 +135,7 @@ async def test_a_store_without_an_endpoint_of_its_own_is_opened_for_https_alone(
 async def write_until_death(
     objects: ObjectStore, monkeypatch: pytest.MonkeyPatch, writes: int, *, overwrite: bool
 ) -> bool:
-    """Write the new checkpoint, dying after so many writes; return whether it got through."""
+    """Write the new checkpoint, dying after some writes; return whether it completed."""
     with monkeypatch.context() as patch:
         dying = DyingObstore(writes)
         patch.setattr(store_module, "obstore", dying)
@@ -147,7 +147,7 @@ async def write_until_death(
     return True
 
 
-async def test_a_writer_that_dies_leaves_no_checkpoint_or_a_whole_one(
+async def test_a_writer_that_dies_leaves_a_complete_checkpoint_or_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = set()
@@ -168,7 +168,7 @@ async def test_a_writer_that_dies_leaves_no_checkpoint_or_a_whole_one(
     assert seen == {True, False}
 
 
-async def test_an_overwriter_that_dies_leaves_the_old_checkpoint_or_the_new_one(
+async def test_overwriting_that_dies_leaves_the_old_checkpoint_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
@@ -217,7 +217,7 @@ async def recorded(
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-async def test_a_checkpoint_in_a_folder_is_on_the_disk_before_its_manifest_and_that_before_the_end(
+async def test_files_are_synced_before_the_manifest_and_the_manifest_before_the_write_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
 ) -> None:
     store = CheckpointStore(open_store(tmp_path.as_uri()))
@@ -243,7 +243,7 @@ async def test_a_checkpoint_in_a_folder_is_on_the_disk_before_its_manifest_and_t
         start = index + 1
 
 
-async def test_a_manifest_that_changed_on_the_disk_is_noticed(objects: ObjectStore) -> None:
+async def test_a_modified_manifest_is_detected(objects: ObjectStore) -> None:
     store = CheckpointStore(objects)
     await store.write(a_manifest(), OLD, overwrite=False)
     content = bytes(await (await obstore.get_async(objects, PATH.manifest_key)).bytes_async())
@@ -274,7 +274,7 @@ async def test_a_manifest_of_an_earlier_or_a_later_release_is_read(objects: Obje
     assert await store.find(PATH) == written
 
 
-async def test_what_is_wrong_with_a_manifest_is_told_without_addresses_of_a_library(
+async def test_errors_in_a_manifest_are_reported_without_links_to_a_library(
     objects: ObjectStore,
 ) -> None:
     await obstore.put_async(objects, PATH.manifest_key, b'{"step": "many"}')
@@ -284,13 +284,13 @@ async def test_what_is_wrong_with_a_manifest_is_told_without_addresses_of_a_libr
 
     assert "tinker_path: Field required" in refused.value.message
     assert "http" not in refused.value.message
-    with pytest.raises(ValueError, match=r"header is not one of tensors: a\.dtype") as unread:
+    with pytest.raises(ValueError, match=r"header is invalid: a\.dtype") as unread:
         tensor_file.decode(b"\x0a\0\0\0\0\0\0\0" + b'{"a":{}  }')
     assert "http" not in str(unread.value)
 
 
 @pytest.mark.parametrize("damaged", [b"bad a", b"old", b"old a and more"])
-async def test_damage_is_noticed(objects: ObjectStore, damaged: bytes) -> None:
+async def test_damaged_files_are_detected(objects: ObjectStore, damaged: bytes) -> None:
     store = CheckpointStore(objects)
     await store.write(a_manifest(), OLD, overwrite=False)
     await obstore.put_async(objects, f"{PATH.prefix}/a.bin", damaged)
@@ -305,7 +305,7 @@ async def test_damage_is_noticed(objects: ObjectStore, damaged: bytes) -> None:
     assert (await store.read(PATH, ["dropped.bin"]))[1] == {"dropped.bin": b"old only"}
 
 
-async def test_a_manifest_of_a_newer_format_is_refused(objects: ObjectStore) -> None:
+async def test_a_manifest_of_a_newer_format_is_rejected(objects: ObjectStore) -> None:
     content = a_manifest().model_dump_json().replace('"format_version":1', '"format_version":99')
     await obstore.put_async(objects, PATH.manifest_key, content.encode())
 
@@ -313,7 +313,7 @@ async def test_a_manifest_of_a_newer_format_is_refused(objects: ObjectStore) -> 
         await CheckpointStore(objects).read(PATH)
 
 
-async def test_whether_a_checkpoint_has_expired_is_not_for_heads_to_say(
+async def test_heads_do_not_check_the_expiry_of_checkpoints(
     objects: ObjectStore,
 ) -> None:
     store = CheckpointStore(objects)
@@ -327,7 +327,7 @@ async def test_whether_a_checkpoint_has_expired_is_not_for_heads_to_say(
 
 
 def parts_of(key: str) -> int:
-    """Return in how many parts an object came into the bucket of `s3`: its tag says that."""
+    """Return the number of parts of an uploaded object, according to its ETag."""
     client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT"])
     tag = client.head_object(Bucket="ckpt", Key=f"root/{key}")["ETag"].strip('"')
     return int(tag.partition("-")[2] or 1)
@@ -346,7 +346,7 @@ def a_suspended_manifest(files: dict[str, StoredFile]) -> SuspendedManifest:
     )
 
 
-async def test_a_large_file_comes_to_s3_in_no_more_parts_than_that_takes(
+async def test_a_large_file_is_uploaded_in_no_more_parts_than_s3_accepts(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "MOST_PARTS", 3)
@@ -367,7 +367,7 @@ async def test_a_large_file_comes_to_s3_in_no_more_parts_than_that_takes(
 
 
 class MeasuredObstore:
-    """The obstore module, which notes how many bytes each answer brings."""
+    """The obstore module, which records the size of each response."""
 
     def __init__(self) -> None:
         self.answers: list[int] = []
@@ -386,7 +386,7 @@ class MeasuredObstore:
         return read
 
 
-async def test_a_large_file_is_read_in_parts_since_a_request_has_little_time(
+async def test_a_large_file_is_read_in_parts_within_the_request_timeout(
     objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {"large": os.urandom((12 << 20) + 1), "empty": b""}
@@ -417,7 +417,7 @@ class FailingObstore:
         return await obstore.get_range_async(*arguments, **keywords)
 
 
-async def test_no_further_parts_are_asked_for_when_one_has_failed(
+async def test_no_further_parts_are_requested_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = CheckpointStore(open_store(tmp_path.as_uri()))
@@ -426,7 +426,7 @@ async def test_no_further_parts_are_asked_for_when_one_has_failed(
     monkeypatch.setattr(parts, "SMALLEST_PART", 1)
     monkeypatch.setattr(store_module, "obstore", failing)
 
-    with pytest.raises(StoreFailed, match="does not answer or failed") as raised:
+    with pytest.raises(StoreFailed, match="failed or did not respond") as raised:
         await store.read_file(manifest, "large")
     assert "the connection broke" in str(raised.value.__cause__)
     await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
@@ -441,18 +441,18 @@ async def test_no_further_parts_are_asked_for_when_one_has_failed(
             GenericError("No space left on device (os error 28)"),
             "full",
         ),
-        (PermissionDeniedError("PUT was answered 403"), "refuses access"),
-        (UnauthenticatedError("the credentials have expired"), "refuses access"),
-        (GenericError("Permission denied (os error 13)"), "refuses access"),
+        (PermissionDeniedError("PUT was answered 403"), "denies access"),
+        (UnauthenticatedError("the credentials have expired"), "denies access"),
+        (GenericError("Permission denied (os error 13)"), "denies access"),
         (
             GenericError("Read-only file system (os error 30)"),
-            "refuses access",
+            "denies access",
         ),
         (OSError(28, "No space left on device"), "full"),
-        (GenericError("the connection broke"), "does not answer or failed"),
+        (GenericError("the connection broke"), "failed or did not respond"),
     ],
 )
-async def test_what_the_store_refuses_is_said_in_words(
+async def test_store_errors_have_readable_messages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
 ) -> None:
     async def fail(*_arguments: object, **_keywords: object) -> None:
@@ -465,7 +465,7 @@ async def test_what_the_store_refuses_is_said_in_words(
         await store.write(a_manifest(), {"a": b"x"}, overwrite=False)
 
 
-def test_the_parts_of_a_file_of_any_size_are_such_as_s3_takes() -> None:
+def test_part_sizes_are_within_the_limits_of_s3_for_any_file_size() -> None:
     sizes = [0, 1, 5 << 20, (5 << 20) + 1, 52_428_800_001, 65_520_000_000, 3_246_000_000_000]
     for size in sizes:
         spans = list(parts.parts(size))
@@ -478,6 +478,6 @@ def test_the_parts_of_a_file_of_any_size_are_such_as_s3_takes() -> None:
         assert max(lengths, default=0) <= parts.part_size(size)
 
 
-def test_parts_under_way_take_little_memory_beside_the_file() -> None:
+def test_parts_in_transfer_take_little_memory_compared_to_the_file() -> None:
     for size in (1, 65_520_000_000, 3_246_000_000_000):
         assert parts.IN_FLIGHT * parts.part_size(size) <= max(60 << 20, size * 0.0014)

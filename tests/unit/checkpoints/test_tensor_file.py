@@ -1,4 +1,4 @@
-"""Files of tensors: the library's format, in memory once, and made beside other work."""
+"""Tensor files: the library's format, one copy in memory, and concurrent with other threads."""
 
 import json
 import subprocess
@@ -68,12 +68,12 @@ TENSORS = st.dictionaries(
 
 
 @given(tensors=TENSORS)
-def test_a_file_is_what_the_library_writes_to_the_byte(tensors: dict[str, Tensor]) -> None:
+def test_files_are_bytewise_equal_to_those_of_the_library(tensors: dict[str, Tensor]) -> None:
     assert tensor_file.encode(tensors) == save(tensors)
 
 
 @given(tensors=TENSORS)
-def test_what_the_library_has_written_is_read_as_it_reads_it(tensors: dict[str, Tensor]) -> None:
+def test_files_of_the_library_are_read_like_the_library_does(tensors: dict[str, Tensor]) -> None:
     content = save(tensors, metadata={"made by": "somebody else"})
 
     read = tensor_file.decode(content)
@@ -102,28 +102,31 @@ def entry(dtype: str = "F32", shape: object = (2,), offsets: object = (0, 8)) ->
         (a_file(b"{"), "unexpected end"),
         (a_file([]), "dictionary"),
         (a_file({"a": 1}), "a"),
-        (a_file({"a": entry(dtype="F4")}), "'a' is of F4, not one of I64, "),
-        (a_file({"a": entry(shape=(3,))}), r"'a' has 8 bytes, too few or many for \[3\]"),
+        (a_file({"a": entry(dtype="F4")}), "'a' has dtype F4; supported are I64, "),
+        (a_file({"a": entry(shape=(3,))}), r"'a' has 8 bytes, which do not match \[3\]"),
         (a_file({"a": entry(shape=(-2,))}), "greater than or equal to 0"),
-        (a_file({"a": entry(shape=(1 << 62, 1 << 62))}), "too few or many"),
-        (a_file({"a": entry("F32", (0, (1 << 64) - 1), (0, 0))}, b""), "larger than any tensor's"),
+        (a_file({"a": entry(shape=(1 << 62, 1 << 62))}), "which do not match"),
+        (
+            a_file({"a": entry("F32", (0, (1 << 64) - 1), (0, 0))}, b""),
+            "exceeds the limits of a tensor",
+        ),
         (a_file({"a": entry(offsets=(8, 0))}), "begins at byte 8, not at 0"),
         (a_file({"a": entry(), "b": entry()}), "'b' begins at byte 0, not at 8"),
         (a_file({"a": entry()}, bytes(9)), "end at byte 8 of 9"),
-        (a_file({"a": entry()}, bytes(7)), "has 7 bytes, too few or many"),
+        (a_file({"a": entry()}, bytes(7)), "has 7 bytes, which do not match"),
         (
             a_file({"a": entry("U8", [1], [0, 1]), "b": entry(offsets=(1, 9))}, bytes(9)),
-            "in the midst of an element",
+            "is not aligned to its element size",
         ),
     ],
 )
-def test_what_is_not_such_a_file_is_refused(content: bytes, what: str) -> None:
+def test_an_invalid_file_is_rejected(content: bytes, what: str) -> None:
     with pytest.raises(ValueError, match=what):
         tensor_file.decode(content)
 
 
 @given(tensors=TENSORS, place=st.integers(0, 300), byte=st.integers(0, 255), cut=st.booleans())
-def test_a_damaged_file_is_refused_or_read_and_nothing_worse(
+def test_a_damaged_file_is_rejected_or_read_without_crashing(
     tensors: dict[str, Tensor], place: int, byte: int, *, cut: bool
 ) -> None:
     content = bytearray(save(tensors))
@@ -135,7 +138,7 @@ def test_a_damaged_file_is_refused_or_read_and_nothing_worse(
             tensor.clone()
 
 
-def test_views_come_back_as_tensors_of_their_own() -> None:
+def test_views_are_read_back_as_separate_tensors() -> None:
     whole = torch.arange(24.0).view(4, 6)
     tensors = {
         "all": whole,
@@ -152,20 +155,22 @@ def test_views_come_back_as_tensors_of_their_own() -> None:
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
 
 
-def test_a_dtype_that_no_checkpoint_has_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match=r"'w' is of torch\.complex64; .*torch\.float32"):
+def test_an_unsupported_dtype_is_rejected_by_name() -> None:
+    with pytest.raises(
+        TypeError, match=r"'w': unsupported dtype torch\.complex64; .*torch\.float32"
+    ):
         tensor_file.encode({"w": torch.zeros(1, dtype=torch.complex64)})
 
 
-def test_a_file_is_in_memory_once_while_it_is_made() -> None:
-    """The library's own way takes 2; a file in parts that are joined, more too."""
+def test_encoding_keeps_one_copy_in_memory() -> None:
+    """The library needs 2 copies, and so does joining parts."""
     run = [sys.executable, "-c", PEAK]
     shown = subprocess.run(run, check=True, capture_output=True, text=True, timeout=120)
 
     assert 1 <= float(shown.stdout) < 1.5
 
 
-def test_what_is_read_takes_no_memory_of_its_own() -> None:
+def test_decoding_copies_nothing() -> None:
     content = tensor_file.encode({"w": torch.ones(3), "v": torch.zeros(5)})
     start = np.frombuffer(content, np.uint8).ctypes.data
 
@@ -174,7 +179,7 @@ def test_what_is_read_takes_no_memory_of_its_own() -> None:
     assert all(start < each.data_ptr() < start + len(content) for each in read.values())
 
 
-def test_one_that_lies_where_its_elements_may_not_is_read_all_the_same() -> None:
+def test_unaligned_content_is_read() -> None:
     tensors = {"w": torch.ones(3)}
     moved = memoryview(b"." + tensor_file.encode(tensors))[1:]
 
@@ -184,16 +189,16 @@ def test_one_that_lies_where_its_elements_may_not_is_read_all_the_same() -> None
     assert read["w"].data_ptr() % 8 == 0
 
 
-def test_others_go_on_while_a_file_is_made() -> None:
+def test_other_threads_run_while_a_file_is_encoded() -> None:
     large = {"w": torch.ones(64 << 20)}
     turns, stop = [time.monotonic()], threading.Event()
 
-    def take_turns() -> None:
+    def count_turns() -> None:
         while not stop.is_set():
             time.sleep(0.001)
             turns.append(time.monotonic())
 
-    other = threading.Thread(target=take_turns)
+    other = threading.Thread(target=count_turns)
     other.start()
     start = time.monotonic()
     tensor_file.encode(large)

@@ -24,7 +24,7 @@ from tinkercloud_testing.families import (
 from tinkercloud_testing.models import byte_tokenizer
 from tinkercloud_testing.recording import Operations
 from tinkercloud_worker.device.packing import PackedSequences
-from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingResult, StopRules
+from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingResult, StopRules
 from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_sampler.decoding import TokenSampler
 from tinkercloud_worker.torch_sampler.decoding_check import check_decoding
@@ -53,7 +53,7 @@ async def draw(
                     num_samples=SAMPLES,
                     max_tokens=MAX_TOKENS,
                     stop=StopRules(frozenset(), ()),
-                    questions=PromptQuestions(logprobs_from=1),
+                    prompt_logprobs=PromptLogprobParams(logprobs_from=1),
                 )
                 for prompt in prompts
             ]

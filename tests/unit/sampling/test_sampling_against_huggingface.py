@@ -15,7 +15,7 @@ from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine, p
 from tinkercloud_testing.models import tiny_deepseek_v3, tiny_gpt2, tiny_llama, tiny_qwen3
 from tinkercloud_testing.recording import Operations
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingResult, StopRules
+from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingResult, StopRules
 
 MODELS = {
     "llama": tiny_llama,
@@ -217,12 +217,16 @@ async def test_every_question_about_a_prompt_is_answered_by_full_logits(tmp_path
         logprobs = torch.log_softmax(reference(torch.tensor([prompt])).logits[0], -1).numpy()
     with an_engine(tiny_llama(), tmp_path, SamplerConfig(prefill_chunk_tokens=4)) as engine:
         await engine.sampler.publish("base", None)
-        questions = PromptQuestions(logprobs_from=3, top_k=4, targets=targets, alternatives_k=3)
+        prompt_logprobs = PromptLogprobParams(
+            logprobs_from=3, top_k=4, targets=targets, alternatives_k=3
+        )
 
-        request = a_sampling_request(prompt, max_tokens=1, top_logprobs=2, questions=questions)
+        request = a_sampling_request(
+            prompt, max_tokens=1, top_logprobs=2, prompt_logprobs=prompt_logprobs
+        )
         result = await engine.sampler.sample("base", request)
         of_targets = a_sampling_request(
-            prompt, max_tokens=1, questions=PromptQuestions(targets=targets)
+            prompt, max_tokens=1, prompt_logprobs=PromptLogprobParams(targets=targets)
         )
         targets_alone = (await engine.sampler.sample("base", of_targets)).prompt.targets
 
@@ -266,7 +270,9 @@ async def test_the_last_token_of_the_whole_context_is_drawn_and_all_of_it_can_be
         to_the_end = a_sampling_request(prompt, max_tokens=13, seed=1, stop=NEVER)
         (drawn,) = (await engine.sampler.sample("base", to_the_end)).sequences
         seen = [*prompt, *drawn.tokens[:-1]]
-        score = a_sampling_request(seen, max_tokens=1, questions=PromptQuestions(logprobs_from=1))
+        score = a_sampling_request(
+            seen, max_tokens=1, prompt_logprobs=PromptLogprobParams(logprobs_from=1)
+        )
         scored = await engine.sampler.sample("base", score)
         with pytest.raises(InvalidRequest, match="keeps 512"):
             await engine.sampler.sample(

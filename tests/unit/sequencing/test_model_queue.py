@@ -18,7 +18,7 @@ MAX_QUEUED_BYTES = 1 << 20
 
 
 class Bench:
-    """A queue over a list of what ran."""
+    """A queue that records which requests ran."""
 
     def __init__(self, gap_seconds: float = 60) -> None:
         self.results = Results(Timings(), 1 << 20, now=lambda: 0.0)
@@ -73,7 +73,7 @@ async def bench() -> AsyncIterator[Bench]:
     made.queue.close("the test is over")
 
 
-async def test_a_gradient_that_can_not_be_dropped_now_is_dropped_before_anything_is_added(
+async def test_a_gradient_that_could_not_be_dropped_is_dropped_before_the_next_batch(
     bench: Bench,
 ) -> None:
     bench.can_drop = False
@@ -107,7 +107,7 @@ async def test_a_repeated_request_runs_once_and_has_one_id(bench: Bench) -> None
     assert bench.ran == ["other 1"]
 
 
-async def test_an_unexpected_error_is_answered_without_its_details(bench: Bench) -> None:
+async def test_details_of_unexpected_errors_are_not_exposed(bench: Bench) -> None:
     def fail() -> None:
         raise ZeroDivisionError("secret")
 
@@ -119,7 +119,7 @@ async def test_an_unexpected_error_is_answered_without_its_details(bench: Bench)
     assert await bench.answer(2) == {"seq_id": 2}
 
 
-async def test_a_step_whose_batch_failed_in_part_is_dropped_whole(bench: Bench) -> None:
+async def test_a_step_with_a_failed_batch_is_dropped_completely(bench: Bench) -> None:
     bench.submit(1, "gradient")
     bench.submit_broken(2)
     bench.submit(3, "gradient")
@@ -136,7 +136,7 @@ async def test_a_step_whose_batch_failed_in_part_is_dropped_whole(bench: Bench) 
     assert answers[5] == {"seq_id": 6}
 
 
-async def test_a_client_that_has_seen_the_failure_may_begin_the_step_again(bench: Bench) -> None:
+async def test_a_client_that_has_read_the_failure_can_restart_the_step(bench: Bench) -> None:
     bench.submit_broken(1)
     await bench.answer(1)
 
@@ -147,14 +147,14 @@ async def test_a_client_that_has_seen_the_failure_may_begin_the_step_again(bench
     assert bench.ran == ["drop", "gradient 2", "step 3"]
 
 
-async def test_other_requests_are_not_touched_by_a_failed_step(bench: Bench) -> None:
+async def test_a_failed_step_does_not_affect_other_requests(bench: Bench) -> None:
     bench.submit_broken(1)
     bench.submit(2, "other")
 
     assert await bench.answer(2) == {"seq_id": 2}
 
 
-async def test_a_missing_number_is_not_waited_for_for_ever() -> None:
+async def test_waiting_for_a_missing_number_times_out() -> None:
     bench = Bench(gap_seconds=0.05)
     bench.submit(2, "gradient")
     bench.submit(3, "step")
@@ -169,7 +169,7 @@ async def test_a_missing_number_is_not_waited_for_for_ever() -> None:
 
 
 @pytest.mark.parametrize("behind", [("gradient", "step"), ("step",), ("other",)], ids=str)
-async def test_what_ran_before_a_missing_number_is_never_applied_without_it(
+async def test_batches_before_a_missing_number_are_never_applied_without_it(
     behind: tuple[Role, ...],
 ) -> None:
     bench = Bench(gap_seconds=0.05)
@@ -190,18 +190,18 @@ async def test_what_ran_before_a_missing_number_is_never_applied_without_it(
     bench.queue.close("the test is over")
 
 
-async def test_a_paused_queue_says_that_half_a_gradient_is_yet_to_be_dropped() -> None:
+async def test_the_snapshot_of_a_paused_queue_reports_a_dirty_gradient() -> None:
     bench = Bench(gap_seconds=0.05)
     bench.submit(1, "gradient")
     bench.submit(3, "gradient")
     await bench.answer(3)
     await bench.queue.pause()
 
-    assert bench.queue.state().holds_half
+    assert bench.queue.snapshot().has_dirty_gradient
     bench.queue.close("the test is over")
 
 
-async def test_of_a_call_that_is_too_large_a_part_fails_rather_than_being_sent_for_ever(
+async def test_a_chunk_of_a_too_large_call_fails_instead_of_being_retried_forever(
     bench: Bench,
 ) -> None:
     bench.submit(2, "gradient", size=MAX_QUEUED_BYTES)
@@ -215,7 +215,7 @@ async def test_of_a_call_that_is_too_large_a_part_fails_rather_than_being_sent_f
     assert bench.ran == ["gradient 1", "gradient 2", "drop"]
 
 
-async def test_while_something_runs_what_is_too_much_is_to_be_sent_again(bench: Bench) -> None:
+async def test_an_overloaded_queue_asks_for_a_retry_while_a_request_runs(bench: Bench) -> None:
     bench.submit(1)
     bench.submit(2, size=MAX_QUEUED_BYTES - 1)
 
@@ -227,7 +227,7 @@ async def test_while_something_runs_what_is_too_much_is_to_be_sent_again(bench: 
     assert await bench.answer(3) == {"seq_id": 3}
 
 
-async def test_a_number_that_comes_in_time_ends_the_wait() -> None:
+async def test_a_missing_number_that_arrives_in_time_ends_the_wait() -> None:
     bench = Bench(gap_seconds=0.2)
     bench.submit(2)
     await asyncio.sleep(0.1)
@@ -240,7 +240,7 @@ async def test_a_number_that_comes_in_time_ends_the_wait() -> None:
     bench.queue.close("the test is over")
 
 
-async def test_what_arrives_behind_a_missing_number_does_not_prolong_the_wait() -> None:
+async def test_requests_behind_a_missing_number_do_not_prolong_the_wait() -> None:
     bench = Bench(gap_seconds=0.3)
     bench.submit(2)
     for seq_id in range(3, 12):
@@ -251,7 +251,7 @@ async def test_what_arrives_behind_a_missing_number_does_not_prolong_the_wait() 
     bench.queue.close("the test is over")
 
 
-async def test_an_optim_step_that_fails_by_no_fault_of_the_client_leaves_no_gradient_behind(
+async def test_an_optim_step_that_fails_on_the_server_drops_the_gradient(
     bench: Bench,
 ) -> None:
     def fail() -> None:
@@ -268,7 +268,7 @@ async def test_an_optim_step_that_fails_by_no_fault_of_the_client_leaves_no_grad
     assert bench.ran == ["gradient 1", "drop", "gradient 3", "step 4"]
 
 
-async def test_an_optim_step_of_wrong_parameters_may_be_sent_again_alone(bench: Bench) -> None:
+async def test_an_optim_step_with_invalid_parameters_can_be_retried_alone(bench: Bench) -> None:
     bench.submit(1, "gradient")
     bench.queue.submit(2, b"2", 1, refusal(InvalidRequest("learning_rate: -1"), "step"))
     bench.submit(3, "step")
@@ -277,7 +277,7 @@ async def test_an_optim_step_of_wrong_parameters_may_be_sent_again_alone(bench: 
     assert bench.ran == ["gradient 1", "step 3"]
 
 
-async def test_nobody_waits_for_a_queue_that_is_closed_to_come_to_rest(bench: Bench) -> None:
+async def test_pausing_a_closed_queue_returns_immediately(bench: Bench) -> None:
     never = asyncio.Event()
 
     async def hang() -> Result:
@@ -293,7 +293,7 @@ async def test_nobody_waits_for_a_queue_that_is_closed_to_come_to_rest(bench: Be
     await asyncio.wait_for(pausing, timeout=5)
 
 
-async def test_work_that_goes_on_in_the_background_does_not_hold_up_the_next(
+async def test_background_work_does_not_block_the_next_request(
     bench: Bench,
 ) -> None:
     release = asyncio.Event()
@@ -313,7 +313,7 @@ async def test_work_that_goes_on_in_the_background_does_not_hold_up_the_next(
     assert await bench.answer(1) == {"seq_id": 1}
 
 
-async def test_closing_answers_everyone_who_waits(bench: Bench) -> None:
+async def test_closing_a_queue_fails_all_waiting_requests(bench: Bench) -> None:
     never = asyncio.Event()
 
     async def hang() -> Result:

@@ -1,4 +1,4 @@
-"""Results are kept until some time after they were read, within bounds, and wake who waits."""
+"""Results wake their waiters and are kept for a time and within limits."""
 
 import asyncio
 from typing import Any
@@ -36,7 +36,7 @@ def a_result(size: int = 1) -> Result:
     return Result(b"x" * size, JSON)
 
 
-async def test_a_waiter_is_woken_by_the_result() -> None:
+async def test_a_result_wakes_its_waiter() -> None:
     results = a_store(Clock())
     results.open("r", b"", "me")
     waiters = [asyncio.create_task(results.wait("r", seconds=5)) for _ in range(3)]
@@ -47,14 +47,14 @@ async def test_a_waiter_is_woken_by_the_result() -> None:
     assert [await waiter for waiter in waiters] == [a_result()] * 3
 
 
-async def test_a_wait_ends_without_a_result_when_its_time_is_over() -> None:
+async def test_waiting_for_a_result_times_out() -> None:
     results = a_store(Clock())
     results.open("r", b"", "me")
 
     assert await results.wait("r", seconds=0.01) is None
 
 
-async def test_a_result_can_be_read_again_until_its_time_is_over() -> None:
+async def test_a_result_can_be_read_again_until_it_expires() -> None:
     clock = Clock()
     results = a_store(clock)
     results.open("r", b"", "me")
@@ -67,11 +67,11 @@ async def test_a_result_can_be_read_again_until_its_time_is_over() -> None:
     clock.now = 11
     results.sweep()
 
-    with pytest.raises(NotFound, match="no longer kept"):
+    with pytest.raises(NotFound, match="has expired"):
         await results.wait("r", seconds=1)
 
 
-async def test_a_result_nobody_read_is_kept_longer() -> None:
+async def test_an_unread_result_is_kept_longer() -> None:
     clock = Clock()
     dropped: list[str] = []
     results = a_store(clock, dropped=dropped)
@@ -86,7 +86,7 @@ async def test_a_result_nobody_read_is_kept_longer() -> None:
     assert dropped == ["r"]
 
 
-async def test_too_many_bytes_drop_what_was_read_first_and_nothing_unread() -> None:
+async def test_over_the_budget_read_results_are_evicted_and_unread_ones_are_kept() -> None:
     clock = Clock()
     dropped: list[str] = []
     results = a_store(clock, max_bytes=25, dropped=dropped)
@@ -106,10 +106,10 @@ async def test_too_many_bytes_drop_what_was_read_first_and_nothing_unread() -> N
     assert dropped == ["a", "b"]
 
 
-async def test_there_is_room_again_once_enough_was_read_or_given_up() -> None:
+async def test_there_is_room_again_once_results_are_read_or_abandoned() -> None:
     clock = Clock()
-    told: list[str] = []
-    results = a_store(clock, max_bytes=25, room=told)
+    notified: list[str] = []
+    results = a_store(clock, max_bytes=25, room=notified)
     for name in ("a:1", "a:2", "b:1"):
         assert results.has_room("me")
         results.open(name, b"", "me")
@@ -120,25 +120,27 @@ async def test_there_is_room_again_once_enough_was_read_or_given_up() -> None:
     await results.wait("b:1", seconds=1)
     await results.wait("b:1", seconds=1)
     assert results.has_room("me")
-    assert told == ["me"]
+    assert notified == ["me"]
     results.open("a:3", b"", "me")
     results.finish("a:3", a_result(size=10))
     assert not results.has_room("me")
-    results.give_up("a")
+    results.abandon("a")
     assert results.has_room("me")
-    assert told == ["me", "me"]
+    assert notified == ["me", "me"]
 
 
-async def test_what_fills_a_budget_is_named() -> None:
+async def test_the_backlog_names_the_results_that_fill_the_budget() -> None:
     results = a_store(Clock(), max_bytes=25)
     for name, size in (("a:1", 10), ("b:1", 30), ("s:sample:0:1", 5)):
         results.open(name, b"", "me")
         results.finish(name, a_result(size=size))
 
-    told = results.crowding("me")
+    backlog = results.backlog("me")
 
-    assert "2 results of 40 bytes for owner 'me' were not retrieved yet (30 of b, 10 of a)" in told
-    assert "limits.max_result_bytes is 25" in told
+    assert (
+        "2 results of 40 bytes for owner 'me' have not been retrieved (30 of b, 10 of a)" in backlog
+    )
+    assert "limits.max_result_bytes is 25" in backlog
 
 
 def fill(results: Results, clock: Clock, *names: str, owner: str = "me", size: int = 10) -> None:
@@ -149,7 +151,7 @@ def fill(results: Results, clock: Clock, *names: str, owner: str = "me", size: i
         results.finish(name, a_result(size=size))
 
 
-async def test_over_the_budget_unread_samples_go_before_results_of_training() -> None:
+async def test_unread_samples_are_evicted_before_training_results() -> None:
     clock, dropped = Clock(), list[str]()
     results = a_store(clock, max_bytes=30, dropped=dropped)
 
@@ -161,9 +163,7 @@ async def test_over_the_budget_unread_samples_go_before_results_of_training() ->
     assert not results.has_room("me")
 
 
-async def test_over_the_budget_what_was_delivered_goes_first_and_what_was_read_just_now_last() -> (
-    None
-):
+async def test_delivered_results_are_evicted_first_and_recently_read_ones_last() -> None:
     clock, dropped = Clock(), list[str]()
     results = a_store(clock, max_bytes=40, dropped=dropped, ttl=1000)
     fill(results, clock, "s:train:0:1", "s:sample:0:1", "s:train:0:2", "s:train:0:3")
@@ -190,7 +190,7 @@ async def test_each_owner_has_its_own_budget() -> None:
         assert await results.wait(name, seconds=1) == a_result(size=10)
 
 
-async def test_who_waits_gets_a_sample_that_is_dropped_meanwhile() -> None:
+async def test_a_waiter_gets_a_sample_that_is_evicted_meanwhile() -> None:
     clock = Clock()
     results = a_store(clock, max_bytes=10)
     results.open("s:sample:0:1", b"", "me")
@@ -204,7 +204,7 @@ async def test_who_waits_gets_a_sample_that_is_dropped_meanwhile() -> None:
     assert await results.wait("s:sample:0:2", seconds=1) == a_result(size=10)
 
 
-async def test_what_another_process_kept_counts_for_its_owner() -> None:
+async def test_restored_results_count_for_their_owner() -> None:
     clock = Clock()
     results, next_one = a_store(clock, max_bytes=10), a_store(clock, max_bytes=10)
     fill(results, clock, "s:train:0:1", "s:train:0:2")
@@ -219,7 +219,7 @@ async def test_what_another_process_kept_counts_for_its_owner() -> None:
 
 
 class Unwalked(dict[str, Any]):
-    """Entries that can be found, and not be gone through."""
+    """Entries that can be looked up, but not iterated over."""
 
     def items(self) -> Any:
         raise AssertionError
@@ -227,7 +227,7 @@ class Unwalked(dict[str, Any]):
     __iter__ = keys = values = items
 
 
-async def test_what_is_given_up_is_found_without_looking_at_all_others(
+async def test_abandoning_a_target_does_not_scan_other_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()
@@ -240,8 +240,8 @@ async def test_what_is_given_up_is_found_without_looking_at_all_others(
 
         with monkeypatch.context() as patch:
             patch.setattr(results, "_entries", Unwalked(results._entries))
-            results.give_up("a")
-            results.give_up("nobody")
+            results.abandon("a")
+            results.abandon("nobody")
 
         assert results.has_room("me")
         clock.now += 11
@@ -249,7 +249,7 @@ async def test_what_is_given_up_is_found_without_looking_at_all_others(
         assert results.digest("a:1") is None
 
 
-async def test_what_has_been_kept_long_enough_is_found_without_looking_at_all_others(
+async def test_expiring_results_does_not_scan_other_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()
@@ -272,11 +272,11 @@ async def test_what_has_been_kept_long_enough_is_found_without_looking_at_all_ot
     assert dropped == ["a:1", "a:0", "a:2", "a:3", "a:5"]
 
 
-async def test_what_was_given_up_before_it_came_is_kept_from_when_it_comes() -> None:
+async def test_the_ttl_of_an_abandoned_result_starts_when_it_finishes() -> None:
     clock = Clock()
     results = a_store(clock)
     results.open("a:1", b"", "me")
-    results.give_up("a")
+    results.abandon("a")
 
     clock.now = 50
     results.sweep()
@@ -290,7 +290,7 @@ async def test_what_was_given_up_before_it_came_is_kept_from_when_it_comes() -> 
     assert results.digest("a:1") is None
 
 
-async def test_a_result_that_is_dropped_unread_makes_room() -> None:
+async def test_dropping_an_unread_result_frees_its_room() -> None:
     clock = Clock()
     results = a_store(clock, max_bytes=10)
     results.open("a:1", b"", "me")
@@ -303,7 +303,7 @@ async def test_a_result_that_is_dropped_unread_makes_room() -> None:
     assert results.has_room("me")
 
 
-async def test_a_failure_that_was_known_before_it_came_takes_no_room() -> None:
+async def test_a_failure_marked_as_read_before_it_finishes_takes_no_room() -> None:
     results = a_store(Clock(), max_bytes=5)
     results.open("a:1", b"", "me")
     results.mark_read("a:1")
@@ -312,7 +312,7 @@ async def test_a_failure_that_was_known_before_it_came_takes_no_room() -> None:
     assert results.has_room("me")
 
 
-async def test_the_first_result_stays() -> None:
+async def test_a_second_result_is_ignored() -> None:
     results = a_store(Clock())
     results.open("r", b"", "me")
     results.finish("r", a_result(1))

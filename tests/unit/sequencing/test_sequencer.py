@@ -1,4 +1,4 @@
-"""Whatever the order of arrival, requests run by number, each once."""
+"""Requests run once each, by number, in any order of arrival."""
 
 import pytest
 from hypothesis import given
@@ -9,7 +9,7 @@ from tinkercloud_worker.head.sequencer import MAX_AHEAD, Sequencer
 
 
 def run_all(sequencer: Sequencer) -> list[int]:
-    """Run whatever can run now."""
+    """Run all requests that can run now."""
     ran = []
     while (seq_id := sequencer.take()) is not None:
         ran.append(seq_id)
@@ -22,7 +22,7 @@ def content(seq_id: int) -> bytes:
 
 
 @given(st.permutations(range(1, 12)), st.lists(st.integers(1, 11)))
-def test_any_order_of_arrival_with_repetitions_runs_in_order_once(
+def test_requests_in_any_order_with_duplicates_run_in_order_once(
     arrivals: list[int], repeated: list[int]
 ) -> None:
     sequencer = Sequencer(max_queued_bytes=1000)
@@ -30,7 +30,7 @@ def test_any_order_of_arrival_with_repetitions_runs_in_order_once(
 
     answers = []
     for seq_id in [*arrivals, *repeated]:
-        answers.append(sequencer.offer(seq_id, content(seq_id), size=1))
+        answers.append(sequencer.enqueue(seq_id, content(seq_id), size=1))
         ran += run_all(sequencer)
 
     assert answers == [True] * len(arrivals) + [False] * len(repeated)
@@ -43,7 +43,7 @@ def test_any_order_of_arrival_with_repetitions_runs_in_order_once(
 def test_nothing_runs_beyond_a_gap(arrived: set[int]) -> None:
     sequencer = Sequencer(max_queued_bytes=1000)
     for seq_id in arrived:
-        sequencer.offer(seq_id, content(seq_id), size=1)
+        sequencer.enqueue(seq_id, content(seq_id), size=1)
 
     ran = run_all(sequencer)
 
@@ -53,25 +53,27 @@ def test_nothing_runs_beyond_a_gap(arrived: set[int]) -> None:
 
 
 @given(st.sets(st.integers(2, 30), min_size=1))
-def test_a_gap_that_is_given_up_drops_what_waited_and_goes_on_after_it(arrived: set[int]) -> None:
+def test_skipping_a_gap_drops_the_waiting_requests_and_continues_after_them(
+    arrived: set[int],
+) -> None:
     sequencer = Sequencer(max_queued_bytes=1000)
     for seq_id in arrived:
-        sequencer.offer(seq_id, content(seq_id), size=1)
+        sequencer.enqueue(seq_id, content(seq_id), size=1)
 
-    dropped = sequencer.give_up_gap()
+    dropped = sequencer.skip_gap()
     following = max(arrived) + 1
-    sequencer.offer(following, content(following), size=1)
+    sequencer.enqueue(following, content(following), size=1)
 
     assert dropped == sorted(arrived)
     assert run_all(sequencer) == [following]
     with pytest.raises(InvalidRequest, match="in the past"):
-        sequencer.offer(1, content(1), size=1)
+        sequencer.enqueue(1, content(1), size=1)
 
 
-def test_a_request_runs_only_when_the_one_before_has_finished() -> None:
+def test_a_request_runs_only_after_the_previous_one_has_finished() -> None:
     sequencer = Sequencer(max_queued_bytes=1000)
     for seq_id in (1, 2):
-        sequencer.offer(seq_id, content(seq_id), size=1)
+        sequencer.enqueue(seq_id, content(seq_id), size=1)
 
     assert sequencer.take() == 1
     assert sequencer.take() is None
@@ -79,33 +81,33 @@ def test_a_request_runs_only_when_the_one_before_has_finished() -> None:
     assert sequencer.take() == 2
 
 
-def test_a_number_with_other_content_is_refused_until_its_result_is_forgotten() -> None:
+def test_a_number_with_different_content_is_rejected_until_its_result_is_forgotten() -> None:
     sequencer = Sequencer(max_queued_bytes=1000)
-    sequencer.offer(1, b"one", size=1)
+    sequencer.enqueue(1, b"one", size=1)
     run_all(sequencer)
 
-    assert sequencer.offer(1, b"one", size=1) is False
-    with pytest.raises(InvalidRequest, match="other content"):
-        sequencer.offer(1, b"two", size=1)
+    assert sequencer.enqueue(1, b"one", size=1) is False
+    with pytest.raises(InvalidRequest, match="different content"):
+        sequencer.enqueue(1, b"two", size=1)
     sequencer.forget(1)
     with pytest.raises(InvalidRequest, match="in the past"):
-        sequencer.offer(1, b"one", size=1)
+        sequencer.enqueue(1, b"one", size=1)
 
 
-def test_a_full_queue_refuses_all_but_the_request_it_waits_for() -> None:
+def test_a_full_queue_rejects_all_requests_except_the_next_one() -> None:
     sequencer = Sequencer(max_queued_bytes=10)
-    sequencer.offer(2, content(2), size=10)
+    sequencer.enqueue(2, content(2), size=10)
 
     with pytest.raises(Overloaded):
-        sequencer.offer(3, content(3), size=1)
-    sequencer.offer(1, content(1), size=100)
+        sequencer.enqueue(3, content(3), size=1)
+    sequencer.enqueue(1, content(1), size=100)
 
     assert run_all(sequencer) == [1, 2]
-    assert sequencer.offer(3, content(3), size=1) is True
+    assert sequencer.enqueue(3, content(3), size=1) is True
 
 
-def test_a_number_absurdly_far_ahead_is_refused() -> None:
+def test_a_number_too_far_ahead_is_rejected() -> None:
     sequencer = Sequencer(max_queued_bytes=10)
 
     with pytest.raises(InvalidRequest, match="too far ahead"):
-        sequencer.offer(MAX_AHEAD + 2, b"x", size=1)
+        sequencer.enqueue(MAX_AHEAD + 2, b"x", size=1)

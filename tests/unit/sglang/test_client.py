@@ -1,4 +1,4 @@
-"""Calls to one inference server: what they wait for, and what ends them."""
+"""Calls to one inference server: concurrency, timeouts and aborts."""
 
 import asyncio
 import socket
@@ -11,7 +11,7 @@ from tinkercloud_worker.inference.client import InferenceClient, ServerUnreachab
 
 
 class Server:
-    """Answers `/generate` only when it is let, and all else at once."""
+    """Responds to `/generate` only when released, and to all else immediately."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -42,13 +42,13 @@ async def server() -> AsyncIterator[Server]:
 
 @pytest.fixture
 async def client(server: Server) -> AsyncIterator[InferenceClient]:
-    """Two calls generate at the same time, and no more."""
+    """A client with at most two concurrent `generate` calls."""
     made = InferenceClient(server.url, key=None, max_concurrent=2)
     yield made
     await made.close()
 
 
-async def test_weights_are_loaded_however_many_requests_generate_and_wait(
+async def test_loading_weights_does_not_wait_for_generate_calls(
     server: Server, client: InferenceClient
 ) -> None:
     calls = [asyncio.create_task(client.generate("/generate", {})) for _ in range(8)]
@@ -63,13 +63,13 @@ async def test_weights_are_loaded_however_many_requests_generate_and_wait(
     assert await asyncio.gather(*calls) == [{"path": "/generate"}] * 8
 
 
-async def test_calls_that_are_given_up_end_with_the_reason_also_those_that_wait(
+async def test_aborted_calls_fail_with_the_reason_including_waiting_ones(
     server: Server, client: InferenceClient
 ) -> None:
     calls = [asyncio.create_task(client.generate("/generate", {})) for _ in range(8)]
     await server.has_asked.wait()
 
-    client.give_up("the server is lost")
+    client.abort_calls("the server is lost")
     ended = await asyncio.gather(*calls, return_exceptions=True)
 
     assert [repr(error) for error in ended] == [repr(ServerUnreachable("the server is lost"))] * 8
@@ -77,14 +77,14 @@ async def test_calls_that_are_given_up_end_with_the_reason_also_those_that_wait(
     assert await client.generate("/generate", {}) == {"path": "/generate"}
 
 
-async def test_a_call_that_takes_longer_than_it_may_ends_and_says_for_how_long_it_waited(
+async def test_a_call_that_times_out_reports_its_timeout(
     client: InferenceClient,
 ) -> None:
-    with pytest.raises(ServerUnreachable, match="does not answer: nothing for 0 s"):
+    with pytest.raises(ServerUnreachable, match="does not respond: no response within 0 s"):
         await client.post("/generate", {}, seconds=0.01)
 
 
-async def test_a_machine_that_vanishes_breaks_its_connections_within_a_minute(
+async def test_connections_to_a_dead_machine_break_within_a_minute(
     server: Server, client: InferenceClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[socket.socket] = []

@@ -1,4 +1,4 @@
-"""A trainer that shares its GPUs: what computes has the turn, and nothing is kept after it."""
+"""A trainer that shares its GPUs: jobs own the GPUs, and release memory afterwards."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -14,7 +14,7 @@ from tinkercloud_worker.training.disabled import NoTrainer
 
 
 class Record:
-    """What happened, in order, to GPUs that a trainer has by turns."""
+    """The order of events on time-shared GPUs."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -33,10 +33,10 @@ class Record:
     def release(self) -> None:
         self.events.append("memory is released")
 
-    def joins(self, _items: Sequence[str], _item: str) -> bool:
+    def can_batch(self, _items: Sequence[str], _item: str) -> bool:
         return True
 
-    def run_together(self, items: Sequence[str], _between: Callable[[], None]) -> Sequence[str]:
+    def run_batch(self, items: Sequence[str], _between: Callable[[], None]) -> Sequence[str]:
         assert self.holders, "the GPUs are somebody else's"
         if "bad" in items:
             raise ValueError("bad")
@@ -45,7 +45,7 @@ class Record:
 
 
 class Held:
-    """A job that has begun, and does not end before it may."""
+    """A job that runs until it may end."""
 
     def __init__(self, ending: Callable[[], None]) -> None:
         self.began = asyncio.Event()
@@ -74,51 +74,49 @@ async def thread(record: Record) -> AsyncIterator[ColocatedThread]:
     thread.stop()
 
 
-async def test_passes_that_may_be_shared_have_the_turn_as_other_jobs_have(
+async def test_batched_passes_own_the_gpus_like_other_jobs(
     thread: ColocatedThread, record: Record
 ) -> None:
-    await thread.run_with_others(record, "a pass")
+    await thread.run_batched(record, "a pass")
     await thread.run(lambda _: record.events.append("a step"))
 
     released = ["memory is released", "the turn ends"]
     assert record.events == ["a pass", *released, "a step", *released]
 
 
-async def test_memory_is_released_once_by_the_last_of_the_jobs_that_have_the_turn_together(
+async def test_the_last_concurrent_job_releases_memory_once(
     thread: ColocatedThread, record: Record
 ) -> None:
-    await asyncio.gather(*[thread.run_with_others(record, name) for name in ("one", "two")])
+    await asyncio.gather(*[thread.run_batched(record, name) for name in ("one", "two")])
 
     assert sorted(record.events[:2]) == ["one", "two"]
     assert record.events[2:] == ["memory is released", "the turn ends"]
 
 
-async def test_a_job_that_fails_releases_memory_too(
-    thread: ColocatedThread, record: Record
-) -> None:
+async def test_a_failing_job_releases_memory(thread: ColocatedThread, record: Record) -> None:
     with pytest.raises(ValueError, match="bad"):
-        await thread.run_with_others(record, "bad")
+        await thread.run_batched(record, "bad")
 
     assert record.events == ["memory is released", "the turn ends"]
 
 
-async def test_a_job_that_somebody_gave_up_keeps_the_turn_until_it_has_ended(
+async def test_a_cancelled_job_owns_the_gpus_until_it_has_ended(
     thread: ColocatedThread, record: Record
 ) -> None:
     job = Held(lambda: record.events.append("a step"))
 
-    given_up = asyncio.create_task(thread.run(job))
+    cancelled = asyncio.create_task(thread.run(job))
     await job.began.wait()
-    given_up.cancel()
+    cancelled.cancel()
     await asyncio.sleep(0)
     assert record.events == []
     job.may_end.set()
-    await asyncio.gather(given_up, return_exceptions=True)
+    await asyncio.gather(cancelled, return_exceptions=True)
 
     await until(lambda: record.events == ["a step", "memory is released", "the turn ends"])
 
 
-async def test_a_job_given_up_while_another_one_releases_memory_keeps_the_turn_too(
+async def test_a_job_cancelled_while_another_releases_memory_owns_the_gpus_until_it_ends(
     thread: ColocatedThread, record: Record
 ) -> None:
     first = Held(lambda: None)
@@ -129,17 +127,17 @@ async def test_a_job_given_up_while_another_one_releases_memory_keeps_the_turn_t
 
     running = asyncio.create_task(thread.run(first))
     await first.began.wait()
-    given_up = asyncio.create_task(thread.run(second))
+    cancelled = asyncio.create_task(thread.run(second))
     await until(lambda: record.holders == 2)
     first.may_end.set()
-    given_up.cancel()
+    cancelled.cancel()
     await running
 
     await until(lambda: record.events[-1:] == ["the turn ends"])
     assert record.events[0] == "the second ends"
 
 
-async def test_a_job_that_is_given_up_before_its_turn_never_runs() -> None:
+async def test_a_job_cancelled_before_it_owns_the_gpus_never_runs() -> None:
     ran, waits = [], asyncio.Event()
 
     @asynccontextmanager
@@ -150,32 +148,30 @@ async def test_a_job_that_is_given_up_before_its_turn_never_runs() -> None:
 
     thread = ColocatedThread(never, lambda: None, on_crash=lambda error: pytest.fail(repr(error)))
     thread.start(NoBackground())
-    given_up = asyncio.create_task(thread.run(lambda _: ran.append("a step")))
+    cancelled = asyncio.create_task(thread.run(lambda _: ran.append("a step")))
     await waits.wait()
-    given_up.cancel()
-    await asyncio.gather(given_up, return_exceptions=True)
-    await until(lambda: not thread._begun)
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
+    await until(lambda: not thread._tasks)
 
-    assert await thread.run_beside(lambda: "what needs no memory has no turn to wait for")
+    assert await thread.run_lightweight(lambda: "what needs no memory has no turn to wait for")
     assert ran == []
     thread.stop()
 
 
-async def test_what_has_no_turn_releases_what_it_leaves_behind(
-    thread: ColocatedThread, record: Record
-) -> None:
-    await thread.run_beside(lambda: record.events.append("a model is saved"))
+async def test_lightweight_jobs_release_memory(thread: ColocatedThread, record: Record) -> None:
+    await thread.run_lightweight(lambda: record.events.append("a model is saved"))
 
     def fail() -> None:
         raise ValueError("bad")
 
     with pytest.raises(ValueError, match="bad"):
-        await thread.run_beside(fail)
+        await thread.run_lightweight(fail)
 
     assert record.events == ["a model is saved", "memory is released", "memory is released"]
 
 
-async def test_memory_is_kept_for_whoever_has_the_turn_while_a_model_is_saved(
+async def test_saving_does_not_release_memory_of_a_running_job(
     thread: ColocatedThread, record: Record
 ) -> None:
     job = Held(lambda: record.events.append("a step"))
@@ -183,7 +179,7 @@ async def test_memory_is_kept_for_whoever_has_the_turn_while_a_model_is_saved(
     step = asyncio.create_task(thread.run(job))
     await job.began.wait()
     saving = asyncio.create_task(
-        thread.run_beside(lambda: record.events.append("a model is saved"))
+        thread.run_lightweight(lambda: record.events.append("a model is saved"))
     )
     await asyncio.sleep(0)
     next_step = asyncio.create_task(thread.run(lambda _: record.events.append("another step")))
@@ -196,25 +192,23 @@ async def test_memory_is_kept_for_whoever_has_the_turn_while_a_model_is_saved(
     ]
 
 
-async def test_saving_that_somebody_gave_up_releases_memory_too(
-    thread: ColocatedThread, record: Record
-) -> None:
+async def test_cancelled_saving_releases_memory(thread: ColocatedThread, record: Record) -> None:
     save = Held(lambda: record.events.append("a model is saved"))
 
-    given_up = asyncio.create_task(thread.run_beside(save))
+    cancelled = asyncio.create_task(thread.run_lightweight(save))
     await save.began.wait()
-    given_up.cancel()
-    await asyncio.gather(given_up, return_exceptions=True)
+    cancelled.cancel()
+    await asyncio.gather(cancelled, return_exceptions=True)
     save.may_end.set()
 
     await until(lambda: record.events == ["a model is saved", "memory is released"])
 
 
-@pytest.mark.parametrize("kind", ["with a turn", "beside"])
-async def test_what_waits_when_the_thread_stops_ends_as_soon_as_it_is_cancelled(
+@pytest.mark.parametrize("kind", ["with a turn", "lightweight"])
+async def test_waiting_jobs_end_on_cancellation_after_the_thread_has_stopped(
     thread: ColocatedThread, kind: str
 ) -> None:
-    run = thread.run if kind == "with a turn" else thread.run_beside
+    run = thread.run if kind == "with a turn" else thread.run_lightweight
     job = Held(lambda: None)
     waiting = [asyncio.create_task(run(job))]
     await job.began.wait()
@@ -225,12 +219,12 @@ async def test_what_waits_when_the_thread_stops_ends_as_soon_as_it_is_cancelled(
     await until(lambda: thread._stopping)
     job.may_end.set()
     await stopping
-    # As asyncio does with all that is left when a process ends.
-    begun = [*waiting, *thread._begun]
-    for task in begun:
+    # As asyncio does with remaining tasks when a process ends.
+    started = [*waiting, *thread._tasks]
+    for task in started:
         task.cancel()
 
-    _, left = await asyncio.wait(begun, timeout=10)
+    _, left = await asyncio.wait(started, timeout=10)
     assert not left
 
 
@@ -241,7 +235,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize(("uses_cuda", "emptied"), [(True, 1), (False, 0)])
-def test_a_trainer_empties_torch_s_cache_if_it_uses_a_gpu(
+def test_a_trainer_on_a_gpu_empties_the_cache_of_torch(
     uses_cuda: bool, emptied: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[None] = []

@@ -1,4 +1,4 @@
-"""How requests are divided over servers, and how modes of a server exclude each other."""
+"""How requests are spread over servers, and how modes of a server exclude each other."""
 
 import asyncio
 from typing import Any
@@ -16,7 +16,7 @@ SERVERS = dict.fromkeys(["a", "b", "c", "d"], 0)
 
 
 class Switches:
-    """Switches, and remembers to what."""
+    """Records the switches."""
 
     def __init__(self) -> None:
         self.made: list[str] = []
@@ -37,7 +37,7 @@ async def work(modes: ModeSwitch, mode: str, log: list[str], steps: int = 3) -> 
 
 
 @given(st.text())
-def test_only_keys_of_a_server_that_goes_move_to_another(key: str) -> None:
+def test_removing_a_server_only_moves_its_keys(key: str) -> None:
     ranked = order(key, SERVERS)
     left = {server: 0 for server in SERVERS if server != ranked[1]}
 
@@ -52,7 +52,7 @@ def test_keys_are_spread_over_all_servers() -> None:
 
 
 @given(st.text(), st.lists(st.integers(0, 500), min_size=4, max_size=4))
-def test_no_server_gets_more_than_its_share_and_a_quarter(key: str, loads: list[int]) -> None:
+def test_no_server_exceeds_its_share_by_more_than_a_quarter(key: str, loads: list[int]) -> None:
     running = dict(zip(SERVERS, loads, strict=True))
 
     chosen = choose(key, running)
@@ -61,7 +61,7 @@ def test_no_server_gets_more_than_its_share_and_a_quarter(key: str, loads: list[
     assert choose(key, SERVERS) == order(key, SERVERS)[0]
 
 
-async def test_work_in_one_mode_runs_together_without_a_switch() -> None:
+async def test_work_in_one_mode_runs_concurrently_without_a_switch() -> None:
     switches = Switches()
     log: list[str] = []
     modes = ModeSwitch(switches, "a")
@@ -72,7 +72,7 @@ async def test_work_in_one_mode_runs_together_without_a_switch() -> None:
     assert log == ["a"] * 9
 
 
-async def test_modes_exclude_each_other_and_who_came_first_goes_first() -> None:
+async def test_modes_exclude_each_other_in_order_of_arrival() -> None:
     switches = Switches()
     log: list[str] = []
     modes = ModeSwitch(switches, "a")
@@ -83,7 +83,7 @@ async def test_modes_exclude_each_other_and_who_came_first_goes_first() -> None:
     assert switches.made == ["b", "a", "c"]
 
 
-async def test_modes_that_alternate_are_switched_between_once_for_all_that_wait() -> None:
+async def test_alternating_requests_cause_one_switch_per_mode() -> None:
     switches = Switches()
     log: list[str] = []
     modes = ModeSwitch(switches, None)
@@ -94,7 +94,7 @@ async def test_modes_that_alternate_are_switched_between_once_for_all_that_wait(
     assert "".join(log) == "a" * 24 + "b" * 24
 
 
-async def test_what_comes_while_its_mode_has_the_turn_waits_behind_the_other_modes() -> None:
+async def test_work_for_the_current_mode_waits_behind_waiting_modes() -> None:
     switches = Switches()
     log: list[str] = []
     modes = ModeSwitch(switches, "a")
@@ -111,7 +111,7 @@ async def test_what_comes_while_its_mode_has_the_turn_waits_behind_the_other_mod
     assert switches.made == ["b", "c", "a"]
 
 
-async def test_a_switch_that_fails_is_told_to_those_who_wait_for_it_and_tried_again() -> None:
+async def test_a_failed_switch_fails_its_waiters_and_is_retried() -> None:
     switches = Switches()
     log: list[str] = []
     modes = ModeSwitch(switches, "a")
@@ -129,17 +129,17 @@ async def test_a_switch_that_fails_is_told_to_those_who_wait_for_it_and_tried_ag
 
 
 @pytest.mark.parametrize("pauses", range(6))
-async def test_who_gives_up_at_any_moment_holds_up_nobody(pauses: int) -> None:
+async def test_cancelled_work_never_blocks_others(pauses: int) -> None:
     switches = Switches()
     log: list[str] = []
     modes = ModeSwitch(switches, "a")
     first = asyncio.create_task(work(modes, "a", log))
-    given_up = asyncio.create_task(work(modes, "b", [], steps=50))
+    cancelled = asyncio.create_task(work(modes, "b", [], steps=50))
     last = asyncio.create_task(work(modes, "a", log))
     for _ in range(pauses):
         await asyncio.sleep(0)
 
-    given_up.cancel()
+    cancelled.cancel()
     await asyncio.wait_for(asyncio.gather(first, last), 10)
 
     assert log == ["a"] * 6
@@ -202,6 +202,6 @@ async def test_who_gives_up_at_any_moment_holds_up_nobody(pauses: int) -> None:
         ),
     ],
 )
-def test_settings_that_would_do_nothing_are_refused(settings: dict[str, Any], words: str) -> None:
+def test_settings_without_effect_are_rejected(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         SamplerConfig(**settings)

@@ -75,9 +75,9 @@ def test_models_that_share_a_pass_have_their_own_counts() -> None:
     trainer = a_trainer(tiny_qwen3_moe(), LORA, LORA, kept=None)
     batches = [prepare(a_request(data), trainer.limits) for data in (DATA[:1], DATA[1:])]
     passes = [TrainingPass(f"m{number}", batch) for number, batch in enumerate(batches)]
-    assert trainer.joins(passes[:1], passes[1])
+    assert trainer.can_batch(passes[:1], passes[1])
 
-    together = trainer.run_together(passes, lambda: None)
+    together = trainer.run_batch(passes, lambda: None)
 
     for output, data in zip(together, (DATA[:1], DATA[1:]), strict=True):
         expected = chosen_by(tiny_qwen3_moe().eval(), data)

@@ -16,10 +16,10 @@ class Sums:
     def __init__(self) -> None:
         self.ran: list[list[int]] = []
 
-    def joins(self, items: Sequence[int], _item: int) -> bool:
+    def can_batch(self, items: Sequence[int], _item: int) -> bool:
         return len(items) < 3
 
-    def run_together(self, items: Sequence[int], _between: Callable[[], None]) -> list[int]:
+    def run_batch(self, items: Sequence[int], _between: Callable[[], None]) -> list[int]:
         self.ran.append(list(items))
         if -1 in items:
             raise ValueError("-1")
@@ -49,7 +49,7 @@ async def while_busy(
 
 
 def item(thread: EngineThread, group: Sums, number: int) -> Callable[[], asyncio.Task[int]]:
-    return lambda: asyncio.create_task(thread.run_with_others(group, number))
+    return lambda: asyncio.create_task(thread.run_batched(group, number))
 
 
 async def test_items_of_a_group_that_wait_run_as_one_and_each_gets_its_own_result(

@@ -57,7 +57,7 @@ def test_each_model_gets_the_logprobs_loss_and_gradient_that_it_gets_alone(loss_
         for name, lengths in zip(ADAPTERS, ([5, 9], [3], [7, 2, 8]), strict=True)
     ]
 
-    outputs = together.run_together(passes, lambda: None)
+    outputs = together.run_batch(passes, lambda: None)
 
     expected = [alone.forward_backward(p.model_id, p.batch, lambda: None) for p in passes]
     for output, other in zip(outputs, expected, strict=True):
@@ -79,7 +79,7 @@ def test_a_model_whose_weights_have_run_away_takes_no_other_along(
     together._models["low"].trainable.flat.detach()[::7] = value
     passes = [a_pass(together, name, [5, 6]) for name in ADAPTERS]
 
-    together.run_together(passes, lambda: None)
+    together.run_batch(passes, lambda: None)
 
     for each in passes[1:]:
         alone.forward_backward(each.model_id, each.batch, lambda: None)
@@ -95,7 +95,7 @@ def test_a_gradient_that_is_not_finite_stays_with_its_model(dtype: torch.dtype) 
     for example in passes[0].batch.examples:
         example.inputs["advantages"][:] = 3e38
 
-    together.run_together(passes, lambda: None)
+    together.run_batch(passes, lambda: None)
 
     assert not gradient(together, "low").isfinite().all()
     for each in passes[1:]:
@@ -115,7 +115,7 @@ def test_rows_that_weigh_nothing_leave_every_model_its_own_gradient(
         for example in each.batch.examples:
             example.inputs["weights"][::2] = 0
 
-    together.run_together(passes, lambda: None)
+    together.run_batch(passes, lambda: None)
 
     for each in passes:
         alone.forward_backward(each.model_id, each.batch, lambda: None)
@@ -128,35 +128,35 @@ def test_small_passes_of_different_models_join() -> None:
     trainer = a_trainer()
     first, second = a_pass(trainer, "low", [20]), a_pass(trainer, "high", [20, 20])
 
-    assert trainer.joins([first], second)
+    assert trainer.can_batch([first], second)
 
 
 def test_what_is_no_micro_batch_together_does_not_join() -> None:
     trainer = a_trainer()
     first, second = a_pass(trainer, "low", [20]), a_pass(trainer, "high", [20, 25])
 
-    assert not trainer.joins([first], second)
+    assert not trainer.can_batch([first], second)
 
 
 def test_passes_of_one_model_do_not_join() -> None:
     trainer = a_trainer()
 
-    assert not trainer.joins([a_pass(trainer, "low", [4])], a_pass(trainer, "low", [5]))
+    assert not trainer.can_batch([a_pass(trainer, "low", [4])], a_pass(trainer, "low", [5]))
 
 
 def test_losses_of_two_kinds_do_not_join() -> None:
     trainer = a_trainer()
     first = a_pass(trainer, "low", [4])
 
-    assert not trainer.joins([first], a_pass(trainer, "high", [4], "importance_sampling"))
+    assert not trainer.can_batch([first], a_pass(trainer, "high", [4], "importance_sampling"))
 
 
 def test_whole_models_do_not_join() -> None:
     trainer = a_trainer()
     trainer.add_model("whole", None)
 
-    assert not trainer.joins([a_pass(trainer, "low", [4])], a_pass(trainer, "whole", [4]))
-    assert not trainer.joins([a_pass(trainer, "whole", [4])], a_pass(trainer, "low", [4]))
+    assert not trainer.can_batch([a_pass(trainer, "low", [4])], a_pass(trainer, "whole", [4]))
+    assert not trainer.can_batch([a_pass(trainer, "whole", [4])], a_pass(trainer, "low", [4]))
 
 
 def test_a_model_that_was_removed_while_its_pass_waited_does_not_join() -> None:
@@ -164,21 +164,21 @@ def test_a_model_that_was_removed_while_its_pass_waited_does_not_join() -> None:
     gone, waiting = a_pass(trainer, "low", [4]), a_pass(trainer, "high", [4])
     trainer.remove_model("low")
 
-    assert not trainer.joins([waiting], gone)
-    assert not trainer.joins([gone], waiting)
+    assert not trainer.can_batch([waiting], gone)
+    assert not trainer.can_batch([gone], waiting)
 
 
 def test_models_of_an_architecture_that_takes_one_sequence_at_a_time_do_not_join() -> None:
     trainer = a_trainer(tiny_gemma2())
 
-    assert not trainer.joins([a_pass(trainer, "low", [4])], a_pass(trainer, "high", [4]))
+    assert not trainer.can_batch([a_pass(trainer, "low", [4])], a_pass(trainer, "high", [4]))
 
 
 def test_a_mixture_of_experts_is_shared_as_well() -> None:
     together, alone = a_trainer(tiny_qwen3_moe()), a_trainer(tiny_qwen3_moe())
     passes = [a_pass(together, name, [5, 6]) for name in ADAPTERS]
 
-    outputs = together.run_together(passes, lambda: None)
+    outputs = together.run_batch(passes, lambda: None)
 
     for each, output in zip(passes, outputs, strict=True):
         expected = alone.forward_backward(each.model_id, each.batch, lambda: None)

@@ -1,4 +1,4 @@
-"""A model comes whole or not at all, from the hub or from an object store."""
+"""Models are downloaded atomically from the hub or an object store."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ CLUTTER = ("pytorch_model.bin", "modeling_acme.py", "consolidated.safetensors", 
 
 
 def a_sharded_model(folder: Path) -> Path:
-    """Write a tiny model in several files of weights, beside files nobody wants."""
+    """Write a tiny model with several weight files, and with unwanted files."""
     save(tiny_llama(), folder)
     (folder / "model.safetensors").unlink()
     tiny_llama().save_pretrained(folder, max_shard_size="20KB")
@@ -45,7 +45,7 @@ def a_sharded_model(folder: Path) -> Path:
 def fetched(
     source: str, folder: Path, *part: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command as a pod's first container does."""
+    """Run the command as a pod's init container does."""
     return subprocess.run(
         [sys.executable, "-m", "tinkercloud_worker.fetch_model", source, str(folder), *part],
         env={**os.environ, "HF_HOME": str(folder.parent / "hf"), **environment},
@@ -61,7 +61,7 @@ def shards(folder: Path) -> list[Path]:
 
 @dataclass
 class Hub:
-    """A hub of one model, which speaks its protocol and wants a token."""
+    """A hub with one model, which requires a token."""
 
     folder: Path
     token: str = "hf_granted"
@@ -146,7 +146,7 @@ def bucket() -> Iterator[Bucket]:
         yield made
 
 
-def test_a_model_of_the_hub_is_fetched_without_what_is_never_loaded(
+def test_a_hub_model_is_downloaded_without_files_that_are_never_loaded(
     hub: Hub, tmp_path: Path
 ) -> None:
     folder = tmp_path / "scratch" / "model"
@@ -163,7 +163,7 @@ def test_a_model_of_the_hub_is_fetched_without_what_is_never_loaded(
 
 
 @pytest.mark.parametrize(("suffix", "asked"), [("", "main"), ("@0a1b2c", "0a1b2c")])
-def test_a_model_of_the_hub_is_fetched_as_it_is_at_a_revision(
+def test_a_hub_model_is_downloaded_at_its_revision(
     hub: Hub, tmp_path: Path, suffix: str, asked: str
 ) -> None:
     result = fetched(f"{SOURCE}{suffix}", tmp_path / "model", **hub.environment)
@@ -172,7 +172,7 @@ def test_a_model_of_the_hub_is_fetched_as_it_is_at_a_revision(
     assert hub.revisions[0] == asked
 
 
-def test_a_model_that_is_there_is_not_fetched_again(hub: Hub, tmp_path: Path) -> None:
+def test_an_existing_model_is_not_downloaded_again(hub: Hub, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     fetched(SOURCE, folder, **hub.environment)
     hub.served.clear()
@@ -183,18 +183,18 @@ def test_a_model_that_is_there_is_not_fetched_again(hub: Hub, tmp_path: Path) ->
     assert hub.served == []
 
 
-def test_a_model_the_hub_does_not_grant_is_refused_by_name(hub: Hub, tmp_path: Path) -> None:
+def test_a_gated_hub_model_is_rejected_by_name(hub: Hub, tmp_path: Path) -> None:
     folder = tmp_path / "model"
 
     result = fetched(SOURCE, folder, **{**hub.environment, "HF_TOKEN": "hf_guessed"})
 
     assert result.returncode == 1
-    assert "hub:acme/tiny can't be fetched: GatedRepoError" in result.stderr
+    assert "failed to download hub:acme/tiny: GatedRepoError" in result.stderr
     assert "hf_guessed" not in result.stderr
     assert not folder.exists()
 
 
-def test_a_model_of_an_object_store_is_fetched_without_what_is_never_loaded(
+def test_a_stored_model_is_downloaded_without_files_that_are_never_loaded(
     bucket: Bucket, tmp_path: Path
 ) -> None:
     kept, folder = a_sharded_model(tmp_path / "kept"), tmp_path / "scratch" / "model"
@@ -210,7 +210,7 @@ def test_a_model_of_an_object_store_is_fetched_without_what_is_never_loaded(
     AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
 
 
-def test_a_large_file_comes_in_chunks_of_the_file_it_was_when_it_was_found(
+def test_a_large_file_is_downloaded_in_chunks_of_the_same_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, content = tmp_path / "kept", bytes(range(256)) * 10
@@ -241,7 +241,7 @@ def test_a_large_file_comes_in_chunks_of_the_file_it_was_when_it_was_found(
     assert not (tmp_path / "replaced.json").exists()
 
 
-def test_what_describes_a_model_is_fetched_without_its_weights(
+def test_a_description_is_downloaded_without_weights(
     hub: Hub, bucket: Bucket, tmp_path: Path
 ) -> None:
     kept = a_sharded_model(tmp_path / "kept")
@@ -260,7 +260,7 @@ def test_what_describes_a_model_is_fetched_without_its_weights(
     assert all((folder / "tokenizer.json").exists() for folder in folders)
 
 
-def test_a_fetch_that_was_cut_off_goes_on_where_it_was(bucket: Bucket, tmp_path: Path) -> None:
+def test_an_interrupted_download_resumes(bucket: Bucket, tmp_path: Path) -> None:
     kept, folder = a_sharded_model(tmp_path / "kept"), tmp_path / "model"
     source = bucket.hold(kept, "cut-off")
     lost = shards(kept)[-1].name
@@ -279,7 +279,7 @@ def test_a_fetch_that_was_cut_off_goes_on_where_it_was(bucket: Bucket, tmp_path:
     assert not partial.exists()
 
 
-def test_weights_that_are_not_the_models_are_refused_and_fetched_again_once_they_are_mended(
+def test_wrong_weights_are_rejected_and_downloaded_again_once_corrected(
     bucket: Bucket, tmp_path: Path
 ) -> None:
     kept, folder = save(tiny_llama(), tmp_path / "kept"), tmp_path / "model"
@@ -299,7 +299,7 @@ def test_weights_that_are_not_the_models_are_refused_and_fetched_again_once_they
     assert not list(folder.glob(".*"))
 
 
-def test_names_that_are_not_the_models_are_refused(bucket: Bucket, tmp_path: Path) -> None:
+def test_wrong_tensor_names_are_rejected(bucket: Bucket, tmp_path: Path) -> None:
     kept = save(tiny_llama(), tmp_path / "kept")
     wrong_folders.prefixed("_orig_mod.")(kept)
     source = bucket.hold(kept, "compiled")
@@ -311,7 +311,7 @@ def test_names_that_are_not_the_models_are_refused(bucket: Bucket, tmp_path: Pat
     assert not (tmp_path / "model").exists()
 
 
-def test_weights_that_only_a_pickle_holds_are_refused(bucket: Bucket, tmp_path: Path) -> None:
+def test_pickled_weights_are_rejected(bucket: Bucket, tmp_path: Path) -> None:
     kept = save(tiny_llama(), tmp_path / "kept")
     (kept / "model.safetensors").rename(kept / "pytorch_model.bin")
     source = bucket.hold(kept, "pickled")
@@ -319,21 +319,21 @@ def test_weights_that_only_a_pickle_holds_are_refused(bucket: Bucket, tmp_path: 
     result = fetched(source, tmp_path / "model", **bucket.environment)
 
     assert result.returncode == 1
-    assert f"{source} is not a whole model" in result.stderr
+    assert f"{source} is not a complete model" in result.stderr
     assert "*.safetensors" in result.stderr
     assert not (tmp_path / "model").exists()
 
 
-def test_a_bucket_that_is_not_there_is_named(bucket: Bucket, tmp_path: Path) -> None:
+def test_a_missing_bucket_is_reported_by_name(bucket: Bucket, tmp_path: Path) -> None:
     result = fetched("s3://nothing/at-all", tmp_path / "model", **bucket.environment)
 
     assert result.returncode == 1
-    assert "s3://nothing/at-all can't be fetched" in result.stderr
+    assert "failed to download s3://nothing/at-all" in result.stderr
 
 
 @pytest.mark.parametrize("source", ["acme/tiny", "https://example.org/tiny", "file:///etc"])
-def test_a_source_of_another_kind_is_refused(source: str, tmp_path: Path) -> None:
+def test_an_unsupported_source_is_rejected(source: str, tmp_path: Path) -> None:
     result = fetched(source, tmp_path / "model")
 
     assert result.returncode == 1
-    assert f"{source!r} is no source of a model" in result.stderr
+    assert f"unsupported model source {source!r}" in result.stderr

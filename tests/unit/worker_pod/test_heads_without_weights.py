@@ -1,4 +1,4 @@
-"""A head whose model is trained and sampled elsewhere knows it by its description alone."""
+"""A head whose model is trained and sampled elsewhere needs only its description."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +30,7 @@ SERVERS = SamplerConfig(
 
 
 def described(model: PreTrainedModel, folder: Path) -> Path:
-    """Write all but the weights of a model."""
+    """Write a model without its weights."""
     save(model, folder)
     (folder / "model.safetensors").unlink()
     return folder
@@ -53,7 +53,7 @@ def a_config(
 
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3, tiny_gpt2])
-def test_a_description_tells_what_the_model_itself_would(
+def test_a_description_gives_the_same_information_as_the_model(
     make: Callable[[], PreTrainedModel], tmp_path: Path
 ) -> None:
     loaded = BaseModel(make())
@@ -64,7 +64,7 @@ def test_a_description_tells_what_the_model_itself_would(
     assert read.limits == TokenLimits(loaded.vocab_size, loaded.max_context_length)
 
 
-async def test_a_head_that_only_asks_servers_needs_no_weights(tmp_path: Path) -> None:
+async def test_a_head_with_external_servers_needs_no_weights(tmp_path: Path) -> None:
     model = described(tiny_llama(), tmp_path / "model")
 
     backend = build_backend(a_config(model, tmp_path, SERVERS))
@@ -78,7 +78,9 @@ async def test_a_head_that_only_asks_servers_needs_no_weights(tmp_path: Path) ->
     await backend.sampler.close()
 
 
-async def test_a_head_takes_no_longer_sequences_than_its_model_and_says_so(tmp_path: Path) -> None:
+async def test_the_context_limit_of_the_model_overrides_a_larger_setting_with_a_warning(
+    tmp_path: Path,
+) -> None:
     model = tiny_llama()
     own = model.config.max_position_embeddings
     folder = described(model, tmp_path / "model")
@@ -97,13 +99,13 @@ async def test_a_head_takes_no_longer_sequences_than_its_model_and_says_so(tmp_p
         await backend.sampler.close()
 
 
-def test_a_head_that_samples_by_itself_needs_them(tmp_path: Path) -> None:
+def test_a_head_that_samples_itself_needs_weights(tmp_path: Path) -> None:
     model = described(tiny_llama(), tmp_path / "model")
 
     with pytest.raises(UnsupportedModelError, match=r"neither model\.safetensors nor"):
         build_backend(a_config(model, tmp_path, SamplerConfig()))
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="no-such-folder is not a folder"):
         read_architecture(str(tmp_path / "no-such-folder"))

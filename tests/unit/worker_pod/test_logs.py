@@ -1,4 +1,4 @@
-"""Whatever library a part of a head logs with, a line is one JSON object of the same form."""
+"""All log lines are JSON objects of the same format, from any logging library."""
 
 import json
 import subprocess
@@ -14,13 +14,13 @@ logs.configure()
 structlog.contextvars.bind_contextvars(head="h", generation="g")
 log = structlog.get_logger("tinkercloud_worker.head")
 log.warning("slow", missing=["Triton"])
-log.info("told")
-log.debug("not told")
+log.info("shown")
+log.debug("hidden")
 engine = logging.getLogger("tinkercloud_worker.model.fused_kernels")
 engine.warning("slow", extra={"missing": ["Triton"]})
-engine.info("told")
-engine.debug("not told")
-logging.getLogger("asyncio").info("not told")
+engine.info("shown")
+engine.debug("hidden")
+logging.getLogger("asyncio").info("hidden")
 logging.getLogger("asyncio").warning("of %s", "others")
 try:
     1 / 0
@@ -30,14 +30,14 @@ except ZeroDivisionError:
 """
 
 
-def test_engines_log_by_the_standard_library_and_come_out_as_all_else() -> None:
+def test_standard_library_logs_have_the_same_format_as_structlog() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
     )
 
     lines: list[dict[str, Any]] = [json.loads(line) for line in done.stderr.splitlines()]
     assert [line.pop("timestamp")[-1] for line in lines] == ["Z"] * len(lines)
-    slow, told, engine_slow, engine_told, others, failed, engine_failed = lines
+    slow, shown, engine_slow, engine_shown, others, failed, engine_failed = lines
     assert (
         slow
         == engine_slow
@@ -50,13 +50,13 @@ def test_engines_log_by_the_standard_library_and_come_out_as_all_else() -> None:
         }
     )
     assert (
-        told
-        == engine_told
+        shown
+        == engine_shown
         == {
             "head": "h",
             "generation": "g",
             "level": "info",
-            "event": "told",
+            "event": "shown",
         }
     )
     assert others["event"] == "of others"

@@ -1,4 +1,4 @@
-"""A head whose API server is gone: when it ends by itself, and when not."""
+"""A head whose API server is gone stops itself after a grace period."""
 
 import asyncio
 import signal
@@ -35,14 +35,14 @@ def backend(tmp_path: Path) -> Iterator[Backend]:
 
 
 @pytest.fixture
-async def told_to_stop() -> asyncio.Event:
-    told = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.set)
-    return told
+async def stop_signal() -> asyncio.Event:
+    stopped = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+    return stopped
 
 
-async def test_a_head_that_loads_longer_than_its_grace_is_left_alone(
-    backend: Backend, told_to_stop: asyncio.Event
+async def test_a_head_that_loads_longer_than_its_grace_period_is_not_stopped(
+    backend: Backend, stop_signal: asyncio.Event
 ) -> None:
     may_load = threading.Event()
 
@@ -53,17 +53,17 @@ async def test_a_head_that_loads_longer_than_its_grace_is_left_alone(
     lifecycle = Lifecycle(TIMINGS, build)
     lifecycle.start()
     await asyncio.sleep(20 * GRACE_SECONDS)
-    was_told = told_to_stop.is_set()
+    was_stopped = stop_signal.is_set()
     may_load.set()
     await lifecycle.wait_until_ready()
 
-    assert not was_told
-    await told_to_stop.wait()
+    assert not was_stopped
+    await stop_signal.wait()
     await lifecycle.stop()
 
 
-async def test_a_head_lives_as_long_as_its_lease_is_held(
-    backend: Backend, told_to_stop: asyncio.Event
+async def test_a_head_runs_as_long_as_its_lease_is_held(
+    backend: Backend, stop_signal: asyncio.Event
 ) -> None:
     lifecycle = Lifecycle(TIMINGS, lambda: backend)
     lifecycle.start()
@@ -71,8 +71,8 @@ async def test_a_head_lives_as_long_as_its_lease_is_held(
     with lifecycle.held_lease():
         await lifecycle.wait_until_ready()
         await asyncio.sleep(20 * GRACE_SECONDS)
-        was_told = told_to_stop.is_set()
+        was_stopped = stop_signal.is_set()
 
-    assert not was_told
-    await told_to_stop.wait()
+    assert not was_stopped
+    await stop_signal.wait()
     await lifecycle.stop()

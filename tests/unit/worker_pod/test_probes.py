@@ -1,4 +1,4 @@
-"""What a head tells a kubelet, which has no token and does not wait."""
+"""Probes of a head by the kubelet, which has no token and does not wait."""
 
 import asyncio
 import tempfile
@@ -26,7 +26,7 @@ from tinkercloud_testing.served_heads import TOKEN, served
 from tinkercloud_testing.waiting import wait_until
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints.store import CheckpointStore
-from tinkercloud_worker.engine.thread import Between, EngineThread, NoBackground
+from tinkercloud_worker.engine.thread import EngineThread, NoBackground, YieldPoint
 from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.lifecycle import Lifecycle
@@ -53,7 +53,7 @@ class Head:
 
 @asynccontextmanager
 async def a_head(build: Callable[[], Backend]) -> AsyncIterator[Head]:
-    """Serve a head that begins to load by `build`; it has come that far when this returns."""
+    """Serve a head that loads with `build`; return once it has started loading."""
     with tempfile.NamedTemporaryFile("w+") as token_file:
         token_file.write(TOKEN)
         token_file.flush()
@@ -86,7 +86,7 @@ class Clock:
         return self.seconds
 
 
-async def test_a_loading_head_is_alive_and_says_at_once_that_it_is_not_ready(
+async def test_a_loading_head_is_alive_but_not_ready(
     backend: Backend,
 ) -> None:
     loaded = threading.Event()
@@ -104,7 +104,7 @@ async def test_a_loading_head_is_alive_and_says_at_once_that_it_is_not_ready(
     assert "loading its model" in ready[1]
 
 
-async def test_a_loaded_head_is_ready_and_needs_no_token_to_say_so(backend: Backend) -> None:
+async def test_a_loaded_head_is_ready_without_a_token(backend: Backend) -> None:
     async with a_head(lambda: backend) as head:
         waited = await head.get(routes.HEAD_WAIT_READY, TOKEN)
 
@@ -112,7 +112,7 @@ async def test_a_loaded_head_is_ready_and_needs_no_token_to_say_so(backend: Back
 
 
 @pytest.mark.parametrize("path", [routes.HEAD_WAIT_READY, routes.HEAD_STATUS, "/healthz/more"])
-async def test_everything_but_the_probes_needs_the_token(backend: Backend, path: str) -> None:
+async def test_everything_except_the_probes_needs_the_token(backend: Backend, path: str) -> None:
     async with a_head(lambda: backend) as head:
         await head.get(routes.HEAD_WAIT_READY, TOKEN)
 
@@ -120,7 +120,7 @@ async def test_everything_but_the_probes_needs_the_token(backend: Backend, path:
         assert (await head.get(path, "guessed"))[0] == 401
 
 
-async def test_prometheus_reads_what_a_head_counts_without_a_token(backend: Backend) -> None:
+async def test_metrics_need_no_token(backend: Backend) -> None:
     metrics.ENGINE_LOSSES.labels("http://engine").inc(2)
     async with a_head(lambda: backend) as head:
         status, text = await head.get(routes.HEAD_METRICS)
@@ -129,7 +129,7 @@ async def test_prometheus_reads_what_a_head_counts_without_a_token(backend: Back
     assert 'tinkercloud_engine_losses_total{engine="http://engine"} 2.0' in text
 
 
-async def test_a_suspended_head_is_alive_and_not_ready(backend: Backend) -> None:
+async def test_a_suspended_head_is_alive_but_not_ready(backend: Backend) -> None:
     async with a_head(lambda: backend) as head:
         await head.get(routes.HEAD_WAIT_READY, TOKEN)
         await head.suspend()
@@ -141,30 +141,30 @@ async def test_a_suspended_head_is_alive_and_not_ready(backend: Backend) -> None
 
 
 @pytest.mark.parametrize(("ranks", "more"), [(0, 0.0), (2, 2 * HOUR)])
-async def test_a_long_step_is_not_taken_for_an_engine_that_hangs_nor_is_a_start_of_ranks(
+async def test_long_steps_and_starting_ranks_do_not_count_as_hanging(
     backend: Backend, ranks: int, more: float
 ) -> None:
     trainer = TrainerConfig(ranks=ranks, start_timeout_seconds=2 * HOUR)
     backend = replace(backend, config=backend.config.model_copy(update={"trainer": trainer}))
-    clock, reached, go_on = Clock(), threading.Event(), threading.Event()
+    clock, reached, proceed = Clock(), threading.Event(), threading.Event()
     thread = EngineThread(lambda _: None, now=clock)
     thread.start(NoBackground())
 
-    def step_of_two_hours(pause: Between) -> None:
+    def two_hour_step(pause: YieldPoint) -> None:
         clock.seconds += HOUR
         pause()
         clock.seconds += HOUR + more
         reached.set()
-        go_on.wait()
+        proceed.wait()
 
     async with a_head(lambda: replace(backend, thread=thread)) as head:
         await head.get(routes.HEAD_WAIT_READY, TOKEN)
-        step = asyncio.create_task(thread.run(step_of_two_hours))
+        step = asyncio.create_task(thread.run(two_hour_step))
         await asyncio.to_thread(reached.wait)
         within, _ = await head.get(routes.HEAD_HEALTH)
         clock.seconds += HOUR
         beyond, reason = await head.get(routes.HEAD_HEALTH)
-        go_on.set()
+        proceed.set()
         await step
 
     assert within == 200
@@ -172,7 +172,7 @@ async def test_a_long_step_is_not_taken_for_an_engine_that_hangs_nor_is_a_start_
     assert "hangs" in reason
 
 
-async def test_an_engine_at_rest_does_not_hang(backend: Backend) -> None:
+async def test_an_idle_engine_does_not_count_as_hanging(backend: Backend) -> None:
     clock = Clock()
     thread = EngineThread(lambda _: None, now=clock)
     thread.start(NoBackground())

@@ -1,4 +1,4 @@
-"""Whom a head serves: requests with its token, also after that was replaced."""
+"""A head serves requests with its token, also after the token is replaced."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +11,8 @@ from tinkercloud_worker.head.token import HeadToken
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look at the file at every wrong token."""
-    monkeypatch.setattr(token_module, "_LOOK_SECONDS", 0.0)
+    """Read the file at every wrong token."""
+    monkeypatch.setattr(token_module, "_RELOAD_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_only_the_token_is_good(file: Path) -> None:
+def test_only_the_token_is_accepted(file: Path) -> None:
     token = HeadToken(file)
 
     assert token.is_carried_by("first")
@@ -30,7 +30,7 @@ def test_only_the_token_is_good(file: Path) -> None:
     assert not token.is_carried_by("")
 
 
-def test_a_replaced_token_is_good_beside_the_one_before(file: Path) -> None:
+def test_a_new_token_and_the_previous_one_are_accepted(file: Path) -> None:
     token = HeadToken(file)
 
     file.write_text("second")
@@ -39,7 +39,7 @@ def test_a_replaced_token_is_good_beside_the_one_before(file: Path) -> None:
     assert token.is_carried_by("first")
 
 
-def test_a_token_is_good_until_it_was_replaced_twice(file: Path) -> None:
+def test_a_token_is_accepted_until_it_is_replaced_twice(file: Path) -> None:
     token = HeadToken(file)
 
     for content in ("second", "third"):
@@ -50,7 +50,9 @@ def test_a_token_is_good_until_it_was_replaced_twice(file: Path) -> None:
 
 
 @pytest.mark.parametrize("vandalise", [Path.unlink, lambda file: file.write_text("")])
-def test_a_token_outlives_its_file(file: Path, vandalise: Callable[[Path], object]) -> None:
+def test_a_token_stays_valid_if_its_file_breaks(
+    file: Path, vandalise: Callable[[Path], object]
+) -> None:
     token = HeadToken(file)
 
     vandalise(file)
@@ -59,7 +61,7 @@ def test_a_token_outlives_its_file(file: Path, vandalise: Callable[[Path], objec
     assert token.is_carried_by("first")
 
 
-def test_an_empty_token_is_refused_at_the_start(file: Path) -> None:
+def test_an_empty_token_is_rejected_at_startup(file: Path) -> None:
     file.write_text("\n")
 
     with pytest.raises(ValueError, match="is empty"):

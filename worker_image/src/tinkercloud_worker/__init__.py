@@ -1,27 +1,27 @@
-"""The session head, which holds a base model and trains and samples models of it, and its ranks.
+"""The session head, which trains and samples models of one base model, and its trainer's ranks.
 
 Packages:
 
-- `engine`: what a trainer and a sampler are: types and interfaces, no implementation.
-- `head`: speaks HTTP and keeps order. It is given a trainer and a sampler, and knows nothing of
-  how they work.
+- `engine`: interfaces and types of trainers and samplers, without implementations.
+- `head`: HTTP API, request order and results. It uses a trainer and a sampler only through
+  `engine`.
 - `torch_trainer`: trains with torch, in the head's process or at ranks.
-- `megatron_trainer`: trains at ranks with megatron-core.
+- `megatron_trainer`: trains with megatron-core at ranks.
 - `torch_sampler`: samples with torch, in the head's process.
 - `inference`: samples from inference servers (SGLang, vLLM).
-- `actors`: ranks as Ray actors.
-- `checkpoints`: reads and writes the object store.
+- `actors`: runs ranks as Ray actors.
+- `checkpoints`: reads and writes checkpoints in the object store.
 
-Modules that they share, by subject:
+Shared packages and modules:
 
-- the model: `base_model`, `architecture`, `load`, `self_check`, `quantized`, `kernels`, `packing`,
-  `frozen_linear`
-- its files: `weight_files`, `weights_check`, `fingerprint`
-- adapters: `lora`, `low_rank`, `experts`, `routes`
-- training: `losses`, `collate`, `unembedding`, `adam`, `replicas`, `no_trainer`
-- devices: `accelerator`, `matmul`
-- what is seen of a process: `logs`, `metrics`
+- `model`: architecture, loading, checks and self-check of the base model.
+- `lora`: LoRA adapters: parameters, layers, experts.
+- `training`: optimizer, micro-batches and gradient sums that all trainers share.
+- `device`: accelerators, memory, kernels and packing.
+- `losses`: the loss functions.
+- `logs`, `metrics`: logging and Prometheus metrics.
 
-Assembly: `__main__` starts `run_head`, for which `build_trainer` and `build_sampler` choose. Other
-commands are `fetch_model` and `convert_gguf`. Which module may import which says `.importlinter`.
+Assembly: `__main__` starts `run_head`, which uses `build_trainer` and `build_sampler`. The other
+programs are `fetch_model`, `convert_gguf` and `untie`. `.importlinter` says which module may import
+which.
 """

@@ -2,11 +2,11 @@
 
 import gc
 
-# What is imported stays. To seek garbage among it took a seventh of the time of a start, and every
-# later search would go over all of it again.
+# Imported modules stay in memory. Collecting garbage among them takes a seventh of the startup
+# time, and every later collection would traverse them again.
 gc.disable()
 
-from tinkercloud_worker.run_head import main  # noqa: E402 - after the collector's rest has begun
+from tinkercloud_worker.run_head import main  # noqa: E402 - after the garbage collector is disabled
 
 gc.freeze()
 gc.enable()

@@ -1,7 +1,7 @@
-"""Which sampler a configuration asks for, and the thread that computes beside it.
+"""Builds the sampler that a configuration selects, and the engine thread.
 
-The torch sampler takes turns with training on that thread, on the head's copy of the base model.
-Inference servers compute by themselves; those that share the trainer's GPUs take turns with it.
+The torch sampler alternates with training on that thread, and uses the head's copy of the base
+model. Inference servers run elsewhere; those that share GPUs with the trainer alternate with it.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,13 +44,13 @@ OnCrash = Callable[[BaseException], None]
 
 
 def check_model(config: HeadConfig) -> None:
-    """Check, before anything is loaded, that servers compute the model that is trained.
+    """Check, before loading, that inference servers compute the same model as the trainer.
 
-    Servers load whatever is in the files. Trainers check the values that they load; where there is
-    none, that is done here.
+    Servers load the files without checks. Trainers check the values that they load; without a
+    trainer, this function checks them.
 
     Raises:
-        UnsupportedModelError: they don't; the message says what to change.
+        UnsupportedModelError: they would compute another model; the message says what to change.
     """
     if config.sampler.backend != "torch" and has_weights(config.model.path):
         check_weights(config.model.path)
@@ -69,14 +69,14 @@ def build_sampler(
     weight_host: WeightHost,
     on_crash: OnCrash,
 ) -> tuple[Sampler, EngineThread]:
-    """Return the sampler, and the started thread for training jobs.
+    """Build the sampler, and start the thread for training jobs.
 
     Args:
-        config: of the head.
+        config: the head's configuration.
         base: returns the head's copy of the base model, loaded by the first call.
-        tokenizer: of that model.
-        trainer: who shares its GPUs with the engines, if they are colocated.
-        weight_host: that sends whole models to engines, unless in requests or by files.
+        tokenizer: the model's tokenizer.
+        trainer: shares its GPUs with the engines, if they are colocated.
+        weight_host: sends full models to engines, unless they go in requests or by files.
         on_crash: see `EngineThread`.
 
     Raises:
@@ -102,7 +102,7 @@ def build_sampler(
     servers = inference_sampler(config, tokenizer, weight_host)
     thread = EngineThread(on_crash)
     if config.sampler.inference.colocated:
-        # Nobody needs what loading has left behind.
+        # Free the memory that was cached while loading.
         trainer.release_memory()
         thread = ColocatedThread(servers.training, trainer.release_memory, on_crash)
     thread.start(NoBackground())
@@ -112,15 +112,15 @@ def build_sampler(
 def inference_sampler(
     config: HeadConfig, tokenizer: PreTrainedTokenizerBase, weight_host: WeightHost
 ) -> InferenceSampler:
-    """Return the sampler that asks the configured servers.
+    """Build the sampler that uses the configured inference servers.
 
     Args:
-        config: of the head.
-        tokenizer: of its model.
-        weight_host: that sends whole models to engines, unless in requests or by files.
+        config: the head's configuration.
+        tokenizer: the model's tokenizer.
+        weight_host: sends full models to engines, unless they go in requests or by files.
 
     Raises:
-        OSError: the file with their key can't be read.
+        OSError: the file with the servers' key can't be read.
     """
     inference = config.sampler.inference
     owner = f"{config.head}-{config.generation}"
@@ -148,7 +148,7 @@ def inference_sampler(
             if isinstance(dialect, SglangDialect)
         }
     servers = [InferenceServer(dialect, folder) for dialect in dialects]
-    # vLLM's CPU kernels give rows that name no adapter the last one's.
+    # vLLM's CPU kernels apply the last adapter to rows without one.
     neutral = None
     if inference.kind == "vllm":
         neutral = neutral_adapter(read_architecture(config.model.path).targets)
@@ -166,7 +166,7 @@ def inference_sampler(
 
 
 def neutral_adapter(targets: Sequence[Target]) -> WeightsSnapshot:
-    """Return an adapter under which a model is what it is without one."""
+    """Return an adapter that leaves the model unchanged."""
     layout = adapters.layout(targets[:1], rank=1)
     return WeightsSnapshot(LoraConfig(rank=1), layout.views(torch.zeros(layout.size)))
 

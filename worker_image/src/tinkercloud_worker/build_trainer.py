@@ -1,7 +1,7 @@
-"""Which trainer a configuration asks for.
+"""Builds the trainer that a configuration selects.
 
-Without ranks the torch trainer computes in the head's process, on the sampler's own copy of the
-base. Ranks are Ray actors with copies, or parts, of their own: the head needs none for them.
+Without ranks, the torch trainer runs in the head's process and shares the base model with the
+sampler. Ranks are Ray actors that load the base model, or a part of it, themselves.
 """
 
 from collections.abc import Callable
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 
 def build_weight_host(config: HeadConfig) -> "RankWeightHost | None":
-    """Return where published whole models stay; None: at the head.
+    """Return where published full models are stored; None for the head's own machine.
 
-    They stay with ranks where processes can send them from there to engines.
+    They are stored at rank 0 if processes there can send them to engines.
     """
     inference = config.sampler.inference
     is_sent_directly = inference.process_group or inference.shared_memory
     if not is_sent_directly or not config.trainer.ranks or config.trainer.backend == "none":
         return None
-    # Ray, as below.
+    # Imported here because it imports Ray; see `build_trainer`.
     from tinkercloud_worker.actors.rank_weight_host import RankWeightHost  # noqa: PLC0415
     from tinkercloud_worker.actors.weight_store import WeightStoreConfig  # noqa: PLC0415
 
@@ -56,12 +56,12 @@ def build_weight_host(config: HeadConfig) -> "RankWeightHost | None":
 def build_trainer(
     config: HeadConfig, base: Callable[[], BaseModel], weight_host: "RankWeightHost | None"
 ) -> Trainer:
-    """Return the trainer, its ranks started.
+    """Build the trainer and start its ranks.
 
     Args:
-        config: of the head.
+        config: the head's configuration.
         base: returns the head's copy of the base model, loaded by the first call.
-        weight_host: where whole models stay that its ranks publish.
+        weight_host: where the full models that its ranks publish are stored.
 
     Raises:
         RanksUnavailable: the ranks could not be started.
@@ -78,7 +78,7 @@ def build_trainer(
             max_kept_tokens=config.trainer.max_kept_tokens,
             available=partial(accelerator.available_bytes, model.device),
         )
-    # Ray takes seconds and a hundred megabytes, which a head of one process does not owe.
+    # Importing Ray takes seconds and a hundred megabytes: not for single-process heads.
     from tinkercloud_worker.actors.group import (  # noqa: PLC0415
         GroupShape,
         GroupTimings,
@@ -94,14 +94,16 @@ def build_trainer(
     )
     timings = GroupTimings(start=config.trainer.start_timeout_seconds)
     connect(shape)
-    return RankedTrainer(lambda give_up: RankGroup(shape, factory, timings, give_up), weight_host)
+    return RankedTrainer(
+        lambda cancelled: RankGroup(shape, factory, timings, cancelled), weight_host
+    )
 
 
 def strategy(trainer: TrainerConfig) -> Literal["PACK", "SPREAD"]:
-    """Return whether ranks go on few nodes of a Ray cluster, or on many.
+    """Return the placement strategy of ranks: on few nodes of a Ray cluster, or on many.
 
-    Ranks that share a model communicate in every layer, and GPUs of a node have links to each
-    other. Copies on CPUs communicate once a step, and are faster with a node's cores to themselves.
+    Ranks that share a model communicate in every layer, and GPUs of a node have fast links.
+    Replicas on CPUs communicate once per step, and are faster with a node's cores to themselves.
     """
     is_divided = trainer.sharded or trainer.model_ranks * trainer.expert_parallel > 1
     return "PACK" if is_divided or accelerator.gpus_of(trainer.device) else "SPREAD"
@@ -114,7 +116,7 @@ def _limits(config: HeadConfig) -> TokenLimits:
 
 
 def torch_rank(config: HeadConfig) -> DataParallelTrainer:
-    """Return a rank's torch trainer."""
+    """Build the torch trainer of a rank."""
     trainer = config.trainer
     dtype: torch.dtype = getattr(torch, trainer.dtype)
     if trainer.sharded:
@@ -137,8 +139,8 @@ def torch_rank(config: HeadConfig) -> DataParallelTrainer:
 
 
 def megatron_rank(config: HeadConfig) -> RankTrainer:
-    """Return a rank's MegatronTrainer."""
-    # megatron-core is in trainers' images only; here it would be imported by every head.
+    """Build the Megatron trainer of a rank."""
+    # Imported here because only trainer images have megatron-core.
     from tinkercloud_worker.megatron_trainer.device import Parallelism, device_of  # noqa: PLC0415
     from tinkercloud_worker.megatron_trainer.model import load  # noqa: PLC0415
     from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer  # noqa: PLC0415

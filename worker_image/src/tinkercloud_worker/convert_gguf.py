@@ -1,7 +1,7 @@
-"""`python -m tinkercloud_worker.convert_gguf FILE FOLDER`: a GGUF model to a Hugging Face folder.
+"""`python -m tinkercloud_worker.convert_gguf FILE FOLDER`: convert GGUF to a Hugging Face folder.
 
-transformers de-quantizes GGUF files itself, but takes its time. The converted folder loads at
-once, and has no trace of the quantization. An existing folder is left as it is.
+transformers de-quantizes GGUF files itself, but slowly. The converted folder loads quickly and is
+not quantized. An existing folder is left unchanged.
 """
 
 import sys
@@ -15,10 +15,10 @@ from tinkercloud_worker.model.weights_check import check_finite, expected_of, lo
 
 
 def convert(gguf_file: Path, folder: Path) -> None:
-    """Write the folder, whole or not at all.
+    """Write the folder, atomically.
 
     Raises:
-        UnsupportedModelError: the file lacks weights of the model that it describes, or has others.
+        UnsupportedModelError: the weights do not match the model that the file describes.
     """
     if folder.exists():
         return
@@ -48,13 +48,13 @@ def convert(gguf_file: Path, folder: Path) -> None:
         try:
             finished.rename(folder)
         except OSError:
-            # Two conversions may race: the first to get here wins, the other's work is dropped.
+            # Two conversions may race: the first one wins, and the result of the other is dropped.
             if not folder.exists():
                 raise
 
 
 def main() -> None:
-    """Convert the file named by the first argument into the folder named by the second."""
+    """Convert the file named by the first argument to the folder named by the second."""
     convert(Path(sys.argv[1]), Path(sys.argv[2]))
 
 

@@ -1,14 +1,14 @@
-"""`python -m tinkercloud_worker.fetch_model SOURCE FOLDER [PART]`: a model from where it is kept.
+"""`python -m tinkercloud_worker.fetch_model SOURCE FOLDER [PART]`: download a model.
 
-SOURCE is `hub:<model id>[@<revision>]` on the Hugging Face hub (HF_TOKEN and HF_ENDPOINT count; the
-revision is a commit, a tag or a branch, and `main` unless given), or a folder in an object store:
-`s3://...`, `gs://...`, `az://...` (credentials come from the environment). FOLDER appears whole or
-not at all: files gather in a folder beside it, where a fetch that was cut off goes on, and which is
-renamed at last. A FOLDER that is there is left as it is.
+SOURCE is `hub:<model id>[@<revision>]` on the Hugging Face hub (HF_TOKEN and HF_ENDPOINT are used;
+the revision is a commit, a tag or a branch, by default `main`), or a folder in an object store:
+`s3://...`, `gs://...`, `az://...` (credentials come from the environment). FOLDER is created
+atomically: files are downloaded to a temporary folder next to it, where an interrupted download
+resumes, and which is renamed when complete. An existing FOLDER is left unchanged.
 
-Only weights in safetensors and what describes them are fetched: no pickles, no code, and no second
-copy of the weights in another layout. PART is `whole` unless it is `description`, which is all but
-the weights.
+Only safetensors weights and the model's description are downloaded: no pickles, no code, and no
+second copy of the weights in another layout. PART is `whole` (the default) or `description`, which
+is everything except the weights.
 """
 
 import fcntl
@@ -37,33 +37,33 @@ DESCRIPTION = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 PARTS = {"whole": (WEIGHTS, *DESCRIPTION), "description": DESCRIPTION}
 """Patterns of the files of each part."""
 UNWANTED = ("*/*", "consolidated*")
-"""Subfolders and `consolidated` files hold the same weights in layouts that are not read here."""
+"""Subfolders and `consolidated` files have the same weights in unsupported layouts."""
 
 _STORES = ("s3://", "gs://", "az://")
 _HUB = "hub:"
 _INDEX = "model.safetensors.index.json"
 _VERSION = ".etag"
-"""Ends the name of the file that holds the ETag of another one that was copied."""
+"""Suffix of the name of the file that records the ETag of a copied file."""
 _PARALLEL_FILES = 4
 _CHUNK_BYTES = 32 << 20
-"""Of a file that are asked for at once: a request has half a minute."""
+"""Bytes of a file per request, which has to finish within half a minute."""
 
 
 class FetchFailed(Exception):
-    """A model can't be had; the message names its source and the reason."""
+    """A model can't be downloaded; the message names the source and the reason."""
 
 
 def fetch(source: str, folder: Path, part: str = "whole") -> None:
-    """Fetch a model into a folder, unless that exists. Repeating it is fine, at any time.
+    """Download a model to a folder, unless the folder exists. Idempotent, also concurrently.
 
     Args:
-        source: see the module.
-        folder: where it shall be.
-        part: of `PARTS`.
+        source: see the module docstring.
+        folder: the destination.
+        part: a key of `PARTS`.
 
     Raises:
-        FetchFailed: the source is not understood, refuses, or holds no model that can be loaded:
-            its weights are not those that its configuration describes.
+        FetchFailed: the source is invalid, rejects the request, or has no loadable model, such as
+            one whose weights do not match its configuration.
     """
     download = _downloader(source, PARTS[part])
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def fetch(source: str, folder: Path, part: str = "whole") -> None:
         try:
             download(partial)
         except (BaseError, HFValidationError, OSError) as error:
-            raise FetchFailed(f"{source} can't be fetched: {_in_one_line(error)}") from error
+            raise FetchFailed(f"failed to download {source}: {_in_one_line(error)}") from error
         _check_complete(source, partial, with_weights=WEIGHTS in PARTS[part])
         if part == "whole":
             _check_weights(source, partial)
@@ -91,8 +91,8 @@ def _downloader(source: str, wanted: Sequence[str]) -> Callable[[Path], None]:
     if source.startswith(_STORES):
         return lambda folder: _from_store(open_store(source), folder, wanted)
     raise FetchFailed(
-        f"{source!r} is no source of a model: name hub:<model id>[@<revision>], or a folder as s3://...,"
-        " gs://... or az://..."
+        f"unsupported model source {source!r}; use hub:<model id>[@<revision>], s3://..., gs://..."
+        " or az://..."
     )
 
 
@@ -106,7 +106,7 @@ def _from_hub(model: str, folder: Path, wanted: Sequence[str]) -> None:
         ignore_patterns=list(UNWANTED),
         max_workers=_PARALLEL_FILES,
     )
-    # What the hub's client keeps there for itself.
+    # Metadata of the hub's client.
     shutil.rmtree(folder / ".cache", ignore_errors=True)
 
 
@@ -127,7 +127,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _copy(store: ObjectStore, file: "ObjectMeta", folder: Path) -> None:
-    """Copy one file, a chunk at a time; one that was copied before is known by its ETag."""
+    """Copy one file in chunks, unless a file with this ETag was copied before."""
     name, size = file["path"], file["size"]
     target = folder / name
     version = folder / f".{name}{_VERSION}"
@@ -137,7 +137,7 @@ def _copy(store: ObjectStore, file: "ObjectMeta", folder: Path) -> None:
     with scratch.open("wb") as written:
         for start in range(0, size, _CHUNK_BYTES):
             span = start, min(start + _CHUNK_BYTES, size)
-            # Of one file, even if another takes its place meanwhile.
+            # All chunks are of the same object, even if it is replaced meanwhile.
             answer = obstore.get(store, name, options={"range": span, "if_match": file["e_tag"]})
             written.write(answer.bytes())
     scratch.rename(target)
@@ -145,7 +145,7 @@ def _copy(store: ObjectStore, file: "ObjectMeta", folder: Path) -> None:
 
 
 def _check_complete(source: str, folder: Path, *, with_weights: bool) -> None:
-    """Check that a model's configuration is there, and all its weights if they are wanted."""
+    """Check that the model has its configuration, and all weights if requested."""
     index, needed = folder / _INDEX, {"config.json"}
     if with_weights and index.exists():
         needed |= set(json.loads(index.read_bytes())["weight_map"].values())
@@ -154,16 +154,17 @@ def _check_complete(source: str, folder: Path, *, with_weights: bool) -> None:
         missing.append("*.safetensors (weights in other formats are not loaded)")
     if missing:
         raise FetchFailed(
-            f"{source} is not a whole model in Hugging Face layout: it lacks {', '.join(missing)}"
+            f"{source} is not a complete model in Hugging Face layout: it lacks"
+            f" {', '.join(missing)}"
         )
 
 
 def _check_weights(source: str, folder: Path) -> None:
-    """Check that the weights are those of the model: inference engines load whatever they are.
+    """Check that the weights match the configuration: inference engines don't check.
 
-    A folder that is refused stays where it is: another attempt copies only what has changed.
+    The temporary folder stays if this fails, and another attempt copies only changed files.
     """
-    # transformers and torch take seconds, which a fetch of the description does not owe.
+    # Importing transformers and torch takes seconds; fetching a description needs neither.
     from tinkercloud_worker.model.architecture import UnsupportedModelError  # noqa: PLC0415
     from tinkercloud_worker.model.weights_check import check_values, check_weights  # noqa: PLC0415
 
@@ -180,7 +181,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 def main() -> None:
-    """Fetch the model named by the first argument into the folder named by the second."""
+    """Download the model named by the first argument to the folder named by the second."""
     source, folder, *part = sys.argv[1:]
     try:
         fetch(source, Path(folder), *part)

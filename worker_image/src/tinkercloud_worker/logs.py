@@ -1,8 +1,8 @@
-"""What the processes of a head log: one JSON object a line, on stderr.
+"""Logging of a head's processes: one JSON object per line, on stderr.
 
-Engines log by the standard library's `logging`, details in `extra`, as they run where nothing but
-torch and transformers is installed; all else by structlog. Both come out in the same form, and so
-do warnings of other libraries.
+Engines use the standard library's `logging`, with details in `extra`, since they may run where only
+torch and transformers are installed. All other modules use structlog. Both, and the warnings of
+other libraries, have the same output format.
 """
 
 import logging
@@ -20,19 +20,19 @@ class LossyStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write what can be written; drop the rest."""
+        """Write the text; drop it if that fails."""
         with suppress(OSError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush what can be flushed."""
+        """Flush the stream, ignoring errors."""
         with suppress(OSError):
             self._stream.flush()
 
 
 def configure() -> None:
-    """Have this process log so: what is ours from INFO on, what is others' from WARNING on."""
+    """Configure logging in this process: own messages from INFO, others from WARNING."""
     output = cast("TextIO", LossyStream(sys.stderr))
     described: list[structlog.types.Processor] = [
         structlog.contextvars.merge_contextvars,

@@ -202,7 +202,7 @@ def find(name: str) -> Loss:
 
 
 def check_config(name: str, config: Mapping[str, float | str]) -> dict[str, float]:
-    """Return the request's own settings, checked; defaults are filled in by `fill`.
+    """Validate the settings of a request and return them without defaults (see `defaults`).
 
     Raises:
         InvalidRequest: a setting the loss does not have, or one that is not a finite number.

@@ -1,8 +1,8 @@
-"""What a head counts. Named once, here.
+"""Prometheus metrics of a head.
 
-`engine` is the URL of an inference server, `what` an adapter or a whole model, `way` whether its
-tensors came in the request, over a process group, in memory of this machine, or were read from
-files.
+Labels: `engine` is the URL of an inference server, `what` is an adapter or a full model, and `way`
+is how its tensors were transferred: in the request, over a process group, in memory of this
+machine, or by files.
 """
 
 from collections.abc import Iterator
@@ -13,35 +13,47 @@ from typing import Literal
 from prometheus_client import Counter, Gauge, Histogram
 
 ENGINE_UP = Gauge(
-    "tinkercloud_engine_up", "Whether an inference server answered when last asked", ["engine"]
+    "tinkercloud_engine_up",
+    "Whether the inference server responded to the last request or health check (1 or 0)",
+    ["engine"],
 )
-ENGINE_LOSSES = Counter("tinkercloud_engine_losses", "Times that one stopped answering", ["engine"])
+ENGINE_LOSSES = Counter(
+    "tinkercloud_engine_losses", "Times that the inference server stopped responding", ["engine"]
+)
 ENGINE_RESTARTS = Counter(
-    "tinkercloud_engine_restarts", "Times that one of this head's own had begun again", ["engine"]
+    "tinkercloud_engine_restarts",
+    "Restarts detected of an inference server that this head manages",
+    ["engine"],
 )
 ENGINE_REQUESTS = Gauge(
     "tinkercloud_engine_requests",
-    "Sampling requests that one works on, or that wait for weights or their turn with it",
+    "Sampling requests that the inference server is running, or that wait for it or for weights",
     ["engine", "state"],
 )
 ENGINE_ADAPTERS = Gauge(
-    "tinkercloud_engine_adapters", "Adapters that one holds, or is given, for this head", ["engine"]
+    "tinkercloud_engine_adapters",
+    "Adapters of this head that the inference server has loaded or is loading",
+    ["engine"],
 )
 ENGINE_LOST_ADAPTERS = Counter(
-    "tinkercloud_engine_lost_adapters", "Adapters that one no longer held when asked", ["engine"]
+    "tinkercloud_engine_lost_adapters",
+    "Adapters that the inference server no longer had when a request needed them",
+    ["engine"],
 )
 ENGINE_LOAD_SECONDS = Histogram(
     "tinkercloud_engine_load_seconds",
-    "How long weights took to be loaded by one",
+    "Time to load weights into the inference server, in seconds",
     ["engine", "what", "way"],
     buckets=(0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000),
 )
 ENGINE_LOAD_FAILURES = Counter(
     "tinkercloud_engine_load_failures",
-    "Weights that one refused, or was lost over",
+    "Loads of weights that failed: the inference server rejected them or stopped responding",
     ["engine", "what", "way"],
 )
-ENGINE_UNLOADS = Counter("tinkercloud_engine_unloads", "Adapters that one let go", ["engine"])
+ENGINE_UNLOADS = Counter(
+    "tinkercloud_engine_unloads", "Adapters unloaded from the inference server", ["engine"]
+)
 
 What = Literal["adapter", "model"]
 Way = Literal["request", "group", "shared_memory", "file"]
@@ -49,7 +61,7 @@ Way = Literal["request", "group", "shared_memory", "file"]
 
 @contextmanager
 def loading(engine: str, what: What, way: Way) -> Iterator[None]:
-    """Time what an engine loads in the context, or count it as a failure."""
+    """Record the duration of a load in the context, or count its failure."""
     began = perf_counter()
     try:
         yield

@@ -1,4 +1,4 @@
-"""A session head: assembles its process, and serves.
+"""Assembles a session head and serves it.
 
 `build_trainer` and `build_sampler` choose the trainer and the sampler.
 """
@@ -40,9 +40,9 @@ log = structlog.get_logger(__name__)
 
 
 def build_backend(config: HeadConfig) -> Backend:
-    """Assemble the engine that the configuration asks for.
+    """Assemble the engine according to the configuration.
 
-    The head has a copy of the base model only if it trains or samples by itself.
+    The head loads the base model only if it trains or samples in its own process.
     """
     check_model(config)
     base = cache(partial(load_base, config))
@@ -52,7 +52,9 @@ def build_backend(config: HeadConfig) -> Backend:
     wanted, taken = config.limits.max_context_length, trainer.limits.max_context_length
     if wanted is not None and wanted > taken:
         log.warning(
-            "limits.max_context_length is more than the model takes", wanted=wanted, taken=taken
+            "limits.max_context_length exceeds the model's limit, which applies instead",
+            wanted=wanted,
+            taken=taken,
         )
     sampler, thread = build_sampler(
         config,
@@ -74,17 +76,17 @@ def build_backend(config: HeadConfig) -> Backend:
 
 
 def _served_fingerprint(config: HeadConfig, trainer: Trainer) -> str | None:
-    """Return the fingerprint of the model that is trained and sampled from; None if nobody has it.
+    """Return the fingerprint of the served model; None if neither head nor trainer has its files.
 
     Raises:
-        UnsupportedModelError: the head's folder holds another model than the trainer's ranks have.
+        UnsupportedModelError: the head and the trainer's ranks have different models.
     """
     trained = trainer.base_fingerprint
     here = fingerprint_of(config.model.path) if trained is None or config.trainer.ranks else trained
     if None not in {trained, here} and trained != here:
         raise UnsupportedModelError(
-            f"{config.model.path} holds another model here (fingerprint {here}) than where the"
-            f" trainer's ranks loaded it ({trained}); put the same files in both places"
+            f"{config.model.path}: the files differ between the head (fingerprint {here}) and the"
+            f" trainer's ranks ({trained}); put the same files in both places"
         )
     return trained or here
 
@@ -93,14 +95,14 @@ def load_base(config: HeadConfig) -> BaseModel:
     """Load the head's copy of the base model.
 
     Raises:
-        UnsupportedModelError: its architecture is not one we compute correctly, or it is to be
-            where this head has no GPU.
+        UnsupportedModelError: its architecture is not supported, or it needs a GPU that this head
+            does not have.
     """
     device = "cpu" if config.trainer.ranks else config.trainer.device
     if device != "cpu" and not accelerator.is_available():
         raise UnsupportedModelError(
-            f"trainer.device: {device!r}, but this head has no GPU; give it one that torch can use,"
-            " or set it to 'cpu'"
+            f"trainer.device is {device!r}, but this head has no GPU; give the head a GPU that"
+            " torch can use, or set trainer.device to 'cpu'"
         )
     return BaseModel.load(
         config.model.path,
@@ -110,18 +112,18 @@ def load_base(config: HeadConfig) -> BaseModel:
     )
 
 
-def _build_backend_or_say_why(config: HeadConfig) -> Backend:
+def _build_backend_or_write_reason(config: HeadConfig) -> Backend:
     try:
         return build_backend(config)
     except Exception as error:
         if config.reason_file is not None:
             line = " ".join(f"{type(error).__name__}: {error}".split())
-            Path(config.reason_file).write_text(f"the engine could not be loaded: {line}\n")
+            Path(config.reason_file).write_text(f"failed to load the engine: {line}\n")
         raise
 
 
 def end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens that end a text: the tokenizer's and the generation configuration's."""
+    """Return the end-of-text tokens of the tokenizer and the generation configuration."""
     found = {tokenizer.eos_token_id}
     if (Path(path) / "generation_config.json").is_file():
         configured = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
@@ -130,12 +132,12 @@ def end_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def _end_process(error: BaseException) -> None:
-    log.critical("the engine thread failed; ending the process", exc_info=error)
+    log.critical("the engine thread crashed; exiting", exc_info=error)
     os._exit(70)
 
 
 class _Server(uvicorn.Server):
-    """A server that begins to drain as soon as it is told to stop."""
+    """A server that starts draining on the first stop signal."""
 
     def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle) -> None:
         super().__init__(config)
@@ -143,7 +145,7 @@ class _Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a stop signal (called by uvicorn's signal handler)."""
+        """Handle a stop signal (called by uvicorn's signal handler)."""
         self._loop.call_soon_threadsafe(self._lifecycle.begin_stop)
         super().handle_exit(sig, frame)
 
@@ -151,8 +153,8 @@ class _Server(uvicorn.Server):
 def listening_socket(listen: Listen) -> socket.socket:
     """Return the socket to accept connections on.
 
-    Made here rather than by uvicorn, which takes an inherited one for a Unix socket; then nothing
-    would switch Nagle's algorithm off, and every answer would wait 40 ms for an acknowledgement.
+    uvicorn would treat an inherited socket as a Unix socket. Nagle's algorithm would then stay on,
+    and every response would wait 40 ms for an acknowledgement.
     """
     if listen.fd is not None:
         return socket.socket(fileno=listen.fd)
@@ -160,9 +162,9 @@ def listening_socket(listen: Listen) -> socket.socket:
 
 
 async def serve(config: HeadConfig) -> None:
-    """Serve until a stop signal, or until nobody needs this head any more."""
+    """Serve until a stop signal, or until no API server holds a lease any more."""
     token = HeadToken(Path(config.token_file))
-    lifecycle = Lifecycle(config.timings, lambda: _build_backend_or_say_why(config))
+    lifecycle = Lifecycle(config.timings, lambda: _build_backend_or_write_reason(config))
     app = HeadApp(lifecycle, config.limits, token, config.generation)
     settings = uvicorn.Config(
         app,
@@ -176,7 +178,7 @@ async def serve(config: HeadConfig) -> None:
 
 
 def main() -> None:
-    """Run the head whose configuration file is the only argument."""
+    """Run the head; its configuration file is the only argument."""
     logs.configure()
     descriptors.raise_limit()
     config = HeadConfig.model_validate_json(Path(sys.argv[1]).read_bytes())

@@ -1,10 +1,10 @@
-"""`python -m tinkercloud_worker.untie MODEL FOLDER`: a copy of a model with an output layer apart.
+"""`python -m tinkercloud_worker.untie MODEL FOLDER`: copy a model with a separate output layer.
 
-Many models are tied: one weight is their embedding and their output layer. An adapter that trains
-the output layer changes the output alone, so there is no tied model that it could be merged into.
-There is one without the tie: the same model, whose output layer is a weight of its own. That is
-what this writes. Tools that merge adapters (`build_hf_model` of the cookbook, `merge_and_unload` of
-PEFT) take it as the base model.
+Many models are tied: one weight is both their embedding and their output layer. An adapter that
+trains the output layer changes only the output, so it can't be merged into a tied model. It can be
+merged into the untied copy that this program writes: the same model with a separate output layer.
+Tools that merge adapters (`build_hf_model` of the cookbook, `merge_and_unload` of PEFT) accept the
+copy as the base model.
 """
 
 import json
@@ -23,12 +23,12 @@ _INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
 _WHOLE = "model.safetensors"
 _FIRST = "model-00001-of-00002.safetensors"
-"""What a single file of weights is renamed to: `model.safetensors` would be read alone."""
+"""New name of a single weights file: `model.safetensors` would be read without the others."""
 _HEAD_FILE = "model-lm_head.safetensors"
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 _HEAD = "lm_head.weight"
 _OF_WRAPPED_MODEL = "language_model.model."
-"""Before the names of a text model's tensors where its output layer has a prefix too."""
+"""Prefix of the text model's tensors in models whose output layer has a prefix too."""
 
 
 class CannotUntieError(Exception):
@@ -36,27 +36,27 @@ class CannotUntieError(Exception):
 
 
 def untie(model: Path, folder: Path) -> None:
-    """Write a copy of a tied model, whole or not at all.
+    """Write an untied copy of a tied model, atomically.
 
     Args:
-        model: folder of a Hugging Face model, its weights in safetensors.
-        folder: to write; it must not exist.
+        model: folder of a Hugging Face model with weights in safetensors.
+        folder: the destination, which must not exist.
 
     Raises:
         CannotUntieError: the model is not tied, its weights are not in safetensors, its embedding
             is not found, or the folder exists.
     """
     if folder.exists():
-        raise CannotUntieError(f"{folder} exists; name a folder that does not")
+        raise CannotUntieError(f"{folder} already exists; choose a folder that does not exist")
     if not is_tied(AutoConfig.from_pretrained(model).get_text_config()):
-        raise CannotUntieError(f"{model} is not tied: adapters of it can be merged as it is")
+        raise CannotUntieError(f"{model} is not tied; merge adapters into it directly")
     files = sorted(model.glob("*.safetensors"))
     names = {name: file for file in files for name in _names_in(file)}
     embedding = _embedding_among(names, model)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         copy = Path(temporary) / "model"
-        # Not the weights of other formats: they would be read as another model.
+        # Without weights in other formats, which would be read instead.
         shutil.copytree(
             model, copy, ignore=shutil.ignore_patterns("*.bin", "*.pt", "*.pth", "*.gguf", _INDEX)
         )
@@ -79,14 +79,14 @@ def _embedding_among(names: dict[str, Path], model: Path) -> str:
     found = [name for name in names if name.endswith(_EMBEDDINGS)]
     if len(found) != 1:
         raise CannotUntieError(
-            f"{model}: its safetensors must have one tensor whose name ends in"
-            f" {' or '.join(_EMBEDDINGS)}; they have {found or 'none'}"
+            f"{model}: expected exactly one tensor in safetensors whose name ends in"
+            f" {' or '.join(_EMBEDDINGS)}, found {found or 'none'}"
         )
     return found[0]
 
 
 def _add_head(copy: Path, file: Path, embedding: str, places: dict[str, str]) -> None:
-    """Write the output layer, unless the files have it, and the index of all files."""
+    """Write the output layer, unless the files contain it, and the index of all files."""
     prefix = "language_model." if embedding.startswith(_OF_WRAPPED_MODEL) else ""
     head = f"{prefix}{_HEAD}"
     if head not in places:

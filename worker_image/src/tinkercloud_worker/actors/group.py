@@ -1,14 +1,13 @@
-"""A group of ranks: started together, given one command at a time, ended together.
+"""A group of ranks that start together, run one command at a time, and end together.
 
-A command goes to all ranks, and the next one begins when all have answered. So two commands can
-never interleave their collective operations, whichever threads give them. The group is lost as a
-whole: a rank that dies, or raises what is no client error, leaves others waiting in a collective
-operation, so all of them are ended and the caller is told at once. Before that, state is salvaged
-from one that lives: what another group can go on with. A client error that all ranks raise alike
-ends nothing; it is raised as it is.
+A command goes to all ranks, and the next one starts when all have answered. So the collective
+operations of two commands never interleave, whichever threads run them. The group fails as a whole:
+a rank that dies, or raises anything but a client error, leaves others waiting in a collective
+operation, so all ranks are ended and the command fails immediately. Before that, state from which
+another group can continue is salvaged from a surviving rank. A client error that all ranks raise
+alike ends nothing and is raised to the caller.
 
-Starting has a deadline. Whatever goes wrong until then leaves neither actors nor a placement group
-behind.
+Starting has a deadline. A start that fails leaves neither actors nor a placement group.
 """
 
 import os
@@ -38,74 +37,76 @@ from tinkercloud_worker.device import accelerator
 
 log = structlog.get_logger(__name__)
 _STARTS = 3
-"""Ray gives a node of its own half a minute to come up, which a busy machine may need more than."""
+"""Attempts to start Ray, whose limit of half a minute may be too short on a busy machine."""
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # A rank that takes a minute to come up is given up, and then waited for in vain; Ray gives its
-    # own store of the cluster's state up after half of one.
+    # By default Ray abandons a worker that takes a minute to start, and then waits for it in vain;
+    # for its cluster state store (GCS) the limit is half a minute.
     "RAY_worker_register_timeout_seconds": "600",
     "RAY_gcs_server_port_wait_time_s": "120",
 }
-"""Of a Ray cluster that is started here, unless the environment says otherwise."""
+"""Settings of a Ray cluster that is started here; the environment overrides them."""
 _SETTINGS_WITHOUT_GPUS = {
-    # Nothing is compiled for CPUs, and yet megatron-core loads the compiler, for seconds.
+    # Nothing is compiled for CPUs, but megatron-core would load the compiler, which takes seconds.
     "TORCHDYNAMO_DISABLE": "1",
 }
 _MORE_TIME = "raise trainer.start_timeout_seconds (of a BaseModel: trainer.startTimeoutSeconds)"
-_ECHO_SECONDS = 2.0
-"""A rank that waits for one that dies may fail before that death is known. How long to wait for
-the news of it, to tell the cause from its consequence."""
+_ROOT_CAUSE_SECONDS = 2.0
+"""How long to wait for further failures, to find the root cause: a rank that waits for a dying rank
+may fail before that death is reported."""
 
-_STOPPING = "no ranks are started any more: this session head is stopping"
+_STOPPING = "ranks can't be started: this session head is stopping"
 _SLICE_SECONDS = 1.0
-"""Of a wait that another thread may end: Ray has none that can be ended."""
+"""Length of one wait. Ray has no interruptible waits, so another thread can only end them between
+two."""
 
 
 class RanksUnavailable(Unavailable):
-    """The group could not be started; the message says what was missing."""
+    """The group could not be started; the message says why."""
 
 
 class RanksLost(StateLost):
-    """A rank died or failed, and with it the group and what its ranks held."""
+    """A rank died or failed, and with it the group and its models."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """How many ranks, what each takes, and where they go."""
+    """Number, resources and placement of ranks."""
 
     ranks: int
     cpus_per_rank: float = 1.0
     gpus_per_rank: float = 0.0
     strategy: Literal["PACK", "SPREAD"] = "PACK"
-    """PACK: on as few nodes as possible; SPREAD: on as many. Ray's own words."""
+    """Ray's placement strategy. PACK: on as few nodes as possible; SPREAD: on as many as
+    possible."""
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What one rank takes, as Ray counts it."""
+        """Resources of one rank, as a Ray placement bundle."""
         wanted = {"CPU": self.cpus_per_rank, "GPU": self.gpus_per_rank}
         return {name: amount for name, amount in wanted.items() if amount}
 
     @property
     def backend(self) -> str:
-        """What the ranks communicate by, as `torch.distributed` names it."""
+        """Communication backend of the ranks, as `torch.distributed` names it."""
         return accelerator.backend_of_ranks(self.gpus_per_rank)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTimings:
-    """Durations, in seconds."""
+    """Timeouts, in seconds."""
 
     start: float = 1800.0
-    """Until every rank has a place, has met the others and has loaded what it works with."""
+    """Until every rank is placed, has joined the group, and has loaded the model."""
     collective: float = 1800.0
-    """How long an operation of all ranks waits for one that lives but does not come. No less than
-    `start`: one that has loaded may wait in one for another that has not."""
+    """How long a collective operation waits for a live rank. At least `start`: a rank that has
+    loaded may wait in a collective operation for one that has not."""
     salvage: float = 120.0
-    """How long each rank of a lost group may take to hand over its state."""
+    """How long a rank of a lost group may take to return its state."""
 
 
 def connect(shape: GroupShape) -> None:
-    """Join the Ray cluster this process belongs to, or start one of its own on this machine."""
+    """Join the Ray cluster of this process, or start one on this machine."""
     if not ray.is_initialized():
         _join_or_start(shape)
     send_through_shared_memory()
@@ -123,10 +124,10 @@ def _join_or_start(shape: GroupShape) -> None:
         try:
             _start_cluster(shape)
         except Exception:
-            # Ray raises nothing more definite.
+            # Ray raises no more specific type.
             if attempt == _STARTS:
                 raise
-            log.warning("Ray did not start; starting it again", attempt=attempt, exc_info=True)
+            log.warning("Ray failed to start; retrying", attempt=attempt, exc_info=True)
         else:
             return
 
@@ -143,37 +144,38 @@ def _start_cluster(shape: GroupShape) -> None:
 
 
 class RankGroup:
-    """See the module. Threads may share it: their commands wait for each other."""
+    """See the module. Threads may share a group: their commands run one after another."""
 
     def __init__(
         self,
         shape: GroupShape,
         factory: Callable[[], Worker],
         timings: GroupTimings | None = None,
-        give_up: threading.Event | None = None,
+        cancelled: threading.Event | None = None,
     ) -> None:
-        """Start the ranks, and return when each has made its worker object.
+        """Start the ranks, and return when each has created its worker object.
 
         Args:
-            shape: what to start. `connect` must have been called.
-            factory: called once in each rank's process, where `torch.distributed` is ready; it
-                is sent there, so it must be importable.
-            timings: deadlines.
-            give_up: the start fails within `_SLICE_SECONDS` once another thread sets it.
+            shape: number and resources of the ranks. `connect` must have been called.
+            factory: creates the worker object. Called once in each rank's process after
+                `torch.distributed` is initialized; it must be importable there.
+            timings: timeouts.
+            cancelled: once another thread sets it, the start fails within `_SLICE_SECONDS`.
 
         Raises:
-            RanksUnavailable: resources lack, or a rank failed to start; nothing is left behind.
+            RanksUnavailable: resources are missing, or a rank failed to start; everything that had
+                started is removed.
         """
         self.shape = shape
         self._timings = timings or GroupTimings()
-        self._give_up = give_up or threading.Event()
+        self._cancelled = cancelled or threading.Event()
         self._one_at_a_time = threading.Lock()
         self._loss: str | None = None
         self._ranks: list[ActorHandle[Rank]] = []
         self.salvaged: Any = None
-        """Once the group is lost: what `salvage` returned at one of the ranks that lived; None if
-        there was none."""
-        self._places: PlacementGroup | None = None
+        """Once the group is lost: the result of `salvage` at a surviving rank; None if there is
+        none."""
+        self._placement_group: PlacementGroup | None = None
         try:
             self._start(factory, time.monotonic() + self._timings.start)
         except BaseException:
@@ -182,22 +184,22 @@ class RankGroup:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it takes commands."""
+        """Whether the group accepts commands."""
         return self._loss is None
 
     @property
     def loss(self) -> str | None:
-        """How it was lost, or that it was closed; None if it takes commands."""
+        """How the group was lost, or that it was closed; None if it accepts commands."""
         return self._loss
 
     def call(self, method: str, *args: object) -> Any:  # noqa: ANN401 - the method's own result
-        """Have all ranks call a method of their object, and return what it returned at rank 0.
+        """Call a method of the worker object at all ranks, and return the result of rank 0.
 
-        Tensors, either way, are in memory that processes share: see `actors.tensors`.
+        Tensors are passed and returned in shared memory: see `actors.tensors`.
 
         Raises:
             RanksLost: a rank died or failed, now or earlier.
-            WireError: what the method raised, the same at every rank.
+            WireError: the error that the method raised at every rank.
         """
         shared = ray.put(args)
         return self._command(
@@ -206,10 +208,10 @@ class RankGroup:
         )[0]
 
     def call_by_reference(self, method: str, *args: object) -> Any:  # noqa: ANN401 - Ray's references are of any type
-        """Like `call`, but what rank 0 returned stays on its node.
+        """Like `call`, but the result of rank 0 stays on its node.
 
         Returns:
-            A reference to it, which lasts no longer than the group.
+            A reference to the result, which is valid only while the group exists.
         """
         shared = ray.put(args)
         [reference] = self._command(
@@ -221,10 +223,10 @@ class RankGroup:
         return reference
 
     def location(self) -> RankLocation:
-        """Return where rank 0 is.
+        """Return the location of rank 0.
 
         Raises:
-            RanksLost: as `call`.
+            RanksLost: see `call`.
         """
         locations: list[RankLocation] = self._command(
             "location", lambda _, rank: rank.location.remote()
@@ -232,18 +234,18 @@ class RankGroup:
         return locations[0]
 
     def call_each(self, method: str, args: Sequence[tuple[object, ...]]) -> list[Any]:
-        """Like `call`, with arguments of its own for each rank, and a result from each."""
+        """Like `call`, with separate arguments for each rank; return the results of all ranks."""
         return self._command(method, lambda i, rank: rank.call.remote(method, args[i]))
 
     def call_independently(self, method: str, *args: object) -> Any:  # noqa: ANN401 - as in `call`
-        """Have all ranks call a method in which none needs another; return what one returned.
+        """Call a method in which no rank needs another; return the result of one rank.
 
-        If one rank has done it, all that live have done it. So a rank that is lost meanwhile ends
-        the group, but the command has been carried out, and its effect is in what is salvaged.
+        If one rank has completed it, all surviving ranks have. So the loss of a rank ends the
+        group, but the command has taken effect, and the salvaged state includes it.
 
         Raises:
-            RanksLost: the group had been lost before, or no rank lives.
-            WireError: what the method raised, the same at every rank.
+            RanksLost: the group was lost before, or no rank survives.
+            WireError: the error that the method raised at every rank.
         """
         with self._one_at_a_time:
             self._check_alive()
@@ -254,35 +256,37 @@ class RankGroup:
                 rank, error = next(iter(failures.items()))
                 alive = [r for r, each in failures.items() if not isinstance(each, RayActorError)]
                 reason = f"rank {rank} of {len(refs)} failed in {method}: {_reason(error)}"
-                # Those that have done it come first, so that its effect is salvaged.
+                # Ranks that have completed the command come first, so that the state includes it.
                 self._end(reason, [*answers, *alive])
         if not answers:
             raise RanksLost(self._loss or "")
         return self._agreed(method, [*answers.values()])[0]
 
     def close(self) -> None:
-        """End all ranks and free their resources. Running commands fail; repeating is harmless."""
+        """End all ranks and free their resources. Running commands fail. Idempotent."""
         self._loss = self._loss or "the group was closed"
         for rank in self._ranks:
             ray.kill(rank)
         self._ranks.clear()
-        if self._places is not None:
-            remove_placement_group(self._places)
-            self._places = None
+        if self._placement_group is not None:
+            remove_placement_group(self._placement_group)
+            self._placement_group = None
 
     def _start(self, factory: Callable[[], Worker], deadline: float) -> None:
         size = self.shape.ranks
-        if self._give_up.is_set():
+        if self._cancelled.is_set():
             raise RanksUnavailable(_STOPPING)
-        self._places = placement_group([self.shape.bundle] * size, strategy=self.shape.strategy)
-        if not self._wait_until(self._places.wait, deadline):
+        self._placement_group = placement_group(
+            [self.shape.bundle] * size, strategy=self.shape.strategy
+        )
+        if not self._wait_until(self._placement_group.wait, deadline):
             raise RanksUnavailable(
-                f"no room for {size} ranks of {self.shape.bundle} within"
-                f" {self._timings.start:.0f} s: {_resources()}; add workers, ask for fewer or"
-                f" smaller ranks, or {_MORE_TIME}"
+                f"insufficient capacity: {size} ranks of {self.shape.bundle} could not be scheduled"
+                f" within {self._timings.start:.0f} s ({_resources()}); add workers, reduce the"
+                f" number or size of ranks, or {_MORE_TIME}"
             )
-        nodes = placement_group_table(self._places)["bundles_to_node_id"]
-        self._ranks = [self._place_rank(i, self._places) for i in neighbours_together(nodes)]
+        nodes = placement_group_table(self._placement_group)["bundles_to_node_id"]
+        self._ranks = [self._place_rank(i, self._placement_group) for i in grouped_by_node(nodes)]
         [address] = self._wait_for([self._ranks[0].open_store.remote(size)], "open", deadline)
         seconds = max(self._timings.collective, self._timings.start)
         self._wait_for(
@@ -290,14 +294,14 @@ class RankGroup:
                 rank.join.remote(i, size, address, seconds, self.shape.backend)
                 for i, rank in enumerate(self._ranks)
             ],
-            "meet the others",
+            "join the group",
             deadline,
         )
         self._wait_for([r.build.remote(factory) for r in self._ranks], "load", deadline)
 
-    def _place_rank(self, index: int, places: PlacementGroup) -> "ActorHandle[Rank]":
+    def _place_rank(self, index: int, group: PlacementGroup) -> "ActorHandle[Rank]":
         strategy = PlacementGroupSchedulingStrategy(
-            placement_group=places, placement_group_bundle_index=index
+            placement_group=group, placement_group_bundle_index=index
         )
         remote: Any = ray.remote  # whose type knows no concurrency groups
         actor = remote(
@@ -329,17 +333,17 @@ class RankGroup:
         return list(ray.get(refs))
 
     def _wait_until(self, wait: Callable[[float], bool], deadline: float) -> bool:
-        """Wait for something, in slices; return whether it came about in time.
+        """Wait for a condition in slices; return whether it was met in time.
 
         Args:
-            wait: for as many seconds; returns whether it has come about.
-            deadline: by the monotonic clock.
+            wait: waits up to the given seconds; returns whether the condition is met.
+            deadline: on the monotonic clock.
 
         Raises:
-            RanksUnavailable: nobody wants the group any more.
+            RanksUnavailable: the start was cancelled.
         """
         while not wait(min(_SLICE_SECONDS, max(0.0, deadline - time.monotonic()))):
-            if self._give_up.is_set():
+            if self._cancelled.is_set():
                 raise RanksUnavailable(_STOPPING)
             if time.monotonic() >= deadline:
                 return False
@@ -358,7 +362,7 @@ class RankGroup:
     def _agreed(self, method: str, answers: Sequence[Answer]) -> list[Any]:
         refused = [answer.refusal for answer in answers if answer.refusal is not None]
         if refused and len(refused) < len(answers):
-            reason = f"some ranks refused {method} ({refused[0].message}) and others did not"
+            reason = f"some ranks rejected {method} ({refused[0].message}) and others did not"
             self._end(reason, [])
             raise RanksLost(reason)
         if refused:
@@ -368,7 +372,7 @@ class RankGroup:
     def _answers(self, method: str, refs: list[Any]) -> list[Answer]:
         pending = list(refs)
         while pending:
-            # The failure of a rank is known at once, whatever the others wait for.
+            # The failure of a rank is noticed immediately, whatever the others wait for.
             done, pending = ray.wait(pending, num_returns=1)
             try:
                 ray.get(done)
@@ -376,24 +380,26 @@ class RankGroup:
                 log.exception("a rank failed", command=method)
                 rank, cause = _cause(refs, refs.index(done[0]), error)
                 reason = f"rank {rank} of {len(refs)} failed in {method}: {_reason(cause)}"
-                # One that lives may have failed because another died, and still has its state.
+                # A live rank may have failed because another died, and still has its state.
                 dead = {rank} if isinstance(cause, RayActorError) else set()
                 self._end(reason, [r for r in range(len(refs)) if r not in dead])
                 raise RanksLost(reason) from error
         return list(ray.get(refs))
 
     def _end(self, reason: str, sources: Sequence[int]) -> None:
-        """End the group, after salvaging the state of the first of some ranks that answers."""
+        """End the group, after salvaging state from the first of these ranks that responds."""
         self._loss = reason
         for rank in sources:
-            # The rank may hang in a collective operation: this runs concurrently.
+            # The rank may hang in a collective operation; this method runs concurrently.
             actor = self._ranks[rank]
             state: Any = actor.salvage.options(concurrency_group=SALVAGE).remote()
             try:
                 self.salvaged = ray.get(state, timeout=self._timings.salvage)
                 break
             except RayError:
-                log.warning("a rank of a lost group says nothing", rank=rank, exc_info=True)
+                log.warning(
+                    "a rank of a lost group does not return its state", rank=rank, exc_info=True
+                )
         self.close()
 
 
@@ -402,15 +408,15 @@ def _is_any_done(refs: list[Any], seconds: float) -> bool:
     return bool(done)
 
 
-def neighbours_together(nodes: Mapping[int, str]) -> list[int]:
-    """Return places in the order of their ranks: those of a node follow each other.
+def grouped_by_node(nodes: Mapping[int, str]) -> list[int]:
+    """Return placement bundles in rank order, grouped by node.
 
-    Ranks that share each matrix have numbers that follow each other, and talk most.
+    Ranks with consecutive numbers shard the same matrices, and communicate most.
 
     Args:
-        nodes: the node of each place.
+        nodes: node id of each bundle.
     """
-    return sorted(nodes, key=lambda place: (nodes[place], place))
+    return sorted(nodes, key=lambda bundle: (nodes[bundle], bundle))
 
 
 def _answers_and_failures(refs: Sequence[Any]) -> tuple[dict[int, Answer], dict[int, RayError]]:
@@ -427,17 +433,17 @@ def _answers_and_failures(refs: Sequence[Any]) -> tuple[dict[int, Answer], dict[
 
 
 def _cause(refs: Sequence[Any], rank: int, first: RayError) -> tuple[int, RayError]:
-    """Return which rank failed first, and how: a death rather than its consequence at another.
+    """Return the rank that caused a failure, and its error: preferably one whose process died.
 
     Args:
-        refs: of what ranks answer.
-        rank: the first whose failure was known.
+        refs: references to the results of all ranks.
+        rank: the rank whose failure was noticed first.
         first: that failure.
     """
     if isinstance(first, RayActorError):
-        # Ranks that wait for it may be ended too, by NCCL's watchdog, at about the same time.
+        # NCCL's watchdog may end ranks that wait for it at about the same time.
         return rank, first
-    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_ECHO_SECONDS)
+    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_ROOT_CAUSE_SECONDS)
     failures: list[tuple[int, RayError]] = []
     for ref in done:
         try:
@@ -459,4 +465,4 @@ def _resources() -> str:
     known: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
     counts = (f"{free.get(name, 0):g} of {known.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
-    return f"in Ray's cluster {' and '.join(counts)} are free"
+    return f"free in the Ray cluster: {', '.join(counts)}"

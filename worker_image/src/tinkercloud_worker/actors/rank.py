@@ -1,4 +1,4 @@
-"""What runs in the process of one rank."""
+"""The actor that runs in the process of one rank."""
 
 import gc
 from collections.abc import Callable, Mapping
@@ -16,12 +16,12 @@ from tinkercloud_worker.actors.tensors import send_through_shared_memory
 from tinkercloud_worker.device import accelerator
 
 SALVAGE = "salvage"
-"""Concurrency group of the one method that is called while another may run."""
+"""Ray concurrency group of the one method that may be called while another runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Result of a command at one rank: a value, or the client error that it raised."""
+    """Result of a command at one rank: a value, or the client error that was raised."""
 
     value: Any
     refusal: WireError | None = None
@@ -29,36 +29,36 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class RankLocation:
-    """Where a rank is."""
+    """The location of a rank."""
 
     node: str
-    """Id of the node in Ray's cluster."""
+    """Id of the node in the Ray cluster."""
     gpus: Mapping[str, str]
-    """Environment (CUDA_VISIBLE_DEVICES) that gives another process there this rank's GPUs."""
+    """Environment (CUDA_VISIBLE_DEVICES) that gives other processes there this rank's GPUs."""
 
 
 class Worker(Protocol):
-    """What a rank needs of its object, beside the methods that commands name."""
+    """The interface of the worker object, in addition to the methods that commands name."""
 
-    def salvage(self) -> Any:  # noqa: ANN401 - of whatever kind of object
-        """Return the state that outlives a lost group. Must need no other rank, change nothing."""
+    def salvage(self) -> Any:  # noqa: ANN401 - depends on the object
+        """Return the state that outlives a lost group, without other ranks and without changes."""
 
 
 class Rank:
-    """One process of a group: a member of its torch process group that holds one worker object.
+    """One process of a group: a member of its torch process group with one worker object.
 
-    The object is made by a factory once the process group stands, and does the work; the methods
-    here are what the group calls, one at a time except for `salvage`.
+    A factory creates the object, which does the work, once the process group is initialized. The
+    group calls the methods here, one at a time except for `salvage`.
     """
 
     def __init__(self) -> None:
-        # Until the object is made, modules are imported, of which nothing becomes garbage.
+        # Until the object is created, modules are imported, which leaves no garbage.
         gc.disable()
         logs.configure()
         send_through_shared_memory()
 
     def open_store(self, size: int) -> tuple[str, int]:
-        """Open the store at which the group's ranks meet; return its address and port."""
+        """Open the rendezvous store of the group; return its address and port."""
         host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._store = TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
         return host, self._store.port
@@ -66,19 +66,19 @@ class Rank:
     def join(
         self, rank: int, size: int, address: tuple[str, int], seconds: float, backend: str
     ) -> None:
-        """Join the group. Returns once all ranks have.
+        """Join the group; return once all ranks have joined.
 
         Args:
-            rank: own number.
+            rank: number of this rank.
             size: number of ranks.
-            address: of the store, which is rank 0's.
-            seconds: how long a collective operation waits for the other ranks, be it the first.
-            backend: of `torch.distributed`.
+            address: address and port of the store, which rank 0 runs.
+            seconds: timeout of collective operations, including the first.
+            backend: backend of `torch.distributed`.
         """
         if rank:
             self._store = TCPStore(*address, size, is_master=False)
         timeout = timedelta(seconds=seconds)
-        # NCCL makes a group's communicator at its first operation, and waits for its id here.
+        # NCCL creates a group's communicator at the first operation, and waits here for its id.
         self._store.set_timeout(timeout)
         dist.init_process_group(
             backend,
@@ -89,8 +89,8 @@ class Rank:
         )
 
     def build(self, factory: Callable[[], Worker]) -> None:
-        """Make the object that does the work."""
-        # Collections from now on skip what has been imported.
+        """Create the worker object."""
+        # Later collections skip imported modules.
         gc.freeze()
         gc.enable()
         self._worker = factory()
@@ -103,22 +103,22 @@ class Rank:
             return Answer(None, error)
 
     def call_without_result(self, method: str, args: tuple[object, ...]) -> Answer:
-        """Call a method of the object for its effect: what it returns is dropped."""
+        """Call a method of the object and discard its result."""
         return Answer(None, self.call(method, args).refusal)
 
     def call_by_reference(self, method: str, args: tuple[object, ...]) -> Answer:
-        """Call a method of the object; what it returns stays in the store of this node.
+        """Call a method of the object; its result stays in the object store of this node.
 
-        The answer's value is a list of one, the reference: Ray would resolve a bare one.
+        The value is a list with the reference: Ray would resolve a bare reference.
         """
         answer = self.call(method, args)
         return answer if answer.refusal else Answer([ray.put(answer.value)])
 
     def location(self) -> Answer:
-        """Return where this rank is."""
+        """Return the location of this rank."""
         node = ray.get_runtime_context().get_node_id()
         return Answer(RankLocation(node, accelerator.visible_devices_env()))
 
-    def salvage(self) -> Any:  # noqa: ANN401 - the object's own
-        """Return the state of the object that outlives the group; a command may hang meanwhile."""
+    def salvage(self) -> Any:  # noqa: ANN401 - depends on the object
+        """Return the object's state that outlives the group, even while a command hangs."""
         return self._worker.salvage()

@@ -1,7 +1,7 @@
-"""The machine of a trainer's first rank, from which published whole models are sent to engines.
+"""The machine of a trainer's rank 0, from which published full models are sent to engines.
 
-This is the head's side of a `weight_store`: it starts the store beside rank 0 and has models
-written there and sent from there. It copies files either way only when it must.
+This is the head's side of a `weight_store`: it starts the store on the node of rank 0, stores
+models there, and sends them from there. It copies files to or from the head only when necessary.
 """
 
 import asyncio
@@ -33,29 +33,29 @@ from tinkercloud_worker.inference.weight_host import WeightHostLost
 from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 _CLOSE_SECONDS = 15.0
-_ENDED = "the process that keeps whole models beside the trainer's ranks has ended"
+_ENDED = "the process that stores full models on the node of rank 0 has ended"
 
 
 class RankWeightHost:
-    """See `weight_host.WeightHost`: the machine of a trainer's first rank.
+    """See `weight_host.WeightHost`: the machine of a trainer's rank 0.
 
-    `attach_to` and `close` belong to the engine's thread, `store` to any, the rest to the event
-    loop.
+    Call `attach_to` and `close` on the engine's thread, `store` on any thread, and the other
+    methods on the event loop.
     """
 
     def __init__(self, config: WeightStoreConfig) -> None:
-        """Make a host; no store is started yet.
+        """Create a host without starting a store.
 
         Args:
-            config: where models are stored there.
+            config: where models are stored.
         """
         self._config = config
         self._store: WeightStoreHandle | None = None
         self._group: RankGroup | None = None
-        """The group beside whose first rank the store is."""
+        """The group whose rank 0 is on the node of the store."""
 
     def attach_to(self, group: RankGroup) -> None:
-        """Start a store beside the first rank of a group; nothing is done if there is one.
+        """Start a store on the node of a group's rank 0, unless it has one.
 
         Raises:
             RanksLost: the group is lost.
@@ -73,21 +73,21 @@ class RankWeightHost:
         self._store, self._group = actor.remote(self._config, location.gpus), group
 
     def store(self, weights: Any) -> "ModelAtRanks":  # noqa: ANN401 - Ray's references are of any type
-        """Have the store write weights.
+        """Write weights to the store.
 
         Args:
-            weights: a reference to the WeightsSnapshot of a whole model.
+            weights: a reference to the WeightsSnapshot of a full model.
 
         Raises:
-            WeightHostLost: the store is gone.
-            Unavailable: it holds too much already, or can't write them; or they are lost.
+            WeightHostLost: the store has ended.
+            Unavailable: the store is full or can't write them, or the weights were lost.
         """
         store = self._current()
         try:
             model: StoredModel = waited(store.write.remote(weights))
         except WeightHostLost:
             if self._store is store:
-                # `attach_to` then starts another.
+                # So that `attach_to` starts another store.
                 self._group = None
             raise
         return ModelAtRanks(store, model)
@@ -102,10 +102,10 @@ class RankWeightHost:
 
     @asynccontextmanager
     async def weights_of(self, model: SavedWeights) -> AsyncIterator[Path]:
-        """See `WeightHost.weights_of`. Weights that only the head has are copied for that long.
+        """See `WeightHost.weights_of`. Weights that only the head has are copied temporarily.
 
-        Whatever reads them fails when the store is replaced meanwhile; that is WeightHostLost,
-        whatever error the engine reports.
+        If the store is replaced meanwhile, readers fail; this is reported as WeightHostLost,
+        whatever error the engine returns.
         """
         store = self._current()
         try:
@@ -125,14 +125,14 @@ class RankWeightHost:
             yield await _awaited(store.weights_of.remote(model.name))
             return
         await asyncio.to_thread(model.fetch)
-        # Several engines may be sent the model at once, each from a copy of its own.
+        # The model may be sent to several engines at once, each from a separate copy.
         name = f"{model.name}-{uuid4().hex}"
         try:
             try:
                 await self._upload(store, model, name)
             except (Unavailable, OSError) as error:
                 raise WeightHostLost(
-                    f"a model can't be brought to the trainer's ranks: {error}"
+                    f"failed to copy a model to the trainer's ranks: {error}"
                 ) from None
             yield await _awaited(store.weights_of.remote(name))
         finally:
@@ -157,12 +157,12 @@ class RankWeightHost:
         return address
 
     def is_current(self, store: WeightStoreHandle) -> bool:
-        """Return whether this is the store that is there now."""
+        """Return whether this is the current store."""
         return self._store is store
 
     def _current(self) -> WeightStoreHandle:
         if self._store is None:
-            raise WeightHostLost("the trainer's ranks are not there")
+            raise WeightHostLost("the trainer's ranks are not running")
         return self._store
 
 
@@ -170,11 +170,11 @@ class ModelAtRanks:
     """See `engine.trainer.RemoteModel`."""
 
     def __init__(self, store: WeightStoreHandle, model: StoredModel) -> None:
-        """Make a handle of a model.
+        """Create a handle of a model.
 
         Args:
-            store: that has written it.
-            model: as the store described it.
+            store: the store that has written it.
+            model: the store's description of it.
         """
         self.store = store
         self._files = model.files
@@ -196,8 +196,8 @@ class ModelAtRanks:
                 arriving.rename(folder)
             except OSError as error:
                 raise Unavailable(
-                    f"the {self.size_bytes} bytes of these weights can't be brought to"
-                    f" {folder.parent}: {error.strerror or error}; have its volume made larger"
+                    f"failed to copy weights of {self.size_bytes} bytes to {folder.parent}:"
+                    f" {error.strerror or error}; enlarge its volume"
                 ) from error
             finally:
                 shutil.rmtree(arriving, ignore_errors=True)
@@ -217,18 +217,18 @@ class ModelAtRanks:
 
 
 class RemoteSender:
-    """A sender that a store has started; see `weight_host.WeightSender`."""
+    """A sender process that a store has started; see `weight_host.WeightSender`."""
 
     def __init__(
         self, host: RankWeightHost, store: WeightStoreHandle, name: str, purpose: str
     ) -> None:
-        """Make a handle of a sender.
+        """Create a handle of a sender.
 
         Args:
-            host: where it runs.
-            store: that has started it.
-            name: of it in that store.
-            purpose: of it, for the messages of errors.
+            host: the host where it runs.
+            store: the store that has started it.
+            name: its name in that store.
+            purpose: its purpose, for error messages.
         """
         self._host = host
         self._store = store
@@ -265,28 +265,28 @@ class RemoteSender:
 
 
 def waited(answer: Any) -> Any:  # noqa: ANN401 - Ray's references, and their values, are of any type
-    """Return what a store answers, or the object of a rank that stays in Ray's store.
+    """Wait for the result of a weight store, or for an object of a rank in Ray's store.
 
     Raises:
-        WeightHostLost: the weight store has gone.
-        Unavailable: the object has.
-        WireError: what the weight store raised.
+        WeightHostLost: the weight store has ended.
+        Unavailable: the object was lost.
+        WireError: the error that the weight store raised.
     """
     try:
         return ray.get(answer)
     except RayActorError as error:
         raise WeightHostLost(_ENDED) from error
     except RayError as error:
-        lost = Unavailable("the ranks were lost before the weights were safe; save them again")
+        lost = Unavailable("the ranks were lost before the weights were stored; save them again")
         raise _cause(error, lost) from error
 
 
 async def _awaited(answer: Any) -> Any:  # noqa: ANN401 - as above
-    """Return what a store answers.
+    """Wait for the result of a store.
 
     Raises:
-        WeightHostLost: it has gone.
-        WireError, OSError: what it raised.
+        WeightHostLost: the store has ended.
+        WireError, OSError: the error that it raised.
     """
     try:
         return await answer
@@ -295,7 +295,7 @@ async def _awaited(answer: Any) -> Any:  # noqa: ANN401 - as above
 
 
 def _cause(error: RayError, lost: WireError) -> Exception:
-    """Return what a store raised, or that something is lost if Ray raised it."""
+    """Return the error that a store raised, or `lost` if Ray itself failed."""
     if not isinstance(error, RayTaskError):
         return lost
     cause = error.cause

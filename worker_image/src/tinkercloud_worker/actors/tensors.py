@@ -1,12 +1,12 @@
-"""How tensors go from one process of a Ray cluster to others: through memory that they share.
+"""Passes tensors between processes of a Ray cluster through shared memory.
 
-Ray would pickle a tensor, and with a view all that it is a view of, into memory of each process
-that gets it. As arrays, tensors lie in the object store of a node once, and whoever receives them
-reads them there.
+By default Ray pickles a tensor, including all storage behind a view, and each receiver gets its own
+copy. As NumPy arrays, tensors are in the object store of a node once, and all receivers read them
+there.
 
-What is received must not be written to: torch has no tensors that are read-only, and every process
-of the node reads the same memory. It takes room in the store for as long as any tensor that came
-with it is held. So copy what is to be kept.
+Received tensors must not be written to: torch has no read-only tensors, and all processes of the
+node read the same memory. The memory stays allocated in the object store while any tensor of the
+same message is referenced, so copy tensors that are kept.
 """
 
 from typing import TypeAlias
@@ -19,25 +19,25 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 Sent: TypeAlias = tuple[NDArray[np.uint8], torch.dtype, torch.Size]
-"""A tensor's bytes, in the order of its elements; dtype and shape."""
+"""The contiguous bytes of a tensor, its dtype and its shape."""
 
 
 def send_through_shared_memory() -> None:
-    """Have tensors that this process sends or puts into Ray's store go so from now on.
+    """Use shared memory for all tensors that this process sends or puts in Ray's store.
 
-    They must be on the CPU and require no gradient: torch refuses others. Ray must be
-    initialised; receivers need no such call.
+    They must be on the CPU and must not require gradients. Ray must be initialized; receivers do
+    not need this call.
     """
     register_serializer(Tensor, serializer=_sent, deserializer=_received)
 
 
 def _sent(tensor: Tensor) -> Sent:
-    # Bytes, since numpy knows no bfloat16.
+    # As bytes, since numpy does not support bfloat16.
     content = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     return content, tensor.dtype, tensor.shape
 
 
 def _received(sent: Sent) -> Tensor:
     content, dtype, shape = sent
-    # Other conversions warn of every read-only array.
+    # Other conversions warn about read-only arrays.
     return from_dlpack(content).view(dtype).view(shape)

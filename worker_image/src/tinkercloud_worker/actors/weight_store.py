@@ -1,13 +1,12 @@
-"""Whole models that stay beside a trainer's first rank: the actor that stores them.
+"""The actor that stores published full models on the node of rank 0.
 
-A weight store is an actor on the node of rank 0. It takes what that rank has put into the node's
-object store, writes it in the form that engines read, and starts the processes that send it to them
-(`inference.sender_process`): over a process group, from the rank's GPU where it has one, or in
-memory that engines on the same machine share. Nothing of it passes through the head, which fetches
-the files when it must (`rank_weight_host`): for an engine that takes them by no other method, or
-for another head.
+It reads weights that rank 0 has put in the node's object store, writes them in the format that
+engines read, and starts the processes that send them (`inference.sender_process`): over a process
+group, from the rank's GPU if it has one, or through memory shared with engines on the same machine.
+The weights do not pass through the head, which fetches the files only when necessary
+(`rank_weight_host`): for an engine that supports no other method, or for another head.
 
-A store lives as long as its group of ranks, and its models are removed with it.
+A store exists as long as its group of ranks, and its models are removed with it.
 """
 
 import asyncio
@@ -32,42 +31,42 @@ from tinkercloud_worker.inference.sender_process import SenderProcess
 from tinkercloud_worker.inference.weights_folder import WeightsFolder, tensor_names
 
 PART_BYTES = 64 << 20
-"""Of a file, transferred at a time."""
+"""Bytes of a file that are transferred at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightStoreConfig:
-    """Where models are stored, on the machine of the first rank."""
+    """Where models are stored, on the machine of rank 0."""
 
     folder: Path
-    """Written to by this actor only."""
+    """Folder that only this actor writes to."""
     max_bytes: int
-    """Of the models."""
+    """Maximum total size of models."""
     base_path: Path
-    """Hugging Face folder of the base model, there."""
+    """Hugging Face folder of the base model on that machine."""
     base_model: str
-    """Its name."""
+    """Name of the base model."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """A whole model that a store has written."""
+    """A full model that a store has written."""
 
     name: str
     files: Mapping[str, int]
-    """Sizes, in bytes."""
+    """File sizes by name, in bytes."""
     tensor_names: Sequence[str]
 
 
 class WeightStore:
-    """The actor."""
+    """The actor; see the module docstring."""
 
     def __init__(self, config: WeightStoreConfig, gpus: Mapping[str, str]) -> None:
-        """Make an empty store.
+        """Create an empty store.
 
         Args:
             config: where to store models.
-            gpus: environment that gives processes the rank's GPUs.
+            gpus: environment that gives processes the GPUs of rank 0.
         """
         logs.configure()
         # An earlier store may have left files.
@@ -76,7 +75,7 @@ class WeightStore:
         self._folder = config.folder
         self._gpus = gpus
         self._stored_bytes: dict[str, int] = {}
-        # Names are unique over all stores: a head asks for a model by its name alone.
+        # Names are unique across stores: a head identifies a model by its name alone.
         self._files = WeightsFolder(
             self._folder, server_dir=None, owner=f"ranks-{uuid4().hex}", base_path=config.base_path
         )
@@ -86,7 +85,7 @@ class WeightStore:
         """Write all weights of a model.
 
         Raises:
-            Unavailable: with them it would be too much, or they can't be written.
+            Unavailable: the size limit would be exceeded, or the files can't be written.
         """
         being_written = uuid4().hex
         await self.reserve(being_written, weights.size_bytes)
@@ -104,41 +103,43 @@ class WeightStore:
         return StoredModel(name, sizes, tensor_names(folder / FULL_WEIGHTS))
 
     async def weights_of(self, name: str) -> Path:
-        """Return the weights file of a model that was written, or uploaded, under a name."""
+        """Return the weights file of the model with this name."""
         return self._folder / name / FULL_WEIGHTS
 
     async def read(self, name: str, file: str, start: int) -> npt.NDArray[np.uint8]:
         """Return a part of a file.
 
         Raises:
-            NotFound: somebody has removed it.
+            NotFound: the file was removed.
         """
         path = self._folder / name / file
         try:
             return await asyncio.to_thread(np.fromfile, path, np.uint8, PART_BYTES, "", start)
         except FileNotFoundError:
-            raise NotFound(f"{path.parent} is gone: save the weights again") from None
+            raise NotFound(
+                f"{path.parent} does not exist any more: save the weights again"
+            ) from None
 
     async def reserve(self, name: str, size: int) -> None:
-        """Reserve room for weights that are to be uploaded under a name, until they are removed.
+        """Reserve space for an upload, until its weights are removed.
 
         Args:
-            name: used for these weights only.
-            size: in bytes.
+            name: unique name of the weights.
+            size: size in bytes.
 
         Raises:
-            Unavailable: with them it would be too much.
+            Unavailable: the size limit would be exceeded.
         """
         stored = sum(self._stored_bytes.values())
         if stored + size > self._config.max_bytes:
             raise Unavailable(
-                f"{size} bytes beside {stored} are more than limits.max_placed_bytes,"
-                f" {self._config.max_bytes}"
+                f"storing {size} bytes in addition to {stored} would exceed limits.max_placed_bytes"
+                f" ({self._config.max_bytes})"
             )
         self._stored_bytes[name] = size
 
     async def upload(self, name: str, part: npt.NDArray[np.uint8]) -> None:
-        """Append a part to weights for which room is reserved."""
+        """Append a part to weights for which space is reserved."""
         await asyncio.to_thread(self._append, self._folder / name / FULL_WEIGHTS, part)
 
     def _append(self, path: Path, part: npt.NDArray[np.uint8]) -> None:
@@ -147,12 +148,12 @@ class WeightStore:
             file.write(part.data)
 
     async def remove(self, name: str) -> None:
-        """Remove the model that was written, or uploaded, under a name."""
+        """Remove the model with this name."""
         self._stored_bytes.pop(name, None)
         await asyncio.to_thread(self._files.remove, name)
 
     async def start(self, module: str, options: Mapping[str, str], purpose: str) -> str:
-        """Start a sender; return its name in this store."""
+        """Start a sender process; return its name in this store."""
         sender = await SenderProcess.start(module, options, purpose, self._gpus)
         name = uuid4().hex
         self._senders[name] = sender

@@ -1,1 +1,1 @@
-"""Checkpoints: what is in one (`formats`) and how it gets into the object store (`store`)."""
+"""Checkpoints: their contents (`formats`) and how they are stored (`store`)."""

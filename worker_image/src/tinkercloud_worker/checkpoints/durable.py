@@ -1,7 +1,7 @@
-"""Objects that survive a loss of power once they are written.
+"""Durable writes: objects that survive a power failure once they are written.
 
-S3, Google Cloud Storage and Azure have stored an object when they answer. A local folder has it in
-the kernel's memory until it is synchronized, which obstore has no option for.
+S3, Google Cloud Storage and Azure have stored an object when they respond. In a local folder it is
+only in the kernel's memory until fsync, for which obstore has no option.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from tinkercloud_worker.checkpoints.parts import IN_FLIGHT, part_size
 
 
 async def put(store: ObjectStore, key: str, content: bytes) -> None:
-    """Write an object, large or small, in place of the one under this key."""
+    """Write an object of any size, replacing the one under this key."""
     await obstore.put_async(
         store, key, content, chunk_size=part_size(len(content)), max_concurrency=IN_FLIGHT
     )
@@ -25,19 +25,19 @@ async def put(store: ObjectStore, key: str, content: bytes) -> None:
         await asyncio.to_thread(_synchronize, _root(store), key)
 
 
-async def put_at_once(
+async def put_atomically(
     store: ObjectStore, key: str, content: bytes, mode: Literal["create", "overwrite"]
 ) -> None:
-    """Write a small object such that readers see all of it or, whenever this process dies, nothing.
+    """Write a small object atomically, even if this process dies.
 
     Raises:
-        AlreadyExistsError: there is one, and the mode is `create`.
+        AlreadyExistsError: the key exists, and the mode is `create`.
     """
     if not isinstance(store, LocalStore):
         await obstore.put_async(store, key, content, mode=mode)
         return
-    # A file that is renamed before it is on the disk may be empty after a loss of power, and with
-    # it the one whose name it took.
+    # A file that is renamed before it is on disk may be empty after a power failure, and the file
+    # that it replaced would be lost too.
     staged = f"{key}.{uuid.uuid4().hex}"
     await put(store, staged, content)
     try:
@@ -55,7 +55,7 @@ def _root(store: LocalStore) -> Path:
 def _synchronize(root: Path, key: str) -> None:
     path = root / key
     _fsync(path)
-    # A folder that was made just now is itself an entry of the one above it.
+    # A new folder is itself an entry of its parent.
     while path != root:
         path = path.parent
         _fsync(path)

@@ -1,7 +1,7 @@
-"""A model's state to and from the files of a checkpoint; the layout is `protocol.checkpoints`.
+"""Encodes and decodes the files of a checkpoint; `protocol.checkpoints` describes the layout.
 
-Everything is safetensors or JSON, so nothing is ever unpickled, and nothing names a trainer
-backend or a parallel layout: any trainer can read what another wrote.
+All files are safetensors or JSON, so nothing is ever unpickled. They are independent of trainer
+backend and parallel layout: any trainer can read the checkpoints of any other.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from tinkercloud_worker.lora import adapters
 
 Files = dict[str, bytes]
 Contents = Mapping[str, bytes | memoryview]
-"""Of files that were read back."""
+"""Contents of files by name."""
 AnyManifest = Manifest | SuspendedManifest
 SAMPLER_PREFIX = "sampler-"
 
@@ -37,8 +37,8 @@ SAMPLER_PREFIX = "sampler-"
 def encode_weights(weights: WeightsSnapshot, base_model: str) -> Files:
     """Return the files of a sampler checkpoint.
 
-    An adapter is loadable by PEFT as it is, unless it adapts experts: those are stacked, as in
-    Tinker's archives, and `tinker_cookbook.weights` makes of them what PEFT reads.
+    PEFT can load an adapter directly, unless it adapts experts: those are stacked, as in Tinker's
+    archives, and `tinker_cookbook.weights` converts them for PEFT.
     """
     if weights.lora is None:
         return {FULL_WEIGHTS: tensor_file.encode(weights.tensors)}
@@ -46,13 +46,13 @@ def encode_weights(weights: WeightsSnapshot, base_model: str) -> Files:
 
 
 def encode_for_servers(weights: WeightsSnapshot, base_model: str) -> Files:
-    """Return an adapter's files as inference servers read them: experts one by one.
+    """Return an adapter's files for inference servers, with separate experts.
 
     Args:
-        weights: of the adapter.
-        base_model: its name.
+        weights: the adapter.
+        base_model: name of the base model.
     """
-    assert weights.lora is not None  # noqa: S101 - a whole model is a folder, with more than weights
+    assert weights.lora is not None  # noqa: S101 - full models are written by `inference.weights_folder`
     return _adapter_files(weights.lora, adapters.to_peft_names(weights.tensors), base_model)
 
 
@@ -68,8 +68,8 @@ def encode_training(state: TrainingState, gradient: Gradient | None, base_model:
 
     Args:
         state: weights, moments and step.
-        gradient: that waits for optim_step; None if there is none.
-        base_model: its name.
+        gradient: the unapplied gradient; None if there is none.
+        base_model: name of the base model.
     """
     files = encode_state(state, base_model)
     return files if gradient is None else {**files, GRADIENT: encode_tensors(gradient)}
@@ -85,12 +85,12 @@ def encode_state(state: TrainingState, base_model: str) -> Files:
 
 
 def encode_tensors(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return one file that holds some tensors."""
+    """Return a file with these tensors."""
     return tensor_file.encode(tensors)
 
 
 def encode_sampler(weights: WeightsSnapshot) -> tuple[str, bytes]:
-    """Return weights as one file of a suspended state, and its name: equal weights, equal names."""
+    """Return the name and content of a file with weights; equal weights have equal names."""
     content = encode_tensors(weights.tensors)
     return f"{SAMPLER_PREFIX}{hashlib.sha256(content).hexdigest()[:32]}.safetensors", content
 
@@ -101,7 +101,7 @@ def files_of_weights(manifest: AnyManifest) -> list[str]:
 
 
 def files_of_training(manifest: Manifest) -> list[str]:
-    """Return the names of the files that training resumes from. Raises as `files_of_state`."""
+    """Return the names of the files needed to resume training. Raises as `files_of_state`."""
     gradient = [GRADIENT] if GRADIENT in manifest.files else []
     return [*files_of_state(manifest), *gradient]
 
@@ -114,17 +114,17 @@ def files_of_state(manifest: AnyManifest) -> list[str]:
     """
     if OPTIMIZER_STATE not in manifest.files:
         raise InvalidRequest(
-            f"{manifest} holds weights only: load it without optimizer state, or load"
-            " a checkpoint made by save_state"
+            f"{manifest} has only weights, no optimizer state: load it without optimizer state, or"
+            " load a checkpoint made by save_state"
         )
     return [*files_of_weights(manifest), OPTIMIZER_STATE, TRAINER_STATE]
 
 
 def decode_weights(manifest: AnyManifest, files: Contents) -> WeightsSnapshot:
-    """Read weights back.
+    """Decode weights.
 
     Raises:
-        InvalidRequest: the file is not safetensors.
+        InvalidRequest: the file is not valid safetensors.
     """
     (name,) = files_of_weights(manifest)
     tensors = decode_tensors(manifest, files, name)
@@ -132,15 +132,15 @@ def decode_weights(manifest: AnyManifest, files: Contents) -> WeightsSnapshot:
 
 
 def decode_to_sample(manifest: AnyManifest, files: Contents, dtype: str) -> WeightsSnapshot:
-    """Read weights back that are only sampled from.
+    """Decode weights that are only sampled from.
 
     Args:
-        manifest: of the checkpoint.
-        files: of it.
-        dtype: that a whole model is rounded to, as torch names it.
+        manifest: the checkpoint's manifest.
+        files: the checkpoint's files.
+        dtype: name of the torch dtype that a full model is rounded to.
 
     Raises:
-        InvalidRequest: the file is not safetensors.
+        InvalidRequest: the file is not valid safetensors.
     """
     weights = decode_weights(manifest, files)
     if weights.lora is not None:
@@ -150,10 +150,10 @@ def decode_to_sample(manifest: AnyManifest, files: Contents, dtype: str) -> Weig
 
 
 def decode_tensors(manifest: AnyManifest, files: Contents, name: str) -> dict[str, Tensor]:
-    """Read one of the files. Nobody may write to the tensors, which lie in its memory.
+    """Decode one file. The tensors share its memory and must not be written to.
 
     Raises:
-        InvalidRequest: the file is not safetensors.
+        InvalidRequest: the file is not valid safetensors.
     """
     try:
         return tensor_file.decode(files[name])
@@ -162,15 +162,15 @@ def decode_tensors(manifest: AnyManifest, files: Contents, name: str) -> dict[st
 
 
 def decode_gradient(manifest: AnyManifest, files: Contents) -> Gradient | None:
-    """Read the gradient back; None if its file is not among `files`. Raises as `decode_tensors`."""
+    """Decode the gradient; None if its file is not in `files`. Raises as `decode_tensors`."""
     return decode_tensors(manifest, files, GRADIENT) if GRADIENT in files else None
 
 
 def decode_state(manifest: AnyManifest, files: Contents) -> TrainingState:
-    """Read a training state back, with moments if their file is among `files`.
+    """Decode a training state, with moments if their file is in `files`.
 
     Raises:
-        InvalidRequest: a file is not what its name says.
+        InvalidRequest: a file is damaged.
     """
     weights = decode_weights(manifest, files)
     if OPTIMIZER_STATE not in files:

@@ -1,8 +1,8 @@
-"""Writes and reads checkpoints, so that each one is whole or absent whenever the writer dies.
+"""Reads checkpoints, and writes them atomically: each is complete or absent if the writer dies.
 
-The order of writes is explained in `protocol.checkpoints`; what is written survives a loss of power
-before the next is begun (`durable`). The store may be a local folder, S3,
-Google Cloud Storage or Azure; they differ by URL only (obstore).
+`protocol.checkpoints` explains the order of writes; each write survives a power failure before the
+next one starts (`durable`). The store is a local folder, S3, Google Cloud Storage or Azure,
+selected by URL (obstore).
 """
 
 import asyncio
@@ -41,15 +41,15 @@ log = structlog.get_logger(__name__)
 
 
 class StoreFailed(WireError):
-    """The checkpoint store did not do what it was asked; nothing of it counts as written."""
+    """An operation of the checkpoint store failed; nothing of it counts as written."""
 
     status = 503
     category = "server"
 
 
 @contextmanager
-def _in_words() -> Iterator[None]:
-    """Turn what the store raises into words for a client; a missing object is left as it is."""
+def _store_errors() -> Iterator[None]:
+    """Convert errors of the store for clients, except that an object is missing or exists."""
     try:
         yield
     except (NotFoundError, FileNotFoundError, AlreadyExistsError):
@@ -63,17 +63,17 @@ def _words(error: Exception) -> str:
     if "No space left" in details or "Disk quota exceeded" in details:
         return (
             "the checkpoint store is full (no space left on device): delete checkpoints, or ask the"
-            " server's operator to make room, then send the request again"
+            " server's operator to add space, then send the request again"
         )
     denied = isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError)
     if denied or "Permission denied" in details or "Read-only file system" in details:
         return (
-            "the checkpoint store refuses access (its credentials, or the rights of its folder):"
-            " the server's operator must restore it, then send the request again"
+            "the checkpoint store denies access: ask the server's operator to check its credentials"
+            " or the permissions of its folder, then send the request again"
         )
     return (
-        f"the checkpoint store does not answer or failed ({type(error).__name__}); send the request"
-        " again, and see the head's log"
+        f"the checkpoint store failed or did not respond ({type(error).__name__}); send the request"
+        " again, and see the head's log for details"
     )
 
 
@@ -84,7 +84,7 @@ class CheckpointStore:
         self._store = store
 
     async def find(self, path: CheckpointPath) -> Manifest | None:
-        """Return a checkpoint's manifest; None if there is no such checkpoint.
+        """Return a checkpoint's manifest; None if the checkpoint does not exist.
 
         Raises:
             InvalidRequest: the manifest was written by a newer release, or is damaged.
@@ -100,8 +100,8 @@ class CheckpointStore:
         """Return the manifest and the contents of some of the files (by default all).
 
         Raises:
-            NotFound: there is no such checkpoint.
-            InvalidRequest: a file is missing or is not the one that was written.
+            NotFound: the checkpoint does not exist.
+            InvalidRequest: a file is missing or damaged.
         """
         manifest = await self.manifest(path)
         wanted = list(manifest.files) if names is None else list(names)
@@ -111,11 +111,11 @@ class CheckpointStore:
     async def manifest(self, path: CheckpointPath) -> Manifest:
         """Return the manifest of a checkpoint that exists.
 
-        Whether it has expired is for the API server to say, which may have been told otherwise
-        since the manifest was written.
+        The API server decides whether it has expired, since the expiry may have changed after the
+        manifest was written.
 
         Raises:
-            NotFound: there is no such checkpoint.
+            NotFound: the checkpoint does not exist.
         """
         manifest = await self.find(path)
         if manifest is None:
@@ -126,15 +126,15 @@ class CheckpointStore:
         """Return the contents of one file, in memory once.
 
         Raises:
-            InvalidRequest: the file is missing or is not the one that was written.
+            InvalidRequest: the file is missing or damaged.
         """
         key, stored = manifest.key_of(name), manifest.files.get(name)
         if stored is None:
-            # It was overwritten since the caller looked at what it has.
+            # The checkpoint was overwritten after the caller read its manifest.
             raise InvalidRequest(f"{manifest}: its file {name} is missing")
         damaged = InvalidRequest(f"{manifest}: its file {name} is damaged")
         try:
-            with _in_words():
+            with _store_errors():
                 if (await obstore.head_async(self._store, key))["size"] != stored.size_bytes:
                     raise damaged
                 content = await self._get(key, stored.size_bytes)
@@ -147,7 +147,7 @@ class CheckpointStore:
     async def _read(self, key: str) -> bytes | None:
         """Return a small object; None if there is none."""
         try:
-            with _in_words():
+            with _store_errors():
                 answer = await obstore.get_async(self._store, key)
                 return bytes(await answer.bytes_async())
         except FileNotFoundError:
@@ -178,12 +178,12 @@ class CheckpointStore:
         """Write a checkpoint and return its final manifest.
 
         Args:
-            manifest: what the checkpoint is; its `files` are filled in here.
+            manifest: its manifest; `files` is filled in here.
             files: contents by file name.
-            overwrite: whether one of the same name may be replaced.
+            overwrite: whether a checkpoint of the same name may be replaced.
 
         Raises:
-            InvalidRequest: one of the same name exists and may not be replaced.
+            InvalidRequest: a checkpoint of the same name exists, and `overwrite` is false.
         """
         path = manifest.path
         await self.refuse_duplicate(path, overwrite=overwrite)
@@ -196,23 +196,23 @@ class CheckpointStore:
         staged = manifest.model_copy(update={"data_prefix": f"next-{uuid.uuid4().hex}"})
         await self._put_files(staged, files)
         await self._put_manifest(staged, mode="overwrite")
-        # Not a copy within the store: S3 copies no object of more than 5 GiB in one request.
+        # Not a copy within the store: S3 can't copy more than 5 GiB in one request.
         await self._put_files(manifest, files)
         await self._put_manifest(manifest, mode="overwrite")
         await self._sweep(manifest)
         return manifest
 
     async def refuse_duplicate(self, path: CheckpointPath, *, overwrite: bool) -> None:
-        """Check that a name is free, or may be written over.
+        """Check that a name is unused, or may be overwritten.
 
         Raises:
-            InvalidRequest: it is taken.
+            InvalidRequest: the name is in use.
         """
         if not overwrite and await self.find(path) is not None:
             raise _exists(path)
 
     async def _put_files(self, manifest: Manifest, files: Mapping[str, bytes]) -> None:
-        with _in_words():
+        with _store_errors():
             await asyncio.gather(
                 *[
                     durable.put(self._store, manifest.key_of(name), content)
@@ -223,13 +223,13 @@ class CheckpointStore:
     async def _put_manifest(self, manifest: Manifest, mode: Literal["create", "overwrite"]) -> None:
         content, key = encode_manifest(manifest), manifest.path.manifest_key
         try:
-            with _in_words():
-                await durable.put_at_once(self._store, key, content, mode)
+            with _store_errors():
+                await durable.put_atomically(self._store, key, content, mode)
         except AlreadyExistsError:
             raise _exists(manifest.path) from None
 
     async def find_suspended(self, run_id: str) -> SuspendedManifest | None:
-        """Return what was left of a run by the head that suspended it last; None if nothing was.
+        """Return the latest suspended state of a run; None if there is none.
 
         Raises:
             InvalidRequest: the manifest was written by a newer release, or is damaged.
@@ -243,38 +243,40 @@ class CheckpointStore:
     async def put_suspended(
         self, manifest: SuspendedManifest, name: str, content: bytes
     ) -> StoredFile:
-        """Write one file of a suspended state, which does not exist before `commit_suspended`."""
-        with _in_words():
+        """Write one file of a suspended state, which exists only after `commit_suspended`."""
+        with _store_errors():
             await durable.put(self._store, manifest.key_of(name), content)
         return (await asyncio.to_thread(_describe, {name: content}))[name]
 
     async def commit_suspended(self, manifest: SuspendedManifest) -> None:
-        """Make a suspended state exist, in place of the run's previous one."""
+        """Write the manifest of a suspended state, which replaces the run's previous one."""
         key = suspended_key(manifest.run_id)
-        with _in_words():
-            await durable.put_at_once(self._store, key, encode_manifest(manifest), "overwrite")
+        with _store_errors():
+            await durable.put_atomically(self._store, key, encode_manifest(manifest), "overwrite")
         kept = {manifest.key_of(name) for name in manifest.files} | {key}
         await self._delete_others(suspended_prefix(manifest.run_id), kept)
 
     async def withdraw_suspended(self, manifest: SuspendedManifest) -> None:
-        """Delete a suspended state, first its manifest. Repeating it is fine.
+        """Delete a suspended state, its manifest first. Idempotent.
 
-        Files that can't be deleted go with the run's next suspended state, or with the run.
+        Files that can't be deleted are deleted with the run's next state, or with the run.
         """
-        with suppress(FileNotFoundError), _in_words():
+        with suppress(FileNotFoundError), _store_errors():
             await obstore.delete_async(self._store, suspended_key(manifest.run_id))
         try:
             await self._delete_others(suspended_prefix(manifest.run_id), set())
         except StoreFailed as error:
-            log.warning("files of a suspended state stay", of=str(manifest), error=str(error))
+            log.warning(
+                "failed to delete files of a suspended state", of=str(manifest), error=str(error)
+            )
 
     async def _sweep(self, manifest: Manifest) -> None:
-        """Delete what a checkpoint's folder holds beyond its manifest and files."""
+        """Delete files in a checkpoint's folder that do not belong to it."""
         kept = {manifest.key_of(name) for name in manifest.files} | {manifest.path.manifest_key}
         await self._delete_others(manifest.path.prefix, kept)
 
     async def _delete_others(self, prefix: str, kept: Set[str]) -> None:
-        with _in_words():
+        with _store_errors():
             async for batch in obstore.list(self._store, prefix):
                 stray = [entry["path"] for entry in batch if entry["path"] not in kept]
                 if stray:
@@ -287,7 +289,7 @@ def _exists(path: CheckpointPath) -> InvalidRequest:
         CheckpointKind.SAMPLER: "delete it first",
     }
     return InvalidRequest(
-        f"checkpoint {path} exists already: choose another name, or {remedy[path.kind]}"
+        f"checkpoint {path} already exists: choose another name, or {remedy[path.kind]}"
     )
 
 

@@ -1,7 +1,7 @@
-"""What a head leaves of a run besides weights: requests, results and samplers, as two files.
+"""The suspended state of a run apart from its weights: requests, results and samplers.
 
-`head.json` is `HeadState`; the bytes it speaks of lie one after another in `bodies.bin`. The
-layout of the whole is described in `protocol.checkpoints`.
+`head.json` is `HeadState`; it refers to byte ranges of `bodies.bin`. `protocol.checkpoints`
+describes the layout of the whole state.
 """
 
 from collections.abc import Mapping
@@ -22,14 +22,14 @@ class _Part(BaseModel):
 
 
 class Span(_Part):
-    """A piece of `bodies.bin`."""
+    """A byte range of `bodies.bin`."""
 
     start: int
     size: int
 
 
 class StoredRequest(_Part):
-    """A request that has its place in the order and has not begun."""
+    """A request that has its place in the order and has not started."""
 
     seq_id: int
     path: str
@@ -42,7 +42,7 @@ class StoredRequest(_Part):
 
 
 class StoredResult(_Part):
-    """A result that may still be asked for."""
+    """A result that a client may still poll for."""
 
     request_id: str
     digest: Hex
@@ -52,7 +52,7 @@ class StoredResult(_Part):
 
 
 class StoredSampler(_Part):
-    """Weights that were never saved under a name, and the sampling sessions that have them."""
+    """Weights that were never saved under a name, and their sampling sessions."""
 
     sessions: list[str]
     is_inflight: bool
@@ -61,31 +61,31 @@ class StoredSampler(_Part):
 
 
 class HeadState(_Part):
-    """One run, as its head knew it, without its weights."""
+    """The state of one run, without its weights."""
 
     refused: str | None
-    """Why the model could not be created; there are no weights then."""
+    """Why the model could not be created; it has no weights then."""
     next_seq_id: int
     failure: tuple[str, str] | None
-    """The failed gradient request of the step that was being built: its id and message."""
+    """The failed gradient request of the current step: its id and message."""
     gradient_lost: str | None = None
-    """How the gradient of that step was lost, if no request has been told."""
+    """How the gradient of that step was lost; None if a request has reported it."""
     waiting: list[StoredRequest]
     results: list[StoredResult]
     samples: list[Span]
-    """Sampling requests that were not finished."""
+    """Unfinished sampling requests."""
     samplers: list[StoredSampler]
 
 
 class Bodies:
-    """Bytes on their way into one file."""
+    """Collects byte strings in one file."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._size = 0
 
     def add(self, content: bytes) -> Span:
-        """Append some bytes; return where they lie."""
+        """Append bytes; return their range."""
         span = Span(start=self._size, size=len(content))
         self._parts.append(content)
         self._size += len(content)
@@ -97,15 +97,15 @@ class Bodies:
 
 
 class SuspendedHead:
-    """A `HeadState` that was read back, with its bodies."""
+    """A decoded `HeadState` with its bodies."""
 
     def __init__(
         self, manifest: SuspendedManifest, files: Mapping[str, bytes | memoryview]
     ) -> None:
-        """Read it.
+        """Decode the files.
 
         Raises:
-            InvalidRequest: the files are not what their names say.
+            InvalidRequest: a file is damaged.
         """
         self._bodies = memoryview(files[BODIES])
         try:
@@ -116,5 +116,5 @@ class SuspendedHead:
             ) from None
 
     def body(self, span: Span) -> bytes:
-        """Return the bytes a span stands for."""
+        """Return the bytes of a span."""
         return bytes(self._bodies[span.start : span.start + span.size])

@@ -1,9 +1,8 @@
-"""Files of tensors in the format of safetensors, in memory once.
+"""Reads and writes safetensors files with only one copy in memory.
 
-The library makes a file twice, as a vector of its own and as the `bytes` that it hands over, and
-copies what it reads. Beside a whole model that is memory nobody has. For as long it holds the
-interpreter's lock, most of a second for each GiB, and nothing of the process answers. What is
-written here is the same, byte for byte.
+The safetensors library builds a file twice, in its own buffer and as `bytes`, and copies what it
+reads; a full model leaves no memory for that. Meanwhile it holds the GIL, most of a second per GiB,
+and the process does not respond. The files written here are identical, byte for byte.
 
 The format: https://huggingface.co/docs/safetensors/index#format
 """
@@ -34,22 +33,22 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The format's names, in the library's order of tensors: those of large elements come first, so
-that all lie where their elements may."""
+"""Names of dtypes in the format. The order is the library's order of tensors: large elements come
+first, so that all are aligned."""
 _LENGTH_BYTES = 8
-"""Of the header, which they come before."""
+"""Size of the field with the header's length, at the start of the file."""
 _ALIGNMENT = 8
-"""Of the first tensor, in bytes."""
+"""Alignment of the first tensor, in bytes."""
 _PART_BYTES = 16 << 20
-"""Copied at a time, for some milliseconds: other threads go on in between."""
+"""Bytes copied at a time, within some milliseconds, so that other threads can run in between."""
 _METADATA = "__metadata__"
-"""Of the header, beside tensors: texts that some writers leave for people."""
+"""Key in the header for free text, in addition to tensors."""
 
 Count = Annotated[int, Field(ge=0)]
 
 
 class _Entry(BaseModel):
-    """Of the header: a tensor, and from where to where it lies behind that, in bytes."""
+    """A tensor in the header, with its byte range after the header."""
 
     dtype: str
     shape: list[Count]
@@ -61,47 +60,46 @@ _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 def encode(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return a file that holds some tensors; see `write`."""
+    """Return a file with these tensors; see `write`."""
     file = io.BytesIO()
     write(tensors, file)
-    # Not a copy: CPython hands over what was written.
+    # Not a copy: CPython returns the internal buffer.
     return file.getvalue()
 
 
 def write(tensors: Mapping[str, Tensor], file: BinaryIO) -> None:
-    """Write a file that holds some tensors.
+    """Write a file with these tensors.
 
-    In memory are the tensors, and a copy of one tensor at a time if it is not contiguous or not on
-    the CPU.
+    At most one tensor at a time is copied, if it is not contiguous or not on the CPU.
 
     Args:
-        tensors: of any device and strides.
-        file: that is empty.
+        tensors: tensors with any device and strides.
+        file: an empty file.
 
     Raises:
-        TypeError: the dtype of one is not among those that checkpoints have.
+        TypeError: a tensor has an unsupported dtype.
     """
     order = list(_DTYPES)
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             accepted = ", ".join(str(dtype) for dtype in order)
-            raise TypeError(f"{name!r} is of {tensor.dtype}; files hold tensors of {accepted}")
+            raise TypeError(f"{name!r}: unsupported dtype {tensor.dtype}; use one of {accepted}")
     ordered = sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0]))
     file.write(_header(ordered))
     for _, tensor in ordered:
-        # Bytes, since numpy knows no bfloat16.
+        # As bytes, since numpy does not support bfloat16.
         content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         for start in range(0, len(content), _PART_BYTES):
             file.write(content[start : start + _PART_BYTES])
 
 
 def decode(content: bytes | memoryview) -> dict[str, Tensor]:
-    """Return the tensors of a file, which are read where that lies: nobody may write to them.
+    """Return the tensors of a file. They share its memory and must not be written to.
 
-    One that does not lie at a multiple of 8 bytes is copied.
+    Content that is not aligned to 8 bytes is copied.
 
     Raises:
-        ValueError: it is not such a file; the message says in what.
+        ValueError: the file is invalid; the message says why.
     """
     start = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
     if not _LENGTH_BYTES < start <= len(content):
@@ -112,8 +110,8 @@ def decode(content: bytes | memoryview) -> dict[str, Tensor]:
     try:
         entries = _HEADER.validate_python(header)
     except ValidationError as error:
-        raise ValueError(f"its header is not one of tensors: {describe(error)}") from None
-    # Other ways warn of memory that is read-only.
+        raise ValueError(f"its header is invalid: {describe(error)}") from None
+    # Other conversions warn about read-only memory.
     data = from_dlpack(np.frombuffer(content, np.uint8, offset=start))
     if data.data_ptr() % _ALIGNMENT:
         data = data.clone()
@@ -131,16 +129,16 @@ def decode(content: bytes | memoryview) -> dict[str, Tensor]:
 def _read(name: str, entry: _Entry, content: Tensor) -> Tensor:
     dtype = _BY_NAME.get(entry.dtype)
     if dtype is None:
-        raise ValueError(f"{name!r} is of {entry.dtype}, not one of {', '.join(_BY_NAME)}")
+        raise ValueError(f"{name!r} has dtype {entry.dtype}; supported are {', '.join(_BY_NAME)}")
     if len(content) != prod(entry.shape) * dtype.itemsize:
-        raise ValueError(f"{name!r} has {len(content)} bytes, too few or many for {entry.shape}")
+        raise ValueError(f"{name!r} has {len(content)} bytes, which do not match {entry.shape}")
     if content.storage_offset() % dtype.itemsize:
-        raise ValueError(f"{name!r} begins in the midst of an element")
+        raise ValueError(f"{name!r} is not aligned to its element size")
     try:
         return content.view(dtype).view(entry.shape)
     except (RuntimeError, TypeError):
         raise ValueError(
-            f"{name!r} has the shape {entry.shape}, larger than any tensor's"
+            f"{name!r} has shape {entry.shape}, which exceeds the limits of a tensor"
         ) from None
 
 

@@ -1,7 +1,7 @@
-"""From a decoded request to something a trainer can run: checks, then micro-batches.
+"""Validates training requests, and packs examples into micro-batches.
 
-Everything about a request that can be wrong is found here, before it is queued, so that a trainer
-only ever sees sound input. Arrays stay NumPy: nothing here needs torch's tensors.
+All errors in a request are found here, so trainers only get valid input. Arrays stay NumPy, since
+nothing here needs torch.
 
 Shape legend: N tokens of a datum, K targets per position.
 """
@@ -29,48 +29,48 @@ ScalarT = TypeVar("ScalarT", np.int64, np.float32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
-    """A sound datum.
+    """A validated datum.
 
-    `tokens` is int32 [N]; `targets` int64 [N, K]; each input float32 [N, K], defaults filled in.
+    `tokens` is int32 [N]; `targets` int64 [N, K]; each input float32 [N, K], including defaults.
     """
 
     tokens: Int32Array
     targets: npt.NDArray[np.int64]
     inputs: Mapping[str, FloatArray]
     is_flat: bool
-    """Whether the client's targets were [N]: then results go back as [N], not [N, 1]."""
+    """Whether the client's targets were [N]: then results are returned as [N], not [N, 1]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """A sound forward or forward_backward request."""
+    """A validated forward or forward_backward request."""
 
     examples: Sequence[Example]
     loss_fn: str
     forward_only: bool
     unused: Mapping[str, int] = field(default_factory=dict)
-    """Inputs that were sent and have no effect, each with the number of examples that have it."""
+    """Inputs without effect, with the number of examples that have them."""
 
     @property
     def num_tokens(self) -> int:
-        """Positions of all examples."""
+        """Number of tokens of all examples."""
         return sum(len(example.tokens) for example in self.examples)
 
     @property
     def num_targets(self) -> int:
-        """The most targets that a position has."""
+        """The largest number of targets per position."""
         return max(int(example.targets.shape[1]) for example in self.examples)
 
     def reported_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of an answer.
+        """Return the metrics of the response.
 
         Args:
-            sums: `loss:sum` and what else a trainer returns.
+            sums: the metrics of the trainer, including `loss:sum`.
 
         Returns:
-            Besides these `loss:mean`, the loss per example: what the SDK makes of the means of a
-            call's parts, which it weighs by their numbers of examples, is that of the call. And of
-            each unused input, as `unused_<name>:sum`, the number of examples that have it.
+            The sums; `loss:mean`, the loss per example, which the SDK averages over the chunks of
+            a call with weights by their numbers of examples; and for each unused input
+            `unused_<name>:sum`, the number of examples that have it.
         """
         unused = {f"unused_{name}:sum": float(count) for name, count in self.unused.items()}
         return {**sums, "loss:mean": sums["loss:sum"] / len(self.examples), **unused}
@@ -79,11 +79,11 @@ class Batch:
         """Return the loss of every target, if the hosted service reports it for this loss.
 
         Args:
-            logprobs: per example, float32 [N] or [N, K], as trainers return them.
+            logprobs: for each example, float32 [N] or [N, K], as trainers return them.
 
         Returns:
-            For cross_entropy -weight * logprob, per example float32 of the shape of its logprobs;
-            for other losses None.
+            For cross_entropy, -weight * logprob in the shape of the logprobs; for other losses
+            None.
         """
         if self.loss_fn != "cross_entropy":
             return None
@@ -95,28 +95,28 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
-    """What the served model accepts."""
+    """Limits of the served model."""
 
     vocab_size: int
     max_context_length: int
 
 
 def capped_context_length(configured: int | None, of_model: int) -> int:
-    """Return the longest sequence that is accepted, in tokens.
+    """Return the maximum sequence length, in tokens.
 
     Args:
-        configured: the limit that was set; None if none was.
-        of_model: the longest sequence the model takes.
+        configured: the configured limit; None if there is none.
+        of_model: the limit of the model.
     """
     return min(configured or of_model, of_model)
 
 
 def prepare(request: ForwardBackwardRequest, limits: TokenLimits) -> Batch:
-    """Check a request and fill in its loss's defaults.
+    """Validate a request and fill in the defaults of its loss.
 
     Raises:
-        InvalidRequest: the loss or one of its settings, inputs, lengths or values is not
-            acceptable; the message names the datum and the field.
+        InvalidRequest: the loss or one of its settings, inputs, lengths or values is invalid; the
+            message names the datum and the field.
     """
     config = losses.check_config(request.loss_fn, request.loss_fn_config)
     if not request.data:
@@ -149,7 +149,9 @@ def _example(  # noqa: PLR0917 - one call, just above
     losses.check_inputs(loss_fn, given, config, where)
     for name in nonfinite_names(datum):
         if name in given:
-            raise InvalidRequest(f"{where}.loss_fn_inputs[{name!r}] holds a NaN or an infinity")
+            raise InvalidRequest(
+                f"{where}.loss_fn_inputs[{name!r}]: must be finite, got NaN or Inf"
+            )
     inputs: dict[str, FloatArray] = {
         name: np.full(targets.shape, value, dtype=np.float32) for name, value in defaults.items()
     }
@@ -157,8 +159,8 @@ def _example(  # noqa: PLR0917 - one call, just above
         array = datum.inputs[name]
         if array.shape != targets.shape:
             raise InvalidRequest(
-                f"{where}.loss_fn_inputs[{name!r}] has shape {list(array.shape)}, but"
-                f" target_tokens has {list(targets.shape)}; they must be equal"
+                f"{where}.loss_fn_inputs[{name!r}]: must have the shape of target_tokens"
+                f" {list(targets.shape)}, got {list(array.shape)}"
             )
         inputs[name] = array.astype(np.float32, copy=False)
     losses.check_bounds(inputs, given, where)
@@ -181,13 +183,13 @@ def _targets(datum: Datum, loss_fn: str, limits: TokenLimits, where: str) -> npt
     if targets.ndim not in ((1, 2) if many else (1,)) or targets.size == 0:
         accepted = "[N] or [N, K]" if many else "[N]"
         raise InvalidRequest(
-            f"{where} has shape {list(targets.shape)}: loss_fn {loss_fn!r} takes {accepted},"
-            " not empty"
+            f"{where}: loss_fn {loss_fn!r} takes a non-empty tensor of shape {accepted}, got"
+            f" {list(targets.shape)}"
         )
     if len(targets) != len(datum.tokens):
         raise InvalidRequest(
             f"{where} has {len(targets)} positions, but model_input has {len(datum.tokens)} tokens;"
-            " they must be equal (position i predicts target i)"
+            " both must have the same length (position i predicts target i)"
         )
     ids = targets.astype(np.int64, copy=False)
     _check_range(ids, limits.vocab_size, where)
@@ -195,14 +197,14 @@ def _targets(datum: Datum, loss_fn: str, limits: TokenLimits, where: str) -> npt
 
 
 def check_length(length: int, limits: TokenLimits, where: str) -> None:
-    """Check that a sequence is one that the model can read.
+    """Check the length of a sequence.
 
     Raises:
-        InvalidRequest: it has no tokens, or too many.
+        InvalidRequest: it is empty or too long.
     """
     if not 0 < length <= limits.max_context_length:
         raise InvalidRequest(
-            f"{where} has {length} tokens: the model takes 1 to {limits.max_context_length}"
+            f"{where}: must have 1 to {limits.max_context_length} tokens, got {length}"
         )
 
 
@@ -215,8 +217,8 @@ def _check_range(ids: npt.NDArray[np.int64] | Int32Array, vocab_size: int, where
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
         raise InvalidRequest(
-            f"{where} holds token id {low if low < 0 else high}: the model's vocabulary is"
-            f" 0..{vocab_size - 1}"
+            f"{where}: token ids must be in 0..{vocab_size - 1} (the model's vocabulary), got"
+            f" {low if low < 0 else high}"
         )
 
 
@@ -225,19 +227,18 @@ def _as_columns(array: npt.NDArray[ScalarT]) -> npt.NDArray[ScalarT]:
 
 
 def padded_lengths(lengths: Sequence[int], pad_to_multiple_of: int) -> tuple[int, ...]:
-    """Return lengths, each rounded up to a multiple of a number."""
+    """Return the lengths, each rounded up to a multiple of a number."""
     return tuple(length + -length % pad_to_multiple_of for length in lengths)
 
 
 def bin_pack(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Split examples into few groups whose tokens stay within a budget (first-fit decreasing).
+    """Group examples so that each group stays within a token budget (first-fit decreasing).
 
-    It depends on the lengths alone, so equal requests give equal bits.
+    The result depends on the lengths alone, so equal requests give bitwise equal results.
 
     Args:
         lengths: tokens of each example.
-        max_tokens: budget for the tokens of a group; an example that exceeds it alone is a group
-            of its own.
+        max_tokens: token budget of a group; an example that exceeds it gets its own group.
 
     Returns:
         Indices of each group's examples, longest first.

@@ -1,4 +1,4 @@
-"""How evenly a pass's tokens were spread over experts, as the SDK describes it.
+"""Metrics of how evenly the tokens of a pass were routed to experts, as the SDK defines them.
 
 Shape legend: L layers that have experts, E experts of a layer.
 """
@@ -9,18 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 TokenCounts = npt.NDArray[np.int64]
-"""[L, E]: tokens that each expert was sent, each token once for every expert it was sent to."""
+"""[L, E]: number of tokens routed to each expert, counting a token once for each of its experts."""
 
 
 def balance_metrics(tokens_LE: TokenCounts | None) -> Mapping[str, float]:
-    """Return the metrics of a mixture; none if the model has no experts.
+    """Return the balance metrics; none if the model has no experts.
 
-    A fair share is the mean over the experts of a layer. A violation is how far an expert is above
-    it (or below: negative), as a fraction of it. The SDK folds the chunks of a call by the ends of
-    the names: means by numbers of data.
+    The fair share is the mean over the experts of a layer. The violation of an expert is its
+    relative distance from the fair share, negative if below. The SDK combines the chunks of a call
+    by the suffixes of the names; means are weighted by numbers of data.
 
     Args:
-        tokens_LE: of a whole pass.
+        tokens_LE: counts of a whole pass.
     """
     if tokens_LE is None:
         return {}

@@ -1,12 +1,13 @@
-"""Where stop rules end a sequence: one definition for every sampler.
+"""Where stop rules end a sequence: one definition for all samplers.
 
 A sequence ends with the token that completes a stop string in its text, or with a stop token. Its
-text is what its tokens add to the prompt's text: a tokenizer that drops the space before the first
-word of a text keeps the one between prompt and sample. Special tokens are part of the text.
+text is what its tokens add to the text of the prompt: a tokenizer that drops the space before the
+first word of a text keeps the one between prompt and sample. Special tokens are part of the text.
 
-Characters of several tokens exist once their last token is drawn. Only the tokens since the last
-complete character are decoded for each new one, after those that complete it, whose context some
-decoders need; so a token costs the same however long the sequence and its stop strings are.
+A character that takes several tokens is complete with its last token. For each new token, only the
+tokens since the last complete character are decoded, after the tokens of that character, which some
+decoders need as context. So the cost per token does not depend on the length of the sequence and
+its stop strings.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,19 +19,19 @@ from tinkercloud_protocol.tensors import SampledSequence, TopLogprobs
 from tinkercloud_worker.engine.sampler import SamplingRequest
 
 Decode = Callable[[Sequence[int]], str]
-"""From token ids to their text."""
+"""Decodes token ids to text."""
 
 _INCOMPLETE = "\ufffd"
-"""The text of bytes that are no character, or not yet."""
+"""Decoded text of bytes that do not form a (complete) character."""
 _CHARACTER_TOKENS = 4
-"""Tokens of one character at most: it has no more bytes in UTF-8."""
+"""Maximum number of tokens of one character, which has at most four bytes in UTF-8."""
 _CONTEXT_TOKENS = 2 * _CHARACTER_TOKENS
 _MAX_WINDOW_TOKENS = 64
-"""Tokens without any text, after which their context is dropped all the same."""
+"""Number of tokens without text after which their context is dropped anyway."""
 
 
 def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    """Return what decodes a tokenizer's tokens exactly: special tokens and all spaces included."""
+    """Return an exact decoder of a tokenizer, which keeps special tokens and all spaces."""
 
     def decode(tokens: Sequence[int]) -> str:
         return str(
@@ -43,14 +44,14 @@ def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Decode:
 
 
 class StopStringSearch:
-    """Looks for stop strings in the text of one sequence while it grows by a token at a time."""
+    """Searches the text of one sequence for stop strings, token by token."""
 
     def __init__(self, strings: Sequence[str], decode: Decode, prompt: Sequence[int]) -> None:
         """Start before the first token.
 
         Args:
-            strings: the stop strings, at least one, none empty.
-            decode: of the model's tokenizer.
+            strings: non-empty stop strings, at least one.
+            decode: the decoder of the model's tokenizer.
             prompt: token ids before the sequence, at least one.
         """
         self._strings = strings
@@ -58,14 +59,14 @@ class StopStringSearch:
         self._kept_characters = max(map(len, strings)) - 1
         self._window = _context(prompt, decode)
         self._num_settled = len(self._window)
-        """Tokens of the window whose text is in `_text`, or is the prompt's."""
+        """Number of tokens of the window whose text is in `_text` or in the prompt."""
         self._settled = decode(self._window).rstrip(_INCOMPLETE)
-        """The text of those tokens, without an incomplete character at its end."""
+        """Text of those tokens, without an incomplete character at the end."""
         self._text = ""
-        """The end of the sequence's settled text."""
+        """End of the settled text of the sequence."""
 
     def completes(self, token: int) -> bool:
-        """Append a token; return whether the sequence's text now contains a stop string."""
+        """Append a token; return whether the text now contains a stop string."""
         self._window.append(token)
         window_text = self._decode(self._window)
         text = self._text + _after(self._settled, window_text)
@@ -82,7 +83,7 @@ class StopStringSearch:
         newest_text = self._decode(newest)
         if newest_text or len(self._window) > _MAX_WINDOW_TOKENS:
             self._window, window_text = newest, newest_text
-        # Else decoders would take the next token for the first one of a text.
+        # Otherwise decoders would treat the next token as the first one of a text.
         self._num_settled = len(self._window)
         self._settled = window_text.rstrip(_INCOMPLETE)
 
@@ -90,13 +91,13 @@ class StopStringSearch:
 def cut_at_stop(
     sequence: SampledSequence, request: SamplingRequest, decode: Decode
 ) -> SampledSequence:
-    """Return a sequence up to the token with which the request's stop rules end it.
+    """Truncate a sequence after the token with which the request's stop rules end it.
 
-    For samplers that look for stops by themselves, and may overlook one. A sequence that they ended
-    in time is returned as it is.
+    This is for samplers that detect stops themselves and may miss one. A sequence that ended in
+    time is returned unchanged.
     """
-    overlooked = sequence.tokens[:-1] if sequence.stopped else sequence.tokens
-    count = _stopped_after(overlooked, request, decode)
+    candidates = sequence.tokens[:-1] if sequence.stopped else sequence.tokens
+    count = _stopped_after(candidates, request, decode)
     if count is None:
         return sequence
     top = sequence.top
@@ -110,7 +111,7 @@ def cut_at_stop(
 
 
 def _stopped_after(tokens: Sequence[int], request: SamplingRequest, decode: Decode) -> int | None:
-    """Return after how many tokens stop rules end a sequence; None if they don't."""
+    """Return the number of tokens after which stop rules end a sequence; None if they don't."""
     stop = request.stop
     ids = (index for index, token in enumerate(tokens, 1) if token in stop.token_ids)
     end = next(ids, None)
@@ -122,16 +123,16 @@ def _stopped_after(tokens: Sequence[int], request: SamplingRequest, decode: Deco
 
 
 def _may_contain(tokens: Sequence[int], request: SamplingRequest, decode: Decode) -> bool:
-    """Whether a stop string may be in a sequence's text; wrong only where there is none."""
+    """Return whether the text may contain a stop string; false positives are possible."""
     text = decode([*_context(request.prompt.tolist(), decode), *tokens])
     return _INCOMPLETE in text or any(string in text for string in request.stop.strings)
 
 
 def _after(before: str, text: str) -> str:
-    """Return a text from the first character on in which it differs from the text before."""
+    """Return a text from the first character that differs from the earlier text."""
     if text.startswith(before):
         return text[len(before) :]
-    # Some decoders show bytes otherwise once others follow.
+    # Some decoders decode bytes differently when others follow.
     differs = (
         index for index, pair in enumerate(zip(before, text, strict=False)) if len(set(pair)) > 1
     )
@@ -139,7 +140,7 @@ def _after(before: str, text: str) -> str:
 
 
 def _context(prompt: Sequence[int], decode: Decode) -> list[int]:
-    """Return the end of a prompt, from the beginning of a character."""
+    """Return the last tokens of a prompt, starting at the beginning of a character."""
     for count in range(1, _CONTEXT_TOKENS):
         tail = list(prompt[-count:])
         text = decode(tail)

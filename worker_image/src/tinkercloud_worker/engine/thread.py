@@ -1,10 +1,10 @@
 """The one thread that computes.
 
-Training jobs run one at a time, in the order they were given; those that wait and may share a pass
-(`Group`) run as one, at the turn of the first. Between them, and at the points a
-long job offers, the thread takes turns at a background task: the decoding steps of a sampler that
-shares the trainer's weights. So neither training nor sampling can starve the other, and nothing
-ever runs two passes of the base model at once.
+Training jobs run one at a time, in order of arrival. Queued jobs that can share a pass (`Batcher`)
+run as one job when the first of them reaches the front of the queue. Between jobs, and at the yield
+points of a long job, the thread runs steps of a background task: the decoding steps of a sampler
+that shares the trainer's weights. So neither training nor sampling can starve the other, and two
+passes of the base model never run at once.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 from tinkercloud_protocol.errors import Unavailable
 
@@ -21,61 +21,62 @@ T = TypeVar("T")
 ItemT = TypeVar("ItemT")
 ItemT_contra = TypeVar("ItemT_contra", contravariant=True)
 T_co = TypeVar("T_co", covariant=True)
-Between = Callable[[], None]
+YieldPoint = Callable[[], None]
 
-_TURNS = 8
-"""Background steps between two jobs, or at each pause of one."""
+"""Called by a long job wherever background steps may run."""
+
+_STEPS_PER_YIELD = 8
+"""Background steps that run between two jobs, or at each yield point of a job."""
 
 
 class ThreadStopped(Unavailable):
-    """A job came when the thread had been told to end; it has not been run."""
+    """The thread was stopped before this job arrived; the job has not run."""
 
 
-@runtime_checkable
-class Group(Protocol[ItemT_contra, T_co]):
-    """Computes several items as one job, where they may share one."""
+class Batcher(Protocol[ItemT_contra, T_co]):
+    """Runs several queued items as one job."""
 
-    def joins(self, items: Sequence[ItemT_contra], item: ItemT_contra) -> bool:
-        """Return whether an item may join others in one job."""
+    def can_batch(self, items: Sequence[ItemT_contra], item: ItemT_contra) -> bool:
+        """Return whether an item can run in the same job as the items before it."""
 
-    def run_together(self, items: Sequence[ItemT_contra], between: Between) -> Sequence[T_co]:
-        """Return a result for each item. What it raises is raised for all of them."""
+    def run_batch(self, items: Sequence[ItemT_contra], yield_point: YieldPoint) -> Sequence[T_co]:
+        """Run the items and return one result for each. An exception fails all of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Alone:
-    """A group of one."""
+class _SingleJob:
+    """Runs one job by itself."""
 
-    job: Callable[[Between], Any]
+    job: Callable[[YieldPoint], Any]
 
-    def joins(self, _items: Sequence[None], _item: None) -> bool:
+    def can_batch(self, _items: Sequence[None], _item: None) -> bool:
         return False
 
-    def run_together(self, _items: Sequence[None], between: Between) -> Sequence[Any]:
-        return [self.job(between)]
+    def run_batch(self, _items: Sequence[None], yield_point: YieldPoint) -> Sequence[Any]:
+        return [self.job(yield_point)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """An item that waits for its turn."""
+    """An item in the queue."""
 
-    group: Group[Any, Any]
+    batcher: Batcher[Any, Any]
     item: Any
     resolve: Callable[[Any, BaseException | None], None]
 
 
 class Background(Protocol):
-    """Work done in small steps whenever the thread has time. Called from the thread only."""
+    """Work done in small steps whenever the thread is free. Called from the thread only."""
 
     def has_work(self) -> bool:
         """Return whether `step` has anything to do."""
 
     def step(self) -> None:
-        """Do a little. Must not raise."""
+        """Run one step. Must not raise."""
 
 
 class NoBackground:
-    """For engines whose sampler runs elsewhere."""
+    """The background task of an engine whose sampler runs elsewhere."""
 
     def has_work(self) -> bool:
         """Return False."""
@@ -86,7 +87,7 @@ class NoBackground:
 
 
 class EngineThread:
-    """Runs jobs for an event loop. Start it once; it ends with `stop`."""
+    """Runs jobs for an event loop. Start it once; it runs until `stop`."""
 
     def __init__(
         self, on_crash: Callable[[BaseException], None], now: Callable[[], float] = time.monotonic
@@ -94,13 +95,13 @@ class EngineThread:
         """Make a thread.
 
         Args:
-            on_crash: called, on the thread, if the background raises after all. The thread is
-                over then and waiters would wait for ever, so it should end the process.
+            on_crash: called on the thread if the background task raises. The thread has ended by
+                then and waiters would block forever, so this should end the process.
             now: clock, in seconds.
         """
         self._on_crash = on_crash
         self._now = now
-        self._heard: float | None = None
+        self._last_report: float | None = None
         self._background: Background = NoBackground()
         self._jobs: deque[_Job] = deque()
         self._wake = threading.Condition()
@@ -108,14 +109,14 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, background: Background) -> None:
-        """Begin to work."""
+        """Start the thread."""
         self._background = background
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish the job that runs, drop the others, and end the thread.
+        """Finish the running job, drop the queued ones, and end the thread.
 
-        Waiters of dropped jobs wait until they are cancelled. Jobs that come later raise
+        Callers of dropped jobs wait until they are cancelled. Jobs that arrive later raise
         ThreadStopped.
         """
         with self._wake:
@@ -125,47 +126,47 @@ class EngineThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has been started and has not ended."""
+        """Whether the thread was started and has not ended."""
         return self._thread.is_alive()
 
     def silent_seconds(self) -> float:
-        """Return the seconds since the thread last reported, while it works; 0 if it is idle.
+        """Return the seconds since the thread last reported progress; 0 if it is idle.
 
-        It reports at each job, each pause that a job offers and each background step. From the
-        outside nothing else tells a thread that hangs from one that computes.
+        It reports at each job, each yield point and each background step. From the outside, this is
+        the only difference between a thread that hangs and one that computes.
         """
-        heard = self._heard
-        return 0.0 if heard is None else self._now() - heard
+        reported = self._last_report
+        return 0.0 if reported is None else self._now() - reported
 
     def wake(self) -> None:
-        """Say that the background may have work."""
+        """Notify the thread that the background task may have work."""
         with self._wake:
             self._wake.notify()
 
-    async def run(self, job: Callable[[Between], T]) -> T:
+    async def run(self, job: Callable[[YieldPoint], T]) -> T:
         """Run a job on the thread and return its result; its exception is raised here.
 
-        The job receives a function to call whenever the background may have a turn.
+        The job receives a function to call wherever background steps may run.
 
         Raises:
-            ThreadStopped: the thread has been told to end.
+            ThreadStopped: the thread was stopped.
         """
-        result: T = await self.run_with_others(_Alone(job), None)
+        result: T = await self.run_batched(_SingleJob(job), None)
         return result
 
-    async def run_beside(self, job: Callable[[], T]) -> T:
-        """Run a job that computes next to nothing, such as saving or deleting.
+    async def run_lightweight(self, job: Callable[[], T]) -> T:
+        """Run a job with hardly any computation, such as saving or deleting.
 
-        Others that share the trainer's device may go on meanwhile: it takes no memory there.
+        It needs no device memory, so other users of the trainer's device may continue meanwhile.
         """
-        result: T = await self._queued(_Alone(lambda _: job()), None)
+        result: T = await self._queued(_SingleJob(lambda _: job()), None)
         return result
 
-    async def run_with_others(self, group: Group[ItemT, T], item: ItemT) -> T:
-        """Run an item on the thread, with others of its group that wait, and return its result."""
-        return await self._queued(group, item)
+    async def run_batched(self, batcher: Batcher[ItemT, T], item: ItemT) -> T:
+        """Run an item together with queued items of the same batcher; return its result."""
+        return await self._queued(batcher, item)
 
-    async def _queued(self, group: Group[ItemT, T], item: ItemT) -> T:
+    async def _queued(self, batcher: Batcher[ItemT, T], item: ItemT) -> T:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 
@@ -175,68 +176,68 @@ class EngineThread:
             if error is not None:
                 done.set_exception(error)
             else:
-                done.set_result(result)  # type: ignore[arg-type] # None only beside an error
+                done.set_result(result)  # type: ignore[arg-type] # None only with an error
 
         def resolve_there(result: T | None, error: BaseException | None) -> None:
             loop.call_soon_threadsafe(resolve, result, error)
 
         with self._wake:
             if self._stopping:
-                raise ThreadStopped("the engine's thread has ended; send the request again")
-            self._jobs.append(_Job(group, item, resolve_there))
+                raise ThreadStopped("the engine thread has stopped; send the request again")
+            self._jobs.append(_Job(batcher, item, resolve_there))
             self._wake.notify()
         return await done
 
     def _next_jobs(self) -> list[_Job]:
-        """Return the job whose turn it is, and those that run with it. Called with the lock."""
+        """Return the first queued job and those that run with it. Call it with the lock held."""
         if not self._jobs:
             return []
         first = self._jobs.popleft()
         jobs, waiting = [first], self._jobs
         self._jobs = deque()
         for job in waiting:
-            joins = job.group is first.group and first.group.joins(
+            is_batched = job.batcher is first.batcher and first.batcher.can_batch(
                 [taken.item for taken in jobs], job.item
             )
-            (jobs if joins else self._jobs).append(job)
+            (jobs if is_batched else self._jobs).append(job)
         return jobs
 
     def _do(self, jobs: Sequence[_Job]) -> None:
         try:
-            results = jobs[0].group.run_together([job.item for job in jobs], self._take_turns)
-        except BaseException as error:  # noqa: BLE001 - it is raised again, for who waits
+            results = jobs[0].batcher.run_batch([job.item for job in jobs], self._run_background)
+        except BaseException as error:  # noqa: BLE001 - each waiting caller gets it
             for job in jobs:
                 job.resolve(None, error)
         else:
             for job, result in zip(jobs, results, strict=True):
                 job.resolve(result, None)
 
-    def _take_turns(self) -> None:
-        self._heard = self._now()
-        for _ in range(_TURNS):
+    def _run_background(self) -> None:
+        self._last_report = self._now()
+        for _ in range(_STEPS_PER_YIELD):
             if not self._background.has_work():
                 return
             self._background.step()
-            self._heard = self._now()
+            self._last_report = self._now()
 
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # noqa: BLE001 - whatever it is, nobody may wait for ever
+        except BaseException as error:  # noqa: BLE001 - callers must not wait forever, whatever it is
             self._on_crash(error)
 
     def _work(self) -> None:
         while True:
             with self._wake:
-                self._heard = None
+                self._last_report = None
                 while not (self._jobs or self._stopping or self._background.has_work()):
                     self._wake.wait()
-                self._heard = self._now()
+                self._last_report = self._now()
                 if self._stopping:
                     return
                 jobs = self._next_jobs()
             if jobs:
                 self._do(jobs)
-            # They know their results, which can be as large as a model, until the next ones come.
+            # Jobs reference their results, which can be as large as a model: free them now.
             del jobs
-            self._take_turns()
+            self._run_background()

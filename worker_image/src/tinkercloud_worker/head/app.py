@@ -1,9 +1,9 @@
-"""The head's HTTP surface: one route table, bare ASGI.
+"""The head's HTTP API: one route table, plain ASGI.
 
-A request that can be read as far as its model and number takes its place in that model's order
-whatever else is wrong with it, and its future tells what was wrong. Refusing it outright would
-leave a hole in the order: the SDK sends the chunks of a batch in parallel, the first one last, and
-a refused chunk keeps it from ever sending the first.
+A request whose model and number can be parsed takes its place in that model's order, whatever else
+is wrong with it, and its future reports the error. Rejecting it outright would leave a gap in the
+order: the SDK sends the chunks of a batch in parallel and the first one last, and never sends the
+first if another chunk was rejected.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ from tinkercloud_protocol.sampling import (
 )
 from tinkercloud_protocol.wire import parse_json
 from tinkercloud_worker.head import requests
+from tinkercloud_worker.head.body_limiter import BodyLimiter
 from tinkercloud_worker.head.http import LARGE_BODY_BYTES, Request, Response, error_response
 from tinkercloud_worker.head.lifecycle import Lifecycle
-from tinkercloud_worker.head.reading_room import ReadingRoom
 from tinkercloud_worker.head.service import HeadService
 from tinkercloud_worker.head.token import HeadToken
 
@@ -50,12 +50,12 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-_OPEN = (routes.HEAD_HEALTH, routes.HEAD_READY, routes.HEAD_METRICS)
-"""What is answered without a token: kubelet and Prometheus have none."""
+_UNAUTHENTICATED = (routes.HEAD_HEALTH, routes.HEAD_READY, routes.HEAD_METRICS)
+"""Paths served without a token: kubelet and Prometheus have none."""
 
 
 class WrongGeneration(WireError):
-    """A request is meant for a head that served here before; this one knows nothing of it."""
+    """The request was meant for an earlier head at this address."""
 
     status = routes.WRONG_GENERATION_STATUS
 
@@ -64,7 +64,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class HeadApp:
-    """The ASGI application. Serves health from the start, the rest once the engine is ready."""
+    """The ASGI application. It serves health checks at once, the rest when the engine is ready."""
 
     def __init__(
         self, lifecycle: Lifecycle, limits: Limits, token: HeadToken, generation: str
@@ -73,7 +73,7 @@ class HeadApp:
         self._limits = limits
         self._token = token
         self._generation = generation
-        self._reading = ReadingRoom(limits.max_body_bytes)
+        self._body_limiter = BodyLimiter(limits.max_body_bytes)
         self._routes: dict[tuple[str, str], Handler] = {
             ("GET", routes.HEAD_HEALTH): self._health,
             ("GET", routes.HEAD_READY): self._ready,
@@ -110,7 +110,7 @@ class HeadApp:
         except WireError as error:
             response = error_response(error)
         except Exception:
-            log.exception("request failed unexpectedly", path=request.path)
+            log.exception("unexpected error in a request handler", path=request.path)
             response = Response(b'{"detail": "internal error in the session head"}', 500)
         await response.send(send)
 
@@ -122,17 +122,19 @@ class HeadApp:
         if request.method == "POST" and routes.REFUSAL_HEADER in request.headers:
             handler = self._refused
         if handler is None:
-            raise NotFound(f"{request.method} {request.path} is not served by a session head")
-        if request.path not in _OPEN:
+            raise NotFound(f"a session head does not serve {request.method} {request.path}")
+        if request.path not in _UNAUTHENTICATED:
             self._authenticate(request)
         return await handler(request)
 
     def _authenticate(self, request: Request) -> None:
         if not self._token.is_carried_by(request.headers.get(routes.HEAD_TOKEN_HEADER, "")):
-            raise Unauthenticated(f"{routes.HEAD_TOKEN_HEADER} is missing or wrong")
-        meant = request.headers.get(routes.GENERATION_HEADER, self._generation)
-        if meant != self._generation:
-            raise WrongGeneration(f"this is head {self._generation!r}, not {meant!r}")
+            raise Unauthenticated(f"header {routes.HEAD_TOKEN_HEADER} is missing or wrong")
+        intended = request.headers.get(routes.GENERATION_HEADER, self._generation)
+        if intended != self._generation:
+            raise WrongGeneration(
+                f"{routes.GENERATION_HEADER}: this is head {self._generation!r}, not {intended!r}"
+            )
 
     @property
     def _service(self) -> HeadService:
@@ -158,13 +160,14 @@ class HeadApp:
 
     @asynccontextmanager
     async def _received(self, request: Request) -> AsyncIterator[bytes]:
-        """Receive a body, which is to be read before the context ends.
+        """Receive a body; the caller parses it within the context.
 
-        A large one waits until its owner has room: what it becomes is many times as large.
+        A large body waits until its owner has room, since the parsed request is many times as
+        large.
 
         Raises:
-            BodyTooLarge: it is longer than one may be.
-            InvalidRequest: it was not sent to its end, or can't be decompressed.
+            BodyTooLarge: it exceeds the limit.
+            InvalidRequest: it is incomplete, or can't be decompressed.
         """
         limit = self._limits.max_body_bytes
         size = request.body_bytes(limit)
@@ -172,7 +175,7 @@ class HeadApp:
             yield await request.body(limit)
             return
         target = request.headers.get(routes.TARGET_HEADER, "")
-        async with self._reading.room(self._service.owner_of(target), size):
+        async with self._body_limiter.reserve(self._service.owner_of(target), size):
             yield await request.body(limit)
 
     async def _forward_backward(self, request: Request) -> Response:
@@ -182,10 +185,10 @@ class HeadApp:
                 self._check_target(request, place.model_id)
                 if place.seq_id < 1:
                     raise InvalidRequest(f"seq_id: must be 1 or more, got {place.seq_id}")
-                # However small it is: a sparse tensor becomes as large as it likes.
+                # In a thread even if the body is small: a sparse tensor expands to any size.
                 received = await asyncio.to_thread(requests.receive_batch, body, place)
         except BodyTooLarge as error:
-            await self._refuse_place(request, error)
+            await self._queue_rejection(request, error)
             raise
         return await self._submit(received)
 
@@ -194,8 +197,8 @@ class HeadApp:
         request_id = self._service.submit(received)
         return Response(futures.promise(request_id, model_id=received.place.model_id))
 
-    async def _refuse_place(self, request: Request, error: BodyTooLarge) -> None:
-        """Let an oversized body take its place in the order, if its beginning names one."""
+    async def _queue_rejection(self, request: Request, error: BodyTooLarge) -> None:
+        """Queue the rejection of an oversized body, if its prefix names a model and a number."""
         prefix = request.plain_prefix(envelope.PREFIX_BYTES)
         try:
             place = envelope.peek_training(prefix)
@@ -203,9 +206,9 @@ class HeadApp:
             if place.seq_id >= 1:
                 refused = requests.receive_unread(request.path, prefix, place, error)
                 await self._service.recall(place.model_id)
-                self._service.mark_known(self._service.submit(refused))
+                self._service.mark_reported(self._service.submit(refused))
         except WireError:
-            log.info("an oversized body named no place in any model's order")
+            log.info("an oversized body names no model and number; nothing is queued")
 
     async def _ordered(self, request: Request) -> Response:
         async with self._received(request) as body:
@@ -214,7 +217,7 @@ class HeadApp:
         return await self._submit(received)
 
     async def _refused(self, request: Request) -> Response:
-        """Give what the API server refuses, on any path, its place in its model's order."""
+        """Queue a request that the API server has rejected, on any path."""
         reason = InvalidRequest(unquote(request.headers[routes.REFUSAL_HEADER]))
         async with self._received(request) as body:
             received = await _off_loop(
@@ -227,10 +230,10 @@ class HeadApp:
         async with self._received(request) as body:
             parsed = await _off_loop(parse_sample, body)
             self._check_target(request, parsed.sampling_session_id)
-            # However small it is: a sparse tensor of targets is larger when dense.
-            sound = await asyncio.to_thread(self._service.prepare, parsed)
+            # In a thread even if the body is small: a sparse tensor of targets expands.
+            prepared = await asyncio.to_thread(self._service.prepare, parsed)
         await self._service.recall(parsed.sampling_session_id)
-        request_id = self._service.sample(sound)
+        request_id = self._service.sample(prepared)
         sequence_ids = request_id.sequence_ids(parsed.num_samples)
         return Response(futures.sample_promise(str(request_id), sequence_ids))
 
@@ -285,15 +288,16 @@ class HeadApp:
         return Response()
 
     def _check_target(self, request: Request, target: str) -> None:
-        """Check that a body is about what the API server routed it, and checked its owner, by."""
+        """Check that the body has the id by which the API server routed and authorized it."""
         routed = request.headers.get(routes.TARGET_HEADER)
         if routed != target:
             raise InvalidRequest(
-                f"the body is about {target!r}, but was routed as {routed!r}: send each id once"
+                f"the body is for {target!r}, but the request was routed to {routed!r}: send each"
+                " id once"
             )
 
     async def _lease(self, request: Request, receive: Receive, send: Send) -> None:
-        """Hold a connection open for as long as the API server on its other end lives."""
+        """Hold the connection open for as long as the API server at its other end is alive."""
         try:
             self._authenticate(request)
         except WireError as error:
@@ -328,7 +332,7 @@ def _resource(request: Request) -> str:
 
 
 async def _off_loop(function: Callable[[bytes], T], body: bytes) -> T:
-    """Run a parser here if the body is small, in a thread if it is not."""
+    """Run a parser on the event loop if the body is small, else in a thread."""
     if len(body) < LARGE_BODY_BYTES:
         return function(body)
     return await asyncio.to_thread(function, body)

@@ -1,4 +1,4 @@
-"""Everything a head computes and stores with, in one place."""
+"""The trainer, sampler, engine thread and store of a head."""
 
 import os
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from tinkercloud_worker.engine.trainer import Trainer
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What `__main__` assembles and the head is given."""
+    """The parts of a head that `run_head` assembles."""
 
     config: HeadConfig
     trainer: Trainer
@@ -22,9 +22,10 @@ class Backend:
     end_tokens: frozenset[int]
     """Tokens that end a text of the served model."""
     base_fingerprint: str | None = None
-    """Of the served model (`fingerprint`); None where neither head nor trainer has its files."""
+    """Fingerprint of the served model (`model.fingerprint`); None where neither the head nor the
+    trainer has its files."""
 
 
 def random_seed() -> int:
-    """Return a seed nobody asked for, 63 bits."""
+    """Return a random 63-bit seed, for requests that have none."""
     return int.from_bytes(os.urandom(8), "little") >> 1

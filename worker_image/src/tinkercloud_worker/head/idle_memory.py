@@ -1,4 +1,4 @@
-"""What a head gives back when it has nothing to do: memory that would only make work faster."""
+"""Frees memory of an idle head that would only make later work faster."""
 
 import asyncio
 import ctypes
@@ -11,14 +11,14 @@ _IDLE_SECONDS = 60.0
 
 
 class IdleMemory:
-    """Frees caches once in each time of rest. Belongs to one event loop."""
+    """Frees caches once in each idle period. Belongs to one event loop."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._is_released = False
 
-    async def look(self, status: HeadStatus) -> None:
-        """Free what is not needed, if the head has been idle for long enough."""
+    async def check(self, status: HeadStatus) -> None:
+        """Free caches if the head has been idle for long enough."""
         if status.pending_requests or status.idle_seconds < _IDLE_SECONDS:
             self._is_released = False
         elif not self._is_released:
@@ -26,17 +26,17 @@ class IdleMemory:
             await self.release()
 
     async def release(self) -> None:
-        """Free what is not needed while nothing is sampled."""
+        """Free the caches of the sampler, and unused memory of the process."""
         try:
-            await self._backend.thread.run_beside(self._backend.sampler.release_caches)
+            await self._backend.thread.run_lightweight(self._backend.sampler.release_caches)
         except Unavailable:
-            # The thread has ended, and the head is about to.
+            # The engine thread has stopped, and the head is about to end.
             return
         await asyncio.to_thread(return_free_memory)
 
 
 def return_free_memory() -> None:
-    """Give memory that the allocator keeps for later back to the system, where it can.
+    """Return unused memory of the allocator to the operating system, where supported.
 
     Large tensors of finished steps leave gaps that glibc does not return by itself.
     """

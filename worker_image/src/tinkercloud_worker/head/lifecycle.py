@@ -1,15 +1,15 @@
-"""From process start to ready, and from a stop signal to the end.
+"""Startup and shutdown of a head.
 
-A head that is told to stop finishes what runs and suspends its models, so that the next head of
-each goes on with it. While the checkpoint store takes none it tries again; what the store has not
-taken towards the end goes to a local folder, if there is one that outlives the head, and is lost
-otherwise.
+The head serves health checks at once, loads its engine in the background, and then becomes ready.
 
-The head serves health checks from its first moment, loads its engine in the background, and is
-ready after that. It stops when told to, and also by itself when the API server that runs it has
-been gone for longer than `Timings.orphan_grace_seconds`: a laptop's head must not outlive its
-server for ever, but a restarted server should find it as it was. While it loads nobody can hold its
-lease, so that time, which may be long, does not count.
+On a stop signal it finishes running requests and suspends its models, so that other heads can
+continue them. It retries while the checkpoint store fails. Models that are not written shortly
+before the deadline go to a local folder, if there is one that outlives the head; otherwise they are
+lost.
+
+The head also stops when no API server has held its lease for `Timings.orphan_grace_seconds`: a head
+on a laptop must not outlive its server indefinitely, but a restarted server should find it
+unchanged. The time spent loading does not count, since nobody can hold the lease then.
 """
 
 import asyncio
@@ -32,28 +32,28 @@ from tinkercloud_worker.head.service import HeadService
 log = structlog.get_logger(__name__)
 
 _HUNG_SECONDS = 3600.0
-"""An engine that has not been heard of for so long is taken to hang; one with ranks has as long as
-they may take to start beside that. It reports at every decoding step and micro-batch, so only a
-single sequence can take long: some 2**15 tokens of a model of 10**9 parameters on two cores. Ending
-a head by mistake costs a run its step; a late end costs an hour."""
+"""An engine that has not reported for this long counts as hung; for ranks, the time they may take
+to start is added. The engine reports at every decoding step and micro-batch, so only a single
+sequence can take long: about 2**15 tokens of a model of 10**9 parameters on two cores. Ending a
+healthy head costs a run its current step; ending a hung one late costs an hour."""
 
 
 _RETRY_SECONDS = 0.5
 _MAX_RETRY_SECONDS = 5.0
-"""Between two attempts to suspend what the checkpoint store did not take: it may come back."""
+"""First and longest pause between attempts to write models to the checkpoint store."""
 _LOCAL_SHARE = 0.25
-"""Of the time for suspending, reserved for the local folder."""
+"""Share of the time for suspending that is reserved for the local folder."""
 
 
 class Lifecycle:
-    """Owns the service while it exists. Belongs to one event loop."""
+    """Owns the head's service. Belongs to one event loop."""
 
     def __init__(self, timings: Timings, build: Callable[[], Backend]) -> None:
-        """Make a lifecycle.
+        """Create a lifecycle.
 
         Args:
             timings: grace periods.
-            build: loads the engine and everything else; takes seconds, runs in a thread.
+            build: loads the engine and all else; takes seconds, so it runs in a thread.
         """
         self._timings = timings
         self._build = build
@@ -65,7 +65,7 @@ class Lifecycle:
         self._loading: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
         self.drained = asyncio.Event()
-        """Set when there is nothing more to be done for anybody; long waits end then."""
+        """Set when all models are suspended or lost; long waits end then."""
 
     @property
     def service(self) -> HeadService:
@@ -79,42 +79,42 @@ class Lifecycle:
         return self._service
 
     def start(self) -> None:
-        """Begin to load."""
+        """Start loading."""
         self._loading = asyncio.create_task(self._load())
 
     async def _load(self) -> None:
         try:
             backend = await asyncio.to_thread(self._build)
         except Exception:
-            log.exception("the engine could not be loaded")
+            log.exception("failed to load the engine")
             _stop_process()
             return
         self._backend = backend
         self._service = HeadService(backend)
         self._ready.set()
-        self._watch_for_owner()
+        self._update_orphan_timer()
         log.info("ready", model=backend.config.model.name)
 
     def check_alive(self) -> None:
-        """Check that this process can still do its work.
+        """Check that this process can still work.
 
         Raises:
-            Unavailable: it never will again, and should be ended.
+            Unavailable: it can't, and should be ended.
         """
         if self._backend is None:
             return
         if not self._backend.thread.is_alive:
-            raise Unavailable("the engine thread has ended")
+            raise Unavailable("the engine thread has stopped")
         silent, trainer = self._backend.thread.silent_seconds(), self._backend.config.trainer
         starting = trainer.start_timeout_seconds if trainer.ranks else 0.0
         if silent > _HUNG_SECONDS + starting:
-            raise Unavailable(f"the engine hangs: it has not been heard of for {silent:.0f} s")
+            raise Unavailable(f"the engine hangs: it has not reported progress for {silent:.0f} s")
 
     def check_ready(self) -> None:
         """Check that requests are accepted.
 
         Raises:
-            Unavailable: they are not; the message says why.
+            Unavailable: they are not accepted; the message says why.
         """
         status = self.service.status()
         if status.suspended:
@@ -126,7 +126,7 @@ class Lifecycle:
         """Return once the engine is loaded.
 
         Raises:
-            Unavailable: it will not be, because the head is stopping.
+            Unavailable: the head is stopping.
         """
         ready = asyncio.create_task(self._ready.wait())
         drained = asyncio.create_task(self.drained.wait())
@@ -138,16 +138,16 @@ class Lifecycle:
 
     @contextmanager
     def held_lease(self) -> Iterator[None]:
-        """Count an API server that holds its lease for as long as the context lasts."""
+        """Count a lease that an API server holds until the context ends."""
         self._leases += 1
-        self._watch_for_owner()
+        self._update_orphan_timer()
         try:
             yield
         finally:
             self._leases -= 1
-            self._watch_for_owner()
+            self._update_orphan_timer()
 
-    def _watch_for_owner(self) -> None:
+    def _update_orphan_timer(self) -> None:
         if self._orphan_timer is not None:
             self._orphan_timer.cancel()
             self._orphan_timer = None
@@ -157,11 +157,11 @@ class Lifecycle:
             self._orphan_timer = loop.call_later(grace, self._orphaned)
 
     def _orphaned(self) -> None:
-        log.warning("no API server holds a lease any more; stopping")
+        log.warning("no API server holds a lease; stopping")
         _stop_process()
 
     def begin_stop(self) -> None:
-        """Refuse new requests and suspend the models, as far as the time allows."""
+        """Reject new requests and suspend the models, as far as time allows."""
         if self._draining is None:
             self._draining = asyncio.create_task(self._drain())
 
@@ -170,18 +170,20 @@ class Lifecycle:
             try:
                 await self._suspend_in_time(self._service, self._backend.config.unsaved_dir)
             except TimeoutError:
-                log.critical("stopping before all models were suspended: the others are lost")
+                log.critical("out of time: stopping, and models that are not suspended are lost")
             except Unavailable as error:
-                log.critical("stopping with models that are lost", reason=error.message)
+                log.critical(
+                    "stopping: models that could not be suspended are lost", reason=error.message
+                )
             self._service.release_waiters()
         self.drained.set()
 
     async def _suspend_in_time(self, service: HeadService, unsaved_dir: str | None) -> None:
-        """Suspend all models, to a local folder in the end if the checkpoint store fails.
+        """Suspend all models; fall back to a local folder if the checkpoint store fails.
 
         Raises:
-            TimeoutError: there was no time for all of them.
-            Unavailable: some could not be written anywhere.
+            TimeoutError: time ran out.
+            Unavailable: some models could not be written anywhere.
         """
         end = asyncio.get_running_loop().time() + self._timings.stop_seconds
         reserved = 0.0 if unsaved_dir is None else self._timings.suspend_seconds * _LOCAL_SHARE
@@ -192,7 +194,7 @@ class Lifecycle:
         except TimeoutError:
             if unsaved_dir is None:
                 raise
-        log.error("the checkpoint store does not take all models in time", folder=unsaved_dir)
+        log.error("the checkpoint store failed; writing to a local folder", folder=unsaved_dir)
         async with asyncio.timeout_at(end):
             await service.suspend(CheckpointStore(open_store(Path(unsaved_dir).as_uri())))
 
@@ -201,13 +203,13 @@ class Lifecycle:
             try:
                 await service.suspend()
             except Unavailable as error:
-                log.warning("the models are suspended again soon", reason=error.message)
+                log.warning("suspending models failed; retrying", reason=error.message)
                 await asyncio.sleep(min(_RETRY_SECONDS * 2**attempt, _MAX_RETRY_SECONDS))
             else:
                 return
 
     async def stop(self) -> None:
-        """Drain, if that has not begun, and end."""
+        """Suspend the models, unless that has started already, and end."""
         if self._loading is not None:
             self._loading.cancel()
         self.begin_stop()

@@ -1,4 +1,4 @@
-"""A model while it lives in a head: its specification, what its requests do, and their order."""
+"""A model in memory: its specification, operations and request queue."""
 
 import asyncio
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from tinkercloud_protocol.training import (
 )
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.operations import Operations
-from tinkercloud_worker.head.queue import ModelQueue, Operation, Origin, Role
+from tinkercloud_worker.head.queue import ModelQueue, Operation, RequestSource, Role
 from tinkercloud_worker.head.requests import OrderedRequest
 from tinkercloud_worker.head.results import Results
 from tinkercloud_worker.head.samplers import Samplers
@@ -23,52 +23,52 @@ from tinkercloud_worker.head.samplers import Samplers
 
 @dataclass(slots=True, eq=False)
 class LiveModel:
-    """A model and its queue."""
+    """A model in memory and its request queue."""
 
     model_id: ModelId
     spec: ModelSpec
     operations: Operations
     queue: ModelQueue
     lineage: list[str]
-    """Generations of the heads it was suspended by, oldest first."""
+    """Generations of the heads that suspended it, oldest first."""
 
-    def operation(self, request: OrderedRequest, origin: Origin) -> Operation:
-        """Return what a request does when it is its turn."""
+    def operation(self, request: OrderedRequest, source: RequestSource) -> Operation:
+        """Return the operation of a request."""
         operations, role = self.operations, role_of(request)
         match request:
             case ForwardBackwardRequest():
                 return Operation(
                     lambda: operations.forward_backward(request),
                     role,
-                    origin,
+                    source,
                     has_large_result=True,
                 )
             case OptimStepRequest():
-                return Operation(lambda: operations.optim_step(request), role, origin)
+                return Operation(lambda: operations.optim_step(request), role, source)
             case SaveWeightsRequest():
-                return Operation(lambda: operations.save_weights(request), role, origin)
+                return Operation(lambda: operations.save_weights(request), role, source)
             case SaveWeightsForSamplerRequest():
-                return Operation(lambda: operations.save_weights_for_sampler(request), role, origin)
+                return Operation(lambda: operations.save_weights_for_sampler(request), role, source)
             case LoadWeightsRequest():
-                return Operation(lambda: operations.load_weights(request), role, origin)
+                return Operation(lambda: operations.load_weights(request), role, source)
 
     async def quiesce(self) -> None:
-        """Start no more work; return once none is running, not even in the background."""
+        """Pause the queue; return once nothing runs, not even in the background."""
         await self.queue.pause()
-        if self.queue.later:
-            await asyncio.wait(self.queue.later)
+        if self.queue.background:
+            await asyncio.wait(self.queue.background)
 
-    async def cut_off(self) -> None:
-        """Give up what goes on in the background, and return once it has ended."""
-        later = self.queue.later
-        for task in later:
+    async def abort_background(self) -> None:
+        """Cancel background work, and return once it has ended."""
+        background = self.queue.background
+        for task in background:
             task.cancel()
-        if later:
-            await asyncio.wait(later)
+        if background:
+            await asyncio.wait(background)
 
 
 def role_of(request: OrderedRequest) -> Role:
-    """Return a request's role in the step that is being built."""
+    """Return the role of a request in the current step."""
     match request:
         case ForwardBackwardRequest():
             return "other" if request.forward_only else "gradient"
@@ -85,9 +85,9 @@ def role_of(request: OrderedRequest) -> Role:
 def new_model(
     model_id: ModelId, spec: ModelSpec, backend: Backend, samplers: Samplers, results: Results
 ) -> LiveModel:
-    """Return a model that has not begun and has no requests."""
+    """Return a model that has not been created in the trainer and has no requests."""
     limits, timings = backend.config.limits, backend.config.timings
-    samplers.learn_owner(model_id, spec.owner)
+    samplers.record_owner(model_id, spec.owner)
     operations = Operations(model_id, spec, backend, samplers)
     queue = ModelQueue(
         model_id,
@@ -101,7 +101,7 @@ def new_model(
 
 
 def latest_checkpoint(models: Iterable[LiveModel]) -> str | None:
-    """Return the path of the checkpoint that was written last of any of these models."""
+    """Return the path of the latest checkpoint of these models."""
     written = [model.operations.latest for model in models]
     latest = max((each for each in written if each), key=lambda m: m.created_at, default=None)
     return latest.tinker_path if latest is not None else None

@@ -1,4 +1,4 @@
-"""What each training request does, once it is its turn."""
+"""Executes training requests."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -25,7 +25,7 @@ from tinkercloud_protocol.training import (
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import Batch, prepare
 from tinkercloud_worker.engine.expert_load import balance_metrics
-from tinkercloud_worker.engine.thread import Between, Group
+from tinkercloud_worker.engine.thread import YieldPoint
 from tinkercloud_worker.engine.trainer import (
     Gradient,
     GradientLost,
@@ -38,8 +38,8 @@ from tinkercloud_worker.engine.trainer import (
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.samplers import Samplers
 
-UNBORN = "the model does not exist yet"
-"""Why a model takes no requests before it was created (`Operations.refused`)."""
+NOT_CREATED = "the model has not been created yet"
+"""Why a new model accepts no requests (`Operations.refused`)."""
 
 T = TypeVar("T")
 Outcome = Result | Awaitable[Result]
@@ -47,14 +47,14 @@ Outcome = Result | Awaitable[Result]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Saved:
-    """What was read of a training checkpoint."""
+    """The content of a training checkpoint."""
 
     state: TrainingState
     gradient: Gradient | None
 
 
 class Operations:
-    """The requests of one model. Called in order by its queue."""
+    """Executes the requests of one model. Its queue calls the methods in order."""
 
     def __init__(
         self, model_id: ModelId, spec: ModelSpec, backend: Backend, samplers: Samplers
@@ -67,23 +67,26 @@ class Operations:
         self._uploads: dict[str, asyncio.Task[Manifest]] = {}
         self._steps = 0
         self._last_moment = datetime.min.replace(tzinfo=UTC)
-        self._refused: str | None = UNBORN
+        self._refused: str | None = NOT_CREATED
         self._gradient_lost: str | None = None
-        """How the gradient was lost, until a request has been told."""
+        """How the gradient was lost; None once a request has reported it."""
         self.latest: Manifest | None = None
-        """The last training checkpoint that was written."""
+        """The training checkpoint that was written last."""
 
     async def create(self) -> Result:
-        """Begin the model, from the base's weights or from a checkpoint."""
+        """Create the model from the base weights or from a checkpoint."""
         self._refused = "the model could not be created"
         spec, limit = self._spec, self._backend.config.limits.max_lora_rank
         if spec.optimizer.type != "adamw":
             raise InvalidRequest(
-                f"optimizer_config.type {spec.optimizer.type!r} is not available: use 'adamw' (the"
-                " others have no public definition to implement)"
+                f"optimizer_config.type: {spec.optimizer.type!r} is not supported; use 'adamw' (the"
+                " others have no public definition)"
             )
         if spec.lora is not None and spec.lora.rank > limit:
-            raise InvalidRequest(f"lora_config.rank {spec.lora.rank} is over the limit {limit}")
+            raise InvalidRequest(
+                f"lora_config.rank: must be at most {limit} (limits.max_lora_rank), got"
+                f" {spec.lora.rank}"
+            )
         saved = None
         if spec.restore_from is not None:
             saved = await self._read(spec.restore_from, with_optimizer=spec.restore_optimizer)
@@ -98,26 +101,26 @@ class Operations:
         return futures.finished(answer)
 
     async def forward_backward(self, request: ForwardBackwardRequest) -> Result:
-        """Run a batch; add to the gradient unless the request is forward only."""
+        """Run a batch, and add to the gradient unless the request is forward only."""
         self._check_alive()
         if not request.forward_only:
-            self._tell_of_lost_gradient()
+            self._report_lost_gradient()
         trainer = self._backend.trainer
         batch = await asyncio.to_thread(prepare, request, trainer.limits)
-        if isinstance(trainer, Group) and not batch.forward_only:
-            # Models of one base share a pass with those that wait when its turn comes.
-            waiting = self._backend.thread.run_with_others(trainer, TrainingPass(self._name, batch))
-            output: LossOutput = await self._unless_lost(waiting)
+        if trainer.batcher is not None and not batch.forward_only:
+            training_pass = TrainingPass(self._name, batch)
+            queued = self._backend.thread.run_batched(trainer.batcher, training_pass)
+            output: LossOutput = await self._unless_lost(queued)
         else:
             run = trainer.forward if batch.forward_only else trainer.forward_backward
-            output = await self._compute(lambda between: run(self._name, batch, between))
+            output = await self._compute(lambda yield_point: run(self._name, batch, yield_point))
         body = await asyncio.to_thread(_encode_output, batch, output)
         return Result(body, futures.PROTOBUF)
 
     async def optim_step(self, request: OptimStepRequest) -> Result:
         """Apply the gradient."""
         self._check_alive()
-        self._tell_of_lost_gradient()
+        self._report_lost_gradient()
         params = request.adam()
         metrics = await self._compute(
             lambda _: self._backend.trainer.optim_step(self._name, params)
@@ -126,17 +129,17 @@ class Operations:
         return futures.finished({"metrics": dict(metrics)})
 
     async def save_weights(self, request: SaveWeightsRequest) -> Outcome:
-        """Write a training checkpoint, with the gradient if one waits for optim_step.
+        """Write a training checkpoint, including any gradient not yet applied.
 
-        The upload runs while the next requests do.
+        The upload runs in the background.
 
         Raises:
-            GradientLost: the gradient was lost, and no request has been told of it.
+            GradientLost: the gradient was lost, and no request has reported it.
         """
         self._check_alive()
         path = CheckpointPath(self._name, CheckpointKind.TRAINING, request.name())
         await self._refuse_duplicate(path, overwrite=request.overwrite)
-        # Both are of one moment: no other request of this model runs meanwhile.
+        # State and gradient are consistent: no other request of this model runs meanwhile.
         state, gradient = await self.export_state(), await self.export_gradient()
         manifest = self._manifest(path, request.ttl_seconds, request.user_metadata, state.step)
         if gradient is not None:
@@ -153,7 +156,7 @@ class Operations:
             await self._refuse_duplicate(path, overwrite=False)
         if path is None:
             return await self._publish(request)
-        weights = await self._beside(lambda: self._backend.trainer.snapshot(self._name))
+        weights = await self._run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
         manifest = self._manifest(path, request.ttl_seconds, request.user_metadata, self._steps)
         encode = partial(formats.encode_weights, weights, manifest.base_model)
         return self._upload(path, manifest, encode, overwrite=False)
@@ -163,8 +166,8 @@ class Operations:
         assert index is not None  # noqa: S101 - the request model asks for path or this
         session_id = SamplingSessionId(self._model_id.session_id, index)
         self._samplers.check_new(session_id)
-        weights = await _brought(
-            await self._beside(lambda: self._backend.trainer.publication(self._name))
+        weights = await _store_publication(
+            await self._run_lightweight(lambda: self._backend.trainer.publication(self._name))
         )
         if request.kind == "inflight":
             await self._samplers.publish_inflight(session_id, self._model_id, weights)
@@ -180,45 +183,47 @@ class Operations:
         return futures.finished({"path": request.path, "model_id": self._name})
 
     async def save_last(self) -> str:
-        """Write a training checkpoint nobody has asked for, named by its step; return its path.
+        """Write an automatic training checkpoint, named by its step; return its path.
 
-        It is as the last optim_step left the model: who resumes from it sends the data of the next
-        step anew. Repeating it writes the same again.
+        It has the state after the last optim_step: a client that resumes from it sends the data of
+        the next step again. The call is idempotent.
         """
         state = await self.export_state()
         path = CheckpointPath(self._name, CheckpointKind.TRAINING, f"last-step-{state.step:06d}")
         manifest = self._manifest(path, None, None, state.step)
         encode = partial(formats.encode_state, state, manifest.base_model)
         uploaded = self._upload(path, manifest, encode, overwrite=True)
-        # The upload lets go of it once it is encoded, and so must who waits here.
+        # The upload frees the state once it is encoded; this frame must not keep it alive.
         del state, encode
         await uploaded
         return str(path)
 
     @property
     def refused(self) -> str | None:
-        """Why the model takes no requests; None if it does."""
+        """Why the model accepts no requests; None if it accepts them."""
         return self._refused
 
     async def export_state(self) -> TrainingState:
-        """Return what training goes on from, beside the gradient."""
-        return await self._beside(lambda: self._backend.trainer.export_state(self._name))
+        """Return the training state without the gradient."""
+        return await self._run_lightweight(lambda: self._backend.trainer.export_state(self._name))
 
     async def export_gradient(self) -> Gradient | None:
         """Return the gradient, if there is one.
 
         Raises:
-            GradientLost: there was one, and no request has been told of it.
+            GradientLost: the gradient was lost, and no request has reported it.
         """
         if self._gradient_lost is not None:
             raise GradientLost(self._gradient_lost)
-        return await self._beside(lambda: self._backend.trainer.export_gradient(self._name))
+        return await self._run_lightweight(
+            lambda: self._backend.trainer.export_gradient(self._name)
+        )
 
     async def restore(self, state: TrainingState) -> None:
-        """Make the model exist as it was when it was exported, without a gradient.
+        """Create the model from an exported state, without a gradient.
 
         Raises:
-            InvalidRequest: the state is not one of such a model.
+            InvalidRequest: the state does not match the model's configuration.
         """
         trainer = self._backend.trainer
 
@@ -231,43 +236,43 @@ class Operations:
         self._refused = None
 
     async def restore_gradient(self, gradient: Gradient) -> None:
-        """Give the model the gradient it had.
+        """Restore the exported gradient.
 
         Raises:
-            InvalidRequest: it is not one of such a model.
+            InvalidRequest: it does not match the model's configuration.
         """
         await self._on_thread(lambda: self._backend.trainer.import_gradient(self._name, gradient))
 
     def next_moment(self) -> datetime:
-        """Return the time of what is saved now, later than that of all the run has saved before.
+        """Return a timestamp later than that of every checkpoint the run has saved.
 
-        The latest checkpoint is found by it, also after this machine's clock was set back.
+        It identifies the latest checkpoint, even after this machine's clock was set back.
         """
         self._last_moment = max(datetime.now(UTC), self._last_moment + timedelta(microseconds=1))
         return self._last_moment
 
     def continue_after(self, moment: datetime) -> None:
-        """Have what is saved from now on be later than a moment."""
+        """Make all later timestamps greater than this one."""
         self._last_moment = max(self._last_moment, moment)
 
-    def miss_gradient(self, reason: str) -> None:
-        """Tell the next request that builds on the gradient that it was lost, and how."""
+    def mark_gradient_lost(self, reason: str) -> None:
+        """Record how the gradient was lost; the next request that uses it fails with that."""
         self._gradient_lost = reason
 
     def refuse(self, reason: str) -> None:
-        """Take no requests, as before the model was suspended."""
+        """Accept no requests from now on, with this reason."""
         self._refused = reason
 
     async def drop_gradient(self) -> None:
-        """Forget the accumulated gradient."""
+        """Drop the accumulated gradient."""
         self._gradient_lost = None
         if self._refused is None:
-            await self._beside(lambda: self._backend.trainer.discard_gradient(self._name))
+            await self._run_lightweight(lambda: self._backend.trainer.discard_gradient(self._name))
 
     async def delete(self) -> None:
         """Free the model's memory."""
         self._refused = "the model was deleted"
-        await self._beside(lambda: self._backend.trainer.remove_model(self._name))
+        await self._run_lightweight(lambda: self._backend.trainer.remove_model(self._name))
         await self._samplers.retire_model(self._model_id)
 
     def _check_alive(self) -> None:
@@ -277,17 +282,17 @@ class Operations:
     async def _on_thread(self, job: Callable[[], None]) -> None:
         await self._compute(lambda _: job())
 
-    async def _compute(self, job: Callable[[Between], T]) -> T:
+    async def _compute(self, job: Callable[[YieldPoint], T]) -> T:
         """Run a job on the engine's thread.
 
         Raises:
-            StateLost: the engine has lost the model; the message says from where it can go on.
+            StateLost: the engine has lost the model; the message says what to resume from.
         """
         return await self._unless_lost(self._backend.thread.run(job))
 
-    async def _beside(self, job: Callable[[], T]) -> T:
-        """Run a job that computes nothing on the engine's thread. Raises as `_compute`."""
-        return await self._unless_lost(self._backend.thread.run_beside(job))
+    async def _run_lightweight(self, job: Callable[[], T]) -> T:
+        """Run a lightweight job on the engine's thread. Raises as `_compute`."""
+        return await self._unless_lost(self._backend.thread.run_lightweight(job))
 
     async def _unless_lost(self, result: Awaitable[T]) -> T:
         try:
@@ -300,17 +305,17 @@ class Operations:
                 f"{error.message}: create_training_client_from_state_with_optimizer({path!r})"
             ) from error
 
-    def _tell_of_lost_gradient(self) -> None:
+    def _report_lost_gradient(self) -> None:
         reason, self._gradient_lost = self._gradient_lost, None
         if reason is not None:
             raise GradientLost(reason)
 
     async def _import_first(self, saved: "_Saved") -> None:
-        """Give a new model its state; one that can't have it is not to take memory."""
+        """Import a checkpoint into a new model; free the model's memory if that fails."""
         try:
             await self._import(saved)
         except Exception:
-            await self._beside(lambda: self._backend.trainer.remove_model(self._name))
+            await self._run_lightweight(lambda: self._backend.trainer.remove_model(self._name))
             raise
 
     async def _import(self, saved: "_Saved") -> None:
@@ -321,7 +326,7 @@ class Operations:
             await self.restore_gradient(saved.gradient)
 
     async def _read(self, uri: str, *, with_optimizer: bool) -> "_Saved":
-        """Read a checkpoint: with optimizer state also its gradient, without only its weights."""
+        """Read a checkpoint: all of it, or only its weights if `with_optimizer` is false."""
         store = self._backend.store
         manifest = await store.manifest(CheckpointPath.parse(uri))
         base_model = self._backend.config.model.name
@@ -342,7 +347,7 @@ class Operations:
 
     def _check_shape(self, state: TrainingState, uri: str) -> None:
         if state.weights.lora is None and self._spec.lora is not None:
-            raise InvalidRequest(f"{uri} holds a whole model, not an adapter")
+            raise InvalidRequest(f"{uri} holds a fully fine-tuned model, not a LoRA adapter")
 
     async def _refuse_duplicate(self, path: CheckpointPath, *, overwrite: bool) -> None:
         if (upload := self._uploads.get(str(path))) is not None:
@@ -381,7 +386,7 @@ class Operations:
     ) -> Awaitable[Result]:
         async def upload(encode: Callable[[], formats.Files]) -> Manifest:
             files = await asyncio.to_thread(encode)
-            # With it goes what was encoded, which is as large again, before what may take long.
+            # Free the encoded state, which is as large again, before the slow part.
             del encode
             written = await self._backend.store.write(manifest, files, overwrite=overwrite)
             if path.kind is CheckpointKind.TRAINING:
@@ -412,20 +417,20 @@ def _encode_output(batch: Batch, output: LossOutput) -> bytes:
     return encode_forward_backward_output(outputs, metrics)
 
 
-async def _brought(bring: Callable[[], Publication]) -> Publication:
-    """Store published weights where samplers read them; remove them if the waiter is gone."""
-    bringing = asyncio.create_task(asyncio.to_thread(bring))
-    # It may hold them in memory that others need.
-    del bring
+async def _store_publication(store: Callable[[], Publication]) -> Publication:
+    """Store published weights where samplers read them; remove them if the caller is cancelled."""
+    storing = asyncio.create_task(asyncio.to_thread(store))
+    # The callable may hold the weights in memory.
+    del store
     try:
-        return await asyncio.shield(bringing)
+        return await asyncio.shield(storing)
     except asyncio.CancelledError:
-        bringing.add_done_callback(_remove)
+        storing.add_done_callback(_remove)
         raise
 
 
-def _remove(bringing: asyncio.Task[Publication]) -> None:
-    if not bringing.cancelled() and bringing.exception() is None:
-        weights = bringing.result()
+def _remove(storing: asyncio.Task[Publication]) -> None:
+    if not storing.cancelled() and storing.exception() is None:
+        weights = storing.result()
         if not isinstance(weights, WeightsSnapshot):
             weights.remove()

@@ -1,7 +1,7 @@
-"""The requests that have a place in a model's order: how each is read, and what it is there.
+"""Parses the requests that have a place in a model's order.
 
-Reading one takes longer than the event loop should be held, if it is large: everything here may
-run beside it. That keeps the order, which goes by number and not by arrival.
+Parsing a large request would block the event loop for too long, so all functions here may run in
+threads. The order is unaffected: it goes by number, not by arrival.
 """
 
 import hashlib
@@ -39,23 +39,23 @@ JSON_REQUESTS: Mapping[str, type[OrderedJson]] = {
     routes.SAVE_WEIGHTS_FOR_SAMPLER: SaveWeightsForSamplerRequest,
     routes.LOAD_WEIGHTS: LoadWeightsRequest,
 }
-"""By path; the only other one is forward_backward, whose body is protobuf."""
+"""Request type by path. The only other ordered path is forward_backward, with protobuf bodies."""
 
 
 NOT_SERVED: Mapping[str, str] = {
     routes.SAVE_WEIGHTS_EXTERNAL: (
-        "save_weights_external is not served: use save_weights_for_sampler, whose files (PEFT) lie"
-        " in the server's checkpoint store under runs/<run>/sampler_weights/<name>"
+        "save_weights_external is not supported: use save_weights_for_sampler, which writes PEFT"
+        " files to the server's checkpoint store under runs/<run>/sampler_weights/<name>"
     ),
 }
-"""Paths that are refused, and why. Their requests have a place in the order all the same."""
+"""Unsupported paths and the reasons. Their requests still have a place in the order."""
 
 
 def read(path: str, body: bytes) -> OrderedRequest:
-    """Read a request sent to one of the ordered paths.
+    """Parse a request sent to one of the ordered paths.
 
     Raises:
-        InvalidRequest: the body is not such a request.
+        InvalidRequest: the body is invalid.
     """
     if path == routes.FORWARD_BACKWARD:
         return decode_forward_backward(body)
@@ -66,13 +66,13 @@ def read(path: str, body: bytes) -> OrderedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A request with a place in its model's order, and what its queue needs of it."""
+    """A request with a place in its model's order, as its queue needs it."""
 
     place: TrainingEnvelope
     path: str
     body: bytes
     content: OrderedRequest | WireError
-    """Its content; or the error, of one that can't be read."""
+    """The parsed request, or the error if it is invalid."""
     digest: bytes
     """Equal for equal content."""
     size: int
@@ -80,7 +80,7 @@ class Received:
 
 
 def receive_batch(body: bytes, place: TrainingEnvelope) -> Received:
-    """Read a forward_backward request whose beginning named its place."""
+    """Parse a forward_backward request whose prefix named its place."""
     try:
         request = decode_forward_backward(body)
         place.check(request.model_id, request.seq_id)
@@ -91,7 +91,7 @@ def receive_batch(body: bytes, place: TrainingEnvelope) -> Received:
 
 
 def receive_json(path: str, body: bytes) -> Received:
-    """Read a request sent to another of the ordered paths.
+    """Parse a request sent to another ordered path.
 
     Raises:
         InvalidRequest: the body names no place in a model's order.
@@ -101,16 +101,16 @@ def receive_json(path: str, body: bytes) -> Received:
     except InvalidRequest as error:
         return receive_refused(path, body, error)
     if request.model_id is None or request.seq_id is None:
-        raise InvalidRequest("model_id: required; models are created through /models")
+        raise InvalidRequest("model_id and seq_id are required; create models through /models")
     place = TrainingEnvelope(request.model_id, request.seq_id)
     return Received(place, path, body, request, content_digest(request), len(body))
 
 
 def receive_refused(path: str, body: bytes, error: InvalidRequest) -> Received:
-    """Give a JSON request that is refused the place that it names.
+    """Return a rejected JSON request with the place that it names.
 
     Raises:
-        InvalidRequest: the one given; the body names no place.
+        InvalidRequest: the body names no place; this is the given error.
     """
     place = _json_place(body)
     if place is None:
@@ -119,12 +119,12 @@ def receive_refused(path: str, body: bytes, error: InvalidRequest) -> Received:
 
 
 def receive_unread(path: str, body: bytes, place: TrainingEnvelope, error: WireError) -> Received:
-    """Give a request that can't be read, of which `body` may be the beginning, its place."""
+    """Return an unreadable request with its place; `body` may be only its beginning."""
     return Received(place, path, body, error, body_digest(body), size=0)
 
 
 def _json_place(body: bytes) -> TrainingEnvelope | None:
-    """Return the place that a JSON body names, if that much of it can be read."""
+    """Return the place that a JSON body names; None if it has none."""
     try:
         content = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -137,7 +137,7 @@ def _json_place(body: bytes) -> TrainingEnvelope | None:
     return TrainingEnvelope(model_id, seq_id)
 
 
-_KNOWN_TO_LEAVE_THE_GRADIENT = {
+_PATHS_WITHOUT_GRADIENT = {
     *JSON_REQUESTS,
     *NOT_SERVED,
     routes.FORWARD,
@@ -146,17 +146,17 @@ _KNOWN_TO_LEAVE_THE_GRADIENT = {
 
 
 def role_of_unread(path: str) -> Role:
-    """Return what a request that can't be read counts as: the most it could have been.
+    """Return the role of an unreadable request: the one with the most consequences.
 
-    On a path that nobody here knows, as of a later SDK, that is a part of the gradient.
+    On an unknown path, such as one of a later SDK, it counts as part of the gradient.
     """
     if path == routes.OPTIM_STEP:
         return "step"
-    return "other" if path in _KNOWN_TO_LEAVE_THE_GRADIENT else "gradient"
+    return "other" if path in _PATHS_WITHOUT_GRADIENT else "gradient"
 
 
-def refusal_again(body: bytes) -> WireError:
-    """Return the error that a refused request was stored with (`queue.refusal`)."""
+def restored_error(body: bytes) -> WireError:
+    """Return the error that a rejected request was stored with (`queue.refusal`)."""
     failure = orjson.loads(body)
     kind = InvalidRequest if failure["category"] == "user" else WireError
     return kind(failure["error"])
@@ -176,11 +176,11 @@ def body_digest(body: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A sampling request that was found sound, and all that has to be known of it."""
+    """A validated sampling request."""
 
     request: SampleRequest
-    """As it came."""
-    sound: SamplingRequest
+    """The original request."""
+    validated: SamplingRequest
     digest: bytes
     """Equal for equal content."""
     size: int

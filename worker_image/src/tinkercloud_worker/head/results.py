@@ -1,13 +1,13 @@
-"""Results of requests: final bytes, kept until some time after they were first read.
+"""Results of requests as encoded bytes, kept for some time after they are first read.
 
-A result is not dropped when it is read, because the answer may have been lost on its way and the
-SDK then asks again. Waiters are woken by the result itself.
+A result is not dropped when it is read: the response may have been lost on the network, and the SDK
+then polls again.
 
-Each owner has a budget of its own (`Limits.max_result_bytes`), so nobody's results take the room
-of another's. What is over the budget goes in this order: results that were read and delivered,
-samples that nobody has read (a sample can be drawn again), results that were read moments ago.
-Unread results of training are never dropped for room, because their requests can't run again;
-while they fill the budget, `has_room` is false, and no request that would add to them is run.
+Each owner has a separate budget (`Limits.max_result_bytes`). Results over the budget are evicted in
+this order: results that were read and delivered, unread samples (which can be sampled again),
+results that were read recently. Unread training results are never evicted, because their requests
+can't run again; while they fill the budget, `has_room` is false and no request that would add to
+them runs.
 """
 
 import asyncio
@@ -24,19 +24,19 @@ from tinkercloud_protocol.launch import Timings
 log = structlog.get_logger(__name__)
 
 _DELIVERY_SECONDS = 120.0
-"""How long after an answer was sent its receiver may ask for it again: the SDK's own time-out (45)
-and its longest pause (30), with some to spare."""
+"""How long after a response was sent the client may poll for it again: the SDK's timeout (45) and
+its longest backoff (30), with a margin."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ExportedResult:
     """A result to be kept by another process."""
 
     request_id: str
     digest: bytes
     result: Result
     is_read: bool
-    """Whether a client has been given it."""
+    """Whether a client has read it."""
 
 
 @dataclass(slots=True)
@@ -54,17 +54,17 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Owned:
-    """The results of one owner: ids, the earliest first, with the time of their last change."""
+    """Ids of one owner's results, the earliest first, with the time of their last change."""
 
     num_bytes: int = 0
     read: OrderedDict[str, float] = field(default_factory=OrderedDict)
-    """Since when they are read."""
+    """Read results, and when they were read."""
     samples: OrderedDict[str, float] = field(default_factory=OrderedDict)
     """Unread samples, and when they were finished."""
     training: OrderedDict[str, float] = field(default_factory=OrderedDict)
-    """Unread results of training, and when they were finished."""
+    """Unread training results, and when they were finished."""
     training_bytes: int = 0
-    """Of `training`."""
+    """Size of the results in `training`."""
 
 
 class Results:
@@ -79,14 +79,14 @@ class Results:
         on_drop: Callable[[str], None] = lambda _request_id: None,
         on_room: Callable[[str], None] = lambda _owner: None,
     ) -> None:
-        """Make an empty store.
+        """Create an empty store.
 
         Args:
             timings: how long results are kept.
             max_bytes: budget of one owner's results.
-            now: a clock in seconds that never goes back.
-            on_drop: called with the id of each result that is no longer kept.
-            on_room: called with an owner for whom `has_room` is true again.
+            now: a monotonic clock, in seconds.
+            on_drop: called with the id of each result that is dropped.
+            on_room: called with an owner whose `has_room` has become true.
         """
         self._timings = timings
         self._max_bytes = max_bytes
@@ -94,28 +94,28 @@ class Results:
         self._on_drop = on_drop
         self._on_room = on_room
         self._entries: dict[str, _Entry] = {}
-        self._of: dict[str, set[str]] = {}
-        """Model or sampling session to the ids in `_entries` that are of it."""
+        self._ids_by_target: dict[str, set[str]] = {}
+        """Ids in `_entries` by model or sampling session."""
         self._owned: dict[str, _Owned] = {}
-        """Of each owner that has results."""
+        """Results by owner."""
         self._is_frozen = False
         self._released = asyncio.Event()
 
     def open(self, request_id: str, digest: bytes, owner: str) -> bool:
-        """Expect a result of an owner's request; return False if this id was opened before."""
+        """Register an owner's request; return False if its id is already registered."""
         if request_id in self._entries:
             return False
         self._entries[request_id] = _Entry(digest, owner)
-        self._of.setdefault(_target(request_id), set()).add(request_id)
+        self._ids_by_target.setdefault(_target(request_id), set()).add(request_id)
         return True
 
     def has_room(self, owner: str) -> bool:
-        """Whether an owner's unread results of training are within the budget."""
+        """Return whether an owner's unread training results are within the budget."""
         owned = self._owned.get(owner)
         return owned is None or owned.training_bytes < self._max_bytes
 
-    def crowding(self, owner: str) -> str:
-        """Return which unread results of training fill an owner's budget, and what to do."""
+    def backlog(self, owner: str) -> str:
+        """Describe the unread training results that fill an owner's budget, and what to do."""
         sizes: Counter[str] = Counter()
         owned = self._owned.get(owner, _Owned())
         for request_id in owned.training:
@@ -123,20 +123,20 @@ class Results:
         largest = ", ".join(f"{size} of {target}" for target, size in sizes.most_common(3))
         return (
             f"{len(owned.training)} results of {owned.training_bytes} bytes for owner {owner!r}"
-            f" were not retrieved yet ({largest}), and limits.max_result_bytes is"
-            f" {self._max_bytes}: retrieve them, or end the session of a client that is gone"
+            f" have not been retrieved ({largest}), and limits.max_result_bytes is"
+            f" {self._max_bytes}: retrieve them, or delete the session of a client that is gone"
             " (`tinkercloud sessions delete SESSION`)"
         )
 
     def digest(self, request_id: str) -> bytes | None:
-        """Return the content digest an id was opened with; None if it is unknown."""
+        """Return the content digest of a request; None if its id is unknown."""
         entry = self._entries.get(request_id)
         return entry.digest if entry is not None else None
 
     def finish(self, request_id: str, result: Result) -> None:
         """Store a result and wake its waiters. A second result for one id is ignored.
 
-        Others of the same owner may be dropped to make room for it.
+        Other results of the same owner may be evicted.
         """
         entry = self._entries.get(request_id)
         if entry is None or entry.result is not None:
@@ -152,10 +152,10 @@ class Results:
         else:
             owned.training[request_id] = self._now()
             owned.training_bytes += entry.size
-        self._make_room(entry.owner, owned, latest=request_id)
+        self._evict_to_fit(entry.owner, owned, latest=request_id)
 
-    def _make_room(self, owner: str, owned: _Owned, latest: str) -> None:
-        """Drop results of an owner that is over its budget, but never the latest one."""
+    def _evict_to_fit(self, owner: str, owned: _Owned, latest: str) -> None:
+        """Evict results of an owner that is over its budget, but never the latest one."""
         while owned.num_bytes > self._max_bytes:
             delivered_before = self._now() - _DELIVERY_SECONDS
             read, read_at = next(iter(owned.read.items()), (latest, 0.0))
@@ -164,7 +164,7 @@ class Results:
                 self._drop(read)
             elif sample != latest:
                 log.warning(
-                    "an unread sample was dropped for newer results",
+                    "an unread sample was evicted for newer results",
                     owner=owner,
                     request_id=sample,
                     num_bytes=self._entries[sample].size,
@@ -177,17 +177,17 @@ class Results:
                 return
 
     async def wait(self, request_id: str, seconds: float) -> Result | None:
-        """Return a result once it is there; None if it is not within `seconds`.
+        """Wait for a result; return None after `seconds`.
 
         Raises:
-            NotFound: the id was never opened, or its result is no longer kept.
+            NotFound: the id is unknown, or its result is no longer kept.
         """
         entry = self._entries.get(request_id)
         if entry is None:
             raise NotFound(
-                f"request {request_id!r} is unknown here: it was never sent, or its result is no"
-                f" longer kept ({self._timings.result_ttl_seconds:.0f} s after it was first read,"
-                f" {self._timings.unread_result_ttl_seconds:.0f} s if it was not)"
+                f"request {request_id!r} is unknown here: it was never sent, or its result has"
+                f" expired ({self._timings.result_ttl_seconds:.0f} s after it was first read,"
+                f" {self._timings.unread_result_ttl_seconds:.0f} s if it was not read)"
             )
         try:
             async with asyncio.timeout(seconds):
@@ -203,32 +203,32 @@ class Results:
         return entry.result
 
     def freeze(self) -> None:
-        """Stop giving out results: another process would not know of those read from now on."""
+        """Stop returning results: another process would not know which were read from now on."""
         self._is_frozen = True
 
-    def export(self, is_wanted: Callable[[str], bool]) -> list[Kept]:
-        """Return the results that somebody may still ask for, of the ids that are wanted.
+    def export(self, is_wanted: Callable[[str], bool]) -> list[ExportedResult]:
+        """Return the wanted results that a client may still poll for.
 
-        Those were not read yet, or so lately that the answer may be lost on its way.
+        These are unread, or were read so recently that the response may have been lost.
         """
         since = self._now() - _DELIVERY_SECONDS
         return [
-            Kept(request_id, entry.digest, entry.result, entry.read_at is not None)
+            ExportedResult(request_id, entry.digest, entry.result, entry.read_at is not None)
             for request_id, entry in self._entries.items()
             if entry.result is not None
             and (entry.read_at is None or entry.read_at > since)
             and is_wanted(request_id)
         ]
 
-    def restore(self, kept: Kept, owner: str) -> None:
-        """Keep an owner's result of another process."""
+    def restore(self, kept: ExportedResult, owner: str) -> None:
+        """Add an owner's result from another process."""
         self.open(kept.request_id, kept.digest, owner)
         self.finish(kept.request_id, kept.result)
         if kept.is_read:
             self.mark_read(kept.request_id)
 
     def unfinished(self) -> list[str]:
-        """Return the ids whose results are not there yet."""
+        """Return the ids of unfinished requests."""
         return [name for name, entry in self._entries.items() if entry.result is None]
 
     def release(self) -> None:
@@ -238,21 +238,21 @@ class Results:
             entry.finished.set()
 
     def mark_read(self, request_id: str) -> None:
-        """Note that a client knows this result without having asked for it."""
+        """Mark a result as read by a client that received it in another way."""
         entry = self._entries.get(request_id)
         if entry is not None:
             self._mark_read(request_id, entry)
 
     def _mark_read(self, request_id: str, entry: _Entry) -> None:
-        # A waiter may hold a result that was dropped meanwhile.
+        # The result may have been dropped while its waiter was resuming.
         if entry.read_at is not None or self._entries.get(request_id) is not entry:
             return
         entry.read_at = self._now()
         if entry.result is not None:
-            self._take_out(request_id, entry)
+            self._unlist(request_id, entry)
             self._owned[entry.owner].read[request_id] = entry.read_at
 
-    def _take_out(self, request_id: str, entry: _Entry) -> None:
+    def _unlist(self, request_id: str, entry: _Entry) -> None:
         """Remove a result from its owner's list."""
         owned = self._owned[entry.owner]
         had_room = self.has_room(entry.owner)
@@ -263,31 +263,28 @@ class Results:
         if not had_room and self.has_room(entry.owner):
             self._on_room(entry.owner)
 
-    def give_up(self, target: str) -> None:
-        """Keep a model's or a sampling session's results no longer than those that were read.
-
-        Its client is gone, or done.
-        """
-        for request_id in self._of.get(target, ()):
+    def abandon(self, target: str) -> None:
+        """Mark all results of a model or sampling session as read: its client has gone."""
+        for request_id in self._ids_by_target.get(target, ()):
             self._mark_read(request_id, self._entries[request_id])
 
     def discard(self, target: str) -> None:
-        """Forget a model's or a sampling session's results, which another place keeps."""
-        for request_id in list(self._of.get(target, ())):
+        """Drop the results of a model or sampling session, which are stored elsewhere."""
+        for request_id in list(self._ids_by_target.get(target, ())):
             self._drop(request_id)
 
     def bytes_of(self, target: str) -> int:
-        """Return the bytes of a model's or a sampling session's results."""
-        results = [self._entries[name].result for name in self._of.get(target, ())]
+        """Return the bytes of the results of a model or sampling session."""
+        results = [self._entries[name].result for name in self._ids_by_target.get(target, ())]
         return sum(len(result.body) for result in results if result is not None)
 
     def was_read(self, request_id: str) -> bool:
-        """Whether a client has been given this result."""
+        """Return whether a client has read this result."""
         entry = self._entries.get(request_id)
         return entry is None or entry.read_at is not None
 
     def sweep(self) -> None:
-        """Drop what has been kept long enough."""
+        """Drop expired results."""
         now, timings = self._now(), self._timings
         for owned in list(self._owned.values()):
             self._drop_before(owned.samples, now - timings.unread_result_ttl_seconds)
@@ -302,13 +299,13 @@ class Results:
             self._drop(request_id)
 
     def _drop(self, request_id: str) -> None:
-        """Forget a result."""
+        """Drop a result."""
         entry, target = self._entries.pop(request_id), _target(request_id)
-        self._of[target].discard(request_id)
-        if not self._of[target]:
-            del self._of[target]
+        self._ids_by_target[target].discard(request_id)
+        if not self._ids_by_target[target]:
+            del self._ids_by_target[target]
         if entry.result is not None:
-            self._take_out(request_id, entry)
+            self._unlist(request_id, entry)
             owned = self._owned[entry.owner]
             owned.num_bytes -= entry.size
             if not (owned.read or owned.samples or owned.training):

@@ -1,4 +1,4 @@
-"""The head's state: its models, sampling sessions and results; what each request does to them."""
+"""The head's state (models, sampling sessions, results) and what each request does to it."""
 
 import asyncio
 import time
@@ -27,13 +27,8 @@ from tinkercloud_worker.engine.asample import prepare
 from tinkercloud_worker.head.backend import Backend, random_seed
 from tinkercloud_worker.head.idle_memory import IdleMemory
 from tinkercloud_worker.head.live_model import LiveModel, latest_checkpoint, new_model
-from tinkercloud_worker.head.operations import UNBORN
-from tinkercloud_worker.head.queue import (
-    Operation,
-    Origin,
-    refusal,
-    to_result,
-)
+from tinkercloud_worker.head.operations import NOT_CREATED
+from tinkercloud_worker.head.queue import Operation, RequestSource, refusal, to_result
 from tinkercloud_worker.head.requests import (
     Prepared,
     Received,
@@ -43,9 +38,9 @@ from tinkercloud_worker.head.requests import (
     sample_request_id,
 )
 from tinkercloud_worker.head.results import Results
-from tinkercloud_worker.head.sample_room import SampleRoom
+from tinkercloud_worker.head.sample_limiter import SampleLimiter
 from tinkercloud_worker.head.samplers import Samplers
-from tinkercloud_worker.head.stopping import Sample, StoppingHead
+from tinkercloud_worker.head.shutdown import HeadShutdown, Sample
 from tinkercloud_worker.head.suspended_models import SuspendedModel, SuspendedModels
 from tinkercloud_worker.head.suspension import Suspension
 
@@ -55,7 +50,7 @@ _SWEEP_SECONDS = 30.0
 
 
 class HeadService:
-    """Everything a head knows. Belongs to one event loop; make it inside a running one."""
+    """All state of a head. Belongs to one event loop; create it inside the running loop."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -65,23 +60,23 @@ class HeadService:
             config.limits.max_result_bytes,
             now=time.monotonic,
             on_drop=self._result_dropped,
-            on_room=self._look_again,
+            on_room=self._wake_queues,
         )
         self._samplers = Samplers(backend)
         self._suspension = Suspension(backend, self._results, self._samplers)
         self._models: dict[str, LiveModel] = {}
-        self._away = SuspendedModels(
+        self._suspended = SuspendedModels(
             backend, self._models, self._results, self._samplers, self._suspension
         )
         self._resuming: dict[str, asyncio.Task[None]] = {}
         self._accepted: set[str] = set()
-        """Of those, this head's own that nothing but the store keeps from being back."""
+        """Those of `_resuming` that were suspended by this head and accepted before it stopped."""
         self._samples: dict[str, Sample] = {}
-        self._sample_room = SampleRoom(
+        self._sample_limiter = SampleLimiter(
             config.sampler.max_queued_requests, config.limits.max_queued_bytes
         )
         self._is_draining = False
-        self._stopping = StoppingHead(
+        self._shutdown = HeadShutdown(
             backend,
             self._models,
             self._resuming,
@@ -90,7 +85,7 @@ class HeadService:
             self._results,
             self._samplers,
             self._suspension,
-            self._away,
+            self._suspended,
         )
         self._saving = asyncio.Lock()
         self._idle_memory = IdleMemory(backend)
@@ -98,15 +93,15 @@ class HeadService:
         self._tasks = {asyncio.create_task(self._sweep())}
 
     async def create_model(self, model_id: ModelId, spec: ModelSpec) -> str:
-        """Begin a model; return the id of the request that does it. Repeating it is fine.
+        """Create a model; return the id of the request that does so. Idempotent.
 
-        One that another head has suspended is there, as it was, when this returns.
+        A model that another head suspended has been restored when this returns.
 
         Raises:
             InvalidRequest: the model exists with another specification.
-            StateLost: it was not suspended by the head that the specification names.
+            StateLost: the head that the specification names did not suspend it.
         """
-        self._accept()
+        self._check_accepting()
         name = str(model_id)
         await self.recall(name)
         if name not in self._models and spec.resume_generation is not None:
@@ -114,7 +109,7 @@ class HeadService:
         model = self._models.get(name)
         if model is not None and model.spec != spec:
             raise InvalidRequest(
-                f"model {model_id} exists with another configuration; use another model_seq_id"
+                f"model {model_id} exists with a different configuration; use another model_seq_id"
             )
         if model is None:
             refused = self._too_many_models(spec.owner)
@@ -130,33 +125,34 @@ class HeadService:
     def _too_many_models(self, owner: str) -> WireError | None:
         limit = self._backend.config.limits.max_models_per_owner
         theirs = [
-            model for model in self._of_owner(owner) if model.operations.refused in {None, UNBORN}
+            model
+            for model in self._of_owner(owner)
+            if model.operations.refused in {None, NOT_CREATED}
         ]
         if limit is None or len(theirs) < limit:
             return None
         names = ", ".join(str(model.model_id) for model in theirs[:3])
         return Overloaded(
-            f"owner {owner!r} has {len(theirs)} models here already ({names}"
-            f"{', ...' if len(theirs) > 3 else ''}; limits.max_models_per_owner is {limit}): end a"
-            " session that is over (`tinkercloud sessions delete SESSION`), then create this one"
-            " again"
+            f"owner {owner!r} already has {len(theirs)} models here ({names}"
+            f"{', ...' if len(theirs) > 3 else ''}; limits.max_models_per_owner is {limit}): delete"
+            " a finished session (`tinkercloud sessions delete SESSION`), then create it again"
         )
 
     def owner_of(self, target: str) -> str:
-        """Return the owner of a model or sampling session; of unknown ones an empty name."""
+        """Return the owner of a model or sampling session; an empty name if it is unknown."""
         return self._samplers.owner_of(target) or ""
 
     def _of_owner(self, owner: str) -> list[LiveModel]:
         return [model for model in self._models.values() if model.spec.owner == owner]
 
-    def _look_again(self, owner: str) -> None:
+    def _wake_queues(self, owner: str) -> None:
         for model in self._of_owner(owner):
-            model.queue.look_again()
+            model.queue.wake()
 
     def _resumption(
         self, model_id: ModelId, resume: Coroutine[Any, Any, None]
     ) -> asyncio.Task[None]:
-        """Return the attempt to bring a model back, which all who ask for it share."""
+        """Return the task that resumes a model, shared by all callers."""
         name = str(model_id)
         task = self._resuming.get(name)
         if task is None:
@@ -168,34 +164,34 @@ class HeadService:
         return task
 
     async def recall(self, target: str) -> None:
-        """Bring back the model that a request is for, if this head has suspended it.
+        """Resume the model that a request is for, if this head has suspended it.
 
-        It stays at least until the caller awaits something else.
+        The model stays in memory at least until the caller awaits something else.
 
         Args:
-            target: the model, or the sampling session of its weights.
+            target: the model, or a sampling session of its weights.
 
         Raises:
-            Unavailable: it is not back yet, or can't be brought back now.
+            Unavailable: it is not resumed yet, or can't be resumed now.
             InvalidRequest: its suspended state is damaged.
         """
-        while (name := self._away.waiting_for(target)) is not None:
-            self._accept()
-            await self._away.recall(name, self._resume_own)
+        while (name := self._suspended.waiting_for(target)) is not None:
+            self._check_accepting()
+            await self._suspended.recall(name, self._resume_own)
 
     async def _resume_own(self, suspended: SuspendedModel) -> None:
         model_id = ModelId.parse(suspended.manifest.run_id)
 
         def accept() -> None:
-            self._accept()
+            self._check_accepting()
             self._accepted.add(str(model_id))
 
         async def resume() -> None:
             model, unfinished = await self._suspension.resume(
                 model_id, suspended.spec, suspended.manifest, accept
             )
-            self._away.came_back(str(model_id))
-            self._begin_again(model, unfinished)
+            self._suspended.mark_resumed(str(model_id))
+            self._add_resumed(model, unfinished)
 
         task = self._resumption(model_id, resume())
         await asyncio.wait({task})
@@ -204,20 +200,20 @@ class HeadService:
         task.result()
 
     async def suspend_model(self, model_id: ModelId) -> bool:
-        """Write a model that nobody uses to the object store and free its memory.
+        """Write an unused model to the object store and free its memory. Idempotent.
 
-        The next request for it brings it back. Repeating this is fine.
+        The next request for the model resumes it.
 
         Returns:
-            False if it is in use, unknown or can't be written: nothing has changed then.
+            False if it is in use, unknown or can't be written; nothing has changed then.
         """
         name = str(model_id)
-        if self._away.get(name) is not None:
+        if self._suspended.get(name) is not None:
             return True
         model = self._models.get(name)
         if model is None or self._is_draining or self._is_used(model):
             return False
-        return await self._away.suspend(model)
+        return await self._suspended.suspend(model)
 
     def _is_used(self, model: LiveModel) -> bool:
         if model.queue.is_busy:
@@ -226,22 +222,22 @@ class HeadService:
         return any(s.request.sampling_session_id in sessions for s in self._samples.values())
 
     def held(self) -> list[HeldModel]:
-        """Return the models of this head and what they take."""
-        return self._away.held()
+        """Return the models of this head and the memory they take."""
+        return self._suspended.held()
 
     async def _resume(self, model_id: ModelId, spec: ModelSpec) -> None:
-        # A head that began to stop meanwhile would not suspend it: it stays where it was.
-        model, unfinished = await self._suspension.read(model_id, spec, self._accept)
-        self._begin_again(model, unfinished)
+        # A head that started to stop meanwhile would not suspend the model: leave it in the store.
+        model, unfinished = await self._suspension.read(model_id, spec, self._check_accepting)
+        self._add_resumed(model, unfinished)
 
-    def _begin_again(self, model: LiveModel, unfinished: list[SampleRequest]) -> None:
-        """Take in a model that was brought back, and the samples that are to be drawn again."""
+    def _add_resumed(self, model: LiveModel, unfinished: list[SampleRequest]) -> None:
+        """Add a resumed model, and restart its unfinished sampling requests."""
         model_id = model.model_id
         self._models[str(model_id)] = model
-        # However many they are: they were taken in before.
+        # Regardless of the limits: these requests were accepted earlier.
         for request in unfinished:
             try:
-                self._draw(self.prepare(request))
+                self._start_sample(self.prepare(request))
             except InvalidRequest as error:
                 request_id = str(sample_request_id(request))
                 self._results.open(request_id, content_digest(request), model.spec.owner)
@@ -249,30 +245,32 @@ class HeadService:
         log.info("resumed", model_id=str(model_id), waiting=model.queue.sequencer.num_pending)
 
     async def delete_model(self, model_id: ModelId) -> None:
-        """Remove a model. Unknown ones are fine."""
+        """Remove a model, which may be unknown."""
         if (task := self._resuming.get(str(model_id))) is not None:
             task.cancel()
-        await self._away.forget(str(model_id))
+        await self._suspended.forget(str(model_id))
         model = self._models.pop(str(model_id), None)
         if model is not None:
             model.queue.close(f"model {model_id} was deleted")
-            self._results.give_up(str(model_id))
+            self._results.abandon(str(model_id))
             await model.operations.delete()
 
     def submit(self, received: Received) -> str:
-        """Queue a training request; return its id. One that can't be read fails in its place.
+        """Queue a training request; return its id. An unreadable one fails in its place.
 
         Raises:
             InvalidRequest: its number can't be used.
             NotFound: the model is unknown.
-            Overloaded: too much waits already, or too many results were not retrieved.
+            Overloaded: the queue is full, or too many results have not been retrieved.
         """
         model = self._model(received.place.model_id)
         self._check_results(received, model)
         if isinstance(received.content, WireError):
             operation = refusal(received.content, role_of_unread(received.path))
         else:
-            operation = model.operation(received.content, Origin(received.path, received.body))
+            operation = model.operation(
+                received.content, RequestSource(received.path, received.body)
+            )
         others = [m for m in self._of_owner(model.spec.owner) if m is not model]
         elsewhere = sum(other.queue.sequencer.queued_bytes for other in others)
         return model.queue.submit(
@@ -280,106 +278,106 @@ class HeadService:
         )
 
     def _check_results(self, received: Received, model: LiveModel) -> None:
-        """Check that an owner has room for the result of one more batch."""
+        """Check that the owner has room for the result of one more batch."""
         if not isinstance(received.content, ForwardBackwardRequest):
             return
         known = self._results.digest(model.queue.request_id(received.place.seq_id))
         if known is None and not self._results.has_room(model.spec.owner):
-            raise Overloaded(self._results.crowding(model.spec.owner))
+            raise Overloaded(self._results.backlog(model.spec.owner))
 
-    def mark_known(self, request_id: str) -> None:
-        """Note that a client has been told of a failure in another way than by its future."""
+    def mark_reported(self, request_id: str) -> None:
+        """Record that a client received a failure in another way than by its future."""
         self._results.mark_read(request_id)
 
     def _model(self, model_id: str) -> LiveModel:
-        self._accept()
+        self._check_accepting()
         model = self._models.get(model_id)
-        if self._away.is_suspending(model_id):
+        if self._suspended.is_suspending(model_id):
             raise Unavailable(f"model {model_id} is being suspended; send the request again")
         if model is None:
             raise NotFound(f"model {model_id!r} is unknown to this head")
         return model
 
     def register_sampler(self, session_id: SamplingSessionId, spec: SamplerSpec) -> None:
-        """Make a sampling session known. Repeating it is fine."""
-        self._accept()
+        """Register a sampling session. Idempotent."""
+        self._check_accepting()
         self._samplers.register(session_id, spec)
 
     async def retire_sampler(self, session_id: SamplingSessionId) -> None:
-        """Forget a sampling session and give up what is being drawn. Unknown ones are fine."""
+        """Remove a sampling session, which may be unknown, and cancel its requests."""
         for sample in self._samples.values():
             if sample.request.sampling_session_id == str(session_id):
                 sample.task.cancel()
-        self._results.give_up(str(session_id))
+        self._results.abandon(str(session_id))
         await self._samplers.retire(session_id)
 
     def prepare(self, request: SampleRequest) -> Prepared:
-        """Check a sampling request. Touches nothing here: may run beside the event loop.
+        """Validate a sampling request. Changes nothing here, so it may run in a thread.
 
         Raises:
-            InvalidRequest: it is unsound.
+            InvalidRequest: it is invalid.
         """
         backend, as_json = self._backend, request.model_dump_json().encode()
-        sound = prepare(request, backend.trainer.limits, backend.end_tokens, random_seed())
-        return Prepared(request, sound, body_digest(as_json), len(as_json) + sound.num_bytes)
+        validated = prepare(request, backend.trainer.limits, backend.end_tokens, random_seed())
+        size = len(as_json) + validated.num_bytes
+        return Prepared(request, validated, body_digest(as_json), size)
 
     def sample(self, prepared: Prepared) -> RequestId:
         """Queue a sampling request; return its id. A repeated one is the same request.
 
         Raises:
             InvalidRequest: the number was used with other content.
-            Overloaded: too many wait already.
+            Overloaded: the owner has too many.
         """
-        self._accept()
+        self._check_accepting()
         request_id = prepared.request_id
         known = self._results.digest(str(request_id))
         if known is not None and known != prepared.digest:
             raise InvalidRequest(
-                f"seq_id {prepared.request.seq_id} was used before in this sampling session by a"
-                " request with other content"
+                f"seq_id {prepared.request.seq_id} was already used by a request with other content"
             )
         if known is None:
             owner = self.owner_of(prepared.request.sampling_session_id)
-            self._sample_room.check(owner, prepared.size)
-            self._draw(prepared)
+            self._sample_limiter.check(owner, prepared.size)
+            self._start_sample(prepared)
         return request_id
 
-    def _draw(self, prepared: Prepared) -> None:
+    def _start_sample(self, prepared: Prepared) -> None:
         request, request_id, backend = prepared.request, prepared.request_id, self._backend
         session_id = SamplingSessionId.parse(request.sampling_session_id)
         owner = self.owner_of(request.sampling_session_id)
         self._results.open(str(request_id), prepared.digest, owner)
 
-        async def draw() -> Result:
+        async def sample() -> Result:
             async with self._samplers.sampling(session_id) as version:
-                result = await backend.sampler.sample(version, prepared.sound)
+                result = await backend.sampler.sample(version, prepared.validated)
             body = encode_sample_response(result.sequences, result.prompt)
             return Result(body, futures.PROTOBUF)
 
-        def answer_cancelled(task: asyncio.Task[None]) -> None:
-            # Even a task that had not begun.
+        def report_cancellation(task: asyncio.Task[None]) -> None:
+            # A done callback, because the task may be cancelled before it starts.
             if task.cancelled():
                 self._finish(str(request_id), futures.failed("the request was cancelled", "user"))
 
-        task = self._spawn(self._answer(str(request_id), draw))
-        task.add_done_callback(answer_cancelled)
+        task = self._spawn(self._resolve(str(request_id), sample))
+        task.add_done_callback(report_cancellation)
         self._samples[str(request_id)] = Sample(request, owner, prepared.size, task)
-        self._sample_room.enter(owner, prepared.size)
+        self._sample_limiter.add(owner, prepared.size)
 
-    async def _answer(self, request_id: str, work: Callable[[], Awaitable[Result]]) -> None:
+    async def _resolve(self, request_id: str, work: Callable[[], Awaitable[Result]]) -> None:
         try:
             result = await work()
-        except Exception as error:  # noqa: BLE001 - whatever it is, its future gets an answer
+        except Exception as error:  # noqa: BLE001 - the future must resolve, whatever it is
             result = to_result(error)
         self._finish(request_id, result)
 
     def _finish(self, request_id: str, result: Result) -> None:
         if (sample := self._samples.pop(request_id, None)) is not None:
-            self._sample_room.leave(sample.owner, sample.size)
+            self._sample_limiter.remove(sample.owner, sample.size)
         self._results.finish(request_id, result)
 
     def cancel(self, request_id: str) -> None:
-        """Stop a sampling request nobody waits for. Unknown and finished ones are fine."""
+        """Cancel a sampling request, which may be unknown or finished."""
         sample = self._samples.get(request_id)
         if sample is not None:
             sample.task.cancel()
@@ -388,7 +386,7 @@ class HeadService:
         """Wait for a result; None if it takes longer than a long poll.
 
         Raises:
-            ResultGone: it is a sample's, and no longer kept.
+            ResultGone: it is a sample, and no longer kept.
             NotFound: the request is unknown, or its result is no longer kept.
         """
         self._last_activity = time.monotonic()
@@ -397,8 +395,12 @@ class HeadService:
             async with asyncio.timeout(seconds):
                 await self.recall(request_id.rpartition(":")[0])
         except (TimeoutError, Unavailable) as error:
-            # The SDK asks again.
-            log.info("a result waits for its model", request_id=request_id, reason=str(error))
+            # The SDK polls again.
+            log.info(
+                "a result is waiting for its model to resume",
+                request_id=request_id,
+                reason=str(error),
+            )
             return None
         try:
             return await self._results.wait(request_id, seconds)
@@ -407,9 +409,9 @@ class HeadService:
             if ":sample:" not in request_id or owner is None:
                 raise
             raise ResultGone(
-                f"{error.message}, or newer results of owner {owner!r} took its room"
+                f"{error.message}, or it was evicted for newer results of owner {owner!r}"
                 f" (limits.max_result_bytes is {self._backend.config.limits.max_result_bytes});"
-                " send the sample again"
+                " send the sampling request again"
             ) from None
 
     def why_waiting(self, request_id: str) -> tuple[futures.QueueState, str | None]:
@@ -419,12 +421,12 @@ class HeadService:
             return model.queue.why_waiting(parsed.seq_id)
         if (sample := self._samples.get(request_id)) is None:
             return "active", None
-        if (reason := self._sample_room.is_full(sample.owner)) is not None:
-            return "paused_rate_limit", f"{reason}; further ones are refused until some are drawn"
-        return "active", f"{len(self._samples)} sampling requests wait or run"
+        if (reason := self._sample_limiter.why_full(sample.owner)) is not None:
+            return "paused_rate_limit", f"{reason}; more are rejected until some have finished"
+        return "active", f"{len(self._samples)} sampling requests are queued or running"
 
     def status(self) -> HeadStatus:
-        """Return what the head reports of itself."""
+        """Return the head's status."""
         config = self._backend.config
         pending = sum(model.queue.sequencer.num_pending for model in self._models.values())
         return HeadStatus(
@@ -437,44 +439,44 @@ class HeadService:
             samplers=len(self._samplers),
             pending_requests=pending + len(self._samples),
             idle_seconds=time.monotonic() - self._last_activity,
-            suspended=self._stopping.is_suspended,
+            suspended=self._shutdown.is_suspended,
             latest_checkpoint=latest_checkpoint(self._models.values()),
         )
 
     async def checkpoint(self) -> list[str]:
-        """Write a last training checkpoint of every model; return their paths."""
-        # What is there is to be saved, however long others would wait for what it lacks.
+        """Write an automatic training checkpoint of every model; return the paths."""
+        # Save what there is now, rather than wait for trainers that are still starting.
         self._backend.trainer.stop_waiting()
         async with self._saving:
             models = [m for m in self._models.values() if m.operations.refused is None]
             return [await model.operations.save_last() for model in models]
 
     async def suspend(self, store: CheckpointStore | None = None) -> None:
-        """Refuse new requests, finish what runs, and write everything else for the next head.
+        """Reject new requests, finish running ones, and write all state for the next head.
 
-        Repeating it is fine; models that could not be written are tried again.
+        Idempotent; a repeated call retries models that could not be written.
 
         Args:
             store: where to write; None for the checkpoint store.
 
         Raises:
-            Unavailable: some could not be written; the message says which and why.
+            Unavailable: some models could not be written; the message says which and why.
         """
         self._is_draining = True
-        await self._stopping.suspend(store or self._backend.store)
+        await self._shutdown.suspend(store or self._backend.store)
 
     def release_waiters(self) -> None:
-        """Make clients that wait for a result ask again, elsewhere."""
+        """Make waiting clients poll again, at another head."""
         self._results.release()
 
     def close(self) -> None:
-        """Stop at once."""
+        """Stop immediately."""
         for model in self._models.values():
             model.queue.close("the session head stopped")
         for task in self._tasks:
             task.cancel()
 
-    def _accept(self) -> None:
+    def _check_accepting(self) -> None:
         if self._is_draining:
             raise Unavailable("this session head is stopping; send the request again")
         self._last_activity = time.monotonic()
@@ -489,7 +491,7 @@ class HeadService:
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             self._results.sweep()
-            await self._idle_memory.look(self.status())
+            await self._idle_memory.check(self.status())
 
     def _result_dropped(self, request_id: str) -> None:
         parsed = RequestId.parse(request_id)

@@ -1,12 +1,13 @@
-"""Models of a living head that are in the object store instead of its memory.
+"""Models of a running head that are in the object store instead of its memory.
 
-A client that has not been heard of for long leaves its models behind. Each is written as a head
-that stops writes it (`suspension`), and its memory is freed; the next request for the model, or for
-a sampler of its weights, brings it back. Whoever asks meanwhile waits for both.
+When a client has been inactive for long, its models are suspended: each is written like the models
+of a stopping head (`suspension`), and its memory is freed. The next request for the model, or for a
+sampler of its weights, resumes it. Requests that arrive while it is being suspended or resumed
+wait.
 
-The state in the store is this head's own, under its own generation. If the head dies, another one
-resumes the model from there. A model that is brought back here becomes more than its state, which
-is therefore withdrawn before any of the model's requests can run.
+The stored state carries this head's generation. If the head dies, another head resumes the model
+from it. A model that is resumed here diverges from the stored state, which is therefore withdrawn
+before any of the model's requests run.
 """
 
 import asyncio
@@ -30,21 +31,21 @@ from tinkercloud_worker.head.suspension import Suspension
 log = structlog.get_logger(__name__)
 
 _RECALL_SECONDS = 45.0
-"""How long a request waits for its model: less than the API server waits for an answer."""
+"""How long a request waits for its model: less than the API server waits for a response."""
 
 
 @dataclass(frozen=True, slots=True)
 class SuspendedModel:
-    """What a head remembers of a model that it has suspended."""
+    """What a head keeps in memory of a suspended model."""
 
     spec: ModelSpec
     sessions: frozenset[str]
-    """Sampling sessions of the model's own weights, which come back with it."""
+    """Sampling sessions of the model's own weights, which are restored with it."""
     manifest: SuspendedManifest
 
 
 class SuspendedModels:
-    """Suspends models one by one, and knows which are. Belongs to one event loop."""
+    """Suspends single models and tracks them. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -54,13 +55,13 @@ class SuspendedModels:
         samplers: Samplers,
         suspension: Suspension,
     ) -> None:
-        """Start with none.
+        """Start without suspended models.
 
         Args:
-            backend: of the head.
-            models: those in memory, by id; a model leaves it here, and comes back elsewhere.
-            results: of the head.
-            samplers: of the head.
+            backend: the head's.
+            models: models in memory, by id. Suspending removes them; the service adds resumed ones.
+            results: the head's.
+            samplers: the head's.
             suspension: writes models.
         """
         self._backend = backend
@@ -71,14 +72,14 @@ class SuspendedModels:
         self._suspending: dict[str, asyncio.Task[bool]] = {}
         self._suspended: dict[str, SuspendedModel] = {}
         self._models_of: dict[str, str] = {}
-        """Sampling session to the model that is or is being suspended with it."""
+        """Sampling session to its model, which is suspended or being suspended."""
 
     def get(self, name: str) -> SuspendedModel | None:
         """Return a suspended model."""
         return self._suspended.get(name)
 
     def held(self) -> list[HeldModel]:
-        """Return all models of the head, those in memory first, and what they take."""
+        """Return all models of the head, those in memory first, and the memory they take."""
         suspended = [HeldModel(model_id=name, is_suspended=True) for name in self._suspended]
         return [self._describe(model) for model in self._models.values()] + suspended
 
@@ -93,13 +94,13 @@ class SuspendedModels:
         )
 
     def is_suspending(self, name: str) -> bool:
-        """Whether a model is being suspended: it is in memory and takes no requests."""
+        """Return whether a model is being suspended: it is in memory and accepts no requests."""
         return name in self._suspending
 
     async def suspend(self, model: LiveModel) -> bool:
-        """Suspend a model that does nothing, and free its memory; return whether that was done.
+        """Suspend an idle model and free its memory; return whether that succeeded.
 
-        If it can't be, for now or ever, the model continues as it was; the log says why.
+        If it fails, the model continues unchanged, and the log says why.
         """
         name = str(model.model_id)
         task = self._suspending.get(name)
@@ -116,7 +117,9 @@ class SuspendedModels:
             await model.queue.pause()
             manifest = await self._suspension.write_all(model)
         except Exception as error:
-            log.warning("a model stays in memory", model_id=name, exc_info=error)
+            log.warning(
+                "suspending a model failed; it stays in memory", model_id=name, exc_info=error
+            )
             self._forget_sessions(name)
             model.queue.unpause()
             return False
@@ -124,11 +127,11 @@ class SuspendedModels:
         self._suspended[name] = SuspendedModel(model.spec, frozenset(sessions), manifest)
         del self._models[name]
         await self._free(model, sessions)
-        log.info("a model without a client was suspended", model_id=name)
+        log.info("suspended an inactive model", model_id=name)
         return True
 
     async def _free(self, model: LiveModel, sessions: set[str]) -> None:
-        """Free the memory of a model that is in the store."""
+        """Free the memory of a stored model."""
         for target in (str(model.model_id), *sessions):
             self._results.discard(target)
         model.queue.close("the model was suspended")
@@ -137,11 +140,13 @@ class SuspendedModels:
                 await self._samplers.retire(SamplingSessionId.parse(session))
             await model.operations.delete()
         except Exception:
-            log.exception("memory of a suspended model was not freed", model_id=str(model.model_id))
+            log.exception(
+                "failed to free the memory of a suspended model", model_id=str(model.model_id)
+            )
         await asyncio.to_thread(return_free_memory)
 
     def waiting_for(self, target: str) -> str | None:
-        """Return the model to bring back for a request; None if there is none.
+        """Return the model to resume for a request; None if there is none.
 
         Args:
             target: the model or sampling session that the request is for.
@@ -152,14 +157,14 @@ class SuspendedModels:
     async def recall(
         self, name: str, resume: Callable[[SuspendedModel], Coroutine[Any, Any, None]]
     ) -> None:
-        """Bring a model back, once it has been suspended, if it has.
+        """Resume a model that is suspended or being suspended.
 
         Args:
             name: its id.
-            resume: brings it back, to `models`; all who ask for it at once share the attempt.
+            resume: resumes it and adds it to `models`; concurrent callers share the attempt.
 
         Raises:
-            Unavailable: it is not back yet, or can't be brought back now.
+            Unavailable: it is not resumed yet, or can't be resumed now.
         """
         try:
             async with asyncio.timeout(_RECALL_SECONDS):
@@ -169,23 +174,23 @@ class SuspendedModels:
                     await resume(suspended)
         except TimeoutError:
             raise Unavailable(
-                f"model {name} is on its way back to memory; send the request again"
+                f"model {name} is still being resumed; send the request again"
             ) from None
 
-    def came_back(self, name: str) -> None:
-        """Note that a model is in memory again."""
+    def mark_resumed(self, name: str) -> None:
+        """Record that a model is in memory again."""
         self._suspended.pop(name, None)
         self._forget_sessions(name)
 
     async def forget(self, name: str) -> None:
-        """Forget a model that is deleted. When this returns, nothing more of it is written."""
+        """Forget a deleted model. After this returns, nothing of it is written."""
         if (task := self._suspending.get(name)) is not None:
             task.cancel()
             await asyncio.wait({task})
-        self.came_back(name)
+        self.mark_resumed(name)
 
     async def settle(self) -> None:
-        """Return when no model is being suspended."""
+        """Wait until no model is being suspended."""
         while self._suspending:
             await asyncio.wait(set(self._suspending.values()))
 

@@ -1,11 +1,11 @@
-"""Puts live models aside in the object store, and brings them back in another head.
+"""Writes live models to the object store, and restores them in this or another head.
 
-What is written is all that a client could notice: weights, optimizer, the gradient that no
-optim_step has applied, requests that wait, results that may still be asked for, and the samplers
-whose weights were never saved under a name. Training goes on bit for bit.
+The state has everything that a client can observe: weights, optimizer, the unapplied gradient,
+queued requests, results that a client may still poll for, and samplers whose weights were never
+saved under a name. Training continues bit for bit.
 
-Bounds: of the samplers, the latest ones up to `Limits.max_sampler_bytes`; of the results, those
-`Results.export` chooses.
+Samplers are kept from the latest on, up to `Limits.max_sampler_bytes`; results as `Results.export`
+selects them.
 """
 
 import asyncio
@@ -59,21 +59,21 @@ from tinkercloud_worker.head.operations import Operations
 from tinkercloud_worker.head.queue import (
     REFUSED,
     Operation,
-    Origin,
-    QueueState,
-    Waiting,
+    QueuedRequest,
+    QueueSnapshot,
+    RequestSource,
     refusal,
 )
-from tinkercloud_worker.head.results import Kept, Results
+from tinkercloud_worker.head.results import ExportedResult, Results
 from tinkercloud_worker.head.samplers import Published, Samplers
 
 log = structlog.get_logger(__name__)
 
-_CUT_OFF = "the session head stopped before this was written; send it again, as a new request"
+_UPLOAD_INTERRUPTED = "the session head stopped before the upload finished; save again"
 
 
 class _Writer:
-    """Writes the files of one suspended state, one at a time, and in the end its manifest."""
+    """Writes the files of one suspended state one at a time, and its manifest last."""
 
     def __init__(self, store: CheckpointStore, manifest: SuspendedManifest) -> None:
         self._store = store
@@ -81,23 +81,23 @@ class _Writer:
         self._files: dict[str, StoredFile] = {}
 
     async def put(self, name: str, content: bytes) -> None:
-        """Write a file; one that was written is known by its name."""
+        """Write a file, unless one of this name was written."""
         if name not in self._files:
             self._files[name] = await self._store.put_suspended(self._manifest, name, content)
 
     def size_of(self, prefix: str) -> int:
-        """Return the bytes of all files whose names begin so."""
+        """Return the bytes of all files whose names have this prefix."""
         return sum(f.size_bytes for name, f in self._files.items() if name.startswith(prefix))
 
     async def commit(self) -> SuspendedManifest:
-        """Make it exist."""
+        """Write the manifest, which makes the state exist."""
         manifest = self._manifest.model_copy(update={"files": self._files})
         await self._store.commit_suspended(manifest)
         return manifest
 
 
 class SamplersLeftBehind(WireError):
-    """Some of a model's own samplers can't be written with it."""
+    """Some samplers of a model can't be written with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +111,11 @@ class Suspension:
     async def write(
         self, model: LiveModel, unfinished: Sequence[SampleRequest], store: CheckpointStore
     ) -> None:
-        """Write all of a model, whose queue is paused.
+        """Write a model whose queue is paused.
 
         Args:
-            model: what to write.
-            unfinished: sampling requests to the model's own samplers that are to be run again.
+            model: the model.
+            unfinished: sampling requests to the model's own samplers, to restart later.
             store: where to write.
         """
         limit = self.backend.config.limits.max_sampler_bytes
@@ -124,10 +124,10 @@ class Suspension:
         await self._write_rest(model, unfinished, samplers, writer)
 
     async def write_all(self, model: LiveModel) -> SuspendedManifest:
-        """Write a model whose queue is paused, and who samples nothing, with all its samplers.
+        """Write a model whose queue is paused and whose samplers are idle, with all samplers.
 
         Raises:
-            SamplersLeftBehind: some can't be written; then nothing was.
+            SamplersLeftBehind: some samplers can't be written; then nothing was.
         """
         limit = self.backend.config.limits.max_snapshot_bytes
         writer = self._writer(model, self.backend.store)
@@ -161,7 +161,7 @@ class Suspension:
         samplers: list[StoredSampler],
         writer: _Writer,
     ) -> SuspendedManifest:
-        """Write everything but the samplers, and in the end the manifest."""
+        """Write everything except the samplers, and the manifest last."""
         bodies = Bodies()
         head = self._head_state(model, unfinished, bodies)
         gradient_lost = await _write_training(model, self.backend.config.model.name, writer)
@@ -173,7 +173,7 @@ class Suspension:
     def _head_state(
         self, model: LiveModel, unfinished: Sequence[SampleRequest], bodies: Bodies
     ) -> HeadState:
-        state = model.queue.state()
+        state = model.queue.snapshot()
         samples = [bodies.add(request.model_dump_json().encode()) for request in unfinished]
         return HeadState(
             refused=model.operations.refused,
@@ -185,20 +185,21 @@ class Suspension:
             samplers=[],
         )
 
-    def _kept_results(self, model: LiveModel, state: QueueState) -> list[Kept]:
+    def _kept_results(self, model: LiveModel, state: QueueSnapshot) -> list[ExportedResult]:
         targets = {str(model.model_id), *self.samplers.sessions_of_model(model.model_id)}
         waiting = {model.queue.request_id(waiting.seq_id) for waiting in state.waiting}
         kept = self.results.export(lambda request_id: request_id.rpartition(":")[0] in targets)
-        # What runs in the background of a paused queue is an upload, whose place in the order is
-        # past: it can't be run again.
-        cut_off = [
+        # Background work of a paused queue is an upload. Its place in the order has passed, so it
+        # can't be repeated.
+        interrupted = [
             request_id
             for request_id in self.results.unfinished()
             if request_id.rpartition(":")[0] == str(model.model_id) and request_id not in waiting
         ]
-        failure = futures.failed(_CUT_OFF, "server")
+        failure = futures.failed(_UPLOAD_INTERRUPTED, "server")
         return kept + [
-            Kept(name, self.results.digest(name) or b"", failure, is_read=False) for name in cut_off
+            ExportedResult(name, self.results.digest(name) or b"", failure, is_read=False)
+            for name in interrupted
         ]
 
     async def _write_samplers(
@@ -209,21 +210,27 @@ class Suspension:
         for published in self.samplers.of_model(model_id):
             room = limit - writer.size_of(formats.SAMPLER_PREFIX)
             if published.size_bytes > room:
-                log.warning("older samplers are not kept", model_id=str(model_id), kept=len(stored))
+                log.warning(
+                    "older samplers were not written: limit reached",
+                    model_id=str(model_id),
+                    kept=len(stored),
+                )
                 break
             try:
                 weights = await self.backend.sampler.export(published.version)
             except NotFound:
                 continue
             except WireError as error:
-                # The model itself can be kept all the same.
-                log.warning("a sampler is not kept", model_id=str(model_id), reason=error.message)
+                # The model itself can still be written.
+                log.warning(
+                    "a sampler was not written", model_id=str(model_id), reason=error.message
+                )
                 continue
             assert weights is not None  # noqa: S101 - None is a base model's, never a model's own
             name, content = await asyncio.to_thread(formats.encode_sampler, weights)
             if len(content) > room:
-                reason = f"its file of {len(content)} bytes has room for {room}"
-                log.warning("a sampler is not kept", model_id=str(model_id), reason=reason)
+                reason = f"its file has {len(content)} bytes, and {room} are left"
+                log.warning("a sampler was not written", model_id=str(model_id), reason=reason)
                 continue
             await writer.put(name, content)
             sessions, inflight = list(published.sessions), published.is_inflight
@@ -235,23 +242,23 @@ class Suspension:
     async def read(
         self, model_id: ModelId, spec: ModelSpec, accept: Callable[[], None]
     ) -> tuple[LiveModel, list[SampleRequest]]:
-        """Bring a model back; return it with the sampling requests that are to be run again.
+        """Restore a model; return it with the sampling requests to restart.
 
         Args:
-            model_id: which.
-            spec: what it is to be.
-            accept: raises if the head takes no model any more. Called last, before any of the
+            model_id: the model.
+            spec: its expected specification.
+            accept: raises if the head accepts no more models. Called last, before any of the
                 model's requests can run.
 
         Raises:
             StateLost: the head of that generation did not suspend it.
             InvalidRequest: the suspended state is damaged, or was trained on another base.
-            Unavailable: the trainer lost it on the way; the suspended state is still there.
+            Unavailable: the trainer lost it meanwhile; the suspended state still exists.
         """
         store = self.backend.store
         manifest = await store.find_suspended(str(model_id))
         if manifest is None or not manifest.continues_from(spec.resume_generation or ""):
-            raise StateLost(f"training run {model_id} was not suspended by the head it was in")
+            raise StateLost(f"the last head of training run {model_id} did not suspend it")
         return await self.resume(model_id, spec, manifest, accept)
 
     async def resume(
@@ -261,7 +268,7 @@ class Suspension:
         manifest: SuspendedManifest,
         accept: Callable[[], None],
     ) -> tuple[LiveModel, list[SampleRequest]]:
-        """Bring a model back from a state that holds all of it; see `read`."""
+        """Restore a model from this state; see `read`."""
         store = self.backend.store
         self._check_fits(manifest, spec)
         files = {name: await store.read_file(manifest, name) for name in (HEAD_STATE, BODIES)}
@@ -275,8 +282,8 @@ class Suspension:
             model.operations.continue_after(manifest.created_at)
             accept()
             if manifest.generation == own:
-                # The catalog names this head: once the model is more than this state, another head
-                # must not take the one for the other.
+                # The catalog names this head: once the model has changed, no other head may resume
+                # it from this state.
                 await store.withdraw_suspended(manifest)
             self._restore_order(model, head)
         except BaseException as error:
@@ -284,16 +291,16 @@ class Suspension:
             await model.operations.delete()
             if isinstance(error, StateLost | GradientLost):
                 raise Unavailable(
-                    f"training run {model_id} could not be brought back now ({error.message}); send"
-                    " the request again"
+                    f"training run {model_id} can't be resumed now ({error.message}); send the"
+                    " request again"
                 ) from error
             raise
-        return model, _samples_again(head)
+        return model, _unfinished_samples(head)
 
     def _check_fits(self, manifest: SuspendedManifest, spec: ModelSpec) -> None:
         written = (manifest.base_model, manifest.owner, manifest.lora)
         if written != (self.backend.config.model.name, spec.owner, spec.lora):
-            raise StateLost(f"{manifest} is that of another model")
+            raise StateLost(f"{manifest} belongs to a model with another configuration")
         mismatch = base_mismatch(manifest, self.backend.base_fingerprint)
         if mismatch is not None:
             raise InvalidRequest(f"{manifest} can't be resumed: {mismatch}")
@@ -306,7 +313,7 @@ class Suspension:
             return
         await model.operations.restore(await self._read_state(manifest))
         if head.gradient_lost is not None:
-            model.operations.miss_gradient(head.gradient_lost)
+            model.operations.mark_gradient_lost(head.gradient_lost)
         if GRADIENT in manifest.files:
             await model.operations.restore_gradient(await self._read_tensors(manifest, GRADIENT))
 
@@ -322,7 +329,7 @@ class Suspension:
     async def _restore_samplers(
         self, model_id: ModelId, manifest: SuspendedManifest, samplers: Sequence[StoredSampler]
     ) -> None:
-        """Publish the samplers, the oldest first, reading each file once."""
+        """Publish the samplers, the oldest first; read each file once."""
         read: dict[str, WeightsSnapshot] = {}
         for stored in reversed(samplers):
             if stored.file not in read:
@@ -335,11 +342,11 @@ class Suspension:
             await self.samplers.restore(model_id, published, weights)
 
     def _restore_order(self, model: LiveModel, head: SuspendedHead) -> None:
-        """Give back results and requests; from here on the model's queue runs."""
+        """Restore results and requests; the model's queue runs from here on."""
         waiting = [
-            Waiting(
+            QueuedRequest(
                 stored.seq_id,
-                _operation_again(model, stored, head.body(stored.body)),
+                _restored_operation(model, stored, head.body(stored.body)),
                 bytes.fromhex(stored.digest),
                 stored.size,
                 stored.knows_of,
@@ -350,22 +357,22 @@ class Suspension:
             result = Result(head.body(kept.body), kept.content_type)
             digest = bytes.fromhex(kept.digest)
             self.results.restore(
-                Kept(kept.request_id, digest, result, kept.is_read), model.spec.owner
+                ExportedResult(kept.request_id, digest, result, kept.is_read), model.spec.owner
             )
             request_id = RequestId.parse(kept.request_id)
             if request_id.target == model.model_id:
                 model.queue.sequencer.recall(request_id.seq_id, digest)
         state = head.state
-        model.queue.restore(QueueState(state.next_seq_id, waiting, state.failure))
+        model.queue.restore(QueueSnapshot(state.next_seq_id, waiting, state.failure))
 
 
 async def _write_training(model: LiveModel, base_model: str, writer: _Writer) -> str | None:
-    """Write state and gradient; return how the gradient was lost, if it was."""
+    """Write the state and the gradient; return how the gradient was lost, if it was."""
     operations = model.operations
     if operations.refused is not None:
         return None
     await _write_state(operations, base_model, writer)
-    if not model.queue.state().holds_half:
+    if not model.queue.snapshot().has_dirty_gradient:
         try:
             await _write_gradient(operations, writer)
         except GradientLost as error:
@@ -374,7 +381,7 @@ async def _write_training(model: LiveModel, base_model: str, writer: _Writer) ->
 
 
 async def _write_state(operations: Operations, base_model: str, writer: _Writer) -> None:
-    """Write the state, which has gone from memory when the gradient comes."""
+    """Write the state, and free it before the gradient is exported."""
     files = await asyncio.to_thread(
         formats.encode_state, await operations.export_state(), base_model
     )
@@ -388,21 +395,21 @@ async def _write_gradient(operations: Operations, writer: _Writer) -> None:
         await writer.put(GRADIENT, await asyncio.to_thread(formats.encode_tensors, gradient))
 
 
-def _stored_request(waiting: Waiting, bodies: Bodies) -> StoredRequest:
-    origin = waiting.operation.origin
-    assert origin is not None  # noqa: S101 - only what begins a model has none, and that has run
+def _stored_request(waiting: QueuedRequest, bodies: Bodies) -> StoredRequest:
+    source = waiting.operation.source
+    assert source is not None  # noqa: S101 - only the creation has none, and that has run
     return StoredRequest(
         seq_id=waiting.seq_id,
-        path=origin.path,
-        body=bodies.add(origin.body),
+        path=source.path,
+        body=bodies.add(source.body),
         role=waiting.operation.role,
         digest=waiting.digest.hex(),
         size=waiting.size,
-        knows_of=waiting.knows_of,
+        knows_of=waiting.acknowledged_failure,
     )
 
 
-def _stored_result(kept: Kept, bodies: Bodies) -> StoredResult:
+def _stored_result(kept: ExportedResult, bodies: Bodies) -> StoredResult:
     return StoredResult(
         request_id=kept.request_id,
         digest=kept.digest.hex(),
@@ -412,23 +419,26 @@ def _stored_result(kept: Kept, bodies: Bodies) -> StoredResult:
     )
 
 
-def _operation_again(model: LiveModel, stored: StoredRequest, body: bytes) -> Operation:
-    """Return what a stored request does; one that this head does not take any more fails."""
+def _restored_operation(model: LiveModel, stored: StoredRequest, body: bytes) -> Operation:
+    """Return the operation of a stored request; one that this release rejects fails."""
     if stored.path == REFUSED:
-        return refusal(requests.refusal_again(body), stored.role)
+        return refusal(requests.restored_error(body), stored.role)
     try:
         request = requests.read(stored.path, body)
     except InvalidRequest as error:
         return refusal(error, stored.role)
-    return model.operation(request, Origin(stored.path, body))
+    return model.operation(request, RequestSource(stored.path, body))
 
 
-def _samples_again(head: SuspendedHead) -> list[SampleRequest]:
-    """Return the sampling requests that this head can read; of others it knows nothing."""
+def _unfinished_samples(head: SuspendedHead) -> list[SampleRequest]:
+    """Return the sampling requests that this release can parse."""
     samples = []
     for span in head.state.samples:
         try:
             samples.append(parse_json(SampleRequest, head.body(span)))
         except InvalidRequest as error:
-            log.warning("a sampling request is not taken any more", reason=error.message)
+            log.warning(
+                "dropped a stored sampling request, which this release rejects",
+                reason=error.message,
+            )
     return samples

@@ -1,11 +1,11 @@
-"""Calls to one inference server, and what its refusals mean.
+"""HTTP client of one inference server, and its error classes.
 
-    ServerError (Unavailable)   the server's fault, or nobody's: futures say category "server"
-    ├── ServerUnreachable       no answer at all: it is down, restarting, or the network is
-    ├── NotThere                it does not hold the adapter that was named
-    └── AdaptersDisabled        it was started without adapters
+    ServerError (Unavailable)   not the client's fault: futures fail with category "server"
+    ├── ServerUnreachable       no response: the server is down or restarting, or the network fails
+    ├── NotThere                the server does not have the named adapter
+    └── AdaptersDisabled        the server was started without support for adapters
 
-What the server says is wrong with a request is raised as InvalidRequest, in its own words.
+An error of the request is raised as InvalidRequest with the server's message.
 """
 
 import asyncio
@@ -24,43 +24,43 @@ _CONNECT_SECONDS = 10.0
 _IDLE_SECONDS = 3.0
 _KEEPALIVE = {
     "TCP_KEEPIDLE": 30,
-    # What macOS calls the same.
+    # The same option on macOS.
     "TCP_KEEPALIVE": 30,
     "TCP_KEEPINTVL": 10,
     "TCP_KEEPCNT": 3,
 }
-"""Break connections on which an answer is awaited within a minute of silence from a machine;
-systems lack some of these."""
-_WORDS = 500
-"""Characters of a server's message that are passed on."""
+"""TCP keepalive: break a connection within a minute after the other machine goes silent. Some
+systems lack some of these options."""
+_MESSAGE_CHARACTERS = 500
+"""Maximum length of a server's message that is passed on."""
 
 
 class ServerError(Unavailable):
-    """An inference server did not do what it was asked; the message says which and why."""
+    """A call to an inference server failed; the message says which server and why."""
 
 
 class ServerUnreachable(ServerError):
-    """It gave no answer, or broke off."""
+    """The server did not respond, or the connection broke."""
 
 
 class NotThere(ServerError):
-    """It does not hold what the request names, as after a restart."""
+    """The server does not have what the request names, for example after a restart."""
 
 
 class AdaptersDisabled(ServerError):
-    """It takes no adapters at all."""
+    """The server does not support adapters."""
 
 
 class InferenceClient:
-    """One server. Belongs to the event loop that first calls it."""
+    """A client of one server. Belongs to the event loop that first calls it."""
 
     def __init__(self, url: str, *, key: str | None, max_concurrent: int) -> None:
-        """Make a client; nothing is connected yet.
+        """Create a client without connecting.
 
         Args:
             url: `http://host:port`.
-            key: sent as a bearer token; None for servers that want none.
-            max_concurrent: calls of `generate` at the same time; more wait.
+            key: sent as a bearer token; None for servers without authentication.
+            max_concurrent: maximum number of concurrent `generate` calls; others wait.
         """
         self.url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json"}
@@ -69,41 +69,41 @@ class InferenceClient:
         self._room = asyncio.Semaphore(max_concurrent)
         self._session: aiohttp.ClientSession | None = None
         self._calls: set[asyncio.Timeout] = set()
-        """Those that run or wait, unless they were given up."""
-        self._loss = ""
-        """Why calls were last given up."""
+        """Running and waiting calls that were not aborted."""
+        self._abort_reason = ""
+        """Why calls were aborted last."""
 
     async def generate(self, path: str, body: Json) -> Json:
-        """Ask for tokens or logprobs, which take as long as they take, and return the answer.
+        """Request tokens or logprobs, without a timeout.
 
         Raises:
             InvalidRequest: the server rejects the request.
-            ServerError: it failed, or is not there.
+            ServerError: the server failed, or is unreachable.
         """
-        async with self._patience(None), self._room:
+        async with self._time_limit(None), self._room:
             return await self._answer("POST", path, orjson.dumps(body))
 
     async def post(self, path: str, body: Json | bytes, *, seconds: float) -> Json:
-        """Send a command; it does not wait for calls of `generate`.
+        """Send a command, which does not wait for `generate` calls.
 
         Args:
-            path: beginning with a slash.
-            body: sent as JSON, which bytes are already.
-            seconds: how long to wait for the whole answer.
+            path: path, starting with a slash.
+            body: sent as JSON; bytes are JSON already.
+            seconds: timeout of the whole call.
 
         Raises:
             InvalidRequest: the server rejects the request.
-            ServerError: it failed, or is not there.
+            ServerError: the server failed, or is unreachable.
         """
-        async with self._patience(seconds):
+        async with self._time_limit(seconds):
             content = body if isinstance(body, bytes) else orjson.dumps(body)
             return await self._answer("POST", path, content)
 
     async def command(self, path: str, body: Json | bytes, *, seconds: float) -> None:
-        """Like `post`, for what no user asked for: no refusal of it is a user's error.
+        """Like `post`, for calls not caused by a user: a rejection is not the user's error.
 
         Raises:
-            ServerError: the server refuses, failed, or is not there.
+            ServerError: the server rejects the request, failed, or is unreachable.
         """
         try:
             await self.post(path, body, seconds=seconds)
@@ -111,18 +111,18 @@ class InferenceClient:
             raise ServerError(f"{self.url}{path}: {error.message}") from None
 
     async def get(self, path: str, *, seconds: float) -> Json:
-        """Ask for something; an empty answer is an empty object.
+        """Send a GET request; return an empty object for an empty response.
 
         Raises:
-            InvalidRequest: there is no such thing to ask for.
-            ServerError: the server failed, or is not there.
+            InvalidRequest: the server rejects the request.
+            ServerError: the server failed, or is unreachable.
         """
-        async with self._patience(seconds):
+        async with self._time_limit(seconds):
             return await self._answer("GET", path, None)
 
-    def give_up(self, reason: str) -> None:
-        """Make all calls that run or wait raise ServerUnreachable, with the reason as message."""
-        self._loss = reason
+    def abort_calls(self, reason: str) -> None:
+        """Make all running and waiting calls raise ServerUnreachable with this message."""
+        self._abort_reason = reason
         calls, self._calls = self._calls, set()
         now = asyncio.get_running_loop().time()
         for call in calls:
@@ -130,14 +130,14 @@ class InferenceClient:
                 call.reschedule(now)
 
     async def close(self) -> None:
-        """Close its connections. Calls that run fail; later ones connect again."""
+        """Close the connections. Running calls fail; later calls reconnect."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
     @asynccontextmanager
-    async def _patience(self, seconds: float | None) -> AsyncIterator[None]:
-        """Bound a call by time, None for no bound, and by `give_up`."""
+    async def _time_limit(self, seconds: float | None) -> AsyncIterator[None]:
+        """Limit a call by time (None for no limit), and let `abort_calls` end it."""
         call = asyncio.timeout(seconds)
         try:
             async with call:
@@ -145,8 +145,8 @@ class InferenceClient:
                 yield
         except TimeoutError:
             if seconds is None or call not in self._calls:
-                raise ServerUnreachable(self._loss) from None
-            raise self._unreachable(f"nothing for {seconds:.0f} s") from None
+                raise ServerUnreachable(self._abort_reason) from None
+            raise self._unreachable(f"no response within {seconds:.0f} s") from None
         finally:
             self._calls.discard(call)
 
@@ -158,39 +158,39 @@ class InferenceClient:
 
     async def _send(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         if self._session is None:
-            # The semaphore bounds the calls; a second bound would let health checks wait for them.
-            # SGLang and vLLM close what has been idle for five seconds, and a POST on its way then
-            # is lost.
+            # The semaphore limits calls; with a limit here, health checks would wait for them.
+            # SGLang and vLLM close connections after five idle seconds, and lose a POST that
+            # arrives at that moment.
             connector = aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=_IDLE_SECONDS, socket_factory=_kept_alive
+                limit=0, keepalive_timeout=_IDLE_SECONDS, socket_factory=_keepalive_socket
             )
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
-        patience = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
         try:
             async with self._session.request(
-                method, self.url + path, data=body, timeout=patience
+                method, self.url + path, data=body, timeout=timeout
             ) as response:
                 return response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise self._unreachable(str(error) or type(error).__name__) from None
 
     def _unreachable(self, what: str) -> ServerUnreachable:
-        return ServerUnreachable(f"the inference server {self.url} does not answer: {what}")
+        return ServerUnreachable(f"the inference server {self.url} does not respond: {what}")
 
     def _refusal(self, path: str, status: int, content: bytes) -> Exception:
-        words = _words(content)
+        message = _message(content)
         if status in {400, 413, 422}:
-            return InvalidRequest(f"the inference server refuses this request: {words}")
+            return InvalidRequest(f"the inference server rejected the request: {message}")
         if status in {401, 403}:
             return ServerError(
-                f"the inference server {self.url} refuses this head ({status}): set"
-                " sampler.inference.key_file to a file that holds its key"
+                f"the inference server {self.url} rejected this head's key (HTTP {status}): set"
+                " sampler.inference.key_file to a file with the server's key"
             )
         if status == 404:
-            return NotThere(f"{self.url}{path} answers 404: {words}")
+            return NotThere(f"{self.url}{path} returned HTTP 404: {message}")
         if status in {502, 503, 504}:
-            return ServerUnreachable(f"{self.url}{path} answers {status}: {words}")
-        return ServerError(f"the inference server {self.url} failed ({status}): {words}")
+            return ServerUnreachable(f"{self.url}{path} returned HTTP {status}: {message}")
+        return ServerError(f"the inference server {self.url} failed (HTTP {status}): {message}")
 
     def _read(self, path: str, content: bytes) -> Json:
         if not content.strip():
@@ -198,19 +198,21 @@ class InferenceClient:
         try:
             parsed = orjson.loads(content)
         except orjson.JSONDecodeError:
-            return {"text": _words(content)}
+            return {"text": _message(content)}
         if isinstance(parsed, list):
             return {"items": parsed}
         if parsed is None:
-            # What handlers that return nothing answer.
+            # The response of handlers that return nothing.
             return {}
         if not isinstance(parsed, dict):
-            raise ServerError(f"{self.url}{path} answers {_words(content)}, not a JSON object")
+            raise ServerError(
+                f"{self.url}{path} returned {_message(content)}, expected a JSON object"
+            )
         return parsed
 
 
-def _kept_alive(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Return a socket that notices when the machine at its other end is gone."""
+def _keepalive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """Return a socket with TCP keepalive."""
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -220,8 +222,8 @@ def _kept_alive(address: aiohttp.AddrInfoType) -> socket.socket:
     return made
 
 
-def _words(content: bytes) -> str:
-    """Return what an error's body says: its message if it has one, else its beginning."""
+def _message(content: bytes) -> str:
+    """Return the message in an error response, or the beginning of the response if it has none."""
     text = content.decode(errors="replace").strip()
     try:
         parsed = orjson.loads(content)
@@ -233,4 +235,4 @@ def _words(content: bytes) -> str:
         if isinstance(error, dict):
             message = error.get("message") or error.get("error_message") or error
         text = message if isinstance(message, str) else orjson.dumps(message).decode()
-    return text[:_WORDS] or "nothing"
+    return text[:_MESSAGE_CHARACTERS] or "nothing"

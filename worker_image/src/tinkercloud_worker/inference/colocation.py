@@ -1,9 +1,9 @@
-"""A trainer that shares its GPUs with inference servers, and has them to itself while it computes.
+"""Time-shares GPUs between a trainer and colocated inference servers.
 
-The servers resume their memory when a request for them arrives, not before: between consecutive
-steps nothing is switched. GPU memory that torch caches is released before a server has its turn.
-Jobs that need no GPU memory, such as saving, wait for no turn; what they leave in torch's cache is
-released as well.
+The trainer has the GPUs to itself while it computes. The servers resume their memory only when a
+request arrives, so nothing is switched between consecutive steps. Before a server gets the GPUs,
+torch's cached GPU memory is released. Lightweight jobs, such as saving, do not wait for the GPUs;
+memory that they leave in torch's cache is released too.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, TypeVar
 
-from tinkercloud_worker.engine.thread import EngineThread, Group, ThreadStopped
+from tinkercloud_worker.engine.thread import Batcher, EngineThread, ThreadStopped
 
 ItemT = TypeVar("ItemT")
 T = TypeVar("T")
@@ -19,15 +19,15 @@ Turn = Callable[[], AbstractAsyncContextManager[None]]
 
 
 class ColocatedThread(EngineThread):
-    """An engine thread whose jobs wait for the servers to release their memory."""
+    """An engine thread whose jobs wait until the servers have released their memory."""
 
     def __init__(
         self, turn: Turn, release: Callable[[], None], on_crash: Callable[[BaseException], None]
     ) -> None:
-        """Make a thread.
+        """Create a thread.
 
         Args:
-            turn: a context in which the GPUs are the trainer's; several may be open at once.
+            turn: context in which the trainer owns the GPUs; several may be open at once.
             release: frees the GPU memory that the trainer caches; called on the thread.
             on_crash: see `EngineThread`.
         """
@@ -35,40 +35,42 @@ class ColocatedThread(EngineThread):
         self._turn = turn
         self._release = release
         self._holders = 0
-        """Jobs that have the turn."""
-        self._begun: set[asyncio.Task[Any]] = set()
-        """Jobs that have not ended, whether or not anybody still waits for them."""
+        """Number of jobs that own the GPUs."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """Unfinished jobs, even if their callers were cancelled."""
 
-    async def run_with_others(self, group: Group[ItemT, T], item: ItemT) -> T:
-        """See `EngineThread.run_with_others`."""
+    async def run_batched(self, batcher: Batcher[ItemT, T], item: ItemT) -> T:
+        """See `EngineThread.run_batched`."""
         has_turn = asyncio.Event()
-        holding = self._begin(self._with_turn(group, item, has_turn))
+        holding = self._start_job(self._with_turn(batcher, item, has_turn))
         try:
             return await asyncio.shield(holding)
         except asyncio.CancelledError:
-            # To cancel the caller does not end the job: the GPUs are the trainer's until it ends.
+            # Cancelling the caller does not end the job, which owns the GPUs until it ends.
             if not has_turn.is_set():
                 holding.cancel()
             raise
 
-    async def run_beside(self, job: Callable[[], T]) -> T:
-        """See `EngineThread.run_beside`."""
-        return await asyncio.shield(self._begin(self._without_turn(job)))
+    async def run_lightweight(self, job: Callable[[], T]) -> T:
+        """See `EngineThread.run_lightweight`."""
+        return await asyncio.shield(self._start_job(self._without_turn(job)))
 
     async def _without_turn(self, job: Callable[[], T]) -> T:
         try:
-            return await super().run_beside(job)
+            return await super().run_lightweight(job)
         finally:
-            # If a job holds the GPUs, it releases memory itself when it ends.
+            # A job that owns the GPUs releases memory itself when it ends.
             if not self._holders:
                 await self._release_memory()
 
-    async def _with_turn(self, group: Group[ItemT, T], item: ItemT, has_turn: asyncio.Event) -> T:
+    async def _with_turn(
+        self, batcher: Batcher[ItemT, T], item: ItemT, has_turn: asyncio.Event
+    ) -> T:
         async with self._turn():
             has_turn.set()
             self._holders += 1
             try:
-                return await super().run_with_others(group, item)
+                return await super().run_batched(batcher, item)
             finally:
                 try:
                     if self._holders == 1:
@@ -77,18 +79,18 @@ class ColocatedThread(EngineThread):
                     self._holders -= 1
 
     async def _release_memory(self) -> None:
-        # Cancellation at the end of the process comes here too, when the thread has stopped.
+        # The thread may have stopped: tasks are cancelled at the end of the process.
         with suppress(ThreadStopped):
-            await super().run_beside(self._release)
+            await super().run_lightweight(self._release)
 
-    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def _start_job(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
-        self._begun.add(task)
+        self._tasks.add(task)
         task.add_done_callback(self._forget)
         return task
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
-        self._begun.discard(task)
+        self._tasks.discard(task)
         if not task.cancelled():
-            # Nobody may await it any more: its exception counts as retrieved.
+            # The caller may be gone: mark the exception as retrieved.
             task.exception()

@@ -1,7 +1,7 @@
-"""The interface to an inference server, whatever program it is.
+"""The interface to an inference server, independent of its program.
 
-A dialect translates our requests into one program's API, and its answers back. It does not decide
-what a server holds, nor which server is asked: `server` and `sampler` do.
+A dialect translates requests into the API of one program, and responses back. What a server loads,
+and which server gets a request, is decided by `server` and `sampler`.
 """
 
 from collections.abc import Sequence
@@ -21,83 +21,83 @@ from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 SEED_MASK = (1 << 62) - 1
-"""Seeds that leave room for adding a sample's index within 63 bits."""
+"""Mask of seeds, so that adding a sample's index stays within 63 bits."""
 
 _ALL_TOKENS = 1 << 30
-"""A top_k that no vocabulary reaches, and that 32 bits hold."""
+"""A top_k larger than any vocabulary that fits in 32 bits."""
 
 Ranked = Sequence[tuple[int, float]]
 """Token ids and logprobs at one position, the most likely first."""
 
 
 class Dialect(Protocol):
-    """How one program is asked. Methods raise ServerError when the server fails."""
+    """The API of one program. Methods raise ServerError when the server fails."""
 
     client: InferenceClient
 
     async def check_health(self) -> None:
-        """Return if the server would answer requests now."""
+        """Return if the server is healthy; raise ServerError if not."""
 
     async def check_model(self) -> None:
-        """Return if the server holds the base model.
+        """Check that the server has the base model.
 
         Raises:
-            ServerError: it holds another; the message names both.
+            ServerError: it has another model; the message names both.
         """
 
     async def load_adapter(self, adapter: SavedWeights) -> None:
-        """Load a PEFT adapter under its name. It may be loaded already.
+        """Load a PEFT adapter under its name, unless it is loaded.
 
         Raises:
-            InvalidRequest: the server does not take such an adapter, for its rank or its layers.
+            InvalidRequest: the server does not support its rank or its layers.
         """
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter. It may be unknown."""
+        """Unload an adapter, which may be unknown."""
 
-    async def draw(self, request: SamplingRequest, adapter: str | None) -> SamplingResult:
-        """Draw the request's samples, sample k with seed + k; the prompt's questions are ignored.
+    async def sample(self, request: SamplingRequest, adapter: str | None) -> SamplingResult:
+        """Sample the request's sequences, number k with seed + k, without scoring the prompt.
 
-        The result says how many tokens of the prompt the server found in its cache.
+        The result has the number of prompt tokens that the server found in its cache.
 
         Raises:
-            InvalidRequest: the server can't draw like this.
-            NotThere: the server does not hold the adapter.
+            InvalidRequest: the server does not support the sampling parameters.
+            NotThere: the server does not have the adapter.
         """
 
     async def score(self, request: SamplingRequest, adapter: str | None) -> PromptScores:
-        """Answer the questions about the prompt.
+        """Score the prompt as requested.
 
         Raises:
-            InvalidRequest: the server can't answer one of them.
-            NotThere: the server does not hold the adapter.
+            InvalidRequest: the server does not support one of the parameters.
+            NotThere: the server does not have the adapter.
         """
 
 
-def refuse_alternatives(request: SamplingRequest) -> None:
-    """Refuse to draw other tokens at the prompt's positions, which no server offers.
+def reject_alternatives(request: SamplingRequest) -> None:
+    """Reject a request for alternative tokens in the prompt, which no server supports.
 
     Raises:
         InvalidRequest: the request asks for them.
     """
-    if request.questions.alternatives_k:
+    if request.prompt_logprobs.alternatives_k:
         raise InvalidRequest(
-            "prompt_alt_tokens_k: this model's sampler is an inference server, which does not draw"
-            " at positions of the prompt; leave it out, or ask a sampler with backend torch"
+            "prompt_alt_tokens_k: not supported, since this model's sampler is an inference server;"
+            " leave it out, or use a sampler with backend torch"
         )
 
 
 def bounded_top_k(top_k: int) -> int:
-    """Return a top_k that a server can count to: servers end over numbers of more than 32 bits.
+    """Return a top_k that fits in 32 bits: servers crash on larger numbers.
 
     Args:
-        top_k: 0 for all tokens, as in a request.
+        top_k: the value of the request; 0 for all tokens.
     """
     return top_k if top_k < _ALL_TOKENS else 0
 
 
 def top_logprobs(positions: Sequence[Ranked], k: int) -> TopLogprobs:
-    """Return the top k logprobs of each position as one table; missing entries stay empty."""
+    """Return the top k logprobs of each position as arrays; missing entries stay empty."""
     ids = np.full((len(positions), k), EMPTY_TOP_TOKEN, np.int32)
     values = np.full((len(positions), k), EMPTY_TOP_LOGPROB, np.float32)
     for row, ranked in enumerate(positions):

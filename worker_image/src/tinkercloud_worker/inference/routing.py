@@ -1,8 +1,8 @@
-"""Which of several equal servers a request goes to: pure functions.
+"""Chooses one of several equivalent servers for a request. Pure functions.
 
-Rendezvous hashing gives every key an order of the servers that does not change when others come or
-go. A key keeps to the first one, which has its prompts cached, until that is busier than its share
-allows; what is too much for it goes to the next.
+Rendezvous hashing gives every key an order of the servers that is stable when servers are added or
+removed. Requests of a key go to the first server, which has its prompts cached, until its load
+exceeds its share; further requests go to the next.
 """
 
 import hashlib
@@ -10,13 +10,13 @@ import math
 from collections.abc import Mapping
 
 _SLACK = 1.25
-"""How much busier than the average a server may be for the sake of its cache."""
+"""Maximum load of a server relative to the average, for the sake of its cache."""
 _ALWAYS_TAKEN = 8
-"""Requests that a server takes however idle the others are."""
+"""Requests that a server accepts regardless of the load of others."""
 
 
 def order(key: str, servers: Mapping[str, int]) -> list[str]:
-    """Return all servers, the one that a key prefers first."""
+    """Return all servers in the order of preference of a key."""
 
     def weight(server: str) -> bytes:
         return hashlib.blake2b(f"{server}\0{key}".encode(), digest_size=16).digest()
@@ -28,8 +28,8 @@ def choose(key: str, running: Mapping[str, int]) -> str:
     """Return the server for a request.
 
     Args:
-        key: of the request; requests of one key belong together.
-        running: requests that each server has, at least one server.
+        key: routing key; requests with the same key share prompts.
+        running: number of requests by server, for at least one server.
     """
     share = _SLACK * (sum(running.values()) + 1) / len(running)
     bound = max(math.ceil(share), _ALWAYS_TAKEN)

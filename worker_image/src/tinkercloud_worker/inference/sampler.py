@@ -1,8 +1,8 @@
-"""The sampler whose tokens come from inference servers: SGLang engines, or vLLM.
+"""Samples from inference servers: SGLang engines, or vLLM.
 
 Published weights are written to a folder that the servers read, and each server loads them when it
-first needs them. Publishing one model's weights blocks no requests of others. A version's files and
-adapters are removed when it has been retired and its last request has ended.
+first needs them. Publishing the weights of one model does not block requests for others. Files and
+adapters of a version are removed once it is retired and its last request has ended.
 """
 
 import asyncio
@@ -38,26 +38,26 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 _CLOSE_SECONDS = 15.0
 _ATTEMPTS = 3
-"""Servers that may be lost during a request before it is taken to be the cause."""
+"""Attempts per request. After this many lost servers, the request is assumed to be the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Version:
-    """What a published name stands for."""
+    """A published version."""
 
     lora: LoraConfig | None
-    """None for whole models, and for the base model."""
+    """None for full models, and for the base model."""
     name: str | None
-    """Of its files; None for the base model."""
+    """Name of its files; None for the base model."""
 
     @property
     def adapter(self) -> str | None:
-        """Name of its adapter, if it is one."""
+        """Name of the adapter; None if the version is not an adapter."""
         return self.name if self.lora is not None else None
 
     @property
     def mode(self) -> str:
-        """Mode that a server must be in: BASE, or the name of a whole model."""
+        """Required mode of a server: BASE, or the name of a full model."""
         return BASE if self.name is None or self.lora is not None else self.name
 
 
@@ -65,7 +65,7 @@ _BASE_MODEL = _Version(None, None)
 
 
 class InferenceSampler:
-    """See `engine.sampler.Sampler`, whose contract it fulfils. Belongs to one event loop."""
+    """Implements `engine.sampler.Sampler`. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -79,19 +79,19 @@ class InferenceSampler:
         neutral: WeightsSnapshot | None,
         unadapted: Mapping[str, str],
     ) -> None:
-        """Make a sampler; no server is asked yet.
+        """Create a sampler without calling the servers.
 
         Args:
-            servers: equal servers of the base model.
-            controls: of those whose weights and memory are this head's to change, by URL.
-            folder: where to write what they load.
-            config: bounds and patience.
+            servers: equivalent servers of the base model.
+            controls: controls of the servers whose weights and memory this head manages, by URL.
+            folder: where to write weights.
+            config: limits and timeouts.
             base_model: name of the base model.
-            decode: of its tokenizer.
-            neutral: an adapter that changes nothing, to sample the base model through where servers
-                can't be trusted with requests that name no adapter; None where they can.
-            unadapted: what servers can't adapt of the base model, and why, by the field of an
-                adapter's configuration that must be off.
+            decode: decoder of its tokenizer.
+            neutral: an adapter that changes nothing, through which the base model is sampled if
+                servers mishandle requests without an adapter; None if they don't.
+            unadapted: fields of `LoraConfig` that must be off because servers can't adapt these
+                modules, with the reasons.
         """
         self._servers = {server.url: server for server in servers}
         self._controls = controls
@@ -104,15 +104,15 @@ class InferenceSampler:
         self._base: asyncio.Task[_Version] | None = None
         self._versions: dict[str, _Version] = {}
         self._users: Counter[str] = Counter()
-        """Versions and requests that need the files of a name."""
+        """Number of versions and requests that need the files of a name."""
         self._cleaning: set[asyncio.Task[None]] = set()
 
     async def publish(self, version: str, weights: Publication | None) -> None:
-        """See `Sampler.publish`. Returns once one server has loaded what it needs.
+        """See `Sampler.publish`. Returns once one server has loaded the weights.
 
         Raises:
-            InvalidRequest: the servers don't take such weights.
-            ServerError: no server is there to take them.
+            InvalidRequest: the servers don't support such weights.
+            ServerError: no server is available.
         """
         if version in self._versions:
             return
@@ -122,16 +122,16 @@ class InferenceSampler:
         lora = weights.lora if isinstance(weights, WeightsSnapshot) else None
         if lora is None and not self._controls:
             raise InvalidRequest(
-                "this model's sampler is a server that someone else operates, whose weights stay as"
-                " they are: it samples from adapters; create the model with a LoRA rank, or save"
-                " its weights under a name and sample from them elsewhere"
+                "this model's sampler is an external inference server, whose base weights can't be"
+                " changed, so it only supports LoRA adapters: create the model with a LoRA rank, or"
+                " save its weights with a name and sample from them elsewhere"
             )
         for field, why in self._unadapted.items():
             if lora is not None and getattr(lora, field):
                 raise InvalidRequest(
-                    f"lora_config.{field}: true, but SGLang, this model's sampler, {why}; create"
-                    f" the model with {field}=False, or save its weights under a name and sample"
-                    " elsewhere"
+                    f"lora_config.{field}: must be false: this model's sampler, SGLang, {why};"
+                    f" create the model with {field}=False, or save its weights with a name and"
+                    " sample from them elsewhere"
                 )
         if isinstance(weights, WeightsSnapshot):
             name = await self._write(weights)
@@ -140,14 +140,14 @@ class InferenceSampler:
         published = _Version(lora, name)
         self._users[name] += 1
         try:
-            await self._ask(version, published, _nothing)
+            await self._run_on_any(version, published, _nothing)
         except BaseException:
             self._release(name)
             raise
         self._versions[version] = published
 
     def release_caches(self) -> None:
-        """See `Sampler.release_caches`: the servers have their own."""
+        """See `Sampler.release_caches`: the servers manage their own caches."""
 
     async def retire(self, version: str) -> None:
         """See `Sampler.retire`."""
@@ -166,15 +166,15 @@ class InferenceSampler:
         """See `Sampler.sample`.
 
         Raises:
-            InvalidRequest: the servers can't do what is asked.
-            ServerError: no server is there, or it failed.
+            InvalidRequest: the servers don't support the request.
+            ServerError: no server is available, or it failed.
         """
         published = self._known(version)
         if published.name is not None:
             self._users[published.name] += 1
         try:
             used = published if published.name is not None else await self._base_version()
-            result = await self._ask(version, used, _sampling(request, used.adapter))
+            result = await self._run_on_any(version, used, _sampling(request, used.adapter))
         finally:
             if published.name is not None:
                 self._release(published.name)
@@ -184,12 +184,12 @@ class InferenceSampler:
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Have the GPUs of colocated servers until the context ends.
+        """Reserve the GPUs of colocated servers for the trainer until the context ends.
 
-        A server that is down is waited for: it takes memory as it restarts.
+        This waits for servers that are down, since they allocate memory when they restart.
 
         Raises:
-            ServerError: one does not come back in time, or does not release its memory.
+            ServerError: a server does not recover in time, or does not release its memory.
         """
         async with AsyncExitStack() as stack:
             for url, control in self._controls.items():
@@ -202,13 +202,13 @@ class InferenceSampler:
     ) -> AbstractAsyncContextManager[None]:
         """Return a context that has been entered; the caller exits it."""
         for attempt in range(1, _ATTEMPTS + 1):
-            control.look_again()
+            control.invalidate_if_idle()
             context = control.modes.use(TRAINING)
             try:
                 await context.__aenter__()
             except ServerUnreachable as error:
                 server.begin_recovery(error)
-                control.lost()
+                control.invalidate()
                 if attempt == _ATTEMPTS:
                     raise
                 await self._recovered(server)
@@ -223,12 +223,12 @@ class InferenceSampler:
         except TimeoutError:
             raise ServerUnreachable(
                 f"the inference server {server.url}, which shares GPUs with the trainer, does not"
-                f" answer, and did not come back within"
+                f" respond and did not recover within"
                 f" {self._config.inference.recovery_seconds:.0f} s; send the step again"
             ) from None
 
     async def close(self) -> None:
-        """See `Sampler.close`: servers and volumes that outlive us should not keep our weights."""
+        """See `Sampler.close`: servers and volumes that outlive this process drop its weights."""
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await asyncio.gather(*self._cleaning, return_exceptions=True)
@@ -237,7 +237,7 @@ class InferenceSampler:
                     *[control.close() for control in self._controls.values()],
                 )
         except TimeoutError:
-            log.warning("adapters stay loaded in servers that take too long to let them go")
+            log.warning("unloading adapters timed out; they stay loaded in the servers")
         for server in self._servers.values():
             await server.close()
         await asyncio.to_thread(self._folder.remove_all)
@@ -246,12 +246,12 @@ class InferenceSampler:
         if version not in self._versions:
             raise NotFound(
                 f"sampling session {version!r} is unknown here: it was deleted, or its weights"
-                " lived only in a head that has stopped; save the weights again"
+                " existed only in a head that has stopped; save the weights again"
             )
         return self._versions[version]
 
     async def _base_version(self) -> _Version:
-        """Return what stands for the base model; the neutral adapter is written when first used."""
+        """Return the version for the base model; write the neutral adapter on first use."""
         if self._neutral is None:
             return _BASE_MODEL
         if self._base is None:
@@ -268,23 +268,23 @@ class InferenceSampler:
         name = await self._write(neutral)
         version = _Version(neutral.lora, name)
         try:
-            await self._ask("", version, _nothing)
+            await self._run_on_any("", version, _nothing)
         except AdaptersDisabled:
-            # Without adapters there are none to apply to the base model by mistake.
+            # Without adapters, none can be applied to the base model by mistake.
             return _BASE_MODEL
         return version
 
-    async def _ask(
+    async def _run_on_any(
         self,
         version: str,
         published: _Version,
         work: Callable[[InferenceServer], Awaitable[T]],
     ) -> T:
-        """Run a request on a server that has a version's weights; try others if it is lost."""
-        # Inflight versions of one model share a key.
+        """Run a request on a server with a version's weights; retry on others if it is lost."""
+        # All inflight versions of one model have the same routing key.
         key = version.partition("@")[0]
         for attempt in range(1, _ATTEMPTS + 1):
-            # Time that a server took before it was lost is not time spent waiting for others.
+            # The time spent on a lost server does not count as waiting for others.
             deadline = time.monotonic() + self._config.inference.recovery_seconds
             server = await self._choose(key, deadline)
             server.running += 1
@@ -296,7 +296,7 @@ class InferenceSampler:
                 if attempt == _ATTEMPTS:
                     raise
             except NotThere:
-                # The server has loaded the adapter again by then, but not the weights under it.
+                # The server has reloaded the adapter by now, but not the weights below it.
                 if server.url not in self._controls or attempt == _ATTEMPTS:
                     raise
                 self._lost(server)
@@ -318,7 +318,7 @@ class InferenceSampler:
 
     def _lost(self, server: InferenceServer) -> None:
         if (control := self._controls.get(server.url)) is not None:
-            control.lost()
+            control.invalidate()
 
     async def _choose(self, key: str, deadline: float) -> InferenceServer:
         while True:
@@ -326,20 +326,20 @@ class InferenceSampler:
             if up:
                 return self._servers[routing.choose(key, up)]
             recoveries = [asyncio.create_task(each.recovered()) for each in self._servers.values()]
-            patience = max(deadline - time.monotonic(), 0)
+            remaining = max(deadline - time.monotonic(), 0)
             done, waiting = await asyncio.wait(
-                recoveries, timeout=patience, return_when=asyncio.FIRST_COMPLETED
+                recoveries, timeout=remaining, return_when=asyncio.FIRST_COMPLETED
             )
             for task in waiting:
                 task.cancel()
             if not done:
                 raise ServerUnreachable(
-                    f"no inference server answers ({', '.join(self._servers)}), and none came back"
-                    f" within {self._config.inference.recovery_seconds:.0f} s"
+                    f"no inference server responds ({', '.join(self._servers)}), and none recovered"
+                    f" within {self._config.inference.recovery_seconds:.0f} s; try again"
                 )
 
     async def _write(self, weights: WeightsSnapshot) -> str:
-        """Write weights and return their name; when cancelled, remove what was written."""
+        """Write weights and return their name; if cancelled, remove the files."""
         work = asyncio.to_thread(self._folder.write, weights, self._base_model)
         writing = asyncio.create_task(work)
         try:
@@ -373,45 +373,44 @@ class InferenceSampler:
             await server.unload(name)
             return
         try:
-            # An adapter is in the memory that the server releases while the trainer computes.
+            # Adapters are in memory that the server releases while the trainer computes.
             async with control.modes.use(BASE):
                 await server.unload(name)
         except ServerError as error:
-            log.warning("an adapter stays loaded", url=server.url, reason=error.message)
+            log.warning("failed to unload an adapter", url=server.url, reason=error.message)
 
 
 def _sampling(
     request: SamplingRequest, adapter: str | None
 ) -> Callable[[InferenceServer], Awaitable[SamplingResult]]:
-    """Return what runs a request: drawing, and scoring the prompt concurrently if asked."""
+    """Return a function that samples, and concurrently scores the prompt if requested."""
 
     async def sample(server: InferenceServer) -> SamplingResult:
-        questions = request.questions
-        asks = questions.first_position is not None or questions.targets is not None
-        if not asks:
-            return await server.dialect.draw(request, adapter)
-        drawing = asyncio.create_task(_drawn(server, request, adapter))
+        prompt_logprobs = request.prompt_logprobs
+        if prompt_logprobs.first_position is None and prompt_logprobs.targets is None:
+            return await server.dialect.sample(request, adapter)
+        sampling = asyncio.create_task(_sampled(server, request, adapter))
         scoring = asyncio.create_task(_scored(server, request, adapter))
         try:
-            drawn, scores = await asyncio.gather(drawing, scoring)
-            return SamplingResult(drawn.sequences, scores)
+            sampled, scores = await asyncio.gather(sampling, scoring)
+            return SamplingResult(sampled.sequences, scores)
         finally:
-            drawing.cancel()
+            sampling.cancel()
             scoring.cancel()
 
     return sample
 
 
 def _cut(result: SamplingResult, request: SamplingRequest, decode: Decode) -> SamplingResult:
-    """Return a result whose sequences end where every sampler ends them."""
+    """Truncate the sequences where all samplers end them."""
     sequences = [cut_at_stop(sequence, request, decode) for sequence in result.sequences]
     return SamplingResult(sequences, result.prompt)
 
 
-async def _drawn(
+async def _sampled(
     server: InferenceServer, request: SamplingRequest, adapter: str | None
 ) -> SamplingResult:
-    return await server.dialect.draw(request, adapter)
+    return await server.dialect.sample(request, adapter)
 
 
 async def _scored(
@@ -421,4 +420,4 @@ async def _scored(
 
 
 async def _nothing(_: InferenceServer) -> None:
-    """Send no request: all that is wanted is that the weights are loaded."""
+    """Send no request: the purpose of the call is to load the weights."""

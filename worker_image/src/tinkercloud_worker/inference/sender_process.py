@@ -1,8 +1,8 @@
-"""A process that sends whole models from their folders to an engine.
+"""A process that sends full models from their folders to an engine.
 
-It is a process of its own, so that it can be killed whatever it waits for, and nothing else ends
-with it. Both sides write lines of JSON: it reports what it has done, or why it can't go on. The
-head starts it, or, where ranks train, an actor on the node of rank 0 (`actors.weight_store`).
+It is a separate process so that it can be killed whatever it waits for, without ending anything
+else. Both sides write lines of JSON: the process reports its progress or its error. The head starts
+it or, if ranks train, an actor on the node of rank 0 (`actors.weight_store`).
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class SenderProcess:
     """The parent's side; see `weight_host.WeightSender`. Belongs to one event loop."""
 
     def __init__(self, process: Process, purpose: str) -> None:
-        """Take a process that has been started; see `start`."""
+        """Wrap a running process; see `start`."""
         assert process.stdin is not None  # noqa: S101 - it is a pipe
         assert process.stdout is not None  # noqa: S101 - as above
         self._process = process
@@ -48,13 +48,13 @@ class SenderProcess:
         """Start a process.
 
         Args:
-            module: that it runs.
-            options: its command line.
-            purpose: of the process, for the messages of errors.
-            environment: variables that it has besides this process's own.
+            module: module to run.
+            options: command line options.
+            purpose: purpose of the process, for error messages.
+            environment: variables in addition to the environment of this process.
 
         Raises:
-            ServerError: it can't be started.
+            ServerError: the process can't be started.
         """
         try:
             process = await asyncio.create_subprocess_exec(
@@ -74,7 +74,7 @@ class SenderProcess:
         return self._output.at_eof()
 
     def send(self, line: Json) -> None:
-        """Write it a line."""
+        """Write a line to the process."""
         self._input.write(orjson.dumps(line) + b"\n")
 
     async def receive(self, seconds: float) -> dict[str, Any]:
@@ -83,30 +83,32 @@ class SenderProcess:
             async with asyncio.timeout(seconds):
                 line = await self._output.readline()
         except TimeoutError:
-            raise self.failure(f"our process said nothing for {seconds:.0f} s") from None
+            raise self.failure(f"the sender process did not respond for {seconds:.0f} s") from None
         if not line:
-            raise self.failure(f"our process has ended ({await self._process.wait()})")
-        said: dict[str, Any] = orjson.loads(line)
-        if "error" in said:
-            raise self.failure(said["error"])
-        return said
+            raise self.failure(
+                f"the sender process exited with status {await self._process.wait()}"
+            )
+        message: dict[str, Any] = orjson.loads(line)
+        if "error" in message:
+            raise self.failure(message["error"])
+        return message
 
     def failure(self, reason: str) -> ServerError:
-        """Return what to raise where its purpose has failed."""
+        """Return the error to raise when its work has failed."""
         return ServerError(f"{self._purpose} failed: {reason}")
 
     async def kill(self) -> None:
-        """End it, whatever it is doing."""
+        """Kill the process."""
         if self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
 
 
 async def address_towards(url: str) -> str:
-    """Return the local address of connections to a server; none is made.
+    """Return the local address of connections to a server, without connecting.
 
     Raises:
-        OSError: there is no route to it.
+        OSError: there is no route to the server.
     """
     where = urlsplit(url)
     port = where.port or {"http": 80, "https": 443}[where.scheme]
@@ -121,13 +123,12 @@ async def address_towards(url: str) -> str:
 
 
 def run_sender(work: Callable[[Say, "SimpleQueue[dict[str, Any]]"], None]) -> None:
-    """Do the work of a sender process, and report an error to its parent.
+    """Run the work of a sender process, and report errors to its parent.
 
-    The process ends with its parent, whatever it does then. What else it prints, such as NCCL's own
-    messages, goes to the log.
+    The process ends with its parent. Other output, such as NCCL's messages, goes to the log.
 
     Args:
-        work: is called with a function that writes to the parent, and a queue of its lines.
+        work: called with a function that writes to the parent, and a queue of the parent's lines.
     """
     output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -137,7 +138,7 @@ def run_sender(work: Callable[[Say, "SimpleQueue[dict[str, Any]]"], None]) -> No
 
     try:
         work(say, _lines_of_parent())
-    except Exception as error:  # noqa: BLE001 - whatever it is, the head logs it
+    except Exception as error:  # noqa: BLE001 - the head logs it, whatever it is
         say({"error": f"{type(error).__name__}: {error}"})
         sys.exit(1)
 

@@ -1,12 +1,13 @@
-"""One inference server, and the adapters of ours that it holds.
+"""One inference server, and the adapters of this head that it has loaded.
 
-Adapters are loaded when first needed, each once however many requests wait for it, while others go
-on. A server that restarts has forgotten them; that shows when it is asked for one, which is then
-loaded again, at most once for a request.
+Adapters are loaded when first needed, once for all waiting requests, while other requests continue.
+A server loses its adapters when it restarts; this is detected when a request needs one, which is
+then reloaded at most once per request.
 
-Nothing bounds how long a request may take, so no timeout tells a slow one from one that will never
-be answered. While any runs, the server's health is checked now and then. If it stays unhealthy, or
-is lost otherwise, its requests are given up, and their callers may try again.
+Requests have no time limit, so a timeout can't distinguish a slow request from one that never
+completes.
+While requests run, the server's health is checked periodically. If it stays unhealthy, or is lost
+otherwise, its requests are aborted, and the callers can retry.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ import structlog
 
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_worker import metrics
-from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules
+from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingRequest, StopRules
 from tinkercloud_worker.inference.client import NotThere, ServerError, ServerUnreachable
 from tinkercloud_worker.inference.dialect import Dialect
 from tinkercloud_worker.inference.weights_folder import WeightsFolder
@@ -27,17 +28,19 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 _RECOVERY_SECONDS = 1.0
-"""Between two health checks of a server that does not answer."""
+"""Interval of health checks of a lost server."""
 _SILENT_SECONDS = 60.0
-"""Without any answer, after which a server's health is checked, and between two such checks."""
+"""Time without any response after which a server's health is checked; also the interval of
+checks."""
 _HUNG_SECONDS = 300.0
-"""How long a server with requests may be unhealthy: what SGLang's watchdog allows a batch."""
+"""How long a server with requests may be unhealthy: the limit of SGLang's watchdog for a batch."""
 _UNWELL_SECONDS = 60.0
-"""How long a lost server may be unhealthy before all its requests are given up. SGLang says that it
-is while it does nothing but load weights, or read a long prompt."""
+"""How long a lost server may be unhealthy before all its requests are aborted. SGLang reports
+unhealthy while it only loads weights, or prefills a long prompt."""
 _PROBED_TOKENS = 16
 _TOLERANCE = 0.25
-"""Mean difference of logprobs that rounding can explain, and another temperature can't."""
+"""Maximum mean difference of logprobs, more than rounding causes and less than another
+temperature."""
 
 
 class InferenceServer:
@@ -47,7 +50,7 @@ class InferenceServer:
         self.dialect = dialect
         self.url = dialect.client.url
         self.running = 0
-        """Requests that it has, or that wait for its mode; counted by who sends them."""
+        """Requests that it has, or that wait for its mode; maintained by the caller."""
         self._folder = folder
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._verification: asyncio.Task[None] | None = None
@@ -55,11 +58,11 @@ class InferenceServer:
         self._watching: asyncio.Task[None] | None = None
         self._at_work = 0
         self._last_success = 0.0
-        """When a request last succeeded, in the event loop's time."""
+        """When a request last succeeded, in event loop time."""
         self._register_metrics()
 
     def _register_metrics(self) -> None:
-        """Let its state be read as metrics; counters begin at 0 before anything has happened."""
+        """Export the state as metrics, with counters initialized to 0."""
         requests = metrics.ENGINE_REQUESTS
         requests.labels(self.url, "running").set_function(lambda: self._at_work)
         requests.labels(self.url, "waiting").set_function(lambda: self.running - self._at_work)
@@ -71,20 +74,20 @@ class InferenceServer:
 
     @property
     def is_up(self) -> bool:
-        """Whether it has answered when it was last asked."""
+        """Whether it responded to the last call."""
         return self._recovery is None
 
     async def recovered(self) -> None:
-        """Return once it is up."""
+        """Wait until it is up."""
         while self._recovery is not None:
             await asyncio.shield(self._recovery)
 
     async def run(self, adapter: str | None, work: Callable[[], Awaitable[T]]) -> T:
-        """Run a request with an adapter, which is loaded first (None: with the base model).
+        """Load an adapter (None: use the base model), and run a request with it.
 
         Raises:
-            ServerUnreachable: the server does not answer.
-            ServerError: it fails.
+            ServerUnreachable: the server does not respond.
+            ServerError: the server failed.
         """
         await self._verified()
         if adapter is None:
@@ -95,7 +98,11 @@ class InferenceServer:
             return await self._do(work)
         except NotThere:
             if self._loads.get(adapter) is load:
-                log.info("an inference server has lost an adapter", url=self.url, adapter=adapter)
+                log.info(
+                    "an inference server has lost an adapter; reloading it",
+                    url=self.url,
+                    adapter=adapter,
+                )
                 metrics.ENGINE_LOST_ADAPTERS.labels(self.url).inc()
             self._forget(adapter, load)
         await self._loaded(adapter)
@@ -116,14 +123,14 @@ class InferenceServer:
                 self._watching = None
 
     async def _watch(self) -> None:
-        """Detect, while it has requests, that it hangs. A slow server is healthy."""
+        """Detect, while it has requests, whether it hangs. A slow server is healthy."""
         healthy = _now()
         while True:
             await asyncio.sleep(_SILENT_SECONDS)
             if await self._is_healthy():
                 healthy = _now()
             elif (silent := _now() - healthy) > _HUNG_SECONDS:
-                reason = f"{self.url} has answered nothing for {silent:.0f} s"
+                reason = f"{self.url} has not responded for {silent:.0f} s"
                 self.begin_recovery(ServerUnreachable(reason))
 
     async def _is_healthy(self) -> bool:
@@ -134,14 +141,14 @@ class InferenceServer:
         except ServerUnreachable:
             return False
         except WireError:
-            # An error is an answer too.
+            # An error is a response too.
             return True
         return True
 
     def begin_recovery(self, error: ServerUnreachable) -> None:
-        """Wait for the server to come back; until then it is not up.
+        """Mark the server as down until it recovers.
 
-        Its other requests are given up if it is not healthy within a minute.
+        Its other requests are aborted if it is not healthy within a minute.
         """
         if self._recovery is None:
             log.warning("an inference server is lost", url=self.url, reason=error.message)
@@ -150,11 +157,11 @@ class InferenceServer:
             self._recovery = asyncio.create_task(self._recover())
 
     def has(self, adapter: str) -> bool:
-        """Return whether an adapter has been loaded, or is being."""
+        """Return whether an adapter is loaded or being loaded."""
         return adapter in self._loads
 
     async def unload(self, adapter: str) -> None:
-        """Unload an adapter that is not needed any more. It may not be loaded."""
+        """Unload an adapter, which may not be loaded."""
         load = self._loads.pop(adapter, None)
         if load is None:
             return
@@ -163,7 +170,9 @@ class InferenceServer:
             await self.dialect.unload_adapter(adapter)
             metrics.ENGINE_UNLOADS.labels(self.url).inc()
         except WireError as error:
-            log.warning("an adapter stays loaded", url=self.url, adapter=adapter, reason=str(error))
+            log.warning(
+                "failed to unload an adapter", url=self.url, adapter=adapter, reason=str(error)
+            )
 
     async def unload_all(self) -> None:
         """Unload all adapters, unless the server is down."""
@@ -204,25 +213,25 @@ class InferenceServer:
             raise
 
     async def _verify(self) -> None:
-        """Check, before any answer is used, that the server has the right model and logprobs.
+        """Check, before using any response, that the server has the right model and logprobs.
 
-        One that returns logprobs of the temperature it drew at would bias training silently.
+        A server that returns logprobs at the sampling temperature would silently bias training.
         """
         await self.dialect.check_model()
-        drawn = _probe([1], PromptQuestions())
-        [sequence] = (await self.dialect.draw(drawn, None)).sequences
-        scored = _probe([1, *sequence.tokens], PromptQuestions(logprobs_from=1))
+        probe = _probe([1], PromptLogprobParams())
+        [sequence] = (await self.dialect.sample(probe, None)).sequences
+        scored = _probe([1, *sequence.tokens], PromptLogprobParams(logprobs_from=1))
         logprobs = (await self.dialect.score(scored, None)).logprobs
-        assert logprobs is not None  # noqa: S101 - they were asked for
+        assert logprobs is not None  # noqa: S101 - they were requested
         error = float(np.abs(np.asarray(sequence.logprobs) - logprobs[1:]).mean())
         if not error <= _TOLERANCE:
             raise ServerError(
-                f"the inference server {self.url} returns logprobs that are not the model's own"
-                f" (off by {error:.2f} on average at temperature {drawn.temperature}): start"
+                f"the inference server {self.url} returns logprobs that do not match the model"
+                f" (off by {error:.2f} on average at temperature {probe.temperature}): start"
                 " SGLang with SGLANG_RETURN_ORIGINAL_LOGPROB=1, vLLM with --logprobs-mode"
                 " raw_logprobs"
             )
-        log.info("inference server", url=self.url, logprob_error=round(error, 6))
+        log.info("verified an inference server", url=self.url, logprob_error=round(error, 6))
 
     async def _recover(self) -> None:
         lost = _now()
@@ -231,11 +240,11 @@ class InferenceServer:
             try:
                 await self.dialect.check_health()
             except ServerError as error:
-                # Connections to a machine that is gone, or to a process that hangs, stay open.
+                # Connections to a dead machine or a hung process stay open.
                 if _now() - lost > _UNWELL_SECONDS:
-                    self.dialect.client.give_up(f"{self.url} is lost: {error.message}")
+                    self.dialect.client.abort_calls(f"{self.url} is lost: {error.message}")
                 continue
-            log.info("an inference server is back", url=self.url)
+            log.info("an inference server has recovered", url=self.url)
             self._recovery = None
             return
 
@@ -245,7 +254,7 @@ def _now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _probe(prompt: list[int], questions: PromptQuestions) -> SamplingRequest:
+def _probe(prompt: list[int], prompt_logprobs: PromptLogprobParams) -> SamplingRequest:
     return SamplingRequest(
         prompt=np.asarray(prompt, dtype=np.int32),
         num_samples=1,
@@ -255,5 +264,5 @@ def _probe(prompt: list[int], questions: PromptQuestions) -> SamplingRequest:
         top_k=0,
         top_p=1.0,
         stop=StopRules(frozenset(), ()),
-        questions=questions,
+        prompt_logprobs=prompt_logprobs,
     )

@@ -1,11 +1,11 @@
-"""Group mutual exclusion: work in one mode of a server runs together, other modes wait.
+"""Group mutual exclusion: work in one mode of a server runs concurrently, other modes wait.
 
-A server holds one set of base weights at a time, and gives its memory away while a trainer computes
-on the same GPUs. Each of these is a mode, and switching is expensive. Work in one mode runs
-concurrently; work in another waits until it has ended and the server has been switched. The mode
-of the oldest waiting work goes first, together with all work that waits for that mode by then: so
-requests that alternate between two modes switch the server twice, not once each. Work that arrives
-later waits behind the other modes, so no mode starves another.
+A server has one set of base weights at a time, and releases its memory while a trainer computes on
+the same GPUs. Each of these states is a mode, and switching is expensive. Work in one mode runs
+concurrently; work in another mode waits until it has ended and the server was switched. The mode of
+the oldest waiting work is next, with all work that waits for that mode by then: alternating
+requests for two modes cause two switches, not one each. Work that arrives later waits behind the
+other modes, so no mode starves another.
 """
 
 import asyncio
@@ -13,23 +13,23 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-_Waiting = tuple[str, "asyncio.Future[None]"]
+_Waiter = tuple[str, "asyncio.Future[None]"]
 
 
 class ModeSwitch:
-    """Which mode one server is in, and who waits for which. Belongs to one event loop."""
+    """The mode of one server, and the work that waits for modes. Belongs to one event loop."""
 
     def __init__(self, switch: Callable[[str], Awaitable[None]], mode: str | None) -> None:
-        """Make a switch.
+        """Create a switch.
 
         Args:
-            switch: puts the server into a mode, whatever mode it was in.
-            mode: the server is in; None if that is not certain.
+            switch: puts the server into a mode, from any mode.
+            mode: the current mode; None if it is unknown.
         """
         self._switch = switch
         self._mode = mode
         self._running = 0
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[_Waiter] = deque()
         self._switching: asyncio.Task[None] | None = None
 
     @asynccontextmanager
@@ -37,7 +37,7 @@ class ModeSwitch:
         """Wait until the server is in a mode, and keep it there until the context ends.
 
         Raises:
-            Exception: whatever switching raised.
+            Exception: any error of switching.
         """
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((mode, turn))
@@ -54,12 +54,12 @@ class ModeSwitch:
             self._leave()
 
     def reset(self, mode: str | None) -> None:
-        """Assume that the server is in a mode; None if that is not certain."""
+        """Set the assumed mode of the server; None if it is unknown."""
         self._mode = mode
 
     @property
     def is_idle(self) -> bool:
-        """Whether no work runs, whatever waits."""
+        """Whether no work is running; work may be waiting."""
         return self._running == 0
 
     def _leave(self) -> None:
@@ -79,7 +79,7 @@ class ModeSwitch:
                 return
 
     def _admit(self, mode: str) -> None:
-        """Let all work begin that waits for a mode now."""
+        """Start all work that is waiting for a mode now."""
         waiting, self._waiting = self._waiting, deque()
         for waiting_mode, turn in waiting:
             if waiting_mode != mode:
@@ -92,7 +92,7 @@ class ModeSwitch:
         try:
             await self._switch(mode)
             self._mode = mode
-        except Exception as error:  # noqa: BLE001 - raised again by all work that waits for this mode
+        except Exception as error:  # noqa: BLE001 - raised in all work that waits for this mode
             self._mode = None
             for waiting_mode, turn in self._waiting:
                 if waiting_mode == mode and not turn.done():

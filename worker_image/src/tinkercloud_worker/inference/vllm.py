@@ -1,7 +1,7 @@
-"""vLLM's OpenAI-compatible server: completions by token ids, adapters loaded while it runs.
+"""vLLM's OpenAI-compatible server: completions by token ids, adapters loaded at runtime.
 
-The server must be started with `--enable-lora`, with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and with
-an adapter rank and a number of logprobs (`--max-lora-rank`, `--max-logprobs`) that suffice.
+The server must be started with `--enable-lora`, with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and with a
+sufficient adapter rank and number of logprobs (`--max-lora-rank`, `--max-logprobs`).
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from tinkercloud_worker.inference.dialect import (
     SEED_MASK,
     Ranked,
     bounded_top_k,
-    refuse_alternatives,
+    reject_alternatives,
     top_logprobs,
 )
 from tinkercloud_worker.inference.weights_folder import SavedWeights
@@ -33,20 +33,20 @@ from tinkercloud_worker.inference.weights_folder import SavedWeights
 _COMPLETIONS = "/v1/completions"
 _LOAD_SECONDS = 600.0
 _CALL_SECONDS = 30.0
-_AT_ONCE = 32
-"""Positions of one prompt that are scored at the same time."""
-_MOST_POSITIONS = 4096
-"""Positions of one prompt that are scored at all: each is a request."""
+_MAX_CONCURRENT = 32
+"""Positions of one prompt that are scored concurrently."""
+_MAX_POSITIONS = 4096
+"""Maximum number of scored positions of one prompt; each takes a request."""
 Scores = Mapping[int, float]
 """Token id to logprob."""
 
-# A server may have other defaults, from the model's generation configuration.
+# The server's defaults may come from the model's generation configuration.
 _NEUTRAL = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
-    # End tokens are among our stop tokens, unless the request wants to go on after them.
+    # End tokens are among the stop tokens, unless the request disables them.
     "ignore_eos": True,
     "skip_special_tokens": False,
     "return_token_ids": True,
@@ -58,11 +58,11 @@ class VllmDialect:
     """See `dialect.Dialect`."""
 
     def __init__(self, client: InferenceClient, model: str) -> None:
-        """Make a dialect.
+        """Create a dialect.
 
         Args:
-            client: of the server.
-            model: what the server calls the base model (its `--served-model-name`).
+            client: client of the server.
+            model: the server's name of the base model (`--served-model-name`).
         """
         self.client = client
         self._model = model
@@ -78,7 +78,7 @@ class VllmDialect:
         if self._model not in served:
             raise ServerError(
                 f"the inference server {self.client.url} serves {', '.join(served)}, not"
-                f" {self._model!r}; set sampler.inference.model to its name for this model"
+                f" {self._model!r}; set sampler.inference.model to the server's name of the model"
             )
 
     async def load_adapter(self, adapter: SavedWeights) -> None:
@@ -100,11 +100,11 @@ class VllmDialect:
         except NotThere:
             return
 
-    async def draw(self, request: SamplingRequest, adapter: str | None) -> SamplingResult:
-        """See `Dialect.draw`. vLLM itself draws sample k with seed + k.
+    async def sample(self, request: SamplingRequest, adapter: str | None) -> SamplingResult:
+        """See `Dialect.sample`. vLLM itself samples sequence k with seed + k.
 
-        At temperature 0 it draws one sample and no more, which all are equal to. It reports
-        cached tokens if it runs with `--enable-prompt-tokens-details`.
+        At temperature 0 all samples are equal, and vLLM only generates one. It reports cached
+        tokens if it runs with `--enable-prompt-tokens-details`.
         """
         is_greedy = request.temperature == 0
         body = self._body(request, adapter) | {
@@ -121,46 +121,46 @@ class VllmDialect:
         }
         answer = await self.client.generate(_COMPLETIONS, body)
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-        drawn = [self._sequence(choice, request.top_logprobs) for choice in choices]
+        sequences = [self._sequence(choice, request.top_logprobs) for choice in choices]
         details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
         return SamplingResult(
-            drawn * request.num_samples if is_greedy else drawn,
+            sequences * request.num_samples if is_greedy else sequences,
             PromptScores(cached_tokens=details.get("cached_tokens") or 0),
         )
 
     async def score(self, request: SamplingRequest, adapter: str | None) -> PromptScores:
-        """See `Dialect.score`. Each position is a completion of one token after the tokens before.
+        """See `Dialect.score`. Each position takes a request for one token after its prefix.
 
-        vLLM's own prompt logprobs leave out, mix up or fail on what adapters add to the output
-        embedding, in whatever requests share a batch with one (vllm-project/vllm#51594). Prompts
-        that begin alike are read once, so the price is mostly the number of requests.
+        vLLM's own prompt logprobs omit, mix up or fail on what adapters add to the output
+        embedding, for all requests that share a batch with one (vllm-project/vllm#51594). Common
+        prefixes are computed once, so the cost is mostly the number of requests.
         """
-        asked, length = request.questions, len(request.prompt)
-        refuse_alternatives(request)
+        asked, length = request.prompt_logprobs, len(request.prompt)
+        reject_alternatives(request)
         first = asked.first_position or length
-        if length - first > _MOST_POSITIONS:
+        if length - first > _MAX_POSITIONS:
             raise InvalidRequest(
-                f"prompt logprobs: this model's sampler is a vLLM server, which scores at most"
-                f" {_MOST_POSITIONS} positions of a prompt, and {length - first} are asked for; set"
-                " prompt_logprobs_last_n, or train with forward only, which scores all"
+                f"prompt logprobs: at most {_MAX_POSITIONS} positions of a prompt can be scored,"
+                f" because this model's sampler is a vLLM server; got {length - first}. Set"
+                " prompt_logprobs_last_n, or use a forward pass of a training client"
             )
         positions = range(first, length)
         found: list[tuple[Scores, Ranked]] = []
-        for start in range(0, len(positions), _AT_ONCE):
-            some = positions[start : start + _AT_ONCE]
-            asking = [self._score_one(request, adapter, position) for position in some]
-            found += await asyncio.gather(*asking)
+        for start in range(0, len(positions), _MAX_CONCURRENT):
+            group = positions[start : start + _MAX_CONCURRENT]
+            scoring = [self._score_one(request, adapter, position) for position in group]
+            found += await asyncio.gather(*scoring)
         return _scores(request, dict(zip(positions, found, strict=True)))
 
     async def _score_one(
         self, request: SamplingRequest, adapter: str | None, position: int
     ) -> tuple[Scores, Ranked]:
-        """Return the logprobs of the tokens that are named at a position, and the best ones.
+        """Return the logprobs of the requested tokens at a position, and the top logprobs.
 
-        Drawing is restricted to the named token; logprobs are of the whole distribution all the
-        same. (`logprob_token_ids` would spoil the top logprobs of others in the batch.)
+        Sampling is restricted to the requested token; its logprob is still that of the whole
+        distribution. (`logprob_token_ids` would corrupt the top logprobs of others in the batch.)
         """
-        asked, own = request.questions, int(request.prompt[position])
+        asked, own = request.prompt_logprobs, int(request.prompt[position])
         others = set() if asked.targets is None else set(asked.targets[position - 1].tolist())
         body = self._body(request, adapter) | {
             "prompt": request.prompt[:position].tolist(),
@@ -191,7 +191,7 @@ class VllmDialect:
     def _sequence(self, choice: Json, top_k: int) -> SampledSequence:
         if choice["finish_reason"] not in {"stop", "length"}:
             raise ServerError(
-                f"the inference server {self.client.url} gave a request up:"
+                f"the inference server {self.client.url} aborted a request:"
                 f" {choice['finish_reason']}"
             )
         logprobs = choice["logprobs"]
@@ -206,32 +206,32 @@ class VllmDialect:
 
 
 def _load_error(refused: InvalidRequest | ServerError) -> Exception:
-    """Translate the error with which an adapter was not loaded."""
-    words = refused.message
-    no_route = isinstance(refused, NotThere) and "Not Found" in words
-    if no_route or "LoRA is not enabled" in words:
+    """Translate the error of loading an adapter."""
+    message = refused.message
+    no_route = isinstance(refused, NotThere) and "Not Found" in message
+    if no_route or "LoRA is not enabled" in message:
         return AdaptersDisabled(
-            f"{words}. vLLM takes adapters when it is started with --enable-lora and with"
+            f"{message}. To use adapters, start vLLM with --enable-lora and"
             " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
         )
     if isinstance(refused, NotThere):
         return ServerError(
-            f"{words}. vLLM reads adapters from sampler.inference.adapters_dir, which it must see;"
-            " if it does under another path, set adapters_dir_there"
+            f"{message}. vLLM reads adapters from sampler.inference.adapters_dir, which must be"
+            " mounted there; if it is mounted at another path, set adapters_dir_there"
         )
-    # What is wrong with an adapter, such as its rank, is an internal error to vLLM.
-    return InvalidRequest(words) if "add_lora" in words else refused
+    # vLLM reports an invalid adapter, such as one with an unsupported rank, as an internal error.
+    return InvalidRequest(message) if "add_lora" in message else refused
 
 
 def _ranked(position: Mapping[str, float], k: int) -> Ranked:
-    """Read `{"token_id:7": -0.5, ...}`, which names the drawn token too, the best first."""
+    """Parse `{"token_id:7": -0.5, ...}`, which includes the sampled token; best first."""
     entries = [(int(name.removeprefix("token_id:")), value) for name, value in position.items()]
     return sorted(entries, key=lambda entry: -entry[1])[:k]
 
 
 def _scores(request: SamplingRequest, found: Mapping[int, tuple[Scores, Ranked]]) -> PromptScores:
     """Combine the scores of each position."""
-    asked, length = request.questions, len(request.prompt)
+    asked, length = request.prompt_logprobs, len(request.prompt)
     logprobs = np.full(length, np.nan, np.float32)
     shape = (0, 0) if asked.targets is None else asked.targets.shape
     targets = np.zeros(shape, np.float32)

@@ -1,7 +1,7 @@
-"""The machine from which whole models are sent to engines: the head's own, or that of a rank.
+"""The machine from which full models are sent to engines: the head's, or that of rank 0.
 
-What sends them is a process of its own (`sender_process`), which the host starts on the machine
-that has the files it reads.
+A separate process sends them (`sender_process`), which the host starts on the machine that has the
+files.
 """
 
 from collections.abc import Mapping
@@ -16,71 +16,71 @@ from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 
 class WeightHostLost(ServerError):
-    """A machine, or our process there, has gone, and with it all that only it had."""
+    """The machine, or the host's process there, was lost with all weights stored only there."""
 
 
 class WeightSender(Protocol):
-    """A process that sends whole models to an engine. Belongs to one event loop."""
+    """A process that sends full models to an engine. Belongs to one event loop."""
 
     async def has_ended(self) -> bool:
-        """Return whether there is nothing more to receive."""
+        """Return whether the process has ended."""
 
     def send(self, line: Json) -> None:
-        """Write it a line."""
+        """Write a line to the process."""
 
     async def receive(self, seconds: float) -> dict[str, Any]:
-        """Return the next line that it writes.
+        """Return the next line from the process.
 
         Args:
-            seconds: to wait for that.
+            seconds: timeout.
 
         Raises:
-            WeightHostLost: its machine has gone.
-            ServerError: it can't go on, has ended, or writes nothing.
+            WeightHostLost: its machine was lost.
+            ServerError: it failed, has ended, or did not respond in time.
         """
 
     def failure(self, reason: str) -> ServerError:
-        """Return what to raise where its purpose has failed."""
+        """Return the error to raise when its work has failed."""
 
     async def kill(self) -> None:
-        """End it, whatever it is doing."""
+        """Kill the process."""
 
 
 class WeightHost(Protocol):
-    """A machine. Belongs to one event loop."""
+    """A machine that sends weights. Belongs to one event loop."""
 
     def weights_of(self, model: SavedWeights) -> AbstractAsyncContextManager[Path]:
-        """Have a model's weights there, in the file that is returned, until the context ends.
+        """Return a file with a model's weights on that machine, valid until the context ends.
 
         Raises:
-            NotFound: they are gone.
-            WeightHostLost: the machine is, or they can't be copied there.
+            NotFound: the weights do not exist any more.
+            WeightHostLost: the machine was lost, or the weights can't be copied to it.
         """
 
     async def start(self, module: str, options: Mapping[str, str], purpose: str) -> WeightSender:
-        """Start a process there.
+        """Start a sender process on that machine.
 
         Args:
-            module: that it runs.
-            options: its command line.
-            purpose: of the process, for the messages of errors.
+            module: module to run.
+            options: command line options.
+            purpose: purpose of the process, for error messages.
 
         Raises:
-            WeightHostLost: the machine has gone.
-            ServerError: it can't be started.
+            WeightHostLost: the machine was lost.
+            ServerError: the process can't be started.
         """
 
     async def address_towards(self, url: str) -> str:
-        """Return the local address of connections from there to a server.
+        """Return the local address of connections from that machine to a server.
 
         Raises:
-            WeightHostLost: the machine has gone.
+            WeightHostLost: the machine was lost.
             OSError: there is no route to the server.
         """
 
 
 class HeadWeightHost:
-    """The head's own machine; see `WeightHost`."""
+    """The head's machine; see `WeightHost`."""
 
     def weights_of(self, model: SavedWeights) -> AbstractAsyncContextManager[Path]:
         """See `WeightHost.weights_of`."""

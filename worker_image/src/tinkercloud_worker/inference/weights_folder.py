@@ -1,9 +1,10 @@
-"""Published weights as files, each folder under a name of its own.
+"""Published weights as files, each in a folder with a unique name.
 
-A name says who wrote it, down to the process, and is never used again. So a server that caches
-prompts by the adapter's name never confuses two. The files are what a server is given again after
-a restart, and what servers read that take no tensors in requests. Where the folder is in memory
-(/dev/shm, or a volume of that kind that a pod's containers share), nothing touches a disk.
+A name identifies the process that wrote it and is never reused, so a server that caches prompts by
+adapter name never confuses two adapters. Weights are reloaded from the files after a server
+restarts, and servers that do not accept tensors in requests read the files. If the folder is in
+memory (/dev/shm, or a memory volume that the containers of a pod share), nothing is written to
+disk.
 """
 
 import itertools
@@ -27,55 +28,59 @@ from tinkercloud_worker.model.architecture import as_in_files, from_files
 
 @dataclass(frozen=True, slots=True)
 class SavedWeights:
-    """Weights that have been saved as files."""
+    """Weights saved as files."""
 
     name: str
     local_dir: Path
-    """Their folder."""
+    """Folder with the files."""
     server_dir: Path | None
-    """The same folder as servers see it; None if they don't."""
+    """Path of the same folder in the servers; None if they can't read it."""
     remote: RemoteModel | None = None
-    """What `fetch` copies the files from; None if they were written to this folder."""
+    """Source from which `fetch` copies the files; None if they were written to this folder."""
 
     def fetch(self) -> None:
-        """Have the files in the local folder. Repeating it is fine.
+        """Ensure that the files are in the local folder. Idempotent.
 
         Raises:
-            NotFound: they are gone.
+            NotFound: the files do not exist any more.
         """
         if self.remote is not None:
             self.remote.fetch(self.local_dir)
 
     def tensor_names(self) -> Sequence[str]:
-        """Return the names of a whole model's tensors, as in its file.
+        """Return the names of a full model's tensors in its file.
 
         Raises:
-            NotFound: somebody has removed it.
+            NotFound: the file was removed.
         """
         if self.remote is not None:
             return self.remote.tensor_names
         try:
             return tensor_names(self.local_dir / FULL_WEIGHTS)
         except FileNotFoundError:
-            raise NotFound(f"{self.local_dir} is gone: save the weights again") from None
+            raise NotFound(
+                f"{self.local_dir} does not exist any more: save the weights again"
+            ) from None
 
     def size_of(self, file: str) -> int:
-        """Return the bytes of one of its files.
+        """Return the size of one of its files, in bytes.
 
         Raises:
-            NotFound: somebody has removed it.
+            NotFound: the file was removed.
         """
         try:
             return (self.local_dir / file).stat().st_size
         except FileNotFoundError:
-            raise NotFound(f"{self.local_dir} is gone: save the weights again") from None
+            raise NotFound(
+                f"{self.local_dir} does not exist any more: save the weights again"
+            ) from None
 
 
 def tensor_names(file: Path) -> Sequence[str]:
     """Return the names of the tensors in a safetensors file.
 
     Raises:
-        FileNotFoundError: it is not there.
+        FileNotFoundError: the file does not exist.
     """
     with safe_open(file, framework="pt") as opened:
         return list(opened.keys())
@@ -87,12 +92,12 @@ class WeightsFolder:
     def __init__(
         self, folder: Path, *, server_dir: Path | None, owner: str, base_path: Path
     ) -> None:
-        """Take charge of a folder, which is made when first needed.
+        """Use a folder, which is created when first needed.
 
         Args:
             folder: where to write.
-            server_dir: the same folder as servers see it; None if they don't.
-            owner: differs between any two processes that ever write there.
+            server_dir: path of the same folder in the servers; None if they can't read it.
+            owner: unique name of this process among all that ever write to the folder.
             base_path: Hugging Face folder of the base model.
         """
         self._folder = folder
@@ -101,18 +106,18 @@ class WeightsFolder:
         self._base_path = base_path
         self._numbers = itertools.count(1)
         self._written: set[str] = set()
-        """Names whose folders were written here."""
+        """Names written by this process."""
         self._remote: dict[str, RemoteModel] = {}
-        """Models whose files are elsewhere, and here only once they are needed."""
+        """Models whose files are elsewhere, and are copied here when needed."""
 
     def write(self, weights: WeightsSnapshot, base_model: str) -> str:
         """Write weights and return their name.
 
-        An adapter is in PEFT's format, experts one by one; all weights of a model are a Hugging
-        Face folder, in the form that the base model's has.
+        Adapters are written in PEFT's format with separate experts, full models as a Hugging Face
+        folder in the layout of the base model.
 
         Raises:
-            Unavailable: they can't be written, as where there is no room; nothing is left of them.
+            Unavailable: writing failed, for example for lack of space; partial files are removed.
         """
         name = f"{self._owner}-{next(self._numbers)}"
         target = self._folder / name
@@ -127,9 +132,9 @@ class WeightsFolder:
         except OSError as error:
             self.remove(name)
             raise Unavailable(
-                f"the {weights.size_bytes} bytes of these weights can't be written to"
-                f" {self._folder}: {error.strerror or error}; have its volume made larger, or"
-                " limits.max_snapshot_bytes lower"
+                f"failed to write weights of {weights.size_bytes} bytes to {self._folder}:"
+                f" {error.strerror or error}; enlarge its volume, or lower"
+                " limits.max_snapshot_bytes"
             ) from error
         except BaseException:
             self.remove(name)
@@ -144,39 +149,41 @@ class WeightsFolder:
             tensor_file.write(as_in_files(str(self._base_path), tensors), file)
 
     def register_remote(self, model: RemoteModel) -> str:
-        """Register a whole model whose files are elsewhere; return its name."""
+        """Register a full model whose files are elsewhere; return its name."""
         self._remote[model.name] = model
         return model.name
 
     def find(self, name: str) -> SavedWeights:
-        """Return where the weights of a name are."""
+        """Return the location of weights."""
         server_dir = self._server_dir / name if self._server_dir is not None else None
         return SavedWeights(name, self._folder / name, server_dir, self._remote.get(name))
 
     def read(self, name: str, config: LoraConfig | None) -> WeightsSnapshot:
-        """Read weights back.
+        """Read weights.
 
         Raises:
-            NotFound: somebody has removed them.
+            NotFound: the files were removed.
         """
         file = FULL_WEIGHTS if config is None else ADAPTER_WEIGHTS
         self.find(name).fetch()
         try:
             tensors = load_file(self._folder / name / file)
         except FileNotFoundError:
-            raise NotFound(f"{self._folder / name} is gone: save the weights again") from None
+            raise NotFound(
+                f"{self._folder / name} does not exist any more: save the weights again"
+            ) from None
         if config is None:
             return WeightsSnapshot(None, from_files(str(self._base_path), tensors))
         return WeightsSnapshot(config, adapters.from_peft_names(tensors))
 
     def remove(self, name: str) -> None:
-        """Remove the weights of a name, wherever they are. They may be gone."""
+        """Remove weights here and at their source. They may be gone already."""
         if (remote := self._remote.pop(name, None)) is not None:
             remote.remove()
         shutil.rmtree(self._folder / name, ignore_errors=True)
         self._written.discard(name)
 
     def remove_all(self) -> None:
-        """Remove all that was written here, and nothing of others who write to the same folder."""
+        """Remove all weights of this process, but none of others that use the same folder."""
         for name in [*self._written, *self._remote]:
             self.remove(name)

@@ -96,18 +96,18 @@ class MegatronTrainer(ReplicatedTrainer):
             pad_to_multiple_of=self._pad_to_multiple_of,
         )
 
-    def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
+    def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
         """See `Trainer.forward`."""
         output = self._pass(model_id, batch, "forward")
-        between()
+        yield_point()
         return output
 
     def forward_backward(
-        self, model_id: str, batch: Batch, between: Callable[[], None]
+        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
     ) -> LossOutput:
         """See `Trainer.forward_backward`."""
         output = self._pass(model_id, batch, "forward_backward")
-        between()
+        yield_point()
         return output
 
     def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:

@@ -26,7 +26,7 @@ class PromptScorer:
 
     def __init__(self, request: SamplingRequest) -> None:
         self._request = request
-        asked = request.questions
+        asked = request.prompt_logprobs
         length = len(request.prompt)
         self._first = asked.first_position
         self._logprobs = np.full(length, np.nan, np.float32)
@@ -55,7 +55,7 @@ class PromptScorer:
         self._add_alternatives(scored, logits_RV, logprobs_RV)
 
     def _add_logprobs(self, scored: slice, logprobs_RV: Tensor) -> None:
-        asked = self._request.questions
+        asked = self._request.prompt_logprobs
         start = asked.logprobs_from if asked.logprobs_from is not None else 1
         skip = max(start - scored.start, 0)
         scored = slice(scored.start + skip, scored.stop)
@@ -72,7 +72,7 @@ class PromptScorer:
             self._top_logprobs[scored, : top.indices.shape[1]] = top.values.cpu().numpy()
 
     def _add_targets(self, scored: slice, logprobs_RV: Tensor) -> None:
-        targets = self._request.questions.targets
+        targets = self._request.prompt_logprobs.targets
         if targets is None:
             return
         rows = slice(scored.start - 1, scored.stop - 1)
@@ -81,7 +81,7 @@ class PromptScorer:
         self._targets[rows] = values_RK.masked_fill(ids_RK < 0, 0.0).cpu().numpy()
 
     def _add_alternatives(self, scored: slice, logits_RV: Tensor, logprobs_RV: Tensor) -> None:
-        request, k = self._request, self._request.questions.alternatives_k
+        request, k = self._request, self._request.prompt_logprobs.alternatives_k
         for row, position in enumerate(range(scored.start, scored.stop) if k else ()):
             if request.temperature == 0.0:
                 ids_k = logits_RV[row].argmax().repeat(k)
@@ -96,7 +96,7 @@ class PromptScorer:
 
     def finish(self, cached_tokens: int) -> PromptScores:
         """Return everything asked for."""
-        asked = self._request.questions
+        asked = self._request.prompt_logprobs
         return PromptScores(
             logprobs=self._logprobs if asked.logprobs_from is not None else None,
             top=TopLogprobs(self._top_ids, self._top_logprobs) if asked.top_k else None,

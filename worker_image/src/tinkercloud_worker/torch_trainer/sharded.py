@@ -55,10 +55,10 @@ class ShardedTrainer(DataParallelTrainer):
         )
         self._mesh = mesh
 
-    def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
+    def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
         """See `Trainer.forward`."""
         missing = self._missing_passes(batch)
-        output = super().forward(model_id, batch, between)
+        output = super().forward(model_id, batch, yield_point)
         with torch.no_grad():
             for _ in range(missing):
                 self._dummy_pass(model_id)
@@ -68,11 +68,11 @@ class ShardedTrainer(DataParallelTrainer):
         return output
 
     def forward_backward(
-        self, model_id: str, batch: Batch, between: Callable[[], None]
+        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
     ) -> LossOutput:
         """See `Trainer.forward_backward`."""
         missing = self._missing_passes(batch)
-        output = super().forward_backward(model_id, batch, between)
+        output = super().forward_backward(model_id, batch, yield_point)
         for _ in range(missing):
             routed, hidden_RD = self._dummy_pass(model_id)
             self._backward(routed, hidden_RD, torch.zeros_like(hidden_RD))

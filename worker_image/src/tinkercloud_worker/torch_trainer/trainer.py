@@ -21,6 +21,7 @@ from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.device.memory import Available
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import Batch, TokenLimits, capped_context_length
+from tinkercloud_worker.engine.thread import Batcher
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.lora.linear import may_be_beside_others
@@ -144,7 +145,7 @@ class TorchTrainer(AdamTrainer):
                 f" sessions that are over, or ask for {smaller}"
             )
 
-    def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
+    def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
         """See `Trainer.forward`."""
         model = self._models[model_id]
         loss = losses.find(batch.loss_fn)
@@ -156,11 +157,11 @@ class TorchTrainer(AdamTrainer):
             lp_RK = logprobs(self._unembedding(routed), hidden_RD, pack.targets_RK)
             loss_sum, _ = losses.derivative(loss, lp_RK, pack.inputs)
             output.add(pack, lp_RK, loss_sum, expert_tokens_LE)
-            between()
+            yield_point()
         return output.finish(batch)
 
     def forward_backward(
-        self, model_id: str, batch: Batch, between: Callable[[], None]
+        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
     ) -> LossOutput:
         """See `Trainer.forward_backward`."""
         model = self._models[model_id]
@@ -168,11 +169,16 @@ class TorchTrainer(AdamTrainer):
         for pack in self._packs(batch):
             (results,) = self._run([(model, pack)], batch.loss_fn)
             output.add(pack, *results)
-            between()
+            yield_point()
         return output.finish(batch)
 
-    def joins(self, items: Sequence[TrainingPass], item: TrainingPass) -> bool:
-        """See `engine.thread.Group`: adapters share a pass that is one micro-batch in all."""
+    @property
+    def batcher(self) -> Batcher[TrainingPass, LossOutput]:
+        """See `Trainer.batcher`."""
+        return self
+
+    def can_batch(self, items: Sequence[TrainingPass], item: TrainingPass) -> bool:
+        """See `engine.thread.Batcher`: adapters share a pass that is one micro-batch in all."""
         everyone = [*items, item]
         tokens = sum(each.batch.num_tokens for each in everyone)
         kinds = {(each.batch.loss_fn, each.batch.num_targets) for each in everyone}
@@ -185,12 +191,12 @@ class TorchTrainer(AdamTrainer):
             and all(self._is_adapter(each.model_id) for each in everyone)
         )
 
-    def run_together(
-        self, items: Sequence[TrainingPass], between: Callable[[], None]
+    def run_batch(
+        self, items: Sequence[TrainingPass], yield_point: Callable[[], None]
     ) -> list[LossOutput]:
-        """See `engine.thread.Group`: `forward_backward` of each."""
+        """See `engine.thread.Batcher`: `forward_backward` of each."""
         if len(items) == 1 or not self._may_be_together([item.model_id for item in items]):
-            return [self.forward_backward(item.model_id, item.batch, between) for item in items]
+            return [self.forward_backward(item.model_id, item.batch, yield_point) for item in items]
         packs = [pack for item in items for pack in self._packs(item.batch)]
         models = [self._models[item.model_id] for item in items]
         results = self._run(list(zip(models, packs, strict=True)), items[0].batch.loss_fn)
@@ -199,7 +205,7 @@ class TorchTrainer(AdamTrainer):
             output = PassOutput()
             output.add(pack, *of_pack)
             outputs.append(output.finish(item.batch))
-        between()
+        yield_point()
         return outputs
 
     def _is_adapter(self, model_id: str) -> bool:

@@ -17,7 +17,14 @@ from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.engine.ranks import Sharding
-from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot
+from tinkercloud_worker.engine.thread import Batcher
+from tinkercloud_worker.engine.trainer import (
+    Gradient,
+    LossOutput,
+    TrainingPass,
+    TrainingState,
+    WeightsSnapshot,
+)
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.lora.parameters import Trainable, norm_of
 
@@ -96,6 +103,11 @@ class AdamTrainer(ABC):
         self.base_fingerprint: str | None = None
         self._dtype = dtype
         self._models: dict[str, TrainedModel] = {}
+
+    @property
+    def batcher(self) -> Batcher[TrainingPass, LossOutput] | None:
+        """See `Trainer.batcher`."""
+        return None
 
     @abstractmethod
     def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:

@@ -18,10 +18,15 @@ class NoTrainer(AdamTrainer):
             " that trains"
         )
 
-    def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> Never:  # noqa: ARG002 - as above
+    def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> Never:  # noqa: ARG002 - as above
         """See `Trainer.forward`."""
         raise KeyError(model_id)
 
-    def forward_backward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> Never:  # noqa: ARG002 - as above
+    def forward_backward(
+        self,
+        model_id: str,
+        batch: Batch,  # noqa: ARG002 - as above
+        yield_point: Callable[[], None],  # noqa: ARG002 - as above
+    ) -> Never:
         """See `Trainer.forward_backward`."""
         raise KeyError(model_id)

@@ -1,5 +1,5 @@
-"""SGLang engines: how they are asked, controlled, and given weights.
+"""SGLang engines: requests (`dialect`), memory and base weights (`control`), transfer of weights.
 
-A dialect asks, a control has the memory and the base weights, a delivery chooses how weights get
-there. Modules are imported by their full names only: `sglang` alone is SGLang's own package.
+A `delivery` chooses the transfer method. Modules are imported by their full names only: the name
+`sglang` alone is SGLang's own package.
 """

@@ -16,7 +16,7 @@ from tinkercloud_worker.inference.sglang.tensors import request_body
 from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 _SECONDS = 600.0
-_MOST_SENT_BYTES = 512 << 20
+_MAX_SENT_BYTES = 512 << 20
 
 
 class SglangAdapters:
@@ -24,17 +24,18 @@ class SglangAdapters:
 
     def __init__(self, client: InferenceClient) -> None:
         self._client = client
-        self._delivery = Delivery(client, "adapters", most_sent_bytes=_MOST_SENT_BYTES)
-        # SGLang loads them one by one too, and waiting bodies would fill this process's memory.
+        self._delivery = Delivery(client, "adapters", most_sent_bytes=_MAX_SENT_BYTES)
+        # SGLang loads adapters one at a time too, and waiting bodies would fill this process's
+        # memory.
         self._sending = asyncio.Lock()
 
     async def load(self, adapter: SavedWeights) -> None:
-        """Load an adapter. It may be loaded already.
+        """Load an adapter, unless it is loaded.
 
         Raises:
-            InvalidRequest: the engine does not take such an adapter.
-            ServerError: the engine failed, or is not there.
-            NotFound: somebody has removed its files.
+            InvalidRequest: the engine does not support the adapter.
+            ServerError: the engine failed, or is unreachable.
+            NotFound: the files were removed.
         """
         await self._delivery.deliver(
             adapter.size_of(ADAPTER_WEIGHTS),
@@ -45,7 +46,7 @@ class SglangAdapters:
         )
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter, once its requests have ended. It may be unknown."""
+        """Unload an adapter, which may be unknown, once its requests have ended."""
         try:
             await self._client.post("/unload_lora_adapter", {"lora_name": name}, seconds=_SECONDS)
         except InvalidRequest as error:

@@ -3,8 +3,8 @@
 Engines that share GPUs with the trainer are started with `--enable-memory-saver` and
 `--enable-weights-cpu-backup`: without the second, weights are lost when memory is released.
 
-The weight version of an engine says who loaded its weights, and which they are. Every answer has
-it, so an answer from other weights is never used, and an engine that has restarted is recognised by
+The weight version of an engine identifies its weights and the head that loaded them. Every response
+includes it, so responses from other weights are never used, and a restarted engine is recognized by
 SGLang's default version. The version also says whether the engine has released its memory, so that
 the next head resumes it, and never twice.
 """
@@ -24,17 +24,17 @@ TRAINING = "training"
 """Mode in which a trainer that shares the engine's GPUs has their memory."""
 
 _DEFAULT_VERSION = "default"
-"""What SGLang calls the weights it was started with."""
+"""SGLang's version of the weights that it starts with."""
 _UNFINISHED = "unfinished"
-"""Stands for the weights of an engine while it is being sent others."""
+"""Name of the weights while an update is in progress."""
 _WEIGHTS, _CACHE, _GRAPHS = "weights", "kv_cache", "cuda_graph"
 _CALL_SECONDS = 120.0
 _MEMORY_SECONDS = 900.0
-"""For an engine to copy its weights out of a GPU's memory, at first to pages that it has to pin."""
+"""Time for an engine to copy its weights out of GPU memory, at first to pages that it must pin."""
 
 
 class SglangControl:
-    """One engine. Its modes are BASE, TRAINING and the names of whole models."""
+    """Controls one engine. Its modes are BASE, TRAINING and the names of full models."""
 
     def __init__(
         self,
@@ -45,14 +45,14 @@ class SglangControl:
         base_path: str,
         direct: DirectTransfer | None,
     ) -> None:
-        """Make a control; the engine is not asked yet.
+        """Create a control without calling the engine.
 
         Args:
-            dialect: of the engine.
-            folder: where whole models are.
-            owner: differs between any two processes that ever control the engine.
-            base_path: the base model's folder, until the engine has reported its own.
-            direct: transfers whole models to the engine; None for requests and files alone.
+            dialect: dialect of the engine.
+            folder: where full models are.
+            owner: unique name of this process among all that ever control the engine.
+            base_path: folder of the base model, until the engine has reported it.
+            direct: transfers full models to the engine; None to use only requests and files.
         """
         self._dialect = dialect
         self._weights = SglangWeights(dialect.client, direct)
@@ -60,21 +60,21 @@ class SglangControl:
         self._owner = owner
         self._base_path = base_path
         self._held: str | None = None
-        """Mode whose weights it has; None for somebody else's."""
+        """Mode whose weights it has; None for weights of another process."""
         self._is_released: bool | None = False
-        """None if it was told to release or to resume its memory, and has not answered."""
+        """None while it is releasing or resuming its memory, or if that failed."""
         self._version = _DEFAULT_VERSION
         """Its weight version, without the suffix of released memory."""
-        self._was_seen = False
+        self._is_known = False
         metrics.ENGINE_RESTARTS.labels(dialect.client.url)
         self.modes = ModeSwitch(self._switch, None)
 
-    def lost(self) -> None:
-        """Mark the engine's state as unknown: it may have restarted, or hold other weights."""
+    def invalidate(self) -> None:
+        """Mark the engine's state as unknown: it may have restarted, or have other weights."""
         self.modes.reset(None)
 
-    def look_again(self) -> None:
-        """Have its state read before the next work, unless work runs: it may have restarted."""
+    def invalidate_if_idle(self) -> None:
+        """Mark the state as unknown, unless work is running: the engine may have restarted."""
         if self.modes.is_idle:
             self.modes.reset(None)
 
@@ -83,7 +83,7 @@ class SglangControl:
         await self._weights.close()
 
     async def _switch(self, mode: str) -> None:
-        # It may have restarted since it was last asked.
+        # It may have restarted since the last call.
         await self._read_state()
         if mode == TRAINING:
             await self._release()
@@ -100,7 +100,7 @@ class SglangControl:
         self._is_released = (self._is_released or None) if is_suffixed else False
         owner, _, held = self._version.rpartition("/")
         if reported == _DEFAULT_VERSION:
-            if self._was_seen:
+            if self._is_known:
                 metrics.ENGINE_RESTARTS.labels(self._dialect.client.url).inc()
             await self._weights.forget()
             self._base_path = str(info["model_path"])
@@ -110,19 +110,19 @@ class SglangControl:
         else:
             self._held = held if owner == self._owner else None
         self._dialect.weight_version = self._version_tag(self._held) if self._held else None
-        self._was_seen = True
+        self._is_known = True
 
     async def _release(self) -> None:
         if self._is_released:
             return
         # The head that set the suffix may have been killed before the engine released its memory.
         await self._resume()
-        # The version is set first. If this head is killed in between, the next one finds a version
-        # that does not match the memory; what it then asks ends the engine, which restarts.
+        # The version is set first. If this head is killed in between, the next head finds a version
+        # that does not match the memory; its calls then crash the engine, which restarts.
         await self._weights.set_version(self._version + RELEASED)
         self._is_released = None
-        # An engine that releases its memory while anything runs ends. Pausing gives up what still
-        # runs; a step that computes it may outlast that.
+        # An engine that releases its memory while requests run crashes. Pausing aborts them, but a
+        # step that computes them may still be running.
         await self._call("/pause_generation", {"mode": "abort"})
         try:
             await self._weights.drain()
@@ -146,7 +146,7 @@ class SglangControl:
         await self._continue()
 
     async def _continue(self) -> None:
-        """Have an engine that has its memory generate again."""
+        """Resume generation in an engine that has its memory."""
         # The suffix is removed last: without it, a paused engine counts as unhealthy.
         await self._call("/continue_generation", {})
         await self._weights.set_version(self._version)
@@ -168,7 +168,7 @@ class SglangControl:
         self._dialect.weight_version = self._version = version
 
     def _version_tag(self, weights: str) -> str:
-        """Return the weight version that says whose weights they are, and which."""
+        """Return the weight version that identifies these weights of this process."""
         return f"{self._owner}/{weights}"
 
     async def _call(self, path: str, body: Json, seconds: float = _CALL_SECONDS) -> None:

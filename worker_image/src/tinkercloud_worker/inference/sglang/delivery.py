@@ -1,9 +1,9 @@
-"""How weights are transferred to an SGLang engine: in requests, or by files that it sees.
+"""Transfers weights to an SGLang engine: in requests, or by files that it can read.
 
-Small ones are sent and large ones read, since base64 in JSON is slower than any file; if one method
-is refused, the other is the fallback. An engine that has no request for tensors, that refuses
-tensors and then reads the files, or that ends while it loads tensors, gets only files from then on.
-Whole models may have a direct transfer that is tried before both.
+Small weights are sent in requests and large ones read from files, since base64 in JSON is slower
+than any file. If the engine rejects one method, the other is the fallback. An engine that does not
+support tensors in requests, that rejects tensors but reads the files, or that crashes while loading
+tensors, only gets files from then on. For full models a direct transfer may be tried first.
 """
 
 from collections.abc import Awaitable, Callable
@@ -21,32 +21,32 @@ from tinkercloud_worker.inference.client import (
 log = structlog.get_logger(__name__)
 
 _CALL_SECONDS = 60.0
-_MOST_LOST = 2
-"""Times in a row that an engine may be lost over a method before that is disabled."""
+_MAX_LOSSES = 2
+"""Consecutive losses of an engine during a method after which the method is disabled."""
 
 Send = Callable[[int], Awaitable[None]]
-"""Sends tensors to an engine of so many ranks, a copy to each."""
+"""Sends tensors to an engine with this number of ranks, one copy to each."""
 Transfer = Callable[[], Awaitable[None]]
 """Transfers weights by one method."""
 
 
 class TransferMethod:
-    """One method of transfer to one engine, and whether it is used: a circuit breaker."""
+    """One transfer method of one engine, with a circuit breaker."""
 
     def __init__(self, client: InferenceClient, what: str, method: str) -> None:
-        """Make a method, which is enabled.
+        """Create a method, which is enabled.
 
         Args:
-            client: of the engine.
-            what: is transferred, for the log.
-            method: its name, for the log.
+            client: client of the engine.
+            what: kind of weights, for the log.
+            method: name of the method, for the log.
         """
         self._log_fields = {"url": client.url, "what": what, "way": method}
         self._losses = 0
         self.is_enabled = True
 
     async def attempt(self, transfer: Transfer) -> None:
-        """Transfer weights; the method is disabled if the engine is lost over it twice in a row.
+        """Transfer weights; disable the method if the engine is lost twice in a row meanwhile.
 
         Raises:
             InvalidRequest, ServerError: as `transfer`.
@@ -55,31 +55,31 @@ class TransferMethod:
             await transfer()
         except ServerUnreachable:
             self._losses += 1
-            if self._losses >= _MOST_LOST:
-                self.disable(f"it was lost {self._losses} times in a row over it")
+            if self._losses >= _MAX_LOSSES:
+                self.disable(f"the engine was lost {self._losses} times in a row during it")
             raise
         self._losses = 0
 
     def re_enable(self) -> None:
-        """Use the method with an engine that has restarted, unless engines were lost over it."""
-        self.is_enabled = self._losses < _MOST_LOST
+        """Enable the method after a restart of the engine, unless losses have disabled it."""
+        self.is_enabled = self._losses < _MAX_LOSSES
 
     def disable(self, reason: str) -> None:
-        """Use the method no more."""
+        """Disable the method."""
         self.is_enabled = False
-        log.warning("an engine is spared a way of weights", **self._log_fields, reason=reason)
+        log.warning("disabled a method of transferring weights", **self._log_fields, reason=reason)
 
 
 class Delivery:
     """Transfers one kind of weights to one engine. Belongs to one event loop."""
 
     def __init__(self, client: InferenceClient, what: str, *, most_sent_bytes: int) -> None:
-        """Make a delivery; the engine is not asked yet.
+        """Create a delivery without calling the engine.
 
         Args:
-            client: of the engine.
-            what: is transferred, for the log.
-            most_sent_bytes: that is tried in requests first, counted once for each rank.
+            client: client of the engine.
+            what: kind of weights, for the log.
+            most_sent_bytes: maximum size that is sent in requests first, counted once per rank.
         """
         self._client = client
         self._most_sent_bytes = most_sent_bytes
@@ -89,13 +89,13 @@ class Delivery:
         """Transfer weights to the engine.
 
         Args:
-            size: in bytes.
+            size: size of the weights, in bytes.
             send: sends them in requests.
-            read: has the engine read them; None where it sees no files.
+            read: makes the engine read the files; None if it can't read files.
 
         Raises:
-            InvalidRequest: the engine does not take such weights.
-            ServerError: the engine failed, or is not there.
+            InvalidRequest: the engine does not support the weights.
+            ServerError: the engine failed, or is unreachable.
         """
         if read is None:
             await self._sent(send, await self.ranks())
@@ -132,15 +132,17 @@ class Delivery:
             await _fall_back(send, refusal)
 
     async def ranks(self) -> int:
-        """Return how many ranks the engine has; each is sent a copy of its own.
+        """Return the number of ranks of the engine; each is sent a separate copy.
 
         Raises:
-            ServerError: it does not say.
+            ServerError: the engine does not report it.
         """
         info = await self._client.get("/server_info", seconds=_CALL_SECONDS)
         ranks = info.get("tp_size")
         if not isinstance(ranks, int):
-            raise NotThere(f"{self._client.url}/server_info names no tp_size, but {ranks!r}")
+            raise NotThere(
+                f"{self._client.url}/server_info: tp_size must be an integer, got {ranks!r}"
+            )
         return ranks
 
     async def _sent(self, send: Send, ranks: int) -> None:
@@ -148,11 +150,11 @@ class Delivery:
 
 
 async def _fall_back(transfer: Transfer, refusal: InvalidRequest | ServerError) -> None:
-    """Try the other method; if both are refused, raise the first refusal."""
+    """Try the other method; if both are rejected, raise the first error."""
     try:
         await transfer()
     except ServerUnreachable:
         raise
     except (InvalidRequest, ServerError) as other:
-        # That there is no such request says nothing of the weights.
+        # An unsupported endpoint says nothing about the weights.
         raise (other if isinstance(refusal, NotThere) else refusal) from None

@@ -1,9 +1,9 @@
 """SGLang's native API: `/generate` with token ids, adapters by name, memory and weights on demand.
 
-Engines must be started with `--enable-lora --lora-target-modules all --max-lora-rank R` (to take
-whole mixtures: with modules that are not of experts), with SGLANG_RETURN_ORIGINAL_LOGPROB=1
-(otherwise logprobs are those of the temperature drawn at) and with
-`--enable-deterministic-inference`, without which seeds mean nothing.
+Engines must be started with `--enable-lora --lora-target-modules all --max-lora-rank R` (for fully
+fine-tuned mixture models: without modules of experts), with SGLANG_RETURN_ORIGINAL_LOGPROB=1
+(otherwise logprobs are those at the sampling temperature) and with
+`--enable-deterministic-inference` (otherwise seeds have no effect).
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from tinkercloud_worker.inference.client import InferenceClient, Json, NotThere,
 from tinkercloud_worker.inference.dialect import (
     SEED_MASK,
     bounded_top_k,
-    refuse_alternatives,
+    reject_alternatives,
     top_logprobs,
 )
 from tinkercloud_worker.inference.sglang.adapters import SglangAdapters
@@ -24,17 +24,17 @@ from tinkercloud_worker.inference.sglang.scoring import PromptScoring, cached_to
 from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 RELEASED = "+released"
-"""Suffix of the weight version of an engine that was told to release its memory."""
+"""Suffix of the weight version of an engine that has released its memory, or is about to."""
 _CALL_SECONDS = 60.0
 _MISSING = (
     "never been loaded",
     "not loaded",
-    # It looks for an evicted or unloaded adapter where its files would be.
+    # SGLang looks for the files of an evicted or unloaded adapter.
     "Failed to implicitly load",
 )
-"""Parts of its messages about an adapter that it does not hold."""
+"""Parts of SGLang's messages about an adapter that it does not have."""
 
-_MOST_STOP_STRINGS = 32
+_MAX_STOP_STRINGS = 32
 
 
 class SglangDialect:
@@ -44,22 +44,24 @@ class SglangDialect:
         self.client = client
         self._adapters = SglangAdapters(client)
         self.weight_version: str | None = None
-        """Weight version that the engine's answers should have; None to accept any."""
+        """Expected weight version of the engine's responses; None to accept any."""
 
     async def check_health(self) -> None:
-        """See `Dialect.check_health`. The engine draws a token for it, so it is called rarely.
+        """See `Dialect.check_health`. The engine generates a token, so call it rarely.
 
-        An engine that has released its memory draws none until it is told to resume it.
+        An engine that has released its memory generates none until it resumes.
         """
         info = await self.model_info()
         if not str(info.get("weight_version")).endswith(RELEASED):
             await self.client.get("/health_generate", seconds=_CALL_SECONDS)
 
     async def check_model(self) -> None:
-        """See `Dialect.check_model`. SGLang knows its model by its folder only: any will do."""
+        """See `Dialect.check_model`. SGLang only reports a folder, so any name is accepted."""
         info = await self.model_info()
         if not info.get("is_generation", True):
-            raise ServerError(f"{self.client.url} serves {info['model_path']}, which draws no text")
+            raise ServerError(
+                f"{self.client.url} serves {info['model_path']}, which generates no text"
+            )
 
     async def load_adapter(self, adapter: SavedWeights) -> None:
         """See `Dialect.load_adapter`."""
@@ -69,10 +71,10 @@ class SglangDialect:
         """See `Dialect.unload_adapter`. SGLang waits for the adapter's requests to end."""
         await self._adapters.unload(name)
 
-    async def draw(self, request: SamplingRequest, adapter: str | None) -> SamplingResult:
-        """See `Dialect.draw`.
+    async def sample(self, request: SamplingRequest, adapter: str | None) -> SamplingResult:
+        """See `Dialect.sample`.
 
-        A batch of one prompt many times, since the samples of SGLang's own `n` share one seed.
+        The prompt is repeated in a batch, since the samples of SGLang's own `n` share one seed.
         """
         _check_stops(request.stop)
         seeds = [(request.seed + k) & SEED_MASK for k in range(request.num_samples)]
@@ -86,13 +88,13 @@ class SglangDialect:
         items = await self._generate(body, adapter)
         return SamplingResult(
             [self._sequence(item, request.top_logprobs) for item in items],
-            # Of the first to be computed: others may have found its keys and values in the cache.
+            # The minimum is that of the first one computed; the others may reuse its cache entries.
             PromptScores(cached_tokens=min(cached_tokens(item["meta_info"]) for item in items)),
         )
 
     async def score(self, request: SamplingRequest, adapter: str | None) -> PromptScores:
-        """See `Dialect.score`. A long prompt is asked about in parts: see `scoring`."""
-        refuse_alternatives(request)
+        """See `Dialect.score`. A long prompt is scored in parts: see `scoring`."""
+        reject_alternatives(request)
         scoring = PromptScoring(request)
         for part in scoring.parts:
             body: dict[str, Any] = {
@@ -100,7 +102,7 @@ class SglangDialect:
                 "sampling_params": [{"max_new_tokens": 0, "temperature": 0.0}],
                 "return_logprob": True,
                 "logprob_start_len": part.start - 1,
-                "top_logprobs_num": request.questions.top_k,
+                "top_logprobs_num": request.prompt_logprobs.top_k,
             }
             if part.named:
                 body["token_ids_logprob"] = [part.named]
@@ -136,40 +138,40 @@ class SglangDialect:
         meta = item["meta_info"]
         if meta["finish_reason"]["type"] == "abort":
             raise ServerError(
-                f"the inference server {self.client.url} gave a request up:"
+                f"the inference server {self.client.url} aborted a request:"
                 f" {meta['finish_reason'].get('message', 'no reason given')}"
             )
-        drawn = meta["output_token_logprobs"]
+        sampled = meta["output_token_logprobs"]
         return SampledSequence(
-            tokens=[int(token) for _, token, *_ in drawn],
-            logprobs=[float(logprob) for logprob, *_ in drawn],
+            tokens=[int(token) for _, token, *_ in sampled],
+            logprobs=[float(logprob) for logprob, *_ in sampled],
             stopped=meta["finish_reason"]["type"] == "stop",
             top=top_logprobs(ranked(meta["output_top_logprobs"]), top_k) if top_k else None,
         )
 
 
 def _check_stops(stop: StopRules) -> None:
-    if len(stop.strings) > _MOST_STOP_STRINGS:
+    if len(stop.strings) > _MAX_STOP_STRINGS:
         raise InvalidRequest(
-            f"sampling_params.stop has {len(stop.strings)} strings: this model's sampler is SGLang,"
-            f" which looks for at most {_MOST_STOP_STRINGS}; leave some out, give those that are"
-            " one token by its id, or ask a sampler with backend torch"
+            f"sampling_params.stop: must have at most {_MAX_STOP_STRINGS} strings, because this"
+            f" model's sampler is SGLang; got {len(stop.strings)}. Leave some out, replace strings"
+            " of one token by its id, or use a sampler with backend torch"
         )
 
 
 def lookback_patterns(strings: Sequence[str]) -> list[str]:
-    """Return patterns that match nothing, and make SGLang look far enough back for stop strings.
+    """Return patterns that match nothing, and make SGLang search far enough back for stop strings.
 
-    SGLang looks for them in the last tokens that it drew, as many as its tokenizer makes of the
-    longest string; a model may draw a string as more tokens than that. For a pattern it decodes a
-    token for each character that may match. No string is more tokens than it has bytes.
+    SGLang searches the last generated tokens, as many as its tokenizer needs for the longest
+    string; a model may generate a string as more tokens than that. For a pattern, SGLang decodes
+    one token per character that may match. No string has more tokens than bytes.
     """
     longest = max((len(string.encode()) for string in strings), default=0)
     return [rf"[^\s\S].{{0,{longest}}}"] if longest else []
 
 
 def _sampling_params(request: SamplingRequest, seed: int) -> dict[str, Any]:
-    # Every default is stated: a model's own generation configuration may have others.
+    # Every default is explicit: the model's generation configuration may have others.
     return {
         "max_new_tokens": request.max_tokens,
         "temperature": request.temperature,
@@ -183,8 +185,8 @@ def _sampling_params(request: SamplingRequest, seed: int) -> dict[str, Any]:
         "stop": list(request.stop.strings),
         "stop_regex": lookback_patterns(request.stop.strings),
         "stop_token_ids": sorted(request.stop.token_ids),
-        # It would switch our stop tokens off too. Where there are any, the model's own are among
-        # them.
+        # ignore_eos would disable the stop tokens too. If there are any, they include the model's
+        # own end tokens.
         "ignore_eos": not request.stop.token_ids,
         "no_stop_trim": True,
         "skip_special_tokens": False,

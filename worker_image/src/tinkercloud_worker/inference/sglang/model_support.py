@@ -1,8 +1,8 @@
-"""Models that SGLang computes otherwise than their configuration says, or adapts in part.
+"""Models that SGLang computes differently from their configuration, or can't fully adapt.
 
-Mostly it does so silently: then a trainer's logprobs and an engine's are those of two models. All
-is from the source of SGLang 0.5.23; plans (`tinkercloud_planning.supported`) foresee what is
-refused for it.
+Mostly this is silent: the logprobs of the trainer and the engine would be those of two models. The
+rules are from the source of SGLang 0.5.23; the planner (`tinkercloud_planning.supported`) predicts
+the resulting rejections.
 """
 
 from typing import Any
@@ -16,55 +16,53 @@ from tinkercloud_worker.model.architecture import UnsupportedModelError, check_f
 _WINDOWS_IN_ALL_LAYERS = frozenset(
     {"mistral", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2"}
 )
-"""Families whose windows SGLang does not read, and whose layers all have one, or none."""
+"""Families whose sliding windows SGLang ignores, with a window in all layers or in none."""
 _WINDOWS_IN_SOME_LAYERS = frozenset({"ministral", "qwen2", "qwen2_moe", "qwen3"})
-"""The same, but for layers, which `layer_types` tells apart. A Mistral that has those is read as a
-Ministral by transformers."""
+"""The same with windows in some layers, according to `layer_types`. transformers loads a Mistral
+that has them as a Ministral."""
 _WITHOUT_ADAPTED_OUTPUT = frozenset(
     {"gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4"}
 )
-"""Families whose output layer it takes from the input embedding, past all adapters."""
+"""Families whose output layer is the input embedding without adapters."""
 
 
 def check_windows(path: str, max_context_length: int | None) -> None:
-    """Check that engines attend to the positions that a trainer attends to.
+    """Check that engines attend to the same positions as the trainer.
 
     Args:
-        path: of the model's folder, which may lack the weights.
-        max_context_length: tokens of the longest sequence; None for what the model takes.
+        path: the model's folder, with or without weights.
+        max_context_length: maximum sequence length in tokens; None for the model's limit.
 
     Raises:
-        UnsupportedModelError: they don't.
+        UnsupportedModelError: they attend to other positions.
     """
     config = _read(path)
     window = _window(config)
     longest = capped_context_length(max_context_length, architecture.max_context_length(config))
     if window is not None and window < longest:
         raise UnsupportedModelError(
-            f"sliding_window: SGLang attends to whole sequences of {config.model_type}, which is"
-            f" the same for up to {window} tokens, but sequences may have {longest}; set"
+            f"sliding_window: SGLang ignores the window of {config.model_type}, which is correct"
+            f" only for sequences of up to {window} tokens, but sequences may have {longest}; set"
             f" maxContextLength to {window} or less, or sample with backend torch (no"
             " sampler.engines) or a vLLM server"
         )
 
 
 def unadapted(path: str) -> dict[str, str]:
-    """Return what engines can't adapt of a model, and why: by field of `LoraConfig`.
+    """Return the fields of `LoraConfig` that engines don't support for a model, with reasons.
 
     Args:
-        path: of the model's folder, which may lack the weights.
+        path: the model's folder, with or without weights.
     """
     config = _read(path)
     found = {}
     if config.model_type in _WITHOUT_ADAPTED_OUTPUT:
-        found["train_unembed"] = (
-            "leaves out what adapters add to the output layer of its family (Gemma)"
-        )
+        found["train_unembed"] = "ignores adapters of the output layer of its family (Gemma)"
     if config.model_type == "mixtral":
-        found["train_mlp"] = "takes no adapters of the experts of its family, by their names"
+        found["train_mlp"] = "does not support adapters of the experts of its family (Mixtral)"
     if getattr(config, "kv_lora_rank", None) and not getattr(config, "q_lora_rank", None):
         found["train_attn"] = (
-            "takes no adapters of latent attention whose queries are not compressed"
+            "does not support adapters of latent attention with uncompressed queries"
             " (q_lora_rank: null)"
         )
     return found
@@ -76,7 +74,7 @@ def _read(path: str) -> Any:  # noqa: ANN401 - transformers' configurations have
 
 
 def _window(config: Any) -> int | None:  # noqa: ANN401 - transformers' configurations have no common type
-    """Return how many positions a trainer attends to where SGLang attends to all."""
+    """Return the window of the trainer where SGLang attends to all positions; None if equal."""
     family, window = config.model_type, getattr(config, "sliding_window", None)
     in_some = family in _WINDOWS_IN_SOME_LAYERS and "sliding_attention" in config.layer_types
     return window if in_some or family in _WINDOWS_IN_ALL_LAYERS else None

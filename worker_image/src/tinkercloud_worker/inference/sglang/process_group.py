@@ -1,9 +1,8 @@
-"""Sends whole models to one SGLang engine over a process group.
+"""Sends full models to one SGLang engine over a process group.
 
-Our rank is a process of its own (`process_group_rank`), and is killed whenever anything takes too
-long: its connections close, and an engine that waits for it goes on. An engine that has died breaks
-its connection, or misses the deadline. So neither waits for the other longer than the timeouts
-here.
+The sending rank is a separate process (`process_group_rank`), which is killed when anything takes
+too long: its connections close, and an engine that waits for it continues. A dead engine breaks its
+connection, or misses the deadline. So neither side waits longer than the timeouts here.
 """
 
 import asyncio
@@ -16,30 +15,30 @@ from tinkercloud_worker.inference.weight_host import WeightHost, WeightSender
 from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 NAME = "tinkercloud"
-"""Of the group, in every engine."""
+"""Name of the group in every engine."""
 _RANK = "tinkercloud_worker.inference.sglang.process_group_rank"
 _START_SECONDS = 120.0
-"""For our rank to import torch, and listen."""
+"""Time for the sending rank to import torch, and listen."""
 _STEP_SECONDS = 60.0
-"""For all ranks to meet, or for one part of a model to be sent and loaded."""
+"""Time for all ranks to join, or for one part of a model to be sent and loaded."""
 _RELEASE_SECONDS = 10.0
-"""For an engine to report that our rank has gone."""
+"""Time for an engine to report that the sending rank is gone."""
 
 
 class SglangGroup:
-    """Our rank and those of one engine, which are as many as it has. Belongs to one event loop."""
+    """A process group of a sending rank and all ranks of one engine. Belongs to one event loop."""
 
     way: metrics.Way = "group"
 
     def __init__(
         self, client: InferenceClient, backend: accelerator.Backend, host: WeightHost
     ) -> None:
-        """Make a group; nothing is started yet.
+        """Create a group without starting anything.
 
         Args:
-            client: of the engine.
-            backend: that both sides talk by.
-            host: where our rank is to be.
+            client: client of the engine.
+            backend: communication backend.
+            host: where the sending rank runs.
         """
         self._client = client
         self._backend = backend
@@ -47,15 +46,15 @@ class SglangGroup:
         self._rank: WeightSender | None = None
 
     async def join(self, ranks: int) -> None:
-        """Form the group. Nothing is done if there is one.
+        """Create the process group, unless it exists.
 
         Args:
-            ranks: of the engine.
+            ranks: number of ranks of the engine.
 
         Raises:
-            InvalidRequest: the engine refuses.
-            ServerError: it failed, or our rank did.
-            ServerUnreachable: it is not there.
+            InvalidRequest: the engine rejects it.
+            ServerError: the engine or the sending rank failed.
+            ServerUnreachable: the engine is unreachable.
         """
         if self._rank is not None and not await self._rank.has_ended():
             return
@@ -70,14 +69,14 @@ class SglangGroup:
             raise
 
     async def send(self, model: SavedWeights, most_bytes: int) -> None:
-        """Send all tensors of a whole model, between the beginning and the end of an update.
+        """Send all tensors of a full model, between the begin and the end of an update.
 
         Args:
-            model: to send.
-            most_bytes: of one part, unless one tensor alone is larger.
+            model: the model.
+            most_bytes: maximum size of a part, unless a single tensor is larger.
 
         Raises:
-            InvalidRequest, ServerError, ServerUnreachable: as `join`. There is no group any more.
+            InvalidRequest, ServerError, ServerUnreachable: as `join`. The group has ended then.
         """
         assert self._rank is not None  # noqa: S101 - both sides have joined
         rank = self._rank
@@ -85,7 +84,7 @@ class SglangGroup:
         try:
             async with self._host.weights_of(model) as file:
                 rank.send({"file": str(file), "most_bytes": most_bytes})
-                # Our rank reads and sends a part while the engine still loads the one before.
+                # The sending rank reads and sends a part while the engine loads the previous one.
                 while "names" in (part := await rank.receive(_STEP_SECONDS)):
                     await self._ask(rank, "/update_weights_from_distributed", {**part, **layout})
         except (InvalidRequest, ServerError) as error:
@@ -96,7 +95,7 @@ class SglangGroup:
             raise
 
     async def leave(self) -> None:
-        """End our rank. The engine's ranks wait for nothing, and leave at the next `join`."""
+        """End the sending rank. The engine's ranks leave the group at the next `join`."""
         rank, self._rank = self._rank, None
         if rank is not None:
             await rank.kill()
@@ -114,11 +113,11 @@ class SglangGroup:
 
     @property
     def _versions(self) -> str:
-        """What to add to a failure: NCCL refuses ranks of another version when they first meet."""
+        """Hint for error messages: NCCL rejects ranks of another version when they join."""
         ours = accelerator.required_version(self._backend)
         if ours is None:
             return ""
-        return f" (NCCL here is {ours}; the engine's must be of the same version)"
+        return f" (NCCL here is {ours}; the engine must have the same version)"
 
     @property
     def _purpose(self) -> str:
@@ -141,8 +140,8 @@ class SglangGroup:
                 "backend": self._backend,
             },
         )
-        said = await rank.receive(_STEP_SECONDS)
-        assert "joined" in said, said  # noqa: S101 - our own program
+        message = await rank.receive(_STEP_SECONDS)
+        assert "joined" in message, message  # noqa: S101 - our own program
 
     async def _start(self, address: str, size: int) -> WeightSender:
         options = {
@@ -155,7 +154,7 @@ class SglangGroup:
         return await self._host.start(_RANK, options, self._purpose)
 
     async def _disband(self) -> None:
-        """Have the engine leave the group, which may be an earlier head's."""
+        """Make the engine leave the group, which may be that of an earlier head."""
         body = {"group_name": NAME}
         try:
             await self._client.post("/destroy_weights_update_group", body, seconds=_RELEASE_SECONDS)
@@ -164,16 +163,16 @@ class SglangGroup:
                 raise
 
     async def _ask(self, rank: WeightSender, path: str, body: Json) -> None:
-        """Call the engine for its side of what our rank does; end our rank at the deadline."""
+        """Run the engine's side of an operation; end the sending rank at the deadline."""
         longest = _STEP_SECONDS + _RELEASE_SECONDS
-        asked = asyncio.create_task(self._client.post(path, body, seconds=longest))
+        call = asyncio.create_task(self._client.post(path, body, seconds=longest))
         try:
-            await asyncio.wait({asked}, timeout=_STEP_SECONDS)
-            if asked.done():
-                await asked
+            await asyncio.wait({call}, timeout=_STEP_SECONDS)
+            if call.done():
+                await call
                 return
             await self.leave()
-            await asked
+            await call
         finally:
-            asked.cancel()
+            call.cancel()
         raise rank.failure(f"{path} took longer than {_STEP_SECONDS:.0f} s")

@@ -1,18 +1,18 @@
 """Rank 0 of a process group with one SGLang engine: a process that broadcasts weights from files.
 
-It is a process of its own because it must be killed whatever it waits for: NCCL may end a process
-that waits for a rank which has died, and one that waits in a collective reads no input. Once it has
-ended, its connections are closed, and the engine stops waiting. Its collectives can never
-interleave with a trainer's.
+It is a separate process because it must be killable whatever it waits for: NCCL may end a process
+that waits for a dead rank, and a process in a collective operation reads no input. When it ends,
+its connections close, and the engine stops waiting. Its collective operations never interleave with
+a trainer's.
 
-It reads lines of JSON, `{"file": a safetensors file, "most_bytes": of a part}`, and ends when there
-are no more to come, be it in the middle of a broadcast. It writes such lines:
+It reads lines of JSON, `{"file": a safetensors file, "most_bytes": size of a part}`, and ends at
+the end of the input, even in the middle of a broadcast. It writes these lines:
 
-    {"port": 29500}                                 where its store listens, first of all
-    {"joined": true}                                all ranks that can be waited for are there
-    {"names": [], "dtypes": [], "shapes": []}       of the part that is broadcast next
-    {"sent": 12}                                    parts of the file, all of which were taken
-    {"error": "what went wrong"}                    the last line, if anything did
+    {"port": 29500}                                 port of its store, first
+    {"joined": true}                                all ranks have joined (gloo)
+    {"names": [], "dtypes": [], "shapes": []}       tensors of the next part
+    {"sent": 12}                                    number of parts, all received
+    {"error": "what went wrong"}                    the last line, if it failed
 """
 
 import os
@@ -40,22 +40,22 @@ from tinkercloud_worker.inference.sglang.tensors import buckets, flatten
 Broadcast = Callable[[Tensor], None]
 """Broadcasts bytes to all other ranks; returns once their memory may be reused."""
 _SET_BY_ENGINES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""What SGLang sets for itself, and NCCL needs to be alike at all ranks."""
+"""Settings of SGLang that NCCL requires to be equal at all ranks."""
 _SET_BY_DIVIDED_ENGINES = {"NCCL_MIN_NCHANNELS": "8", "NCCL_MAX_NCHANNELS": "8"}
-"""What it sets too where a deterministic engine has several ranks."""
+"""Further settings of deterministic engines with several ranks."""
 
 
 def main() -> None:
-    """Send the models that are asked for, until the input ends."""
+    """Send the requested models until the input ends."""
     options = _options()
     run_sender(lambda say, asked: _work(options, say, asked))
 
 
 def _work(options: Namespace, say: Say, asked: "SimpleQueue[dict[str, Any]]") -> None:
-    patience = timedelta(seconds=options.seconds)
-    store = _store(options.address, patience)
+    timeout = timedelta(seconds=options.seconds)
+    store = _store(options.address, timeout)
     say({"port": store.port})
-    broadcast = _join(options, store, patience)
+    broadcast = _join(options, store, timeout)
     say({"joined": True})
     while True:
         request = asked.get()
@@ -73,44 +73,44 @@ def _options() -> Namespace:
     return parser.parse_args()
 
 
-def _store(address: str, patience: timedelta) -> TCPStore:
-    """Return a store that listens at one address alone: whoever reaches it may write to it."""
+def _store(address: str, timeout: timedelta) -> TCPStore:
+    """Return a store that listens on one address only: any client can write to it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.create_server((address, 0), family=family)
     return TCPStore(
         address,
         listening.getsockname()[1],
         is_master=True,
-        timeout=patience,
+        timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )
 
 
-def _join(options: Namespace, store: Store, patience: timedelta) -> Broadcast:
-    """Make the group whose other ranks SGLang's `init_custom_process_group` makes.
+def _join(options: Namespace, store: Store, timeout: timedelta) -> Broadcast:
+    """Join the group that SGLang's ranks join with `init_custom_process_group`.
 
-    Ranks find each other in the store under prefixes: the group's name where a rendezvous ends,
-    then those of torch's `_new_process_group_helper`, name and device. Gloo waits for all ranks
-    here, NCCL in its first broadcast.
+    Ranks find each other in the store under prefixes: the group's name from the rendezvous, then
+    name and device from torch's `_new_process_group_helper`. Gloo waits for all ranks here, NCCL in
+    its first broadcast.
     """
     device = accelerator.DEVICE_OF_BACKEND[options.backend]
     for prefix in (options.group_name, f"{options.group_name}/", f"{device}/"):
         store = PrefixStore(prefix, store)
     if options.backend == "gloo":
-        whence = dist.BroadcastOptions()
-        whence.rootRank, whence.rootTensor = 0, 0
-        gloo = ProcessGroupGloo(store, 0, options.world_size, patience)
-        return lambda flat: gloo.broadcast([flat], whence).wait()  # type: ignore[attr-defined] # as above
+        options_of_broadcast = dist.BroadcastOptions()
+        options_of_broadcast.rootRank, options_of_broadcast.rootTensor = 0, 0
+        gloo = ProcessGroupGloo(store, 0, options.world_size, timeout)
+        return lambda flat: gloo.broadcast([flat], options_of_broadcast).wait()  # type: ignore[attr-defined] # as above
     os.environ.update(_SET_BY_ENGINES)
-    ranks_of_the_engine = options.world_size - 1
-    if ranks_of_the_engine > 1:
+    engine_ranks = options.world_size - 1
+    if engine_ranks > 1:
         os.environ.update(_SET_BY_DIVIDED_ENGINES)
-    return accelerator.broadcast_from_gpu(store, options.world_size, patience)
+    return accelerator.broadcast_from_gpu(store, options.world_size, timeout)
 
 
 def _sent(part: dict[str, Tensor], broadcast: Broadcast, say: Say) -> int:
-    """Send a part as one flat tensor of bytes; the engine is told what lies where in it."""
+    """Send a part as one flat tensor of bytes, preceded by a line with its layout."""
     ordered, flat = flatten(part)
     say(
         {

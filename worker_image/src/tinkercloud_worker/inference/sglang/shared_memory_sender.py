@@ -2,14 +2,14 @@
 
 It writes lines of JSON:
 
-    {"handles": ["gASV..."]}        of the next part, for each of the engine's ranks, in base64
-    {"done": true}                  all parts have been loaded
-    {"error": "what went wrong"}    the last line, if anything did
+    {"handles": ["gASV..."]}        handles of the next part, one per rank, in base64
+    {"done": true}                  all parts were loaded
+    {"error": "what went wrong"}    the last line, if it failed
 
-and reads one for each part that the engine has loaded, whose memory it then frees.
+It reads one line for each part that the engine has loaded, and frees the part's memory then.
 
-A handle is what torch pickles when a tensor is sent to another process, restricted to names that
-SGLang's unpickler allows. It is valid on one machine, for processes that see the same /dev/shm and
+A handle is what torch pickles when it sends a tensor to another process, restricted to the names
+that SGLang's unpickler allows. It is valid on one machine, for processes that share /dev/shm and
 /tmp.
 """
 
@@ -35,7 +35,7 @@ from tinkercloud_worker.inference.sglang.tensors import bucket, buckets, flatten
 def main() -> None:
     """Share all parts of a file."""
     options = _options()
-    # The other strategy passes open files, which only related processes can receive.
+    # The other strategy passes file descriptors, which only related processes can receive.
     set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     run_sender(lambda say, loaded: _work(options, say, loaded))
 
@@ -50,30 +50,30 @@ def _options() -> Namespace:
 
 
 def _work(options: Namespace, say: Say, loaded: "SimpleQueue[dict[str, Any]]") -> None:
-    being_read: Tensor | None = None
+    in_use: Tensor | None = None
     for part in buckets(options.file, options.most_bytes):
         ordered, flat = flatten(part)
-        # The engine still reads the part before.
+        # The engine is still reading the previous part.
         shared = flat.to(options.memory)
         handles = [_handle(ordered, shared) for _ in range(options.ranks)]
-        if being_read is not None:
+        if in_use is not None:
             loaded.get()
-        being_read = shared
+        in_use = shared
         say({"handles": handles})
-    if being_read is not None:
+    if in_use is not None:
         loaded.get()
     say({"done": True})
 
 
 def _handle(ordered: dict[str, Tensor], shared: Tensor) -> str:
-    """Return a pickled flattened bucket with a handle of its bytes; it can be opened once."""
+    """Return a pickled flattened bucket with a handle of its bytes, for one use."""
     written = BytesIO()
     _Handles(written).dump(bucket(ordered, shared))
     return base64.b64encode(written.getvalue()).decode()
 
 
 class _Handles(ForkingPickler):
-    """Pickles tensors as torch does for its own processes, in a form that others can open."""
+    """Pickles tensors as torch does for its own processes, so that others can open them."""
 
     def reducer_override(self, value: object) -> Any:  # noqa: ANN401 - as in its base
         if isinstance(value, Tensor) and (handle := accelerator.ipc_handle(value)):
@@ -89,8 +89,9 @@ def _of_machine(
     _, file, size = storage._share_filename_cpu_()
     # The process that opens the file drops this reference.
     storage._shared_incref()  # type: ignore[no-untyped-call]
-    # torch's manager process removes the files of processes that have ended, once all that use it
-    # have. Without the name of ours, the engine uses its own, and ours ends with us.
+    # torch's manager process removes the files of ended processes once all its users have ended.
+    # Without the name of this process's manager, the engine uses its own, and this one ends with
+    # us.
     return rebuild_storage_filename, (type(storage), b"", file, size)
 
 

@@ -1,8 +1,8 @@
-"""Tensors in the requests that SGLang takes them in.
+"""Encodes tensors for requests to SGLang.
 
-SGLang reads one format: a pickle restricted to a list of allowed names. It is written here and
-never read, and names tensors, sizes and dtypes alone. Tensors are passed by value, or, to an engine
-on the same machine, as handles of shared memory.
+SGLang reads one format: a pickle restricted to a list of allowed names. It is only written here,
+never read, and contains names, sizes and dtypes of tensors. Tensors are passed by value or, to an
+engine on the same machine, as handles of shared memory.
 """
 
 import base64
@@ -22,12 +22,12 @@ _QUERIES, _KEYS_AND_VALUES = ".q_a_proj.", ".kv_a_proj_with_mqa."
 
 
 def request_body(fields: Mapping[str, Any], tensors: Tensors, ranks: int) -> bytes:
-    """Return a request that carries tensors, as JSON. Slow for many bytes.
+    """Return a JSON request with tensors. Slow for large tensors.
 
     Args:
-        fields: the rest of the request.
-        tensors: at least one.
-        ranks: of the engine; each reads a copy of its own.
+        fields: other fields of the request.
+        tensors: at least one tensor.
+        ranks: number of ranks of the engine; each gets its own copy.
     """
     copies = [base64.b64encode(pickled_bucket(tensors)).decode()] * ranks
     carried = {"serialized_named_tensors": copies, "load_format": "flattened_bucket"}
@@ -35,16 +35,16 @@ def request_body(fields: Mapping[str, Any], tensors: Tensors, ranks: int) -> byt
 
 
 def pickled_bucket(tensors: Tensors) -> bytes:
-    """Return a pickled flattened bucket that carries its bytes."""
+    """Return a pickled flattened bucket with its bytes."""
     ordered, flat = flatten(tensors)
     return pickle.dumps(bucket(ordered, flat), protocol=4)
 
 
 def bucket(ordered: Tensors, flat: Tensor) -> dict[str, Any]:
-    """Return what SGLang calls a flattened bucket: one flat tensor of bytes, and what lies where.
+    """Return SGLang's flattened bucket: one flat tensor of bytes and its layout.
 
     Args:
-        ordered: the tensors in the order in which they lie.
+        ordered: the tensors in their order in the flat tensor.
         flat: their bytes, uint8 [total size], on any device.
     """
     metadata, start = [], 0
@@ -57,15 +57,15 @@ def bucket(ordered: Tensors, flat: Tensor) -> dict[str, Any]:
 
 
 def flatten(tensors: Tensors) -> tuple[dict[str, Tensor], Tensor]:
-    """Lay tensors one after another, as SGLang cuts them out again.
+    """Concatenate the bytes of tensors in an order that SGLang can split.
 
     Args:
-        tensors: at least one.
+        tensors: at least one tensor.
 
     Returns:
-        The tensors in the order in which they lie, and their bytes, uint8 [total size], on the CPU.
+        The tensors in order, and their bytes, uint8 [total size], on the CPU.
     """
-    # A slice is viewed as its dtype, so it must begin at a multiple of that one's size.
+    # SGLang views each slice as its dtype, so it must be aligned to the element size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     parts = [tensor.detach().cpu().flatten().view(torch.uint8) for tensor in ordered.values()]
     return ordered, torch.cat(parts)
@@ -75,8 +75,8 @@ def buckets(path: Path, most_bytes: int) -> Iterator[dict[str, Tensor]]:
     """Read a safetensors file part by part.
 
     Args:
-        path: of the file.
-        most_bytes: of a part, unless what must be in one is larger.
+        path: path of the file.
+        most_bytes: maximum size of a part, unless a group of tensors is larger.
     """
     part: dict[str, Tensor] = {}
     size = 0
@@ -94,15 +94,15 @@ def buckets(path: Path, most_bytes: int) -> Iterator[dict[str, Tensor]]:
 
 
 def _grouped(names: Iterable[str]) -> Iterator[list[str]]:
-    """Yield names in alphabetical order, grouped where SGLang takes several only together.
+    """Yield names in alphabetical order, grouped where SGLang needs several tensors together.
 
-    It fuses the two down-projections of a layer of latent attention, of queries and of keys and
+    SGLang fuses the two down-projections of a latent attention layer, for queries and for keys and
     values, and drops one that arrives without the other.
     """
-    left = set(names)
-    for name in sorted(left):
+    remaining = set(names)
+    for name in sorted(remaining):
         one, other = _QUERIES, _KEYS_AND_VALUES
-        together = {name, name.replace(one, other), name.replace(other, one)} & left
-        left -= together
+        together = {name, name.replace(one, other), name.replace(other, one)} & remaining
+        remaining -= together
         if together:
             yield sorted(together)

@@ -1,7 +1,7 @@
-"""Loads a whole model's weights into an SGLang engine.
+"""Loads the weights of a full model into an SGLang engine.
 
-Weights that are sent replace the engine's in place, part by part, so that nothing may be drawn
-meanwhile; its weight version says so until the last part has arrived.
+The weights replace the engine's in place, part by part, so it must not generate meanwhile; its
+weight version marks the update as unfinished until the last part has arrived.
 """
 
 import asyncio
@@ -31,75 +31,75 @@ log = structlog.get_logger(__name__)
 _CALL_SECONDS = 120.0
 _WEIGHTS_SECONDS = 1800.0
 _DRAIN_SECONDS = 60.0
-"""For what still runs in an engine to end; what was given up ends with the step that computes."""
+"""Time for running requests to end; aborted ones end with the current step."""
 _NOT_FLUSHED = "the cache was not flushed"
-"""Part of its message that it has replaced its weights, and kept their version's name."""
+"""Part of SGLang's message that it has replaced the weights, but not their version."""
 _BUCKET_BYTES = 256 << 20
-"""Of the tensors in one request, counted once for each rank."""
-_MOST_SENT_BYTES = 4 << 30
-_WHAT = "whole models"
+"""Size of the tensors in one request, counted once for each rank."""
+_MAX_SENT_BYTES = 4 << 30
+_WHAT = "full models"
 
 _GATE_OR_UP = frozenset({"gate_proj", "up_proj", "gate_up_proj"})
-"""SGLang makes experts adaptable where one of these and `down_proj` are to be."""
+"""SGLang makes experts adaptable if one of these and `down_proj` are target modules."""
 
 _Update = Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]
-"""Sends something between the beginning and the end of an update."""
+"""Runs a transfer between the begin and the end of an update."""
 
 
 class DirectTransfer(Protocol):
-    """Transfers whole models to one engine, neither in requests nor by a folder that it sees."""
+    """Transfers full models to one engine without requests or a shared folder."""
 
     way: metrics.Way
-    """What it is called in metrics, and in the log."""
+    """Name in metrics and in the log."""
 
     async def join(self, ranks: int) -> None:
-        """Prepare for an engine of so many ranks. Raises as `send`."""
+        """Prepare for an engine with this number of ranks. Raises as `send`."""
 
     async def send(self, model: SavedWeights, most_bytes: int) -> None:
-        """Transfer all tensors of a whole model, in parts, while the engine is in an update.
+        """Transfer all tensors of a full model, in parts, during an update of the engine.
 
         Raises:
-            NotFound: its weights are gone.
-            WeightHostLost: the machine that holds them is.
-            InvalidRequest: the engine refuses this method.
-            ServerError: it failed, or our side did.
-            ServerUnreachable: it is not there.
+            NotFound: the weights do not exist any more.
+            WeightHostLost: the machine with the weights was lost.
+            InvalidRequest: the engine rejects this method.
+            ServerError: the engine or the sender failed.
+            ServerUnreachable: the engine is unreachable.
         """
 
     async def leave(self) -> None:
-        """Drop local state: the engine restarted and left the group."""
+        """Reset local state: the engine has restarted and left the group."""
 
     async def close(self) -> None:
         """Disconnect from the engine."""
 
 
 class SglangWeights:
-    """Loads weights into one engine, which draws nothing meanwhile. Belongs to one event loop."""
+    """Loads weights into one engine, which generates nothing meanwhile. For one event loop."""
 
     def __init__(self, client: InferenceClient, direct: DirectTransfer | None) -> None:
-        """Make a loader of weights; the engine is not asked yet.
+        """Create a loader without calling the engine.
 
         Args:
-            client: of the engine.
-            direct: transfers whole models, if it can; None for requests and files alone.
+            client: client of the engine.
+            direct: preferred transfer of full models; None to use only requests and files.
         """
         self._client = client
-        self._delivery = Delivery(client, _WHAT, most_sent_bytes=_MOST_SENT_BYTES)
+        self._delivery = Delivery(client, _WHAT, most_sent_bytes=_MAX_SENT_BYTES)
         self._direct = direct
         self._direct_method = TransferMethod(
             client, _WHAT, "none" if direct is None else direct.way
         )
 
     async def check_experts(self, model: SavedWeights) -> None:
-        """Check that the engine takes a model's experts, if it has any.
+        """Check that the engine can load a model's experts, if it has any.
 
-        SGLang 0.5.23 looks for experts' weights where they were before it made them adaptable,
-        finds none there, and says that it has loaded them.
+        SGLang 0.5.23 looks for the weights of adaptable experts at their old location, finds none,
+        and reports success.
 
         Raises:
-            InvalidRequest: it would leave experts unchanged.
-            ServerError: the engine failed, is not there, or does not say what may be adapted.
-            NotFound: somebody has removed the model's folder.
+            InvalidRequest: the engine would leave experts unchanged.
+            ServerError: the engine failed, is unreachable, or does not report its target modules.
+            NotFound: the model's folder was removed.
         """
         names = await asyncio.to_thread(model.tensor_names)
         if not any(".experts." in name for name in names):
@@ -107,10 +107,11 @@ class SglangWeights:
         info = await self._client.get("/server_info", seconds=_CALL_SECONDS)
         if _adapts_experts(info):
             raise InvalidRequest(
-                "this model's sampler is SGLang, which leaves experts as they are where adapters"
-                " may adapt them; have --lora-target-modules (sampler.engines.loraTargetModules of"
-                " a BaseModel) name no modules of experts, but such as q_proj, k_proj, v_proj,"
-                " o_proj and lm_head, or save the model's weights under a name and sample elsewhere"
+                "this model's sampler is SGLang, which does not update experts that adapters may"
+                " target; remove the modules of experts from --lora-target-modules"
+                " (sampler.engines.loraTargetModules of a BaseModel), leaving for example q_proj,"
+                " k_proj, v_proj, o_proj and lm_head, or save the model's weights with a name and"
+                " sample from them elsewhere"
             )
 
     async def load(self, model: SavedWeights, *, version: str, unfinished: str) -> None:
@@ -118,12 +119,12 @@ class SglangWeights:
 
         Args:
             model: a Hugging Face folder.
-            version: weight version that the engine then has.
-            unfinished: weight version in between.
+            version: weight version after the update.
+            unfinished: weight version during the update.
 
         Raises:
-            ServerError: the engine failed, or is not there; which weights it has is not certain.
-            NotFound: somebody has removed the folder.
+            ServerError: the engine failed, or is unreachable; its weights are unknown then.
+            NotFound: the folder was removed.
         """
         await self.drain()
         update = partial(self._update, version=version, unfinished=unfinished)
@@ -137,7 +138,7 @@ class SglangWeights:
             except ServerUnreachable:
                 raise
             except WeightHostLost as loss:
-                log.warning("a whole model goes another way", reason=loss.message)
+                log.warning("direct transfer of a model failed; falling back", reason=loss.message)
             except (InvalidRequest, ServerError) as refusal:
                 self._direct_method.disable(refusal.message)
             else:
@@ -154,11 +155,11 @@ class SglangWeights:
     async def drain(self) -> None:
         """Wait until nothing runs in the engine, and flush its cache.
 
-        SGLang forgets a request that is given up before the step that computes it has ended. In
-        between it refuses to flush its cache, and ends if it is told to release its memory.
+        SGLang forgets an aborted request before the step that computes it has ended. In between it
+        refuses to flush its cache, and crashes if it is asked to release its memory.
 
         Raises:
-            ServerError: something still runs after a minute, or the engine is not there.
+            ServerError: a request still runs after a minute, or the engine is unreachable.
         """
         await self._call(f"/flush_cache?timeout={_DRAIN_SECONDS}", {})
 
@@ -166,13 +167,13 @@ class SglangWeights:
         """Set the engine's weight version.
 
         Raises:
-            ServerError: the engine failed, or is not there.
+            ServerError: the engine failed, or is unreachable.
         """
         body = {"new_version": version, "abort_all_requests": False}
         await self._call("/update_weight_version", body)
 
     async def forget(self) -> None:
-        """Drop local state: the engine restarted, is in no group, and may refuse less."""
+        """Reset local state after a restart of the engine, which is in no group then."""
         if self._direct is not None:
             await self._direct.leave()
             self._direct_method.re_enable()
@@ -183,20 +184,20 @@ class SglangWeights:
             await self._direct.close()
 
     async def load_folder(self, folder: Path, *, version: str, unfinished: str) -> None:
-        """Replace the engine's weights by those of a folder, as the engine sees it.
+        """Replace the engine's weights by those of a folder.
 
         Args:
-            folder: a Hugging Face folder.
-            version: weight version that the engine then has.
-            unfinished: weight version in between.
+            folder: path of a Hugging Face folder in the engine.
+            version: weight version after the update.
+            unfinished: weight version during the update.
 
         Raises:
-            ServerError: the engine failed, or is not there; which weights it has is not certain.
+            ServerError: the engine failed, or is unreachable; its weights are unknown then.
         """
         await self.drain()
-        # If it refuses it may have replaced its weights all the same, under the version before.
+        # If it reports an error, it may still have replaced its weights, under the old version.
         await self.set_version(unfinished)
-        # Keys and values of a prompt belong to the weights they were computed with.
+        # Cached keys and values are only valid for the weights they were computed with.
         body = {"model_path": str(folder), "weight_version": version, "flush_cache": True}
         with metrics.loading(self._client.url, "model", "file"):
             try:
@@ -204,7 +205,7 @@ class SglangWeights:
             except ServerError as error:
                 if _NOT_FLUSHED not in error.message:
                     raise
-                # Something has begun since the engine was drained, such as a probe of its health.
+                # A request has started since the engine was drained, such as a health check.
                 await self.drain()
                 await self._call("/update_weights_from_disk", body, seconds=_WEIGHTS_SECONDS)
 
@@ -222,13 +223,13 @@ class SglangWeights:
     async def _update(
         self, send: Callable[[], Awaitable[None]], *, version: str, unfinished: str
     ) -> None:
-        """Replace the engine's weights part by part; its version says so meanwhile."""
+        """Replace the engine's weights part by part, marked as unfinished in its version."""
         await self.set_version(unfinished)
         await self._begin()
         try:
             await send()
         except ServerUnreachable:
-            # The next update ends the one that is open.
+            # The next update ends this one.
             raise
         except BaseException:
             await self._call("/end_weight_update", {})
@@ -242,7 +243,7 @@ class SglangWeights:
         except ServerError as error:
             if "already open" not in error.message:
                 raise
-            # Another process began it and has ended.
+            # A process that has ended left the update open.
             await self._call("/end_weight_update", {})
             await self._call("/begin_weight_update", {})
 
@@ -257,10 +258,10 @@ class SglangWeights:
 
 
 def _adapts_experts(info: Json) -> bool:
-    """Return whether adapters may adapt experts of an engine.
+    """Return whether adapters may target experts in an engine.
 
     Args:
-        info: what it says of itself (`/server_info`).
+        info: the engine's `/server_info`.
     """
     if not info.get("enable_lora"):
         return False

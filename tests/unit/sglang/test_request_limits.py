@@ -1,4 +1,4 @@
-"""What is sent to servers of either kind has bounds, and what has none is refused."""
+"""Requests to servers of either kind are limited, and unlimited ones rejected."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_testing.engines import a_sampling_request
-from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest
+from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingRequest
 from tinkercloud_worker.inference.client import InferenceClient, Json, ServerUnreachable
 from tinkercloud_worker.inference.dialect import Dialect
 from tinkercloud_worker.inference.sglang.dialect import SglangDialect
@@ -17,7 +17,7 @@ from tinkercloud_worker.inference.vllm import VllmDialect
 
 
 class Away(InferenceClient):
-    """A server that is sent requests, and never answers."""
+    """A server that receives requests and never responds."""
 
     def __init__(self) -> None:
         super().__init__("http://away", key=None, max_concurrent=1)
@@ -29,7 +29,7 @@ class Away(InferenceClient):
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "sent"),
     [(0, 0), (1, 1), (50, 50), ((1 << 30) - 1, (1 << 30) - 1), (1 << 30, 0), (1 << 31, 0)],
 )
 @pytest.mark.parametrize(
@@ -37,22 +37,22 @@ class Away(InferenceClient):
     [(SglangDialect, -1), (lambda client: VllmDialect(client, "tiny"), 0)],
     ids=["sglang", "vllm"],
 )
-async def test_a_top_k_that_no_server_can_count_to_is_all_tokens(
-    make: Callable[[InferenceClient], Dialect], everything: int, asked: int, told: int
+async def test_a_top_k_of_more_than_32_bits_means_all_tokens(
+    make: Callable[[InferenceClient], Dialect], everything: int, asked: int, sent: int
 ) -> None:
     client = Away()
 
     with pytest.raises(ServerUnreachable):
-        await make(client).draw(a_sampling_request([1], top_k=asked), None)
+        await make(client).sample(a_sampling_request([1], top_k=asked), None)
 
     [body] = client.sent
     params: dict[str, Any] = body.get("sampling_params", [body])[0]
-    assert params["top_k"] == (told or everything)
+    assert params["top_k"] == (sent or everything)
 
 
 @pytest.mark.parametrize("top_k", [0, 20])
 @pytest.mark.parametrize("columns", [0, 1, 20])
-def test_an_answer_about_a_prompt_has_a_bound_however_different_its_targets(
+def test_responses_for_a_prompt_are_limited_even_if_all_targets_differ(
     top_k: int, columns: int
 ) -> None:
     targets = np.arange(4095 * columns).reshape(4095, columns) if columns else None
@@ -65,16 +65,16 @@ def test_an_answer_about_a_prompt_has_a_bound_however_different_its_targets(
     assert parts[-1].end == 4096
 
 
-def test_targets_that_cost_too_much_are_refused_by_name_and_the_same_everywhere_are_not() -> None:
+def test_too_expensive_targets_are_rejected_but_not_equal_ones() -> None:
     different = np.arange(131071 * 20).reshape(131071, 20)
 
-    with pytest.raises(InvalidRequest, match=r"^target_prompt_logprobs: .* name fewer tokens"):
+    with pytest.raises(InvalidRequest, match=r"^target_prompt_logprobs: .* Request fewer tokens"):
         PromptScoring(scored(131072, 0, different))
 
     PromptScoring(scored(131072, 0, np.tile(np.arange(20), (131071, 1))))
 
 
 def scored(length: int, top_k: int, targets: np.ndarray | None) -> SamplingRequest:
-    """Return a request that asks about all positions of a prompt."""
-    questions = PromptQuestions(logprobs_from=1, top_k=top_k, targets=targets)
-    return a_sampling_request([1] * length, questions=questions)
+    """Return a request that scores all positions of a prompt."""
+    prompt_logprobs = PromptLogprobParams(logprobs_from=1, top_k=top_k, targets=targets)
+    return a_sampling_request([1] * length, prompt_logprobs=prompt_logprobs)

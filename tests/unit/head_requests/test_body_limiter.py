@@ -1,4 +1,4 @@
-"""Large bodies of one owner are read one after another, and those of others next to them."""
+"""Large bodies of one owner are parsed one after another, concurrently with other owners."""
 
 import asyncio
 import threading
@@ -13,14 +13,14 @@ from tinkercloud_protocol.sampling import SampleRequest, parse_sample
 from tinkercloud_testing.served_heads import a_served_head
 from tinkercloud_testing.waiting import wait_until
 from tinkercloud_worker.head import app
-from tinkercloud_worker.head.reading_room import ReadingRoom
+from tinkercloud_worker.head.body_limiter import BodyLimiter
 
 
 class Readers:
-    """Bodies that are read until they are told to end."""
+    """Bodies that are parsed until `end` is called."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.room = ReadingRoom(max_bytes)
+        self.limiter = BodyLimiter(max_bytes)
         self.reading: list[str] = []
         self.ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -31,7 +31,7 @@ class Readers:
         await settled()
 
     async def _read(self, name: str, owner: str, size: int) -> None:
-        async with self.room.room(owner, size):
+        async with self.limiter.reserve(owner, size):
             self.reading.append(name)
             await self.ends[name].wait()
             self.reading.remove(name)
@@ -52,7 +52,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_bodies_wait_in_order_until_those_of_their_owner_leave_room() -> None:
+async def test_bodies_wait_in_order_until_their_owner_has_room() -> None:
     readers = Readers(max_bytes=10)
     for name, size in (("a", 6), ("b", 6), ("c", 1)):
         await readers.begin(name, "eve", size)
@@ -63,7 +63,7 @@ async def test_bodies_wait_in_order_until_those_of_their_owner_leave_room() -> N
     assert readers.reading == ["d", "b", "c"]
 
 
-async def test_a_body_larger_than_the_room_is_read_alone() -> None:
+async def test_a_body_larger_than_the_limit_is_parsed_alone() -> None:
     readers = Readers(max_bytes=10)
     await readers.begin("a", "eve", 1)
     await readers.begin("large", "eve", 1000)
@@ -75,7 +75,7 @@ async def test_a_body_larger_than_the_room_is_read_alone() -> None:
 
 
 @pytest.mark.parametrize("cancelled", ["running", "first", "second"])
-async def test_a_body_that_is_cancelled_leaves_its_room_to_others(cancelled: str) -> None:
+async def test_a_cancelled_body_releases_its_reservation(cancelled: str) -> None:
     readers = Readers(max_bytes=10)
     for name in ("running", "first", "second", "third"):
         await readers.begin(name, "eve", 10)
@@ -90,13 +90,13 @@ async def test_a_body_that_is_cancelled_leaves_its_room_to_others(cancelled: str
         await readers.end(name)
 
 
-async def test_a_body_that_is_cancelled_just_as_it_is_admitted_leaves_its_room() -> None:
+async def test_a_body_cancelled_on_admission_releases_its_reservation() -> None:
     readers = Readers(max_bytes=10)
     for name in ("running", "first", "second"):
         await readers.begin(name, "eve", 10)
 
     readers.ends["running"].set()
-    # The running one ends in the next turn of the loop, and the first would begin in the one after.
+    # The running one ends in the next iteration of the loop, the first would start after that.
     await asyncio.sleep(0)
     assert readers.reading == []
     await readers.cancel("first")
@@ -105,15 +105,15 @@ async def test_a_body_that_is_cancelled_just_as_it_is_admitted_leaves_its_room()
     await readers.end("second")
 
 
-async def test_large_bodies_of_one_owner_do_not_keep_those_of_another_from_being_read(
+async def test_large_bodies_of_one_owner_do_not_block_those_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[str] = []
+    started: list[str] = []
     may_end = threading.Event()
 
     def held(body: bytes) -> SampleRequest:
         request = parse_sample(body)
-        begun.append(f"{request.sampling_session_id} {request.seq_id}")
+        started.append(f"{request.sampling_session_id} {request.seq_id}")
         may_end.wait()
         return request
 
@@ -134,10 +134,10 @@ async def test_large_bodies_of_one_owner_do_not_keep_those_of_another_from_being
             return (await head.send(routes.ASAMPLE, orjson.dumps(body), session)).status
 
         sent = [asyncio.create_task(send("eve", seq_id)) for seq_id in range(3)]
-        await asyncio.to_thread(wait_until, lambda: len(begun) == 1, "one of eve's is read")
+        await asyncio.to_thread(wait_until, lambda: len(started) == 1, "one of eve's is read")
         sent.append(asyncio.create_task(send("bob", 0)))
-        await asyncio.to_thread(wait_until, lambda: len(begun) == 2, "bob's is read")
+        await asyncio.to_thread(wait_until, lambda: len(started) == 2, "bob's is read")
 
-        assert [name.split(":")[0] for name in begun] == ["eve", "bob"]
+        assert [name.split(":")[0] for name in started] == ["eve", "bob"]
         may_end.set()
         assert await asyncio.gather(*sent) == [200] * 4

@@ -1,4 +1,4 @@
-"""What the processes behind SGLang's server make of one prompt: our torch sampler's answers."""
+"""Generation by the fake SGLang engine: results of the torch sampler in SGLang's format."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,26 +12,28 @@ from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
 from tinkercloud_testing.sglang_definitions import SAMPLING, definition
 from tinkercloud_testing.sglang_parts import finish_reasons
 from tinkercloud_testing.sglang_stops import ended
-from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingRequest, StopRules
+from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingRequest, StopRules
 
 Json = dict[str, Any]
 
 
-async def drawn(engine: Engine, version: str, asked: Any, index: int, *, tempered: bool) -> Json:
-    """Return the fields of SGLang's answer to one prompt.
+async def generated(
+    engine: Engine, version: str, asked: Any, index: int, *, tempered: bool
+) -> Json:
+    """Return the fields of SGLang's response for one prompt.
 
     Args:
-        engine: that computes.
-        version: of its sampler, to draw from.
-        asked: SGLang's GenerateReqInput, of many prompts.
-        index: which of them.
-        tempered: whether logprobs are those of the distribution that was drawn from.
+        engine: the engine that computes.
+        version: version of its sampler.
+        asked: SGLang's GenerateReqInput with several prompts.
+        index: index of the prompt.
+        tempered: whether logprobs are those at the sampling temperature.
     """
     params: Any = definition("SamplingParams", SAMPLING).model_validate(
         asked.sampling_params[index]
     )
     if (params.top_k or 0) >= 1 << 31:
-        # It makes a tensor of 32-bit numbers of it.
+        # SGLang stores it in a 32-bit tensor.
         raise EOFError
     request = _request(asked, index, params)
     result = await engine.sampler.sample(version, request)
@@ -85,11 +87,11 @@ def _first(sequence: SampledSequence, count: int) -> SampledSequence:
 async def _tempered(
     engine: Engine, version: str, request: SamplingRequest, sequence: SampledSequence
 ) -> SampledSequence:
-    """Return the logprobs of the distribution that was drawn from, as SGLang does unasked."""
+    """Return logprobs at the sampling temperature, as SGLang does by default."""
     text = [*request.prompt.tolist(), *sequence.tokens]
     every = list(range(engine.trainer.limits.vocab_size))
     targets = np.tile(np.asarray(every, np.int64), (len(text) - 1, 1))
-    asked = _plain_request(text, PromptQuestions(targets=targets))
+    asked = _plain_request(text, PromptLogprobParams(targets=targets))
     scored = (await engine.sampler.sample(version, asked)).prompt.targets
     assert scored is not None
     scaled = scored[len(request.prompt) - 1 :] / request.temperature
@@ -109,30 +111,30 @@ def _request(asked: Any, index: int, params: Any) -> SamplingRequest:
         temperature=params.temperature,
         top_k=max(params.top_k or 0, 0),
         top_p=params.top_p,
-        # It is asked for more than that: what ends over a string is cut off.
+        # Stop strings are applied afterwards, by truncating the sequence.
         stop=StopRules(ends, ()),
         top_logprobs=asked.top_logprobs_num,
-        questions=_questions(asked, index),
+        prompt_logprobs=_prompt_logprobs(asked, index),
     )
 
 
-def _plain_request(prompt: list[int], questions: PromptQuestions) -> SamplingRequest:
+def _plain_request(prompt: list[int], prompt_logprobs: PromptLogprobParams) -> SamplingRequest:
     ends = StopRules(frozenset(), ())
     tokens = np.asarray(prompt, np.int32)
-    return SamplingRequest(tokens, 1, 1, 1, 0.0, 0, 1.0, ends, questions=questions)
+    return SamplingRequest(tokens, 1, 1, 1, 0.0, 0, 1.0, ends, prompt_logprobs=prompt_logprobs)
 
 
-def _questions(asked: Any, index: int) -> PromptQuestions:
+def _prompt_logprobs(asked: Any, index: int) -> PromptLogprobParams:
     start, length = asked.logprob_start_len, len(asked.input_ids[index])
     if start < 0 or length == 1:
-        return PromptQuestions()
+        return PromptLogprobParams()
     ids = asked.token_ids_logprob
     rows = np.tile(np.asarray(ids[index], np.int64), (length - 1, 1)) if ids else None
-    return PromptQuestions(start + 1, asked.top_logprobs_num, rows)
+    return PromptLogprobParams(start + 1, asked.top_logprobs_num, rows)
 
 
 def _input_logprobs(asked: Any, index: int, request: SamplingRequest, prompt: PromptScores) -> Json:
-    """Return what SGLang says of positions from logprob_start_len on: of the first, nothing."""
+    """Return SGLang's fields for positions from logprob_start_len; the first one is empty."""
     start, tokens = asked.logprob_start_len, request.prompt.tolist()
     if start < 0:
         names = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")

@@ -1,4 +1,4 @@
-"""What SGLang computes otherwise than a configuration says is refused, and nothing else is."""
+"""Models that SGLang computes differently from their configuration are rejected, and no others."""
 
 import json
 from pathlib import Path
@@ -76,7 +76,7 @@ def a_head(
     ],
     ids=str,
 )
-def test_sequences_beyond_a_window_that_sglang_does_not_read_are_refused(
+def test_sequences_beyond_a_window_that_sglang_ignores_are_rejected(
     config: dict[str, Any], tmp_path: Path
 ) -> None:
     folder = a_folder(tmp_path / "model", NARROW | config)
@@ -99,24 +99,24 @@ def test_sequences_beyond_a_window_that_sglang_does_not_read_are_refused(
         {"model_type": "qwen2", "use_sliding_window": False},
         {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 99},
         {"model_type": "qwen3_moe", "use_sliding_window": False},
-        # Its windows SGLang reads.
+        # SGLang supports its windows.
         {"model_type": "gpt_oss"},
     ],
     ids=str,
 )
-def test_models_without_such_windows_are_taken(config: dict[str, Any], tmp_path: Path) -> None:
+def test_models_without_such_windows_are_accepted(config: dict[str, Any], tmp_path: Path) -> None:
     check_model(a_head(a_folder(tmp_path / "model", NARROW | config)))
 
 
 @pytest.mark.parametrize("name", PUBLIC_MODELS)
-def test_what_plans_say_of_a_model_is_taken(name: str, tmp_path: Path) -> None:
+def test_planned_context_lengths_are_accepted(name: str, tmp_path: Path) -> None:
     config = PUBLIC_MODELS[name]["config"]
     folder = a_folder(tmp_path / "model", config)
 
     check_model(a_head(folder, longest=read(config).max_context_length))
 
 
-def test_a_head_says_so_before_it_loads_anything(tmp_path: Path) -> None:
+def test_a_head_rejects_windows_before_loading_anything(tmp_path: Path) -> None:
     folder = a_folder(tmp_path / "model", NARROW | {"model_type": "mistral"})
 
     with pytest.raises(UnsupportedModelError, match="sliding_window"):
@@ -125,7 +125,7 @@ def test_a_head_says_so_before_it_loads_anything(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["sglang", "external"])
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text"])
-async def test_what_adapters_add_to_gemmas_output_layer_is_refused_as_sglang_leaves_it_out(
+async def test_adapters_of_the_output_layer_of_gemma_are_rejected(
     family: str, backend: str, tmp_path: Path
 ) -> None:
     folder = a_folder(tmp_path / "model", {"model_type": family})
@@ -136,7 +136,7 @@ async def test_what_adapters_add_to_gemmas_output_layer_is_refused_as_sglang_lea
     await sampler.close()
 
 
-async def test_adapters_of_mixtrals_experts_are_refused_as_sglang_takes_none(
+async def test_adapters_of_the_experts_of_mixtral_are_rejected(
     tmp_path: Path,
 ) -> None:
     folder = a_folder(tmp_path / "model", {"model_type": "mixtral"})
@@ -148,7 +148,7 @@ async def test_adapters_of_mixtrals_experts_are_refused_as_sglang_takes_none(
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
-async def test_adapters_of_queries_that_are_not_compressed_are_refused_as_sglang_takes_none(
+async def test_adapters_of_uncompressed_latent_queries_are_rejected(
     family: str, tmp_path: Path
 ) -> None:
     folder = a_folder(tmp_path / "model", {"model_type": family, "q_lora_rank": None})
@@ -183,6 +183,6 @@ async def test_other_adapters_reach_the_servers(
     )
     weights = {"model.layers.0.self_attn.q_proj.lora_A": torch.ones(1, 8)}
 
-    with pytest.raises(ServerError, match="no inference server answers"):
+    with pytest.raises(ServerError, match="no inference server responds"):
         await sampler.publish("v", WeightsSnapshot(lora, weights))
     await sampler.close()

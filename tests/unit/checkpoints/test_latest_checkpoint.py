@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is its latest does not depend on the clock."""
+"""The latest checkpoint of a run does not depend on the clock."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -31,7 +31,7 @@ async def saved(head: Head, seq_id: int, name: str) -> Manifest:
     return await head.backend.store.manifest(path)
 
 
-async def test_a_checkpoint_is_later_than_those_before_it_though_the_clock_was_set_back(
+async def test_checkpoints_are_in_order_even_if_the_clock_is_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = (tmp_path / "store").as_uri()

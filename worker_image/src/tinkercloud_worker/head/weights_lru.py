@@ -1,40 +1,40 @@
-"""What published weights take, and whose turn it is to go when that is too much."""
+"""Accounting of published weights: sizes, users, and which to evict next."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 
-class KeptWeights:
-    """Names of weights that are kept, with their sizes and users. No clock, task or file."""
+class WeightsLru:
+    """Names of weights with their sizes and users. Uses no clock, task or file."""
 
     def __init__(self, max_bytes: int) -> None:
-        """Start with none.
+        """Start empty.
 
         Args:
-            max_bytes: of all that is kept, unless what is needed or in use takes more.
+            max_bytes: total size, which only required or used weights may exceed.
         """
         self._max_bytes = max_bytes
         self._sizes: dict[str, int] = {}
-        """Bytes of each, the least recently used first."""
+        """Bytes by name, the least recently used first."""
         self._users: Counter[str] = Counter()
 
     def add(self, name: str, size_bytes: int) -> None:
-        """Count weights, as used just now."""
+        """Add weights as the most recently used."""
         self._sizes.pop(name, None)
         self._sizes[name] = size_bytes
 
     def remove(self, name: str) -> None:
-        """Stop counting weights. They may be unknown."""
+        """Remove weights, which may be unknown."""
         self._sizes.pop(name, None)
 
     def size_of(self, name: str) -> int:
-        """Return the bytes of weights, which were counted; 0 if they are unknown."""
+        """Return the bytes of weights; 0 if they are unknown."""
         return self._sizes.get(name, 0)
 
     @contextmanager
     def used(self, name: str) -> Iterator[None]:
-        """Keep weights from being dropped in the context. They need not exist yet."""
+        """Protect weights from eviction in the context. They need not exist yet."""
         self._users[name] += 1
         try:
             yield
@@ -46,12 +46,12 @@ class KeptWeights:
                 self._sizes[name] = self._sizes.pop(name)
 
     def next_to_go(self, needed: Collection[str]) -> str | None:
-        """Return the least recently used weights that may go; None if there is no need, or none.
+        """Return the weights to evict next; None if the rest fits, or nothing can be evicted.
 
         Args:
-            needed: what stays, whatever it takes.
+            needed: names that are never evicted.
         """
         if sum(self._sizes.values()) <= self._max_bytes:
             return None
-        staying = {*needed, *self._users}
-        return next((name for name in self._sizes if name not in staying), None)
+        protected = {*needed, *self._users}
+        return next((name for name in self._sizes if name not in protected), None)

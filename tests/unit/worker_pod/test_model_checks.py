@@ -1,4 +1,4 @@
-"""A head whose inference engines read the model's folder checks it for them."""
+"""A head checks the model's folder for inference engines that read it."""
 
 from pathlib import Path
 from typing import Literal
@@ -41,7 +41,7 @@ def a_head(folder: Path, kind: Literal["sglang", "vllm"], trainer: TrainerConfig
     ],
     ids=["missing", "renamed", "not a number"],
 )
-def test_a_model_that_its_files_do_not_hold_is_refused_before_engines_are_asked(
+def test_a_model_with_wrong_files_is_rejected_before_engines_are_called(
     tmp_path: Path, kind: Literal["sglang", "vllm"], fault: Fault, message: str
 ) -> None:
     folder = save(tiny_llama(), tmp_path)
@@ -53,7 +53,7 @@ def test_a_model_that_its_files_do_not_hold_is_refused_before_engines_are_asked(
         check_model(samples_only)
 
 
-def test_the_values_are_left_to_a_trainer_that_loads_them_anyway(tmp_path: Path) -> None:
+def test_values_are_not_checked_if_a_trainer_loads_them(tmp_path: Path) -> None:
     folder = save(tiny_llama(), tmp_path)
     value(UP, float("nan"))(folder)
 

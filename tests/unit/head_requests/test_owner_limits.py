@@ -1,4 +1,4 @@
-"""What one owner leaves in a head, or floods it with, takes nothing from another owner."""
+"""Requests and results of one owner take no room from another owner."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -143,7 +143,7 @@ async def shared(tmp_path: Path) -> AsyncIterator[Shared]:
         yield shared
 
 
-async def test_unread_samples_of_one_owner_do_not_keep_another_from_sampling(
+async def test_unread_samples_of_one_owner_do_not_prevent_another_from_sampling(
     shared: Shared,
 ) -> None:
     left, session = shared.eve.sampler(), shared.bob.sampler()
@@ -157,7 +157,7 @@ async def test_unread_samples_of_one_owner_do_not_keep_another_from_sampling(
     assert [await shared.is_there(request_id) for request_id in drawn] == [True, True]
 
 
-async def test_the_oldest_unread_samples_of_an_owner_go_first_and_can_be_drawn_again(
+async def test_the_oldest_unread_samples_are_evicted_first_and_can_be_sampled_again(
     shared: Shared,
 ) -> None:
     session = shared.eve.sampler()
@@ -174,7 +174,7 @@ async def test_the_oldest_unread_samples_of_an_owner_go_first_and_can_be_drawn_a
     assert await shared.is_there(shared.eve.sample(session))
 
 
-async def test_a_sample_that_is_larger_than_the_budget_is_kept_until_the_next(
+async def test_a_sample_larger_than_the_budget_is_kept_until_the_next(
     shared: Shared,
 ) -> None:
     session = shared.eve.sampler()
@@ -183,7 +183,7 @@ async def test_a_sample_that_is_larger_than_the_budget_is_kept_until_the_next(
     assert await shared.is_there(large)
 
 
-async def test_unread_results_of_training_are_kept_and_their_owner_waits_and_is_told_why(
+async def test_unread_training_results_are_kept_and_their_owner_waits_with_a_reason(
     shared: Shared,
 ) -> None:
     model, other = await shared.eve.model(0), await shared.eve.model(1)
@@ -203,7 +203,7 @@ async def test_unread_results_of_training_are_kept_and_their_owner_waits_and_is_
     assert await shared.is_there(shared.eve.train(other))
 
 
-async def test_unread_results_of_training_of_one_owner_do_not_keep_another_from_anything(
+async def test_unread_training_results_of_one_owner_do_not_affect_another(
     shared: Shared,
 ) -> None:
     model = await shared.eve.model()
@@ -233,7 +233,7 @@ async def test_an_owner_whose_results_are_unread_can_still_step_save_and_sample(
         assert await shared.is_there(shared.eve.sample(session))
 
 
-async def test_batches_that_were_taken_in_are_held_back_until_results_are_read(
+async def test_accepted_batches_are_on_hold_until_results_are_read(
     shared: Shared,
 ) -> None:
     model = await shared.eve.model()
@@ -248,16 +248,14 @@ async def test_batches_that_were_taken_in_are_held_back_until_results_are_read(
     state, reason = shared.service.why_waiting(f"{model}:5")
     assert state == "paused_rate_limit"
     assert reason is not None
-    assert f"{held} is not run: 3 results" in reason
+    assert f"{held} is on hold: 3 results" in reason
     assert "owner 'eve'" in reason
 
     assert [await shared.is_there(request_id) for request_id in sent[::-1]] == [True] * 5
 
 
 @pytest.mark.parametrize("ends", ["the run", "the sampler"])
-async def test_what_a_session_that_is_over_has_left_takes_no_room(
-    shared: Shared, ends: str
-) -> None:
+async def test_results_of_a_deleted_session_take_no_room(shared: Shared, ends: str) -> None:
     model, session = await shared.eve.model(), shared.eve.sampler()
     for _ in range(3):
         shared.eve.train(model)
@@ -274,7 +272,7 @@ async def test_what_a_session_that_is_over_has_left_takes_no_room(
             shared.eve.train(other)
 
 
-async def test_a_head_can_be_suspended_while_it_holds_batches_back(
+async def test_a_head_can_be_suspended_while_batches_are_on_hold(
     shared: Shared, tmp_path: Path
 ) -> None:
     model = await shared.eve.model()
@@ -293,7 +291,7 @@ async def test_a_head_can_be_suspended_while_it_holds_batches_back(
             assert result.content_type == futures.PROTOBUF, result.body
 
 
-async def test_a_model_whose_batches_are_held_back_can_be_suspended_and_leaves_its_room(
+async def test_a_model_with_batches_on_hold_can_be_suspended_and_frees_its_room(
     shared: Shared,
 ) -> None:
     model, other = await shared.eve.model(0), await shared.eve.model(1)
@@ -317,7 +315,7 @@ def slowly(owner: Owner, session: str) -> Callable[[], str]:
     return lambda: owner.sample(session, alternatives=0, max_tokens=400)
 
 
-async def test_samples_that_one_owner_has_waiting_do_not_keep_another_from_sampling(
+async def test_queued_samples_of_one_owner_do_not_prevent_another_from_sampling(
     tmp_path: Path,
 ) -> None:
     limits, room = Limits(), SamplerConfig(max_queued_requests=2)
@@ -325,7 +323,9 @@ async def test_samples_that_one_owner_has_waiting_do_not_keep_another_from_sampl
         send, theirs = slowly(shared.eve, shared.eve.sampler()), shared.bob.sampler()
         waiting = [send() for _ in range(2)]
 
-        with pytest.raises(Overloaded, match="2 sampling requests of owner 'eve' wait already"):
+        with pytest.raises(
+            Overloaded, match="2 sampling requests of owner 'eve' are already queued"
+        ):
             send()
         state, reason = shared.service.why_waiting(waiting[1])
         assert state == "paused_rate_limit"
@@ -337,7 +337,7 @@ async def test_samples_that_one_owner_has_waiting_do_not_keep_another_from_sampl
         assert await shared.is_there(sent)
 
 
-async def test_requests_that_one_owner_has_waiting_do_not_keep_another_from_training(
+async def test_queued_requests_of_one_owner_do_not_prevent_another_from_training(
     tmp_path: Path,
 ) -> None:
     with a_shared_head(tmp_path, Limits(max_queued_bytes=10_000)) as shared:
@@ -346,25 +346,25 @@ async def test_requests_that_one_owner_has_waiting_do_not_keep_another_from_trai
         shared.eve.train(first, seq_id=3)
         shared.eve.train(first, seq_id=2)
 
-        with pytest.raises(Overloaded, match="0 bytes of requests wait for this model already"):
+        with pytest.raises(Overloaded, match="0 bytes of requests are queued for this model"):
             shared.eve.train(second, seq_id=2)
         shared.bob.train(theirs, seq_id=2)
         waits = shared.service.why_waiting(f"{theirs}:2")
         assert waits[1] is not None
-        assert f"{theirs}:1 has not arrived" in waits[1]
+        assert f"{theirs}:1, which has not arrived" in waits[1]
 
         assert await shared.is_there(shared.eve.train(second, seq_id=1))
         assert await shared.is_there(shared.bob.train(theirs, seq_id=1))
         assert await shared.is_there(f"{theirs}:2")
 
 
-async def test_an_owner_has_as_many_models_as_the_limit_says(tmp_path: Path) -> None:
+async def test_an_owner_can_have_as_many_models_as_the_limit_allows(tmp_path: Path) -> None:
     with a_shared_head(tmp_path, Limits(max_models_per_owner=2)) as shared:
         first, _ = await shared.eve.model(0), await shared.eve.model(1)
         refused = await shared.eve.model(2)
         failure = orjson.loads((await shared.read(f"{refused}:0")).body)
 
-        assert "owner 'eve' has 2 models here already" in failure["error"]
+        assert "owner 'eve' already has 2 models here" in failure["error"]
         assert "limits.max_models_per_owner is 2" in failure["error"]
         assert b"error" not in (await shared.read(f"{await shared.bob.model()}:0")).body
         await shared.service.delete_model(ModelId.parse(first))

@@ -1,4 +1,4 @@
-"""A head that saves a model has it in memory once while the store takes its time."""
+"""Saving a model frees its state from memory while the store is still writing."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ async def head(tmp_path: Path) -> AsyncIterator[Head]:
 
 @pytest.fixture
 def exported(head: Head, monkeypatch: pytest.MonkeyPatch) -> list[ReferenceType[Tensor]]:
-    """Return what becomes references to the tensors of every state that leaves the trainer."""
+    """Collect weak references to the tensors of all states that the trainer exports."""
     exported: list[ReferenceType[Tensor]] = []
     export_state = head.backend.trainer.export_state
 
@@ -37,62 +37,62 @@ def exported(head: Head, monkeypatch: pytest.MonkeyPatch) -> list[ReferenceType[
     return exported
 
 
-def assert_let_go_of(exported: list[ReferenceType[Tensor]]) -> None:
+def assert_freed(exported: list[ReferenceType[Tensor]]) -> None:
     assert exported
-    # Threads let go of what they have done a moment later.
-    wait_until(lambda: all(tensor() is None for tensor in exported), "letting go", seconds=20)
+    # Threads drop references to finished work with a small delay.
+    wait_until(
+        lambda: all(tensor() is None for tensor in exported), "the state is freed", seconds=20
+    )
 
 
 @pytest.fixture
-def store_begins(
-    head: Head, monkeypatch: pytest.MonkeyPatch
-) -> tuple[asyncio.Event, asyncio.Event]:
-    """Return what says that the store begins to write a checkpoint, and what lets it go on."""
-    write, arrived, go_on = head.backend.store.write, asyncio.Event(), asyncio.Event()
+def slow_store(head: Head, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
+    """Delay writes of the store; return events for an arrived write and for its release."""
+    write, arrived, proceed = head.backend.store.write, asyncio.Event(), asyncio.Event()
 
     async def write_slowly(*args: Any, **kwargs: Any) -> Manifest:
         arrived.set()
-        await go_on.wait()
+        await proceed.wait()
         return await write(*args, **kwargs)
 
     monkeypatch.setattr(head.backend.store, "write", write_slowly)
-    return arrived, go_on
+    return arrived, proceed
 
 
-async def test_a_state_is_let_go_of_once_it_is_encoded_however_long_the_store_takes(
+async def test_a_saved_state_is_freed_once_encoded_even_if_the_store_is_slow(
     head: Head,
     exported: list[ReferenceType[Tensor]],
-    store_begins: tuple[asyncio.Event, asyncio.Event],
+    slow_store: tuple[asyncio.Event, asyncio.Event],
 ) -> None:
-    arrived, go_on = store_begins
+    arrived, proceed = slow_store
     await head.begin()
     head.send(routes.SAVE_WEIGHTS, 1, path="first")
     await arrived.wait()
 
-    assert_let_go_of(exported)
-    go_on.set()
+    assert_freed(exported)
+    proceed.set()
     assert f"{MODEL}/weights/first".encode() in await head.answer(1)
 
 
-async def test_so_is_one_that_is_saved_before_its_session_is_deleted(
+async def test_an_automatically_saved_state_is_freed_once_encoded(
     head: Head,
     exported: list[ReferenceType[Tensor]],
-    store_begins: tuple[asyncio.Event, asyncio.Event],
+    slow_store: tuple[asyncio.Event, asyncio.Event],
 ) -> None:
-    arrived, go_on = store_begins
+    arrived, proceed = slow_store
     await head.begin()
     head.add(1)
     await head.answer(1)
     saved = asyncio.create_task(head.service.checkpoint())
     await arrived.wait()
 
-    assert_let_go_of(exported)
-    go_on.set()
+    assert_freed(exported)
+    proceed.set()
     (path,) = await saved
     assert path.endswith(f"{MODEL}/weights/last-step-000000")
 
 
-async def test_a_head_that_is_suspended_has_let_go_of_the_state_before_it_takes_the_gradient(
+async def test_suspending_frees_the_state_before_exporting_the_gradient(
     head: Head, exported: list[ReferenceType[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await head.begin()
@@ -101,7 +101,7 @@ async def test_a_head_that_is_suspended_has_let_go_of_the_state_before_it_takes_
     export_gradient = head.backend.trainer.export_gradient
 
     def export_after_the_state(model_id: str) -> Gradient | None:
-        assert_let_go_of(exported)
+        assert_freed(exported)
         return export_gradient(model_id)
 
     monkeypatch.setattr(head.backend.trainer, "export_gradient", export_after_the_state)

@@ -1,4 +1,4 @@
-"""What an engine refuses of a head's own commands, which no user has asked for."""
+"""Commands of a head, not caused by a user, that an engine rejects."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,7 +22,7 @@ def refused(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 async def url(refused: str) -> AsyncIterator[str]:
-    """An engine that was just started, and answers 400 to one command."""
+    """A new engine that responds to one command with HTTP 400."""
 
     async def answer(request: web.Request) -> web.Response:
         if request.path == refused:
@@ -38,9 +38,7 @@ async def url(refused: str) -> AsyncIterator[str]:
     await runner.cleanup()
 
 
-async def test_a_command_that_an_engine_refuses_is_the_servers_error_not_the_users(
-    url: str, refused: str, tmp_path: Path
-) -> None:
+async def test_a_rejected_command_is_a_server_error(url: str, refused: str, tmp_path: Path) -> None:
     client = InferenceClient(url, key=None, max_concurrent=1)
     folder = WeightsFolder(tmp_path, server_dir=None, owner="head", base_path=tmp_path)
     control = SglangControl(

@@ -1,4 +1,4 @@
-"""What SGLang's server answers, by its own source, and what the client looks for in it."""
+"""Responses of SGLang's server, from its own source, and the fields the client reads."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -18,8 +18,8 @@ from tinkercloud_testing.sglang_sampling import (
     an_adapter,
     publish,
 )
-from tinkercloud_testing.sglang_server import SglangServer, Unheard
-from tinkercloud_worker.engine.sampler import PromptQuestions
+from tinkercloud_testing.sglang_server import SglangServer, UnknownEndpoint
+from tinkercloud_worker.engine.sampler import PromptLogprobParams
 from tinkercloud_worker.inference.client import InferenceClient, Json
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ GROUP = {"master_address": "a", "master_port": 1, "rank_offset": 1, "world_size"
 
 
 class Watched(dict[str, Any]):
-    """An object of an answer; what is looked for in it is written down."""
+    """An object in a response, which records the fields that are read."""
 
     def __init__(self, known: Json, found: set[str], missed: set[str]) -> None:
         super().__init__(known)
@@ -51,7 +51,7 @@ def watched(value: Any, found: set[str], missed: set[str]) -> Any:
     return Watched(value, found, missed) if isinstance(value, dict) else value
 
 
-async def test_the_client_looks_for_nothing_that_sglang_does_not_answer(
+async def test_the_client_only_reads_fields_that_sglang_returns(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: set[str] = set()
@@ -64,12 +64,14 @@ async def test_the_client_looks_for_nothing_that_sglang_does_not_answer(
     )
     sampler = a_sampler(fakes[:1], tmp_path, colocated=True)
     targets = np.array([[3, 4], [-1, 5], [6, 7], [1, 2], [8, -1]])
-    questions = PromptQuestions(logprobs_from=1, top_k=2, targets=targets)
+    prompt_logprobs = PromptLogprobParams(logprobs_from=1, top_k=2, targets=targets)
     versions = {"base": None, "one": an_adapter(engine, 1), "sharp": a_whole_model(engine, 3.0)}
     for version, weights in versions.items():
         await publish(engine, sampler, version, weights)
         await sampler.sample(version, a_sampling_request(PROMPTS[0], stop=NEVER, top_logprobs=2))
-        await sampler.sample(version, a_sampling_request(PROMPTS[2], questions=questions))
+        await sampler.sample(
+            version, a_sampling_request(PROMPTS[2], prompt_logprobs=prompt_logprobs)
+        )
     async with sampler.training():
         pass
     [running] = sampler._servers.values()
@@ -86,9 +88,7 @@ async def test_the_client_looks_for_nothing_that_sglang_does_not_answer(
     }
 
 
-async def test_sglang_answers_nothing_to_what_is_asked_of_its_memory(
-    engine: Engine, model_folder: Path
-) -> None:
+async def test_memory_commands_have_empty_responses(engine: Engine, model_folder: Path) -> None:
     server = SglangServer(FakeSglang(engine, model_folder), "model")
 
     for verb in ("release", "resume"):
@@ -97,14 +97,14 @@ async def test_sglang_answers_nothing_to_what_is_asked_of_its_memory(
         assert (reply.status_code, reply.content) == (200, None)
 
 
-async def test_a_path_a_method_and_a_field_that_sglang_does_not_have_are_refused(
+async def test_unknown_paths_methods_and_fields_are_rejected(
     engine: Engine, model_folder: Path
 ) -> None:
     server = SglangServer(FakeSglang(engine, model_folder), "model")
 
-    with pytest.raises(Unheard, match="does not answer POST /load_adapter"):
+    with pytest.raises(UnknownEndpoint, match="does not serve POST /load_adapter"):
         await server.answer("POST", "/load_adapter", {})
-    with pytest.raises(Unheard, match="does not answer GET /begin_weight_update"):
+    with pytest.raises(UnknownEndpoint, match="does not serve GET /begin_weight_update"):
         await server.answer("GET", "/begin_weight_update", {})
     with pytest.raises(ValidationError, match="upsert"):
         await server.answer("POST", "/begin_weight_update", {"upsert": True})
@@ -120,7 +120,7 @@ async def test_a_path_a_method_and_a_field_that_sglang_does_not_have_are_refused
         ("/release_memory_occupation", {}, {"success": True}),
     ],
 )
-async def test_what_the_processes_are_played_to_answer_is_what_sglang_expects_of_them(
+async def test_simulated_processes_return_the_types_that_sglang_expects(
     engine: Engine,
     model_folder: Path,
     path: str,
@@ -136,7 +136,7 @@ async def test_what_the_processes_are_played_to_answer_is_what_sglang_expects_of
     asked = "update_lora_adapter" if "lora" in path else path.removeprefix("/")
     setattr(fake, asked, answer_wrongly)
 
-    # SGLang answers for some of what goes wrong behind it.
+    # SGLang itself responds to some errors of its processes.
     with suppress(ValidationError):
         await server.answer("POST", path, body)
 

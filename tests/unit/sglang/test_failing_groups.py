@@ -1,4 +1,4 @@
-"""What is said where a process group with an engine fails."""
+"""Error messages of a failing process group with an engine."""
 
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def a_group(backend: Backend, rank: OurRank, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("error", [None, "invalid usage"], ids=["the engine's side", "ours"])
-async def test_a_broadcast_that_fails_names_our_version_of_nccl_whichever_side_says_so(
+async def test_a_failed_broadcast_reports_the_nccl_version_on_either_side(
     error: str | None, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = OurRank(error)
@@ -76,7 +76,7 @@ async def test_a_broadcast_that_fails_names_our_version_of_nccl_whichever_side_s
     assert rank.is_over
 
 
-async def test_a_group_over_gloo_says_nothing_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failure_over_gloo_does_not_mention_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     group = a_group("gloo", OurRank("connection closed"), monkeypatch)
 
     with pytest.raises(ServerError) as failure:

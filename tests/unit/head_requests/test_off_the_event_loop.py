@@ -1,4 +1,4 @@
-"""What takes long to read is read beside the event loop, to its digest."""
+"""Large requests are parsed and hashed off the event loop."""
 
 import threading
 from collections.abc import Callable
@@ -18,7 +18,7 @@ MODEL = "mine:train:0"
 PADDING = "x" * 100_000
 
 
-async def test_large_requests_are_hashed_and_found_out_beside_the_loop(
+async def test_large_requests_are_hashed_and_parsed_off_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: dict[str, threading.Thread] = {}

@@ -1,4 +1,4 @@
-"""Requests that were given up and still run, for a step or two, while an engine is told other."""
+"""Aborted requests that still run for a step or two when an engine gets a command."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ FOREVER = 1 << 30
 async def a_sampler_of_base_and_sharp(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> InferenceSampler:
-    """Return a sampler of one engine that has been given the base and a whole model."""
+    """Return a sampler of one engine with the base and a full model."""
     sampler = a_sampler(fakes[:1], tmp_path)
     await publish(engine, sampler, "base", None)
     await publish(engine, sampler, "sharp", a_whole_model(engine, 3.0))
@@ -38,7 +38,7 @@ async def a_sampler_of_base_and_sharp(
 
 
 @pytest.mark.parametrize("state", [{}, {"refuses": frozenset({WHOLE})}], ids=["sent", "read"])
-async def test_weights_are_replaced_once_they_have_ended(
+async def test_weights_are_replaced_once_aborted_requests_have_ended(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, state: dict[str, Any]
 ) -> None:
     vars(fakes[0]).update(state)
@@ -49,14 +49,14 @@ async def test_weights_are_replaced_once_they_have_ended(
 
         await assert_sampled(engine, sampler, version)
 
-    # No way of weights was given up over it.
+    # No transfer method was disabled because of it.
     sent, read = len(fakes[0].called(WHOLE)), len(fakes[0].called(FOLDER))
     assert (sent, read) == ((1, 5) if state else (3, 2))
     await sampler.close()
 
 
 @pytest.mark.parametrize("state", [{}, {"refuses": frozenset({WHOLE})}], ids=["base", "whole"])
-async def test_weights_are_read_once_more_if_something_ran_as_they_were_replaced(
+async def test_weights_are_loaded_again_if_a_request_ran_meanwhile(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, state: dict[str, Any]
 ) -> None:
     vars(fakes[0]).update(state)
@@ -73,7 +73,7 @@ async def test_weights_are_read_once_more_if_something_ran_as_they_were_replaced
 
 
 @pytest.mark.parametrize("trains", [True, False])
-async def test_an_engine_whose_weights_were_replaced_in_vain_is_not_believed_to_have_those_before(
+async def test_the_weights_of_an_engine_are_unknown_after_a_failed_update(
     engine: Engine,
     fakes: list[FakeSglang],
     tmp_path: Path,
@@ -100,7 +100,7 @@ async def test_an_engine_whose_weights_were_replaced_in_vain_is_not_believed_to_
     await sampler.close()
 
 
-async def test_memory_is_released_once_they_have_ended(
+async def test_memory_is_released_once_aborted_requests_have_ended(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path
 ) -> None:
     sampler = a_sampler(fakes[:1], tmp_path, colocated=True)
@@ -110,12 +110,12 @@ async def test_memory_is_released_once_they_have_ended(
     async with sampler.training():
         assert fakes[0].released
 
-    # It has not ended over it, and been asked again.
+    # It has not crashed because of it, and was called again.
     assert len(fakes[0].called(RELEASE)) == 1
     await sampler.close()
 
 
-async def test_an_engine_that_does_not_come_to_rest_keeps_its_memory_and_draws_again(
+async def test_an_engine_that_can_not_be_drained_keeps_its_memory_and_generates_again(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sglang_weights, "_DRAIN_SECONDS", 0.05)

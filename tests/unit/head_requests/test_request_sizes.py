@@ -1,4 +1,4 @@
-"""What a request takes is counted as it will be in memory, not as it came."""
+"""Requests count with their size in memory, not with their size on the wire."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def a_sparse_batch(*shapes: tuple[int, int], tokens: int = 1) -> pb.ForwardBackw
     return message
 
 
-def test_sparse_tensors_that_are_too_large_together_are_refused_before_any_is_dense() -> None:
+def test_sparse_tensors_with_too_large_a_total_are_rejected_before_expansion() -> None:
     body = a_sparse_batch(*[(1, 1 << 24)] * 3).SerializeToString()
 
     with pytest.raises(InvalidRequest, match="need 402653184 bytes when dense"):
@@ -50,7 +50,7 @@ def test_a_sparse_tensor_has_a_row_for_each_token(shape: tuple[int, int]) -> Non
 
 
 @pytest.mark.parametrize("targets", [1025, 2_000_000])
-def test_a_tensor_asks_for_no_more_values_at_a_position_than_a_sample_may(targets: int) -> None:
+def test_a_tensor_has_no_more_values_per_position_than_a_sample_may_have(targets: int) -> None:
     message = a_sparse_batch((8, targets), tokens=8)
     place = TrainingEnvelope(str(MODEL), 2)
 
@@ -65,7 +65,7 @@ def test_a_tensor_asks_for_no_more_values_at_a_position_than_a_sample_may(target
 
 
 @pytest.mark.parametrize("sizes", [1 << 10, 1 << 16])
-def test_a_tensor_of_very_many_sizes_is_refused_in_few_words(sizes: int) -> None:
+def test_a_tensor_with_too_many_dimensions_is_rejected_with_a_short_message(sizes: int) -> None:
     message = a_sparse_batch((1, 1))
     message.data[0].loss_fn_inputs["target_tokens"].shape.extend([2**62] * sizes)
     place = TrainingEnvelope(str(MODEL), 2)
@@ -78,7 +78,7 @@ def test_a_tensor_of_very_many_sizes_is_refused_in_few_words(sizes: int) -> None
     assert len(refused.message) < 200
 
 
-def test_a_batch_of_very_many_empty_parts_is_refused() -> None:
+def test_a_batch_with_too_many_empty_parts_is_rejected() -> None:
     message = pb.ForwardBackwardRequest(model_id=str(MODEL), seq_id=1)
     message.data.extend([pb.Datum()] * (MAX_PARTS + 1))
 
@@ -86,7 +86,7 @@ def test_a_batch_of_very_many_empty_parts_is_refused() -> None:
         decode_forward_backward(message.SerializeToString())
 
 
-def test_a_batch_of_very_many_settings_is_refused_before_they_are_read() -> None:
+def test_a_batch_with_too_many_settings_is_rejected_before_parsing() -> None:
     names = [f"{number:x}" for number in range(MAX_PARTS + 1)]
     numbers = pb.ForwardBackwardRequest(loss_fn_config=dict.fromkeys(names, 1.0))
     values = pb.ForwardBackwardRequest()
@@ -128,7 +128,7 @@ def test_parts_of_a_long_body_are_counted_before_it_is_parsed(
         decode_forward_backward(body)
 
 
-def test_a_long_body_of_few_parts_is_read_and_one_that_is_none_is_refused() -> None:
+def test_a_long_body_of_few_parts_is_parsed_and_an_invalid_one_is_rejected() -> None:
     message = pb.ForwardBackwardRequest(model_id=str(MODEL), seq_id=1, loss_fn="cross_entropy")
     for _ in range(40):
         message.data.add().model_input.add().encoded_text.tokens = bytes(4 * 40_000)
@@ -141,7 +141,7 @@ def test_a_long_body_of_few_parts_is_read_and_one_that_is_none_is_refused() -> N
             decode_forward_backward(broken)
 
 
-def test_a_sample_of_very_many_chunks_is_refused_before_they_are_read(
+def test_a_sample_with_too_many_chunks_is_rejected_before_parsing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chunk = b'{"type":"encoded_text","tokens":[]}'
@@ -152,7 +152,7 @@ def test_a_sample_of_very_many_chunks_is_refused_before_they_are_read(
         parse_sample(body)
 
 
-def test_a_sample_of_as_many_chunks_as_are_accepted_is_read() -> None:
+def test_a_sample_with_the_maximum_number_of_chunks_is_accepted() -> None:
     chunk = b'{"type":"encoded_text","tokens":[]}'
     place = b'"sampling_session_id":"s:sample:0","seq_id":0'
     chunks = b",".join([chunk] * MAX_CHUNKS)
@@ -162,7 +162,7 @@ def test_a_sample_of_as_many_chunks_as_are_accepted_is_read() -> None:
     assert len(request.prompt.chunks) == MAX_CHUNKS
 
 
-def test_alternatives_of_sampled_tokens_are_bounded_for_a_request() -> None:
+def test_alternatives_of_sampled_tokens_are_limited_per_request() -> None:
     params = {"max_tokens": 1 << 12, "stop": []}
     asked = {"num_samples": 32, "topk_sample_logprobs": 1024, "sampling_params": params}
 
@@ -173,7 +173,7 @@ def test_alternatives_of_sampled_tokens_are_bounded_for_a_request() -> None:
     assert fewer.top_logprobs == 1024
 
 
-def test_a_refusal_that_waits_and_counts_nothing_quotes_no_long_name() -> None:
+def test_a_queued_rejection_does_not_quote_long_names() -> None:
     message = a_sparse_batch()
     message.data.add().loss_fn_inputs["x" * 100_000].dtype = pb.DTYPE_INT64
     message.data[0].loss_fn_inputs["x" * 100_000].shape.append(-1)
@@ -189,13 +189,13 @@ def test_a_refusal_that_waits_and_counts_nothing_quotes_no_long_name() -> None:
         assert len(refused.content.message) < 300
 
 
-async def test_a_batch_that_waits_counts_as_much_as_its_dense_tensors(tmp_path: Path) -> None:
+async def test_a_queued_batch_counts_with_the_size_of_its_dense_tensors(tmp_path: Path) -> None:
     body = a_sparse_batch(*[(1, 1000)] * 10).SerializeToString()
     with a_head(tmp_path.as_uri(), tmp_path, "g1", limits=Limits(max_queued_bytes=50_000)) as head:
         await head.begin()
         assert len(body) < 1000
 
-        with pytest.raises(Overloaded, match="bytes of requests wait"):
+        with pytest.raises(Overloaded, match="bytes of requests are queued"):
             head.service.submit(receive_batch(body, peek_training(body)))
 
 
@@ -220,7 +220,7 @@ def empty_targets(rows: int, columns: int) -> dict[str, object]:
     }
 
 
-async def test_samples_that_wait_count_as_much_as_what_they_ask_to_score(tmp_path: Path) -> None:
+async def test_queued_samples_count_with_the_size_of_their_targets(tmp_path: Path) -> None:
     limits = Limits(max_queued_bytes=10_000)
     with a_head(tmp_path.as_uri(), tmp_path, "g1", limits=limits) as head:
         service = head.service
@@ -248,9 +248,9 @@ async def test_samples_that_wait_count_as_much_as_what_they_ask_to_score(tmp_pat
         {"target_prompt_logprobs": empty_targets(19_999, 1000)},
     ],
 )
-def test_as_much_is_answered_about_a_prompt_as_there_is_room_for(asked: dict[str, object]) -> None:
-    with pytest.raises(InvalidRequest, match="a prompt of 20000 tokens may be asked for 838"):
+def test_the_number_of_values_per_prompt_is_limited(asked: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match="maximum for a prompt of 20000 tokens is 838"):
         prepare(a_sample(0, 20_000, **asked), LARGE, frozenset(), 0)
 
     few = prepare(a_sample(0, 20_000, topk_prompt_logprobs=838), LARGE, frozenset(), 0)
-    assert few.questions.top_k == 838
+    assert few.prompt_logprobs.top_k == 838

@@ -1,4 +1,4 @@
-"""Suspends all models of a head that stops, as often as it takes."""
+"""Suspends all models of a head that is stopping."""
 
 import asyncio
 from collections.abc import Mapping, Set
@@ -19,8 +19,8 @@ from tinkercloud_worker.head.suspension import Suspension
 
 log = structlog.get_logger(__name__)
 
-_SUSPENDED_AT_ONCE = 4
-"""Models that are written together; each is in memory twice meanwhile."""
+_MAX_CONCURRENT = 4
+"""Models that are written at the same time; each is in memory twice meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class Sample:
     request: SampleRequest
     owner: str
     size: int
-    """Bytes it takes while it waits."""
+    """Bytes it takes while it is queued."""
     task: asyncio.Task[None]
 
 
 @dataclass(slots=True)
-class StoppingHead:
-    """What a stopping head holds, and which of it is written. The mappings are the service's."""
+class HeadShutdown:
+    """The state of a stopping head, and which models are written. The service owns the mappings."""
 
     backend: Backend
     models: Mapping[str, LiveModel]
@@ -46,14 +46,14 @@ class StoppingHead:
     results: Results
     samplers: Samplers
     suspension: Suspension
-    away: SuspendedModels
+    suspended: SuspendedModels
     is_suspended: bool = False
     """Whether all models are written."""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _written: set[str] = field(default_factory=set)
 
     async def suspend(self, store: CheckpointStore) -> None:
-        """Finish what runs, and write everything else; see `HeadService.suspend`.
+        """Finish running requests and write all state; see `HeadService.suspend`.
 
         Raises:
             Unavailable: some models could not be written; the message says which and why.
@@ -61,11 +61,11 @@ class StoppingHead:
         self.backend.trainer.stop_waiting()
         async with self._lock:
             await self._drain()
-            await self.away.settle()
+            await self.suspended.settle()
             reasons = await self._suspend_all(store)
-            # Those that are accepted already come back all the same, and have left the store.
-            if back := [self.resuming[name] for name in self.accepted & self.resuming.keys()]:
-                await asyncio.wait(back)
+            # Models that are already being resumed have left the store: write them again.
+            if resumed := [self.resuming[name] for name in self.accepted & self.resuming.keys()]:
+                await asyncio.wait(resumed)
                 reasons += await self._suspend_all(store)
             lost = sorted(self.models.keys() - self._written)
             if lost:
@@ -74,13 +74,13 @@ class StoppingHead:
             self.is_suspended = True
 
     async def _suspend_all(self, store: CheckpointStore) -> list[str | None]:
-        """Write all models that are not written yet; return why some could not be."""
-        left = [model for name, model in self.models.items() if name not in self._written]
-        room = asyncio.Semaphore(_SUSPENDED_AT_ONCE)
-        return await asyncio.gather(*[self._suspend(model, room, store) for model in left])
+        """Write all models that are not written yet; return the reasons of failures."""
+        remaining = [model for name, model in self.models.items() if name not in self._written]
+        room = asyncio.Semaphore(_MAX_CONCURRENT)
+        return await asyncio.gather(*[self._suspend(model, room, store) for model in remaining])
 
     async def _drain(self) -> None:
-        """Give running work some time to finish, then stop answering."""
+        """Give running work some time to finish, then stop returning results."""
         work = [asyncio.create_task(model.quiesce()) for model in self.models.values()]
         work += [sample.task for sample in self.samples.values()]
         if work:
@@ -90,12 +90,12 @@ class StoppingHead:
     async def _suspend(
         self, model: LiveModel, room: asyncio.Semaphore, store: CheckpointStore
     ) -> str | None:
-        """Write a model; return why it could not be written, if it could not."""
+        """Write a model; return the reason if that fails."""
         await model.queue.pause()
-        # Its clients are told to send these uploads again: none may succeed after all.
-        await model.cut_off()
+        # Clients will be asked to send these uploads again, so none may succeed now.
+        await model.abort_background()
         if str(model.model_id) not in self.models:
-            # It was deleted meanwhile.
+            # The model was deleted meanwhile.
             return None
         async with room:
             sessions = self.samplers.sessions_of_model(model.model_id)

@@ -1,4 +1,4 @@
-"""A head whose engine can't be loaded says why where Kubernetes looks for it."""
+"""A head that fails to load its engine writes the reason where Kubernetes reads it."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ ABSENT = "no-such-folder"
 
 
 @pytest.mark.slow
-def test_a_head_without_its_model_leaves_the_reason_in_one_line(tmp_path: Path) -> None:
+def test_a_head_without_its_model_writes_the_reason_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("token")
     config = HeadConfig(
         head="h",
@@ -31,5 +31,5 @@ def test_a_head_without_its_model_leaves_the_reason_in_one_line(tmp_path: Path) 
 
     [line] = (tmp_path / "reason").read_text().splitlines()
     assert ended.returncode != 0
-    assert line.startswith("the engine could not be loaded: ")
+    assert line.startswith("failed to load the engine: ")
     assert ABSENT in line

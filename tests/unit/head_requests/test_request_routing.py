@@ -1,4 +1,4 @@
-"""A request is about the model that its owner was checked by, whatever else its body says."""
+"""A request only affects the model it was routed and authorized by, whatever its body says."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -42,7 +42,7 @@ def a_batch(model_id: str, seq_id: int) -> bytes:
         (pb.ForwardBackwardRequest(model_id=THEIRS, seq_id=1), f"{THEIRS!r} and 1"),
     ],
 )
-async def test_a_batch_that_names_two_places_fails_in_the_first_and_never_reaches_the_other(
+async def test_a_batch_with_two_ids_fails_under_the_first_and_never_reaches_the_second(
     head: ServedHead, added: pb.ForwardBackwardRequest, named: str
 ) -> None:
     body = a_batch(MINE, 1) + added.SerializeToString()
@@ -56,7 +56,7 @@ async def test_a_batch_that_names_two_places_fails_in_the_first_and_never_reache
     assert (await head.result(f"{MINE}:2")).status == 404
 
 
-async def test_a_batch_that_says_the_same_twice_is_what_it_says(head: ServedHead) -> None:
+async def test_a_batch_that_repeats_the_same_id_is_accepted(head: ServedHead) -> None:
     again = pb.ForwardBackwardRequest(model_id=MINE, seq_id=1).SerializeToString()
 
     answer = await head.send(routes.FORWARD_BACKWARD, a_batch(MINE, 1) + again, MINE)
@@ -65,7 +65,7 @@ async def test_a_batch_that_says_the_same_twice_is_what_it_says(head: ServedHead
     assert pb.ForwardBackwardOutput.FromString(outcome.body).metrics["loss:sum"] > 0
 
 
-async def test_a_batch_over_the_limit_takes_no_place_in_a_model_it_was_not_routed_by(
+async def test_an_oversized_batch_is_not_queued_in_a_model_it_was_not_routed_to(
     head: ServedHead,
 ) -> None:
     body = a_batch(THEIRS, 1) + b"\0" * MAX_BODY_BYTES
@@ -75,9 +75,7 @@ async def test_a_batch_over_the_limit_takes_no_place_in_a_model_it_was_not_route
 
 
 @pytest.mark.parametrize("rest", [b"", b',"adam_params":{"learning_rate":"fast"}'])
-async def test_a_json_request_that_names_two_models_is_refused(
-    head: ServedHead, rest: bytes
-) -> None:
+async def test_a_json_request_with_two_model_ids_is_rejected(head: ServedHead, rest: bytes) -> None:
     for first, last in ((MINE, THEIRS), (THEIRS, MINE)):
         names = b'"model_id":%b,"model_id":%b' % (orjson.dumps(first), orjson.dumps(last))
         body = b'{"seq_id":1,%b%b}' % (names, rest)
@@ -85,5 +83,5 @@ async def test_a_json_request_that_names_two_models_is_refused(
         answer = await head.send(routes.OPTIM_STEP, body, first)
 
         assert answer.status == 400
-        assert "was routed as" in answer.detail
+        assert "was routed to" in answer.detail
         assert (await head.result(f"{last}:1")).status == 404
