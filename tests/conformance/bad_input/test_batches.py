@@ -47,7 +47,7 @@ BAD_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
             "logprobs": np.ones((3, 2), np.float32),
             "advantages": np.ones((3, 2), np.float32),
         },
-        "takes [N]",
+        "takes a non-empty tensor of shape [N], got [3, 2]",
     ),
     "a lower bound above the upper one": (
         {
