@@ -34,8 +34,10 @@ from benchmarks.measuring import Measurement, largest_error
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.tensors import Datum
 from tinkercloud_worker.engine.trainer import LossOutput, Trainer, TrainingState
-from tinkercloud_worker.megatron_trainer.device import Device, Parallelism, device_of
+from tinkercloud_worker.megatron_trainer.device import Device
 from tinkercloud_worker.megatron_trainer.model import MegatronModel, blank, load
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
+from tinkercloud_worker.megatron_trainer.select_device import device_of
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
 
 _STEPS = 5

@@ -258,7 +258,7 @@ def test_ranks_of_a_killed_head_end_and_the_next_heads_take_their_places(
 ) -> None:
     saved = story.training.save_state("before").result().path
     [head], trainers = pods_of(installation, "head"), pods_of(installation, "trainer")
-    before = {start for pod in trainers for start in starts_of_ranks(installation, pod)}
+    before = {rank for pod in trainers for rank in ranks_of(installation, pod)}
     pod = installation.cluster.get("pod", head, installation.namespace)
 
     os.kill(head_process(pod), signal.SIGKILL)
@@ -269,18 +269,22 @@ def test_ranks_of_a_killed_head_end_and_the_next_heads_take_their_places(
     assert len(before) == len(trainers)
 
 
-def starts_of_ranks(installation: Installation, pod: str) -> list[str]:
-    """Return when each rank of a pod began, in ticks since this machine did."""
-    return at_ranks(installation, pod, 'cut -d " " -f 22 "${process%/*}/stat"').split()
+def ranks_of(installation: Installation, pod: str) -> list[tuple[str, str]]:
+    """Return the ranks of a pod, each as the pod's name and its start time in clock ticks.
+
+    Ranks of different pods may start in the same clock tick.
+    """
+    starts = at_ranks(installation, pod, 'cut -d " " -f 22 "${process%/*}/stat"').split()
+    return [(pod, start) for start in starts]
 
 
-def is_replaced(installation: Installation, before: Set[str]) -> bool:
-    """Whether each trainer pod has one rank, and none of those before."""
+def is_replaced(installation: Installation, before: Set[tuple[str, str]]) -> bool:
+    """Whether each trainer pod has one rank, and none of the ranks before."""
     try:
-        now = [starts_of_ranks(installation, pod) for pod in pods_of(installation, "trainer")]
+        now = [ranks_of(installation, pod) for pod in pods_of(installation, "trainer")]
     except Refused:
         return False
-    return [len(starts) for starts in now] == [1, 1] and not before & set(chain(*now))
+    return [len(ranks) for ranks in now] == [1, 1] and not before & set(chain(*now))
 
 
 def test_a_deleted_session_leaves_nothing(installation: Installation, story: Story) -> None:

@@ -30,8 +30,8 @@ from tinkercloud_testing.quantizing import quantize
 from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, run
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.deepseek import check, choose, routing_of
-from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -39,7 +39,6 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 pytestmark = [
     pytest.mark.slow,
     # megatron-core warns of its own defaults.
-    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
 ]
 

@@ -25,9 +25,9 @@ from tinkercloud_testing.models import (
 from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, moments_of, run
 from tinkercloud_worker.engine.trainer import Gradient, Trainer
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
-from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.mixtures import Mixture, check
 from tinkercloud_worker.megatron_trainer.model import load
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -35,7 +35,6 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 pytestmark = [
     pytest.mark.slow,
     # megatron-core warns of its own defaults.
-    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
 ]
 

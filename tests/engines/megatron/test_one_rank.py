@@ -48,8 +48,9 @@ from tinkercloud_testing.wrong_folders import (
 )
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
-from tinkercloud_worker.megatron_trainer.device import Parallelism, device_of
 from tinkercloud_worker.megatron_trainer.model import blank
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
+from tinkercloud_worker.megatron_trainer.select_device import device_of
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -57,7 +58,6 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 pytestmark = [
     pytest.mark.slow,
     # megatron-core warns of its own defaults.
-    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
 ]
 

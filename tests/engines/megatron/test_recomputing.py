@@ -35,8 +35,8 @@ from tinkercloud_testing.ranks import BATCH_TOKENS
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.megatron_trainer import logprobs
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
-from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
 from tinkercloud_worker.model.lm_head import Unembedding
@@ -45,7 +45,6 @@ from tinkercloud_worker.training.adam import TrainedModel
 pytestmark = [
     pytest.mark.slow,
     # megatron-core warns of its own defaults.
-    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
 ]
 

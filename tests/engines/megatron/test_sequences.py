@@ -24,7 +24,6 @@ from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDiv
 from tinkercloud_worker.training.collate import Pack
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
 ]
 lengths_of_sequences = st.lists(st.integers(1, 20), min_size=1, max_size=6)

@@ -42,7 +42,6 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
 ]
 

@@ -15,8 +15,8 @@ from tinkercloud_testing.matrices import matrices_of
 from tinkercloud_testing.ranks import BATCH_TOKENS, Measured, Mortal
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
-from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
 from tinkercloud_worker.training.adam import TrainedModel

@@ -139,8 +139,9 @@ def torch_rank(config: HeadConfig) -> DataParallelTrainer:
 def megatron_rank(config: HeadConfig) -> RankTrainer:
     """Return a rank's MegatronTrainer."""
     # megatron-core is in trainers' images only; here it would be imported by every head.
-    from tinkercloud_worker.megatron_trainer.device import Parallelism, device_of  # noqa: PLC0415
     from tinkercloud_worker.megatron_trainer.model import load  # noqa: PLC0415
+    from tinkercloud_worker.megatron_trainer.parallelism import Parallelism  # noqa: PLC0415
+    from tinkercloud_worker.megatron_trainer.select_device import device_of  # noqa: PLC0415
     from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer  # noqa: PLC0415
 
     trainer = config.trainer

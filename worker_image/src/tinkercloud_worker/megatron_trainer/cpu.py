@@ -17,9 +17,11 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
-from tinkercloud_worker.megatron_trainer.device import Parallelism
+from tinkercloud_worker.megatron_trainer.device import Device
 from tinkercloud_worker.megatron_trainer.layers import settings, use_local_layers
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 
 
 class _CpuForCuda(TorchFunctionMode):
@@ -71,14 +73,14 @@ def _reduce_scatter(total: Tensor, parts: list[Tensor], group: dist.ProcessGroup
     torch.sum(received.view(len(parts), *total.shape), 0, out=total)
 
 
-class Cpu:
+class Cpu(Device):
     """See `device.Device`."""
 
     torch_device = torch.device("cpu")
 
+    @override
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """See `Device.computing`."""
         with (
             patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
             patch.object(torch.cuda, "synchronize", lambda *_: None),
@@ -93,11 +95,12 @@ class Cpu:
         ):
             yield
 
+    @override
     def seed(self) -> None:
-        """See `Device.seed`: with megatron's own tracker that tracks nothing."""
+        """With megatron's own tracker that tracks nothing."""
         initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
 
-    def configure(self, bridge: Any, parallelism: Parallelism) -> Mapping[str, object]:  # noqa: ANN401 - part of the interface
-        """See `Device.configure`."""
+    @override
+    def configure(self, bridge: Any, parallelism: Parallelism) -> Mapping[str, object]:
         use_local_layers(bridge)
         return {**settings(parallelism), "use_cpu_initialization": True}

@@ -35,7 +35,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from tinkercloud_worker.megatron_trainer import rotary
-from tinkercloud_worker.megatron_trainer.device import Parallelism
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.sequence import DividedSequences
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 

@@ -10,25 +10,27 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from typing_extensions import override
 
-from tinkercloud_worker.megatron_trainer.device import Parallelism
+from tinkercloud_worker.megatron_trainer.device import Device
 from tinkercloud_worker.megatron_trainer.layers import settings, use_local_layers
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 
 
-class Gpu:
+class Gpu(Device):
     """See `device.Device`. The GPU is the only one that this process sees."""
 
     torch_device = torch.device("cuda")
 
+    @override
     def computing(self) -> contextlib.AbstractContextManager[None]:
-        """See `Device.computing`."""
         return torch.cuda.device(self.torch_device)
 
+    @override
     def seed(self) -> None:
-        """See `Device.seed`."""
         tensor_parallel.model_parallel_cuda_manual_seed(0)
 
-    def configure(self, bridge: Any, parallelism: Parallelism) -> Mapping[str, object]:  # noqa: ANN401 - part of the interface
-        """See `Device.configure`."""
+    @override
+    def configure(self, bridge: Any, parallelism: Parallelism) -> Mapping[str, object]:
         use_local_layers(bridge)
         return settings(parallelism)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tinkercloud_worker.megatron_trainer import deepseek
 from tinkercloud_worker.megatron_trainer.attention import CausalAttention
-from tinkercloud_worker.megatron_trainer.device import Parallelism
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 
 _NORMS = {
     "input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"],

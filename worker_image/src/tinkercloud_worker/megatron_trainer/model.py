@@ -37,9 +37,10 @@ from tinkercloud_worker.megatron_trainer.adapters import (
     concatenated,
     interleaved,
 )
-from tinkercloud_worker.megatron_trainer.device import Device, Parallelism
+from tinkercloud_worker.megatron_trainer.device import Device
 from tinkercloud_worker.megatron_trainer.grouped_experts import GroupedExperts, located
 from tinkercloud_worker.megatron_trainer.layers import RecomputedLayers, use_gates_without_copies
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.tensor_slices import TensorSlice
 from tinkercloud_worker.model.architecture import (
     UnsupportedModelError,

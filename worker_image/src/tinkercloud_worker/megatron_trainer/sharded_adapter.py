@@ -14,14 +14,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
+from typing_extensions import override
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_worker.engine.ranks import Sharding
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.lora.parameters import Layout, TensorSpec, Trainable, norm_of
 from tinkercloud_worker.megatron_trainer.tensor_slices import SliceGatherer, TensorSlice, full_slice
 
 
-class ShardedAdapter:
+class ShardedAdapter(Sharding):
     """See `engine.ranks.Sharding`. Made by all ranks together."""
 
     is_whole = False
@@ -59,36 +61,34 @@ class ShardedAdapter:
         self._counted = common * self._counts_common + here * self._counts_own
         self._gatherer = SliceGatherer(shapes, self._counted, device)
 
+    @override
     def gather(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """See `Sharding.gather`."""
         return self._gatherer.join((tensors[block.name] for block in self._counted), dtype)
 
+    @override
     def shard(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:
-        """See `Sharding.shard`."""
         self._whole.check(tensors, what)
         for name, block in self._slices.items():
             yield name, block.view_of(tensors[name])
 
+    @override
     def reduce_gradient(self, gradient: Tensor) -> None:
-        """See `Sharding.reduce_gradient`.
-
-        Experts' own are summed over the ranks that have the same, the rest over all.
-        """
+        """Experts' own are summed over the ranks that have the same, the rest over all."""
         common, own = self._divide(gradient)
         dist.all_reduce(common)
         if self._copies.size() > 1:
             dist.all_reduce(own, group=self._copies)
 
+    @override
     def unreduce_gradient(self, gradient: Tensor) -> None:
-        """See `Sharding.unreduce_gradient`."""
         common, own = self._divide(gradient)
         if not self._counts_common:
             common.zero_()
         if not self._counts_own:
             own.zero_()
 
+    @override
     def grad_norm(self, gradient: Tensor) -> float:
-        """See `Sharding.grad_norm`."""
         common, own = self._divide(gradient)
         square = torch.zeros((), dtype=torch.float64, device=gradient.device)
         for part, counts in ((common, self._counts_common), (own, self._counts_own)):

@@ -28,7 +28,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
+from typing_extensions import override
 
+from tinkercloud_worker.engine.ranks import Sharding
 from tinkercloud_worker.lora.parameters import Layout, TensorSpec, Trainable, gradient_of, norm_of
 from tinkercloud_worker.megatron_trainer.tensor_slices import SliceGatherer, TensorSlice, put
 
@@ -70,7 +72,7 @@ class Weight:
         return [part.flatten(0, 1) for part in groups.split(list(self.group_rows), 1)]
 
 
-class MegatronShardedModel:
+class MegatronShardedModel(Sharding):
     """See `engine.ranks.Sharding`. Made by all ranks together."""
 
     def __init__(
@@ -116,8 +118,8 @@ class MegatronShardedModel:
             if name != _OUTPUT_LAYER
         }
 
+    @override
     def gather(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """See `Sharding.gather`."""
         if not self.is_whole:
             return self._gatherer.join(_parts(self._counted, tensors), dtype)
         shapes = self._whole.shapes()
@@ -126,14 +128,14 @@ class MegatronShardedModel:
         put(whole, slices, _parts(self._weights, tensors))
         return whole
 
+    @override
     def shard(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:
-        """See `Sharding.shard`."""
         self._whole.check(tensors, what)
         for weight in self._weights:
             yield weight.name, weight.merge(tensors)
 
+    @override
     def reduce_gradient(self, gradient: Tensor) -> None:
-        """See `Sharding.reduce_gradient`."""
         views = self.trainable.layout.views(gradient)
         if self._tensor.size() > 1:
             _sum_over([views[name] for name in sorted(self._undivided)], self._tensor)
@@ -144,13 +146,13 @@ class MegatronShardedModel:
         if self._copies_of_experts.size() > 1:
             dist.all_reduce(gradient[self._dense_elements :], group=self._copies_of_experts)
 
+    @override
     def unreduce_gradient(self, gradient: Tensor) -> None:
-        """See `Sharding.unreduce_gradient`."""
         counted = {weight.name for weight in self._counted}
         self._drop(self.trainable.tensors.keys() - counted, gradient)
 
+    @override
     def grad_norm(self, gradient: Tensor) -> float:
-        """See `Sharding.grad_norm`."""
         counted = gradient.clone()
         self.unreduce_gradient(counted)
         square = norm_of(counted).square()

@@ -24,6 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.func import functional_call
+from typing_extensions import override
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import losses
@@ -84,8 +85,8 @@ class MegatronTrainer(ReplicatedTrainer):
         self._max_batch_tokens = max_batch_tokens
         self._max_kept_tokens = max_kept_tokens
 
+    @override
     def membership(self) -> Membership:
-        """See `RankTrainer.membership`."""
         return Membership(
             self.limits,
             replica=parallel_state.get_data_parallel_rank(),
@@ -96,16 +97,16 @@ class MegatronTrainer(ReplicatedTrainer):
             pad_to_multiple_of=self._pad_to_multiple_of,
         )
 
+    @override
     def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
-        """See `Trainer.forward`."""
         output = self._pass(model_id, batch, "forward")
         between()
         return output
 
+    @override
     def forward_backward(
         self, model_id: str, batch: Batch, between: Callable[[], None]
     ) -> LossOutput:
-        """See `Trainer.forward_backward`."""
         output = self._pass(model_id, batch, "forward_backward")
         between()
         return output

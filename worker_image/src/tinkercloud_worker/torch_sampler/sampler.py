@@ -15,9 +15,11 @@ from itertools import chain, repeat
 import torch
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from tinkercloud_protocol.errors import InvalidRequest, WireError
-from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
+from tinkercloud_worker.engine.sampler import Sampler, SamplingRequest, SamplingResult
+from tinkercloud_worker.engine.thread import Background
 from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
 from tinkercloud_worker.lora.segments import route_all
 from tinkercloud_worker.model.base_model import BaseModel
@@ -48,7 +50,7 @@ _KEPT_SHARE = 4
 as much stays allocated without sequences, so that recordings stay valid."""
 
 
-class TorchSampler:
+class TorchSampler(Sampler, Background):
     """See `engine.sampler.Sampler` and `engine.thread.Background`, whose contracts it fulfils."""
 
     def __init__(
@@ -87,12 +89,9 @@ class TorchSampler:
         self._jobs: list[Job] = []
         self._batches: dict[int | None, DecodingBatch] = {}
 
+    @override
     async def publish(self, version: str, weights: Publication | None) -> None:
-        """See `Sampler.publish`.
-
-        Raises:
-            OSError: memory is short, and the scratch folder takes no weights.
-        """
+        """Raise OSError if memory is short and the scratch folder can't hold the weights."""
         if version in self._versions:
             return
         # What ranks keep is for inference servers.
@@ -105,21 +104,21 @@ class TorchSampler:
             await self.retire(version)
             raise
 
+    @override
     def release_caches(self) -> None:
-        """See `Sampler.release_caches`."""
         self._prefixes.clear()
         # Recorded steps are of the places that a batch has.
         if self._recorder is None and not self._jobs and not self._num_running:
             self._batches.clear()
 
+    @override
     async def retire(self, version: str) -> None:
-        """See `Sampler.retire`."""
         retired = self._versions.pop(version)
         if retired is not None:
             await asyncio.to_thread(self._release, retired)
 
+    @override
     async def export(self, version: str) -> WeightsSnapshot | None:
-        """See `Sampler.export`."""
         exported = self._versions.acquire(version)
 
         def export() -> WeightsSnapshot | None:
@@ -134,8 +133,8 @@ class TorchSampler:
         if self._versions.release(version):
             self._prefixes.forget(version)
 
+    @override
     async def sample(self, version: str, request: SamplingRequest) -> SamplingResult:
-        """See `Sampler.sample`."""
         if request.num_positions > self._config.max_cached_tokens:
             raise InvalidRequest(
                 f"prompt and max_tokens come to {request.num_positions + 1} tokens, of which all"
@@ -153,15 +152,17 @@ class TorchSampler:
         self._wake()
         return await done
 
+    @override
     async def close(self) -> None:
-        """See `Sampler.close`. Everything is in this process."""
+        """Everything is in this process."""
 
+    @override
     def has_work(self) -> bool:
-        """See `Background.has_work`."""
         return bool(self._inbox or self._jobs)
 
+    @override
     def step(self) -> None:
-        """See `Background.step`: read a chunk of prompts, then draw one token everywhere."""
+        """Read a chunk of prompts, then draw one token everywhere."""
         while self._inbox:
             self._jobs.append(self._inbox.popleft())
         self._drop_cancelled()

@@ -1,6 +1,7 @@
 """The torch trainer at one of several ranks, each with a whole copy of base and models."""
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from tinkercloud_worker.engine.ranks import Membership
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -14,8 +15,9 @@ class DataParallelTrainer(ReplicatedTrainer, TorchTrainer):
     gradient of those.
     """
 
+    @override
     def membership(self) -> Membership:
-        """See `RankTrainer.membership`: each rank is a replica of its own."""
+        """Each rank is a replica of its own."""
         return Membership(
             self.limits,
             replica=dist.get_rank(),

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import Batch
@@ -55,8 +56,8 @@ class ShardedTrainer(DataParallelTrainer):
         )
         self._mesh = mesh
 
+    @override
     def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
-        """See `Trainer.forward`."""
         missing = self._missing_passes(batch)
         output = super().forward(model_id, batch, between)
         with torch.no_grad():
@@ -67,10 +68,10 @@ class ShardedTrainer(DataParallelTrainer):
             sharding.release()
         return output
 
+    @override
     def forward_backward(
         self, model_id: str, batch: Batch, between: Callable[[], None]
     ) -> LossOutput:
-        """See `Trainer.forward_backward`."""
         missing = self._missing_passes(batch)
         output = super().forward_backward(model_id, batch, between)
         for _ in range(missing):
@@ -78,8 +79,8 @@ class ShardedTrainer(DataParallelTrainer):
             self._backward(routed, hidden_RD, torch.zeros_like(hidden_RD))
         return output
 
+    @override
     def remove_model(self, model_id: str) -> None:
-        """See `Trainer.remove_model`."""
         super().remove_model(model_id)
         # What FSDP hangs on a whole model's modules refers to them, and they to it.
         gc.collect()

@@ -18,10 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker.device.frozen_linear import FrozenLinear
 from tinkercloud_worker.device.packing import PackedSequences, mask_kinds
+from tinkercloud_worker.engine.ranks import Sharding
 from tinkercloud_worker.lora.experts import find_experts, guard_gradients
 from tinkercloud_worker.lora.parameters import Layout, TensorSpec, Trainable, gradient_of, norm_of
 from tinkercloud_worker.model.architecture import logits_factor, trunk_and_head
@@ -30,7 +32,7 @@ from tinkercloud_worker.model.lm_head import Unembedding
 from tinkercloud_worker.model.router_counts import RouterCounts
 
 
-class ShardedModel:
+class ShardedModel(Sharding):
     """See `engine.ranks.Sharding`. All ranks of the mesh make the same passes in one order."""
 
     is_whole = False
@@ -98,8 +100,8 @@ class ShardedModel:
         """Free what the last pass gathered, if no backward pass did."""
         cast("FSDPModule", self._model).reshard()
 
+    @override
     def gather(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """See `Sharding.gather`."""
         whole = {}
         for name, tensor in tensors.items():
             # Over gloo: on a GPU rank 0 may have no room for a whole weight, nor NCCL for buffers.
@@ -111,20 +113,22 @@ class ShardedModel:
                 whole[name] = torch.cat(parts, self._dims[name])
         return whole
 
+    @override
     def shard(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:
-        """See `Sharding.shard`."""
         self._layout.check(tensors, what)
         for name in self._dims:
             yield name, self._part(name, tensors[name])
 
+    @override
     def reduce_gradient(self, gradient: Tensor) -> None:
-        """See `Sharding.reduce_gradient`: the backward pass has done so."""
+        """The backward pass has done so."""
 
+    @override
     def unreduce_gradient(self, gradient: Tensor) -> None:
-        """See `Sharding.unreduce_gradient`: as above."""
+        """As above."""
 
+    @override
     def grad_norm(self, gradient: Tensor) -> float:
-        """See `Sharding.grad_norm`."""
         square = norm_of(gradient).square()
         dist.all_reduce(square)
         return float(square.sqrt())

@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tinkercloud_protocol.errors import InvalidRequest, Overloaded
 from tinkercloud_protocol.hyperparameters import LoraConfig
@@ -144,8 +145,8 @@ class TorchTrainer(AdamTrainer):
                 f" sessions that are over, or ask for {smaller}"
             )
 
+    @override
     def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> LossOutput:
-        """See `Trainer.forward`."""
         model = self._models[model_id]
         loss = losses.find(batch.loss_fn)
         output = PassOutput()
@@ -159,10 +160,10 @@ class TorchTrainer(AdamTrainer):
             between()
         return output.finish(batch)
 
+    @override
     def forward_backward(
         self, model_id: str, batch: Batch, between: Callable[[], None]
     ) -> LossOutput:
-        """See `Trainer.forward_backward`."""
         model = self._models[model_id]
         output = PassOutput()
         for pack in self._packs(batch):
@@ -272,8 +273,8 @@ class TrainerBesideSampler(TorchTrainer):
     Weights stay there: an adapter does not pass through the CPU's memory.
     """
 
+    @override
     def published(self, model_id: str) -> WeightsSnapshot:
-        """See `RankTrainer.published`."""
         model = self._models[model_id]
         flat = model.trainable.flat.detach().to(self._published_dtype(model), copy=True)
         return WeightsSnapshot(model.lora, model.trainable.layout.views(flat))

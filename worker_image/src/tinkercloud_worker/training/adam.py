@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.engine.ranks import Sharding
-from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import Gradient, Trainer, TrainingState, WeightsSnapshot
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.lora.parameters import Trainable, norm_of
 
@@ -82,7 +83,7 @@ def new_adapter(
     return TrainedModel(config, trainable)
 
 
-class AdamTrainer(ABC):
+class AdamTrainer(Trainer, ABC):
     """The part of `engine.trainer.Trainer` that needs no pass of the model."""
 
     def __init__(self, limits: TokenLimits, dtype: torch.dtype = torch.float32) -> None:
@@ -101,16 +102,16 @@ class AdamTrainer(ABC):
     def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:
         """Return a model that begins from the base's weights."""
 
+    @override
     def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
-        """See `Trainer.add_model`."""
         self._models[model_id] = self._new_model(lora_config)
 
+    @override
     def remove_model(self, model_id: str) -> None:
-        """See `Trainer.remove_model`."""
         self._models.pop(model_id, None)
 
+    @override
     def memory_bytes(self, model_id: str) -> int:
-        """See `Trainer.memory_bytes`."""
         model = self._models.get(model_id)
         if model is None:
             return 0
@@ -118,8 +119,8 @@ class AdamTrainer(ABC):
         moments = [value for value in model.optimizer.state.get(flat, {}).values() if value.dim()]
         return sum(tensor.nbytes for tensor in (flat, model.trainable.gradient, *moments))
 
+    @override
     def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
-        """See `Trainer.optim_step`."""
         model = self._models[model_id]
         gradient = model.trainable.gradient
         norm = float(norm_of(gradient)) if model.grad_norm is None else model.grad_norm
@@ -143,39 +144,40 @@ class AdamTrainer(ABC):
         gradient.zero_()
         return {"grad_norm": norm, "step": float(_step(model))}
 
+    @override
     def discard_gradient(self, model_id: str) -> None:
-        """See `Trainer.discard_gradient`."""
         self._models[model_id].trainable.gradient.zero_()
 
+    @override
     def release_memory(self) -> None:
-        """See `Trainer.release_memory`."""
         accelerator.release_memory()
 
-    def stop_waiting(self) -> None:  # noqa: B027 - what the interface asks, done by doing nothing
-        """See `Trainer.stop_waiting`: nothing here waits for other processes to start."""
+    @override
+    def stop_waiting(self) -> None:
+        """Nothing here waits for other processes to start."""
 
+    @override
     def snapshot(self, model_id: str) -> WeightsSnapshot:
-        """See `Trainer.snapshot`."""
         model = self._models[model_id]
         return WeightsSnapshot(model.lora, self._to_cpu(model, model.trainable.flat.detach()))
 
     def published(self, model_id: str) -> WeightsSnapshot:
-        """See `RankTrainer.published`."""
+        """Return a copy of the current weights, as passes see them."""
         model = self._models[model_id]
         flat = model.trainable.flat.detach()
         return WeightsSnapshot(model.lora, self._to_cpu(model, flat, self._published_dtype(model)))
 
+    @override
     def publication(self, model_id: str) -> Callable[[], WeightsSnapshot]:
-        """See `Trainer.publication`."""
         weights = self.published(model_id)
         return lambda: weights
 
+    @override
     def export_state(self, model_id: str) -> TrainingState:
-        """See `Trainer.export_state`."""
         return state_of(self._models[model_id], self._to_cpu)
 
+    @override
     def import_state(self, model_id: str, state: TrainingState) -> None:
-        """See `Trainer.import_state`."""
         model = self._models[model_id]
         flat = model.trainable.flat
         fresh = torch.empty_like(model.trainable.gradient)
@@ -191,14 +193,14 @@ class AdamTrainer(ABC):
             step = torch.tensor(float(state.step), device=flat.device)
             model.optimizer.state[flat] = {"step": step, **moments}
 
+    @override
     def export_gradient(self, model_id: str) -> Gradient | None:
-        """See `Trainer.export_gradient`."""
         model = self._models[model_id]
         gradient = model.trainable.gradient
         return self._to_cpu(model, gradient) if gradient.any() else None
 
+    @override
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
-        """See `Trainer.import_gradient`."""
         model = self._models[model_id]
         _fill(model.trainable.gradient, model, gradient, "gradient")
 

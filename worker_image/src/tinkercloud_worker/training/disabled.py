@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Never
 
+from typing_extensions import override
+
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.engine.batch import Batch
@@ -18,10 +20,10 @@ class NoTrainer(AdamTrainer):
             " that trains"
         )
 
-    def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> Never:  # noqa: ARG002 - as above
-        """See `Trainer.forward`."""
+    @override
+    def forward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> Never:
         raise KeyError(model_id)
 
-    def forward_backward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> Never:  # noqa: ARG002 - as above
-        """See `Trainer.forward_backward`."""
+    @override
+    def forward_backward(self, model_id: str, batch: Batch, between: Callable[[], None]) -> Never:
         raise KeyError(model_id)

@@ -11,33 +11,36 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.device import accelerator
-from tinkercloud_worker.engine.ranks import Sharding
+from tinkercloud_worker.engine.ranks import RankTrainer, Sharding
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState
 from tinkercloud_worker.training.adam import AdamTrainer, TrainedModel, on_cpu, state_of
 
 
-class ReplicatedTrainer(AdamTrainer):
+class ReplicatedTrainer(AdamTrainer, RankTrainer):
     """A rank's part. `torch.distributed` must be initialised, and all ranks get the same calls."""
 
+    @override
     def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
-        """See `Trainer.add_model`. All start from rank 0's values: seeds may differ."""
+        """All start from rank 0's values: seeds may differ."""
         super().add_model(model_id, lora_config)
         model = self._models[model_id]
         if lora_config is not None and model.sharding is None:
             dist.broadcast(model.trainable.flat.detach(), src=0)
 
+    @override
     def sum_gradient(self, model_id: str) -> None:
-        """See `RankTrainer.sum_gradient`."""
         model = self._models[model_id]
         _reduce(model, model.trainable.gradient)
         sharding = _sharding(model)
         model.grad_norm = sharding.grad_norm(model.trainable.gradient) if sharding else None
 
+    @override
     def export_gradient(self, model_id: str) -> Gradient | None:
-        """See `Trainer.export_gradient`. Returns the ranks' sum; their own gradients stay.
+        """Returns the ranks' sum; their own gradients stay.
 
         Ranks sum copies on the CPU, over gloo, which takes no GPU memory.
         """
@@ -47,8 +50,9 @@ class ReplicatedTrainer(AdamTrainer):
         whole = self._to_cpu(model, total)
         return whole if any(tensor.any() for tensor in whole.values()) else None
 
+    @override
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
-        """See `Trainer.import_gradient`. The ranks' gradients sum up to it afterwards."""
+        """The ranks' gradients sum up to it afterwards."""
         super().import_gradient(model_id, gradient)
         model = self._models[model_id]
         if model.sharding is not None:
@@ -56,8 +60,8 @@ class ReplicatedTrainer(AdamTrainer):
         elif dist.get_rank() != 0:
             self.discard_gradient(model_id)
 
+    @override
     def salvage(self) -> Mapping[str, TrainingState]:
-        """See `RankTrainer.salvage`."""
         whole = {name: model for name, model in list(self._models.items()) if not _sharding(model)}
         with accelerator.side_stream():
             return {name: state_of(model, _gathered) for name, model in whole.items()}
