@@ -19,7 +19,7 @@ from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
-from tinkercloud_worker.torch_trainer.trainer import TrainerBesideSampler
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainerWithSampler
 
 NEVER = StopRules(frozenset(), ())
 
@@ -38,7 +38,7 @@ class Bench:
             wake=self.thread.wake,
         )
         self.thread.start(self.sampler)
-        self.trainer = TrainerBesideSampler(self.base, max_batch_tokens=2048)
+        self.trainer = TorchTrainerWithSampler(self.base, max_batch_tokens=2048)
         self.trainer.add_model("m", LoraConfig(rank=16, seed=1))
         self.plain = AutoModelForCausalLM.from_pretrained(folder)
         self.rng = np.random.default_rng(0)

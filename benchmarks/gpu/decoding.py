@@ -15,13 +15,13 @@ from benchmarks.gpu.engines import (
 )
 from benchmarks.gpu.workloads import Shape
 from benchmarks.measuring import Measurement
-from tinkercloud_worker.device.accelerator import recorder_for
+from tinkercloud_worker.device.accelerator import graph_capturer_for
 
 
 def small(bench: Bench) -> Iterator[Measurement]:
     """G11 with a small model."""
     shape = bench.work.decoding
-    with a_sampler(base_of(bench, shape), 1, recorder_for(bench.device)) as sampler:
+    with a_sampler(base_of(bench, shape), 1, graph_capturer_for(bench.device)) as sampler:
         yield _alone(bench, "G11a", shape, sampler, (">= 300", ">= 900"))
 
 
@@ -29,7 +29,7 @@ def large(bench: Bench) -> Iterator[Measurement]:
     """G11 and G12 with the largest model, and G14: how soon its adapter is sampled."""
     work = bench.work
     base = base_of(bench, work.large)
-    with a_sampler(base, work.together, recorder_for(bench.device)) as sampler:
+    with a_sampler(base, work.together, graph_capturer_for(bench.device)) as sampler:
         yield _alone(bench, "G11b", work.large, sampler, (">= 130", ">= 190"))
         yield _together(bench, sampler)
         trainer = a_trainer(base, work.rank, max_batch_tokens=1024)

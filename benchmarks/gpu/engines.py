@@ -22,10 +22,10 @@ from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult, S
 from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.engine.trainer import Trainer, TrainingState, WeightsSnapshot
 from tinkercloud_worker.model.base_model import BaseModel
-from tinkercloud_worker.torch_sampler.graphs import Recorder
+from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
-from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler
 
 MODEL = "m"
 _SAMPLER_BYTES = 8 << 30
@@ -86,7 +86,7 @@ def a_trainer(
     base: BaseModel, rank: int, max_batch_tokens: int, max_kept_tokens: int | None = None
 ) -> TorchTrainer:
     """Return a trainer with one model, an adapter of random weights."""
-    trainer = TrainerBesideSampler(
+    trainer = TorchTrainerWithSampler(
         base, max_batch_tokens=max_batch_tokens, max_kept_tokens=max_kept_tokens
     )
     trainer.add_model(MODEL, LoraConfig(rank=rank, seed=1))
@@ -136,7 +136,7 @@ class RunningSampler:
 
 @contextmanager
 def a_sampler(
-    base: BaseModel, max_running_sequences: int, recorder: Recorder | None
+    base: BaseModel, max_running_sequences: int, graph_capturer: GraphCapturer | None
 ) -> Iterator[RunningSampler]:
     """Run a sampler over a base model."""
     thread = EngineThread(on_crash=lambda error: print("the engine failed:", repr(error)))
@@ -150,7 +150,7 @@ def a_sampler(
             config,
             versions=Versions(Path(folder), _SAMPLER_BYTES, base.device),
             wake=thread.wake,
-            recorder=recorder,
+            graph_capturer=graph_capturer,
         )
         thread.start(sampler)
         try:

@@ -23,10 +23,10 @@ from benchmarks.gpu.engines import (
 from benchmarks.gpu.workloads import Shape, plain_transformers
 from benchmarks.measuring import Measurement, largest_error
 from tinkercloud_protocol.tensors import Datum, SampledSequence
-from tinkercloud_worker.device.accelerator import recorder_for
+from tinkercloud_worker.device.accelerator import graph_capturer_for
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.model.base_model import BaseModel
-from tinkercloud_worker.torch_sampler.graphs import Recorder
+from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 LENGTHS = (24, 9, 17)
@@ -173,14 +173,14 @@ def sampling(bench: Bench) -> Iterator[Measurement]:
         base = base_of(bench, bench.work.checked, dtype)
         trainer = a_trainer(base, bench.work.rank, max_batch_tokens=1024)
         # Where nothing records steps they are computed, padded as recorded ones are.
-        recorder = recorder_for(bench.device) or (lambda compute: compute)
-        drawn = _sampled(bench, base, trainer, recorder)
+        graph_capturer = graph_capturer_for(bench.device) or (lambda compute: compute)
+        drawn = _sampled(bench, base, trainer, graph_capturer)
         gap = _gap(drawn, [trained_logprobs(trainer, _prompt(bench), s.tokens) for s in drawn])
         if dtype == torch.float32:
             yield Measurement(
                 "N6", "sampling - training logprobs, float32", largest_error(gap), "", "<= 1e-4"
             )
-            yield _recorded(bench, base, trainer, recorder)
+            yield _recorded(bench, base, trainer, graph_capturer)
             continue
         note = f"mean exp of it {float(np.exp(gap).mean()):.4f} (wanted: 1.05 at most)"
         yield Measurement(
@@ -190,13 +190,13 @@ def sampling(bench: Bench) -> Iterator[Measurement]:
 
 
 def _recorded(
-    bench: Bench, base: BaseModel, trainer: TorchTrainer, recorder: Recorder
+    bench: Bench, base: BaseModel, trainer: TorchTrainer, graph_capturer: GraphCapturer
 ) -> Measurement:
     """N7: an adapter's sequences alone, and beside the base's."""
     recorded, computed = (
         _sampled(bench, base, trainer, each, ("v1",))
         + _sampled(bench, base, trainer, each, ("v1", "base"))
-        for each in (recorder, None)
+        for each in (graph_capturer, None)
     )
     same = [s.tokens for s in recorded] == [s.tokens for s in computed]
     gap = _gap(recorded, [np.asarray(s.logprobs) for s in computed])
@@ -215,12 +215,12 @@ def _sampled(
     bench: Bench,
     base: BaseModel,
     trainer: TorchTrainer,
-    recorder: Recorder | None,
+    graph_capturer: GraphCapturer | None,
     versions: Sequence[str] = ("v1",),
 ) -> list[SampledSequence]:
     """Return sequences drawn at once with the trainer's adapter ("v1") or the base."""
     work = bench.work
-    with a_sampler(base, work.together, recorder) as sampler:
+    with a_sampler(base, work.together, graph_capturer) as sampler:
         sampler.publish("v1", trainer.publication(MODEL)())
         sampler.publish("base", None)
         request = a_request(_prompt(bench), work.drawn, num_samples=3)

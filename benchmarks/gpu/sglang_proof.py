@@ -246,7 +246,7 @@ def a_proof(
                 sampler=_engines_of(sampler, modules, ranks),
             )
         )
-        reference = stack.enter_context(a_sampler(base, 4, recorder=None))
+        reference = stack.enter_context(a_sampler(base, 4, graph_capturer=None))
         runner = stack.enter_context(asyncio.Runner())
         colocated = {"colocated": sampler.get("colocated", False)}
         sender = _sampler(server, folder, "sent", colocated)

@@ -17,7 +17,7 @@ from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.tensors import Datum
 from tinkercloud_worker.engine.trainer import Trainer, TrainingPass
 from tinkercloud_worker.model.base_model import BaseModel
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer.logprobs import logprobs_and_gradient
 
 _MICRO_BATCHES = (16384, 8192, 4096, 2048)
@@ -177,9 +177,9 @@ def _frozen_step(base: BaseModel, ids: torch.Tensor, targets: torch.Tensor) -> N
     embedding = base.named_weights()["model.embed_tokens.weight"]
     inputs = torch.nn.functional.embedding(ids, embedding).requires_grad_()
     # The trunk itself: a pass of the engine begins with token ids, which have no gradient.
-    hidden = base._trunk(inputs_embeds=inputs, use_cache=False).last_hidden_state
+    hidden = base._backbone(inputs_embeds=inputs, use_cache=False).last_hidden_state
     _, gradient = logprobs_and_gradient(
-        Unembedding(base.frozen_head, ()),
+        LMHead(base.frozen_lm_head, ()),
         hidden.detach().flatten(0, 1),
         targets,
         lambda _, lp: torch.full_like(lp, -1.0),

@@ -8,7 +8,7 @@ from torch import Tensor
 from benchmarks.gpu.bench import Bench
 from benchmarks.measuring import Measurement
 from tinkercloud_worker.device.frozen_linear import FrozenLinear
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer.logprobs import logprobs_and_gradient
 
 
@@ -25,7 +25,7 @@ class Head:
 
     def ours(self) -> Tensor:
         """Return the gradient of the hidden states, as the trainer computes it."""
-        layer = Unembedding(FrozenLinear(self.weight, None, packed=False), ())
+        layer = LMHead(FrozenLinear(self.weight, None, packed=False), ())
         _, gradient = logprobs_and_gradient(
             layer, self.hidden, self.targets, lambda _, lp: torch.full_like(lp, -1.0)
         )

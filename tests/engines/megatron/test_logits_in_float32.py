@@ -25,7 +25,7 @@ from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
 from tinkercloud_worker.model import lm_head
 from tinkercloud_worker.model.base_model import BaseModel
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [
@@ -39,14 +39,14 @@ ADAPTER = LoraConfig(rank=4, seed=1)
 
 
 @pytest.fixture
-def layers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Unembedding, Tensor, Tensor]]:
+def layers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[LMHead, Tensor, Tensor]]:
     """Have products as an accelerator's, and note output layers, hidden states and targets."""
-    seen: list[tuple[Unembedding, Tensor, Tensor]] = []
+    seen: list[tuple[LMHead, Tensor, Tensor]] = []
 
     def product(left: Tensor, right: Tensor) -> Tensor:
         return left.float() @ right.float()
 
-    def noted(layer: Unembedding, hidden: Tensor, targets: Tensor, *rest: object) -> Tensor:
+    def noted(layer: LMHead, hidden: Tensor, targets: Tensor, *rest: object) -> Tensor:
         seen.append((layer, hidden.detach(), targets))
         found: Tensor = logprobs.logprobs(layer, hidden, targets, *rest)  # type: ignore[arg-type]
         return found
@@ -71,7 +71,7 @@ def a_trainer(folder: Path, lora: LoraConfig | None) -> MegatronTrainer:
 def test_logprobs_are_those_of_float32_logits_of_the_hidden_states(
     alone: timedelta,
     tmp_path: Path,
-    layers: list[tuple[Unembedding, Tensor, Tensor]],
+    layers: list[tuple[LMHead, Tensor, Tensor]],
     lora: LoraConfig | None,
 ) -> None:
     trainer = a_trainer(tmp_path, lora)
@@ -84,7 +84,7 @@ def test_logprobs_are_those_of_float32_logits_of_the_hidden_states(
     logits = hidden.double() @ layer.linear.weight.double().T
     assert hidden.dtype == layer.linear.weight.dtype == torch.bfloat16
     if lora is not None:
-        head = trainer._base.head
+        head = trainer._base.lm_head
         a, b = tensors[head.a_name].detach(), tensors[head.b_name].detach()
         logits += scale(lora.rank) * (hidden.double() @ a.double().T) @ b.double().T
     expected = logits.log_softmax(1).gather(1, targets)
@@ -93,7 +93,7 @@ def test_logprobs_are_those_of_float32_logits_of_the_hidden_states(
 
 
 def test_the_output_layers_logits_are_bit_for_bit_the_torch_trainers(
-    alone: timedelta, tmp_path: Path, layers: list[tuple[Unembedding, Tensor, Tensor]]
+    alone: timedelta, tmp_path: Path, layers: list[tuple[LMHead, Tensor, Tensor]]
 ) -> None:
     trainer = a_trainer(tmp_path, ADAPTER)
     batch = prepare(a_request(random_data(LENGTHS)), trainer.limits)
@@ -106,7 +106,7 @@ def test_the_output_layers_logits_are_bit_for_bit_the_torch_trainers(
 
     [(layer, hidden, _)] = layers
     model = torch_trainer._models["m"]
-    of_torch = torch_trainer._unembedding([(slice(0, len(hidden)), model)])
+    of_torch = torch_trainer._lm_head_layer([(slice(0, len(hidden)), model)])
 
     with torch.no_grad():
         assert torch.equal(layer.logits(hidden), of_torch.logits(hidden))

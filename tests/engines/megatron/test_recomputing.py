@@ -39,7 +39,7 @@ from tinkercloud_worker.megatron_trainer.model import load
 from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.training.adam import TrainedModel
 
 pytestmark = [
@@ -198,7 +198,7 @@ def test_a_pass_of_a_whole_model_rounds_it_once_as_planned(
         return replaced
 
     def note_head(
-        micro_batch: MicroBatch, output_layer: Callable[[], Unembedding], *arguments: Any
+        micro_batch: MicroBatch, output_layer: Callable[[], LMHead], *arguments: Any
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         rounded.append(output_layer().linear.weight)
         return loss(micro_batch, output_layer, *arguments)

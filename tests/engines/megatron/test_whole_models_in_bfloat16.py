@@ -24,7 +24,7 @@ from tinkercloud_worker.megatron_trainer.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.model import load
 from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 
 pytestmark = [
     pytest.mark.slow,
@@ -57,7 +57,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Compute logits of a few rows at a time, and note hidden states and targets of all."""
     seen: list[Tensor] = []
 
-    def noted(output_layer: Unembedding, hidden: Tensor, targets: Tensor, *rest: Any) -> Tensor:
+    def noted(output_layer: LMHead, hidden: Tensor, targets: Tensor, *rest: Any) -> Tensor:
         seen.extend((hidden.detach(), targets))
         return logprobs.logprobs(output_layer, hidden, targets, *rest)
 

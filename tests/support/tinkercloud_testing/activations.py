@@ -21,7 +21,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.device.packing import PackedSequences
-from tinkercloud_worker.lora.segments import ActiveWeights, Route
+from tinkercloud_worker.lora.segments import ActiveWeights, WeightSegment
 from tinkercloud_worker.model import base_model
 from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.model.fused_kernels import use_liger
@@ -50,7 +50,7 @@ def built(config: Mapping[str, Any]) -> PreTrainedModel:
 def kept(base: BaseModel, tokens: int, *, recompute: bool) -> int:
     """Return the bytes that a pass of one sequence keeps, without weights."""
     adapter = new_adapter(base.targets, LoraConfig(rank=RANK)).trainable
-    route = Route(slice(0, tokens), ActiveWeights(adapter.tensors, lora_scale=1.0))
+    route = WeightSegment(slice(0, tokens), ActiveWeights(adapter.tensors, lora_scale=1.0))
     saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:

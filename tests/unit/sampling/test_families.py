@@ -28,7 +28,7 @@ from tinkercloud_worker.engine.sampler import PromptQuestions, SamplingResult, S
 from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_sampler.decoding import TokenSampler
 from tinkercloud_worker.torch_sampler.decoding_check import check_decoding
-from tinkercloud_worker.torch_sampler.graphs import Recorder
+from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
 
 LONG = [7 * number % 250 for number in range(15)]
 PROMPTS = [[1, 2, 3], LONG, [7, 8], [*LONG[:12], 9, 8, 7, 6], LONG]
@@ -40,10 +40,12 @@ CONFIG = SamplerConfig(prefill_chunk_tokens=8, max_running_sequences=5)
 
 
 async def draw(
-    make: Callable[[], PreTrainedModel], scratch_dir: Path, recorder: Recorder | None = None
+    make: Callable[[], PreTrainedModel],
+    scratch_dir: Path,
+    graph_capturer: GraphCapturer | None = None,
 ) -> list[SamplingResult]:
     """Return what comes of all prompts, the last two of which come later than the others."""
-    with an_engine(make(), scratch_dir, CONFIG, recorder=recorder) as engine:
+    with an_engine(make(), scratch_dir, CONFIG, graph_capturer=graph_capturer) as engine:
         await engine.sampler.publish("base", None)
 
         async def sample(prompts: Sequence[list[int]]) -> list[SamplingResult]:

@@ -17,7 +17,7 @@ from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine, p
 from tinkercloud_testing.models import tiny_gpt2, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from tinkercloud_testing.recording import Operations
 from tinkercloud_worker.engine.sampler import SamplingResult, StopRules
-from tinkercloud_worker.torch_sampler.graphs import Compute, Recorder
+from tinkercloud_worker.torch_sampler.graphs import Compute, GraphCapturer
 
 MODELS = {
     "llama": tiny_llama,
@@ -34,7 +34,7 @@ def refuse(_compute: Compute) -> Compute:
 
 
 def sampled(
-    model: Callable[[], PreTrainedModel], scratch_dir: Path, recorder: Recorder | None
+    model: Callable[[], PreTrainedModel], scratch_dir: Path, graph_capturer: GraphCapturer | None
 ) -> list[SamplingResult]:
     """Sample from a base, adapters and a mixture of them, few at a time and many."""
 
@@ -59,7 +59,7 @@ def sampled(
         ]
         return [result for part in results for result in part]
 
-    with an_engine(model(), scratch_dir, SamplerConfig(), recorder=recorder) as engine:
+    with an_engine(model(), scratch_dir, SamplerConfig(), graph_capturer=graph_capturer) as engine:
         return asyncio.run(sample(engine))
 
 
@@ -99,7 +99,7 @@ async def test_a_long_prompt_is_read_once_though_it_is_asked_for_twice_at_once(
     prompts = [list(range(200)) * 2, list(range(200)) * 2, [7, 8, 9]]
     requests = [a_sampling_request(prompt, max_tokens=3, stop=NEVER) for prompt in prompts]
     config = SamplerConfig(prefill_chunk_tokens=2048)
-    with an_engine(tiny_llama(), tmp_path, config, recorder=Operations()) as engine:
+    with an_engine(tiny_llama(), tmp_path, config, graph_capturer=Operations()) as engine:
         await engine.sampler.publish("base", None)
 
         results = await asyncio.gather(*(engine.sampler.sample("base", r) for r in requests))

@@ -13,10 +13,10 @@ from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.recording import Operations
 from tinkercloud_worker.engine.sampler import SamplingRequest, StopRules
 from tinkercloud_worker.torch_sampler.cache import KvShape, LayerKeyValues, SlotCache
-from tinkercloud_worker.torch_sampler.graphs import Recorder
+from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
 
 NEVER = StopRules(frozenset(), ())
-RECORDERS: dict[str, Callable[[], Recorder | None]] = {
+GRAPH_CAPTURERS: dict[str, Callable[[], GraphCapturer | None]] = {
     "computed": lambda: None,
     "recorded": Operations,
 }
@@ -62,7 +62,9 @@ class Watched:
     def _look(self) -> None:
         sampler = self.engine.sampler
         slots = sum(batch._cache.shape.tokens for batch in sampler._batches.values())
-        prompts = sum(job.read for job in sampler._jobs if job.key_values or job.cache is not None)
+        prompts = sum(
+            job.prefilled for job in sampler._jobs if job.key_values or job.cache is not None
+        )
         self.most_slots = max(self.most_slots, slots)
         self.most_prompts = max(self.most_prompts, prompts)
 
@@ -71,13 +73,13 @@ async def watched(
     folder: Path, config: SamplerConfig, requests: Sequence[SamplingRequest], kind: str
 ) -> tuple[Watched, list[list[list[int]]]]:
     """Sample from a base model; return what was seen of it and the tokens."""
-    with an_engine(tiny_llama(), folder, config, recorder=RECORDERS[kind]()) as engine:
+    with an_engine(tiny_llama(), folder, config, graph_capturer=GRAPH_CAPTURERS[kind]()) as engine:
         await engine.sampler.publish("base", None)
         seen = Watched(engine)
         return seen, await seen.sample(requests)
 
 
-@pytest.mark.parametrize("kind", RECORDERS)
+@pytest.mark.parametrize("kind", GRAPH_CAPTURERS)
 async def test_prompts_are_read_only_as_long_as_what_waits_has_room(
     kind: str, tmp_path: Path
 ) -> None:
@@ -119,7 +121,7 @@ async def test_a_prompt_that_is_half_read_is_read_on_though_an_earlier_one_finds
     assert seen.most_prompts <= 660
 
 
-@pytest.mark.parametrize("kind", RECORDERS)
+@pytest.mark.parametrize("kind", GRAPH_CAPTURERS)
 async def test_slots_take_no_more_room_than_there_is_whatever_joins_and_leaves(
     kind: str, tmp_path: Path
 ) -> None:

@@ -252,15 +252,15 @@ async def test_every_question_about_a_prompt_is_answered_by_full_logits(tmp_path
     np.testing.assert_allclose(top.logprobs[0], -np.sort(-logprobs[-1])[:2], atol=1e-5)
 
 
-@pytest.mark.parametrize("recorder", [None, Operations()], ids=["computed", "recorded"])
+@pytest.mark.parametrize("graph_capturer", [None, Operations()], ids=["computed", "recorded"])
 async def test_the_last_token_of_the_whole_context_is_drawn_and_all_of_it_can_be_scored(
-    tmp_path: Path, recorder: Operations | None
+    tmp_path: Path, graph_capturer: Operations | None
 ) -> None:
     reference = tiny_llama().eval()
     length = reference.config.max_position_embeddings
     prompt = [7 * position % 250 for position in range(length - 12)]
     config = SamplerConfig(max_cached_tokens=length)
-    with an_engine(tiny_llama(), tmp_path, config, recorder=recorder) as engine:
+    with an_engine(tiny_llama(), tmp_path, config, graph_capturer=graph_capturer) as engine:
         await engine.sampler.publish("base", None)
 
         to_the_end = a_sampling_request(prompt, max_tokens=13, seed=1, stop=NEVER)

@@ -6,16 +6,17 @@ import torch
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.lora.parameters import Layout, TensorSpec, Trainable, norm_of
-from tinkercloud_worker.training.adam import AdamTrainer, TrainedModel
+from tinkercloud_worker.training.adam import TrainedModel
+from tinkercloud_worker.training.disabled import NoTrainer
 
 MANY = (1 << 24) + 3
 """Elements, of which one sum in float32 does not count the last ones."""
 
 
-class TrainerOfOneTensor(AdamTrainer):
+class TrainerOfOneTensor(NoTrainer):
     """Has models of one long tensor each."""
 
-    def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:
+    def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:  # type: ignore[override]
         return TrainedModel(lora_config, Trainable(Layout([TensorSpec("weight", (MANY,))])))
 
 

@@ -33,7 +33,7 @@ from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 from tinkercloud_worker.model.base_model import BaseModel
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer import logprobs
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -286,9 +286,9 @@ def test_full_fine_tuning_leaves_the_shared_base_alone() -> None:
 
 def test_logits_are_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    original = Unembedding.logits
+    original = LMHead.logits
 
-    def watched(self: Unembedding, hidden: Tensor) -> Tensor:
+    def watched(self: LMHead, hidden: Tensor) -> Tensor:
         logits = original(self, hidden)
         sizes.append(logits.nbytes)
         return logits
@@ -299,7 +299,7 @@ def test_logits_are_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = gradient(trainer, "m")
     trainer.discard_gradient("m")
     monkeypatch.setattr(logprobs, "_LOGITS_BYTES", 16 * 4 * 264)
-    monkeypatch.setattr(Unembedding, "logits", watched)
+    monkeypatch.setattr(LMHead, "logits", watched)
     chunked = run(trainer, data)
 
     assert max(sizes) <= 16 * 4 * 264

@@ -11,10 +11,10 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_testing.models import tiny_gemma2, tiny_llama
 from tinkercloud_worker.model.architecture import (
     UnsupportedModelError,
+    backbone_and_lm_head,
     blank_model,
     find_targets,
     name_of,
-    trunk_and_head,
 )
 from tinkercloud_worker.model.base_model import BaseModel
 
@@ -30,8 +30,8 @@ SMALL: dict[str, Any] = {
 
 def leaves_of(model: PreTrainedModel) -> set[str]:
     """Return the names within their layers of what is adapted."""
-    trunk, head = trunk_and_head(model)
-    targets = find_targets(model, name_of(model, trunk), name_of(model, head))
+    backbone, lm_head = backbone_and_lm_head(model)
+    targets = find_targets(model, name_of(model, backbone), name_of(model, lm_head))
     return {target.name.partition("layers.")[2].partition(".")[2] for target in targets}
 
 

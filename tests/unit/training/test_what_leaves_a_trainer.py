@@ -17,9 +17,9 @@ from tinkercloud_testing.leaving import taken_by_what_leaves
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.build_trainer import build_trainer, build_weight_host
 from tinkercloud_worker.model.base_model import BaseModel
-from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler
 
-STAY = {f"TrainerBesideSampler, {model}: published" for model in ("adapter", "whole")}
+STAY = {f"TorchTrainerWithSampler, {model}: published" for model in ("adapter", "whole")}
 """A sampler takes these there, on a device that nobody else has."""
 
 
@@ -46,7 +46,7 @@ def test_what_leaves_a_trainer_takes_no_memory_of_its_device() -> None:
 @pytest.mark.parametrize(
     ("sampler", "trainer"),
     [
-        (SamplerConfig(), TrainerBesideSampler),
+        (SamplerConfig(), TorchTrainerWithSampler),
         (
             SamplerConfig(
                 backend="sglang", inference=InferenceConfig(urls=("http://a",), colocated=True)

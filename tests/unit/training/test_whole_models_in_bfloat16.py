@@ -27,7 +27,7 @@ from tinkercloud_testing.trainers import gradient_of, run
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.model.base_model import BaseModel
-from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler
 
 LENGTHS = [5, 9, 12]
 every_model = pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_steps_that_bfloat16_would_round_away_add_up() -> None:
     assert torch.finfo(torch.bfloat16).eps / 4 > 8e-5
 
 
-every_trainer = pytest.mark.parametrize("kind", [TorchTrainer, TrainerBesideSampler])
+every_trainer = pytest.mark.parametrize("kind", [TorchTrainer, TorchTrainerWithSampler])
 
 
 @every_trainer

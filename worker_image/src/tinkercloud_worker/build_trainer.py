@@ -23,7 +23,7 @@ from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded import ShardedTrainer
 from tinkercloud_worker.torch_trainer.sharded_base import load_sharded
-from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler
 from tinkercloud_worker.training.disabled import NoTrainer
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def build_trainer(
     if config.trainer.backend == "none":
         return NoTrainer(_limits(config))
     if config.trainer.ranks == 0:
-        kind = TrainerBesideSampler if config.sampler.backend == "torch" else TorchTrainer
+        kind = TorchTrainerWithSampler if config.sampler.backend == "torch" else TorchTrainer
         model = base()
         return kind(
             model,

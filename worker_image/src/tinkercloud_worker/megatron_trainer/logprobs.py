@@ -22,13 +22,13 @@ from tinkercloud_worker.device.frozen_linear import FrozenLinear
 from tinkercloud_worker.lora.adapters import Target
 from tinkercloud_worker.lora.parameters import gradient_of
 from tinkercloud_worker.megatron_trainer.adapters import Active, part_of
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 
 _LOGITS_BYTES = 256 << 20
 """Size of the logits held at a time, in float32."""
 
 
-def frozen_output_layer(weight_VD: Tensor, target: Target, active: Active | None) -> Unembedding:
+def frozen_output_layer(weight_VD: Tensor, target: Target, active: Active | None) -> LMHead:
     """Return the output layer of the base, with an adapter's term if that has one.
 
     Args:
@@ -38,14 +38,14 @@ def frozen_output_layer(weight_VD: Tensor, target: Target, active: Active | None
     """
     linear = FrozenLinear(weight_VD, None, packed=False)
     if active is None or target.a_name not in active.tensors:
-        return Unembedding(linear, ())
+        return LMHead(linear, ())
     a, b = active.tensors[target.a_name], active.tensors[target.b_name]
     own_b = part_of(b, 0).detach()
     own_b.grad = part_of(gradient_of(b), 0)
-    return Unembedding(linear, [(slice(None), a, own_b, active.scale)])
+    return LMHead(linear, [(slice(None), a, own_b, active.scale)])
 
 
-def trained_output_layer(weight: Tensor, dtype: torch.dtype) -> Unembedding:
+def trained_output_layer(weight: Tensor, dtype: torch.dtype) -> LMHead:
     """Return an output layer that is trained.
 
     Its gradient is a sum over all that call it, a few positions at a time, and is added up in
@@ -56,7 +56,7 @@ def trained_output_layer(weight: Tensor, dtype: torch.dtype) -> Unembedding:
         dtype: of passes.
     """
     linear = FrozenLinear(weight.detach().to(dtype), None, packed=False)
-    return Unembedding(linear, (), (gradient_of(weight), None))
+    return LMHead(linear, (), (gradient_of(weight), None))
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -65,7 +65,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         ctx: Any,  # noqa: ANN401 - torch's
         hidden_RD: Tensor,
         targets_RK: Tensor,
-        layer: Unembedding,
+        layer: LMHead,
         group: dist.ProcessGroup,
     ) -> Tensor:
         # One tensor all the way: they are the largest there is.
@@ -98,7 +98,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 
 def logprobs(
-    layer: Unembedding,
+    layer: LMHead,
     hidden_RD: Tensor,
     targets_RK: Tensor,
     group: dist.ProcessGroup,

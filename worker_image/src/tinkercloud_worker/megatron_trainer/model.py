@@ -93,7 +93,7 @@ class MegatronModel:
     """A rank's part of the frozen base, and what can be trained of the whole."""
 
     module: GPTModel
-    """It ends with the last stage's final norm: `head_weight` and the output layer are for the
+    """It ends with the last stage's final norm: `lm_head_weight` and the output layer are for the
     caller, who has no room for the logits of all positions."""
     sources: Mapping[str, Sequence[TensorSlice]]
     """Of each weight of the module, the parts of Hugging Face weights that it is made of where
@@ -111,13 +111,13 @@ class MegatronModel:
     """Of the folder that it was loaded from (`fingerprint`)."""
 
     @property
-    def head_weight(self) -> str:
+    def lm_head_weight(self) -> str:
         """The name of the output layer's weight at the last stage: its own, or the embedding's."""
         names = dict(self.module.named_parameters())
         return next(name for name in _HEADS if name in names)
 
     @property
-    def head(self) -> Target:
+    def lm_head(self) -> Target:
         """The output layer, as what can be adapted."""
         return next(target for target in self.targets if target.group == "unembed")
 

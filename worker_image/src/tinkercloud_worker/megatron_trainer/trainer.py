@@ -45,7 +45,7 @@ from tinkercloud_worker.megatron_trainer.router_counts import RouterCounts
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDivision
 from tinkercloud_worker.megatron_trainer.sharded_adapter import ShardedAdapter
 from tinkercloud_worker.megatron_trainer.sharded_model import MegatronShardedModel
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.training.adam import TrainedModel, new_adapter
 from tinkercloud_worker.training.collate import PassOutput, pack_all
 from tinkercloud_worker.training.replicated import ReplicatedTrainer
@@ -189,7 +189,7 @@ class MegatronTrainer(ReplicatedTrainer):
     def _loss(
         self,
         micro_batch: MicroBatch,
-        output_layer: Callable[[], Unembedding],
+        output_layer: Callable[[], LMHead],
         loss: Loss,
         output: PassOutput,
         hidden_S1D: Tensor,
@@ -220,13 +220,13 @@ class MegatronTrainer(ReplicatedTrainer):
         output.add(pack, lp_RK, loss_sum)
         return (lp_MK * derivative_RK[places_M]).sum(), number, {}
 
-    def _output_layer(self, model: TrainedModel) -> Unembedding:
+    def _output_layer(self, model: TrainedModel) -> LMHead:
         """Return what computes logits at the last stage: a whole model's own, or the base's."""
-        module, name = self._base.module, self._base.head_weight
+        module, name = self._base.module, self._base.lm_head_weight
         if isinstance(model.sharding, MegatronShardedModel):
             return trained_output_layer(model.trainable.tensors[name], self._dtype)
         active = self._base.linears.active
-        return frozen_output_layer(module.get_parameter(name), self._base.head, active)
+        return frozen_output_layer(module.get_parameter(name), self._base.lm_head, active)
 
     def _replaced_weights(self, model: TrainedModel) -> dict[str, Tensor]:
         """Return what takes the place of the base's weights: under an adapter, nothing."""

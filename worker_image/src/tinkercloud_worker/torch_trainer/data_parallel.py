@@ -1,4 +1,4 @@
-"""The torch trainer at one of several ranks, each with a whole copy of base and models."""
+"""The torch trainer on one of several data-parallel ranks, each with a full copy of all weights."""
 
 import torch.distributed as dist
 from typing_extensions import override
@@ -9,15 +9,15 @@ from tinkercloud_worker.training.replicated import ReplicatedTrainer
 
 
 class DataParallelTrainer(ReplicatedTrainer, TorchTrainer):
-    """See `engine.ranks.RankTrainer`.
+    """One rank of a data-parallel torch trainer; see `engine.ranks.RankTrainer`.
 
-    Of passes each rank gets its own share of the examples, which may be empty, and adds up the
-    gradient of those.
+    Each rank receives its own shard of the examples, which may be empty, and accumulates their
+    gradient.
     """
 
     @override
     def membership(self) -> Membership:
-        """Each rank is a replica of its own."""
+        """Return the membership of a rank that is a replica by itself."""
         return Membership(
             self.limits,
             replica=dist.get_rank(),

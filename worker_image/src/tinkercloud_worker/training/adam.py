@@ -1,7 +1,7 @@
-"""Models under training as flat vectors, and their optimizer.
+"""Models under training as flat vectors, with their optimizer.
 
-This is what all trainers share, whatever computes their gradients: a model is a `Trainable` and its
-AdamW, whose state is two flat moments and a step count.
+All trainers share this module, regardless of how they compute gradients: a model is a `Trainable`
+and its AdamW, whose state is two flat moments and a step count.
 """
 
 from abc import ABC, abstractmethod
@@ -23,11 +23,11 @@ from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.lora.parameters import Trainable, norm_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Of AdamW, as torch names them."""
+"""AdamW's moments, under torch's names."""
 BYTES_PER_PARAMETER = 16
-"""Of a model under training: weight, gradient and two moments in float32."""
+"""Bytes of memory per trained parameter: weight, gradient and two moments in float32."""
 _PART = 1 << 24
-"""Elements of a vector that are copied at a time."""
+"""Elements of a vector copied at a time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,9 +37,10 @@ class TrainedModel:
     lora: LoraConfig | None
     trainable: Trainable
     sharding: Sharding | None = None
-    """How it is divided over ranks; None: the trainable is all of it, by its own names."""
+    """How the model is sharded over ranks; None: the trainable is the full model, under its own
+    names."""
     grad_norm: float | None = None
-    """Of the summed gradient, where ranks have to compute it together."""
+    """Norm of the summed gradient, where ranks have to compute it together."""
     optimizer: torch.optim.AdamW = field(init=False)
 
     def __post_init__(self) -> None:
@@ -51,15 +52,15 @@ class TrainedModel:
 
     @property
     def unused_bytes(self) -> int:
-        """Memory that the model is going to take and may not have taken yet.
+        """Bytes that the model will allocate but may not have allocated yet.
 
-        The system counts a page of zeros only once it is written.
+        The system counts a page of zeros only after it is written.
         """
         flat = self.trainable.flat
         return 0 if self.optimizer.state[flat] else (BYTES_PER_PARAMETER - 4) * flat.numel()
 
     def begin_moments(self) -> None:
-        """Allocate the moments. AdamW allocates one by one: a full GPU would leave it with one."""
+        """Allocate both moments at once: AdamW itself could leave a full GPU with only one."""
         flat = self.trainable.flat
         if not self.optimizer.state[flat]:
             moments = {moment: torch.zeros_like(self.trainable.gradient) for moment in MOMENTS}
@@ -69,10 +70,10 @@ class TrainedModel:
 def new_adapter(
     targets: Sequence[adapters.Target], config: LoraConfig, device: torch.device | None = None
 ) -> TrainedModel:
-    """Return a fresh adapter of those of the targets that the configuration selects.
+    """Return a new adapter for the targets that the configuration selects.
 
     Raises:
-        InvalidRequest: it selects none.
+        InvalidRequest: the configuration selects no target.
     """
     selected = adapters.select(targets, config)
     trainable = Trainable(adapters.layout(selected, config.rank), device)
@@ -84,14 +85,14 @@ def new_adapter(
 
 
 class AdamTrainer(Trainer, ABC):
-    """The part of `engine.trainer.Trainer` that needs no pass of the model."""
+    """The part of `engine.trainer.Trainer` that does not run the model."""
 
     def __init__(self, limits: TokenLimits, dtype: torch.dtype = torch.float32) -> None:
-        """Make a trainer without models.
+        """Create a trainer without models.
 
         Args:
-            limits: of what it trains on.
-            dtype: of passes: the base's.
+            limits: the token limits of examples.
+            dtype: the dtype of passes, which is the base's.
         """
         self.limits = limits
         self.base_fingerprint: str | None = None
@@ -100,7 +101,7 @@ class AdamTrainer(Trainer, ABC):
 
     @abstractmethod
     def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:
-        """Return a model that begins from the base's weights."""
+        """Return a model initialized from the base's weights."""
 
     @override
     def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
@@ -127,7 +128,7 @@ class AdamTrainer(Trainer, ABC):
         if not np.isfinite(norm):
             gradient.zero_()
             raise InvalidRequest(
-                "the accumulated gradient holds a NaN or an infinity; it was dropped and the"
+                "the accumulated gradient contains NaN or infinity; it was discarded and the"
                 " weights are unchanged. Check learning_rate, advantages and logprobs"
             )
         model.begin_moments()
@@ -154,7 +155,7 @@ class AdamTrainer(Trainer, ABC):
 
     @override
     def stop_waiting(self) -> None:
-        """Nothing here waits for other processes to start."""
+        """Do nothing: this trainer does not wait for other processes to start."""
 
     @override
     def snapshot(self, model_id: str) -> WeightsSnapshot:
@@ -210,16 +211,16 @@ class AdamTrainer(Trainer, ABC):
     def _to_cpu(
         self, model: TrainedModel, flat: Tensor, dtype: torch.dtype = torch.float32
     ) -> Mapping[str, Tensor]:
-        """Return a copy of a flat buffer's tensors on the CPU, rounded to a dtype.
+        """Return a copy of the tensors of a flat buffer on the CPU, rounded to a dtype.
 
-        At ranks: what this rank has to return. What leaves a trainer must take no GPU memory, which
-        another process may be using meanwhile.
+        With several ranks, return what this rank contributes. Exports must not allocate GPU memory,
+        because another process may be using it at that time.
         """
         return model.trainable.layout.views(on_cpu(flat, dtype))
 
 
 def on_cpu(flat: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a copy of a vector on the CPU, cast there: casting on the GPU would allocate there."""
+    """Return a copy of a vector on the CPU, cast there: casting on the GPU allocates memory."""
     if flat.dtype == dtype:
         return flat.to("cpu", copy=True)
     copy = torch.empty(flat.shape, dtype=dtype)
@@ -235,21 +236,21 @@ def state_of(
 
     Args:
         model: the model.
-        whole: copies the whole tensors of a model and a flat buffer; empty at ranks that do not
-            return them.
+        whole: copies the full tensors of a model from a flat buffer; returns nothing on ranks that
+            do not export them.
     """
     weights = WeightsSnapshot(model.lora, whole(model, model.trainable.flat.detach()))
     state = model.optimizer.state[model.trainable.flat]
     moments: dict[str, Tensor] = {}
     for moment in MOMENTS:
-        # What is not there yet takes no memory of a GPU for being zero.
+        # Moments that are still zero are not allocated on the GPU just to be exported.
         flat = state[moment] if state else torch.zeros(model.trainable.gradient.shape)
         moments |= {f"{name}.{moment}": tensor for name, tensor in whole(model, flat).items()}
     return TrainingState(weights, moments, _step(model))
 
 
 def _fill(flat: Tensor, model: TrainedModel, tensors: Mapping[str, Tensor], what: str) -> None:
-    """Copy this rank's part of a model's whole tensors into a flat buffer."""
+    """Copy this rank's part of a model's full tensors into a flat buffer."""
     layout = model.trainable.layout
     if model.sharding is None:
         layout.fill(flat, tensors, what)

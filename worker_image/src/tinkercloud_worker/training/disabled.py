@@ -1,4 +1,4 @@
-"""What stands for a trainer in a head that samples only."""
+"""The placeholder for a trainer in a session head that only samples."""
 
 from collections.abc import Callable
 from typing import Never
@@ -12,12 +12,12 @@ from tinkercloud_worker.training.adam import AdamTrainer
 
 
 class NoTrainer(AdamTrainer):
-    """See `engine.trainer.Trainer`. It begins no model, so it is asked about none."""
+    """A trainer that rejects every new model."""
 
     def _new_model(self, lora_config: LoraConfig | None) -> Never:  # noqa: ARG002 - part of the interface
         raise InvalidRequest(
-            "this session head samples only (trainer.backend none): create the model in a session"
-            " that trains"
+            "this session only samples (trainer.backend: none); create the model in a session"
+            " with a trainer"
         )
 
     @override

@@ -1,9 +1,8 @@
-"""Models of which every rank holds a copy, or a part, and computes a share of the gradient.
+"""Models that are replicated or sharded over ranks, each computing part of the gradient.
 
-Between steps the model's gradient is the sum of the ranks' gradients. It is summed once a step,
-which gives all ranks that hold the same weights the same bits: each applies the same update by
-itself, and they stay equal. Of a model that is divided over ranks (`engine.ranks.Sharding`) each
-updates its part.
+Between steps the gradient of a model is the sum of the ranks' gradients. It is reduced once per
+step, so all ranks that hold the same weights get the same bits, apply the same update independently
+and stay identical. For a sharded model (`engine.ranks.Sharding`), each rank updates its shard.
 """
 
 from collections.abc import Mapping
@@ -21,11 +20,11 @@ from tinkercloud_worker.training.adam import AdamTrainer, TrainedModel, on_cpu, 
 
 
 class ReplicatedTrainer(AdamTrainer, RankTrainer):
-    """A rank's part. `torch.distributed` must be initialised, and all ranks get the same calls."""
+    """A rank's trainer. `torch.distributed` must be initialized; all ranks get the same calls."""
 
     @override
     def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
-        """All start from rank 0's values: seeds may differ."""
+        """Add a model on every rank, with rank 0's initial values: seeds may differ."""
         super().add_model(model_id, lora_config)
         model = self._models[model_id]
         if lora_config is not None and model.sharding is None:
@@ -40,9 +39,9 @@ class ReplicatedTrainer(AdamTrainer, RankTrainer):
 
     @override
     def export_gradient(self, model_id: str) -> Gradient | None:
-        """Returns the ranks' sum; their own gradients stay.
+        """Return the sum over ranks; the ranks' own gradients are unchanged.
 
-        Ranks sum copies on the CPU, over gloo, which takes no GPU memory.
+        The ranks sum copies on the CPU over gloo, which takes no GPU memory.
         """
         model = self._models[model_id]
         total = model.trainable.gradient.to("cpu", copy=True)
@@ -52,7 +51,7 @@ class ReplicatedTrainer(AdamTrainer, RankTrainer):
 
     @override
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
-        """The ranks' gradients sum up to it afterwards."""
+        """Replace the gradient so that the sum over ranks equals the given one."""
         super().import_gradient(model_id, gradient)
         model = self._models[model_id]
         if model.sharding is not None:
@@ -69,7 +68,7 @@ class ReplicatedTrainer(AdamTrainer, RankTrainer):
     def _to_cpu(
         self, model: TrainedModel, flat: Tensor, dtype: torch.dtype = torch.float32
     ) -> Mapping[str, Tensor]:
-        """Return the whole tensors at rank 0; at the others nothing, even if they have them."""
+        """Return the full tensors on rank 0, and nothing on the others, even if they hold them."""
         if dist.get_rank() == 0 or _sharding(model):
             return _gathered(model, flat, dtype)
         return {}
@@ -78,7 +77,7 @@ class ReplicatedTrainer(AdamTrainer, RankTrainer):
 def _gathered(
     model: TrainedModel, flat: Tensor, dtype: torch.dtype = torch.float32
 ) -> Mapping[str, Tensor]:
-    """Return a copy of whole tensors on the CPU: the receiver may have no other device."""
+    """Return a copy of the full tensors on the CPU: the receiver may have no other device."""
     layout = model.trainable.layout
     if model.sharding is not None:
         return model.sharding.gather(layout.views(flat), dtype)
@@ -86,7 +85,7 @@ def _gathered(
 
 
 def _sharding(model: TrainedModel) -> Sharding | None:
-    """Return how a model is divided over ranks, if none of them holds all of it."""
+    """Return how a model is sharded, if no rank holds all of it."""
     return None if model.sharding is None or model.sharding.is_whole else model.sharding
 
 
