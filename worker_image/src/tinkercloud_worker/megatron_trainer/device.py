@@ -16,13 +16,13 @@ class Device(Protocol):
     """A kind of device that megatron-core runs on."""
 
     torch_device: torch.device
-    """Where tensors are."""
+    """The device of tensors."""
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return a context in which all of megatron-core's computations must run."""
+        """Return a context in which all megatron-core computations must run."""
 
     def seed(self) -> None:
-        """Set up megatron-core's random states. Nothing is ever drawn: all weights are loaded."""
+        """Initialize megatron-core's random state, which is unused because weights are loaded."""
 
     def configure(self, bridge: Any, parallelism: Parallelism) -> Mapping[str, object]:  # noqa: ANN401 - mbridge has no types
-        """Make a bridge build a model for this device; return settings of a TransformerConfig."""
+        """Set up a bridge for this device; return TransformerConfig settings."""

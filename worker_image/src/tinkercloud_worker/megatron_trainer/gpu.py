@@ -1,7 +1,8 @@
-"""What megatron-core needs on a GPU: next to nothing.
+"""Runs megatron-core on a GPU.
 
-Layers are the ones that run on the CPU, so that adapters find the same linear layers. One rank has
-been compared with Hugging Face on a GPU (`benchmarks.gpu`); several have not been run.
+The layers are the same as on the CPU, so that adapters find the same linear layers.
+`benchmarks.gpu` compares one rank with Hugging Face on a GPU; several ranks have not been tested on
+GPUs.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 
 
 class Gpu(Device):
-    """See `device.Device`. The GPU is the only one that this process sees."""
+    """The only visible GPU of this process as a megatron-core device."""
 
     torch_device = torch.device("cuda")
 

@@ -6,12 +6,12 @@ from tinkercloud_worker.model.architecture import UnsupportedModelError
 
 
 def device_of(name: str) -> Device:
-    """Return a device by the name it has in a head's configuration.
+    """Return a device by its name in the configuration of a session head.
 
     Raises:
         UnsupportedModelError: this process has no such device.
     """
-    # Each patches or initialises what the other must not.
+    # Imported only when needed, because each module patches or initializes global state.
     if name == "cpu":
         from tinkercloud_worker.megatron_trainer.cpu import Cpu  # noqa: PLC0415
 
@@ -20,7 +20,7 @@ def device_of(name: str) -> Device:
 
     if not accelerator.is_available():
         raise UnsupportedModelError(
-            f"trainer.device: {name!r}, but this rank has no GPU; give the trainer pods GPUs, or"
-            " set it to 'cpu'"
+            f"trainer.device: {name!r} needs a GPU, but this rank has none; request GPUs for the"
+            " trainer pods, or set trainer.device to 'cpu'"
         )
     return Gpu()
