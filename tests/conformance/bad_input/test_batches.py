@@ -28,8 +28,8 @@ BAD_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "lengths that disagree": ({"weights": floats(1, 1)}, "they must be equal"),
     "targets that disagree": ({"target_tokens": np.asarray([1, 2], "<i8")}, "must be equal"),
     "targets of floats": ({"target_tokens": floats(1, 2, 3)}, "must be int64"),
-    "NaN weights": ({"weights": floats(1, np.nan, 1)}, "holds a NaN or an infinity"),
-    "infinite weights": ({"weights": floats(1, np.inf, 1)}, "holds a NaN or an infinity"),
+    "NaN weights": ({"weights": floats(1, np.nan, 1)}, "holds a NaN or infinity"),
+    "infinite weights": ({"weights": floats(1, np.inf, 1)}, "holds a NaN or infinity"),
     "no tokens": ({"tokens": []}, "has 0 tokens"),
     "too many tokens": ({"tokens": [1] * (CONTEXT + 1)}, f"takes 1 to {CONTEXT}"),
     "a token outside the vocabulary": ({"tokens": [1, VOCAB_SIZE]}, f"0..{VOCAB_SIZE - 1}"),
@@ -69,7 +69,7 @@ BAD_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
             "logprobs": floats(1, 1, 1),
             "advantages": floats(1, 1, 1),
         },
-        "given twice",
+        "set twice",
     ),
 }
 
@@ -226,7 +226,7 @@ def test_a_gradient_that_is_not_finite_is_dropped(run: Run) -> None:
     run.train(run.batch(weights=huge).SerializeToString())
     applied = run.outcome(run.send("optim_step", adam_params={"learning_rate": 0.1}))
 
-    assert "NaN or an infinity" in str(applied["error"])
+    assert "NaN or infinity" in str(applied["error"])
 
 
 def test_a_step_that_failed_in_part_is_not_applied(run: Run) -> None:

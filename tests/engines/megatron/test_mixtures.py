@@ -177,15 +177,15 @@ def test_layers_without_experts_among_those_with_them_are_refused(
 
 
 def test_experts_that_are_not_there_are_not_divided(alone: timedelta, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"expert_parallel: 2, .* no experts"):
+    with pytest.raises(UnsupportedModelError, match=r"expert_parallel is 2, .* no experts"):
         megatron_trainer(str(save(tiny_llama(), tmp_path)), 1, 1, expert=2)
 
 
 @pytest.mark.parametrize(
     ("parallelism", "message"),
     [
-        (Parallelism(expert=3), "expert parallelism 3 does not divide the 4 experts"),
-        (Parallelism(tensor=5), "tensor parallelism 5 .* intermediate size 24"),
+        (Parallelism(expert=3), "4, is not divisible by trainer.expert_parallel 3"),
+        (Parallelism(tensor=5), "intermediate size, 24, .*tensor_parallel 5"),
     ],
 )
 def test_experts_are_divided_evenly(parallelism: Parallelism, message: str) -> None:

@@ -124,7 +124,7 @@ def test_mistrals_window_that_a_configuration_does_not_mention_is_known() -> Non
         field: value for field, value in CONFIGS[MISTRAL].items() if field != "sliding_window"
     }
 
-    assert "of 4096 positions" in str(refusal(config))
+    assert "window 4096" in str(refusal(config))
     assert read(config).only_torch
 
 

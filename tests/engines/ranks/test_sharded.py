@@ -211,9 +211,9 @@ def test_a_whole_model_that_ranks_can_not_divide_is_refused_by_name_and_they_go_
 ) -> None:
     sharded = trainer_of(3, MeasuredTrainer)
     sharded.add_model("adapter", LORA)
-    weight = re.escape("model.layers.0.self_attn.q_proj.weight [32, 32]")
+    weight = re.escape("model.layers.0.self_attn.q_proj.weight has shape [32, 32]")
 
-    with pytest.raises(InvalidRequest, match=rf"at 3 ranks .* no dimension of {weight} can be; "):
+    with pytest.raises(InvalidRequest, match=rf"on 3 ranks .* divisible by 3 .* {weight}; "):
         sharded.add_model("m", None)
 
     output = run(sharded, random_data([5, 9, 3, 30]), model_id="adapter")

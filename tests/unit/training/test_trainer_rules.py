@@ -227,7 +227,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_dropped() -> None:
     before = trainer.snapshot("m").tensors
     run(trainer, [a_datum([1, 2, 3], weights=np.full(3, 3e38, np.float32))])
 
-    with pytest.raises(InvalidRequest, match="NaN or an infinity"):
+    with pytest.raises(InvalidRequest, match="NaN or infinity"):
         trainer.optim_step("m", ADAM)
 
     after = trainer.snapshot("m").tensors
@@ -348,7 +348,7 @@ def test_a_model_whose_configuration_ties_what_its_files_have_apart_is_refused(
     model = tiny_llama()
     model.config.tie_word_embeddings = True
 
-    with pytest.raises(UnsupportedModelError, match=r"tie_word_embeddings.*two that differ"):
+    with pytest.raises(UnsupportedModelError, match=r"tie_word_embeddings.*two different weights"):
         BaseModel.load(str(save(model, tmp_path)), torch.float32)
 
 

@@ -291,7 +291,7 @@ def test_weights_that_are_not_the_models_are_refused_and_fetched_again_once_they
     mended = fetched(source, folder, **bucket.environment)
 
     assert (refused.returncode, mended.returncode) == (1, 0), mended.stderr
-    assert f"{source}: the files do not hold the model" in refused.stderr
+    assert f"{source}: the weight files do not match config.json" in refused.stderr
     assert f"NaN or infinite values in {wrong_folders.UP}" in refused.stderr
     assert (folder / "model.safetensors").read_bytes() == sound
     assert not list(folder.glob(".*"))

@@ -41,8 +41,8 @@ def test_a_model_without_room_is_refused_with_the_numbers(lora: LoraConfig | Non
 
     message = caught.value.message
     assert f"has {parameters} parameters and takes {16 * parameters} bytes" in message
-    assert f"{16 * parameters - 1} bytes are left" in message
-    assert ("a whole model" if lora is None else "an adapter of rank 2") in message
+    assert f"{16 * parameters - 1} bytes are free" in message
+    assert ("a fully fine-tuned model" if lora is None else "an adapter of rank 2") in message
     machine.available += 1
     machine.trainer.add_model("m", lora)
 
@@ -53,7 +53,7 @@ def test_what_models_are_yet_to_allocate_is_promised_to_them() -> None:
     machine.available = KEPT_FREE_BYTES + need + need // 2
     machine.trainer.add_model("first", RANK_4)
 
-    with pytest.raises(Overloaded, match="are promised to the 1 models here"):
+    with pytest.raises(Overloaded, match="are reserved for the 1 models loaded here"):
         machine.trainer.add_model("second", RANK_4)
     machine.trainer.optim_step("first", AdamParams())
     machine.trainer.add_model("second", RANK_4)
