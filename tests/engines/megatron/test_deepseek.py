@@ -258,5 +258,5 @@ def test_what_compresses_is_divided_evenly() -> None:
 
     with pytest.raises(UnsupportedModelError, match=r"kv_lora_rank \+ .* 20 .*tensor_parallel 3"):
         check(config, Parallelism(tensor=3))
-    with pytest.raises(UnsupportedModelError, match="q_lora_rank 6 .*tensor_parallel 4"):
+    with pytest.raises(UnsupportedModelError, match=r"q_lora_rank 6 .*tensor_parallel 4"):
         check(DeepseekV3Config(q_lora_rank=6), Parallelism(tensor=4))

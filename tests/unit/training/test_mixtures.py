@@ -1,6 +1,6 @@
 """Mixtures of experts with the torch trainer: attention is adapted, or all is fine-tuned.
 
-Adapters of experts have their own page: `test_adapters_of_experts`.
+Adapters of experts have their own page: `test_expert_adapters`.
 """
 
 from collections.abc import Callable

@@ -17,8 +17,8 @@ Modules that they share, by subject:
 - the model: `base_model`, `architecture`, `load`, `self_check`, `quantized`, `kernels`, `packing`,
   `frozen_linear`
 - its files: `weight_files`, `weights_check`, `fingerprint`
-- adapters: `lora`, `low_rank`, `experts`, `routes`
-- training: `losses`, `collate`, `unembedding`, `adam`, `replicas`, `no_trainer`
+- adapters: `lora`
+- training: `training`, `losses`
 - devices: `accelerator`, `matmul`
 - what is seen of a process: `logs`, `metrics`
 

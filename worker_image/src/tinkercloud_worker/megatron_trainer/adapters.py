@@ -82,7 +82,7 @@ class AdaptedLinears:
         b = [part_of(active.tensors[target.b_name], 0) for target in targets]
         low = gather_from_sequence_parallel_region(inputs[0] @ a.to(inputs[0].dtype).T)
         y, bias = output
-        return plus(y, low, merge(beside(b)), active.scale), bias
+        return plus(y, low, merge(as_blocks(b)), active.scale), bias
 
     def _add_rows(
         self,
@@ -113,7 +113,7 @@ def plus(y: Tensor, low: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.addmm(flat, low, b.to(y.dtype), alpha=scale).view_as(y)
 
 
-def beside(bs: Sequence[Tensor]) -> list[Tensor]:
+def as_blocks(bs: Sequence[Tensor]) -> list[Tensor]:
     """Return the transposed B of several adapters, as blocks for concatenated low-rank values.
 
     Each block has zeros for the values of the others, so that one product computes all of them.

@@ -104,9 +104,9 @@ class ShardedModel(Sharding):
     def gather(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
         whole = {}
         for name, tensor in tensors.items():
-            # Over gloo: on a GPU rank 0 may have no room for a whole weight, nor NCCL for buffers.
+            # Over gloo: GPU memory on rank 0 may be too short for a full weight or NCCL's buffers.
             part = tensor.cpu().to(dtype)
-            # Rank 0 of these holds one whole weight at a time beside what it returns.
+            # In addition to the result, rank 0 holds one full weight at a time.
             parts = [torch.empty_like(part) for _ in range(self._ranks)] if not self._rank else None
             dist.gather(part, parts, dst=0)
             if parts is not None:
