@@ -91,7 +91,7 @@ def run(trainer: MegatronTrainer) -> tuple[np.ndarray, torch.Tensor, int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_layers_computed_again_give_the_same_gradient_and_keep_little(
+def test_layers_recomputed_give_the_same_gradient_and_keep_little(
     alone: timedelta, tmp_path: Path, name: str
 ) -> None:
     make, lora = CASES[name]
@@ -108,7 +108,7 @@ def test_layers_computed_again_give_the_same_gradient_and_keep_little(
     assert little < kept / 2
 
 
-def test_only_larger_micro_batches_are_computed_again(alone: timedelta, tmp_path: Path) -> None:
+def test_only_larger_micro_batches_are_recomputed(alone: timedelta, tmp_path: Path) -> None:
     keeping = megatron_trainer(str(save(tiny_qwen3(), tmp_path)), 1, 1)
     large = MegatronTrainer(
         keeping._base, max_batch_tokens=BATCH_TOKENS, max_kept_tokens=BATCH_TOKENS
@@ -181,7 +181,7 @@ def test_a_base_in_bfloat16_has_logprobs_and_gradients_of_its_rounding(
     assert (approximate - gradient).norm() <= 0.1 * gradient.norm()
 
 
-def test_a_pass_of_a_whole_model_rounds_it_once_as_planned(
+def test_a_pass_of_a_full_model_rounds_it_once_as_planned(
     alone: timedelta, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = str(save(tiny_qwen3(), tmp_path))

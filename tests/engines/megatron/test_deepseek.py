@@ -242,7 +242,7 @@ def test_weights_in_blocks_of_float8_are_what_torch_reads_them_as(
         ),
     ],
 )
-def test_what_would_come_out_wrong_is_refused_by_name(
+def test_unsupported_deepseek_settings_are_rejected_by_name(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     config = tiny_deepseek_v3().config
@@ -253,7 +253,7 @@ def test_what_would_come_out_wrong_is_refused_by_name(
         megatron_trainer(str(tmp_path), 1, 1)
 
 
-def test_what_compresses_is_divided_evenly() -> None:
+def test_down_projections_must_divide_evenly() -> None:
     config = DeepseekV3Config(q_lora_rank=None, kv_lora_rank=12, qk_rope_head_dim=8)
 
     with pytest.raises(UnsupportedModelError, match=r"kv_lora_rank \+ .* 20 .*tensor_parallel 3"):

@@ -96,7 +96,7 @@ def test_gradients_of_the_vocabulary_are_sums_over_all_positions_in_float32(
     assert max(errors.values()) <= 3e-3, errors
 
 
-def test_what_a_layer_adds_to_gradients_is_added_before_the_next_layers_is_computed(
+def test_the_gradient_of_a_layer_is_accumulated_before_the_next_layer_is_computed(
     alone: timedelta, tmp_path: Path
 ) -> None:
     trainer = begin(tmp_path, tied=False)

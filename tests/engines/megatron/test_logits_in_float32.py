@@ -92,7 +92,7 @@ def test_logprobs_are_those_of_float32_logits_of_the_hidden_states(
     torch.testing.assert_close(got.double(), expected[:, 0], atol=2e-5, rtol=0)
 
 
-def test_the_output_layers_logits_are_bit_for_bit_the_torch_trainers(
+def test_the_lm_heads_logits_are_bit_for_bit_the_torch_trainers(
     alone: timedelta, tmp_path: Path, layers: list[tuple[LMHead, Tensor, Tensor]]
 ) -> None:
     trainer = a_trainer(tmp_path, ADAPTER)

@@ -220,7 +220,7 @@ def test_adapters_of_one_base_stay_apart_bit_for_bit(alone: timedelta, tmp_path:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_whole_models_weights_are_huggingfaces_and_have_the_torch_trainers_gradients(
+def test_a_full_models_weights_are_huggingfaces_and_have_the_torch_trainers_gradients(
     alone: timedelta, tmp_path: Path, name: str
 ) -> None:
     megatron = megatron_trainer(str(save(MODELS[name](), tmp_path)), 1, 1)
@@ -233,7 +233,7 @@ def test_a_whole_models_weights_are_huggingfaces_and_have_the_torch_trainers_gra
     assert_close(gradient_of(megatron), gradient_of(torch_trainer), rtol=1e-4)
 
 
-def test_a_whole_model_leaves_the_base_and_its_adapters_alone(
+def test_a_full_model_leaves_the_base_and_its_adapters_alone(
     alone: timedelta, tmp_path: Path
 ) -> None:
     megatron, _ = pair(tiny_llama, tmp_path)
@@ -252,7 +252,7 @@ def test_a_whole_model_leaves_the_base_and_its_adapters_alone(
     assert not np.allclose(trained.logprobs[0], before.logprobs[0], atol=1e-3)
 
 
-def test_an_adapters_state_is_refused_for_a_whole_model(alone: timedelta, tmp_path: Path) -> None:
+def test_an_adapters_state_is_rejected_for_a_full_model(alone: timedelta, tmp_path: Path) -> None:
     megatron, torch_trainer = pair(tiny_llama, tmp_path)
     megatron.add_model("full", None)
 
@@ -260,7 +260,7 @@ def test_an_adapters_state_is_refused_for_a_whole_model(alone: timedelta, tmp_pa
         megatron.import_state("full", torch_trainer.export_state("m"))
 
 
-def test_a_family_it_does_not_know_is_refused(alone: timedelta, tmp_path: Path) -> None:
+def test_a_family_it_does_not_know_is_rejected(alone: timedelta, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"'gpt2'.*backend torch"):
         megatron_trainer(str(save(tiny_gpt2(), tmp_path)), 1, 1)
 
@@ -274,7 +274,7 @@ def test_a_family_it_does_not_know_is_refused(alone: timedelta, tmp_path: Path) 
         ({"activation": "gelu"}, "hidden_act.*gelu"),
     ],
 )
-def test_what_would_be_computed_otherwise_is_refused(
+def test_models_with_unsupported_settings_are_rejected(
     alone: timedelta, tmp_path: Path, options: dict[str, Any], named: str
 ) -> None:
     folder = str(save(tiny_llama(**options), tmp_path))
@@ -283,7 +283,7 @@ def test_what_would_be_computed_otherwise_is_refused(
         megatron_trainer(folder, 1, 1)
 
 
-def test_embeddings_that_only_the_configuration_ties_are_refused(
+def test_embeddings_that_only_the_configuration_ties_are_rejected(
     alone: timedelta, tmp_path: Path
 ) -> None:
     model = tiny_llama()
@@ -308,7 +308,7 @@ def test_embeddings_that_only_the_configuration_ties_are_refused(
         ({}, Parallelism(pipeline=4), "num_hidden_layers 2 .*pipeline_parallel 4"),
     ],
 )
-def test_a_model_that_ranks_can_not_divide_evenly_is_refused_by_name(
+def test_a_model_that_ranks_cannot_shard_evenly_is_rejected_by_name(
     changes: dict[str, int], parallelism: Parallelism, message: str
 ) -> None:
     config = tiny_llama().config
@@ -341,7 +341,7 @@ def test_a_model_that_ranks_can_not_divide_evenly_is_refused_by_name(
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_files_that_do_not_hold_the_model_are_refused_by_name(
+def test_files_that_do_not_hold_the_model_are_rejected_by_name(
     alone: timedelta,
     tmp_path: Path,
     make: Callable[[], PreTrainedModel],
@@ -355,7 +355,7 @@ def test_files_that_do_not_hold_the_model_are_refused_by_name(
         megatron_trainer(str(folder), 1, 1)
 
 
-def test_attention_to_a_window_is_refused(alone: timedelta, tmp_path: Path) -> None:
+def test_attention_to_a_window_is_rejected(alone: timedelta, tmp_path: Path) -> None:
     model = tiny_qwen3()
     model.config.layer_types = ["sliding_attention", "full_attention"]
     folder = str(save(model, tmp_path))
@@ -364,7 +364,7 @@ def test_attention_to_a_window_is_refused(alone: timedelta, tmp_path: Path) -> N
         megatron_trainer(folder, 1, 1)
 
 
-def test_mistrals_window_is_refused_unless_it_sees_everything(
+def test_mistrals_window_is_rejected_unless_it_sees_everything(
     alone: timedelta, tmp_path: Path
 ) -> None:
     megatron_trainer(str(save(tiny_mistral(window=128), tmp_path / "all")), 1, 1)
@@ -373,7 +373,7 @@ def test_mistrals_window_is_refused_unless_it_sees_everything(
         megatron_trainer(str(save(tiny_mistral(window=16), tmp_path / "some")), 1, 1)
 
 
-def test_a_gpu_that_is_not_there_is_missed_by_name() -> None:
+def test_a_missing_gpu_is_reported_with_the_setting() -> None:
     with pytest.raises(UnsupportedModelError, match="'cuda', but this rank has no GPU"):
         device_of("cuda")
 

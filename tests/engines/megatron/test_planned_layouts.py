@@ -105,7 +105,7 @@ def test_the_trainer_takes_every_layout_that_is_considered(
         (QWEN_MOE, {"use_sliding_window": True, "sliding_window": 40960}),
     ],
 )
-def test_a_window_makes_the_torch_trainer_the_planned_one_if_megatron_refuses_it(
+def test_a_window_makes_the_torch_trainer_the_planned_one_if_megatron_rejects_it(
     name: str, changes: dict[str, Any]
 ) -> None:
     config = CONFIGS[name] | changes
@@ -161,7 +161,7 @@ def test_mistrals_window_that_a_configuration_does_not_mention_is_known() -> Non
         ("Qwen/Qwen2.5-0.5B", {"model_type": "gemma2", "head_dim": 64}, "model_type|family"),
     ],
 )
-def test_what_no_plan_can_be_for_is_refused_by_the_trainer_and_the_planner(
+def test_unsupported_models_are_rejected_by_both_trainer_and_planner(
     name: str, changes: dict[str, Any], field: str
 ) -> None:
     config = CONFIGS[name] | changes

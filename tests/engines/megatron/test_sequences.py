@@ -65,7 +65,7 @@ def test_ranks_hold_every_position_once(lengths: list[int], ranks: int) -> None:
 
 
 @given(lengths_of_sequences, st.integers(1, 4))
-def test_what_ranks_hold_is_put_in_order_again(lengths: list[int], ranks: int) -> None:
+def test_the_parts_of_ranks_are_reassembled_in_order(lengths: list[int], ranks: int) -> None:
     held = parts(lengths, ranks)
     order = held[0].sequences.order_P
 
@@ -78,7 +78,7 @@ def test_what_ranks_hold_is_put_in_order_again(lengths: list[int], ranks: int) -
 
 
 @given(lengths_of_sequences, st.integers(1, 4))
-def test_ranks_have_as_much_to_attend_to(chunks: list[int], ranks: int) -> None:
+def test_ranks_have_equal_attention_work(chunks: list[int], ranks: int) -> None:
     lengths = [2 * ranks * chunk for chunk in chunks]
     seen = torch.cat([torch.arange(length) + 1 for length in lengths])
 

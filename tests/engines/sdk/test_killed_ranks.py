@@ -47,7 +47,7 @@ def ranks(server: Server) -> list[psutil.Process]:
     return [p for p in below_the_head(server) if "".join(p.cmdline()[:1]).startswith("ray::Rank")]
 
 
-def test_a_rank_killed_in_a_step_fails_it_definitely_and_training_goes_on_bit_for_bit(
+def test_a_rank_killed_in_a_step_fails_it_definitely_and_training_continues_bit_for_bit(
     server: Server,
 ) -> None:
     uninterrupted, other = a_training_client(server), a_training_client(server)
@@ -77,7 +77,7 @@ def test_a_rank_killed_in_a_step_fails_it_definitely_and_training_goes_on_bit_fo
     assert len(ranks(server)) == 2
 
 
-def test_a_run_whose_ranks_are_all_killed_is_lost_and_says_from_where_to_go_on(
+def test_a_run_whose_ranks_are_all_killed_is_lost_and_names_the_checkpoint_to_resume_from(
     server: Server,
 ) -> None:
     training = a_training_client(server)

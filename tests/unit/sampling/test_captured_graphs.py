@@ -76,7 +76,7 @@ def check_equal(results: list[SamplingResult], expected: list[SamplingResult]) -
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_recorded_steps_draw_what_computed_steps_draw(name: str, tmp_path: Path) -> None:
+def test_captured_steps_sample_the_same_tokens_as_eager_steps(name: str, tmp_path: Path) -> None:
     operations = Operations()
 
     recorded = sampled(MODELS[name], tmp_path / "recorded", operations)
@@ -86,14 +86,14 @@ def test_recorded_steps_draw_what_computed_steps_draw(name: str, tmp_path: Path)
     assert 0 < operations.recorded < operations.replayed / 2
 
 
-def test_steps_that_cannot_be_recorded_are_computed(tmp_path: Path) -> None:
+def test_steps_that_cannot_be_captured_run_eagerly(tmp_path: Path) -> None:
     refused = sampled(tiny_llama, tmp_path / "refused", refuse)
     computed = sampled(tiny_llama, tmp_path / "computed", None)
 
     check_equal(refused, computed)
 
 
-async def test_a_long_prompt_is_read_once_though_it_is_asked_for_twice_at_once(
+async def test_a_long_prompt_requested_twice_at_once_is_prefilled_once(
     tmp_path: Path,
 ) -> None:
     prompts = [list(range(200)) * 2, list(range(200)) * 2, [7, 8, 9]]

@@ -89,7 +89,7 @@ ALL = SLOTTED | ONE_BY_ONE | SCALED | VISION_LANGUAGE | {"Llama 4": llama4}
 
 
 @pytest.mark.parametrize("family", ALL)
-async def test_a_family_is_drawn_from_what_its_model_computes(family: str, tmp_path: Path) -> None:
+async def test_samples_of_a_family_follow_its_own_model(family: str, tmp_path: Path) -> None:
     make = ALL[family]
 
     results = await draw(make, tmp_path)
@@ -98,13 +98,13 @@ async def test_a_family_is_drawn_from_what_its_model_computes(family: str, tmp_p
 
 
 @pytest.mark.parametrize("family", ["sinks", "capped attention", "windows in masks only"])
-async def test_recorded_steps_have_the_masks_of_a_family_too(family: str, tmp_path: Path) -> None:
+async def test_captured_steps_use_the_masks_of_a_family(family: str, tmp_path: Path) -> None:
     results = await draw(SLOTTED[family], tmp_path, Operations())
 
     check(SLOTTED[family](), results)
 
 
-def test_only_families_that_slots_would_compute_wrongly_are_drawn_one_by_one() -> None:
+def test_only_families_that_slots_would_break_are_decoded_one_by_one() -> None:
     token_sampler = TokenSampler(byte_tokenizer())
 
     in_slots = [
@@ -116,7 +116,9 @@ def test_only_families_that_slots_would_compute_wrongly_are_drawn_one_by_one() -
     assert in_slots == list(SLOTTED)
 
 
-async def test_a_sequence_that_outgrows_its_rotary_positions_is_read_again(tmp_path: Path) -> None:
+async def test_a_sequence_that_outgrows_its_rotary_positions_is_prefilled_again(
+    tmp_path: Path,
+) -> None:
     model = longrope()
     results = await draw(longrope, tmp_path)
 
@@ -132,14 +134,14 @@ async def test_a_sequence_that_outgrows_its_rotary_positions_is_read_again(tmp_p
             np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5, rtol=0)
 
 
-def test_a_short_sequence_has_its_own_rotary_positions_beside_a_long_one() -> None:
+def test_a_short_sequence_keeps_its_own_rotary_positions_in_a_batch_with_a_long_one() -> None:
     base = BaseModel(longrope())
 
     assert not base.takes_packs
 
 
 @pytest.mark.parametrize("family", ["hybrid, Qwen3-Next", "hybrid, Jamba", "hybrid, Zamba2"])
-def test_a_family_that_refuses_packs_is_loaded_and_given_one_sequence_at_a_time(
+def test_a_family_that_rejects_packs_is_loaded_and_given_one_sequence_at_a_time(
     family: str,
 ) -> None:
     base = BaseModel(ONE_BY_ONE[family]())

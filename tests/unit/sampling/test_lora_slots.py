@@ -48,7 +48,7 @@ def check_deltas(assignment: SlotAssignment | None, weights: list[ActiveWeights 
         torch.testing.assert_close(deltas(together, target), torch.stack(expected))
 
 
-def test_each_row_has_the_terms_of_its_own_adapter_whatever_their_ranks() -> None:
+def test_each_row_gets_the_delta_of_its_own_adapter_for_any_ranks() -> None:
     lora_slots = LoraSlots(TARGETS, torch.float32)
     small, large, third = an_adapter(1, rank=2), an_adapter(2, rank=8), an_adapter(3, rank=3)
 
@@ -62,7 +62,7 @@ def test_each_row_has_the_terms_of_its_own_adapter_whatever_their_ranks() -> Non
         check_deltas(lora_slots.assign(weights), list(weights))
 
 
-def test_what_a_slot_held_before_leaves_nothing_behind() -> None:
+def test_a_reused_slot_keeps_nothing_of_its_previous_adapter() -> None:
     lora_slots = LoraSlots(TARGETS, torch.float32)
     large, small = an_adapter(1, rank=8), an_adapter(2, rank=2)
 
@@ -83,7 +83,7 @@ def test_a_step_is_the_same_for_another_version_of_an_adapter() -> None:
     assert lora_slots.generation == generation
 
 
-def test_an_adapter_that_was_given_up_is_not_taken_for_another_in_its_place() -> None:
+def test_a_freed_adapter_is_not_mistaken_for_a_new_one_at_its_address() -> None:
     lora_slots = LoraSlots(TARGETS, torch.float32)
     lora_slots.assign([an_adapter(1, rank=4)] * 4)
     gc.collect()
@@ -103,7 +103,7 @@ def test_an_adapter_that_was_given_up_is_not_taken_for_another_in_its_place() ->
     ],
     ids=["of other layers", "with values that overflow", "too many", "of the output alone"],
 )
-def test_adapters_that_cannot_be_beside_each_other_get_no_seats(
+def test_adapters_that_cannot_share_a_batch_get_no_slots(
     weights: list[ActiveWeights | None],
 ) -> None:
     assert LoraSlots(TARGETS, torch.float32).assign(weights) is None

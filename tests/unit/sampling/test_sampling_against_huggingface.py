@@ -157,7 +157,7 @@ async def test_samples_depend_on_seed_and_index_alone_and_consecutive_seeds_shar
     assert len({sample for group in groups for sample in group}) == 9
 
 
-async def test_more_samples_than_slots_are_all_drawn(tmp_path: Path) -> None:
+async def test_more_samples_than_slots_all_finish(tmp_path: Path) -> None:
     with an_engine(tiny_llama(), tmp_path, SamplerConfig(max_running_sequences=2)) as engine:
         await engine.sampler.publish("base", None)
 
@@ -167,7 +167,7 @@ async def test_more_samples_than_slots_are_all_drawn(tmp_path: Path) -> None:
     assert [len(sequence.tokens) for sequence in result.sequences] == [5] * 7
 
 
-async def test_a_prompt_that_begins_like_an_earlier_one_is_read_from_there_on(
+async def test_a_prompt_reuses_the_common_prefix_of_an_earlier_one(
     tmp_path: Path,
 ) -> None:
     prompt = list(range(30))
@@ -209,7 +209,7 @@ async def test_stop_tokens_and_strings_end_a_sequence_and_stay_in_it(tmp_path: P
     assert sequence.stopped
 
 
-async def test_every_question_about_a_prompt_is_answered_by_full_logits(tmp_path: Path) -> None:
+async def test_all_prompt_scores_equal_those_of_full_logits(tmp_path: Path) -> None:
     prompt = [5, 6, 7, 8, 9, 10]
     targets = np.array([[-1, -1], [2, 3], [-1, -1], [4, 5], [6, -1]], dtype=np.int64)
     reference = tiny_llama().eval()
@@ -253,7 +253,7 @@ async def test_every_question_about_a_prompt_is_answered_by_full_logits(tmp_path
 
 
 @pytest.mark.parametrize("graph_capturer", [None, Operations()], ids=["computed", "recorded"])
-async def test_the_last_token_of_the_whole_context_is_drawn_and_all_of_it_can_be_scored(
+async def test_the_last_token_of_the_context_can_be_sampled_and_all_of_it_scored(
     tmp_path: Path, graph_capturer: Operations | None
 ) -> None:
     reference = tiny_llama().eval()

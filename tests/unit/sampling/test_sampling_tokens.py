@@ -70,14 +70,14 @@ def test_a_number_selects_the_token_whose_share_it_falls_in(
     assert probs[token] > 0
 
 
-def test_excluded_tokens_are_never_drawn_whatever_the_number() -> None:
+def test_excluded_tokens_are_never_sampled_for_any_number() -> None:
     probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]] * 3)
     numbers = torch.tensor([0.0, 0.5, 1.0 - 2**-53], dtype=torch.float64)
 
     assert invert(probs, numbers).tolist() == [1, 3, 3]
 
 
-def test_drawn_tokens_follow_the_distribution() -> None:
+def test_sampled_tokens_follow_the_distribution() -> None:
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
     count = 4000
     numbers = [uniform(seed=1, sample=k, position=0) for k in range(count)]
@@ -88,7 +88,7 @@ def test_drawn_tokens_follow_the_distribution() -> None:
     np.testing.assert_allclose(shares, [0.5, 0.3, 0.15, 0.05], atol=0.03)
 
 
-def test_a_draw_depends_on_its_own_row_alone() -> None:
+def test_a_sampled_token_depends_only_on_its_own_row() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(6, 50, generator=generator)
     rows = [
@@ -116,7 +116,7 @@ def test_numbers_are_a_function_of_seed_sample_and_position(
     assert number == uniform(seed, sample, position)
 
 
-def test_no_two_seeds_samples_positions_and_draws_share_a_number() -> None:
+def test_no_two_seeds_samples_positions_and_candidates_share_a_number() -> None:
     numbers = [
         uniform(seed, sample, position, draw)
         for seed in range(8)
@@ -128,7 +128,7 @@ def test_no_two_seeds_samples_positions_and_draws_share_a_number() -> None:
     assert len(set(numbers)) == len(numbers)
 
 
-def test_neighbouring_numbers_have_nothing_in_common() -> None:
+def test_numbers_of_neighbouring_positions_are_independent() -> None:
     numbers = np.array(
         [[uniform(seed, 0, position) for position in range(40)] for seed in range(40)]
     )

@@ -36,7 +36,7 @@ def a_config(**parts: Any) -> HeadConfig:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_what_leaves_a_trainer_takes_no_memory_of_its_device() -> None:
+def test_exports_of_a_trainer_allocate_no_device_memory() -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         taken = process.submit(taken_by_what_leaves).result()
 
@@ -56,7 +56,7 @@ def test_what_leaves_a_trainer_takes_no_memory_of_its_device() -> None:
     ],
     ids=["torch", "engines"],
 )
-def test_weights_stay_on_the_device_for_a_sampler_that_is_there_too(
+def test_weights_stay_on_the_device_for_a_sampler_in_the_same_process(
     sampler: SamplerConfig, trainer: type[TorchTrainer]
 ) -> None:
     config = a_config(sampler=sampler)
@@ -74,7 +74,7 @@ def test_weights_stay_on_the_device_for_a_sampler_that_is_there_too(
     ],
     ids=["group", "memory", "requests", "no ranks"],
 )
-def test_whole_models_stay_with_ranks_only_where_processes_take_them_from_there_to_engines(
+def test_full_models_stay_on_ranks_only_if_processes_send_them_from_there_to_engines(
     ranks: int, way: dict[str, Any], stays: bool
 ) -> None:
     config = a_config(

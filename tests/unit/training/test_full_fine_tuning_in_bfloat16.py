@@ -137,7 +137,7 @@ every_trainer = pytest.mark.parametrize("kind", [TorchTrainer, TorchTrainerWithS
 
 
 @every_trainer
-def test_a_whole_model_is_published_as_passes_compute_with_it_and_saved_as_it_is_trained(
+def test_a_full_model_is_published_as_passes_compute_with_it_and_saved_as_it_is_trained(
     kind: type[TorchTrainer],
 ) -> None:
     trainer = kind(BaseModel(in_half(tiny_llama()), packed=False), max_batch_tokens=64)
@@ -169,9 +169,7 @@ def test_an_adapter_is_published_in_float32_whatever_the_dtype_of_the_base(
 
 
 @pytest.mark.parametrize("room", [1 << 30, 0], ids=["in memory", "on disk"])
-async def test_what_is_sampled_from_leaves_a_sampler_as_it_lies_there(
-    room: int, tmp_path: Path
-) -> None:
+async def test_a_sampler_exports_its_weights_unchanged(room: int, tmp_path: Path) -> None:
     with an_engine(in_half(tiny_llama()), tmp_path, max_sampler_bytes=room) as engine:
         engine.trainer.add_model("m", None)
         published = engine.trainer.published("m")
@@ -187,7 +185,7 @@ async def test_what_is_sampled_from_leaves_a_sampler_as_it_lies_there(
 
 
 @pytest.mark.parametrize("room", [1 << 30, 0], ids=["in memory", "on disk"])
-async def test_what_is_drawn_is_what_a_base_with_the_same_weights_draws(
+async def test_samples_equal_those_of_a_base_with_the_same_weights(
     room: int, tmp_path: Path
 ) -> None:
     with an_engine(in_half(tiny_llama()), tmp_path, max_sampler_bytes=room) as engine:
@@ -206,7 +204,7 @@ async def test_what_is_drawn_is_what_a_base_with_the_same_weights_draws(
         assert whole.sequences == base.sequences
 
 
-def test_a_base_that_keeps_some_weights_in_float32_is_not_trained_whole(tmp_path: Path) -> None:
+def test_a_base_that_keeps_some_weights_in_float32_is_not_fully_fine_tuned(tmp_path: Path) -> None:
     base = BaseModel.load(str(save(tiny_ernie(), tmp_path)), torch.bfloat16, packed=False)
     trainer = TorchTrainer(base, max_batch_tokens=64)
 

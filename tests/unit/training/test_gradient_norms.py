@@ -44,7 +44,7 @@ def test_vectors_of_any_length_have_a_norm(elements: int) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
 @pytest.mark.parametrize("place", [0, -1])
-def test_a_vector_that_no_step_can_be_made_of_has_no_finite_norm(value: float, place: int) -> None:
+def test_a_non_finite_vector_has_no_finite_norm(value: float, place: int) -> None:
     flat = torch.ones(5000)
     flat[place] = value
 

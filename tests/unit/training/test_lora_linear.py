@@ -63,7 +63,7 @@ def test_product_and_gradients_are_those_of_float32_but_for_rounding() -> None:
     assert max(errors) < 0.01
 
 
-def test_each_part_of_the_positions_gets_its_own_term() -> None:
+def test_each_span_of_positions_gets_its_own_delta() -> None:
     x, weight, bias, a, b = tensors(torch.bfloat16)
     other = LoraDelta(2 * a.detach()[:5], b.detach()[:, :5], 1.0)
     parts: DeltaSpans = [
@@ -107,7 +107,7 @@ def in_float32(x: Tensor, weight: Tensor, bias: Tensor, parts: DeltaSpans) -> Te
 
 
 @pytest.mark.parametrize("held", [0.0, 3.0], ids=["no gradient before", "a gradient before"])
-def test_float32_terms_and_the_gradients_they_add_are_those_of_autograd(held: float) -> None:
+def test_float32_deltas_and_the_gradients_they_add_are_those_of_autograd(held: float) -> None:
     results = []
     for compute in (in_float32, by_autograd):
         x, weight, bias, a, b = tensors(torch.float32)
@@ -126,7 +126,7 @@ def test_float32_terms_and_the_gradients_they_add_are_those_of_autograd(held: fl
     assert max(relative_errors(*results)) < 1e-6
 
 
-def test_what_an_adapter_has_no_gradient_for_is_not_differentiated() -> None:
+def test_tensors_without_a_gradient_are_not_differentiated() -> None:
     x, weight, bias, a, b = tensors(torch.float32)
     a.grad = None
 

@@ -90,7 +90,7 @@ def test_a_linear_layer_with_a_computation_of_its_own_keeps_it_and_has_no_adapte
     torch.testing.assert_close(base.logits(base.hidden(ids, ())[0], ()), expected[0])
 
 
-def test_a_model_that_caps_its_logits_is_refused_however_far_its_logits_are_from_the_cap() -> None:
+def test_a_model_that_caps_its_logits_is_rejected_however_far_its_logits_are_from_the_cap() -> None:
     model = tiny_gemma2()
     model.config.final_logit_softcapping = 30.0
 
@@ -98,7 +98,7 @@ def test_a_model_that_caps_its_logits_is_refused_however_far_its_logits_are_from
         BaseModel(model)
 
 
-def test_an_output_embedding_of_another_form_is_refused_in_a_sentence() -> None:
+def test_an_lm_head_of_an_unsupported_shape_is_rejected_with_a_clear_message() -> None:
     model = tiny_llama()
     model.lm_head = nn.Linear(2 * model.config.hidden_size, model.config.vocab_size, bias=False)
 

@@ -146,7 +146,7 @@ FAULTS: list[tuple[str, Fault, str]] = [
 @pytest.mark.parametrize(
     ("model", "fault", "message"), FAULTS, ids=[f"{model}, {why}" for model, _, why in FAULTS]
 )
-def test_files_that_do_not_hold_the_model_are_refused_by_name(
+def test_files_that_do_not_hold_the_model_are_rejected_by_name(
     tmp_path: Path, model: str, fault: Fault, message: str
 ) -> None:
     folder = save(MAKERS[model](), tmp_path)
@@ -158,7 +158,7 @@ def test_files_that_do_not_hold_the_model_are_refused_by_name(
     assert len(str(refused.value)) < 1500
 
 
-def test_a_model_of_which_only_the_description_is_there_is_not_loaded(tmp_path: Path) -> None:
+def test_a_model_without_weight_files_is_not_loaded(tmp_path: Path) -> None:
     folder = save(tiny_llama(), tmp_path)
     without_weights(folder)
 
@@ -171,7 +171,7 @@ FAMILIES = SLOTTED | ONE_BY_ONE | SCALED | VISION_LANGUAGE | {"Llama 4": llama4}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_save_pretrained_writes_is_the_model_in_one_file_or_in_many(
+def test_files_of_save_pretrained_load_whether_single_or_sharded(
     tmp_path: Path, family: str
 ) -> None:
     model = FAMILIES[family]()
@@ -212,9 +212,7 @@ EXPLAINED: dict[str, tuple[str, Fault]] = {
 
 
 @pytest.mark.parametrize("what", EXPLAINED)
-def test_what_the_text_model_does_not_use_or_makes_for_itself_is_no_fault(
-    tmp_path: Path, what: str
-) -> None:
+def test_unused_and_derived_tensors_in_files_are_accepted(tmp_path: Path, what: str) -> None:
     model, change = EXPLAINED[what]
     folder = save(MAKERS[model](), tmp_path)
     change(folder)

@@ -31,7 +31,9 @@ class Machine:
 
 
 @pytest.mark.parametrize("lora", [None, RANK_2])
-def test_a_model_without_room_is_refused_with_the_numbers(lora: LoraConfig | None) -> None:
+def test_a_model_that_exceeds_free_memory_is_rejected_with_the_numbers(
+    lora: LoraConfig | None,
+) -> None:
     machine = Machine()
     parameters = machine.size_of(lora)
     machine.available = KEPT_FREE_BYTES + 16 * parameters - 1
@@ -47,7 +49,7 @@ def test_a_model_without_room_is_refused_with_the_numbers(lora: LoraConfig | Non
     machine.trainer.add_model("m", lora)
 
 
-def test_what_models_are_yet_to_allocate_is_promised_to_them() -> None:
+def test_pending_allocations_of_models_are_reserved() -> None:
     machine = Machine()
     need = 16 * machine.size_of(RANK_4)
     machine.available = KEPT_FREE_BYTES + need + need // 2
@@ -59,7 +61,7 @@ def test_what_models_are_yet_to_allocate_is_promised_to_them() -> None:
     machine.trainer.add_model("second", RANK_4)
 
 
-def test_where_memory_can_not_be_told_models_are_begun() -> None:
+def test_models_are_admitted_if_free_memory_is_unknown() -> None:
     machine = Machine()
     machine.trainer.add_model("m", None)
 

@@ -76,7 +76,7 @@ def test_scales_may_be_in_another_file_than_their_weights(tmp_path: Path) -> Non
     assert torch.equal(model.get_parameter("model.layers.0.mlp.up_proj.weight"), whole)
 
 
-def test_what_can_not_be_read_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_quantization_is_rejected_by_name(tmp_path: Path) -> None:
     folder = save(tiny_llama(), tmp_path)
     quantize(folder, BLOCK)
     weights = load_weights(folder)
