@@ -1,6 +1,6 @@
-"""The megatron trainer's memory: layers computed again, logits a few positions at a time, bfloat16.
+"""The megatron trainer's memory: recomputed layers, chunked logits, bfloat16.
 
-The numbers of such passes are those of others, from less memory.
+These passes give the same numbers with less memory.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""DeepSeek's models at one megatron rank, in this process, against torch and Hugging Face.
+"""DeepSeek models on one megatron rank, in this process, against torch and Hugging Face.
 
 Tolerances: logprobs 1e-5, LoRA gradients and the losses of ten steps 1e-4 relative.
 """
@@ -150,7 +150,7 @@ def test_layers_that_predict_further_tokens_are_not_read(alone: timedelta, tmp_p
         for name, weight in weights.items()
         if "layers.2." in name
     }
-    # What tells it from a layer that the configuration has forgotten.
+    # This distinguishes it from a layer that the configuration omits.
     further["model.layers.3.eh_proj.weight"] = torch.full((32, 64), 7.0)
     save_file(weights | further, folder / "model.safetensors", {"format": "pt"})
     megatron = megatron_trainer(str(folder), 1, 1)

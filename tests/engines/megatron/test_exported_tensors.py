@@ -1,4 +1,4 @@
-"""Whole models that leave megatron's module take no memory of its device."""
+"""Exporting full models from megatron-core allocates no device memory."""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor

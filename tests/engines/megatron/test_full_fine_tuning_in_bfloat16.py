@@ -1,6 +1,6 @@
-"""Whole models over a base in bfloat16: what passes make of it is added up in float32.
+"""Full fine-tuning over a bfloat16 base: gradients accumulate in float32.
 
-Expected are float64 sums of the same bfloat16 factors.
+The expected values are float64 sums of the same bfloat16 factors.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""Logits of a base in bfloat16 are float32, as the torch trainer's are, and are nowhere rounded.
+"""Logits of a bfloat16 base are float32 without rounding, as in the torch trainer.
 
-torch has no product of bfloat16 matrices in float32 on a CPU, so the accelerator's is stood in for.
+torch has no float32 product of bfloat16 matrices on a CPU, so the test replaces the accelerator's.
 """
 
 from datetime import timedelta

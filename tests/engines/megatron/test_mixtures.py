@@ -1,4 +1,4 @@
-"""Mixtures of experts at one megatron rank, in this process, against torch and Hugging Face."""
+"""Mixtures of experts on one megatron rank, in this process, against torch and Hugging Face."""
 
 from collections.abc import Callable
 from datetime import timedelta

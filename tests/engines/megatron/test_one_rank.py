@@ -1,8 +1,8 @@
-"""The megatron trainer at one rank, in this process, against the torch trainer and PEFT.
+"""The megatron trainer on one rank, in this process, against the torch trainer and PEFT.
 
-Whole models are compared with the torch trainer, and that with Hugging Face in `unit/training`.
-Tolerances: logprobs 1e-5, gradients 1e-4 relative, losses of ten steps 1e-5 relative, parameters
-after them 1e-3 relative.
+Full fine-tuning is compared with the torch trainer, which `unit/training` compares with Hugging
+Face. Tolerances: logprobs 1e-5, gradients 1e-4 relative, losses of ten steps 1e-5 relative,
+parameters after them 1e-3 relative.
 """
 
 import re

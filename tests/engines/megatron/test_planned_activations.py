@@ -1,7 +1,7 @@
-"""What plans count of a layer beside what the megatron trainer keeps of it, in bfloat16.
+"""The planner's activation estimates against the megatron trainer's bfloat16 activations.
 
-Of latent attention nothing is said here: torch's kernels of the CPU keep it in float32, with scores
-of all pairs of positions, and those of GPUs do not.
+Latent attention is not tested here: unlike GPU kernels, torch's CPU kernels keep it in float32,
+including the scores of all pairs of positions.
 """
 
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""The trainer that a plan names takes what was planned, by its own checks."""
+"""The trainer named by a plan accepts the planned layout."""
 
 import json
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Packed sequences: no position is padding at one rank, and ranks divide them without loss."""
+"""Packed sequences: one rank needs no padding, and splitting over ranks is lossless."""
 
 import gc
 from dataclasses import dataclass

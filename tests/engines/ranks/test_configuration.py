@@ -1,4 +1,4 @@
-"""What a head may be told about ranks."""
+"""Validation of the rank settings of a session head."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The torch trainer at several ranks against itself at one."""
+"""The torch trainer on several ranks against one rank."""
 
 import threading
 from collections.abc import Iterator

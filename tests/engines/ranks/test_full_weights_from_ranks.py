@@ -1,6 +1,6 @@
-"""Whole models that go to engines from where ranks train: to SGLang's own functions, in processes.
+"""Full models sent from training ranks to engines: SGLang's own functions, in processes.
 
-The head asks for that, and has nothing of the models unless it must.
+The session head only coordinates, and does not hold the models unless it must.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ STORE = "ray::WeightStore"
 
 @dataclass(frozen=True)
 class Ranks:
-    """Two ranks that train, and what lies beside the first of them."""
+    """Two training ranks, and the weight store next to the first one."""
 
     trainer: RankedTrainer
     host: RankWeightHost

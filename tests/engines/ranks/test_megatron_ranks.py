@@ -1,4 +1,4 @@
-"""The megatron trainer divided over ranks against the torch trainer in this process, and PEFT."""
+"""The megatron trainer on several ranks against PEFT and the torch trainer in this process."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -149,10 +149,10 @@ class OfPeft:
     """What PEFT computes."""
 
     logprobs: np.ndarray
-    """Of the data, one after another, with the adapter that has moved."""
+    """Concatenated logprobs of the data, with the trained adapter."""
     gradients: Mapping[str, Tensor]
     losses: list[float]
-    """Of ten steps, with a fresh adapter."""
+    """Losses of ten steps, with a new adapter."""
 
 
 @cache

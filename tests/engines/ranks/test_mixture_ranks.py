@@ -1,4 +1,4 @@
-"""Mixtures of experts divided over megatron ranks against the torch trainer in this process."""
+"""Mixtures of experts on several megatron ranks against the torch trainer in this process."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Ranks that hold a model between them are kept together; copies on CPUs are not."""
+"""Ranks that share a model are placed together; CPU replicas are not."""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor

@@ -1,4 +1,4 @@
-"""Groups of ranks: one order for all, definite failure, nothing left behind."""
+"""Rank groups: one order of commands, definite failures, no leftovers."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -170,7 +170,7 @@ def test_without_a_surviving_rank_a_command_is_not_done_and_nothing_is_reported(
     assert group.salvaged is None
 
 
-def test_an_error_of_all_ranks_is_the_clients_and_the_group_continues(
+def test_an_error_of_all_ranks_is_the_clients_and_keeps_the_group(
     group: RankGroup,
 ) -> None:
     with pytest.raises(InvalidRequest, match="must be even"):
@@ -196,9 +196,7 @@ def test_a_lost_group_frees_its_resources_for_another(group: RankGroup) -> None:
     another.close()
 
 
-def test_insufficient_resources_are_reported_with_what_is_available_and_nothing_keeps_waiting() -> (
-    None
-):
+def test_insufficient_resources_are_reported_and_nothing_keeps_waiting() -> None:
     cores = ray.cluster_resources()["CPU"]
 
     with pytest.raises(

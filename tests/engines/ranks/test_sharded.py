@@ -1,4 +1,4 @@
-"""The torch trainer at ranks that hold the base between them, against itself at one rank."""
+"""The torch trainer on ranks that shard the base, against one rank."""
 
 import re
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""States on their way to ranks and back: once in the memory of a node, whoever reads them."""
+"""State transfer to ranks and back: a node holds one copy in memory for all readers."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""A checkpoint of ranks that divide a mixture, through the store, to heads of another layout."""
+"""A checkpoint of a mixture sharded over ranks resumes on session heads with other layouts."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

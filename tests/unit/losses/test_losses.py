@@ -1,4 +1,4 @@
-"""The losses: formulas against NumPy, and what must hold for any input."""
+"""The losses: formulas against NumPy, and properties for any input."""
 
 import math
 
@@ -65,7 +65,7 @@ def test_each_loss_is_its_formula(name: str, batch: list[tuple[float, float, flo
     total, _ = losses.derivative(LOSSES[name], column(lp), inputs_of(name, q, a))
 
     terms = REFERENCE[name](*(np.asarray(part, np.float64) for part in (lp, q, a)))
-    # Large terms that cancel leave the rounding of each of them.
+    # If large terms cancel, their rounding errors remain.
     rounding = 2e-6 * np.abs(terms).sum()
     assert float(total) == pytest.approx(terms.sum(), rel=1e-4, abs=1e-4 + rounding)
 

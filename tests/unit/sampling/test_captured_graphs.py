@@ -1,7 +1,7 @@
-"""Recorded decoding steps draw what computed ones draw, by however much the batch changes.
+"""Captured decoding steps sample the same tokens as eager ones, however the batch changes.
 
-Without a GPU a step is recorded as the list of its operations on tensors, which is all that a CUDA
-graph is: what Python would decide anew, a recording does not.
+Without a GPU, a step is captured as the list of its tensor operations, which is equivalent to a
+CUDA graph: replay does not repeat decisions made in Python.
 """
 
 import asyncio

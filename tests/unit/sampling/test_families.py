@@ -1,4 +1,5 @@
-"""What is drawn of any family is drawn from what transformers computes without a cache."""
+"""For all families, tokens are sampled from the same logits that transformers computes without a
+cache."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
 
 LONG = [7 * number % 250 for number in range(15)]
 PROMPTS = [[1, 2, 3], LONG, [7, 8], [*LONG[:12], 9, 8, 7, 6], LONG]
-"""Of unequal lengths; some begin alike, or are equal, and find what was read before."""
+"""Prompts of different lengths; some share a prefix or are equal, and reuse cached prefixes."""
 SAMPLES = 2
 MAX_TOKENS = 14
 CONFIG = SamplerConfig(prefill_chunk_tokens=8, max_running_sequences=5)
@@ -134,7 +135,7 @@ async def test_a_sequence_that_outgrows_its_rotary_positions_is_prefilled_again(
             np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5, rtol=0)
 
 
-def test_a_short_sequence_keeps_its_own_rotary_positions_in_a_batch_with_a_long_one() -> None:
+def test_a_short_sequence_keeps_its_rotary_positions_in_a_mixed_batch() -> None:
     base = BaseModel(longrope())
 
     assert not base.takes_packs

@@ -1,4 +1,4 @@
-"""Who may be read and drawn: as much as there is room for, and nobody waits for ever."""
+"""Admission to the KV cache: within the memory budget, and without starvation."""
 
 import asyncio
 from collections.abc import Callable, Sequence

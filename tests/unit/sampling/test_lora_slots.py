@@ -1,4 +1,4 @@
-"""Adapters side by side: a row's term is its own adapter's, whatever is beside it."""
+"""Several adapters in one product: each row gets only the delta of its own adapter."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""How long a version's weights are there, and who waits while they are written and read."""
+"""The lifetime of published weights, and concurrency while they are written and read."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Drawing a token: the distribution it follows, and what it may depend on."""
+"""Sampling a token: its distribution, and its dependence on seed, sample and position."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Files of published weights: all of them, or none."""
+"""Files of published weights are written completely or not at all."""
 
 import resource
 from collections.abc import Iterator

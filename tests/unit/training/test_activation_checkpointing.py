@@ -1,4 +1,4 @@
-"""Layers that are computed again in the backward pass: the same numbers, from less memory."""
+"""Layers recomputed in the backward pass: the same numbers with less memory."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What the cookbook and PEFT make of archives: their tools on the files of a checkpoint."""
+"""The tools of the cookbook and PEFT on the files of a checkpoint archive."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""The one thread that computes: the order of jobs, and those that run as one."""
+"""The engine thread: the order of jobs, and jobs that run as one."""
 
 import asyncio
 import threading

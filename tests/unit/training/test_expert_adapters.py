@@ -1,6 +1,6 @@
-"""Adapters of experts with the torch trainer, held to what they mean: a delta for each expert.
+"""Adapters of experts with the torch trainer against their definition: a delta for each expert.
 
-The reference is Hugging Face's model, and in it experts written out here one by one.
+The reference is Hugging Face's model with experts computed one by one.
 """
 
 import asyncio

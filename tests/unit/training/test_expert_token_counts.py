@@ -1,4 +1,4 @@
-"""How evenly tokens are spread over experts, as the SDK describes it, is what routers chose."""
+"""The SDK's metrics of expert load match the choices of routers."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Saving and publishing take no memory of the trainer's device: who shares it may have it all."""
+"""Saving and publishing allocate no memory on the trainer's device, which others may be using."""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor

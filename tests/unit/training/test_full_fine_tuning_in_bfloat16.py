@@ -1,4 +1,4 @@
-"""Whole models over a base in bfloat16: passes are in its dtype, what is trained is float32."""
+"""Full fine-tuning over a bfloat16 base: passes use its dtype, trained weights are float32."""
 
 from collections.abc import Callable
 from pathlib import Path

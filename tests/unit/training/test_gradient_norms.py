@@ -1,4 +1,4 @@
-"""The norm of a gradient: every element counts, however many there are."""
+"""The norm of a gradient includes every element, for any number of elements."""
 
 import pytest
 import torch
@@ -10,11 +10,11 @@ from tinkercloud_worker.training.adam import TrainedModel
 from tinkercloud_worker.training.disabled import NoTrainer
 
 MANY = (1 << 24) + 3
-"""Elements, of which one sum in float32 does not count the last ones."""
+"""Number of elements for which a single float32 sum would lose the last ones."""
 
 
 class TrainerOfOneTensor(NoTrainer):
-    """Has models of one long tensor each."""
+    """A trainer whose models have one long tensor."""
 
     def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:  # type: ignore[override]
         return TrainedModel(lora_config, Trainable(Layout([TensorSpec("weight", (MANY,))])))

@@ -1,4 +1,5 @@
-"""One product for all experts of a layer: as each by itself, whoever has no rows."""
+"""One product for all experts of a layer equals separate products, even for experts without
+rows."""
 
 from typing import Any
 

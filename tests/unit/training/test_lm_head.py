@@ -1,4 +1,4 @@
-"""The output layer by itself: targets of a position may be many, and the same ones."""
+"""The LM head alone: a position may have many targets, including duplicates."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The low-rank terms of adapters, over a base in float32 and in lower precision."""
+"""LoRA deltas over a float32 and a half-precision base."""
 
 import pytest
 import torch
@@ -102,7 +102,7 @@ def test_a_fresh_adapter_changes_no_bit() -> None:
 
 
 def in_float32(x: Tensor, weight: Tensor, bias: Tensor, parts: DeltaSpans) -> Tensor:
-    """Return the product of a float32 layer with the terms of its input."""
+    """Return the product of a float32 layer plus the deltas of its input."""
     return add_deltas(x, nn.functional.linear(x, weight, bias), parts)
 
 

@@ -1,4 +1,4 @@
-"""Which layers of a family are adapted, and which models are not computed at all."""
+"""LoRA targets of different families, and unsupported models."""
 
 from typing import Any
 

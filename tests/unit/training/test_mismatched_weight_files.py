@@ -1,4 +1,5 @@
-"""A base model is what its files say, or it is refused: nothing is made up, nothing dropped."""
+"""Weight files that do not match the configuration are rejected: no weight is invented or
+dropped."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A model is begun only where there is memory for it and for those that are here already."""
+"""A model is only created if memory suffices for it and for the existing models."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ class Machine:
 
 
 @pytest.mark.parametrize("lora", [None, RANK_2])
-def test_a_model_that_exceeds_free_memory_is_rejected_with_the_numbers(
+def test_a_model_that_exceeds_memory_is_rejected_with_numbers(
     lora: LoraConfig | None,
 ) -> None:
     machine = Machine()

@@ -1,4 +1,4 @@
-"""Sequences one after another in a row: each is computed as if it were alone."""
+"""Packed sequences: each gives the same results as alone."""
 
 from collections.abc import Callable
 from random import Random

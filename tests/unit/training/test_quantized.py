@@ -1,4 +1,4 @@
-"""Checkpoints in blocks of float8: what they stand for is what is trained."""
+"""Block-quantized float8 checkpoints are trained with their dequantized values."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Models that share a pass of the base: each gets what it would have got alone."""
+"""Models that share a pass of the base get the same results as alone."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What a trainer must keep: sums, accumulation, independence, exact restoration."""
+"""Invariants of a trainer: sums, accumulation, independence and exact restoration."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A copy of a tied model whose output layer is a weight of its own is the same model."""
+"""An untied copy of a model with tied embeddings computes the same results."""
 
 import json
 from collections.abc import Callable

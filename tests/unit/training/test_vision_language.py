@@ -1,4 +1,4 @@
-"""Of models that also see images the text is served: adapters are of the language model alone."""
+"""Vision-language models are served for text only, and only their language model is adapted."""
 
 import json
 from pathlib import Path
