@@ -1,4 +1,5 @@
-"""The sampler against Hugging Face generation on the same model, and against its own parts."""
+"""The sampler against Hugging Face generation on the same model, and against its own parts
+alone."""
 
 import asyncio
 import tempfile
@@ -131,7 +132,7 @@ def measure(folder: str) -> Iterator[Measurement]:
 
 
 def bench_prompts(bench: Bench, count: int, length: int) -> list[list[int]]:
-    """Return fresh prompts, so that no prefix is known from the round before."""
+    """Return new prompts, so that no prefix is cached from the previous round."""
     return [bench.prompt(length) for _ in range(count)]
 
 
