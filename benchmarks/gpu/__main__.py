@@ -52,12 +52,12 @@ class Part:
 
 
 PARTS = (
-    Part(("N1",), "unembedding", "gradient"),
+    Part(("N1",), "lm_head", "gradient"),
     Part(("N2", "N3", "N4"), "numerics", "float32"),
     Part(("N5",), "numerics", "bfloat16"),
     Part(("N6", "N7", "G13"), "numerics", "sampling"),
-    Part(("G6",), "unembedding", "memory"),
-    Part(("G7",), "unembedding", "speed"),
+    Part(("G6",), "lm_head", "memory"),
+    Part(("G7",), "lm_head", "speed"),
     Part(("M1", "M2", "M5"), "megatron", "dense"),
     Part(("M3", "M4"), "megatron", "mixture"),
     Part(("M6", "M7"), "megatron", "steps"),

@@ -24,8 +24,8 @@ from benchmarks.gpu.engines import (
     a_trainer,
     base_of,
     fill,
-    give_up_base,
     random_data,
+    release_base,
 )
 from benchmarks.gpu.numerics import LENGTHS, Merged, worst
 from benchmarks.gpu.training import throughput
@@ -248,7 +248,7 @@ def large(bench: Bench) -> Iterator[Measurement]:
 def _throughput(
     bench: Bench, name: str, shape: Shape, batch: Batch, wanted: tuple[float, float]
 ) -> Measurement:
-    give_up_base(bench)
+    release_base(bench)
     with alone(bench) as device:
         make = partial(a_megatron, made(bench, shape, device), bench.work.rank)
         measured = throughput(bench, make, shape, batch)

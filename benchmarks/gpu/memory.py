@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from benchmarks.gpu.bench import Bench, Skipped
-from benchmarks.gpu.engines import MODEL, a_batch, a_trainer, base_of, give_up_base, random_data
+from benchmarks.gpu.engines import MODEL, a_batch, a_trainer, base_of, random_data, release_base
 from benchmarks.gpu.workloads import Batch, Shape
 from benchmarks.measuring import Measurement
 from tinkercloud_planning import memory
@@ -60,7 +60,7 @@ def _compare(
     if bench.device.type != "cuda":
         raise Skipped(f"memory: {bench.device.type} has no memory statistics")
     for name, (shape, batch) in zip(names, bench.work.estimated, strict=True):
-        give_up_base(bench)
+        release_base(bench)
         estimate = memory.training(
             read(shape.config().to_dict()),
             Layout(),
@@ -110,7 +110,7 @@ def _fill(bench: Bench, trainer: str, make: Made, name: str, kernels: Kernels) -
         model, Layout(), available=available, lora_rank=bench.work.rank, kernels=kernels
     )
     batch = Batch(1, tokens // 256 * 256)
-    give_up_base(bench)
+    release_base(bench)
     total = torch.cuda.get_device_properties(bench.device).total_memory
     torch.cuda.set_per_process_memory_fraction(available / total)
     try:

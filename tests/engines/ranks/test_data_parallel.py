@@ -355,9 +355,9 @@ def test_models_are_kept_until_a_group_can_be_started(cluster: None) -> None:
     possible, impossible = (GroupShape(RANKS, cpus_per_rank=cores) for cores in (0.1, 1000))
     starts = iter([(possible, None), (impossible, GroupTimings(start=1)), (possible, None)])
 
-    def start(give_up: threading.Event) -> RankGroup:
+    def start(cancelled: threading.Event) -> RankGroup:
         shape, timings = next(starts)
-        return RankGroup(shape, MortalTrainer, timings, give_up)
+        return RankGroup(shape, MortalTrainer, timings, cancelled)
 
     trainer = RankedTrainer(start)
     trainer.add_model("m", LORA)
@@ -380,11 +380,11 @@ def test_a_model_can_be_saved_while_a_request_waits_for_a_new_group(
     possible, impossible = (GroupShape(RANKS, cpus_per_rank=cores) for cores in (0.1, 1000))
     shapes, starts_again = [impossible, possible], threading.Event()
 
-    def start(give_up: threading.Event) -> RankGroup:
+    def start(cancelled: threading.Event) -> RankGroup:
         shape = shapes.pop()
         if not shapes:
             starts_again.set()
-        return RankGroup(shape, MortalTrainer, GroupTimings(start=600), give_up)
+        return RankGroup(shape, MortalTrainer, GroupTimings(start=600), cancelled)
 
     trainer = RankedTrainer(start)
     for name in ("m", "other"):

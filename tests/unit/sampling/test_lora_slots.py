@@ -28,7 +28,7 @@ def an_adapter(seed: int, rank: int, targets: list[Target] = TARGETS) -> ActiveW
 
 
 def deltas(weights: ActiveWeights | None, target: Target) -> torch.Tensor:
-    """Return the low-rank deltas of all rows."""
+    """Return the LoRA deltas of all rows."""
     if weights is None:
         return torch.zeros(len(ROWS), target.out_features)
     assert weights.lora_scale is not None
@@ -37,7 +37,7 @@ def deltas(weights: ActiveWeights | None, target: Target) -> torch.Tensor:
 
 
 def check_deltas(assignment: SlotAssignment | None, weights: list[ActiveWeights | None]) -> None:
-    """Check that each row's deltas are those of its weights alone."""
+    """Check that each row's delta equals that of its weights alone."""
     assert assignment is not None
     assert assignment.group is not None
     together = assignment.group.weights(

@@ -30,27 +30,27 @@ def a_request(seed: int = 1) -> SamplingRequest:
 
 
 def tokens_of(result: SamplingResult) -> list[int]:
-    """Return the one sequence that was drawn."""
+    """Return the one sampled sequence."""
     return list(result.sequences[0].tokens)
 
 
 @contextmanager
 def stopped(monkeypatch: pytest.MonkeyPatch, function: str) -> Iterator[threading.Event]:
-    """Keep `versions` in the midst of writing or reading a file; the event says that it is."""
-    begun, may_go_on = threading.Event(), threading.Event()
+    """Keep `versions` blocked while writing or reading a file; the event is set once it is."""
+    started, may_continue = threading.Event(), threading.Event()
     real: Callable[..., Any] = getattr(versions, function)
 
     def waiting(*args: Any) -> Any:
-        begun.set()
-        assert may_go_on.wait(PATIENCE_SECONDS)
+        started.set()
+        assert may_continue.wait(PATIENCE_SECONDS)
         return real(*args)
 
     with monkeypatch.context() as patch:
         patch.setattr(versions, function, waiting)
         try:
-            yield begun
+            yield started
         finally:
-            may_go_on.set()
+            may_continue.set()
 
 
 async def test_requests_accepted_before_their_version_is_retired_use_it(

@@ -268,7 +268,7 @@ async def test_the_last_token_of_the_context_can_be_sampled_and_all_of_it_scored
         seen = [*prompt, *drawn.tokens[:-1]]
         score = a_sampling_request(seen, max_tokens=1, questions=PromptQuestions(logprobs_from=1))
         scored = await engine.sampler.sample("base", score)
-        with pytest.raises(InvalidRequest, match="keeps 512"):
+        with pytest.raises(InvalidRequest, match="holds at most 512"):
             await engine.sampler.sample(
                 "base", a_sampling_request(prompt, max_tokens=14, stop=NEVER)
             )

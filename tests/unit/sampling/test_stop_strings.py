@@ -217,10 +217,10 @@ def test_the_space_before_a_samples_first_word_is_part_of_its_text(stop: str, co
 
 
 def test_a_character_that_the_prompt_begins_ends_a_sequence_when_it_is_complete() -> None:
-    *begun, last = encode("bytes", "🧬")
+    *start, last = encode("bytes", "🧬")
 
     decode = decoder_of(a_tokenizer("bytes"))
-    assert first_found([last], ["🧬"], decode, [65, *begun]) == 1
+    assert first_found([last], ["🧬"], decode, [65, *start]) == 1
 
 
 def test_spaces_before_punctuation_are_part_of_a_text() -> None:

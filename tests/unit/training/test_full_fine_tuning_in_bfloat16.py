@@ -208,5 +208,5 @@ def test_a_base_that_keeps_some_weights_in_float32_is_not_fully_fine_tuned(tmp_p
     base = BaseModel.load(str(save(tiny_ernie(), tmp_path)), torch.bfloat16, packed=False)
     trainer = TorchTrainer(base, max_batch_tokens=64)
 
-    with pytest.raises(InvalidRequest, match=r"mlp\.gate\.\S* in torch\.float32; give a rank"):
+    with pytest.raises(InvalidRequest, match=r"mlp\.gate\.\S* in torch\.float32; set a LoRA rank"):
         trainer.add_model("m", None)

@@ -89,7 +89,7 @@ def test_unsupported_quantization_is_rejected_by_name(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["weight_block_size"] = None
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="weight_block_size None; use a copy"):
+    with pytest.raises(UnsupportedModelError, match="weight_block_size None; use a bfloat16 copy"):
         load_pretrained(str(folder), torch.float32)
 
 

@@ -141,9 +141,11 @@ def with_deltas(
 
     def forward(hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:
         results = []
-        for rows, terms in parts:
+        for rows, deltas in parts:
             inputs = hidden_ND[rows], index_NK[rows], weights_NK[rows]
-            results.append(plain(*inputs) if terms is None else _computed(experts, terms, *inputs))
+            results.append(
+                plain(*inputs) if deltas is None else _computed(experts, deltas, *inputs)
+            )
         return results[0] if len(results) == 1 else torch.cat(results)
 
     return forward
@@ -151,7 +153,7 @@ def with_deltas(
 
 def _computed(
     experts: Any,  # noqa: ANN401 - of 60 classes
-    terms: ExpertDeltas | None,
+    deltas: ExpertDeltas | None,
     hidden_ND: Tensor,
     index_NK: Tensor,
     weights_NK: Tensor,
@@ -161,13 +163,13 @@ def _computed(
     positions_S = order_S // chosen
     ends_E = _ends(numbers_S, experts.num_experts)
 
-    def added(term: LoraDelta) -> Tensor:
-        low_Nr = hidden_ND @ term.a[0].to(dtype).T * term.scale
-        return grouped_linear(low_Nr.to(dtype)[positions_S], term.b, ends_E)
+    def added(delta: LoraDelta) -> Tensor:
+        low_Nr = hidden_ND @ delta.a[0].to(dtype).T * delta.scale
+        return grouped_linear(low_Nr.to(dtype)[positions_S], delta.b, ends_E)
 
     gate_up = grouped_linear(hidden_ND[positions_S], experts.gate_up_proj, ends_E)
-    if terms is not None:
-        gate_up = gate_up + torch.cat([added(terms.gate), added(terms.up)], -1)
+    if deltas is not None:
+        gate_up = gate_up + torch.cat([added(deltas.gate), added(deltas.up)], -1)
     inner_SF = cast("Tensor", experts._apply_gate(gate_up))
 
     # Summed in the order of each position's experts, not in the order of all pairs.
@@ -180,10 +182,10 @@ def _computed(
         return (values * shares_S1)[back_S].view(*index_NK.shape, -1).sum(1).to(dtype)
 
     whole_ND = sums(grouped_linear(inner_SF, experts.down_proj, ends_E))
-    if terms is None:
+    if deltas is None:
         return whole_ND
-    low_Nr = sums(grouped_linear(inner_SF, terms.down.a, ends_E)) * terms.down.scale
-    return whole_ND + low_Nr.to(dtype) @ terms.down.b[0].to(dtype).T
+    low_Nr = sums(grouped_linear(inner_SF, deltas.down.a, ends_E)) * deltas.down.scale
+    return whole_ND + low_Nr.to(dtype) @ deltas.down.b[0].to(dtype).T
 
 
 def _ends(numbers_S: Tensor, count: int) -> Tensor:

@@ -63,13 +63,13 @@ def add_deltas(x: Tensor, y: Tensor, parts: DeltaSpans) -> Tensor:
             scale must be the only one.
     """
     x_N, y_N = x.flatten(0, -2), y.flatten(0, -2)
-    terms = [(rows, term) for rows, term in parts if term]
-    (_, first), *_ = terms
+    deltas = [(rows, delta) for rows, delta in parts if delta]
+    (_, first), *_ = deltas
     if isinstance(first.scale, Tensor):
         return torch.addmm(y_N, (x_N @ first.a.T) * first.scale, first.b.T).view_as(y)
-    masters = [term.a for _, term in terms] + [term.b for _, term in terms]
+    masters = [delta.a for _, delta in deltas] + [delta.b for _, delta in deltas]
     total: Tensor = _AddDeltas.apply(  # type: ignore[no-untyped-call]
-        x_N, y_N, [rows for rows, _ in terms], [term.scale for _, term in terms], *masters
+        x_N, y_N, [rows for rows, _ in deltas], [delta.scale for _, delta in deltas], *masters
     )
     return total.view_as(y)
 
@@ -150,21 +150,23 @@ class LoraProducts:
             parts: spans of the flattened positions.
         """
         x_N = x.flatten(0, -2)
-        terms = [(rows, term) for rows, term in parts if term]
-        factor = self._factor(x_N, terms)
-        masters = [term.a for _, term in terms] + [term.b for _, term in terms]
-        places = [rows for rows, _ in terms]
+        deltas = [(rows, delta) for rows, delta in parts if delta]
+        factor = self._factor(x_N, deltas)
+        masters = [delta.a for _, delta in deltas] + [delta.b for _, delta in deltas]
+        places = [rows for rows, _ in deltas]
         product: Tensor = _AdaptedLinear.apply(  # type: ignore[no-untyped-call]
             x_N, weight, bias, factor, places, *masters
         )
         return product.view(*x.shape[:-1], -1)
 
-    def _factor(self, x_N: Tensor, terms: Sequence[tuple[slice, LoraDelta]]) -> Tensor | float:
+    def _factor(self, x_N: Tensor, deltas: Sequence[tuple[slice, LoraDelta]]) -> Tensor | float:
         """Return the factor of the low-rank intermediate [N, r]."""
-        (rows, term), *others = terms
+        (rows, delta), *others = deltas
         if not others and rows.indices(len(x_N)) == (0, len(x_N), 1):
-            return term.scale
-        key = tuple((*rows.indices(len(x_N))[:2], len(term.a), term.scale) for rows, term in terms)
+            return delta.scale
+        key = tuple(
+            (*rows.indices(len(x_N))[:2], len(delta.a), delta.scale) for rows, delta in deltas
+        )
         if key not in self._factors:
             blocks = []
             for start, stop, rank, scale in key:

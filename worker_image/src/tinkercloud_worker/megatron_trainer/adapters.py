@@ -132,17 +132,17 @@ def part_of(tensor: Tensor, dim: int) -> Tensor:
     return parts[rank]
 
 
-def concatenated(terms: Sequence[Tensor]) -> Tensor:
+def concatenated(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate outputs: of the gate and the up projection, or of a single layer."""
-    return torch.cat(list(terms), dim=-1)
+    return torch.cat(list(parts), dim=-1)
 
 
 def interleaved(config: TransformerConfig) -> Merge:
     """Return a function that interleaves queries, keys and values group by group."""
     head = config.kv_channels
 
-    def merge(terms: Sequence[Tensor]) -> Tensor:
-        groups = terms[1].shape[-1] // head
-        return torch.cat([t.unflatten(-1, (groups, -1)) for t in terms], dim=-1).flatten(-2)
+    def merge(parts: Sequence[Tensor]) -> Tensor:
+        groups = parts[1].shape[-1] // head
+        return torch.cat([t.unflatten(-1, (groups, -1)) for t in parts], dim=-1).flatten(-2)
 
     return merge

@@ -89,8 +89,8 @@ class GroupedExperts:
         gate_up = grouped_linear(hidden_SD, self._gate_up_EGD.weights(), ends_E)
         active = self._active
         if active is not None:
-            terms = [self._inward(active, target, hidden_SD, ends_E) for target in self._before]
-            gate_up = gate_up + torch.cat(terms, -1)
+            deltas = [self._inward(active, target, hidden_SD, ends_E) for target in self._before]
+            gate_up = gate_up + torch.cat(deltas, -1)
         gate, up = gate_up.chunk(2, -1)
         inner_SF = (self._activation(gate) * up * shares_S.unsqueeze(-1)).to(hidden_SD.dtype)
         output_SD = grouped_linear(inner_SF, self._down_EDF.weights(), ends_E)

@@ -332,7 +332,7 @@ class BaseModel:
 
         def forward(x: Tensor) -> Tensor:
             parts = self._parts(target)
-            if not any(term for _, term in parts):
+            if not any(delta for _, delta in parts):
                 result: Tensor = plain(x)
                 return result
             weight, bias = cast("Tensor", module.weight), cast("Tensor | None", module.bias)
@@ -353,7 +353,7 @@ class BaseModel:
                 (segment.rows, expert_deltas(experts, segment.weights))
                 for segment in self._segments
             ]
-            adapted = any(terms for _, terms in parts)
+            adapted = any(deltas for _, deltas in parts)
             compute = with_deltas(module, plain, parts) if adapted else plain
             return compute(hidden_states, top_k_index, top_k_weights)
 

@@ -88,7 +88,9 @@ class PromptScorer:
             else:
                 policy = SamplingParams(request.temperature, top_k=0, top_p=1.0)
                 probs_V = torch.softmax(filter_logits(logits_RV[row], policy), 0)
-                numbers_k = [uniform(request.seed, 0, position, draw + 1) for draw in range(k)]
+                numbers_k = [
+                    uniform(request.seed, 0, position, candidate + 1) for candidate in range(k)
+                ]
                 numbers = torch.tensor(numbers_k, dtype=torch.float64, device=probs_V.device)
                 ids_k = invert(probs_V.expand(k, -1), numbers)
             self._alternatives[position - 1] = ids_k.cpu().numpy()
