@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 WORKER = Path(__file__).parents[2] / "worker_image" / "src" / "tinkercloud_worker"
-SEAM = {"accelerator.py", "megatron_trainer/cpu.py", "megatron_trainer/gpu.py"}
+SEAM = {"device/accelerator.py", "megatron_trainer/cpu.py", "megatron_trainer/gpu.py"}
 """The second and third are for megatron-core, which asks CUDA by itself."""
 OTHERS = [
     path for path in sorted(WORKER.rglob("*.py")) if str(path.relative_to(WORKER)) not in SEAM

@@ -324,7 +324,7 @@ def test_a_model_that_ranks_cannot_shard_evenly_is_rejected_by_name(
         (tiny_llama, lost(UP), f"missing in the files: {UP}"),
         (tiny_llama, lost("lm_head.weight"), "set tie_word_embeddings to true"),
         (tiny_qwen3, configured(tie_word_embeddings=False), "set tie_word_embeddings to true"),
-        (tiny_llama, prefixed("_orig_mod."), r"begin with '_orig_mod\.'"),
+        (tiny_llama, prefixed("_orig_mod."), r"start with '_orig_mod\.'"),
         (tiny_llama, configured(num_hidden_layers=1), "the files have layers up to 1"),
         (tiny_llama, configured(num_hidden_layers=3), r"layers \[2\] are missing"),
         (tiny_llama, shape("model.norm.weight", lambda w: w[:16]), r"model\.norm\.weight \[16\]"),
@@ -335,7 +335,7 @@ def test_a_model_that_ranks_cannot_shard_evenly_is_rejected_by_name(
             value(expert(2), float("inf")),
             r"infinite values in .*experts\.down_proj",
         ),
-        (tiny_llama, indexed(lambda files: files.update(extra=SHARDS[0])), "has: extra"),
+        (tiny_llama, indexed(lambda files: files.update(extra=SHARDS[0])), "files: extra"),
         (tiny_llama, in_float8(lambda t: t.pop(f"{UP}_scale_inv")), f"missing.*{UP}_scale_inv"),
         (tiny_llama, without_first_part, "save the model again with it, or use backend torch"),
     ],
@@ -369,12 +369,12 @@ def test_mistrals_window_is_rejected_unless_it_sees_everything(
 ) -> None:
     megatron_trainer(str(save(tiny_mistral(window=128), tmp_path / "all")), 1, 1)
 
-    with pytest.raises(UnsupportedModelError, match=r"of 16 positions.*backend torch"):
+    with pytest.raises(UnsupportedModelError, match=r"window 16.*backend torch"):
         megatron_trainer(str(save(tiny_mistral(window=16), tmp_path / "some")), 1, 1)
 
 
 def test_a_missing_gpu_is_reported_with_the_setting() -> None:
-    with pytest.raises(UnsupportedModelError, match="'cuda', but this rank has no GPU"):
+    with pytest.raises(UnsupportedModelError, match="'cuda' needs a GPU, but this rank has none"):
         device_of("cuda")
 
 

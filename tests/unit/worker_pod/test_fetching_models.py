@@ -305,7 +305,7 @@ def test_names_that_are_not_the_models_are_refused(bucket: Bucket, tmp_path: Pat
     result = fetched(source, tmp_path / "model", **bucket.environment)
 
     assert result.returncode == 1
-    assert "all names in the files begin with '_orig_mod.'" in result.stderr
+    assert "all names in the files start with '_orig_mod.'" in result.stderr
     assert not (tmp_path / "model").exists()
 
 
