@@ -1,1 +1,1 @@
-"""Measurements, side by side with a plain loop in the same run; never an assertion."""
+"""Benchmarks that compare with a plain loop in the same run, without assertions."""

@@ -1,6 +1,7 @@
 """`make bench`: run the benchmarks, print one table, write `benchmarks/results/cpu-<date>.json`.
 
-Arguments choose some, which are printed only: `python -m benchmarks training sampling`.
+Arguments select some benchmarks, whose results are only printed: `python -m benchmarks training
+sampling`.
 """
 
 import importlib
@@ -24,7 +25,7 @@ MODEL = os.environ.get("MODEL_FOLDER", str(CACHE / "SmolLM2-135M-Instruct"))
 
 def main() -> None:
     if not Path(MODEL).is_dir():
-        sys.exit(f"{MODEL} does not exist: run `make run` once, which makes it")
+        sys.exit(f"{MODEL} does not exist: run `make run` once to create it")
     measurements: list[Measurement] = []
     chosen = sys.argv[1:]
     for suite in chosen or SUITES:

@@ -1,4 +1,4 @@
-"""What one would write without a service: pad to the longest, whole logits, PEFT."""
+"""The plain baseline without a service: padding to the longest sequence, full logits, PEFT."""
 
 from collections.abc import Sequence
 
@@ -13,14 +13,14 @@ class BareLoop:
     """A plain transformers + PEFT loop over one adapter of a model's linear layers."""
 
     def __init__(self, model: PreTrainedModel, rank: int) -> None:
-        # What has no PEFT still measures everything else.
+        # Imported here, so that other benchmarks run without PEFT.
         import peft  # noqa: PLC0415
 
         config = peft.LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear")
         self.model = peft.get_peft_model(model, config)
 
     def step(self, data: Sequence[Datum]) -> None:
-        """Compute a batch's gradient, and forget it."""
+        """Compute a batch's gradient and discard it."""
         longest = max(len(datum.tokens) for datum in data)
         ids = torch.zeros(len(data), longest, dtype=torch.int64)
         targets = torch.full_like(ids, -100)

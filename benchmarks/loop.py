@@ -82,7 +82,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _request_cost(server: Server, requests: int = 30) -> Measurement:
-    """Count what the API server spends on a body, and add what the head spends on parsing it."""
+    """Return the CPU time of the API server for a request body plus the head's parsing time."""
     data = [a_datum(512)] * 64
     body = _request(data)
     training = server.client().create_lora_training_client(MODEL, rank=4).result()

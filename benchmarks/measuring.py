@@ -1,6 +1,6 @@
-"""How things are measured: interleaved, the median of several, ratios rather than seconds.
+"""Measurement method: interleaved runs, medians, and ratios rather than seconds.
 
-Absolute times on a shared machine mean nothing; a ratio of two things that took turns does.
+Absolute times on a shared machine are meaningless; ratios of interleaved runs are not.
 """
 
 import math
@@ -17,7 +17,7 @@ ROUNDS = 7
 
 @dataclass(frozen=True)
 class Measurement:
-    """One row of the table. `value` is what is compared with `wanted` (`<= x` or `>= x`)."""
+    """One row of the table. `value` is compared with `wanted` (`<= x` or `>= x`)."""
 
     id: str
     what: str
@@ -32,7 +32,7 @@ class Measurement:
 
     @property
     def verdict(self) -> str:
-        """Whether it is as wanted, or better."""
+        """Return whether the target is met or exceeded."""
         if self.strong and _holds(self.value, self.strong):
             return "strong"
         return "pass" if _holds(self.value, self.wanted) else "below"
@@ -44,7 +44,7 @@ def _holds(value: float, bound: str) -> bool:
 
 
 def largest_error(errors: Iterable[float]) -> float:
-    """Return the largest; infinity if one is not finite, since `max` passes over most NaN."""
+    """Return the largest error; infinity if one is not finite, because `max` skips most NaN."""
     known = [float(error) for error in errors]
     return max(known) if all(map(math.isfinite, known)) else math.inf
 
@@ -69,16 +69,16 @@ def peak_rss_bytes() -> int:
 
 
 def revision(root: Path) -> dict[str, object]:
-    """Return which commit a folder is, and whether files differ from it; None: it is no clone."""
+    """Return a folder's commit and whether files differ from it; None if it is not a clone."""
     if _git(root, "rev-parse", "--show-prefix") != "":
         return {"commit": None, "dirty": None}
-    # What is written by measuring is no part of what is measured.
+    # Result files do not count as changes.
     changed = _git(root, "status", "--porcelain", "--", ".", ":!benchmarks/results")
     return {"commit": _git(root, "rev-parse", "HEAD"), "dirty": changed != ""}
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """Return what git says of a folder; None: nothing, or there is no git."""
+    """Return the output of git for a folder; None if empty, or if git is missing."""
     git = shutil.which("git")
     if git is None:
         return None

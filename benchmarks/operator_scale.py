@@ -1,4 +1,4 @@
-"""`make scale`: a thousand sessions on nodes that are played, and what the operator adds.
+"""`make scale`: a thousand sessions on simulated nodes, and the overhead of the operator.
 
 Everything but the nodes is real: etcd, API server, controller manager, scheduler, KubeRay and the
 operator, all on this machine. Prints a table, writes `benchmarks/results/operator-<sessions>-<date>.json`.
@@ -49,7 +49,7 @@ def run(load: Load, folder: Path) -> Result:
         with plane.cluster.a_namespace("scale") as namespace:
             prepare(plane.cluster, kwok, namespace, load.sessions)
             kubeconfig = operator_account(plane.cluster, namespace, folder)
-            # Played pods have no head that would answer for a last checkpoint.
+            # Simulated pods have no session head that could save a last checkpoint.
             # What is measured is the operator, not how long sessions wait for each other.
             settings = {"last_checkpoint_seconds": 1, "starts_in_order": False}
             with an_operator(kubeconfig, namespace, folder, **settings) as operator:

@@ -1,4 +1,5 @@
-"""The sampler against Hugging Face generation on the same model, and against its own parts."""
+"""The sampler against Hugging Face generation on the same model, and against its own parts
+alone."""
 
 import asyncio
 import tempfile
@@ -19,7 +20,7 @@ from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
-from tinkercloud_worker.torch_trainer.trainer import TrainerBesideSampler
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainerWithSampler
 
 NEVER = StopRules(frozenset(), ())
 
@@ -38,7 +39,7 @@ class Bench:
             wake=self.thread.wake,
         )
         self.thread.start(self.sampler)
-        self.trainer = TrainerBesideSampler(self.base, max_batch_tokens=2048)
+        self.trainer = TorchTrainerWithSampler(self.base, max_batch_tokens=2048)
         self.trainer.add_model("m", LoraConfig(rank=16, seed=1))
         self.plain = AutoModelForCausalLM.from_pretrained(folder)
         self.rng = np.random.default_rng(0)
@@ -131,7 +132,7 @@ def measure(folder: str) -> Iterator[Measurement]:
 
 
 def bench_prompts(bench: Bench, count: int, length: int) -> list[list[int]]:
-    """Return fresh prompts, so that no prefix is known from the round before."""
+    """Return new prompts, so that no prefix is cached from the previous round."""
     return [bench.prompt(length) for _ in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""The server and the SDK around a tiny model: what the layers between them cost."""
+"""The overhead of the server and the SDK, measured with a tiny model."""
 
 import asyncio
 import json
@@ -129,7 +129,7 @@ async def _proxy(server: Server) -> list[Measurement]:
         latencies = await _interleaved(direct, through)
         added = [statistics.quantiles(taken, n=100) for taken in latencies]
         rates = [await _rate(direct), await _rate(through)]
-        heartbeat = await _heartbeats_beside_parked(client, server)
+        heartbeat = await _heartbeats_while_parked(client, server)
     return [
         Measurement(
             "C16",
@@ -151,7 +151,7 @@ async def _proxy(server: Server) -> list[Measurement]:
         ),
         Measurement(
             "C19",
-            f"heartbeat p50 beside {PARKED} parked retrieves",
+            f"heartbeat p50 with {PARKED} parked retrieves",
             1e3 * heartbeat[49],
             "ms",
             "<= 5",
@@ -187,7 +187,7 @@ async def _rate(call: Callable[[], Awaitable[None]], seconds: float = 3, width: 
     return count / seconds
 
 
-async def _heartbeats_beside_parked(client: aiohttp.ClientSession, server: Server) -> list[float]:
+async def _heartbeats_while_parked(client: aiohttp.ClientSession, server: Server) -> list[float]:
     """Return percentiles of heartbeats while many long polls wait for a request that never runs."""
     training = await server.client().create_lora_training_client(MODEL, rank=4)
     headers = {"X-API-Key": API_KEY}

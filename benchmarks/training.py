@@ -16,7 +16,7 @@ from tinkercloud_worker.device.frozen_linear import FrozenLinear
 from tinkercloud_worker.engine.batch import Batch, prepare
 from tinkercloud_worker.engine.trainer import TrainingPass
 from tinkercloud_worker.model.base_model import BaseModel
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer.logprobs import logprobs_and_gradient
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -158,7 +158,7 @@ def _head_peak(which: str) -> int:
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_rss_bytes()
     if which == "ours":
-        layer = Unembedding(FrozenLinear(weight, None, packed=False), ())
+        layer = LMHead(FrozenLinear(weight, None, packed=False), ())
         logprobs_and_gradient(layer, hidden.detach(), targets, lambda _, lp: torch.ones_like(lp))
     else:
         logits = hidden @ weight.T

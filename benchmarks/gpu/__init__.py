@@ -1,6 +1,6 @@
-"""What one GPU does: the engine's numbers against Hugging Face's, and its speed and memory.
+"""GPU benchmarks: the engine's accuracy against Hugging Face, speed and memory on one GPU.
 
-`python -m benchmarks.gpu` runs all of it in less than ten minutes. It needs torch and transformers;
-no model hub, no server, no installation of this project. `--device cpu --size tiny` runs every part
-on any machine, to show that it works; its figures mean nothing then.
+`python -m benchmarks.gpu` runs all of them in less than ten minutes. It needs torch and
+transformers, but no model hub, server or installation of this project. `--device cpu --size tiny`
+runs every part on any machine as a smoke test, without meaningful figures.
 """

@@ -1,6 +1,6 @@
-"""`python -m benchmarks.gpu`: measure what can be measured here, and say by name what can not.
+"""`python -m benchmarks.gpu`: run all benchmarks possible on this machine, and list the others.
 
-Results are written after every part, so that a run that is cut off has not been in vain.
+Results are written after every part, so that an interrupted run keeps them.
 """
 
 import argparse
@@ -33,18 +33,18 @@ ENGINE = [
     str(ROOT / "tests" / "support"),
 ]
 COMPARED_WITH = "H200"
-"""The GPU that the wanted figures are for."""
+"""The GPU for which target values are defined."""
 NUMERICS = ("N", "M", "S")
-"""Figures that have bounds anywhere."""
+"""Figures whose bounds apply to every device."""
 BUDGET_SECONDS = 540.0
 DISTRIBUTIONS = {"megatron": "megatron-core"}
-"""Of modules that are called otherwise."""
+"""Distribution names of modules with a different name."""
 PACKAGES = ("torch", "transformers", "peft", "tinker", "megatron-core", "sglang", "vllm")
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some figures, and the function that yields them."""
+    """A group of figures and the function that yields them."""
 
     figures: tuple[str, ...]
     module: str
@@ -52,12 +52,12 @@ class Part:
 
 
 PARTS = (
-    Part(("N1",), "unembedding", "gradient"),
+    Part(("N1",), "lm_head", "gradient"),
     Part(("N2", "N3", "N4"), "numerics", "float32"),
     Part(("N5",), "numerics", "bfloat16"),
     Part(("N6", "N7", "G13"), "numerics", "sampling"),
-    Part(("G6",), "unembedding", "memory"),
-    Part(("G7",), "unembedding", "speed"),
+    Part(("G6",), "lm_head", "memory"),
+    Part(("G7",), "lm_head", "speed"),
     Part(("M1", "M2", "M5"), "megatron", "dense"),
     Part(("M3", "M4"), "megatron", "mixture"),
     Part(("M6", "M7"), "megatron", "steps"),
@@ -84,13 +84,13 @@ PARTS = (
     Part(("S26", "S27", "S28"), "sglang_ranks", "from_ranks"),
     Part(("S10", "S11", "S12"), "sglang", "colocated"),
 )
-"""Numerics first; then from small models to large ones, what takes most memory last, and
-servers of others at the end."""
+"""Numerics first, then small to large models, memory-intensive parts later, and third-party servers
+last."""
 
 
 @dataclass
 class Report:
-    """What came of a run."""
+    """The results of a run."""
 
     bench: Bench
     size: str
@@ -99,29 +99,29 @@ class Report:
     skipped: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     git: dict[str, object] = field(default_factory=lambda: revision(ROOT))
-    """As it was at the beginning."""
+    """The revision at the start."""
 
     @property
     def seconds(self) -> float:
-        """How long it has taken so far."""
+        """Seconds since the start."""
         return time.monotonic() - self.started
 
     @property
     def is_good(self) -> bool:
-        """Whether there is something, nothing failed and all is computed as Hugging Face does."""
+        """Whether there are results, nothing failed, and all numerics match Hugging Face."""
         numerics = [m for m in self.measured if m.id.startswith(NUMERICS)]
         right = all(m.verdict != "below" for m in numerics)
         return bool(self.measured) and not self.failed and right
 
     def verdict(self, measurement: Measurement) -> str:
-        """Return how a figure compares; speeds and memory only where the bounds are for."""
+        """Return the verdict on a figure; speed and memory are only judged on the target GPU."""
         compared = measurement.id.startswith(NUMERICS) or (
             self.size == "full" and COMPARED_WITH in self.bench.name
         )
         return measurement.verdict if compared else "not compared"
 
     def content(self) -> dict[str, object]:
-        """Return everything as JSON has it."""
+        """Return the report as JSON content."""
         return {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "size": self.size,
@@ -137,7 +137,7 @@ class Report:
 
 
 def hardware(bench: Bench) -> dict[str, object]:
-    """Return what the machine is."""
+    """Return a description of the machine."""
     found: dict[str, object] = {
         "name": bench.name,
         "cpu": platform.processor() or platform.machine(),
@@ -154,7 +154,7 @@ def hardware(bench: Bench) -> dict[str, object]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return which versions are installed; None: not at all."""
+    """Return installed versions; None: not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in PACKAGES:
         try:
@@ -165,36 +165,36 @@ def versions() -> dict[str, str | None]:
 
 
 def versions_of(python: str) -> dict[str, str]:
-    """Return which versions another Python has."""
+    """Return the versions installed for another Python."""
     program = "from importlib.metadata import distributions as all\nimport json\n"
     program += "print(json.dumps({each.name: each.version for each in all()}))"
-    told = subprocess.run([python, "-c", program], capture_output=True, check=True)
-    installed = json.loads(told.stdout)
+    listed = subprocess.run([python, "-c", program], capture_output=True, check=True)
+    installed = json.loads(listed.stdout)
     return {name: installed[name] for name in PACKAGES if name in installed}
 
 
 def not_written(gpus: int) -> Iterator[tuple[str, str]]:
-    """Yield what this command does not measure, and why: for lack of it, or of a measurement."""
+    """Yield what this command does not measure, with the reason."""
     found = find_spec("vllm") is not None
     yield "vllm", "is installed, but not measured by this command" if found else "not installed"
-    several = f"{gpus} are here, but ranks are not measured by this command"
-    yield "several GPUs", several if gpus > 1 else "there is one at most"
+    several = f"{gpus} GPUs available, but this command does not measure several ranks"
+    yield "several GPUs", several if gpus > 1 else "at most one GPU available"
 
 
 def run(part: Part, report: Report) -> Iterator[Measurement]:
     """Yield a part's figures.
 
     Raises:
-        Skipped: there is no time left for it.
+        Skipped: the time budget is used up.
     """
     if report.seconds > BUDGET_SECONDS:
-        raise Skipped(f"time: {BUDGET_SECONDS:.0f} s are over")
+        raise Skipped(f"time: the budget of {BUDGET_SECONDS:.0f} s is used up")
     module = importlib.import_module(f"benchmarks.gpu.{part.module}")
     yield from getattr(module, part.function)(report.bench)
 
 
 def measure(report: Report, part: Part) -> None:
-    """Add a part's figures to the report, or why there are none."""
+    """Add a part's figures to the report, or the reason why there are none."""
     left = list(part.figures)
     reasons = report.skipped
     try:
@@ -209,7 +209,7 @@ def measure(report: Report, part: Part) -> None:
         module = str(missing.name).partition(".")[0]
         name = DISTRIBUTIONS.get(module, module)
         reason = f"{name} is not installed (pip install {name})"
-    except Exception as error:  # noqa: BLE001 - the other parts are measured none the less
+    except Exception as error:  # noqa: BLE001 - the other parts still run
         traceback.print_exc()
         reasons, reason = report.failed, f"{type(error).__name__}: {error}"
     for name in left:
@@ -226,7 +226,7 @@ def show(report: Report, measurement: Measurement) -> None:
 
 
 def figures(name: str) -> set[str]:
-    """Return the figures of a name: the one that is called so, or those that add a letter to it.
+    """Return the figures of a name: the figure itself, or those that append a letter to it.
 
     Raises:
         ArgumentTypeError: there are none.
@@ -236,7 +236,9 @@ def figures(name: str) -> set[str]:
         return {name}
     found = {figure for figure in known if figure[:-1] == name and figure[-1].isalpha()}
     if not found:
-        raise argparse.ArgumentTypeError(f"no figure {name!r}; there are {', '.join(known)}")
+        raise argparse.ArgumentTypeError(
+            f"unknown figure {name!r}; valid figures: {', '.join(known)}"
+        )
     return found
 
 
@@ -254,7 +256,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def result_file(bench: Bench) -> Path:
-    """Return where the results of this run are kept: a file that is not there yet."""
+    """Return the path for the results of this run: a file that does not exist yet."""
     device = bench.name.replace(" ", "-").lower()
     folder = ROOT / "benchmarks" / "results"
     name = f"gpu-{device}-{datetime.now(UTC):%Y-%m-%d}"
@@ -263,7 +265,8 @@ def result_file(bench: Bench) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; return 0 if something was measured, nothing failed and all numbers are right."""
+    """Run the benchmarks; return 0 if there are results, nothing failed and all numerics are
+    right."""
     asked = parse(arguments)
     sys.path.extend(path for path in ENGINE if path not in sys.path)
     bench = Bench(torch.device(asked.device), WORKLOADS[asked.size])
@@ -279,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{report.seconds:.0f} s; written to {out}")
     if not report.measured:
         print(
-            "Nothing was measured: each figure's reason is above, and in the file.", file=sys.stderr
+            "Nothing was measured; the reasons are listed above and in the file.", file=sys.stderr
         )
     return 0 if report.is_good else 1
 

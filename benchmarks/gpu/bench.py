@@ -1,4 +1,4 @@
-"""What every part measures with: the device, its clock and its memory."""
+"""The device under test, with its clock and memory."""
 
 import gc
 import statistics
@@ -15,10 +15,10 @@ from benchmarks.gpu.workloads import Workload
 T = TypeVar("T")
 
 SGLANG_PYTHON = "TINKERCLOUD_BENCHMARK_SGLANG_PYTHON"
-"""Variable with a Python that has SGLang, and the packages it wants; by default it is this one."""
+"""Environment variable with the path of a Python that has SGLang; the default is this Python."""
 
 _PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12, "L4": 121e12}
-"""Dense bfloat16 operations a second, from the makers' data sheets."""
+"""Dense bfloat16 operations per second, from the vendors' data sheets."""
 
 
 class Skipped(Exception):
@@ -34,23 +34,23 @@ class Bench:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of base weights where speed is measured."""
+        """The dtype of base weights in speed benchmarks."""
         return torch.bfloat16
 
     @property
     def name(self) -> str:
-        """What the device calls itself."""
+        """The name of the device."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
         return self.device.type
 
     @property
     def peak_flops(self) -> float | None:
-        """Operations a second that it is sold with; None if it is not one of the known."""
+        """Its nominal operations per second; None if unknown."""
         return next((flops for kind, flops in _PEAK_FLOPS.items() if kind in self.name), None)
 
     def finish(self) -> None:
-        """Wait until everything that was asked of the device is done."""
+        """Wait until the device has finished all queued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -61,7 +61,7 @@ class Bench:
         return self._medians(works, rounds or self.work.rounds)
 
     def first_seconds(self, work: Callable[[], object]) -> float:
-        """Return the seconds of work that is too long to be done twice."""
+        """Return the seconds of work that is too long to repeat."""
         return self._medians([work], 1)[0]
 
     def _medians(self, works: Sequence[Callable[[], object]], rounds: int) -> list[float]:
@@ -76,13 +76,13 @@ class Bench:
         return [statistics.median(times) for times in taken]
 
     def peak_bytes(self, work: Callable[[], T]) -> tuple[int, T]:
-        """Return what a piece of work needs at most beyond what is held already, and its result.
+        """Return the peak of additional memory of a piece of work, and its result.
 
         Raises:
-            Skipped: the device does not count its memory.
+            Skipped: the device has no memory statistics.
         """
         if self.device.type != "cuda":
-            raise Skipped(f"memory: {self.device.type} does not count what its tensors take")
+            raise Skipped(f"memory: {self.device.type} has no memory statistics")
         self.finish()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -91,20 +91,20 @@ class Bench:
         return torch.cuda.max_memory_allocated(self.device) - before, result
 
     def tidy(self) -> None:
-        """Give back memory that nobody holds."""
+        """Release unused memory."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def largest(self, sizes: Sequence[int], work: Callable[[int], T]) -> tuple[int, T]:
-        """Return the first of the sizes for which there is enough memory, and what came of it.
+        """Return the first size for which memory suffices, and the result.
 
         Raises:
-            Skipped: there is not enough for any.
+            Skipped: memory suffices for none of them.
         """
         for size in sizes:
             with suppress(torch.OutOfMemoryError):
                 return size, work(size)
-            # Only here, where nothing holds the error, is what its frames held given back.
+            # Only here, after the error is gone, can the memory of its frames be released.
             self.tidy()
-        raise Skipped(f"memory: {self.name} has too little for {list(sizes)}")
+        raise Skipped(f"memory: {self.name} has too little memory for {list(sizes)}")

@@ -1,4 +1,4 @@
-"""How fast sequences are drawn, and how soon a trained adapter is sampled."""
+"""Decoding speed, and the delay until a trained adapter can be sampled."""
 
 from collections.abc import Iterator
 from itertools import count
@@ -15,21 +15,21 @@ from benchmarks.gpu.engines import (
 )
 from benchmarks.gpu.workloads import Shape
 from benchmarks.measuring import Measurement
-from tinkercloud_worker.device.accelerator import recorder_for
+from tinkercloud_worker.device.accelerator import graph_capturer_for
 
 
 def small(bench: Bench) -> Iterator[Measurement]:
     """G11 with a small model."""
     shape = bench.work.decoding
-    with a_sampler(base_of(bench, shape), 1, recorder_for(bench.device)) as sampler:
+    with a_sampler(base_of(bench, shape), 1, graph_capturer_for(bench.device)) as sampler:
         yield _alone(bench, "G11a", shape, sampler, (">= 300", ">= 900"))
 
 
 def large(bench: Bench) -> Iterator[Measurement]:
-    """G11 and G12 with the largest model, and G14: how soon its adapter is sampled."""
+    """G11 and G12 with the largest model, and G14: the delay until its adapter can be sampled."""
     work = bench.work
     base = base_of(bench, work.large)
-    with a_sampler(base, work.together, recorder_for(bench.device)) as sampler:
+    with a_sampler(base, work.together, graph_capturer_for(bench.device)) as sampler:
         yield _alone(bench, "G11b", work.large, sampler, (">= 130", ">= 190"))
         yield _together(bench, sampler)
         trainer = a_trainer(base, work.rank, max_batch_tokens=1024)
@@ -47,7 +47,7 @@ def large(bench: Bench) -> Iterator[Measurement]:
 def _alone(
     bench: Bench, name: str, shape: Shape, sampler: RunningSampler, wanted: tuple[str, str]
 ) -> Measurement:
-    """Measure one sequence: what more tokens take more time."""
+    """Measure the time per additional token of one sequence."""
     sampler.publish("base", None)
     drawn, seeds = bench.work.drawn, count()
 
@@ -57,11 +57,11 @@ def _alone(
 
     short, long = bench.seconds(lambda: draw(1), lambda: draw(1 + drawn))
     speed = drawn / max(long - short, 1e-9)
-    return Measurement(name, f"{shape.name}: one sequence drawn", speed, "tokens/s", *wanted)
+    return Measurement(name, f"{shape.name}: decoding one sequence", speed, "tokens/s", *wanted)
 
 
 def _together(bench: Bench, sampler: RunningSampler) -> Measurement:
-    """Measure many sequences with prompts of their own, reading those included."""
+    """Measure many sequences with different prompts, including prefill."""
     work, seeds = bench.work, count(1000)
 
     def draw() -> None:
@@ -70,6 +70,6 @@ def _together(bench: Bench, sampler: RunningSampler) -> Measurement:
 
     (seconds,) = bench.seconds(draw, rounds=1)
     speed = work.together * work.drawn / seconds
-    what = f"{work.large.name}: {work.together} sequences drawn, their prompts read"
+    what = f"{work.large.name}: decoding {work.together} sequences, prefill included"
     note = f"{work.prompt} + {work.drawn} tokens each"
     return Measurement("G12", what, speed, "tokens/s", ">= 5000", ">= 10000", note)

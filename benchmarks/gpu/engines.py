@@ -1,4 +1,4 @@
-"""The engine that is measured: trainers and samplers of the worker, over models made here."""
+"""The engines under test: the worker's trainers and samplers, over randomly initialized models."""
 
 import asyncio
 import tempfile
@@ -22,10 +22,10 @@ from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult, S
 from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.engine.trainer import Trainer, TrainingState, WeightsSnapshot
 from tinkercloud_worker.model.base_model import BaseModel
-from tinkercloud_worker.torch_sampler.graphs import Recorder
+from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
-from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler
 
 MODEL = "m"
 _SAMPLER_BYTES = 8 << 30
@@ -34,16 +34,16 @@ _held: dict[tuple[str, torch.dtype], BaseModel] = {}
 
 
 def base_of(bench: Bench, shape: Shape, dtype: torch.dtype = torch.bfloat16) -> BaseModel:
-    """Return a base model; the one that was made before is given up if it is another."""
+    """Return a base model, releasing the previous one if it is different."""
     key = (shape.name, dtype)
     if key not in _held:
-        give_up_base(bench)
+        release_base(bench)
         _held[key] = BaseModel(shape.build(bench.device, dtype), packed=False)
     return _held[key]
 
 
-def give_up_base(bench: Bench) -> None:
-    """Forget the base model that was made last."""
+def release_base(bench: Bench) -> None:
+    """Release the last base model."""
     _held.clear()
     bench.tidy()
 
@@ -61,7 +61,7 @@ def random_data(shape: Shape, lengths: Sequence[int]) -> list[Datum]:
 
 
 def a_batch(trainer: Trainer, data: Sequence[Datum]) -> Batch:
-    """Return data as the trainer takes them."""
+    """Return data as a batch for the trainer."""
     request = ForwardBackwardRequest(
         "s:train:0", 1, tuple(data), "cross_entropy", loss_fn_config={}, forward_only=False
     )
@@ -69,7 +69,7 @@ def a_batch(trainer: Trainer, data: Sequence[Datum]) -> Batch:
 
 
 def fill(trainer: Trainer, model_id: str, seed: int = 1) -> dict[str, torch.Tensor]:
-    """Give an adapter random weights, neither half of them zero, and return them."""
+    """Set random, non-zero weights for both halves of an adapter, and return them."""
     state = trainer.export_state(model_id)
     generator = torch.Generator().manual_seed(seed)
     tensors = {
@@ -86,7 +86,7 @@ def a_trainer(
     base: BaseModel, rank: int, max_batch_tokens: int, max_kept_tokens: int | None = None
 ) -> TorchTrainer:
     """Return a trainer with one model, an adapter of random weights."""
-    trainer = TrainerBesideSampler(
+    trainer = TorchTrainerWithSampler(
         base, max_batch_tokens=max_batch_tokens, max_kept_tokens=max_kept_tokens
     )
     trainer.add_model(MODEL, LoraConfig(rank=rank, seed=1))
@@ -95,18 +95,18 @@ def a_trainer(
 
 
 def step(trainer: Trainer, batch: Batch, model_id: str = MODEL) -> None:
-    """Compute a batch's gradient, and forget it."""
+    """Compute a batch's gradient and discard it."""
     trainer.forward_backward(model_id, batch, lambda: None)
     trainer.discard_gradient(model_id)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a sampler may take at a time; the sequences differ from figure to figure."""
+    """Limits of a sampler; the number of sequences differs between figures."""
 
     max_running_sequences: int
     prefill_chunk_tokens: int = 2048
-    """As many as a GPU computes in about the time that it takes to launch their kernels."""
+    """As many tokens as a GPU computes in about the time of launching the kernels."""
     max_cached_tokens: int = 1 << 17
     sampled_logprobs: Literal["model", "tempered"] = "model"
 
@@ -122,11 +122,11 @@ class RunningSampler:
         asyncio.run(self.sampler.publish(version, weights))
 
     def sample(self, version: str, *requests: SamplingRequest) -> list[SamplingResult]:
-        """Answer requests that come at once."""
+        """Run concurrent requests of one version."""
         return self.sample_all([(version, request) for request in requests])
 
     def sample_all(self, requests: Sequence[tuple[str, SamplingRequest]]) -> list[SamplingResult]:
-        """Answer requests of versions that come at once."""
+        """Run concurrent requests of several versions."""
 
         async def everything() -> list[SamplingResult]:
             return await asyncio.gather(*[self.sampler.sample(v, r) for v, r in requests])
@@ -136,7 +136,7 @@ class RunningSampler:
 
 @contextmanager
 def a_sampler(
-    base: BaseModel, max_running_sequences: int, recorder: Recorder | None
+    base: BaseModel, max_running_sequences: int, graph_capturer: GraphCapturer | None
 ) -> Iterator[RunningSampler]:
     """Run a sampler over a base model."""
     thread = EngineThread(on_crash=lambda error: print("the engine failed:", repr(error)))
@@ -150,7 +150,7 @@ def a_sampler(
             config,
             versions=Versions(Path(folder), _SAMPLER_BYTES, base.device),
             wake=thread.wake,
-            recorder=recorder,
+            graph_capturer=graph_capturer,
         )
         thread.start(sampler)
         try:
@@ -166,7 +166,7 @@ def a_prompt(shape: Shape, length: int, seed: int) -> list[int]:
 
 
 def a_request(prompt: Sequence[int], max_tokens: int, num_samples: int = 1) -> SamplingRequest:
-    """Return a request that nothing but its length ends."""
+    """Return a request that ends only by its length."""
     return SamplingRequest(
         np.asarray(prompt, np.int32),
         num_samples,
@@ -182,7 +182,7 @@ def a_request(prompt: Sequence[int], max_tokens: int, num_samples: int = 1) -> S
 def trained_logprobs(
     trainer: TorchTrainer, prompt: Sequence[int], drawn: Sequence[int], model_id: str = MODEL
 ) -> np.ndarray:
-    """Return the trainer's logprobs of tokens that a sampler drew after a prompt."""
+    """Return the trainer's logprobs of tokens sampled after a prompt."""
     ids = np.asarray([*prompt, *drawn], np.int32)
     datum = Datum(ids[:-1], {"target_tokens": ids[1:].astype(np.int64)})
     output = trainer.forward(model_id, a_batch(trainer, [datum]), lambda: None)

@@ -1,7 +1,7 @@
-"""The megatron trainer at one rank: its numbers against Hugging Face's and the torch trainer's.
+"""The megatron trainer on one rank, compared with Hugging Face and the torch trainer.
 
-Weights are Hugging Face's, saved and loaded as a trainer pod does; where only speed is measured
-they are made in place.
+Weights are saved by Hugging Face and loaded as in a trainer pod; speed benchmarks initialize random
+weights in place.
 """
 
 import math
@@ -24,8 +24,8 @@ from benchmarks.gpu.engines import (
     a_trainer,
     base_of,
     fill,
-    give_up_base,
     random_data,
+    release_base,
 )
 from benchmarks.gpu.numerics import LENGTHS, Merged, worst
 from benchmarks.gpu.training import throughput
@@ -34,8 +34,10 @@ from benchmarks.measuring import Measurement, largest_error
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.tensors import Datum
 from tinkercloud_worker.engine.trainer import LossOutput, Trainer, TrainingState
-from tinkercloud_worker.megatron_trainer.device import Device, Parallelism, device_of
+from tinkercloud_worker.megatron_trainer.device import Device
 from tinkercloud_worker.megatron_trainer.model import MegatronModel, blank, load
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
+from tinkercloud_worker.megatron_trainer.select_device import device_of
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
 
 _STEPS = 5
@@ -45,14 +47,14 @@ _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 @contextmanager
 def alone(bench: Bench) -> Iterator[Device]:
-    """Make this process the one rank of a group, and yield what megatron computes on.
+    """Make this process the only rank of a group, and yield the device of megatron-core.
 
     Raises:
-        Skipped: it can't compute on this device.
+        Skipped: megatron-core does not support this device.
     """
     kind = bench.device.type
     if kind not in _BACKENDS:
-        raise Skipped(f"megatron-core computes on {' or '.join(_BACKENDS)}, not on {kind}")
+        raise Skipped(f"megatron-core supports {' or '.join(_BACKENDS)}, not {kind}")
     dist.init_process_group(_BACKENDS[kind], store=HashStore(), rank=0, world_size=1)
     try:
         yield device_of(kind)
@@ -63,7 +65,7 @@ def alone(bench: Bench) -> Iterator[Device]:
 
 
 def loaded(bench: Bench, shape: Shape, device: Device, dtype: torch.dtype) -> MegatronModel:
-    """Return a model of the weights that `base_of` has."""
+    """Return a model with the same weights as `base_of`."""
     with tempfile.TemporaryDirectory() as folder:
         shape.build(bench.device, dtype).save_pretrained(folder)
         bench.tidy()
@@ -90,11 +92,11 @@ def a_megatron(base: MegatronModel, rank: int, max_batch_tokens: int, **limits: 
 
 
 def dense(bench: Bench) -> Iterator[Measurement]:
-    """M1, M2, M5: logprobs and gradients of a dense model, layers computed again."""
+    """M1, M2, M5: logprobs and gradients of a dense model, with and without recomputed layers."""
     shape = bench.work.checked
     with alone(bench) as device:
         base = loaded(bench, shape, device, torch.float32)
-        yield from _beside_others(bench, shape, base, ("M1", "M2"))
+        yield from _against_others(bench, shape, base, ("M1", "M2"))
         batch_tokens, data = max(LENGTHS), random_data(shape, LENGTHS)
         kept = a_megatron(base, bench.work.rank, batch_tokens)
         again = a_megatron(base, bench.work.rank, batch_tokens, max_kept_tokens=0)
@@ -103,20 +105,20 @@ def dense(bench: Bench) -> Iterator[Measurement]:
             _run(trainer, data)
             gradients.append(trainer.export_gradient(MODEL) or {})
     yield Measurement(
-        "M5", "megatron: gradients of layers computed again / kept", worst(*gradients), "",
+        "M5", "megatron: gradients of recomputed layers / kept", worst(*gradients), "",
         "<= 1e-4",
     )  # fmt: skip
 
 
 def mixture(bench: Bench) -> Iterator[Measurement]:
-    """M3, M4: logprobs and gradients of a mixture of experts, which are adapted too."""
+    """M3, M4: logprobs and gradients of a mixture with adapted experts."""
     shape = bench.work.mixture
     with alone(bench) as device:
         base = loaded(bench, shape, device, torch.float32)
-        yield from _beside_others(bench, shape, base, ("M3", "M4"))
+        yield from _against_others(bench, shape, base, ("M3", "M4"))
 
 
-def _beside_others(
+def _against_others(
     bench: Bench, shape: Shape, base: MegatronModel, names: tuple[str, str]
 ) -> Iterator[Measurement]:
     """Compare logprobs and gradients with Hugging Face's and the torch trainer's, in float32."""
@@ -151,7 +153,8 @@ def _run(trainer: Trainer, data: Sequence[Datum]) -> LossOutput:
 
 
 def steps(bench: Bench) -> Iterator[Measurement]:
-    """M6, M7: steps of Adam beside the torch trainer's, which then goes on from megatron's state."""
+    """M6, M7: Adam steps against the torch trainer's, which then continues from megatron's
+    state."""
     shape = bench.work.checked
     with alone(bench) as device:
         base = loaded(bench, shape, device, torch.float32)
@@ -181,12 +184,12 @@ def steps(bench: Bench) -> Iterator[Measurement]:
 
 
 def handed_over(sent: TrainingState, arrived: TrainingState, gap: float) -> Measurement:
-    """Return M7: how far logprobs are apart; infinity unless the whole state has arrived.
+    """Return M7: the difference of logprobs; infinity unless the full state has arrived.
 
     Args:
-        sent: by megatron, after steps.
-        arrived: at the torch trainer.
-        gap: of the logprobs of both.
+        sent: the state exported by megatron, after some steps.
+        arrived: the state in the torch trainer.
+        gap: the difference of both logprobs.
     """
     tensors, others = _tensors(sent), _tensors(arrived)
     equal = sum(
@@ -208,7 +211,7 @@ def _tensors(state: TrainingState) -> dict[str, Tensor]:
 
 
 def bfloat16(bench: Bench) -> Iterator[Measurement]:
-    """M8: megatron's rounding in bfloat16 beside Hugging Face's, both against float32."""
+    """M8: megatron's bfloat16 rounding error relative to Hugging Face's, both against float32."""
     shape = bench.work.checked
     with alone(bench) as device:
         base = loaded(bench, shape, device, torch.bfloat16)
@@ -233,19 +236,19 @@ def bfloat16(bench: Bench) -> Iterator[Measurement]:
 
 
 def middle(bench: Bench) -> Iterator[Measurement]:
-    """G2m: as G2, by the megatron trainer."""
+    """G2m: G2 with the megatron trainer."""
     yield _throughput(bench, "G2m", bench.work.middle, bench.work.middle_batch, (0.30, 0.45))
 
 
 def large(bench: Bench) -> Iterator[Measurement]:
-    """G1m: as G1, by the megatron trainer."""
+    """G1m: G1 with the megatron trainer."""
     yield _throughput(bench, "G1m", bench.work.large, bench.work.large_batch, (0.35, 0.50))
 
 
 def _throughput(
     bench: Bench, name: str, shape: Shape, batch: Batch, wanted: tuple[float, float]
 ) -> Measurement:
-    give_up_base(bench)
+    release_base(bench)
     with alone(bench) as device:
         make = partial(a_megatron, made(bench, shape, device), bench.work.rank)
         measured = throughput(bench, make, shape, batch)

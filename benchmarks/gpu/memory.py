@@ -1,4 +1,4 @@
-"""What `tinkercloud plan` estimates a training step to take, and what it takes."""
+"""Memory of a training step: the estimate of `tinkercloud plan` against the measurement."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from benchmarks.gpu.bench import Bench, Skipped
-from benchmarks.gpu.engines import MODEL, a_batch, a_trainer, base_of, give_up_base, random_data
+from benchmarks.gpu.engines import MODEL, a_batch, a_trainer, base_of, random_data, release_base
 from benchmarks.gpu.workloads import Batch, Shape
 from benchmarks.measuring import Measurement
 from tinkercloud_planning import memory
@@ -22,8 +22,8 @@ from tinkercloud_worker.model.fused_kernels import are_fused
 _GIB = 1 << 30
 
 Made = Callable[[Bench, Shape, int], AbstractContextManager[Trainer]]
-"""From a shape and the tokens of a micro-batch to a trainer that keeps the inputs of layers only,
-as trainers of pods with GPUs do."""
+"""Creates a trainer from a shape and the tokens of a micro-batch, with activation checkpointing as
+in GPU trainer pods."""
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def _torch(bench: Bench, shape: Shape, tokens: int) -> Iterator[Trainer]:
 
 @contextmanager
 def _megatron(bench: Bench, shape: Shape, tokens: int) -> Iterator[Trainer]:
-    # What has no megatron-core still measures the torch trainer.
+    # Imported here, so that the torch trainer is measured without megatron-core.
     from benchmarks.gpu.megatron import a_megatron, alone, made  # noqa: PLC0415
 
     with alone(bench) as device:
@@ -41,14 +41,14 @@ def _megatron(bench: Bench, shape: Shape, tokens: int) -> Iterator[Trainer]:
 
 
 def torch_trainer(bench: Bench) -> Iterator[Measurement]:
-    """P1 to P5: of the torch trainer."""
+    """P1 to P5: the torch trainer."""
     kernels = FUSED if are_fused(bench.device, torch.bfloat16) else SEPARATE
     yield from _compare(bench, "torch", _torch, ("P1", "P2", "P3", "P4"), kernels)
     yield _fill(bench, "torch", _torch, "P5", kernels)
 
 
 def megatron(bench: Bench) -> Iterator[Measurement]:
-    """P6 to P10: of the megatron trainer."""
+    """P6 to P10: the megatron trainer."""
     yield from _compare(bench, "megatron", _megatron, ("P6", "P7", "P8", "P9"), SEPARATE)
     yield _fill(bench, "megatron", _megatron, "P10", SEPARATE)
 
@@ -56,11 +56,11 @@ def megatron(bench: Bench) -> Iterator[Measurement]:
 def _compare(
     bench: Bench, trainer: str, make: Made, names: Sequence[str], kernels: Kernels
 ) -> Iterator[Measurement]:
-    """Compare estimates with what steps of several shapes take at most."""
+    """Compare estimates with the peak memory of steps of several shapes."""
     if bench.device.type != "cuda":
-        raise Skipped(f"memory: {bench.device.type} does not count what its tensors take")
+        raise Skipped(f"memory: {bench.device.type} has no memory statistics")
     for name, (shape, batch) in zip(names, bench.work.estimated, strict=True):
-        give_up_base(bench)
+        release_base(bench)
         estimate = memory.training(
             read(shape.config().to_dict()),
             Layout(),
@@ -77,7 +77,7 @@ def _compare(
         )
         what = f"{trainer}, {shape.name}, {batch.sequences} x {batch.length} tokens"
         yield Measurement(
-            name, f"{what}: estimated / peak memory, apart from 1",
+            name, f"{what}: |estimated / peak memory - 1|",
             abs(planned / peak - 1), "", "<= 0.10", "<= 0.05", note,
         )  # fmt: skip
 
@@ -85,7 +85,7 @@ def _compare(
 def _measure(
     bench: Bench, make: Callable[[], AbstractContextManager[Trainer]], shape: Shape, batch: Batch
 ) -> tuple[int, int]:
-    """Return the bytes that are held between steps, moments included, and at most in a step."""
+    """Return the bytes held between steps, including moments, and the peak within a step."""
     before = torch.cuda.memory_allocated(bench.device)
     with make() as trainer:
         data = a_batch(trainer, random_data(shape, [batch.length] * batch.sequences))
@@ -102,7 +102,7 @@ def _measure(
 
 
 def _fill(bench: Bench, trainer: str, make: Made, name: str, kernels: Kernels) -> Measurement:
-    """Train the largest micro-batch that is planned for a GPU of so much memory within that."""
+    """Train the largest micro-batch planned for a GPU within its memory."""
     shape, kind = bench.work.middle, gpu(f"{bench.work.filled}GiB")
     model = read(shape.config().to_dict())
     available = kind.memory - kind.contexts(processes=1)
@@ -110,7 +110,7 @@ def _fill(bench: Bench, trainer: str, make: Made, name: str, kernels: Kernels) -
         model, Layout(), available=available, lora_rank=bench.work.rank, kernels=kernels
     )
     batch = Batch(1, tokens // 256 * 256)
-    give_up_base(bench)
+    release_base(bench)
     total = torch.cuda.get_device_properties(bench.device).total_memory
     torch.cuda.set_per_process_memory_fraction(available / total)
     try:

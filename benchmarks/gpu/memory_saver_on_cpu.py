@@ -1,8 +1,7 @@
-"""What `torch_memory_saver` does to a GPU's memory, done to this process's own.
+"""A stand-in for `torch_memory_saver` that works on this process's memory instead of a GPU's.
 
-Memory that is allocated under a tag is given back to the system, and taken again at the same
-addresses. What it held is gone then, unless it was put by: in files here, where a GPU's is put by
-in its host's memory.
+Memory allocated under a tag is released to the system and reallocated at the same addresses. Its
+contents are lost unless they were backed up: here in files, for a GPU in host memory.
 """
 
 import ctypes
@@ -19,25 +18,25 @@ import numpy as np
 import torch
 
 _GARBAGE = 0xFF
-"""What bytes are after they were lost: floats are no numbers then, and indices are negative."""
+"""The value of lost bytes: it makes floats NaN and indices negative."""
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 @dataclass
 class Allocated:
-    """Memory of a tensor, which it may share with others."""
+    """Memory of a tensor, possibly shared with others."""
 
     tensor: ref[torch.Tensor]
     tag: str
     kept: bool
-    """Whether what it holds is put by while it is given back."""
+    """Whether its contents are backed up while it is released."""
     file: IO[bytes] | None = None
-    """With what was put by."""
+    """The backup of its contents."""
 
 
 class MemorySaver:
-    """What SGLang asks of `torch_memory_saver.torch_memory_saver`."""
+    """The part of `torch_memory_saver.torch_memory_saver` that SGLang uses."""
 
     enabled = True
 
@@ -46,8 +45,8 @@ class MemorySaver:
 
     @contextmanager
     def region(self, tag: str, *, enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Remember what is allocated under a tag, and whether what it holds is to be kept."""
-        # Held until the end, so that nothing new is where one of them was.
+        """Track allocations under a tag, and whether to back up their contents."""
+        # Held until the end, so that their addresses are not reused.
         before = _tensors()
         known = {_bytes(tensor).ctypes.data for tensor in before}
         yield
@@ -55,15 +54,15 @@ class MemorySaver:
         self._allocated += [Allocated(ref(tensor), tag, enable_cpu_backup) for tensor in new]
 
     def pause(self, tag: str) -> None:
-        """Give memory of a tag back, all pages of it that hold nothing else."""
+        """Release all pages that hold only memory of a tag."""
         for allocated, held in self._of(tag):
             if allocated.kept:
-                allocated.file = tempfile.TemporaryFile()  # noqa: SIM115 - until it is taken again
+                allocated.file = tempfile.TemporaryFile()  # noqa: SIM115 - open until resume
                 held.tofile(allocated.file)
             _give_back(held)
 
     def resume(self, tag: str) -> None:
-        """Take it again, with what was put by, or with nothing that makes sense."""
+        """Reallocate the memory, with its backup or with garbage."""
         for allocated, held in self._of(tag):
             if allocated.file is None:
                 held.fill(_GARBAGE)
@@ -74,11 +73,11 @@ class MemorySaver:
             allocated.file = None
 
     def cuda_graph(self, **_: object) -> AbstractContextManager[None]:
-        """Do nothing: there are no graphs."""
+        """Do nothing: graphs are not used."""
         return nullcontext()
 
     def disable(self) -> AbstractContextManager[None]:
-        """Do nothing: no memory is used again under another tag."""
+        """Do nothing: memory is never reused under another tag."""
         return nullcontext()
 
     def _of(self, tag: str) -> Iterator[tuple[Allocated, np.ndarray]]:
@@ -88,18 +87,18 @@ class MemorySaver:
 
 
 def configure_subprocess() -> AbstractContextManager[None]:
-    """Do nothing: every process of SGLang's on a CPU brings this along."""
+    """Do nothing: every SGLang process on a CPU already loads this module."""
     return nullcontext()
 
 
 def _tensors() -> list[torch.Tensor]:
-    """Return all of this process's."""
+    """Return all tensors of this process."""
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     return [tensor for tensor in tensors if tensor.device.type == "cpu"]
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
-    """Return all that a tensor's storage holds, uint8 [N]."""
+    """Return the bytes of a tensor's storage, uint8 [N]."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
 
 
@@ -108,7 +107,7 @@ def _give_back(held: np.ndarray) -> None:
     start = -(-held.ctypes.data // page) * page
     length = (held.ctypes.data + held.nbytes) // page * page - start
     if length > 0 and _madvise(start, length, mmap.MADV_DONTNEED):
-        raise OSError(ctypes.get_errno(), "memory could not be given back")
+        raise OSError(ctypes.get_errno(), "could not release memory")
 
 
 torch_memory_saver = MemorySaver()

@@ -1,4 +1,4 @@
-"""The engine against a plain Hugging Face model with the adapter added into its weights."""
+"""The engine against a plain Hugging Face model with a merged adapter."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,17 +23,17 @@ from benchmarks.gpu.engines import (
 from benchmarks.gpu.workloads import Shape, plain_transformers
 from benchmarks.measuring import Measurement, largest_error
 from tinkercloud_protocol.tensors import Datum, SampledSequence
-from tinkercloud_worker.device.accelerator import recorder_for
+from tinkercloud_worker.device.accelerator import graph_capturer_for
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.model.base_model import BaseModel
-from tinkercloud_worker.torch_sampler.graphs import Recorder
+from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 LENGTHS = (24, 9, 17)
 
 
 class Merged:
-    """A Hugging Face model, an adapter's product added to its weights."""
+    """A Hugging Face model with an adapter merged into its weights."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Merged:
         self.scale = adapters.scale(published.lora.rank)
         self.names = sorted({name.rpartition(".lora_")[0] for name in self.adapter})
         head = self.model.get_submodule("lm_head")
-        # Tied to the input embedding, which has no adapter.
+        # It is tied to the input embedding, which has no adapter.
         head.weight = nn.Parameter(_weight(head).detach().clone())
         with torch.no_grad():
             for name in self.names:
@@ -74,7 +74,7 @@ class Merged:
         return torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
 
     def gradients(self, data: list[Datum]) -> dict[str, Tensor]:
-        """Return the gradient of A and B that follows from that of the merged weights."""
+        """Return the gradients of A and B, derived from those of the merged weights."""
         for name in self.names:
             self._weight(name).requires_grad_()
         sum(-self.logprobs(datum).sum() for datum in data).backward()  # type: ignore[union-attr]
@@ -84,13 +84,14 @@ class Merged:
             whole = self._weight(name).grad
             assert whole is not None
             gradient = _own(whole, name)
-            # What experts share has the sum of what each would have.
+            # A shared half has the sum of the experts' gradients.
             found[f"{name}.lora_A.weight"] = (self.scale * b.mT @ gradient).sum_to_size(a.shape)
             found[f"{name}.lora_B.weight"] = (self.scale * gradient @ a.mT).sum_to_size(b.shape)
         return found
 
     def _weight(self, name: str) -> Tensor:
-        """Return the weight that an adapter adds to: a layer's own, or one of all experts."""
+        """Return the weight that an adapter modifies: a layer's own, or one stacked for all
+        experts."""
         before, _, leaf = name.rpartition(".")
         if before.endswith(".experts"):
             fused = "down_proj" if leaf == "down_proj" else "gate_up_proj"
@@ -105,7 +106,7 @@ def _weight(module: nn.Module) -> Tensor:
 
 
 def _own(weight: Tensor, name: str) -> Tensor:
-    """Return the part of a weight, or of its gradient, that an adapter is about."""
+    """Return the part of a weight, or of its gradient, that an adapter covers."""
     if not name.endswith((".experts.gate_proj", ".experts.up_proj")):
         return weight
     gate, up = weight.chunk(2, -2)
@@ -113,7 +114,7 @@ def _own(weight: Tensor, name: str) -> Tensor:
 
 
 def float32(bench: Bench) -> Iterator[Measurement]:
-    """N2 to N4: logprobs, gradients, and gradients of layers that are computed again."""
+    """N2 to N4: logprobs, gradients, and gradients of recomputed layers."""
     shape = bench.work.checked
     base = base_of(bench, shape, torch.float32)
     trainer = a_trainer(base, bench.work.rank, max_batch_tokens=64)
@@ -141,12 +142,12 @@ def float32(bench: Bench) -> Iterator[Measurement]:
     repeated = again.export_gradient(MODEL)
     assert repeated is not None
     yield Measurement(
-        "N4", "gradients of layers computed again / kept", worst(repeated, ours), "", "<= 1e-4"
+        "N4", "gradients of recomputed layers / kept", worst(repeated, ours), "", "<= 1e-4"
     )
 
 
 def bfloat16(bench: Bench) -> Iterator[Measurement]:
-    """N5: the engine's rounding in bfloat16 beside Hugging Face's, both against float32."""
+    """N5: the engine's bfloat16 rounding error relative to Hugging Face's, both against float32."""
     shape = bench.work.checked
     base = base_of(bench, shape)
     trainer = a_trainer(base, bench.work.rank, max_batch_tokens=64)
@@ -168,21 +169,21 @@ def bfloat16(bench: Bench) -> Iterator[Measurement]:
 
 
 def sampling(bench: Bench) -> Iterator[Measurement]:
-    """N6, N7, G13: logprobs of drawn tokens beside the trainer's, and beside computed steps'."""
+    """N6, N7, G13: logprobs of sampled tokens against the trainer's and against eager steps'."""
     for dtype in (torch.float32, torch.bfloat16):
         base = base_of(bench, bench.work.checked, dtype)
         trainer = a_trainer(base, bench.work.rank, max_batch_tokens=1024)
-        # Where nothing records steps they are computed, padded as recorded ones are.
-        recorder = recorder_for(bench.device) or (lambda compute: compute)
-        drawn = _sampled(bench, base, trainer, recorder)
+        # Without graph capture, steps run eagerly with the same padding as captured ones.
+        graph_capturer = graph_capturer_for(bench.device) or (lambda compute: compute)
+        drawn = _sampled(bench, base, trainer, graph_capturer)
         gap = _gap(drawn, [trained_logprobs(trainer, _prompt(bench), s.tokens) for s in drawn])
         if dtype == torch.float32:
             yield Measurement(
                 "N6", "sampling - training logprobs, float32", largest_error(gap), "", "<= 1e-4"
             )
-            yield _recorded(bench, base, trainer, recorder)
+            yield _recorded(bench, base, trainer, graph_capturer)
             continue
-        note = f"mean exp of it {float(np.exp(gap).mean()):.4f} (wanted: 1.05 at most)"
+        note = f"its mean exp {float(np.exp(gap).mean()):.4f} (target: at most 1.05)"
         yield Measurement(
             "G13", "mean gap of sampling and training logprobs, bfloat16", float(gap.mean()), "",
             "<= 0.02", "<= 1e-3", note,
@@ -190,18 +191,18 @@ def sampling(bench: Bench) -> Iterator[Measurement]:
 
 
 def _recorded(
-    bench: Bench, base: BaseModel, trainer: TorchTrainer, recorder: Recorder
+    bench: Bench, base: BaseModel, trainer: TorchTrainer, graph_capturer: GraphCapturer
 ) -> Measurement:
-    """N7: an adapter's sequences alone, and beside the base's."""
+    """N7: sequences of an adapter, alone and in a batch with the base's."""
     recorded, computed = (
         _sampled(bench, base, trainer, each, ("v1",))
         + _sampled(bench, base, trainer, each, ("v1", "base"))
-        for each in (recorder, None)
+        for each in (graph_capturer, None)
     )
     same = [s.tokens for s in recorded] == [s.tokens for s in computed]
     gap = _gap(recorded, [np.asarray(s.logprobs) for s in computed])
     return Measurement(
-        "N7", "recorded - computed decoding steps, same tokens, float32",
+        "N7", "captured - eager decoding steps, same tokens, float32",
         largest_error(gap) if same else math.inf, "", "<= 1e-4",
     )  # fmt: skip
 
@@ -215,12 +216,12 @@ def _sampled(
     bench: Bench,
     base: BaseModel,
     trainer: TorchTrainer,
-    recorder: Recorder | None,
+    graph_capturer: GraphCapturer | None,
     versions: Sequence[str] = ("v1",),
 ) -> list[SampledSequence]:
-    """Return sequences drawn at once with the trainer's adapter ("v1") or the base."""
+    """Return sequences sampled together with the trainer's adapter ("v1") or the base."""
     work = bench.work
-    with a_sampler(base, work.together, recorder) as sampler:
+    with a_sampler(base, work.together, graph_capturer) as sampler:
         sampler.publish("v1", trainer.publication(MODEL)())
         sampler.publish("base", None)
         request = a_request(_prompt(bench), work.drawn, num_samples=3)
@@ -239,7 +240,7 @@ def worst(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
-    """Return how far ours is from theirs, as a part of it; from zeros only zeros are not far."""
+    """Return the relative difference of ours from theirs; from zeros it is zero only for zeros."""
     apart, size = float((ours - theirs).norm()), float(theirs.norm())
     if size == 0:
         return 0.0 if apart == 0 else math.inf

@@ -1,7 +1,7 @@
-"""Our client of SGLang against a real server, and its logprobs beside our trainer's.
+"""Our SGLang client against a real server, and its logprobs against our trainer's.
 
-The model is small and random: what is asked is whether tensors, names, seeds and memory get where
-they should, not how fast.
+The model is small and random: the figures test the transfer of tensors, names, seeds and memory,
+not speed.
 """
 
 import asyncio
@@ -50,10 +50,10 @@ from tinkercloud_worker.inference.weight_host import HeadWeightHost
 from tinkercloud_worker.metrics import Way
 
 LETTERS = frozenset(ascii_lowercase)
-"""Stop strings, one of which is drawn sooner or later."""
+"""Stop strings, one of which is eventually sampled."""
 _OFF = 1e-3
 _SMALL_PART = 1 << 14
-"""Bytes of the tensors in a request, where there should be many."""
+"""Bytes of tensors per request, small enough to force many requests."""
 _RANKS = 2
 _LONG_PROMPT = 20
 _WAITED_SECONDS = 60.0
@@ -65,7 +65,7 @@ def served(bench: Bench) -> Iterator[Measurement]:
     with a_proof(bench, shape.build, torch.float32) as proof:
         for check in SERVED:
             yield check(proof)
-        # The last ones, since several heads then have changed the server's weights.
+        # These come last, because several heads then have changed the server's weights.
         yield _whole(proof, "S8", "in requests", proof.sampler, "request")
         yield _whole(proof, "S9", "from its folder", proof.reader, "file")
         yield _forsaken(proof)
@@ -113,7 +113,7 @@ def two_ranks(bench: Bench) -> Iterator[Measurement]:
 
 
 def colocated(bench: Bench) -> Iterator[Measurement]:
-    """S10 to S12: a server that gives its memory away while others compute."""
+    """S10 to S12: a server that releases its memory while others compute."""
     if bench.device.type == "cuda":
         shape, dtype, wanted = SHAPE, torch.bfloat16, ">= 1"
     else:
@@ -194,7 +194,7 @@ def _scored(proof: Proof) -> Measurement:
 
 
 def _gap(theirs: FloatArray | None, ours: FloatArray | None) -> float:
-    """Return the largest difference; infinity where one has a value and the other has none."""
+    """Return the largest difference; infinity if only one of both has a value."""
     assert theirs is not None
     assert ours is not None
     known = ~np.isnan(ours)
@@ -251,7 +251,7 @@ def _stops(proof: Proof) -> Measurement:
 
 def _lost(proof: Proof) -> Measurement:
     request = a_request(prompt(4), 4)
-    # In the order in which they were published; names count.
+    # In the order of publication, which determines names.
     name, gone = sorted(path.name for path in (proof.scratch / "sent").iterdir())
     proof.runner.run(proof.dialect.unload_adapter(name))
     [again] = proof.sample(("one", request))
@@ -272,25 +272,25 @@ def _lost(proof: Proof) -> Measurement:
 
 
 def _read_once(proof: Proof) -> Measurement:
-    """Let a conversation go on, and ask another adapter the same."""
-    begun = prompt(40, 3 * _LONG_PROMPT)
-    [drawn] = proof.sample(("one", a_request(begun, DRAWN)))
-    known = [*begun, *drawn.sequences[0].tokens]
-    going_on = a_request([*known, *prompt(41, _LONG_PROMPT)], 1)
-    [result] = proof.sample(("one", going_on))
-    [apart] = proof.sample(("two", going_on))
+    """Continue a conversation, and send the same prompt to another adapter."""
+    start = prompt(40, 3 * _LONG_PROMPT)
+    [drawn] = proof.sample(("one", a_request(start, DRAWN)))
+    known = [*start, *drawn.sequences[0].tokens]
+    continuation = a_request([*known, *prompt(41, _LONG_PROMPT)], 1)
+    [result] = proof.sample(("one", continuation))
+    [apart] = proof.sample(("two", continuation))
     again = len(known) - result.prompt.cached_tokens
     note = (
         f"of {len(known)}; another adapter takes {apart.prompt.cached_tokens} of them for its own"
     )
     return Measurement(
-        "S29", "tokens that SGLang reads again when a conversation goes on",
+        "S29", "tokens that SGLang prefills again when a conversation continues",
         math.inf if apart.prompt.cached_tokens else float(again), "tokens", "<= 1", note=note,
     )  # fmt: skip
 
 
 def _of_others(proof: Proof) -> Measurement:
-    """Ask the server as one that someone else operates, which is only given adapters."""
+    """Use the server like one operated by others, which only receives adapters."""
     config = head_config(proof.server, proof.scratch, "external", {}, TrainerConfig())
     servers = config.sampler.model_copy(update={"backend": "external"})
     sampler = inference_sampler(
@@ -311,7 +311,7 @@ def _of_others(proof: Proof) -> Measurement:
 
 
 def _whole(proof: Proof, name: str, how: str, sampler: InferenceSampler, way: Way) -> Measurement:
-    """Replace the server's weights, and have it take the base and an adapter again."""
+    """Replace the server's weights, then load the base and an adapter again."""
     loads = proof.publish("whole", BASE, sampler=sampler)
     gap = largest_error(proof.gap("whole", sampler=sampler))
     apart = proof.gap("whole", against=BASE, sampler=sampler).mean()
@@ -327,7 +327,7 @@ def _whole(proof: Proof, name: str, how: str, sampler: InferenceSampler, way: Wa
 
 
 def _forsaken(proof: Proof) -> Measurement:
-    """Let the server wait for a part of a model, from a head's rank that is killed."""
+    """Make the server wait for a part of a model from a killed rank."""
     client = proof.dialect.client
     group = SglangGroup(client, "gloo", HeadWeightHost())
     part = {"names": ["lm_head.weight"], "dtypes": ["float32"], "shapes": [[VOCAB_SIZE, 256]]}
@@ -378,7 +378,7 @@ def _memory(bench: Bench, proof: Proof, wanted: str) -> Measurement:
         return proof.server.resident_bytes()
 
     async def given() -> int:
-        # Of a cache that was never written, a CPU's memory has nothing yet.
+        # On a CPU, a cache that was never written takes no memory yet.
         async with proof.sampler.training():
             pass
         await proof.sampler.sample(BASE, a_request(prompt(1), 1))

@@ -23,20 +23,20 @@ _WORD = 0xFFFFFFFF
 
 
 class NoKernels(ModuleType):
-    """Stands where `sgl_kernel` would; nothing in it can be called."""
+    """A stand-in for `sgl_kernel` whose functions can't be called."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("__"):
             raise AttributeError(name)
 
         def refuse(*_: object, **__: object) -> None:
-            raise NotImplementedError(f"sgl_kernel.{name} has no equal on a CPU")
+            raise NotImplementedError(f"sgl_kernel.{name} is not available on a CPU")
 
         return refuse
 
 
 def unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a maker of tensors that takes no notice of `pin_memory`."""
+    """Return a tensor factory that ignores `pin_memory`."""
 
     @functools.wraps(make)
     def made(*arguments: object, **options: object) -> torch.Tensor:
@@ -67,14 +67,14 @@ def murmur_hash(
 def sort_by_expert(
     topk_ids: torch.Tensor, buckets: int, block_size: int, *written: torch.Tensor
 ) -> None:
-    """Lay what goes to each expert in blocks of its own, as `moe_align_block_size` does.
+    """Sort tokens into separate blocks for each expert, as `moe_align_block_size` does.
 
     Args:
         topk_ids: experts of each token, [T, K].
-        buckets: how many experts there are, and one more, -1, for those of other ranks.
-        block_size: of what goes to one expert together.
-        written: to where the places in `topk_ids` are written, by expert, T * K where a block has
-            none; the expert of each block; and how many places there are, [1].
+        buckets: the number of experts plus one for -1, the experts of other ranks.
+        block_size: the number of tokens in a block.
+        written: outputs: indices into `topk_ids` sorted by expert, T * K for padding; the expert of
+            each block; and the number of indices, [1].
     """
     sorted_ids, expert_ids, padded_tokens, *_ = written
     experts = topk_ids.flatten()
@@ -90,15 +90,15 @@ def sort_by_expert(
     padded_tokens[0] = start
 
 
-def sort_by_adapter(topk_ids: torch.Tensor, *told: torch.Tensor, **_: object) -> None:
+def sort_by_adapter(topk_ids: torch.Tensor, *arguments: torch.Tensor, **_: object) -> None:
     """Do the same for each adapter, as SGLang itself does for few tokens.
 
     Args:
         topk_ids: experts of each token, [T, K].
-        told: what else `moe_lora_align_block_size` is: seven arguments, three tensors that are
-            written, and which adapters there are.
+        arguments: the other arguments of `moe_lora_align_block_size`: seven inputs, three output
+            tensors, and the enabled adapters.
     """
-    known, written, enabled = told[:7], told[7:10], told[10]
+    known, written, enabled = arguments[:7], arguments[7:10], arguments[10]
     found = _adapters._naive_moe_lora_align_block_size(topk_ids, *known, enabled, topk_ids.device)
     for tensor, values in zip(written, found, strict=True):
         tensor.copy_(values)
@@ -117,7 +117,7 @@ def _rotated(words: torch.Tensor, bits: int) -> torch.Tensor:
 for _name in ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like"):
     setattr(torch, _name, unpinned(getattr(torch, _name)))
 setattr(torch.Tensor, "pin_memory", torch.Tensor.contiguous)  # noqa: B010 - it has another type
-# Built for CUDA, torch 2.14 takes that for its device, driver or none.
+# torch 2.14 built for CUDA assumes a CUDA device, even without a driver.
 setattr(torch, "get_device_module", lambda _device=None: torch.cpu)  # noqa: B010 - as above
 _kernels = NoKernels("sgl_kernel")
 _kernels.__spec__ = ModuleSpec("sgl_kernel", None)
@@ -129,7 +129,7 @@ torch.library.define(
     "(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor",
 )
 torch.library.impl("sgl_kernel::murmur_hash32_cpu", "cpu", murmur_hash)
-# In the place of what no interpreter reads, and of what only a GPU would say.
+# Replacements for what the interpreter does not support and for GPU queries.
 _invariant = importlib.import_module("sglang.srt.batch_invariant_ops")
 vars(_invariant)["enable_batch_invariant_mode"] = lambda: None
 _tuning = importlib.import_module("sglang.kernels.ops.lora.dense.lora_tuning_config")

@@ -65,24 +65,24 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 SHAPE = Shape("small", "llama", 1024, 8, 16, 8, 64, 3072, VOCAB_SIZE, tied=False)
 SMALL = Shape("smaller", "llama", 64, 2, 4, 2, 16, 128, VOCAB_SIZE, tied=False)
-"""On a CPU, where interpreting kernels takes its time."""
+"""For a CPU, where interpreting kernels is slow."""
 WIDE = Shape("wider", "llama", 256, 2, 4, 4, 64, 2048, VOCAB_SIZE, tied=False)
-"""On a CPU, where memory is counted."""
+"""For a CPU, for figures that measure memory."""
 MIXTURE = replace(SMALL, name="small mixture", family="qwen3_moe", experts=4, chosen=2)
 RANK = 16
 SEEDS = {"one": 1, "two": 2}
-"""Adapters, and what their weights are drawn with."""
+"""Adapters and the seeds of their weights."""
 BASE = "base"
-"""The trainer's model that is the base model's equal: an adapter without effect."""
+"""The trainer's model that equals the base model: an adapter without effect."""
 VERSIONS = (BASE, *SEEDS)
 OUTSIDE_EXPERTS = ("o_proj", "lm_head")
-"""What adapters may adapt where experts are to be replaced."""
+"""Modules that adapters may cover if experts will be replaced."""
 DRAWN = 6
 _PROMPT = 20
 _LATENT = {
     "hidden_size": 64,
     "q_lora_rank": 32,
-    # SGLang's kernels know two sizes of what is kept of a token: 512 + 64, and these.
+    # SGLang's kernels support two sizes of cached state per token: 512 + 64, and these.
     "kv_lora_rank": 256,
     "qk_rope_head_dim": 32,
     "qk_nope_head_dim": 16,
@@ -92,7 +92,7 @@ _LATENT = {
     "rms_norm_eps": 1e-6,
     # On a CPU SGLang multiplies by it twice.
     "routed_scaling_factor": 1.0,
-    # Published configurations say so, and transformers leaves it out.
+    # Published configurations set this field, which transformers omits.
     "moe_layer_freq": 1,
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
@@ -100,32 +100,32 @@ _LATENT = {
 
 Build = Callable[[torch.device, torch.dtype], PreTrainedModel]
 Loads = Counter[tuple[What, Way]]
-"""How often weights of a kind got into a server, by the way that they went."""
+"""Number of loads into a server by kind of weights and transfer path."""
 
 
 @dataclass
 class Proof:
-    """A server, the sampler that asks it, and what the answers are held against."""
+    """A server, its client samplers, and the reference for its results."""
 
     sampler: InferenceSampler
     """Sends weights in requests."""
     reader: InferenceSampler
-    """Of another head; lets the server read weights from files."""
+    """The sampler of another head; the server reads weights from files."""
     joined: InferenceSampler
-    """Of a third one, which sends whole models over a process group."""
+    """The sampler of a third head, which sends full models over a process group."""
     shared: InferenceSampler
-    """Of a fourth one, which hands them over in memory of the device."""
+    """The sampler of a fourth head, which shares full models in device memory."""
     server: Server
     dialect: SglangDialect
-    """For what no sampler asks."""
+    """For requests that samplers do not send."""
     scratch: Path
     reference: RunningSampler
     trainer: TorchTrainer
     runner: asyncio.Runner
     versions: tuple[str, ...]
-    """What is published at first."""
+    """The versions published at the start."""
     loads: Loads = field(default_factory=Counter)
-    """Of what was published at first."""
+    """Loads of the versions published at the start."""
 
     def publish(self, *models: str, sampler: InferenceSampler | None = None) -> Loads:
         """Publish the trainer's weights of models under their own names, and return the loads."""
@@ -139,7 +139,7 @@ class Proof:
     def sample(
         self, *asked: tuple[str, SamplingRequest], sampler: InferenceSampler | None = None
     ) -> list[SamplingResult]:
-        """Answer requests, each with its version, that come at once."""
+        """Run concurrent requests, each with its version."""
         asking = sampler or self.sampler
 
         async def everything() -> list[SamplingResult]:
@@ -150,12 +150,12 @@ class Proof:
     def gap(
         self, *versions: str, against: str | None = None, sampler: InferenceSampler | None = None
     ) -> np.ndarray:
-        """Return how far drawn tokens' logprobs are from the trainer's.
+        """Return the difference of sampled tokens' logprobs from the trainer's.
 
         Args:
-            versions: all are drawn from at once.
+            versions: versions that are sampled concurrently.
             against: the trainer's model to compare with; None for that of the version's name.
-            sampler: which to ask; None for the one that sends.
+            sampler: the client; None for the one that sends weights in requests.
         """
         prompts = [prompt(seed) for seed in range(len(versions))]
         asked = [
@@ -176,7 +176,7 @@ class Proof:
 
 
 def loads_of(url: str) -> Loads:
-    """Return what heads in this process have loaded into a server so far, as metrics say."""
+    """Return the loads into a server from this process so far, from metrics."""
     found: Loads = Counter()
     for what, way in product(get_args(What), get_args(Way)):
         labels = {"engine": url, "what": what, "way": way}
@@ -186,11 +186,11 @@ def loads_of(url: str) -> Loads:
 
 
 def gone_by(figure: Measurement, loads: Loads, what: What, way: Way) -> Measurement:
-    """Return a figure about a way; infinity unless all weights of the kind went that way."""
+    """Return a figure about a transfer path; infinity unless all weights of the kind used it."""
     ways = sorted(each for kind, each in loads if kind == what)
     if ways == [way]:
         return figure
-    note = f"went another way than {way}: {', '.join(ways) or 'none'}"
+    note = f"used another path than {way}: {', '.join(ways) or 'none'}"
     return replace(figure, value=math.inf, note=note)
 
 
@@ -225,7 +225,7 @@ def a_proof(
         build: makes the base model.
         dtype: of its weights.
         sampler: a BaseModel's, whose engine the server is.
-        modules: that adapters may adapt; all unless some are named, and none is published then.
+        modules: modules that adapters may cover, in which case none is published; all by default.
         ranks: of the server.
 
     Raises:
@@ -246,7 +246,7 @@ def a_proof(
                 sampler=_engines_of(sampler, modules, ranks),
             )
         )
-        reference = stack.enter_context(a_sampler(base, 4, recorder=None))
+        reference = stack.enter_context(a_sampler(base, 4, graph_capturer=None))
         runner = stack.enter_context(asyncio.Runner())
         colocated = {"colocated": sampler.get("colocated", False)}
         sender = _sampler(server, folder, "sent", colocated)
@@ -273,8 +273,8 @@ def a_proof(
 
 
 def _engines_of(sampler: Json, modules: Sequence[str], ranks: int) -> Json:
-    told = {"loraTargetModules": [*modules]} if modules else {}
-    return {**sampler, "engines": {**sampler["engines"], **told}, "gpusPerReplica": ranks}
+    targets = {"loraTargetModules": [*modules]} if modules else {}
+    return {**sampler, "engines": {**sampler["engines"], **targets}, "gpusPerReplica": ranks}
 
 
 def _run(runner: asyncio.Runner, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -290,7 +290,7 @@ def _saved(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def _trainer(base: BaseModel) -> TorchTrainer:
-    """Return a trainer of the base, two adapters, one of too high a rank, and a whole model."""
+    """Return a trainer with the base, two adapters, one with too high a rank, and a full model."""
     trainer = TorchTrainer(base, max_batch_tokens=1024)
     trainer.add_model(BASE, LoraConfig(rank=RANK, seed=1))
     for name, seed in SEEDS.items():
@@ -299,14 +299,14 @@ def _trainer(base: BaseModel) -> TorchTrainer:
     trainer.add_model("large", LoraConfig(rank=2 * RANK, seed=1))
     trainer.add_model("whole", None)
     tensors = trainer.export_state("whole").weights.tensors
-    # The rows of each tensor, and each expert, another way, so that none can stand for another.
+    # Each row and each expert differs, so that a mix-up is detected.
     changed = {name: tensor * _apart(tensor) for name, tensor in tensors.items()}
     trainer.import_state("whole", TrainingState(WeightsSnapshot(None, changed), None, 0))
     return trainer
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a factor for each of a tensor's first dimension."""
+    """Return a different factor for each index of a tensor's first dimension."""
     others = [1] * (tensor.ndim - 1)
     return torch.linspace(0.5, 2, len(tensor)).view(-1, *others).to(tensor)
 
@@ -323,13 +323,13 @@ def _sampler(
 def head_config(
     server: Server, folder: Path, name: str, fields: Mapping[str, Any], trainer: TrainerConfig
 ) -> HeadConfig:
-    """Return what a head is told, which has a folder of its name for weights.
+    """Return the configuration of a head, with a weights folder of the same name.
 
     Args:
-        server: that it asks.
-        folder: with the model and the weights.
+        server: the inference server.
+        folder: the parent folder of the model and the weights.
         name: of the head.
-        fields: what else its InferenceConfig has.
+        fields: other fields of its InferenceConfig.
         trainer: its trainer.
     """
     inference = InferenceConfig(

@@ -1,6 +1,6 @@
-"""What a trainer's ranks publish, at a real SGLang server, beside our torch trainer's logprobs.
+"""Weights published by training ranks to a real SGLang server, against our torch trainer.
 
-The ranks are megatron-core's, under Ray, as in Kubernetes: the head that asks has no model.
+The ranks run megatron-core under Ray, as in Kubernetes; the session head has no model.
 """
 
 import math
@@ -45,7 +45,7 @@ class Ranks:
 
     trainer: Trainer
     samplers: dict[Way, InferenceSampler]
-    """By how whole models go to the server."""
+    """Samplers by the transfer path of full models."""
     how: str
 
 

@@ -60,7 +60,7 @@ class Server:
     url: str
     key_file: Path
     process_group: int
-    """Of all its processes."""
+    """The process group of all its processes."""
 
     def resident_bytes(self) -> int:
         """Return how much of this machine's memory its processes hold."""

@@ -1,4 +1,4 @@
-"""How fast adapters are trained, how long sequences may be, and what adapters cost."""
+"""Training speed of adapters, maximum sequence length, and the cost of adapters."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -17,11 +17,11 @@ from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.tensors import Datum
 from tinkercloud_worker.engine.trainer import Trainer, TrainingPass
 from tinkercloud_worker.model.base_model import BaseModel
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer.logprobs import logprobs_and_gradient
 
 _MICRO_BATCHES = (16384, 8192, 4096, 2048)
-"""Tokens of micro-batches, of which the largest that fits is measured."""
+"""Candidate tokens of a micro-batch; the largest one that fits is measured."""
 
 
 def small(bench: Bench) -> Iterator[Measurement]:
@@ -59,10 +59,10 @@ class Throughput:
     """Tokens."""
     tokens_per_second: float
     share: float | None
-    """Of the GPU's peak; None if that is not known."""
+    """Fraction of the GPU's peak; None if the peak is unknown."""
 
     def figure(self, name: str, what: str, wanted: tuple[float, float]) -> Measurement:
-        """Return it as a figure; `wanted` and strong shares of the peak."""
+        """Return it as a figure, with target and strong fractions of the peak."""
         batch, speed = self.batch, self.tokens_per_second
         what = f"{what}, {batch.sequences} x {batch.length} tokens, rank {self.rank}"
         note = f"{speed:.0f} tokens/s in micro-batches of {self.micro_batch}"
@@ -75,7 +75,7 @@ class Throughput:
 def throughput(
     bench: Bench, make: Callable[[int], Trainer], shape: Shape, batch: Batch
 ) -> Throughput:
-    """Measure a trainer, made for a number of tokens in a micro-batch, of which many are tried."""
+    """Measure a trainer with the largest micro-batch that fits."""
     data = random_data(shape, [batch.length] * batch.sequences)
     tokens, (seconds, adapter) = bench.largest(
         _MICRO_BATCHES, lambda tokens: _step_seconds(bench, make(tokens), data)
@@ -96,7 +96,7 @@ def _step_seconds(bench: Bench, trainer: Trainer, data: Sequence[Datum]) -> tupl
 
 
 def bare(bench: Bench) -> Iterator[Measurement]:
-    """G4, G5: the trainer beside a plain loop, with real lengths and with equal ones."""
+    """G4, G5: the trainer against a plain loop, with realistic and with equal lengths."""
     work = bench.work
     with plain_transformers():
         loop = BareLoop(work.small.build(bench.device, bench.dtype), work.rank)
@@ -108,16 +108,16 @@ def bare(bench: Bench) -> Iterator[Measurement]:
     for name, lengths, wanted in (("G4", ragged, (3, 5)), ("G5", equal, (1.3, 2))):
         data = random_data(work.small, lengths)
         tokens, (seconds, plain) = bench.largest(
-            _MICRO_BATCHES, partial(_beside, bench, base, loop, data)
+            _MICRO_BATCHES, partial(_compared, bench, base, loop, data)
         )
         full = sum(lengths) / (len(lengths) * max(lengths))
         what = f"{work.small.name}: trainer / plain loop, {full:.0%} of its batch is tokens"
-        note = f"micro-batches of {tokens}; {1e3 * seconds:.0f} ms beside {1e3 * plain:.0f}"
+        note = f"micro-batches of {tokens}; {1e3 * seconds:.0f} ms against {1e3 * plain:.0f}"
         least, strong = (f">= {bound}" for bound in wanted)
         yield Measurement(name, what, plain / seconds, "x", least, strong, note)
 
 
-def _beside(
+def _compared(
     bench: Bench, base: BaseModel, loop: BareLoop, data: Sequence[Datum], max_batch_tokens: int
 ) -> list[float]:
     trainer = a_trainer(base, bench.work.rank, max_batch_tokens)
@@ -131,7 +131,7 @@ def _beside(
 
 
 def tenants(bench: Bench) -> Iterator[Measurement]:
-    """G8: as many models as sequences, beside one model with all of them."""
+    """G8: one model per sequence against one model with all sequences."""
     work = bench.work
     batch = work.tenants_batch
     trainer = a_trainer(base_of(bench, work.middle), work.rank, batch.tokens)
@@ -156,7 +156,7 @@ def tenants(bench: Bench) -> Iterator[Measurement]:
 
 
 def adapter_cost(bench: Bench) -> Iterator[Measurement]:
-    """G9: a step with an adapter, beside the frozen base forward and back to its input."""
+    """G9: a step with an adapter against the frozen base, forward and backward to its input."""
     work = bench.work
     batch = work.middle_batch
     base = base_of(bench, work.middle)
@@ -176,10 +176,10 @@ def adapter_cost(bench: Bench) -> Iterator[Measurement]:
 def _frozen_step(base: BaseModel, ids: torch.Tensor, targets: torch.Tensor) -> None:
     embedding = base.named_weights()["model.embed_tokens.weight"]
     inputs = torch.nn.functional.embedding(ids, embedding).requires_grad_()
-    # The trunk itself: a pass of the engine begins with token ids, which have no gradient.
-    hidden = base._trunk(inputs_embeds=inputs, use_cache=False).last_hidden_state
+    # The backbone alone: engine passes start from token ids, which have no gradient.
+    hidden = base._backbone(inputs_embeds=inputs, use_cache=False).last_hidden_state
     _, gradient = logprobs_and_gradient(
-        Unembedding(base.frozen_head, ()),
+        LMHead(base.frozen_lm_head, ()),
         hidden.detach().flatten(0, 1),
         targets,
         lambda _, lp: torch.full_like(lp, -1.0),
@@ -188,7 +188,7 @@ def _frozen_step(base: BaseModel, ids: torch.Tensor, targets: torch.Tensor) -> N
 
 
 def longest_context(bench: Bench) -> Iterator[Measurement]:
-    """G10: the longest sequence that can be trained, layers computed again."""
+    """G10: the longest sequence that can be trained, with recomputed layers."""
     work = bench.work
     base = base_of(bench, work.large)
     found, note = 0, "none of those tried"

@@ -1,6 +1,6 @@
-"""Which models and batches are measured: public architectures with random weights.
+"""Models and batches of the benchmarks: public architectures with random weights.
 
-What a step costs depends on shapes, not on values, so no weights are downloaded.
+The cost of a step depends on shapes, not on values, so no weights are downloaded.
 """
 
 import importlib
@@ -21,12 +21,12 @@ def _modeling(family: str) -> ModuleType:
 
 
 _PLAIN = {family: dict(vars(_modeling(family))) for family in ("qwen2", "qwen3")}
-"""What transformers computes with, before fused kernels take the place of some of it."""
+"""The functions of transformers before fused kernels replace some of them."""
 
 
 @contextmanager
 def plain_transformers() -> Iterator[None]:
-    """Build and run models as transformers itself would, in a process that has fused kernels."""
+    """Build and run models with transformers' own functions in a process with fused kernels."""
     now = {family: dict(vars(_modeling(family))) for family in _PLAIN}
     for family, plain in _PLAIN.items():
         vars(_modeling(family)).update(plain)
@@ -53,9 +53,9 @@ class Shape:
     tied: bool
     max_position_embeddings: int = 1 << 17
     experts: int = 0
-    """Of each layer, each as wide as `intermediate_size`; 0: none."""
+    """Experts of each layer, each with `intermediate_size`; 0: none."""
     chosen: int = 1
-    """Experts that each token is sent to."""
+    """Experts per token."""
 
     def config(self) -> PretrainedConfig:
         """Return it as Hugging Face describes it."""
@@ -91,14 +91,14 @@ class Shape:
 
     @property
     def multiplied(self) -> int:
-        """Weights that each token is multiplied with: all but the input embedding and norms."""
+        """Number of weights in matrix products: all but the input embedding and norms."""
         attention = 2 * self.hidden_size * self.head_dim * (self.heads + self.kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size * self.chosen
         mlp += self.hidden_size * self.experts
         return self.layers * (attention + mlp) + self.hidden_size * self.vocab_size
 
     def training_flops(self, length: int, adapter: int) -> float:
-        """Return the operations of a LoRA step per token; computing again is given no credit.
+        """Return the operations of a LoRA step per token, without recomputation.
 
         Args:
             length: tokens of each sequence.
@@ -139,7 +139,7 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Of all sequences."""
+        """Tokens of all sequences."""
         return self.sequences * self.length
 
 
@@ -150,7 +150,7 @@ class Workload:
     checked: Shape
     """Compared with Hugging Face, in float32 too."""
     mixture: Shape
-    """Compared likewise, at the megatron trainer."""
+    """Also compared, with the megatron trainer."""
     decoding: Shape
     small: Shape
     middle: Shape
@@ -164,16 +164,16 @@ class Workload:
     longest_ragged: int
     """Tokens of the longest sequence of a batch of real lengths."""
     estimated: tuple[tuple[Shape, Batch], ...]
-    """Of which the memory is compared with the planner's estimate, as one micro-batch each."""
+    """Micro-batches whose memory is compared with the planner's estimate."""
     filled: int
-    """GiB of a GPU that the largest micro-batch planned for it is to fit, of the middle model."""
+    """GPU memory in GiB for the largest planned micro-batch of the middle model."""
     contexts: tuple[int, ...]
-    """Lengths to try, the most welcome last."""
+    """Lengths to try, in increasing order."""
     head: tuple[int, int, int]
-    """Positions, hidden size and vocabulary of the output layer that is measured alone."""
+    """Positions, hidden size and vocabulary of the LM head benchmark."""
     prompt: int
     drawn: int
-    """Tokens that each sequence draws."""
+    """Tokens sampled per sequence."""
     together: int
     """Sequences decoded together."""
     rounds: int

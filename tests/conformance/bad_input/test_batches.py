@@ -75,7 +75,7 @@ BAD_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
             "logprobs": floats(1, 1, 1),
             "advantages": floats(1, 1, 1),
         },
-        "given twice",
+        "set twice",
     ),
 }
 
@@ -232,7 +232,7 @@ def test_a_gradient_that_is_not_finite_is_discarded(run: Run) -> None:
     run.train(run.batch(weights=huge).SerializeToString())
     applied = run.outcome(run.send("optim_step", adam_params={"learning_rate": 0.1}))
 
-    assert "NaN or an infinity" in str(applied["error"])
+    assert "NaN or infinity" in str(applied["error"])
 
 
 def test_a_partially_failed_step_is_not_applied(run: Run) -> None:

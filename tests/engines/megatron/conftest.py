@@ -1,4 +1,4 @@
-"""Megatron at one rank, in the process of the tests."""
+"""Fixtures for megatron-core with one rank, in the test process."""
 
 from collections.abc import Iterator
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""DeepSeek's models at one megatron rank, in this process, against torch and Hugging Face.
+"""DeepSeek models on one megatron rank, in this process, against torch and Hugging Face.
 
 Tolerances: logprobs 1e-5, LoRA gradients and the losses of ten steps 1e-4 relative.
 """
@@ -30,8 +30,8 @@ from tinkercloud_testing.quantizing import quantize
 from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, run
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.deepseek import check, choose, routing_of
-from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -39,7 +39,6 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 pytestmark = [
     pytest.mark.slow,
     # megatron-core warns of its own defaults.
-    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
 ]
 
@@ -151,7 +150,7 @@ def test_layers_that_predict_further_tokens_are_not_read(alone: timedelta, tmp_p
         for name, weight in weights.items()
         if "layers.2." in name
     }
-    # What tells it from a layer that the configuration has forgotten.
+    # This distinguishes it from a layer that the configuration omits.
     further["model.layers.3.eh_proj.weight"] = torch.full((32, 64), 7.0)
     save_file(weights | further, folder / "model.safetensors", {"format": "pt"})
     megatron = megatron_trainer(str(folder), 1, 1)
@@ -227,17 +226,23 @@ def test_weights_in_blocks_of_float8_are_what_torch_reads_them_as(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention_bias": True}, "attention_bias: .*without biases"),
+        ({"attention_bias": True}, "attention_bias: .*does not support biases"),
         ({"n_shared_experts": 0}, "n_shared_experts: .*backend torch"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config: .*in bfloat16"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "weight_block_size None; .*in bfloat16"),
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            "quantization_config: .*a bfloat16 copy",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "weight_block_size None; .*a bfloat16 copy",
+        ),
         (
             {"rope_parameters": PLAIN | {"rope_type": "dynamic", "factor": 2.0}},
-            "rope_type: .*'dynamic'",
+            "rope_type 'dynamic'",
         ),
     ],
 )
-def test_what_would_come_out_wrong_is_refused_by_name(
+def test_unsupported_deepseek_settings_are_rejected_by_name(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     config = tiny_deepseek_v3().config
@@ -248,10 +253,10 @@ def test_what_would_come_out_wrong_is_refused_by_name(
         megatron_trainer(str(tmp_path), 1, 1)
 
 
-def test_what_compresses_is_divided_evenly() -> None:
+def test_down_projections_must_divide_evenly() -> None:
     config = DeepseekV3Config(q_lora_rank=None, kv_lora_rank=12, qk_rope_head_dim=8)
 
-    with pytest.raises(UnsupportedModelError, match=r"parallelism 3 .*kv_lora_rank \+ .* 20"):
+    with pytest.raises(UnsupportedModelError, match=r"kv_lora_rank \+ .* 20 .*tensor_parallel 3"):
         check(config, Parallelism(tensor=3))
-    with pytest.raises(UnsupportedModelError, match=r"parallelism 4 .*q_lora_rank 6"):
+    with pytest.raises(UnsupportedModelError, match=r"q_lora_rank 6 .*tensor_parallel 4"):
         check(DeepseekV3Config(q_lora_rank=6), Parallelism(tensor=4))

@@ -1,6 +1,6 @@
-"""Logits of a base in bfloat16 are float32, as the torch trainer's are, and are nowhere rounded.
+"""Logits of a bfloat16 base are float32 without rounding, as in the torch trainer.
 
-torch has no product of bfloat16 matrices in float32 on a CPU, so the accelerator's is stood in for.
+torch has no float32 product of bfloat16 matrices on a CPU, so the test replaces the accelerator's.
 """
 
 from datetime import timedelta
@@ -20,18 +20,17 @@ from tinkercloud_worker.lora.adapters import scale
 from tinkercloud_worker.megatron_trainer import logprobs
 from tinkercloud_worker.megatron_trainer import trainer as megatron
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
-from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
 from tinkercloud_worker.model import lm_head
 from tinkercloud_worker.model.base_model import BaseModel
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [
     pytest.mark.slow,
     # megatron-core warns of its own defaults.
-    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
 ]
 
@@ -40,14 +39,14 @@ ADAPTER = LoraConfig(rank=4, seed=1)
 
 
 @pytest.fixture
-def layers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Unembedding, Tensor, Tensor]]:
+def layers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[LMHead, Tensor, Tensor]]:
     """Have products as an accelerator's, and note output layers, hidden states and targets."""
-    seen: list[tuple[Unembedding, Tensor, Tensor]] = []
+    seen: list[tuple[LMHead, Tensor, Tensor]] = []
 
     def product(left: Tensor, right: Tensor) -> Tensor:
         return left.float() @ right.float()
 
-    def noted(layer: Unembedding, hidden: Tensor, targets: Tensor, *rest: object) -> Tensor:
+    def noted(layer: LMHead, hidden: Tensor, targets: Tensor, *rest: object) -> Tensor:
         seen.append((layer, hidden.detach(), targets))
         found: Tensor = logprobs.logprobs(layer, hidden, targets, *rest)  # type: ignore[arg-type]
         return found
@@ -72,7 +71,7 @@ def a_trainer(folder: Path, lora: LoraConfig | None) -> MegatronTrainer:
 def test_logprobs_are_those_of_float32_logits_of_the_hidden_states(
     alone: timedelta,
     tmp_path: Path,
-    layers: list[tuple[Unembedding, Tensor, Tensor]],
+    layers: list[tuple[LMHead, Tensor, Tensor]],
     lora: LoraConfig | None,
 ) -> None:
     trainer = a_trainer(tmp_path, lora)
@@ -85,7 +84,7 @@ def test_logprobs_are_those_of_float32_logits_of_the_hidden_states(
     logits = hidden.double() @ layer.linear.weight.double().T
     assert hidden.dtype == layer.linear.weight.dtype == torch.bfloat16
     if lora is not None:
-        head = trainer._base.head
+        head = trainer._base.lm_head
         a, b = tensors[head.a_name].detach(), tensors[head.b_name].detach()
         logits += scale(lora.rank) * (hidden.double() @ a.double().T) @ b.double().T
     expected = logits.log_softmax(1).gather(1, targets)
@@ -93,8 +92,8 @@ def test_logprobs_are_those_of_float32_logits_of_the_hidden_states(
     torch.testing.assert_close(got.double(), expected[:, 0], atol=2e-5, rtol=0)
 
 
-def test_the_output_layers_logits_are_bit_for_bit_the_torch_trainers(
-    alone: timedelta, tmp_path: Path, layers: list[tuple[Unembedding, Tensor, Tensor]]
+def test_the_lm_heads_logits_are_bit_for_bit_the_torch_trainers(
+    alone: timedelta, tmp_path: Path, layers: list[tuple[LMHead, Tensor, Tensor]]
 ) -> None:
     trainer = a_trainer(tmp_path, ADAPTER)
     batch = prepare(a_request(random_data(LENGTHS)), trainer.limits)
@@ -107,7 +106,7 @@ def test_the_output_layers_logits_are_bit_for_bit_the_torch_trainers(
 
     [(layer, hidden, _)] = layers
     model = torch_trainer._models["m"]
-    of_torch = torch_trainer._unembedding([(slice(0, len(hidden)), model)])
+    of_torch = torch_trainer._lm_head_layer([(slice(0, len(hidden)), model)])
 
     with torch.no_grad():
         assert torch.equal(layer.logits(hidden), of_torch.logits(hidden))

@@ -1,4 +1,4 @@
-"""Mixtures of experts at one megatron rank, in this process, against torch and Hugging Face."""
+"""Mixtures of experts on one megatron rank, in this process, against torch and Hugging Face."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,9 +25,9 @@ from tinkercloud_testing.models import (
 from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, moments_of, run
 from tinkercloud_worker.engine.trainer import Gradient, Trainer
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
-from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.mixtures import Mixture, check
 from tinkercloud_worker.megatron_trainer.model import load
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -35,7 +35,6 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 pytestmark = [
     pytest.mark.slow,
     # megatron-core warns of its own defaults.
-    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
 ]
 
@@ -97,7 +96,7 @@ def test_a_tokens_logprob_is_huggingfaces_whatever_else_is_in_the_batch(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_ten_steps_go_as_the_torch_trainers_which_then_goes_on_from_their_state(
+def test_ten_steps_equal_the_torch_trainers_which_then_continues_from_their_state(
     alone: timedelta, tmp_path: Path, name: str
 ) -> None:
     trainers: list[Trainer] = [
@@ -125,7 +124,7 @@ def test_ten_steps_go_as_the_torch_trainers_which_then_goes_on_from_their_state(
 
 
 @pytest.mark.parametrize("make", [*MODELS.values(), *DEEPSEEKS.values()], ids=MODELS | DEEPSEEKS)
-def test_ten_steps_of_a_whole_mixture_go_as_the_torch_trainers(
+def test_ten_steps_of_a_fully_fine_tuned_mixture_go_as_the_torch_trainers(
     alone: timedelta, tmp_path: Path, make: Callable[[], PreTrainedModel]
 ) -> None:
     trainers: list[Trainer] = [
@@ -166,7 +165,7 @@ def test_loading_lists_all_weights_a_few_times_not_for_each_of_them(
     assert 1 <= listed.call_count <= 4
 
 
-def test_layers_without_experts_among_those_with_them_are_refused(
+def test_layers_without_experts_among_those_with_them_are_rejected(
     alone: timedelta, tmp_path: Path
 ) -> None:
     model = tiny_qwen3_moe()
@@ -177,16 +176,16 @@ def test_layers_without_experts_among_those_with_them_are_refused(
         megatron_trainer(str(tmp_path), 1, 1)
 
 
-def test_experts_that_are_not_there_are_not_divided(alone: timedelta, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"expert_parallel: 2, .* no experts"):
+def test_expert_parallelism_without_experts_is_rejected(alone: timedelta, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"expert_parallel is 2, .* no experts"):
         megatron_trainer(str(save(tiny_llama(), tmp_path)), 1, 1, expert=2)
 
 
 @pytest.mark.parametrize(
     ("parallelism", "message"),
     [
-        (Parallelism(expert=3), "expert parallelism 3 does not divide the 4 experts"),
-        (Parallelism(tensor=5), "tensor parallelism 5 .* intermediate size 24"),
+        (Parallelism(expert=3), "4, is not divisible by trainer.expert_parallel 3"),
+        (Parallelism(tensor=5), "intermediate size, 24, .*tensor_parallel 5"),
     ],
 )
 def test_experts_are_divided_evenly(parallelism: Parallelism, message: str) -> None:
@@ -194,6 +193,6 @@ def test_experts_are_divided_evenly(parallelism: Parallelism, message: str) -> N
         check(Mixture(experts=4, chosen=2, width=24, normed=True), parallelism)
 
 
-def test_one_expert_of_weight_one_is_refused() -> None:
+def test_one_expert_of_weight_one_is_rejected() -> None:
     with pytest.raises(UnsupportedModelError, match="one expert with weight 1"):
         check(Mixture(experts=4, chosen=1, width=24, normed=True), Parallelism())

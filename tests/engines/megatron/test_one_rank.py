@@ -1,8 +1,8 @@
-"""The megatron trainer at one rank, in this process, against the torch trainer and PEFT.
+"""The megatron trainer on one rank, in this process, against the torch trainer and PEFT.
 
-Whole models are compared with the torch trainer, and that with Hugging Face in `unit/training`.
-Tolerances: logprobs 1e-5, gradients 1e-4 relative, losses of ten steps 1e-5 relative, parameters
-after them 1e-3 relative.
+Full fine-tuning is compared with the torch trainer, which `unit/training` compares with Hugging
+Face. Tolerances: logprobs 1e-5, gradients 1e-4 relative, losses of ten steps 1e-5 relative,
+parameters after them 1e-3 relative.
 """
 
 import re
@@ -48,8 +48,9 @@ from tinkercloud_testing.wrong_folders import (
 )
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
-from tinkercloud_worker.megatron_trainer.device import Parallelism, device_of
 from tinkercloud_worker.megatron_trainer.model import blank
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
+from tinkercloud_worker.megatron_trainer.select_device import device_of
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -57,7 +58,6 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 pytestmark = [
     pytest.mark.slow,
     # megatron-core warns of its own defaults.
-    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
 ]
 
@@ -220,7 +220,7 @@ def test_adapters_of_one_base_stay_apart_bit_for_bit(alone: timedelta, tmp_path:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_whole_models_weights_are_huggingfaces_and_have_the_torch_trainers_gradients(
+def test_a_full_models_weights_are_huggingfaces_and_have_the_torch_trainers_gradients(
     alone: timedelta, tmp_path: Path, name: str
 ) -> None:
     megatron = megatron_trainer(str(save(MODELS[name](), tmp_path)), 1, 1)
@@ -233,7 +233,7 @@ def test_a_whole_models_weights_are_huggingfaces_and_have_the_torch_trainers_gra
     assert_close(gradient_of(megatron), gradient_of(torch_trainer), rtol=1e-4)
 
 
-def test_a_whole_model_leaves_the_base_and_its_adapters_alone(
+def test_a_full_model_leaves_the_base_and_its_adapters_alone(
     alone: timedelta, tmp_path: Path
 ) -> None:
     megatron, _ = pair(tiny_llama, tmp_path)
@@ -252,7 +252,7 @@ def test_a_whole_model_leaves_the_base_and_its_adapters_alone(
     assert not np.allclose(trained.logprobs[0], before.logprobs[0], atol=1e-3)
 
 
-def test_an_adapters_state_is_refused_for_a_whole_model(alone: timedelta, tmp_path: Path) -> None:
+def test_an_adapters_state_is_rejected_for_a_full_model(alone: timedelta, tmp_path: Path) -> None:
     megatron, torch_trainer = pair(tiny_llama, tmp_path)
     megatron.add_model("full", None)
 
@@ -260,7 +260,7 @@ def test_an_adapters_state_is_refused_for_a_whole_model(alone: timedelta, tmp_pa
         megatron.import_state("full", torch_trainer.export_state("m"))
 
 
-def test_a_family_it_does_not_know_is_refused(alone: timedelta, tmp_path: Path) -> None:
+def test_a_family_it_does_not_know_is_rejected(alone: timedelta, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"'gpt2'.*backend torch"):
         megatron_trainer(str(save(tiny_gpt2(), tmp_path)), 1, 1)
 
@@ -274,7 +274,7 @@ def test_a_family_it_does_not_know_is_refused(alone: timedelta, tmp_path: Path) 
         ({"activation": "gelu"}, "hidden_act.*gelu"),
     ],
 )
-def test_what_would_be_computed_otherwise_is_refused(
+def test_models_with_unsupported_settings_are_rejected(
     alone: timedelta, tmp_path: Path, options: dict[str, Any], named: str
 ) -> None:
     folder = str(save(tiny_llama(**options), tmp_path))
@@ -283,28 +283,32 @@ def test_what_would_be_computed_otherwise_is_refused(
         megatron_trainer(folder, 1, 1)
 
 
-def test_embeddings_that_only_the_configuration_ties_are_refused(
+def test_embeddings_that_only_the_configuration_ties_are_rejected(
     alone: timedelta, tmp_path: Path
 ) -> None:
     model = tiny_llama()
     model.config.tie_word_embeddings = True
     folder = str(save(model, tmp_path))
 
-    with pytest.raises(UnsupportedModelError, match=r"tie_word_embeddings.*two that differ"):
+    with pytest.raises(UnsupportedModelError, match=r"tie_word_embeddings.*two different weights"):
         megatron_trainer(folder, 1, 1)
 
 
 @pytest.mark.parametrize(
     ("changes", "parallelism", "message"),
     [
-        ({"vocab_size": 263}, Parallelism(tensor=2), "tensor parallelism 2 .* vocab_size 263"),
-        ({}, Parallelism(tensor=8), "tensor parallelism 8 .* num_attention_heads 4"),
-        ({}, Parallelism(tensor=4), "tensor parallelism 4 .* num_key_value_heads 2"),
-        ({"intermediate_size": 49}, Parallelism(tensor=2), "parallelism 2 .* intermediate_size 49"),
-        ({}, Parallelism(pipeline=4), "pipeline parallelism 4 .* num_hidden_layers 2"),
+        ({"vocab_size": 263}, Parallelism(tensor=2), "vocab_size 263 .*tensor_parallel 2"),
+        ({}, Parallelism(tensor=8), "num_attention_heads 4 .*tensor_parallel 8"),
+        ({}, Parallelism(tensor=4), "num_key_value_heads 2 .*tensor_parallel 4"),
+        (
+            {"intermediate_size": 49},
+            Parallelism(tensor=2),
+            "intermediate_size 49 .*tensor_parallel 2",
+        ),
+        ({}, Parallelism(pipeline=4), "num_hidden_layers 2 .*pipeline_parallel 4"),
     ],
 )
-def test_a_model_that_ranks_can_not_divide_evenly_is_refused_by_name(
+def test_a_model_that_ranks_cannot_shard_evenly_is_rejected_by_name(
     changes: dict[str, int], parallelism: Parallelism, message: str
 ) -> None:
     config = tiny_llama().config
@@ -320,7 +324,7 @@ def test_a_model_that_ranks_can_not_divide_evenly_is_refused_by_name(
         (tiny_llama, lost(UP), f"missing in the files: {UP}"),
         (tiny_llama, lost("lm_head.weight"), "set tie_word_embeddings to true"),
         (tiny_qwen3, configured(tie_word_embeddings=False), "set tie_word_embeddings to true"),
-        (tiny_llama, prefixed("_orig_mod."), r"begin with '_orig_mod\.'"),
+        (tiny_llama, prefixed("_orig_mod."), r"start with '_orig_mod\.'"),
         (tiny_llama, configured(num_hidden_layers=1), "the files have layers up to 1"),
         (tiny_llama, configured(num_hidden_layers=3), r"layers \[2\] are missing"),
         (tiny_llama, shape("model.norm.weight", lambda w: w[:16]), r"model\.norm\.weight \[16\]"),
@@ -331,13 +335,13 @@ def test_a_model_that_ranks_can_not_divide_evenly_is_refused_by_name(
             value(expert(2), float("inf")),
             r"infinite values in .*experts\.down_proj",
         ),
-        (tiny_llama, indexed(lambda files: files.update(extra=SHARDS[0])), "has: extra"),
+        (tiny_llama, indexed(lambda files: files.update(extra=SHARDS[0])), "files: extra"),
         (tiny_llama, in_float8(lambda t: t.pop(f"{UP}_scale_inv")), f"missing.*{UP}_scale_inv"),
         (tiny_llama, without_first_part, "save the model again with it, or use backend torch"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_files_that_do_not_hold_the_model_are_refused_by_name(
+def test_files_that_do_not_hold_the_model_are_rejected_by_name(
     alone: timedelta,
     tmp_path: Path,
     make: Callable[[], PreTrainedModel],
@@ -351,7 +355,7 @@ def test_files_that_do_not_hold_the_model_are_refused_by_name(
         megatron_trainer(str(folder), 1, 1)
 
 
-def test_attention_to_a_window_is_refused(alone: timedelta, tmp_path: Path) -> None:
+def test_attention_to_a_window_is_rejected(alone: timedelta, tmp_path: Path) -> None:
     model = tiny_qwen3()
     model.config.layer_types = ["sliding_attention", "full_attention"]
     folder = str(save(model, tmp_path))
@@ -360,17 +364,17 @@ def test_attention_to_a_window_is_refused(alone: timedelta, tmp_path: Path) -> N
         megatron_trainer(folder, 1, 1)
 
 
-def test_mistrals_window_is_refused_unless_it_sees_everything(
+def test_mistrals_window_is_rejected_unless_it_sees_everything(
     alone: timedelta, tmp_path: Path
 ) -> None:
     megatron_trainer(str(save(tiny_mistral(window=128), tmp_path / "all")), 1, 1)
 
-    with pytest.raises(UnsupportedModelError, match=r"of 16 positions.*backend torch"):
+    with pytest.raises(UnsupportedModelError, match=r"window 16.*backend torch"):
         megatron_trainer(str(save(tiny_mistral(window=16), tmp_path / "some")), 1, 1)
 
 
-def test_a_gpu_that_is_not_there_is_missed_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match="'cuda', but this rank has no GPU"):
+def test_a_missing_gpu_is_reported_with_the_setting() -> None:
+    with pytest.raises(UnsupportedModelError, match="'cuda' needs a GPU, but this rank has none"):
         device_of("cuda")
 
 

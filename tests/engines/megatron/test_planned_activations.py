@@ -1,7 +1,7 @@
-"""What plans count of a layer beside what the megatron trainer keeps of it, in bfloat16.
+"""The planner's activation estimates against the megatron trainer's bfloat16 activations.
 
-Of latent attention nothing is said here: torch's kernels of the CPU keep it in float32, with scores
-of all pairs of positions, and those of GPUs do not.
+Latent attention is not tested here: unlike GPU kernels, torch's CPU kernels keep it in float32,
+including the scores of all pairs of positions.
 """
 
 from datetime import timedelta
@@ -19,14 +19,13 @@ from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
-from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import blank
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
 
 pytestmark = [
     pytest.mark.slow,
     # megatron-core warns of its own defaults.
-    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
 ]
 

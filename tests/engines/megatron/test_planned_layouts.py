@@ -1,4 +1,4 @@
-"""The trainer that a plan names takes what was planned, by its own checks."""
+"""The trainer named by a plan accepts the planned layout."""
 
 import json
 from collections.abc import Iterable
@@ -14,8 +14,8 @@ from tinkercloud_planning.families import read
 from tinkercloud_planning.gpus import Fleet, gpu, parse
 from tinkercloud_planning.layouts import Layout, layouts
 from tinkercloud_planning.search import Demand, divide
-from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import check
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -105,7 +105,7 @@ def test_the_trainer_takes_every_layout_that_is_considered(
         (QWEN_MOE, {"use_sliding_window": True, "sliding_window": 40960}),
     ],
 )
-def test_a_window_makes_the_torch_trainer_the_planned_one_if_megatron_refuses_it(
+def test_a_window_makes_the_torch_trainer_the_planned_one_if_megatron_rejects_it(
     name: str, changes: dict[str, Any]
 ) -> None:
     config = CONFIGS[name] | changes
@@ -124,7 +124,7 @@ def test_mistrals_window_that_a_configuration_does_not_mention_is_known() -> Non
         field: value for field, value in CONFIGS[MISTRAL].items() if field != "sliding_window"
     }
 
-    assert "of 4096 positions" in str(refusal(config))
+    assert "window 4096" in str(refusal(config))
     assert read(config).only_torch
 
 
@@ -161,7 +161,7 @@ def test_mistrals_window_that_a_configuration_does_not_mention_is_known() -> Non
         ("Qwen/Qwen2.5-0.5B", {"model_type": "gemma2", "head_dim": 64}, "model_type|family"),
     ],
 )
-def test_what_no_plan_can_be_for_is_refused_by_the_trainer_and_the_planner(
+def test_unsupported_models_are_rejected_by_both_trainer_and_planner(
     name: str, changes: dict[str, Any], field: str
 ) -> None:
     config = CONFIGS[name] | changes

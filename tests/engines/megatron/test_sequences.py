@@ -1,4 +1,4 @@
-"""Packed sequences: no position is padding at one rank, and ranks divide them without loss."""
+"""Packed sequences: one rank needs no padding, and splitting over ranks is lossless."""
 
 import gc
 from dataclasses import dataclass
@@ -24,7 +24,6 @@ from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDiv
 from tinkercloud_worker.training.collate import Pack
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
 ]
 lengths_of_sequences = st.lists(st.integers(1, 20), min_size=1, max_size=6)
@@ -66,7 +65,7 @@ def test_ranks_hold_every_position_once(lengths: list[int], ranks: int) -> None:
 
 
 @given(lengths_of_sequences, st.integers(1, 4))
-def test_what_ranks_hold_is_put_in_order_again(lengths: list[int], ranks: int) -> None:
+def test_the_parts_of_ranks_are_reassembled_in_order(lengths: list[int], ranks: int) -> None:
     held = parts(lengths, ranks)
     order = held[0].sequences.order_P
 
@@ -79,7 +78,7 @@ def test_what_ranks_hold_is_put_in_order_again(lengths: list[int], ranks: int) -
 
 
 @given(lengths_of_sequences, st.integers(1, 4))
-def test_ranks_have_as_much_to_attend_to(chunks: list[int], ranks: int) -> None:
+def test_ranks_have_equal_attention_work(chunks: list[int], ranks: int) -> None:
     lengths = [2 * ranks * chunk for chunk in chunks]
     seen = torch.cat([torch.arange(length) + 1 for length in lengths])
 

@@ -1,4 +1,4 @@
-"""A Ray cluster of this machine, with more cores than it has."""
+"""A local Ray cluster that declares more cores than the machine has."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""What a head may be told about ranks."""
+"""Validation of the rank settings of a session head."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def test_megatron_ranks_are_a_multiple_of_what_the_model_is_divided_over() -> No
         TrainerConfig(backend="megatron", ranks=6, tensor_parallel=2, pipeline_parallel=2)
 
 
-def test_experts_are_divided_over_ranks_that_are_there_anyway() -> None:
+def test_expert_parallelism_uses_existing_ranks() -> None:
     divided = {"tensor_parallel": 2, "expert_parallel": 4}
 
     assert TrainerConfig(backend="megatron", ranks=8, **divided).expert_parallel == 4
@@ -32,7 +32,7 @@ def test_the_torch_trainer_takes_no_parallelism_that_it_would_ignore(field: str)
         TrainerConfig(ranks=2, **{field: 2})
 
 
-def test_the_megatron_trainer_is_refused_without_ranks() -> None:
+def test_the_megatron_trainer_is_rejected_without_ranks() -> None:
     with pytest.raises(ValidationError, match="set ranks to 1 or more"):
         TrainerConfig(backend="megatron")
 
@@ -51,9 +51,7 @@ def test_a_head_that_trains_nothing_has_no_ranks() -> None:
         ({"ranks": 2, "max_kept_tokens": 512}, "max_kept_tokens: 512, .* set it to 0"),
     ],
 )
-def test_a_base_is_shared_out_among_ranks_that_all_do_the_same(
-    settings: dict[str, Any], message: str
-) -> None:
+def test_the_base_is_sharded_over_identical_ranks(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         TrainerConfig(sharded=True, **settings)
 

@@ -1,4 +1,4 @@
-"""The torch trainer at several ranks against itself at one."""
+"""The torch trainer on several ranks against one rank."""
 
 import threading
 from collections.abc import Iterator
@@ -128,7 +128,7 @@ def test_ten_steps_of_three_ranks_equal_one_ranks_whatever_number_of_examples_th
         assert_equal(first, copy, atol=0)
 
 
-def test_models_whose_seed_nobody_gave_begin_equal_at_all_ranks(ranked: RankedTrainer) -> None:
+def test_models_without_a_seed_start_equal_on_all_ranks(ranked: RankedTrainer) -> None:
     ranked.add_model("m", LoraConfig(rank=4))
 
     first, second = weights_at_ranks(ranked._group, "m")
@@ -154,7 +154,7 @@ def test_gradients_add_up_over_requests_until_the_step_and_can_be_dropped(
     assert ranked.export_gradient("m") is None
 
 
-def test_a_state_of_many_ranks_goes_on_at_one_and_comes_back(
+def test_a_state_of_many_ranks_continues_on_one_and_comes_back(
     ranked: RankedTrainer, single: TorchTrainer
 ) -> None:
     ranked.add_model("m", LORA)
@@ -177,12 +177,14 @@ def test_a_state_of_many_ranks_goes_on_at_one_and_comes_back(
     assert_equal(moments_of(states[1]), moments_of(states[0]), atol=0)
 
 
-def test_a_gradient_that_is_not_finite_at_one_rank_is_refused_at_all(ranked: RankedTrainer) -> None:
+def test_a_gradient_that_is_not_finite_on_one_rank_is_rejected_at_all(
+    ranked: RankedTrainer,
+) -> None:
     ranked.add_model("m", LORA)
     step(ranked, "m", [5, 3], seed=0)
     run(ranked, [a_datum([1, 2, 3], weights=np.full(3, 3e38, np.float32))])
 
-    with pytest.raises(InvalidRequest, match="NaN or an infinity"):
+    with pytest.raises(InvalidRequest, match="NaN or infinity"):
         ranked.optim_step("m", ADAM)
 
     assert np.isfinite(step(ranked, "m", [5, 3], seed=1)).all()
@@ -210,7 +212,7 @@ def kill_in(mortal: RankedTrainer, method: str, *ranks: int) -> None:
 
 
 @pytest.mark.parametrize("method", ["forward_backward", "sum_gradient"])
-def test_after_a_rank_is_killed_a_model_goes_on_as_its_last_step_left_it(
+def test_after_a_rank_is_killed_a_model_continues_from_its_last_step(
     mortal: RankedTrainer, method: str
 ) -> None:
     mortal.add_model("m", LORA)
@@ -245,7 +247,7 @@ def test_a_step_that_ranks_apply_when_one_is_killed_is_applied(mortal: RankedTra
 
 
 @pytest.mark.parametrize("lost", [(1,), (0, 1)], ids=["one", "all"])
-def test_ranks_that_are_lost_while_memory_is_released_are_told_of_by_the_next_step(
+def test_ranks_lost_while_memory_is_released_are_reported_by_the_next_step(
     mortal: RankedTrainer, lost: tuple[int, ...]
 ) -> None:
     mortal.add_model("m", LORA)
@@ -261,7 +263,7 @@ def test_ranks_that_are_lost_while_memory_is_released_are_told_of_by_the_next_st
         mortal.optim_step("m", ADAM)
 
 
-def test_another_models_gradient_is_missed_once_and_never_applied_in_part(
+def test_the_lost_gradient_of_another_model_is_reported_once_and_never_applied_in_part(
     mortal: RankedTrainer,
 ) -> None:
     for name in ("undisturbed", "one", "other", "idle"):
@@ -281,7 +283,7 @@ def test_another_models_gradient_is_missed_once_and_never_applied_in_part(
         assert step(mortal, name, [5, 3], seed=0) == expected
 
 
-def test_a_step_that_fails_at_all_ranks_is_missed_and_no_model_is_lost(
+def test_a_step_that_fails_on_all_ranks_loses_its_gradient_but_no_model(
     mortal: RankedTrainer,
 ) -> None:
     for name in ("one", "other"):
@@ -297,7 +299,7 @@ def test_a_step_that_fails_at_all_ranks_is_missed_and_no_model_is_lost(
     assert step(mortal, "one", [4, 6], seed=1) == step(mortal, "other", [4, 6], seed=1)
 
 
-def test_what_is_kept_of_lost_ranks_is_saved_without_others(mortal: RankedTrainer) -> None:
+def test_salvaged_models_can_be_saved_without_ranks(mortal: RankedTrainer) -> None:
     for name in ("one", "other"):
         mortal.add_model(name, LORA)
         step(mortal, name, [5, 3], seed=0)
@@ -318,7 +320,7 @@ def test_what_is_kept_of_lost_ranks_is_saved_without_others(mortal: RankedTraine
     assert not mortal._group.is_alive
 
 
-def test_ranks_are_not_asked_for_the_gradient_of_a_model_that_has_none(
+def test_no_gradient_is_requested_for_a_model_that_has_none(
     mortal: RankedTrainer,
 ) -> None:
     mortal.add_model("m", LORA)
@@ -329,7 +331,7 @@ def test_ranks_are_not_asked_for_the_gradient_of_a_model_that_has_none(
     assert mortal._group.is_alive
 
 
-def test_without_a_rank_that_lives_models_are_lost_for_good_and_others_can_begin(
+def test_without_a_surviving_rank_models_are_lost_and_new_ones_can_start(
     mortal: RankedTrainer,
 ) -> None:
     mortal.add_model("m", LORA)
@@ -353,9 +355,9 @@ def test_models_are_kept_until_a_group_can_be_started(cluster: None) -> None:
     possible, impossible = (GroupShape(RANKS, cpus_per_rank=cores) for cores in (0.1, 1000))
     starts = iter([(possible, None), (impossible, GroupTimings(start=1)), (possible, None)])
 
-    def start(give_up: threading.Event) -> RankGroup:
+    def start(cancelled: threading.Event) -> RankGroup:
         shape, timings = next(starts)
-        return RankGroup(shape, MortalTrainer, timings, give_up)
+        return RankGroup(shape, MortalTrainer, timings, cancelled)
 
     trainer = RankedTrainer(start)
     trainer.add_model("m", LORA)
@@ -372,17 +374,17 @@ def test_models_are_kept_until_a_group_can_be_started(cluster: None) -> None:
     trainer.close()
 
 
-def test_a_model_can_be_saved_though_a_request_waits_for_room_for_another_group(
+def test_a_model_can_be_saved_while_a_request_waits_for_a_new_group(
     cluster: None,
 ) -> None:
     possible, impossible = (GroupShape(RANKS, cpus_per_rank=cores) for cores in (0.1, 1000))
     shapes, starts_again = [impossible, possible], threading.Event()
 
-    def start(give_up: threading.Event) -> RankGroup:
+    def start(cancelled: threading.Event) -> RankGroup:
         shape = shapes.pop()
         if not shapes:
             starts_again.set()
-        return RankGroup(shape, MortalTrainer, GroupTimings(start=600), give_up)
+        return RankGroup(shape, MortalTrainer, GroupTimings(start=600), cancelled)
 
     trainer = RankedTrainer(start)
     for name in ("m", "other"):
@@ -407,7 +409,7 @@ def test_a_model_can_be_saved_though_a_request_waits_for_room_for_another_group(
     trainer.close()
 
 
-def test_a_model_whose_beginning_is_cut_off_does_not_exist_and_others_go_on(
+def test_a_model_whose_creation_is_interrupted_does_not_exist_and_others_continue(
     mortal: RankedTrainer,
 ) -> None:
     mortal.add_model("m", LORA)

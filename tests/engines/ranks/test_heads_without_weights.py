@@ -1,4 +1,4 @@
-"""A head whose ranks train, and whose servers sample, has no copy of the model itself."""
+"""A session head with training ranks and inference servers holds no copy of the model."""
 
 from pathlib import Path
 from typing import Never

@@ -1,4 +1,4 @@
-"""The megatron trainer divided over ranks against the torch trainer in this process, and PEFT."""
+"""The megatron trainer on several ranks against PEFT and the torch trainer in this process."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -42,7 +42,6 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
 ]
 
@@ -74,7 +73,7 @@ KEPT = {2: None, 4: 0}
 """By ranks: four compute their layers again in the backward pass."""
 
 
-def test_a_whole_model_that_no_living_rank_holds_is_lost_and_can_be_restored(
+def test_a_full_model_that_no_surviving_rank_holds_is_lost_and_can_be_restored(
     cluster: None, tmp_path: Path
 ) -> None:
     factory = megatron_factory(str(save(tiny_llama(), tmp_path)), tensor=2, pipeline=1)
@@ -94,7 +93,7 @@ def test_a_whole_model_that_no_living_rank_holds_is_lost_and_can_be_restored(
     ranked.close()
 
 
-def test_a_whole_model_over_a_base_in_bfloat16_is_published_in_it(
+def test_a_full_model_over_a_base_in_bfloat16_is_published_in_it(
     trainer_of: TrainerOf, tmp_path: Path
 ) -> None:
     folder = str(save(tiny_llama(), tmp_path))
@@ -150,10 +149,10 @@ class OfPeft:
     """What PEFT computes."""
 
     logprobs: np.ndarray
-    """Of the data, one after another, with the adapter that has moved."""
+    """Concatenated logprobs of the data, with the trained adapter."""
     gradients: Mapping[str, Tensor]
     losses: list[float]
-    """Of ten steps, with a fresh adapter."""
+    """Losses of ten steps, with a new adapter."""
 
 
 @cache
@@ -261,7 +260,7 @@ def test_a_loss_over_whole_sequences_has_the_torch_trainers_gradient(trainers: T
     assert_close(gradient_of(ranked), gradient_of(single), rtol=1e-4)
 
 
-def test_an_adapter_of_the_output_layer_alone_has_the_torch_trainers_gradient(
+def test_an_adapter_of_the_lm_head_alone_has_the_torch_trainers_gradient(
     trainers: Trainers,
 ) -> None:
     gradients = []
@@ -275,7 +274,7 @@ def test_an_adapter_of_the_output_layer_alone_has_the_torch_trainers_gradient(
     assert_close(*gradients, rtol=1e-4)
 
 
-def test_adapters_begin_alike_ten_changing_steps_go_as_pefts_and_the_copies_stay_equal(
+def test_adapters_start_equal_ten_changing_steps_go_as_pefts_and_the_copies_stay_equal(
     shape: Shape, trainers: Trainers
 ) -> None:
     ranked, single = trainers
@@ -295,7 +294,7 @@ def test_adapters_begin_alike_ten_changing_steps_go_as_pefts_and_the_copies_stay
         assert_close(copy, first, rtol=0)
 
 
-def test_a_step_of_one_adapter_leaves_another_as_it_is_at_every_rank(trainers: Trainers) -> None:
+def test_a_step_of_one_adapter_leaves_another_as_it_is_on_every_rank(trainers: Trainers) -> None:
     ranked, _ = trainers
     for name, config in {"m": LORA, "other": OF_ANOTHER_RANK}.items():
         ranked.add_model(name, config)
@@ -333,7 +332,7 @@ def by_turns(
     return {name: (figures[name], ranked.snapshot(name).tensors) for name in models}
 
 
-def test_adapters_and_a_whole_model_take_steps_by_turns_as_each_does_alone_bit_for_bit(
+def test_adapters_and_a_full_model_take_steps_by_turns_as_each_does_alone_bit_for_bit(
     trainers: Trainers,
 ) -> None:
     ranked, _ = trainers
@@ -352,7 +351,7 @@ def test_adapters_and_a_whole_model_take_steps_by_turns_as_each_does_alone_bit_f
         assert_close(weights, alone[name][1], rtol=0)
 
 
-def test_a_state_of_divided_ranks_goes_on_at_the_torch_trainer(trainers: Trainers) -> None:
+def test_a_state_of_sharded_ranks_continues_at_the_torch_trainer(trainers: Trainers) -> None:
     ranked, single = trainers
     ranked.add_model("m", LORA)
     run(ranked, random_data(LENGTHS))
@@ -368,7 +367,7 @@ def test_a_state_of_divided_ranks_goes_on_at_the_torch_trainer(trainers: Trainer
     assert_close(ranked.snapshot("m").tensors, single.snapshot("m").tensors, rtol=1e-6)
 
 
-def test_every_weight_of_a_whole_model_has_the_torch_trainers_gradient(trainers: Trainers) -> None:
+def test_every_weight_of_a_full_model_has_the_torch_trainers_gradient(trainers: Trainers) -> None:
     for trainer in trainers:
         trainer.add_model("m", None)
 
@@ -384,7 +383,7 @@ def test_every_weight_of_a_whole_model_has_the_torch_trainers_gradient(trainers:
     assert_close(gradient_of(ranked), gradients[1], rtol=0)
 
 
-def test_ten_clipped_steps_of_a_whole_model_go_as_the_torch_trainers(trainers: Trainers) -> None:
+def test_ten_clipped_steps_of_a_full_model_go_as_the_torch_trainers(trainers: Trainers) -> None:
     steps: list[list[tuple[float, float]]] = []
     for trainer in trainers:
         trainer.add_model("m", None)
@@ -400,7 +399,7 @@ def test_ten_clipped_steps_of_a_whole_model_go_as_the_torch_trainers(trainers: T
     assert_close(states[0].weights.tensors, states[1].weights.tensors, rtol=1e-3)
 
 
-def test_a_whole_model_goes_on_at_the_torch_trainer_and_comes_back_bit_for_bit(
+def test_a_full_model_continues_at_the_torch_trainer_and_comes_back_bit_for_bit(
     trainers: Trainers,
 ) -> None:
     ranked, single = trainers

@@ -1,4 +1,4 @@
-"""Mixtures of experts divided over megatron ranks against the torch trainer in this process."""
+"""Mixtures of experts on several megatron ranks against the torch trainer in this process."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +28,6 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
 ]
 
@@ -57,7 +56,7 @@ KEPT = {2: None, 4: 0}
 """By ranks: four compute their layers again in the backward pass."""
 
 
-def test_experts_of_a_killed_rank_take_their_model_along_and_no_other(
+def test_a_killed_rank_loses_only_the_models_with_experts_on_it(
     cluster: None, tmp_path: Path
 ) -> None:
     folder = save(tiny_qwen3_moe(), tmp_path)
@@ -159,7 +158,7 @@ def test_a_rank_holds_what_is_planned(
     assert least * planned <= 4 * max(held) <= planned < whole
 
 
-def test_a_seed_means_the_same_adapter_and_without_one_copies_begin_alike(
+def test_a_seed_gives_the_same_adapter_and_without_one_copies_start_equal(
     trainers: Trainers,
 ) -> None:
     ranked, single = trainers
@@ -179,7 +178,7 @@ def test_a_seed_means_the_same_adapter_and_without_one_copies_begin_alike(
         assert sum(parts.values()) == tensor.numel(), name
 
 
-def test_a_state_of_divided_experts_goes_on_at_the_torch_trainer_and_comes_back(
+def test_a_state_of_distributed_experts_continues_at_the_torch_trainer_and_comes_back(
     trainers: Trainers,
 ) -> None:
     ranked, single = trainers
@@ -205,7 +204,9 @@ def test_a_state_of_divided_experts_goes_on_at_the_torch_trainer_and_comes_back(
     assert_close(ranked.snapshot("m").tensors, single.snapshot("m").tensors, rtol=1e-6)
 
 
-def test_a_whole_mixture_has_the_torch_trainers_gradients_and_steps(trainers: Trainers) -> None:
+def test_a_fully_fine_tuned_mixture_has_the_torch_trainers_gradients_and_steps(
+    trainers: Trainers,
+) -> None:
     ranked, _ = trainers
     for trainer in trainers:
         trainer.add_model("m", None)

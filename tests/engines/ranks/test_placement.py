@@ -1,4 +1,4 @@
-"""Ranks that hold a model between them are kept together; copies on CPUs are not."""
+"""Ranks that share a model are placed together; CPU replicas are not."""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
@@ -28,12 +28,14 @@ from tinkercloud_worker.build_trainer import build_trainer, strategy
         ({"backend": "megatron", "expert_parallel": 2}, "PACK"),
     ],
 )
-def test_what_meets_in_every_layer_is_kept_together(trainer: dict[str, Any], expected: str) -> None:
+def test_ranks_that_communicate_in_every_layer_share_a_node(
+    trainer: dict[str, Any], expected: str
+) -> None:
     assert strategy(TrainerConfig(ranks=2, **trainer)) == expected
 
 
 @pytest.mark.slow
-def test_ray_is_asked_for_it(cluster: None) -> None:
+def test_ray_gets_the_placement_strategy(cluster: None) -> None:
     group = RankGroup(GroupShape(ranks=1, strategy="SPREAD"), Recorder)
 
     assert placement_group_table(group._placement_group)["strategy"] == "SPREAD"
@@ -59,7 +61,7 @@ def test_on_two_nodes_ranks_are_packed_onto_one_or_spread_and_neighbours_share_a
 
 
 @pytest.mark.slow
-def test_a_head_waits_for_places_as_long_as_it_is_told(cluster: None) -> None:
+def test_a_head_waits_for_placement_up_to_its_timeout(cluster: None) -> None:
     ranks = int(ray.cluster_resources()["CPU"]) + 1
     config = HeadConfig(
         head="h",

@@ -1,4 +1,4 @@
-"""The torch trainer at ranks that hold the base between them, against itself at one rank."""
+"""The torch trainer on ranks that shard the base, against one rank."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -92,7 +92,7 @@ def test_gradients_add_up_over_requests_as_if_their_data_had_come_at_once(
     assert_equal(gradients[1], gradients[0], atol=1e-5)
 
 
-def test_an_example_without_weight_at_one_rank_holds_nobody_up(trainers: Trainers) -> None:
+def test_an_example_of_zero_weight_does_not_block_other_ranks(trainers: Trainers) -> None:
     data = [a_datum([1, 2, 3], weights=np.zeros(3, np.float32)), a_datum([4, 5, 6, 7])]
     for trainer in trainers:
         trainer.add_model("m", LORA)
@@ -137,7 +137,7 @@ def test_no_rank_ever_has_more_than_one_layer_of_the_base_that_is_whole(
 
 
 @pytest.mark.parametrize("make", [tiny_gpt2, tiny_qwen3_moe, tiny_deepseek_v3])
-def test_a_model_that_one_rank_reads_is_the_same_at_all(
+def test_a_model_thon_one_rank_reads_is_the_same_at_all(
     make: Callable[[], PreTrainedModel], trainer_of: TrainerOf, tmp_path: Path
 ) -> None:
     config = HeadConfig(
@@ -182,7 +182,7 @@ def test_ten_steps_of_an_adapter_equal_one_ranks_however_unequal_the_shares(
     np.testing.assert_allclose(sharded, single, rtol=1e-5)
 
 
-def test_ten_steps_of_a_whole_model_equal_one_ranks_however_unequal_the_shares(
+def test_ten_steps_of_a_full_model_equal_one_ranks_however_unequal_the_shares(
     trainers: Trainers,
 ) -> None:
     sharded, single = ten_steps(trainers, None)
@@ -206,21 +206,21 @@ def test_three_ranks_hold_layers_in_unequal_parts_and_train_adapters_as_one_does
     np.testing.assert_allclose(steps[0], steps[1], rtol=1e-5)
 
 
-def test_a_whole_model_that_ranks_can_not_divide_is_refused_by_name_and_they_go_on(
+def test_a_full_model_that_ranks_cannot_shard_is_rejected_by_name_and_they_continue(
     trainer_of: TrainerOf,
 ) -> None:
     sharded = trainer_of(3, MeasuredTrainer)
     sharded.add_model("adapter", LORA)
-    weight = re.escape("model.layers.0.self_attn.q_proj.weight [32, 32]")
+    weight = re.escape("model.layers.0.self_attn.q_proj.weight has shape [32, 32]")
 
-    with pytest.raises(InvalidRequest, match=rf"at 3 ranks .* no dimension of {weight} can be; "):
+    with pytest.raises(InvalidRequest, match=rf"on 3 ranks .* divisible by 3 .* {weight}; "):
         sharded.add_model("m", None)
 
     output = run(sharded, random_data([5, 9, 3, 30]), model_id="adapter")
     assert [len(logprobs) for logprobs in output.logprobs] == [5, 9, 3, 30]
 
 
-def test_ten_steps_of_a_whole_model_at_three_ranks_equal_one_ranks(trainer_of: TrainerOf) -> None:
+def test_ten_steps_of_a_full_model_on_three_ranks_equal_one_ranks(trainer_of: TrainerOf) -> None:
     make = partial(tiny_llama, hidden_size=24)
     single = TorchTrainer(BaseModel(make()), max_batch_tokens=BATCH_TOKENS)
     sharded = trainer_of(3, partial(MeasuredTrainer, make=make))
@@ -232,7 +232,7 @@ def test_ten_steps_of_a_whole_model_at_three_ranks_equal_one_ranks(trainer_of: T
     assert_equal(weights[0], weights[1], atol=1e-4)
 
 
-def test_a_whole_model_of_many_ranks_goes_on_at_one_and_comes_back(trainers: Trainers) -> None:
+def test_a_full_model_of_many_ranks_continues_at_one_and_comes_back(trainers: Trainers) -> None:
     sharded, single = trainers
     for trainer in trainers:
         trainer.add_model("m", None)
@@ -254,7 +254,7 @@ def test_a_whole_model_of_many_ranks_goes_on_at_one_and_comes_back(trainers: Tra
     )
 
 
-def test_a_state_that_does_not_fit_is_refused_by_all_ranks_and_changes_nothing(
+def test_a_state_that_does_not_fit_is_rejected_by_all_ranks_and_changes_nothing(
     trainers: Trainers,
 ) -> None:
     sharded, single = trainers
@@ -268,7 +268,7 @@ def test_a_state_that_does_not_fit_is_refused_by_all_ranks_and_changes_nothing(
     assert_equal(sharded.snapshot("m").tensors, before, atol=0)
 
 
-def test_whole_models_and_adapters_of_one_base_stay_apart(trainers: Trainers) -> None:
+def test_full_models_and_adapters_of_one_base_stay_apart(trainers: Trainers) -> None:
     sharded, _ = trainers
     sharded.add_model("other", LORA)
     sharded.add_model("m", None)
@@ -284,7 +284,7 @@ def test_whole_models_and_adapters_of_one_base_stay_apart(trainers: Trainers) ->
     assert not np.allclose(trained.logprobs[0], before.logprobs[0], atol=1e-3)
 
 
-def test_each_rank_holds_its_part_of_a_whole_model_and_its_moments(trainers: Trainers) -> None:
+def test_each_rank_holds_its_part_of_a_full_model_and_its_moments(trainers: Trainers) -> None:
     sharded, single = trainers
     sharded.add_model("m", None)
     step(sharded, [5, 9], seed=0)
@@ -296,7 +296,7 @@ def test_each_rank_holds_its_part_of_a_whole_model_and_its_moments(trainers: Tra
 
 
 @pytest.mark.parametrize("make", [tiny_qwen3, tiny_qwen3_moe], ids=["tied", "mixture"])
-def test_a_whole_model_has_one_ranks_gradients(
+def test_a_full_model_has_one_ranks_gradients(
     make: Callable[[], PreTrainedModel], trainer_of: TrainerOf
 ) -> None:
     single = TorchTrainer(BaseModel(make()), max_batch_tokens=BATCH_TOKENS)
@@ -316,7 +316,7 @@ def a_tied_llama_in_half() -> PreTrainedModel:
     return in_dtype(tiny_llama(tied=True), torch.bfloat16)
 
 
-def test_a_whole_model_over_a_base_in_bfloat16_is_computed_in_it_as_at_one_rank(
+def test_a_full_model_over_a_base_in_bfloat16_is_computed_in_it_as_on_one_rank(
     trainer_of: TrainerOf,
 ) -> None:
     single = TorchTrainer(BaseModel(a_tied_llama_in_half()), max_batch_tokens=BATCH_TOKENS)
@@ -335,7 +335,7 @@ def test_a_whole_model_over_a_base_in_bfloat16_is_computed_in_it_as_at_one_rank(
     assert_close(*(gradient_of(trainer) for trainer in (sharded, single)), rtol=0.02)
 
 
-def test_a_whole_model_over_a_base_in_bfloat16_is_published_in_it(trainer_of: TrainerOf) -> None:
+def test_a_full_model_over_a_base_in_bfloat16_is_published_in_it(trainer_of: TrainerOf) -> None:
     sharded = trainer_of(2, partial(MeasuredTrainer, 0, make=a_tied_llama_in_half))
     sharded.add_model("m", None)
     step(sharded, [5, 9], seed=0)
@@ -349,7 +349,7 @@ def test_a_whole_model_over_a_base_in_bfloat16_is_published_in_it(trainer_of: Tr
     assert any(not torch.equal(saved.tensors[name], each) for name, each in rounded.items())
 
 
-def test_a_whole_model_that_is_removed_takes_its_memory_along(trainers: Trainers) -> None:
+def test_a_full_model_that_is_removed_frees_its_memory(trainers: Trainers) -> None:
     sharded, _ = trainers
     sharded.add_model("m", None)
     step(sharded, [5, 9], seed=0)
@@ -365,7 +365,9 @@ def test_a_whole_model_that_is_removed_takes_its_memory_along(trainers: Trainers
     assert sharded._group.call("tensors_alive") == before < held
 
 
-def test_a_whole_model_that_no_living_rank_holds_is_lost_and_can_be_restored(cluster: None) -> None:
+def test_a_full_model_that_no_surviving_rank_holds_is_lost_and_can_be_restored(
+    cluster: None,
+) -> None:
     sharded = RankedTrainer(lambda _: RankGroup(GroupShape(ranks=2), MeasuredTrainer))
     sharded.add_model("m", None)
     step(sharded, [5, 9], seed=0)
@@ -386,7 +388,7 @@ def test_a_whole_model_that_no_living_rank_holds_is_lost_and_can_be_restored(clu
     [(prefixed("_orig_mod."), "_orig_mod"), (value(UP, float("nan")), f"NaN .*{UP}")],
     ids=["names", "values"],
 )
-def test_files_that_do_not_hold_the_model_are_refused_at_the_rank_that_reads_them(
+def test_files_that_do_not_hold_the_model_are_rejected_at_the_rank_that_reads_them(
     cluster: None, tmp_path: Path, fault: Fault, message: str
 ) -> None:
     folder = save(tiny_llama(), tmp_path / "model")

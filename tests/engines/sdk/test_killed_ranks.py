@@ -1,4 +1,4 @@
-"""A trainer divided over two ranks under the real SDK: kill -9, and what is refused."""
+"""A trainer on two ranks with the real SDK: failures after kill -9."""
 
 import time
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MODEL = "tiny/llama"
 PATIENCE = 300
-"""Seconds to wait for a result before a test gives up; another group of ranks loads the model."""
+"""Timeout of a result in seconds; a new group of ranks has to load the model."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def ranks(server: Server) -> list[psutil.Process]:
     return [p for p in below_the_head(server) if "".join(p.cmdline()[:1]).startswith("ray::Rank")]
 
 
-def test_a_rank_killed_in_a_step_fails_it_definitely_and_training_goes_on_bit_for_bit(
+def test_a_rank_killed_in_a_step_fails_it_definitely_and_training_continues_bit_for_bit(
     server: Server,
 ) -> None:
     uninterrupted, other = a_training_client(server), a_training_client(server)
@@ -57,7 +57,7 @@ def test_a_rank_killed_in_a_step_fails_it_definitely_and_training_goes_on_bit_fo
     other.forward_backward([a_datum()], "cross_entropy").result(timeout=PATIENCE)
     first_group = ranks(server)
 
-    # The other rank waits for the one that is stopped.
+    # The other rank waits for the suspended one.
     first_group[1].suspend()
     passed = training.forward_backward([a_datum()], "cross_entropy")
     applied = training.optim_step(ADAM)
@@ -77,7 +77,7 @@ def test_a_rank_killed_in_a_step_fails_it_definitely_and_training_goes_on_bit_fo
     assert len(ranks(server)) == 2
 
 
-def test_a_run_whose_ranks_are_all_killed_is_lost_and_says_from_where_to_go_on(
+def test_a_run_whose_ranks_are_all_killed_is_lost_and_names_the_checkpoint_to_resume_from(
     server: Server,
 ) -> None:
     training = a_training_client(server)
@@ -98,7 +98,8 @@ def test_a_run_whose_ranks_are_all_killed_is_lost_and_says_from_where_to_go_on(
 
 def test_neither_ranks_nor_their_cluster_outlive_a_killed_head(server: Server) -> None:
     step(a_training_client(server))
-    # Ray's agents go too, but first seek the killed cluster's store for a minute, to report there.
+    # Ray's agents exit too, but first try for a minute to report to the store of the killed
+    # cluster.
     processes = [p for p in below_the_head(server) if not p.cmdline()[0].endswith("Agent")]
     assert {"gcs_server", "raylet"} < {p.name() for p in processes}
     assert len(ranks(server)) == 2

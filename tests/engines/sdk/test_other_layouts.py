@@ -1,4 +1,4 @@
-"""A checkpoint of ranks that divide a mixture, through the store, to heads of another layout."""
+"""A checkpoint of a mixture sharded over ranks resumes on session heads with other layouts."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -44,7 +44,7 @@ def tensors_of(server: Server, path: str) -> Mapping[str, Tensor]:
     return {f"{file.name} {k}": v for file in files for k, v in load_file(file).items()}
 
 
-def test_a_run_of_divided_ranks_goes_on_at_other_trainers_from_its_checkpoint(
+def test_a_checkpoint_of_sharded_ranks_resumes_on_other_trainers(
     server: Server,
 ) -> None:
     first = server.client()

@@ -1,10 +1,10 @@
-"""What a pass of the torch trainer keeps for its backward pass; and, run as a program, with Liger.
+"""Measures the activations that the torch trainer saves; as a program, with Liger's kernels.
 
-Liger's kernels take the place of transformers' functions for the whole process, hence the program:
-it reads configurations by name from standard input, as JSON, and prints by name the bytes that a
-layer keeps for each token. The kernels themselves are not run, for want of a GPU: what is kept is
-what Liger's functions of autograd put by around them, whatever is in it. Nor is a base checked when
-it is loaded: it would be found to compute nothing of sense.
+Liger replaces transformers' functions for the entire process, hence the program: it reads named
+configurations from standard input as JSON, and prints the bytes that a layer saves for each token,
+by name. Without a GPU the kernels themselves do not run: only the tensors saved by Liger's autograd
+functions are counted, with arbitrary contents. The check of a loaded base is disabled, because it
+would fail.
 """
 
 import json
@@ -21,20 +21,20 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.device.packing import PackedSequences
-from tinkercloud_worker.lora.segments import ActiveWeights, Route
+from tinkercloud_worker.lora.segments import ActiveWeights, WeightSegment
 from tinkercloud_worker.model import base_model
 from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.model.fused_kernels import use_liger
 from tinkercloud_worker.training.adam import new_adapter
 
 RANK = 8
-"""Of the adapter that passes run with."""
+"""Rank of the adapter of passes."""
 _TOKENS = (64, 128)
 _LAYERS = (2, 3)
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the memory behind tensors; what several share counts once."""
+    """Return the memory of tensors; shared memory counts once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
@@ -48,9 +48,9 @@ def built(config: Mapping[str, Any]) -> PreTrainedModel:
 
 
 def kept(base: BaseModel, tokens: int, *, recompute: bool) -> int:
-    """Return the bytes that a pass of one sequence keeps, without weights."""
+    """Return the bytes that a pass of one sequence saves, without weights."""
     adapter = new_adapter(base.targets, LoraConfig(rank=RANK)).trainable
-    route = Route(slice(0, tokens), ActiveWeights(adapter.tensors, lora_scale=1.0))
+    route = WeightSegment(slice(0, tokens), ActiveWeights(adapter.tensors, lora_scale=1.0))
     saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def kept(base: BaseModel, tokens: int, *, recompute: bool) -> int:
 
 
 def _kept_with_liger(config: Mapping[str, Any]) -> float:
-    """Return the bytes that a layer keeps for each token."""
+    """Return the bytes that a layer saves for each token."""
     bases = []
     for layers in _LAYERS:
         model = built({**config, "num_hidden_layers": layers}).eval()
@@ -76,7 +76,7 @@ def _kept_with_liger(config: Mapping[str, Any]) -> float:
 
 
 def main() -> None:
-    """Print what layers keep."""
+    """Print the bytes that layers save."""
     os.environ["TRITON_INTERPRET"] = "1"
     from triton.runtime import interpreter  # noqa: PLC0415 - it must know before it is imported
 

@@ -1,4 +1,4 @@
-"""The same training and sampling on one device or another, as numbers to compare."""
+"""Runs the same training and sampling on a device, and returns numbers to compare."""
 
 import asyncio
 from pathlib import Path
@@ -21,14 +21,14 @@ Numbers = dict[str, npt.NDArray[np.float64]]
 
 
 def trained_and_sampled(where: str, scratch_dir: Path) -> Numbers:
-    """Train adapters and a whole model, move their state, sample; return what came of it.
+    """Train adapters and a full model, move their state, sample; return the results.
 
     Args:
-        where: name of the device.
+        where: the name of the device.
         scratch_dir: an empty folder.
     """
     if where == "elsewhere":
-        # It becomes the accelerator of the process, so of one that was started for this.
+        # It becomes the accelerator of the process, which must have been started for this.
         import tinkercloud_testing.elsewhere  # noqa: F401, PLC0415
     model = tiny_llama()
     torch.nn.Module.to(model, torch.device(where))
@@ -40,7 +40,7 @@ def trained_and_sampled(where: str, scratch_dir: Path) -> Numbers:
 
 
 def _train(engine: Engine, name: str, config: LoraConfig | None, loss_fn: str) -> Numbers:
-    """Train three steps, the last of them from state that has been exported and imported."""
+    """Train three steps, the last one from exported and imported state."""
     trainer = engine.trainer
     data = random_data([5, 40, 9, 40], policy=loss_fn == "ppo")
     batch = prepare(a_request(data, loss_fn), trainer.limits)
@@ -65,7 +65,7 @@ def _train(engine: Engine, name: str, config: LoraConfig | None, loss_fn: str) -
 
 
 async def _sample(engine: Engine) -> Numbers:
-    """Sample from the base, from a trained adapter, and from one that was read from a file."""
+    """Sample from the base, a trained adapter, and an adapter read from a file."""
     sampler = engine.sampler
     trained = engine.trainer.snapshot("adapter")
     read = WeightsSnapshot(trained.lora, load(encode_tensors(trained.tensors)))

@@ -19,10 +19,10 @@ from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
 from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingRequest, StopRules
 from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.model.base_model import BaseModel
-from tinkercloud_worker.torch_sampler.graphs import Recorder
+from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
-from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ def an_engine(
     config: SamplerConfig | None = None,
     *,
     max_sampler_bytes: int = 1 << 30,
-    recorder: Recorder | None = None,
+    graph_capturer: GraphCapturer | None = None,
 ) -> Iterator[Engine]:
-    """Start an engine with a model; stop its thread afterwards."""
-    base = BaseModel(model, packed=recorder is None)
+    """Start an engine over `model`; end its thread afterwards."""
+    base = BaseModel(model, packed=graph_capturer is None)
     thread = EngineThread(on_crash=_end_the_process)
     sampler = TorchSampler(
         base,
@@ -57,11 +57,11 @@ def an_engine(
         config or SamplerConfig(),
         versions=Versions(scratch_dir, max_sampler_bytes, base.device, base.dtype),
         wake=thread.wake,
-        recorder=recorder,
+        graph_capturer=graph_capturer,
     )
     thread.start(sampler)
     try:
-        yield Engine(TrainerBesideSampler(base, max_batch_tokens=256), sampler, thread)
+        yield Engine(TorchTrainerWithSampler(base, max_batch_tokens=256), sampler, thread)
     finally:
         thread.stop()
 

@@ -1,4 +1,4 @@
-"""Tiny random models of families that keep, or see, more than keys and values of all before."""
+"""Tiny random models of families with other state or attention than plain causal KV caches."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,9 +11,9 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_testing.models import EOS_TOKEN_ID, VOCAB_SIZE
 
 WINDOW = 9
-"""Positions of windows, and those that sparse attention chooses: fewer than sequences have."""
+"""Positions in windows, and selected by sparse attention: fewer than the sequences have."""
 ROTARY_SWITCH = 20
-"""Positions beyond which the family `longrope` has other rotary positions."""
+"""Length above which the rotary positions of the family `longrope` change."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -54,7 +54,7 @@ _LATENT: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
-# Of few heads the scores of many positions are zero: which of them are chosen depends on chance.
+# With few heads, many positions score zero, and the selection among them is arbitrary.
 _INDEXED = _LATENT | {"index_topk": WINDOW, "index_head_dim": 16, "index_n_heads": 24}
 _MAMBA: dict[str, Any] = {
     "mamba_n_heads": 8,
@@ -97,7 +97,7 @@ def _made(name: str, config: str, **changes: Any) -> PreTrainedModel:
     model: PreTrainedModel = getattr(transformers, name)(
         getattr(transformers, config)(**_SIZES | changes)
     )
-    # transformers begins with zeros; sinks and biases of states make no difference then.
+    # transformers initializes with zeros, for which sinks and state biases have no effect.
     for parameter_name, parameter in model.named_parameters():
         if "bias" in parameter_name or "sinks" in parameter_name:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -129,7 +129,7 @@ SLOTTED: dict[str, Callable[[], PreTrainedModel]] = {
     "learned positions": partial(_made, "GPT2LMHeadModel", "GPT2Config", **_GPT),
     "eager only": _family("GPTJ", rotary_dim=8, **_GPT),
 }
-"""Families whose sequences are drawn together, in slots."""
+"""Families whose sequences are decoded together, in slots."""
 
 ONE_BY_ONE: dict[str, Callable[[], PreTrainedModel]] = {
     "sparse, DeepSeek-V3.2": _family("DeepseekV32", **_INDEXED),
@@ -193,10 +193,10 @@ ONE_BY_ONE: dict[str, Callable[[], PreTrainedModel]] = {
     "positions by length, OPT": _family("OPT", ffn_dim=48, word_embed_proj_dim=32),
     "biases by length, Bloom": _family("Bloom", n_layer=2, n_head=4),
 }
-"""Families whose sequences are drawn one by one."""
+"""Families whose sequences are decoded one by one."""
 
 longrope = _family("Phi3", **_LONGROPE)
-"""Makes a model whose sequences are drawn in slots up to `ROTARY_SWITCH`, then one by one."""
+"""Makes a model whose sequences are decoded in slots up to `ROTARY_SWITCH`, then one by one."""
 
 _IMAGES: dict[str, Any] = {
     "hidden_size": 32,
@@ -285,7 +285,7 @@ VISION_LANGUAGE: dict[str, Callable[[], PreTrainedModel]] = {
         _LATENT | {"model_type": "deepseek_v3"},
     ),
 }
-"""Families that also see images; only their text is served."""
+"""Vision-language families; only their text part is served."""
 
 SCALED: dict[str, Callable[[], PreTrainedModel]] = {
     "Granite": _family("Granite", logits_scaling=6.0, residual_multiplier=0.5),
@@ -295,7 +295,7 @@ SCALED: dict[str, Callable[[], PreTrainedModel]] = {
         "FalconH1", **_MAMBA | {"mamba_n_heads": 4}, mamba_d_ssm=32, lm_head_multiplier=0.5
     ),
 }
-"""Families that multiply the results of their output layer."""
+"""Families that scale their logits."""
 
 llama4 = partial(
     _made,

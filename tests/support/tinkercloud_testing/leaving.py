@@ -19,9 +19,13 @@ from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded_base import share_out
 from tinkercloud_worker.torch_trainer.sharded_model import ShardedModel
-from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler
 
-_TRAINERS: Sequence[type[TorchTrainer]] = (TorchTrainer, TrainerBesideSampler, DataParallelTrainer)
+_TRAINERS: Sequence[type[TorchTrainer]] = (
+    TorchTrainer,
+    TorchTrainerWithSampler,
+    DataParallelTrainer,
+)
 
 
 class _Taken(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""What a computation makes on its way: matrices of which shapes."""
+"""Records the shapes of the matrices that a computation creates."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,10 +27,10 @@ class _Matrices(TorchFunctionMode):
 
 
 def matrices_of(computation: Callable[[], object]) -> set[tuple[int, ...]]:
-    """Return the shapes of the matrices that Python has torch make meanwhile, in this thread.
+    """Return the shapes of the matrices that a computation creates from Python in this thread.
 
-    In backward passes too, where they are written in Python or compute layers again. Views are left
-    out, and so are vectors: flat weights and gradients are as long as they please.
+    This includes backward passes that are written in Python or recompute layers. Views and vectors
+    are excluded: flat weights and gradients have any length.
     """
     matrices = _Matrices()
     with matrices:

@@ -1,4 +1,4 @@
-"""Megatron trainers of tiny models, to be built at ranks."""
+"""Megatron trainers of tiny models, built on ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,27 +15,27 @@ from tinkercloud_testing.matrices import matrices_of
 from tinkercloud_testing.ranks import BATCH_TOKENS, Measured, Mortal
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
-from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
 from tinkercloud_worker.training.adam import TrainedModel
 
 
 class MegatronRank(Mortal, MegatronTrainer, Measured):
-    """A rank's part of a trainer."""
+    """One rank of a megatron trainer."""
 
     def held(self, model_id: str) -> Mapping[str, Tensor]:
-        """Return the tensors of a model that are held here."""
+        """Return the tensors of a model on this rank."""
         tensors = self._models[model_id].trainable.tensors
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def matrices(self, model_id: str, batch: Batch) -> set[tuple[int, ...]]:
-        """Return the shapes of all matrices that a pass makes here."""
+        """Return the shapes of all matrices that a pass creates on this rank."""
         return matrices_of(lambda: self.forward_backward(model_id, batch, lambda: None))
 
     def positions(self) -> list[int]:
-        """Return how many positions each micro-batch of the last pass had."""
+        """Return the number of positions of each micro-batch of the last pass."""
         return self._positions
 
     def _schedule(
@@ -54,7 +54,7 @@ def megatron_trainer(  # noqa: PLR0917 - the numbers of ranks, in their order
     max_kept_tokens: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> MegatronRank:
-    """Return a rank's part of a trainer of the model in a folder."""
+    """Return one rank of a trainer of the model in a folder."""
     base = load(path, dtype, Parallelism(tensor, pipeline, context, expert), Cpu())
     return MegatronRank(base, max_batch_tokens=BATCH_TOKENS, max_kept_tokens=max_kept_tokens)
 
@@ -68,17 +68,17 @@ def megatron_factory(  # noqa: PLR0917 - as above
     max_kept_tokens: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Callable[[], MegatronRank]:
-    """Return what builds a rank's part of a trainer, in the place of another if there is one."""
-    return partial(_anew, path, tensor, pipeline, context, expert, max_kept_tokens, dtype)
+    """Return a function that builds one rank of a trainer, replacing an earlier one."""
+    return partial(_rebuilt, path, tensor, pipeline, context, expert, max_kept_tokens, dtype)
 
 
 def taken_by_gathering(path: str) -> int:
-    """Return the numbers for which a whole model that leaves takes memory of its device.
+    """Return the number of elements of device memory that exporting a full model allocates.
 
-    Call it in a process of its own: the device is made there (`elsewhere`).
+    Call it in a separate process, because it installs the device (`elsewhere`).
 
     Args:
-        path: folder of the base model.
+        path: the folder of the base model.
     """
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
@@ -96,6 +96,6 @@ def taken_by_gathering(path: str) -> int:
         dist.destroy_process_group()
 
 
-def _anew(*arguments: Any) -> MegatronRank:
+def _rebuilt(*arguments: Any) -> MegatronRank:
     parallel_state.destroy_model_parallel()
     return megatron_trainer(*arguments)

@@ -1,4 +1,4 @@
-"""Tiny random language models with a byte-level tokenizer, made on the spot; and one real one."""
+"""Tiny random language models with a byte-level tokenizer, and one real model."""
 
 import os
 from collections.abc import Mapping
@@ -49,15 +49,15 @@ def tiny_llama(
     activation: str = "silu",
     rope: Mapping[str, object] = MappingProxyType({"rope_type": "default"}),
 ) -> PreTrainedModel:
-    """Return a random Llama with grouped-query attention, as seeded every time.
+    """Return a random Llama with grouped-query attention, always with the same seed.
 
     Args:
-        tied: whether its output layer is its embedding.
-        layers: how many.
+        tied: whether its LM head is tied to its embedding.
+        layers: the number of layers.
         hidden_size: a multiple of 8.
         bias: whether its attention has biases.
-        activation: of its MLP.
-        rope: how its rotary positions are scaled, in transformers' terms.
+        activation: the activation of its MLP.
+        rope: the rope parameters, as in transformers.
     """
     torch.manual_seed(7)
     return LlamaForCausalLM(
@@ -82,7 +82,7 @@ def tiny_llama(
 
 
 def tiny_qwen2() -> PreTrainedModel:
-    """Return a random Qwen2: biases of queries, keys and values, which are not zero."""
+    """Return a random Qwen2 with non-zero biases of queries, keys and values."""
     torch.manual_seed(10)
     model = Qwen2ForCausalLM(
         Qwen2Config(
@@ -97,7 +97,7 @@ def tiny_qwen2() -> PreTrainedModel:
             eos_token_id=EOS_TOKEN_ID,
         )
     )
-    # transformers begins with zeros.
+    # transformers initializes them with zeros.
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):
             torch.nn.init.normal_(parameter, std=0.5)
@@ -125,11 +125,11 @@ def tiny_qwen3() -> PreTrainedModel:
 
 
 def tiny_qwen3_moe(*, normed: bool = True, positions: int = 128) -> PreTrainedModel:
-    """Return a random mixture of four experts, two of which each token is sent to.
+    """Return a random mixture of four experts, with two experts per token.
 
     Args:
         normed: whether the weights of the two sum to one.
-        positions: of its longest sequence.
+        positions: maximum context length.
     """
     torch.manual_seed(3)
     config = Qwen3MoeConfig(
@@ -151,7 +151,7 @@ def tiny_qwen3_moe(*, normed: bool = True, positions: int = 128) -> PreTrainedMo
 
 
 def tiny_mixtral() -> PreTrainedModel:
-    """Return a random Mixtral: as many experts, under other names."""
+    """Return a random Mixtral: the same number of experts, under other names."""
     torch.manual_seed(4)
     return MixtralForCausalLM(
         MixtralConfig(
@@ -172,11 +172,11 @@ def tiny_mixtral() -> PreTrainedModel:
 def tiny_deepseek_v3(**changes: Any) -> PreTrainedModel:
     """Return a random DeepSeek-V3: a dense layer before two with experts in groups.
 
-    All that its family is peculiar for makes a difference: stretched positions whose factors are
-    not one, biases that turn the choice of experts, norms of another epsilon than the layers'.
+    All peculiarities of the family have an effect: scaled positions with factors other than one,
+    biases that change the selection of experts, norms with a different epsilon.
 
     Args:
-        changes: of its configuration.
+        changes: changes to its configuration.
     """
     torch.manual_seed(11)
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**_DEEPSEEK | _DEEPSEEK_V3 | changes))
@@ -184,10 +184,10 @@ def tiny_deepseek_v3(**changes: Any) -> PreTrainedModel:
 
 
 def tiny_deepseek_v2(**changes: Any) -> PreTrainedModel:
-    """Return a random DeepSeek-V2: its experts are chosen, and weighed, in another way.
+    """Return a random DeepSeek-V2, which selects and weights experts differently.
 
     Args:
-        changes: of its configuration.
+        changes: changes to its configuration.
     """
     torch.manual_seed(12)
     return DeepseekV2ForCausalLM(DeepseekV2Config(**_DEEPSEEK | _DEEPSEEK_V2 | changes))
@@ -241,7 +241,7 @@ def _with_biases(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def tiny_gemma2() -> PreTrainedModel:
-    """Return a random Gemma 2, whose attention is capped, which transformers does eagerly only."""
+    """Return a random Gemma 2, whose capped attention transformers only computes eagerly."""
     torch.manual_seed(6)
     return Gemma2ForCausalLM(
         Gemma2Config(
@@ -260,7 +260,7 @@ def tiny_gemma2() -> PreTrainedModel:
 
 
 def tiny_mistral(*, window: int | None = None) -> PreTrainedModel:
-    """Return a random Mistral, whose attention sees so many positions, or all."""
+    """Return a random Mistral with a sliding window, or with full attention."""
     torch.manual_seed(5)
     return MistralForCausalLM(
         MistralConfig(
@@ -296,7 +296,7 @@ def tiny_gpt2() -> PreTrainedModel:
 
 def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Return a model whose weights have been rounded to a dtype."""
-    # transformers' own `to` is a wrapper whose type takes the model for its first argument.
+    # The type of transformers' `to` wrapper mistakes the model for its first argument.
     return torch.nn.Module.to(model, dtype)
 
 

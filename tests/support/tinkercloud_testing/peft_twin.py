@@ -1,4 +1,4 @@
-"""What trainers are held to: a model of transformers, an adapter of PEFT's, AdamW of torch's."""
+"""The reference for trainers: a transformers model, a PEFT adapter and torch's AdamW."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -15,7 +15,7 @@ from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.lora import adapters
 
 Formula = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
-"""From the logprobs [N] of a datum's targets, and its inputs, to the terms [N] of its loss."""
+"""Maps the logprobs [N] of a datum's targets, and its inputs, to the terms [N] of its loss."""
 
 
 def cross_entropy(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -26,19 +26,18 @@ def cross_entropy(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
 class PeftTwin:
     """A PEFT model with the same base and the same adapter as a trainer's.
 
-    Each sequence is computed by itself. Of ours it has the adapter's values and names, and nothing
-    that computes.
+    Each sequence is computed separately. Only the values and names of the adapter are ours.
     """
 
     def __init__(self, base: PreTrainedModel, adapter: WeightsSnapshot) -> None:
-        """Begin with an adapter.
+        """Start with an adapter.
 
         Args:
             base: a model, which becomes the twin's.
-            adapter: of dense layers.
+            adapter: an adapter of dense layers.
         """
         if adapter.lora is None:
-            raise ValueError("the weights are a whole model's; a twin has an adapter")
+            raise ValueError("the weights are those of a full model; a twin needs an adapter")
         modules = {n.removesuffix(".lora_A.weight") for n in adapter.tensors if "lora_A" in n}
         config = peft.LoraConfig(
             r=adapter.lora.rank, lora_alpha=32, target_modules=sorted(modules), lora_dropout=0.0
@@ -88,10 +87,10 @@ class PeftTwin:
         }
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return what has been added up for each of them.
+        """Return their accumulated gradients.
 
         Raises:
-            ValueError: nothing has, for one of them.
+            ValueError: one of them has no gradient.
         """
         gradients = {}
         for name, parameter in self.parameters().items():

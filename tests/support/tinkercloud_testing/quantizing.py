@@ -1,4 +1,4 @@
-"""Saved models whose weights are blocks of float8, as DeepSeek publishes its own."""
+"""Quantizes saved models to float8 blocks, like DeepSeek's published models."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def quantize(folder: Path, block: tuple[int, int]) -> dict[str, Tensor]:
-    """Write the linear layers of a saved model as blocks of float8, as DeepSeek's are.
+    """Rewrite the linear layers of a saved model as float8 blocks.
 
     Returns:
-        What the weights stand for now, by name.
+        The dequantized weights, by name.
     """
     file, config_file = folder / "model.safetensors", folder / "config.json"
     written, meant = {}, {}
@@ -29,7 +29,7 @@ def quantize(folder: Path, block: tuple[int, int]) -> dict[str, Tensor]:
 
 
 def _in_blocks(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return float8 values, the scales of their blocks, and what both stand for."""
+    """Return float8 values, the scales of their blocks, and the dequantized values."""
     rows = []
     for row in weight.split(block[0]):
         parts = row.split(block[1], 1)

@@ -1,4 +1,4 @@
-"""Trainers for the ranks of a group, and ways to fail."""
+"""Trainers for the ranks of a group, with ways to make them fail."""
 
 import gc
 import os
@@ -35,37 +35,37 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 from tinkercloud_worker.training.adam import AdamTrainer
 
 BATCH_TOKENS = 32
-"""Of the trainers here: small, so that a batch is several micro-batches."""
+"""max_batch_tokens of these trainers: small, so that a batch has several micro-batches."""
 
 TrainerOf = Callable[[int, Callable[[], AdamTrainer]], RankedTrainer]
-"""Makes a trainer of a number of ranks, each of which builds its part."""
+"""Creates a trainer with a number of ranks, each of which builds its part."""
 
 Trainers = tuple[RankedTrainer, TorchTrainer]
-"""One of several ranks, and what it is compared with."""
+"""A trainer with several ranks, and the reference on one."""
 
 
 class Successive:
-    """A rank of one trainer after another: importing takes longer than what most trainers do."""
+    """A rank that can switch trainers, because importing takes longer than most tests."""
 
     def become(self, factory: Callable[[], AdamTrainer]) -> None:
-        """Be a part of another trainer."""
+        """Become a part of another trainer."""
         self._trainer = factory()
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the trainer has by a name."""
+        """Return an attribute of the trainer."""
         return getattr(self._trainer, name)
 
 
 class Mortal:
-    """A rank's trainer that can be killed in the midst of a method."""
+    """A rank's trainer that can be killed during a method."""
 
     def die_in(self, method: str, *ranks: int) -> None:
-        """Be killed as soon as a method is called at one of these ranks."""
+        """Kill these ranks as soon as a method is called."""
         if dist.get_rank() in ranks:
             setattr(self, method, _die)
 
     def fail_in(self, method: str) -> None:
-        """Raise whenever a method is called, as where memory is short."""
+        """Raise MemoryError whenever a method is called."""
         setattr(self, method, _fail)
 
 
@@ -78,20 +78,20 @@ class MortalTrainer(Mortal, DataParallelTrainer):
 
 @dataclass(frozen=True)
 class Receipt:
-    """Of tensors that a rank was given."""
+    """A measurement of tensors received by a rank."""
 
     size: int
     """In bytes."""
     shared: int
-    """Bytes that lie in the object store of its node."""
+    """Bytes in the object store of its node."""
     private: int
-    """Bytes of memory that is this process's alone, before any of them was read."""
+    """Private memory of this process in bytes, before any of them was read."""
     is_unchanged: bool
-    """Whether they have the same values after all has been done with them."""
+    """Whether their values are unchanged after use."""
 
 
 class Watched(dict[str, Tensor]):
-    """Tensors by name, which note how much memory their process has when one is asked for."""
+    """Tensors by name that record the memory of the process on each access."""
 
     most_private = 0
     """See `private_bytes`."""
@@ -103,12 +103,12 @@ class Watched(dict[str, Tensor]):
 
 
 class Measured(AdamTrainer):
-    """A rank's trainer that tells what it holds, and of what it is given, where that is."""
+    """A rank's trainer that measures its tensors and the location of its inputs."""
 
     receipt: Receipt
-    """Of the last state or gradient."""
+    """The receipt of the last state or gradient."""
     most_private = 0
-    """Bytes of memory of its own that the process had at most while it read the last gradient."""
+    """Peak private memory in bytes while the process read the last gradient."""
 
     def import_state(self, model_id: str, state: TrainingState) -> None:
         """See `Trainer.import_state`."""
@@ -130,7 +130,7 @@ class Measured(AdamTrainer):
         self.receipt = Receipt(size, shared, private, before == checksums(tensors))
 
     def last_receipt(self) -> Receipt:
-        """Return that of the last state or gradient."""
+        """Return the receipt of the last state or gradient."""
         return self.receipt
 
     def most_private_bytes(self) -> int:
@@ -142,23 +142,23 @@ class Measured(AdamTrainer):
         return private_bytes()
 
     def bytes_held_in_store(self) -> int:
-        """Return the bytes of all tensors here that lie in the object store of the node."""
+        """Return the bytes of all tensors of this rank in the object store of the node."""
         gc.collect()
         return bytes_in_store(each for each in gc.get_objects() if type(each) is Tensor)
 
     def count_without_collecting(self) -> None:
-        """Let `tensors_alive` count what only Python's collector would find unused."""
+        """Disable garbage collection, so that `tensors_alive` also counts unreachable cycles."""
         gc.collect()
         gc.disable()
 
     def tensors_alive(self) -> int:
-        """Return how many numbers this process has in tensors."""
+        """Return the number of tensor elements in this process."""
         alive = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
         sizes = {each.data_ptr(): each.numel() for each in alive if not isinstance(each, DTensor)}
         return sum(sizes.values())
 
     def trained_elements(self, model_id: str) -> int:
-        """Return how many numbers are held here of a model: weights, gradient and moments."""
+        """Return the number of elements of a model on this rank: weights, gradient and moments."""
         model = self._models[model_id]
         state = model.optimizer.state[model.trainable.flat]
         held = [model.trainable.flat, model.trainable.gradient, *state.values()]
@@ -166,7 +166,7 @@ class Measured(AdamTrainer):
 
 
 class MeasuredTrainer(Mortal, ShardedTrainer, Measured):
-    """A rank's trainer of a tiny model, whose layers the ranks hold between them."""
+    """A rank's trainer of a tiny model with sharded layers."""
 
     def __init__(
         self,
@@ -186,18 +186,18 @@ class MeasuredTrainer(Mortal, ShardedTrainer, Measured):
         )
 
     def most_whole_layers(self) -> int:
-        """Return how many layers were whole here at most while the base was shared out."""
+        """Return the maximum number of full layers on this rank while the base was sharded."""
         return self._most_whole_layers
 
     def layer_elements(self) -> int:
-        """Return how many numbers of the layers are held here."""
+        """Return the number of elements of layers on this rank."""
         weights = self._base.named_weights().values()
         return sum(w.to_local().numel() for w in weights if isinstance(w, DTensor))
 
 
 @contextmanager
 def _counting_whole_layers() -> Iterator[list[int]]:
-    """Note whenever modules are divided how many layers of their model are here, and undivided."""
+    """Record the number of full layers on this rank whenever modules are sharded."""
     models: list[PreTrainedModel] = []
     counts: list[int] = []
 
@@ -221,14 +221,14 @@ def _counting_whole_layers() -> Iterator[list[int]]:
 
 
 def weights_at_ranks(group: RankGroup, model_id: str) -> list[Mapping[str, Tensor]]:
-    """Return the weights of a model that is whole at each rank, as each has them."""
+    """Return each rank's weights of a replicated model."""
     states = group.call_each("salvage", [()] * group.shape.ranks)
     return [models[model_id].weights.tensors for models in states]
 
 
 def private_bytes() -> int:
-    """Return the bytes of memory of this process that no file and no other process has."""
-    # What has been freed is not to hide what is taken next.
+    """Return the private, anonymous memory of this process in bytes."""
+    # Freed memory should not hide later allocations.
     CDLL(None).malloc_trim(0)
     rollup = Path("/proc/self/smaps_rollup").read_text()
     kilobytes = re.search(r"^Anonymous: +(\d+) kB$", rollup, re.MULTILINE)
@@ -237,14 +237,14 @@ def private_bytes() -> int:
 
 
 def bytes_in_store(tensors: Iterable[Tensor]) -> int:
-    """Return how many bytes of tensors lie in the object store of this node."""
+    """Return the bytes of tensors in the object store of this node."""
     lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "plasma" in line]
     mapped = [range(*(int(end, 16) for end in line.split()[0].split("-"))) for line in lines]
     return sum(each.nbytes for each in tensors if any(each.data_ptr() in here for here in mapped))
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """Return what tells tensors of other values, without a copy of any."""
+    """Return checksums of tensors without copying them."""
     return [crc32(tensor.numpy().data) for tensor in tensors]
 
 

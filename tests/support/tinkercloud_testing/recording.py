@@ -17,7 +17,7 @@ class Operations:
         self.replayed = 0
 
     def __call__(self, compute: Compute) -> Compute:
-        """See `Recorder`."""
+        """See `GraphCapturer`."""
         with torch.no_grad():
             operations: Callable[[], Tensor] = make_fx(compute)()
         self.recorded += 1

@@ -1,4 +1,4 @@
-"""What tests have trainers do, and how they compare what comes of it."""
+"""Runs trainers in tests and compares their results."""
 
 from collections.abc import Mapping, Sequence
 
@@ -25,7 +25,7 @@ def run(
 
 
 def changing_hyperparameters(step: int) -> AdamParams:
-    """Return hyperparameters for a step of several, each of which differs from the one before."""
+    """Return hyperparameters that differ from step to step."""
     return AdamParams(
         learning_rate=1e-2 / (step + 1),
         beta1=0.9 - 0.02 * step,
@@ -37,7 +37,8 @@ def changing_hyperparameters(step: int) -> AdamParams:
 
 
 def ten_changing_steps(lengths: Sequence[int]) -> list[tuple[list[Datum], AdamParams]]:
-    """Return ten batches of examples of these lengths and a changing one, with hyperparameters."""
+    """Return ten batches with examples of these lengths and a changing one, with
+    hyperparameters."""
     return [
         (random_data([*lengths, 1 + step], seed=step), changing_hyperparameters(step))
         for step in range(10)
@@ -45,20 +46,20 @@ def ten_changing_steps(lengths: Sequence[int]) -> list[tuple[list[Datum], AdamPa
 
 
 def gradient_of(trainer: Trainer, model_id: str = "m") -> Gradient:
-    """Return the gradient that a model has."""
+    """Return the gradient of a model."""
     gradient = trainer.export_gradient(model_id)
     assert gradient is not None, f"{model_id} has no gradient"
     return gradient
 
 
 def moments_of(state: TrainingState) -> Mapping[str, Tensor]:
-    """Return the moments that a state has."""
+    """Return the moments of a state."""
     assert state.moments is not None, "the state has no moments"
     return state.moments
 
 
 def assert_close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], *, rtol: float) -> None:
-    """Compare tensors by name, each by the norm of what it is off."""
+    """Compare tensors by name, each by the norm of its difference."""
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         error, length = (ours[name] - expected).norm(), expected.norm()

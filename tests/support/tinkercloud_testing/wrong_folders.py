@@ -1,4 +1,4 @@
-"""Faults of model folders: what is in the files is not what the configuration describes."""
+"""Faults of model folders whose files do not match the configuration."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +16,7 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 UP = "model.layers.1.mlp.up_proj.weight"
 
 Fault = Callable[[Path], object]
-"""Puts something wrong into a folder."""
+"""Introduces a fault into a folder."""
 
 
 def weights(change: Callable[[dict[str, Tensor]], object]) -> Fault:
@@ -69,7 +69,7 @@ def layers(count: int) -> Fault:
 
 
 def in_shards(folder: Path) -> None:
-    """Divide the file in two, with an index."""
+    """Split the file in two, with an index."""
     tensors = load_file(folder / FILE)
     (folder / FILE).unlink()
     names = sorted(tensors)
@@ -115,7 +115,7 @@ def pickled(folder: Path) -> None:
 
 
 def renumbered(tensors: dict[str, Tensor]) -> None:
-    """Move the last expert of a layer one number on."""
+    """Increase the number of the last expert of a layer by one."""
     for name in [name for name in tensors if ".layers.0." in name and ".experts.3." in name]:
         tensors[name.replace(".experts.3.", ".experts.4.")] = tensors.pop(name)
 
@@ -154,4 +154,4 @@ def _without_first_part(tensors: dict[str, Tensor]) -> None:
 
 
 without_first_part = weights(_without_first_part)
-"""Name weights as those of a trunk alone, which transformers takes and others do not."""
+"""Name weights as those of a backbone alone, which only transformers accepts."""

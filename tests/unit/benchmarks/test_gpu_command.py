@@ -80,7 +80,7 @@ def test_every_part_runs_on_another_device_than_the_cpu_and_agrees_with_huggingf
     assert verdicts.keys() == EVERY_FIGURE - MEMORY - MEGATRON
     assert {verdicts[f"N{number}"] for number in range(1, 8)} == {"pass"}
     assert {verdict for name, verdict in verdicts.items() if name[0] == "G"} == {"not compared"}
-    assert {"does not count" in written["skipped"][name] for name in MEMORY} == {True}
+    assert {"has no memory statistics" in written["skipped"][name] for name in MEMORY} == {True}
     assert {"not on elsewhere" in written["skipped"][name] for name in MEGATRON} == {True}
     assert "sglang is not installed" in written["skipped"]["S1"]
     assert written["skipped"].keys() == ABSENT | MEMORY | MEGATRON | SERVED
@@ -145,8 +145,8 @@ def test_a_run_that_measures_nothing_fails_with_a_message(tmp_path: Path) -> Non
     done = run("", "--out", str(out), "--device", "cpu", "--only", "G6")
 
     assert done.returncode == 1
-    assert "Nothing was measured: each figure's reason is above" in done.stderr
-    assert "does not count" in json.loads(out.read_text())["skipped"]["G6"]
+    assert "Nothing was measured; the reasons are listed above" in done.stderr
+    assert "has no memory statistics" in json.loads(out.read_text())["skipped"]["G6"]
 
 
 def test_an_unknown_figure_is_rejected_with_the_valid_ones(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_an_unknown_figure_is_rejected_with_the_valid_ones(tmp_path: Path) -> No
     refused = run("", "--out", str(out), "--device", "cpu", "--only", "N1", "S166")
 
     assert refused.returncode == 2
-    assert "no figure 'S166'; there are N1, N2" in refused.stderr
+    assert "unknown figure 'S166'; valid figures: N1, N2" in refused.stderr
     assert "S16, S17" in refused.stderr
     assert not out.exists()
 

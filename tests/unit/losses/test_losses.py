@@ -1,4 +1,4 @@
-"""The losses: formulas against NumPy, and what must hold for any input."""
+"""The losses: formulas against NumPy, and properties for any input."""
 
 import math
 
@@ -65,7 +65,7 @@ def test_each_loss_is_its_formula(name: str, batch: list[tuple[float, float, flo
     total, _ = losses.derivative(LOSSES[name], column(lp), inputs_of(name, q, a))
 
     terms = REFERENCE[name](*(np.asarray(part, np.float64) for part in (lp, q, a)))
-    # Large terms that cancel leave the rounding of each of them.
+    # If large terms cancel, their rounding errors remain.
     rounding = 2e-6 * np.abs(terms).sum()
     assert float(total) == pytest.approx(terms.sum(), rel=1e-4, abs=1e-4 + rounding)
 
@@ -122,7 +122,7 @@ nonzero = st.floats(-2, 2, width=32).filter(bool)
 
 
 @given(rows=st.lists(st.tuples(logprob, logprob, nonzero, st.booleans()), min_size=1, max_size=6))
-def test_the_mask_of_gspo_marks_tokens_whatever_its_numbers_are(
+def test_any_non_zero_number_in_the_gspo_mask_marks_a_token(
     rows: list[tuple[float, float, float, bool]],
 ) -> None:
     lp, q = [row[0] for row in rows], [row[1] for row in rows]
@@ -155,7 +155,7 @@ FAR = -1e5
 
 
 @pytest.mark.parametrize("name", RATIOS)
-def test_a_ratio_beyond_float32_of_a_target_without_advantage_does_nothing(name: str) -> None:
+def test_an_overflowing_ratio_with_zero_advantage_has_no_effect(name: str) -> None:
     inputs = inputs_of(name, [FAR, -2.0], [0.0, 1.0], num_data=2)
 
     total, gradient = losses.derivative(LOSSES[name], column([-1.0, -2.0]), inputs)
@@ -165,7 +165,7 @@ def test_a_ratio_beyond_float32_of_a_target_without_advantage_does_nothing(name:
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
-def test_a_ratio_beyond_float32_is_cut_off_by_a_bound_as_any_other_is(name: str) -> None:
+def test_an_overflowing_ratio_is_clipped_like_any_other(name: str) -> None:
     high = CONFIG[name]["clip_high_threshold"]
 
     total, gradient = losses.derivative(LOSSES[name], column([-1.0]), inputs_of(name, [FAR], [1.0]))
@@ -175,7 +175,7 @@ def test_a_ratio_beyond_float32_is_cut_off_by_a_bound_as_any_other_is(name: str)
 
 
 @pytest.mark.parametrize(("q", "ratio"), [(-3e38, 1.5), (3e38, 0.0)])
-def test_the_gspo_ratio_is_a_number_though_a_sequences_sum_is_beyond_float32(
+def test_the_gspo_ratio_is_finite_even_if_the_sum_of_a_sequence_overflows_float32(
     q: float, ratio: float
 ) -> None:
     total, gradient = losses.derivative(
@@ -187,7 +187,7 @@ def test_the_gspo_ratio_is_a_number_though_a_sequences_sum_is_beyond_float32(
 
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "gspo"])
-def test_a_ratio_beyond_float32_that_nothing_cuts_off_is_a_gradient_no_step_takes(
+def test_an_unclipped_overflowing_ratio_gives_a_gradient_that_steps_reject(
     name: str,
 ) -> None:
     advantage = -1.0

@@ -1,4 +1,5 @@
-"""What is drawn of any family is drawn from what transformers computes without a cache."""
+"""For all families, tokens are sampled from the same logits that transformers computes without a
+cache."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -28,11 +29,11 @@ from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingResul
 from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_sampler.decoding import TokenSampler
 from tinkercloud_worker.torch_sampler.decoding_check import check_decoding
-from tinkercloud_worker.torch_sampler.graphs import Recorder
+from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
 
 LONG = [7 * number % 250 for number in range(15)]
 PROMPTS = [[1, 2, 3], LONG, [7, 8], [*LONG[:12], 9, 8, 7, 6], LONG]
-"""Of unequal lengths; some begin alike, or are equal, and find what was read before."""
+"""Prompts of different lengths; some share a prefix or are equal, and reuse cached prefixes."""
 SAMPLES = 2
 MAX_TOKENS = 14
 CONFIG = SamplerConfig(prefill_chunk_tokens=8, max_running_sequences=5)
@@ -40,10 +41,12 @@ CONFIG = SamplerConfig(prefill_chunk_tokens=8, max_running_sequences=5)
 
 
 async def draw(
-    make: Callable[[], PreTrainedModel], scratch_dir: Path, recorder: Recorder | None = None
+    make: Callable[[], PreTrainedModel],
+    scratch_dir: Path,
+    graph_capturer: GraphCapturer | None = None,
 ) -> list[SamplingResult]:
     """Return what comes of all prompts, the last two of which come later than the others."""
-    with an_engine(make(), scratch_dir, CONFIG, recorder=recorder) as engine:
+    with an_engine(make(), scratch_dir, CONFIG, graph_capturer=graph_capturer) as engine:
         await engine.sampler.publish("base", None)
 
         async def sample(prompts: Sequence[list[int]]) -> list[SamplingResult]:
@@ -87,7 +90,7 @@ ALL = SLOTTED | ONE_BY_ONE | SCALED | VISION_LANGUAGE | {"Llama 4": llama4}
 
 
 @pytest.mark.parametrize("family", ALL)
-async def test_a_family_is_drawn_from_what_its_model_computes(family: str, tmp_path: Path) -> None:
+async def test_samples_of_a_family_follow_its_own_model(family: str, tmp_path: Path) -> None:
     make = ALL[family]
 
     results = await draw(make, tmp_path)
@@ -96,13 +99,13 @@ async def test_a_family_is_drawn_from_what_its_model_computes(family: str, tmp_p
 
 
 @pytest.mark.parametrize("family", ["sinks", "capped attention", "windows in masks only"])
-async def test_recorded_steps_have_the_masks_of_a_family_too(family: str, tmp_path: Path) -> None:
+async def test_captured_steps_use_the_masks_of_a_family(family: str, tmp_path: Path) -> None:
     results = await draw(SLOTTED[family], tmp_path, Operations())
 
     check(SLOTTED[family](), results)
 
 
-def test_only_families_that_slots_would_compute_wrongly_are_drawn_one_by_one() -> None:
+def test_only_families_that_slots_would_break_are_decoded_one_by_one() -> None:
     token_sampler = TokenSampler(byte_tokenizer())
 
     in_slots = [
@@ -114,7 +117,9 @@ def test_only_families_that_slots_would_compute_wrongly_are_drawn_one_by_one() -
     assert in_slots == list(SLOTTED)
 
 
-async def test_a_sequence_that_outgrows_its_rotary_positions_is_read_again(tmp_path: Path) -> None:
+async def test_a_sequence_that_outgrows_its_rotary_positions_is_prefilled_again(
+    tmp_path: Path,
+) -> None:
     model = longrope()
     results = await draw(longrope, tmp_path)
 
@@ -130,14 +135,14 @@ async def test_a_sequence_that_outgrows_its_rotary_positions_is_read_again(tmp_p
             np.testing.assert_allclose(sequence.logprobs, expected, atol=1e-5, rtol=0)
 
 
-def test_a_short_sequence_has_its_own_rotary_positions_beside_a_long_one() -> None:
+def test_a_short_sequence_keeps_its_rotary_positions_in_a_mixed_batch() -> None:
     base = BaseModel(longrope())
 
     assert not base.takes_packs
 
 
 @pytest.mark.parametrize("family", ["hybrid, Qwen3-Next", "hybrid, Jamba", "hybrid, Zamba2"])
-def test_a_family_that_refuses_packs_is_loaded_and_given_one_sequence_at_a_time(
+def test_a_family_that_rejects_packs_is_loaded_and_given_one_sequence_at_a_time(
     family: str,
 ) -> None:
     base = BaseModel(ONE_BY_ONE[family]())

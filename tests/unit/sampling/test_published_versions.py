@@ -1,4 +1,4 @@
-"""How long a version's weights are there, and who waits while they are written and read."""
+"""The lifetime of published weights, and concurrency while they are written and read."""
 
 import asyncio
 import threading
@@ -30,30 +30,30 @@ def a_request(seed: int = 1) -> SamplingRequest:
 
 
 def tokens_of(result: SamplingResult) -> list[int]:
-    """Return the one sequence that was drawn."""
+    """Return the one sampled sequence."""
     return list(result.sequences[0].tokens)
 
 
 @contextmanager
 def stopped(monkeypatch: pytest.MonkeyPatch, function: str) -> Iterator[threading.Event]:
-    """Keep `versions` in the midst of writing or reading a file; the event says that it is."""
-    begun, may_go_on = threading.Event(), threading.Event()
+    """Keep `versions` blocked while writing or reading a file; the event is set once it is."""
+    started, may_continue = threading.Event(), threading.Event()
     real: Callable[..., Any] = getattr(versions, function)
 
     def waiting(*args: Any) -> Any:
-        begun.set()
-        assert may_go_on.wait(PATIENCE_SECONDS)
+        started.set()
+        assert may_continue.wait(PATIENCE_SECONDS)
         return real(*args)
 
     with monkeypatch.context() as patch:
         patch.setattr(versions, function, waiting)
         try:
-            yield begun
+            yield started
         finally:
-            may_go_on.set()
+            may_continue.set()
 
 
-async def test_requests_taken_in_before_their_version_was_retired_are_drawn_with_it(
+async def test_requests_accepted_before_their_version_is_retired_use_it(
     tmp_path: Path,
 ) -> None:
     with an_engine(tiny_llama(), tmp_path) as engine:
@@ -73,7 +73,7 @@ async def test_requests_taken_in_before_their_version_was_retired_are_drawn_with
         assert [tokens_of(result) for result in await asyncio.gather(*waiting)] == expected
 
 
-async def test_a_retired_version_that_was_spilled_is_read_back_for_who_waits_and_then_removed(
+async def test_a_retired_spilled_version_is_read_back_for_waiting_requests_and_then_removed(
     tmp_path: Path,
 ) -> None:
     with an_engine(tiny_llama(), tmp_path, max_sampler_bytes=1) as engine:
@@ -93,7 +93,7 @@ async def test_a_retired_version_that_was_spilled_is_read_back_for_who_waits_and
         assert not list(tmp_path.iterdir())
 
 
-async def test_a_request_that_was_given_up_keeps_no_retired_version(tmp_path: Path) -> None:
+async def test_a_cancelled_request_does_not_keep_a_retired_version(tmp_path: Path) -> None:
     with an_engine(tiny_llama(), tmp_path, max_sampler_bytes=1) as engine:
         await publish_adapter(engine, "old", seed=1)
         await publish_adapter(engine, "new", seed=2)
@@ -132,7 +132,7 @@ async def test_a_name_that_is_published_again_has_other_weights_for_new_requests
         assert [tokens_of(await before), tokens_of(await after)] == expected
 
 
-async def test_while_weights_are_copied_others_are_drawn_and_retired(
+async def test_other_versions_are_sampled_and_retired_while_weights_are_copied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with an_engine(tiny_llama(), tmp_path) as engine:
@@ -147,7 +147,7 @@ async def test_while_weights_are_copied_others_are_drawn_and_retired(
         await publishing
 
 
-async def test_while_weights_are_written_others_are_drawn_published_and_retired(
+async def test_other_versions_are_sampled_published_and_retired_while_weights_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with an_engine(tiny_llama(), tmp_path, max_sampler_bytes=1) as engine:
@@ -166,7 +166,7 @@ async def test_while_weights_are_written_others_are_drawn_published_and_retired(
         assert not list(tmp_path.iterdir())
 
 
-async def test_while_weights_are_read_others_are_published_and_retired(
+async def test_other_versions_are_published_and_retired_while_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with an_engine(tiny_llama(), tmp_path, max_sampler_bytes=1) as engine:
@@ -185,7 +185,7 @@ async def test_while_weights_are_read_others_are_published_and_retired(
         assert not list(tmp_path.iterdir())
 
 
-async def test_a_publication_that_is_given_up_leaves_no_version(
+async def test_a_cancelled_publication_leaves_no_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with an_engine(tiny_llama(), tmp_path, max_sampler_bytes=1) as engine:
@@ -203,7 +203,7 @@ async def test_a_publication_that_is_given_up_leaves_no_version(
         assert tokens_of(await engine.sampler.sample("old", a_request()))
 
 
-async def test_weights_that_no_file_takes_stay_in_memory(tmp_path: Path) -> None:
+async def test_weights_that_cannot_be_spilled_stay_in_memory(tmp_path: Path) -> None:
     scratch_dir = tmp_path / "scratch"
     scratch_dir.touch()
     with an_engine(tiny_llama(), scratch_dir, max_sampler_bytes=1) as engine:

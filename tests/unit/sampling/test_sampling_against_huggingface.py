@@ -157,7 +157,7 @@ async def test_samples_depend_on_seed_and_index_alone_and_consecutive_seeds_shar
     assert len({sample for group in groups for sample in group}) == 9
 
 
-async def test_more_samples_than_slots_are_all_drawn(tmp_path: Path) -> None:
+async def test_more_samples_than_slots_all_finish(tmp_path: Path) -> None:
     with an_engine(tiny_llama(), tmp_path, SamplerConfig(max_running_sequences=2)) as engine:
         await engine.sampler.publish("base", None)
 
@@ -167,7 +167,7 @@ async def test_more_samples_than_slots_are_all_drawn(tmp_path: Path) -> None:
     assert [len(sequence.tokens) for sequence in result.sequences] == [5] * 7
 
 
-async def test_a_prompt_that_begins_like_an_earlier_one_is_read_from_there_on(
+async def test_a_prompt_reuses_the_common_prefix_of_an_earlier_one(
     tmp_path: Path,
 ) -> None:
     prompt = list(range(30))
@@ -209,7 +209,7 @@ async def test_stop_tokens_and_strings_end_a_sequence_and_stay_in_it(tmp_path: P
     assert sequence.stopped
 
 
-async def test_every_question_about_a_prompt_is_answered_by_full_logits(tmp_path: Path) -> None:
+async def test_all_prompt_scores_equal_those_of_full_logits(tmp_path: Path) -> None:
     prompt = [5, 6, 7, 8, 9, 10]
     targets = np.array([[-1, -1], [2, 3], [-1, -1], [4, 5], [6, -1]], dtype=np.int64)
     reference = tiny_llama().eval()
@@ -256,15 +256,15 @@ async def test_every_question_about_a_prompt_is_answered_by_full_logits(tmp_path
     np.testing.assert_allclose(top.logprobs[0], -np.sort(-logprobs[-1])[:2], atol=1e-5)
 
 
-@pytest.mark.parametrize("recorder", [None, Operations()], ids=["computed", "recorded"])
-async def test_the_last_token_of_the_whole_context_is_drawn_and_all_of_it_can_be_scored(
-    tmp_path: Path, recorder: Operations | None
+@pytest.mark.parametrize("graph_capturer", [None, Operations()], ids=["computed", "recorded"])
+async def test_the_last_token_of_the_context_can_be_sampled_and_all_of_it_scored(
+    tmp_path: Path, graph_capturer: Operations | None
 ) -> None:
     reference = tiny_llama().eval()
     length = reference.config.max_position_embeddings
     prompt = [7 * position % 250 for position in range(length - 12)]
     config = SamplerConfig(max_cached_tokens=length)
-    with an_engine(tiny_llama(), tmp_path, config, recorder=recorder) as engine:
+    with an_engine(tiny_llama(), tmp_path, config, graph_capturer=graph_capturer) as engine:
         await engine.sampler.publish("base", None)
 
         to_the_end = a_sampling_request(prompt, max_tokens=13, seed=1, stop=NEVER)
@@ -274,7 +274,7 @@ async def test_the_last_token_of_the_whole_context_is_drawn_and_all_of_it_can_be
             seen, max_tokens=1, prompt_logprobs=PromptLogprobParams(logprobs_from=1)
         )
         scored = await engine.sampler.sample("base", score)
-        with pytest.raises(InvalidRequest, match="keeps 512"):
+        with pytest.raises(InvalidRequest, match="holds at most 512"):
             await engine.sampler.sample(
                 "base", a_sampling_request(prompt, max_tokens=14, stop=NEVER)
             )

@@ -217,10 +217,10 @@ def test_the_space_before_a_samples_first_word_is_part_of_its_text(stop: str, co
 
 
 def test_a_character_that_the_prompt_begins_ends_a_sequence_when_it_is_complete() -> None:
-    *begun, last = encode("bytes", "🧬")
+    *start, last = encode("bytes", "🧬")
 
     decode = decoder_of(a_tokenizer("bytes"))
-    assert first_found([last], ["🧬"], decode, [65, *begun]) == 1
+    assert first_found([last], ["🧬"], decode, [65, *start]) == 1
 
 
 def test_spaces_before_punctuation_are_part_of_a_text() -> None:
@@ -240,7 +240,7 @@ def a_sequence(tokens: Sequence[int], *, stopped: bool) -> SampledSequence:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_what_a_server_drew_beyond_a_stop_string_is_cut_off(stopped: bool) -> None:
+def test_tokens_after_a_stop_string_are_cut_off(stopped: bool) -> None:
     text = "ab🧬🧬🧬cd"
     request = a_sampling_request([65], stop=StopRules(frozenset(), ("🧬🧬🧬",)))
     drawn = a_sequence(encode("bytes", text), stopped=stopped)
@@ -256,7 +256,7 @@ def test_what_a_server_drew_beyond_a_stop_string_is_cut_off(stopped: bool) -> No
 
 
 @pytest.mark.parametrize(("text", "stopped"), [("ab🧬", True), ("abcd", False)])
-def test_what_a_server_ended_in_time_stays_as_it_is(text: str, stopped: bool) -> None:
+def test_a_sequence_that_ends_at_a_stop_string_is_unchanged(text: str, stopped: bool) -> None:
     request = a_sampling_request([65], stop=StopRules(frozenset({300}), ("🧬",)))
     drawn = a_sequence(encode("bytes", text), stopped=stopped)
 

@@ -1,4 +1,4 @@
-"""Files of published weights: all of them, or none."""
+"""Files of published weights are written completely or not at all."""
 
 import resource
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def no_files_over(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_of_weights_that_there_is_no_room_for_nothing_is_left(tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_leave_nothing_behind(tmp_path: Path) -> None:
     folder = WeightsFolder(tmp_path, server_dir=None, owner="head", base_path=tmp_path)
 
     with no_files_over(1 << 19), pytest.raises(Unavailable, match="File too large; have its"):

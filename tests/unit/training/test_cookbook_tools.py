@@ -1,4 +1,4 @@
-"""What the cookbook and PEFT make of archives: their tools on the files of a checkpoint."""
+"""The tools of the cookbook and PEFT on the files of a checkpoint archive."""
 
 from collections.abc import Callable
 from functools import partial
@@ -114,7 +114,7 @@ def test_a_merged_model_has_the_trainers_logprobs(name: str, strategy: str, tmp_
 
 
 @pytest.mark.parametrize("name", TIED)
-def test_an_adapter_without_the_output_layer_is_merged_into_a_tied_model(
+def test_an_adapter_without_the_lm_head_is_merged_into_a_tied_model(
     name: str, tmp_path: Path
 ) -> None:
     trainer = trained(MODELS[name](), train_unembed=False)
@@ -129,7 +129,7 @@ def test_an_adapter_without_the_output_layer_is_merged_into_a_tied_model(
 
 
 @pytest.mark.parametrize("name", TIED)
-def test_the_cookbook_refuses_to_merge_an_output_layer_into_a_tied_model(
+def test_the_cookbook_rejects_to_merge_an_lm_head_into_a_tied_model(
     name: str, tmp_path: Path
 ) -> None:
     trainer = trained(MODELS[name]())
@@ -155,9 +155,7 @@ def test_an_adapter_that_peft_merges_has_the_trainers_logprobs(name: str, tmp_pa
 
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")
 @pytest.mark.parametrize("name", TIED)
-def test_peft_warns_when_it_merges_an_output_layer_into_a_tied_model(
-    name: str, tmp_path: Path
-) -> None:
+def test_peft_warns_when_it_merges_an_lm_head_into_a_tied_model(name: str, tmp_path: Path) -> None:
     trainer = trained(MODELS[name]())
     files = archive(trainer, tmp_path / "adapter")
 

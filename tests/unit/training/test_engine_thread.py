@@ -1,4 +1,4 @@
-"""The one thread that computes: the order of jobs, and those that run as one."""
+"""The engine thread: the order of jobs, and jobs that run as one."""
 
 import asyncio
 import threading
@@ -63,7 +63,7 @@ async def test_items_of_a_group_that_wait_run_as_one_and_each_gets_its_own_resul
     assert results == [16, 26, 36]
 
 
-async def test_what_does_not_join_waits_for_the_next_turn(thread: EngineThread) -> None:
+async def test_items_that_do_not_join_wait_for_the_next_turn(thread: EngineThread) -> None:
     group = Sums()
 
     await while_busy(thread, *[item(thread, group, n) for n in (1, 2, 3, 4, 5)])
@@ -84,7 +84,7 @@ async def test_groups_keep_apart_and_other_jobs_keep_their_turn(thread: EngineTh
     assert order == ["[[1, 2]][]"]
 
 
-async def test_an_error_is_raised_for_all_that_ran_together_and_nobody_else(
+async def test_an_error_is_raised_only_for_the_items_that_ran_together(
     thread: EngineThread,
 ) -> None:
     group = Sums()

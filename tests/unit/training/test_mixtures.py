@@ -1,6 +1,6 @@
-"""Mixtures of experts with the torch trainer: attention is adapted, or all is fine-tuned.
+"""Mixtures of experts with the torch trainer: LoRA on attention, or full fine-tuning.
 
-Adapters of experts have their own page: `test_adapters_of_experts`.
+`test_expert_adapters` tests adapters of experts.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Sequences one after another in a row: each is computed as if it were alone."""
+"""Packed sequences: each gives the same results as alone."""
 
 from collections.abc import Callable
 from random import Random
@@ -154,7 +154,7 @@ def test_a_model_that_transformers_computes_eagerly_takes_one_sequence_at_a_time
     assert not BaseModel(tiny_gemma2()).takes_packs
 
 
-def test_a_model_takes_no_packs_if_it_carries_anything_over_to_the_next_sequence() -> None:
+def test_a_model_that_leaks_state_to_the_next_sequence_does_not_take_packs() -> None:
     assert BaseModel(tiny_llama()).takes_packs
     assert not BaseModel(a_falcon_h1()).takes_packs
 
@@ -164,7 +164,7 @@ def test_a_model_takes_no_packs_if_it_carries_anything_over_to_the_next_sequence
     [a_phimoe, lambda: a_qwen2_moe(**SLIDING), a_deepseek_v32],
     ids=["phimoe", "qwen2_moe", "deepseek_v32"],
 )
-def test_what_only_masks_keep_from_sight_is_not_seen_in_a_batch_either(
+def test_windows_that_only_masks_express_hold_in_a_batch_too(
     make: Callable[[], PreTrainedModel],
 ) -> None:
     model = make().eval()

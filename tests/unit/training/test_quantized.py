@@ -1,4 +1,4 @@
-"""Checkpoints in blocks of float8: what they stand for is what is trained."""
+"""Block-quantized float8 checkpoints are trained with their dequantized values."""
 
 import json
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def test_scales_may_be_in_another_file_than_their_weights(tmp_path: Path) -> Non
     assert torch.equal(model.get_parameter("model.layers.0.mlp.up_proj.weight"), whole)
 
 
-def test_what_can_not_be_read_is_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_quantization_is_rejected_by_name(tmp_path: Path) -> None:
     folder = save(tiny_llama(), tmp_path)
     quantize(folder, BLOCK)
     weights = load_weights(folder)
@@ -89,7 +89,7 @@ def test_what_can_not_be_read_is_refused_by_name(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["weight_block_size"] = None
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match="weight_block_size None; use a copy"):
+    with pytest.raises(UnsupportedModelError, match="weight_block_size None; use a bfloat16 copy"):
         load_pretrained(str(folder), torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""What a trainer must keep: sums, accumulation, independence, exact restoration."""
+"""Invariants of a trainer: sums, accumulation, independence and exact restoration."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +33,7 @@ from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 from tinkercloud_worker.model.base_model import BaseModel
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer import logprobs
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -113,7 +113,7 @@ def test_switches_choose_which_layers_have_adapters() -> None:
         assert all(part in name for name in names)
 
 
-def test_an_adapter_of_a_tied_output_layer_leaves_the_embedding_alone() -> None:
+def test_an_adapter_of_a_tied_lm_head_leaves_the_embedding_alone() -> None:
     trainer = TorchTrainer(BaseModel(tiny_qwen3()), max_batch_tokens=64)
     trainer.add_model("m", LoraConfig(rank=2, seed=1, train_attn=False, train_mlp=False))
     before = trainer._base.named_weights()["model.embed_tokens.weight"].clone()
@@ -187,7 +187,7 @@ def test_forward_changes_neither_gradient_nor_weights() -> None:
     assert torch.equal(gradient(trainer, "m"), before)
 
 
-def test_a_restored_state_goes_on_bit_for_bit() -> None:
+def test_a_restored_state_continues_bit_for_bit() -> None:
     trainer = a_trainer("m")
     for seed in range(3):
         step(trainer, "m", seed)
@@ -209,7 +209,7 @@ def test_a_restored_state_goes_on_bit_for_bit() -> None:
     assert [step(other, "restored", seed) for seed in range(3, 6)] == expected
 
 
-def test_a_state_of_another_shape_is_refused_and_changes_nothing() -> None:
+def test_a_state_of_different_shape_is_rejected_and_changes_nothing() -> None:
     trainer = a_trainer("m")
     trainer.add_model("wider", LoraConfig(rank=8, seed=1))
     trainer.add_model("fewer", LoraConfig(rank=4, seed=1, train_mlp=False))
@@ -223,13 +223,13 @@ def test_a_state_of_another_shape_is_refused_and_changes_nothing() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
-def test_a_gradient_that_is_not_finite_is_refused_and_dropped() -> None:
+def test_a_gradient_that_is_not_finite_is_rejected_and_dropped() -> None:
     trainer = a_trainer("m")
     step(trainer, "m", seed=0)
     before = trainer.snapshot("m").tensors
     run(trainer, [a_datum([1, 2, 3], weights=np.full(3, 3e38, np.float32))])
 
-    with pytest.raises(InvalidRequest, match="NaN or an infinity"):
+    with pytest.raises(InvalidRequest, match="NaN or infinity"):
         trainer.optim_step("m", ADAM)
 
     after = trainer.snapshot("m").tensors
@@ -286,11 +286,11 @@ def test_full_fine_tuning_leaves_the_shared_base_alone() -> None:
     assert run(trainer, data, model_id="lora").metrics["loss:sum"] == before
 
 
-def test_logits_are_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_logits_of_a_full_batch_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    original = Unembedding.logits
+    original = LMHead.logits
 
-    def watched(self: Unembedding, hidden: Tensor) -> Tensor:
+    def watched(self: LMHead, hidden: Tensor) -> Tensor:
         logits = original(self, hidden)
         sizes.append(logits.nbytes)
         return logits
@@ -301,7 +301,7 @@ def test_logits_are_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = gradient(trainer, "m")
     trainer.discard_gradient("m")
     monkeypatch.setattr(logprobs, "_LOGITS_BYTES", 16 * 4 * 264)
-    monkeypatch.setattr(Unembedding, "logits", watched)
+    monkeypatch.setattr(LMHead, "logits", watched)
     chunked = run(trainer, data)
 
     assert max(sizes) <= 16 * 4 * 264
@@ -329,13 +329,13 @@ def test_an_exported_adapter_is_loaded_by_peft_as_it_is(tmp_path: Path) -> None:
     np.testing.assert_allclose(lp, expected.logprobs[0], atol=1e-5)
 
 
-def test_peft_names_are_undone_by_reading() -> None:
+def test_peft_names_round_trip() -> None:
     tensors = a_trainer("m").snapshot("m").tensors
 
     assert adapters.from_peft_names(adapters.to_peft_names(tensors)).keys() == tensors.keys()
 
 
-def test_a_model_whose_logits_we_would_get_wrong_is_refused() -> None:
+def test_a_model_whose_logits_we_would_get_wrong_is_rejected() -> None:
     model = tiny_llama()
     original = model.lm_head.forward
     model.lm_head.forward = lambda hidden: 2 * original(hidden)
@@ -344,13 +344,13 @@ def test_a_model_whose_logits_we_would_get_wrong_is_refused() -> None:
         BaseModel(model)
 
 
-def test_a_model_whose_configuration_ties_what_its_files_have_apart_is_refused(
+def test_a_model_with_tied_configuration_but_different_weights_is_rejected(
     tmp_path: Path,
 ) -> None:
     model = tiny_llama()
     model.config.tie_word_embeddings = True
 
-    with pytest.raises(UnsupportedModelError, match=r"tie_word_embeddings.*two that differ"):
+    with pytest.raises(UnsupportedModelError, match=r"tie_word_embeddings.*two different weights"):
         BaseModel.load(str(save(model, tmp_path)), torch.float32)
 
 

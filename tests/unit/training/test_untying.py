@@ -1,4 +1,4 @@
-"""A copy of a tied model whose output layer is a weight of its own is the same model."""
+"""An untied copy of a model with tied embeddings computes the same results."""
 
 import json
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def loaded(folder: Path) -> PreTrainedModel:
 
 @pytest.mark.parametrize("size", ["5GB", "10KB"], ids=["one file", "several files"])
 @pytest.mark.parametrize("name", TIED)
-def test_it_has_the_logits_of_the_tied_model_and_its_own_output_layer(
+def test_it_has_the_logits_of_the_tied_model_and_its_own_lm_head(
     name: str, size: str, tmp_path: Path
 ) -> None:
     tied = TIED[name]()
@@ -54,7 +54,7 @@ def test_it_has_the_logits_of_the_tied_model_and_its_own_output_layer(
     assert untied.config.tie_word_embeddings is False
 
 
-def test_a_text_model_within_another_gets_an_output_layer_named_as_its_other_weights(
+def test_a_text_model_within_another_gets_an_lm_head_named_as_its_other_weights(
     tmp_path: Path,
 ) -> None:
     tied = save(tiny_llama(tied=True), tmp_path / "tied")
@@ -68,7 +68,7 @@ def test_a_text_model_within_another_gets_an_output_layer_named_as_its_other_wei
     assert index["weight_map"].keys() == {*wrapped, "language_model.lm_head.weight"}
 
 
-def test_what_cannot_be_untied_is_refused_and_leaves_nothing(
+def test_a_model_that_cannot_be_untied_is_rejected_and_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tied = save(tiny_llama(tied=True), tmp_path / "tied")

@@ -1,4 +1,4 @@
-"""Of models that also see images the text is served: adapters are of the language model alone."""
+"""Vision-language models are served for text only, and only their language model is adapted."""
 
 import json
 from pathlib import Path
@@ -85,7 +85,7 @@ def test_peft_loads_adapters_on_the_published_model(tmp_path: Path, family: str)
 
 
 @pytest.mark.parametrize("family", VISION_LANGUAGE)
-def test_a_whole_model_is_its_text(tmp_path: Path, family: str) -> None:
+def test_full_fine_tuning_trains_only_the_text_part(tmp_path: Path, family: str) -> None:
     trainer = trained(saved(family, tmp_path), None)
 
     names = trainer.snapshot("m").tensors.keys()
@@ -138,7 +138,7 @@ def test_attention_and_output_of_llama_4_are_adapted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["siglip_vision_model", "t5", "acme", None])
-def test_what_is_no_language_model_is_refused_in_a_sentence(
+def test_a_model_that_is_no_language_model_is_rejected_with_a_clear_message(
     tmp_path: Path, model_type: str | None
 ) -> None:
     folder = save(tiny_llama(), tmp_path)

@@ -293,7 +293,7 @@ def test_wrong_weights_are_rejected_and_downloaded_again_once_corrected(
     mended = fetched(source, folder, **bucket.environment)
 
     assert (refused.returncode, mended.returncode) == (1, 0), mended.stderr
-    assert f"{source}: the files do not hold the model" in refused.stderr
+    assert f"{source}: the weight files do not match config.json" in refused.stderr
     assert f"NaN or infinite values in {wrong_folders.UP}" in refused.stderr
     assert (folder / "model.safetensors").read_bytes() == sound
     assert not list(folder.glob(".*"))
@@ -307,7 +307,7 @@ def test_wrong_tensor_names_are_rejected(bucket: Bucket, tmp_path: Path) -> None
     result = fetched(source, tmp_path / "model", **bucket.environment)
 
     assert result.returncode == 1
-    assert "all names in the files begin with '_orig_mod.'" in result.stderr
+    assert "all names in the files start with '_orig_mod.'" in result.stderr
     assert not (tmp_path / "model").exists()
 
 

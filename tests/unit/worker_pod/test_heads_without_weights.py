@@ -71,7 +71,7 @@ async def test_a_head_with_external_servers_needs_no_weights(tmp_path: Path) -> 
 
     assert backend.trainer.limits == TokenLimits(vocab_size=264, max_context_length=100)
     assert backend.end_tokens == {EOS_TOKEN_ID}
-    with pytest.raises(InvalidRequest, match="samples only"):
+    with pytest.raises(InvalidRequest, match="only samples"):
         backend.trainer.add_model("run", LoraConfig(rank=4))
     backend.trainer.remove_model("run")
     backend.thread.stop()

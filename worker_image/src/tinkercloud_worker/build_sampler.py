@@ -95,7 +95,7 @@ def build_sampler(
                 base().dtype,
             ),
             wake=thread.wake,
-            recorder=accelerator.recorder_for(base().device),
+            graph_capturer=accelerator.graph_capturer_for(base().device),
         )
         thread.start(sampler)
         return sampler, thread

@@ -23,7 +23,7 @@ from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded import ShardedTrainer
 from tinkercloud_worker.torch_trainer.sharded_base import load_sharded
-from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler
 from tinkercloud_worker.training.disabled import NoTrainer
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def build_trainer(
     if config.trainer.backend == "none":
         return NoTrainer(_limits(config))
     if config.trainer.ranks == 0:
-        kind = TrainerBesideSampler if config.sampler.backend == "torch" else TorchTrainer
+        kind = TorchTrainerWithSampler if config.sampler.backend == "torch" else TorchTrainer
         model = base()
         return kind(
             model,
@@ -139,10 +139,11 @@ def torch_rank(config: HeadConfig) -> DataParallelTrainer:
 
 
 def megatron_rank(config: HeadConfig) -> RankTrainer:
-    """Build the Megatron trainer of a rank."""
-    # Imported here because only trainer images have megatron-core.
-    from tinkercloud_worker.megatron_trainer.device import Parallelism, device_of  # noqa: PLC0415
+    """Return a rank's MegatronTrainer."""
+    # megatron-core is in trainers' images only; here it would be imported by every head.
     from tinkercloud_worker.megatron_trainer.model import load  # noqa: PLC0415
+    from tinkercloud_worker.megatron_trainer.parallelism import Parallelism  # noqa: PLC0415
+    from tinkercloud_worker.megatron_trainer.select_device import device_of  # noqa: PLC0415
     from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer  # noqa: PLC0415
 
     trainer = config.trainer

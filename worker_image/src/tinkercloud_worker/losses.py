@@ -1,7 +1,7 @@
-"""The losses of the Tinker API, as pure functions of logprobs. Shared by every trainer.
+"""The losses of the Tinker API as pure functions of logprobs, shared by all trainers.
 
-A loss maps target logprobs to a loss per target; what is differentiated and reported is the sum
-over all targets, never a mean. The derivative with respect to the logprobs is all a trainer needs
+A loss maps target logprobs to a loss per target; the sum over all targets, never a mean, is
+differentiated and reported. The derivative with respect to the logprobs is all a trainer needs
 (`derivative`): it multiplies it into its own backward pass.
 
 Notation and formulas (sources: the SDK's docstrings, its cookbook and the published loss pages):
@@ -18,9 +18,9 @@ lp target logprob, q the `logprobs` input, A `advantages`, w `weights`, r = exp(
 `low` and `high` bound the ratio itself. They come from `loss_fn_config`, or per token from the
 inputs of the same names.
 
-A ratio of more than exp(80), which float32 could hold no longer, counts as exp(80), in the loss and
-in its derivative. So an advantage of zero, or a bound, leaves a number of it and not a NaN; where
-neither does, the gradient is as good as infinite, and a step refuses it.
+A ratio above exp(80), which float32 could not represent, is clamped to exp(80) in the loss and in
+its derivative. With an advantage of zero, or a bound, the result is therefore a number, not NaN;
+otherwise the gradient is effectively infinite, and optim_step rejects it.
 
 Shapes: R rows (positions of all data of a request, one after another), K targets per row.
 """
@@ -35,21 +35,21 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.tensors import FloatArray
 
 REQUIRED = None
-"""As a default: the input or setting must be given."""
+"""The default of an input or setting that is required."""
 
 _LARGEST_LOG_RATIO = 80.0
-"""Float32 has exponentials up to 88; an advantage is still to be multiplied in."""
+"""float32 can represent exp(88); the margin is for multiplying by an advantage."""
 
 PUBLISHED_BUT_UNDEFINED = {
     "stable_reinforce": "it has no public definition (in the cookbook, choose another by the option"
     " loss_fn)",
-    "custom": "uploaded losses are not run here; the SDK runs custom losses on the client",
+    "custom": "uploaded losses are not supported; the SDK computes custom losses on the client",
 }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossInputs:
-    """A request's loss inputs, rows of all data one after another.
+    """The loss inputs of a request, with the rows of all data concatenated.
 
     `values` holds float32 [R, K] tensors by input name; `datum_of_row` is int64 [R].
     """
@@ -59,7 +59,7 @@ class LossInputs:
     num_data: int
 
     def rows(self, rows: slice) -> "LossInputs":
-        """Return the same inputs of some of the rows."""
+        """Return the inputs of some of the rows."""
         values = {name: value[rows] for name, value in self.values.items()}
         return LossInputs(values, self.datum_of_row[rows], self.num_data)
 
@@ -71,8 +71,8 @@ LossFunction = Callable[[Tensor, LossInputs], Tensor]
 class Loss:
     """One entry of the registry.
 
-    `inputs` and `config` map accepted names to defaults. A name in both may be given in either
-    place, but not in both.
+    `inputs` and `config` map accepted names to defaults. A name in both may be set in either place,
+    but not in both.
     """
 
     function: LossFunction
@@ -80,13 +80,13 @@ class Loss:
     config: Mapping[str, float | None]
     accepts_many_targets: bool = False
     ignored: Set[str] = frozenset()
-    """Inputs without effect that are accepted all the same."""
+    """Inputs that are accepted but have no effect."""
     is_token_local: bool = True
-    """Whether a target's loss depends on that target's logprob alone."""
+    """Whether a target's loss depends only on that target's logprob."""
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
-    """Return the exponential, which is finite, and is its own derivative beyond its bound too."""
+    """Return the clamped exponential, which is its own derivative beyond the bound too."""
     value = log_ratio.detach()
     return torch.exp(value.clamp(max=_LARGEST_LOG_RATIO) + (log_ratio - value))
 
@@ -110,7 +110,7 @@ def cross_entropy(lp: Tensor, x: LossInputs) -> Tensor:
 
 
 def importance_sampling(lp: Tensor, x: LossInputs) -> Tensor:
-    """Policy gradient, corrected for having been sampled from another policy."""
+    """Policy gradient with importance weights for samples from another policy."""
     return -_token_ratio(lp, x) * x.values["advantages"]
 
 
@@ -120,24 +120,24 @@ def ppo(lp: Tensor, x: LossInputs) -> Tensor:
 
 
 def cispo(lp: Tensor, x: LossInputs) -> Tensor:
-    """Clipped importance sampling: the ratio is a constant weight, so no gradient is cut off."""
+    """Clipped importance sampling: the ratio is a constant weight, so all tokens keep gradients."""
     return -_clip(_token_ratio(lp, x), x).detach() * lp * x.values["advantages"]
 
 
 def dro(lp: Tensor, x: LossInputs) -> Tensor:
-    """Direct reward optimisation: a quadratic penalty holds the policy near the sampler."""
+    """Direct reward optimisation: a quadratic penalty keeps the policy near the sampler."""
     penalty = 0.5 * x.values["beta"] * (lp - x.values["logprobs"]) ** 2
     return -(lp * x.values["advantages"] - penalty)
 
 
 def gspo(lp: Tensor, x: LossInputs) -> Tensor:
-    """PPO with one ratio per sequence: the geometric mean over the tokens that the mask marks.
+    """PPO with one ratio per sequence: the geometric mean over the tokens selected by the mask.
 
     A sequence without such tokens has the ratio 1.
     """
     is_marked = x.values["sequence_ratio_mask"] != 0
     log_ratio = (lp.detach() - x.values["logprobs"]) * is_marked
-    # In float64, which a sequence's sum stays within, whatever float32 numbers are added up.
+    # In float64: the sum over a sequence of float32 values can't overflow it.
     sums = _by_datum(log_ratio, x)
     counts = _by_datum(is_marked, x)
     mean = torch.where(counts > 0, sums / counts, 0.0).float()[x.datum_of_row].unsqueeze(1)
@@ -145,14 +145,14 @@ def gspo(lp: Tensor, x: LossInputs) -> Tensor:
 
 
 def _by_datum(values: Tensor, x: LossInputs) -> Tensor:
-    """Return the float64 sum [N] of values [R, K] over each of N data."""
+    """Return the float64 sums [N] of values [R, K] over each of N data."""
     total = values.new_zeros(x.num_data, dtype=torch.float64)
     return total.index_add_(0, x.datum_of_row, values.sum(1, dtype=torch.float64))
 
 
 _POLICY = {"logprobs": REQUIRED, "advantages": REQUIRED}
 _UNUSED = frozenset({"weights", "mask"})
-"""What scripts for services like this one send with policy losses, none of which uses them."""
+"""Inputs that scripts for similar services send with policy losses, which do not use them."""
 _PPO_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 LOSSES: Mapping[str, Loss] = {
@@ -176,8 +176,9 @@ LOSSES: Mapping[str, Loss] = {
     "dro": Loss(dro, inputs=_POLICY, config={"beta": REQUIRED}, ignored=_UNUSED),
     "gspo": Loss(
         gspo,
-        # Clients send no thresholds, so the hosted service has defaults, but none are published.
-        # PPO's are used; its authors' own, 1 - 3e-4 and 1 + 4e-4, have to be given.
+        # Clients send no thresholds, so the hosted service must have defaults, but none are
+        # published. The defaults here are PPO's; the paper's values, 1 - 3e-4 and 1 + 4e-4, must be
+        # set explicitly.
         inputs={**_POLICY, "sequence_ratio_mask": REQUIRED, **_PPO_CLIP},
         config=_PPO_CLIP,
         ignored=_UNUSED,
@@ -190,7 +191,7 @@ def find(name: str) -> Loss:
     """Return the loss of that name.
 
     Raises:
-        InvalidRequest: there is none; the message lists those there are.
+        InvalidRequest: the name is unknown; the message lists the valid names.
     """
     loss = LOSSES.get(name)
     if loss is not None:
@@ -205,7 +206,7 @@ def check_config(name: str, config: Mapping[str, float | str]) -> dict[str, floa
     """Validate the settings of a request and return them without defaults (see `defaults`).
 
     Raises:
-        InvalidRequest: a setting the loss does not have, or one that is not a finite number.
+        InvalidRequest: a setting is unknown to the loss or not a finite number.
     """
     accepted = find(name).config
     for key, value in config.items():
@@ -220,7 +221,7 @@ def check_config(name: str, config: Mapping[str, float | str]) -> dict[str, floa
 
 
 def check_inputs(name: str, given: Sequence[str], config: Mapping[str, float], where: str) -> None:
-    """Check that a datum's input names are what the loss takes.
+    """Check that the names of a datum's inputs are valid for the loss.
 
     Args:
         name: the loss.
@@ -229,7 +230,7 @@ def check_inputs(name: str, given: Sequence[str], config: Mapping[str, float], w
         where: the datum, for messages.
 
     Raises:
-        InvalidRequest: an input is missing, unused by this loss, or set in both places.
+        InvalidRequest: an input is missing, not used by this loss, or set in both places.
     """
     loss = find(name)
     for key in given:
@@ -240,8 +241,8 @@ def check_inputs(name: str, given: Sequence[str], config: Mapping[str, float], w
             )
         if key in config:
             raise InvalidRequest(
-                f"{key!r} is given twice: in loss_fn_config and in {where}.loss_fn_inputs;"
-                " give one of them"
+                f"{key!r} is set twice: in loss_fn_config and in {where}.loss_fn_inputs;"
+                " set only one of them"
             )
     for key, default in {**loss.inputs, **loss.config}.items():
         if default is REQUIRED and key not in given and key not in config:
@@ -250,11 +251,11 @@ def check_inputs(name: str, given: Sequence[str], config: Mapping[str, float], w
 
 
 def check_bounds(inputs: Mapping[str, FloatArray], given: Sequence[str], where: str) -> None:
-    """Check that no ratio is bounded below by more than above.
+    """Check that no lower bound of a ratio exceeds its upper bound.
 
     Args:
-        inputs: of a datum, with settings and defaults.
-        given: names of those that the datum itself has.
+        inputs: the inputs of a datum, including settings and defaults.
+        given: names of the inputs that the datum itself provides.
         where: the datum, for messages.
 
     Raises:
@@ -273,7 +274,7 @@ def check_bounds(inputs: Mapping[str, FloatArray], given: Sequence[str], where: 
 
 
 def defaults(name: str, config: Mapping[str, float]) -> dict[str, float]:
-    """Return every value that stands where a datum gives none: settings first, then defaults."""
+    """Return the values used where a datum has none: settings first, then defaults."""
     loss = find(name)
     known = {**loss.inputs, **loss.config}
     values = {key: config.get(key, default) for key, default in known.items()}
@@ -285,7 +286,7 @@ def derivative(loss: Loss, lp: Tensor, inputs: LossInputs) -> tuple[Tensor, Tens
 
     Args:
         loss: the loss.
-        lp: float32 [R, K] logprobs. For a loss that is not token-local, of the whole request.
+        lp: float32 [R, K] logprobs; of the full request if the loss is not token-local.
         inputs: the inputs of the same rows.
     """
     leaf = lp.detach().requires_grad_()

@@ -1,13 +1,13 @@
-"""A linear layer whose weight never changes, computed by oneDNN from a packed copy of it.
+"""A linear layer with a frozen weight, computed by oneDNN from a prepacked copy.
 
-torch multiplies float32 matrices on a CPU through MKL, which packs the weight anew in every call
-and leaves half or more of an AMD CPU unused: measured on two Zen 5 cores (2026-11), 450 against 185
-GFLOP/s for large batches, three times the speed for the few rows of a decoding step. The weight of
-a frozen layer can be packed once: for the forward product, and transposed for the gradient with
-respect to the input. That takes twice the weight's memory on top of the weight.
+torch multiplies float32 matrices on a CPU through MKL, which repacks the weight in every call and
+leaves half or more of an AMD CPU unused. Measured on two Zen 5 cores (2026-11): 450 instead of 185
+GFLOP/s for large batches, and three times the speed for the few rows of a decoding step. A frozen
+weight can be packed once for the forward product and once, transposed, for the gradient of the
+input. The two copies take twice the memory of the weight, in addition to the weight.
 
-The operators are the ones torch's own compiler uses for frozen weights. Where this build of torch
-has none, or the weight is not float32, the layer computes as torch would.
+These are the operators that torch's compiler uses for frozen weights. If this build of torch lacks
+them, or the weight is not float32, the layer uses torch's ordinary product.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from torch.autograd.function import FunctionCtx
 from tinkercloud_worker.device.matmul import matmul_float32
 
 _PACKED_FOR_ROWS = 256
-"""A hint to oneDNN; any number of rows can be multiplied."""
+"""The row count hint for oneDNN; any number of rows works."""
 
 
 class FrozenLinear:
@@ -31,7 +31,7 @@ class FrozenLinear:
         Args:
             weight: [out, in].
             bias: [out], or None.
-            packed: whether to keep packed copies, which take memory.
+            packed: whether to keep prepacked copies, which take memory.
         """
         self.weight = weight
         self.bias = bias
@@ -51,27 +51,27 @@ class FrozenLinear:
         return self.product(x)
 
     def product(self, x: Tensor) -> Tensor:
-        """Return the product, without a graph."""
+        """Return the product, without recording a graph."""
         if self._forward is None:
             return nn.functional.linear(x, self.weight, self.bias)
         return _multiply(x, self._forward, self.bias)
 
     def matmul_float32(self, x_RD: Tensor) -> Tensor:
-        """Return the product [R, out] in float32, without a graph."""
+        """Return the product [R, out] in float32, without recording a graph."""
         if self._forward is not None:
             return self.product(x_RD)
         product = matmul_float32(x_RD, self.weight.T)
         return product if self.bias is None else product.add_(self.bias)
 
     def gradient(self, dy: Tensor) -> Tensor:
-        """Return the gradient with respect to x, given the one with respect to the product."""
+        """Return the gradient of x, given the gradient of the product."""
         if self._backward is None:
             return dy.to(self.weight.dtype) @ self.weight
         return _multiply(dy, self._backward, None)
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether this build of torch has the operators, and a use for them with this weight."""
+    """Whether this build of torch has the operators and they support this weight."""
     return (
         weight.dtype == torch.float32
         and weight.device.type == "cpu"

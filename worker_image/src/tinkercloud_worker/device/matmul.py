@@ -1,7 +1,7 @@
 """Products of half-precision matrices whose results are float32.
 
-Accelerators accumulate in float32 anyway; rounding the result before it is used costs accuracy and
-a pass over it. torch has no such product on a CPU: there each result is rounded once.
+Accelerators accumulate in float32 anyway; rounding the result first would cost accuracy and an
+extra pass over it. torch has no such product on a CPU, where each result is rounded once.
 """
 
 import torch
@@ -10,18 +10,18 @@ from torch import Tensor
 from tinkercloud_worker.device import accelerator
 
 _PART_BYTES = 256 << 20
-"""Size of the part of a product that is held until it is added."""
+"""Bytes of a product held at a time before it is added."""
 
 
 def matmul_float32(left_MK: Tensor, right_KN: Tensor) -> Tensor:
-    """Return the product [M, N], float32; the factors are of one type."""
+    """Return the product [M, N] in float32; both factors have the same dtype."""
     if accelerator.has_float32_mm(left_MK):
         return torch.mm(left_MK, right_KN, out_dtype=torch.float32)
     return (left_MK @ right_KN).float()
 
 
 def addmm_float32_(total_MN: Tensor, left_MK: Tensor, right_KN: Tensor) -> None:
-    """Add the product, as above, to a float32 matrix; the factors are of one type."""
+    """Add the product to a float32 matrix; both factors have the same dtype."""
     if left_MK.dtype == torch.float32:
         total_MN.addmm_(left_MK, right_KN)
         return

@@ -1,26 +1,26 @@
-"""Memory that is left for new models, on the machine and within the limit of a container."""
+"""Free memory for new models, on the machine and within the container limit."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
-"""Of this process, as containers see it (cgroup v2)."""
+"""The control group of this process, as seen in a container (cgroup v2)."""
 
 Available = Callable[[], int | None]
-"""Returns the bytes that may still be taken; None where that can't be told."""
+"""Returns the bytes that can still be allocated; None if unknown."""
 
 
 def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
-    """Return the bytes of host memory that this process may still take.
+    """Return the bytes of host memory that this process can still allocate.
 
     Args:
-        meminfo: what Linux says of the machine.
-        cgroup: folder of the control group that bounds this process, if one does.
+        meminfo: the memory statistics of the machine.
+        cgroup: the folder of the control group that limits this process, if there is one.
 
     Returns:
-        The smaller of what the machine and the control group have left, file caches that can be
-        dropped included; None where neither can be read, as on other systems than Linux.
+        The smaller of the memory left on the machine and in the control group, including file
+        caches that can be dropped; None if neither can be read, as on systems other than Linux.
     """
     left = [room for room in (_of_machine(meminfo), _of_cgroup(cgroup)) if room is not None]
     return min(left, default=None)

@@ -1,8 +1,8 @@
-"""Sequences packed one after another in one row, and the attention that keeps them apart.
+"""Sequences packed one after another in one row, and the attention that separates them.
 
-No position is padding: everything but attention is computed position by position anyway. Half
-precision on an accelerator takes flash attention's kernel for sequences of many lengths; elsewhere
-each sequence is attended to by itself, as transformers would.
+There is no padding: everything except attention is computed position by position anyway. On an
+accelerator, half precision uses variable-length flash attention; otherwise attention runs on each
+sequence separately, as in transformers.
 
 Shape legend: R positions of all sequences, S sequences, H query heads, G key-value heads, E head
 size.
@@ -26,17 +26,17 @@ from transformers.masking_utils import sdpa_mask
 from tinkercloud_worker.device import accelerator
 
 ATTENTION = "packed_sdpa"
-"""The name that transformers knows `_attend` by."""
+"""The name under which `_attend` is registered with transformers."""
 _OWN_ATTENTION = "sdpa"
-"""The name of transformers' own that `_attend` takes the place of."""
+"""The name of the attention in transformers that `_attend` replaces."""
 
 _HALF = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 256
-"""Elements of a head, for which flash attention has kernels."""
+"""Largest head size for which flash attention has kernels."""
 _TAKES_FEWER_KEY_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
-"""Before torch 2.12 it did so without being told."""
+"""Before torch 2.12 this was the default."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,10 +57,10 @@ class PackedSequences:
         return cls(torch.cat([pack.ids_R for pack in packs]), lengths)
 
     def arguments(self, mask_kinds: Sequence[str]) -> dict[str, Any]:
-        """Return what a Hugging Face trunk takes for these sequences.
+        """Return the arguments of a Hugging Face backbone for these sequences.
 
         Args:
-            mask_kinds: of the model, see `mask_kinds`.
+            mask_kinds: the mask kinds of the model; see `mask_kinds`.
         """
         device = self.ids_R.device
         positions_R = torch.cat([torch.arange(length) for length in self.lengths]).to(device)
@@ -73,7 +73,7 @@ class PackedSequences:
             return arguments
         starts = list(accumulate(self.lengths, initial=0))
         starts_S = torch.tensor(starts, dtype=torch.int32, device=device)
-        # A mask that is finished already, so that none is made: attention knows the sequences.
+        # A prepared mask, so that none is built: attention separates the sequences itself.
         mask: Any = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
         if len(mask_kinds) > 1:
             mask = dict.fromkeys(mask_kinds, mask)
@@ -87,7 +87,7 @@ class PackedSequences:
 
 
 def mask_kinds(config: Any) -> list[str]:  # noqa: ANN401 - transformers' configurations have no common type
-    """Return the kinds of layers for which a model wants masks of their own."""
+    """Return the kinds of layers that need separate masks."""
     text = config.get_text_config()
     kinds = sorted(set(getattr(text, "layer_types", None) or ()))
     has_window = getattr(text, "sliding_window", None)
@@ -96,24 +96,24 @@ def mask_kinds(config: Any) -> list[str]:  # noqa: ANN401 - transformers' config
 
 @dataclass(slots=True, eq=False)
 class Windows:
-    """Whether layers tell attention of the masks that the model makes for them.
+    """Records whether layers pass the window of their mask to attention.
 
-    For a pack no mask is made. All that attention knows of a layer's then is the `sliding_window`
-    that the layer gives with its call. Some families have windows, or chunks, in masks only.
+    No mask is built for a pack, so attention only knows the `sliding_window` that a layer passes
+    with its call. Some families express windows or chunks only in masks.
     """
 
-    are_told: bool = True
-    """Of all layers so far: the mask is causal within the window that came with it, and no more."""
+    are_passed: bool = True
+    """Whether, for all layers so far, the mask was causal within the window passed with it."""
     _masks: list[tuple[Tensor, int | None]] = field(default_factory=list)
 
     def made(self, mask: Tensor, window: int | None) -> None:
-        """Note a mask that is causal within a window; None: that is causal."""
+        """Record a mask that is causal within a window; None: plain causal."""
         self._masks.append((mask, window))
 
     def attended(self, mask: Tensor | None, window: int | None) -> None:
-        """Note what a layer gave attention. No mask is a causal one; one not noted, another."""
+        """Record an attention call. No mask means causal; an unknown mask is of another kind."""
         own = [None] if mask is None else [size for made, size in self._masks if made is mask]
-        self.are_told &= own == [window or None]
+        self.are_passed &= own == [window or None]
 
 
 _windows: ContextVar[Windows | None] = ContextVar("windows", default=None)
@@ -121,7 +121,7 @@ _windows: ContextVar[Windows | None] = ContextVar("windows", default=None)
 
 @contextmanager
 def watched_windows() -> Iterator[Windows]:
-    """Watch passes of one sequence. Masks are made in them that would be left out otherwise."""
+    """Watch passes of one sequence, and build masks that would otherwise be skipped."""
     windows = Windows()
     token = _windows.set(windows)
     try:
@@ -136,12 +136,12 @@ def _mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,  # noqa: ANN401 - transformers', passed on
 ) -> Tensor | None:
-    """Return the mask of some layers. The signature is transformers'.
+    """Return the mask of some layers. transformers defines the signature.
 
     Args:
-        local_size: of their window, or of their chunks; None if they have neither.
-        allow_is_causal_skip: whether it is causal within that, so that it may not be needed.
-        kwargs: all else.
+        local_size: the size of their window or chunks; None if they have neither.
+        allow_is_causal_skip: whether the mask is causal within that size, and may be skipped.
+        kwargs: other arguments, passed on.
     """
     windows = _windows.get()
     skip = allow_is_causal_skip and windows is None
@@ -164,7 +164,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Return [1, R, H, E]: scaled dot-product attention, within each sequence if there are many.
 
-    The signature is transformers', as are the names of what tells sequences apart.
+    transformers defines the signature and the names of the arguments that separate sequences.
     """
     window = kwargs.get("sliding_window")
     if cu_seq_lens_q is None:
@@ -201,7 +201,7 @@ def _attend(
 
 
 def flash_takes(query: Tensor, value: Tensor) -> bool:
-    """Whether flash attention has a kernel for heads of these types and widths [..., E]."""
+    """Whether flash attention has a kernel for heads of these dtypes and sizes [..., E]."""
     size = query.shape[-1]
     return (
         accelerator.has_flash_attention(query)
@@ -222,18 +222,18 @@ def flash_attention(
     scale: float | None,
     window: int | None = None,
 ) -> Tensor:
-    """Return [R, H, E]: causal attention within each sequence, by one kernel for all.
+    """Return [R, H, E]: causal attention within each sequence, in one kernel for all.
 
     Args:
-        query_RHE: of a type and width for which `flash_takes` says so.
-        key_RGE: as the queries, of fewer heads or as many.
-        value_RGE: as the keys.
-        starts: int32 [S + 1], where each sequence begins and the last ends.
+        query_RHE: the queries, of a dtype and size that `flash_takes` accepts.
+        key_RGE: the keys, with at most as many heads.
+        value_RGE: the values, with as many heads as the keys.
+        starts: int32 [S + 1], the start of each sequence and the end of the last.
         longest: tokens of the longest sequence.
-        scale: of the products; None for one over the square root of the width.
-        window: positions that each sees, itself included; None for all before it.
+        scale: scale of the scores; None for one over the square root of the head size.
+        window: number of positions visible to each, including itself; None for all before it.
     """
-    # One tensor, as no auxiliary ones are asked for.
+    # A single tensor is returned, because no auxiliary ones are requested.
     output_RHE: Any = varlen_attn(
         query_RHE,
         key_RGE,
@@ -250,7 +250,7 @@ def flash_attention(
 
 
 def _recent(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return which positions [1, 1, length, length] a window lets see which; None: all earlier."""
+    """Return the mask [1, 1, length, length] of a window; None: all earlier positions."""
     if not window or length <= window:
         return None
     all_NN = torch.ones(length, length, dtype=torch.bool, device=device)
@@ -258,9 +258,9 @@ def _recent(length: int, window: int | None, device: torch.device) -> Tensor | N
 
 
 def use_packed_attention(model: Any) -> bool:  # noqa: ANN401 - transformers' own is not typed
-    """Make a model attend through this module, if it takes packed sequences; return whether.
+    """Route a model's attention through this module if it accepts packs; return whether it does.
 
-    Some compute wrongly then: see `use_own_attention`.
+    Some models then compute incorrectly; see `use_own_attention`.
     """
     parameters: Mapping[str, inspect.Parameter] = inspect.signature(
         model.base_model.forward
@@ -273,9 +273,9 @@ def use_packed_attention(model: Any) -> bool:  # noqa: ANN401 - transformers' ow
 
 
 def use_own_attention(model: Any) -> None:  # noqa: ANN401 - transformers' own is not typed
-    """Make a model attend as it did before `use_packed_attention`.
+    """Restore the model's attention from before `use_packed_attention`.
 
-    Sparse attention, for one, gives a choice of positions to others than transformers' own.
+    Sparse attention, for example, passes a selection of positions to other implementations.
     """
     model.set_attn_implementation(_OWN_ATTENTION)
 

@@ -1,1 +1,1 @@
-"""LoRA adapters: their tensors, the layers that apply them, and batches that mix several."""
+"""LoRA adapters: their tensors, the layers that apply them, and batches with several adapters."""

@@ -1,17 +1,17 @@
 """LoRA: which tensors an adapter has, their initial values, and their names in PEFT files.
 
-For a frozen weight W [out, in] an adapter adds (alpha / rank) * B @ A, with A [rank, in] and
-B [out, rank]. Alpha is 32 whatever the rank ("LoRA Without Regret"); it is not on the wire.
-A begins uniform in +-1/sqrt(in) (PEFT's kaiming_uniform with a = sqrt 5), B at zero, so that a
-fresh adapter is the base model exactly. Each A has its own random stream, keyed by the seed and
-the weight's name: its values do not depend on which other weights are adapted, nor on how the
-model is split over ranks.
+For a frozen weight W [out, in] an adapter adds (alpha / rank) * B @ A, with A [rank, in] and B
+[out, rank]. Alpha is 32 for every rank ("LoRA Without Regret"); it is not part of the wire format.
+A is initialized uniformly in +-1/sqrt(in) (PEFT's kaiming_uniform with a = sqrt 5) and B with
+zeros, so a new adapter computes exactly the base model. Each A has its own random stream, keyed by
+the seed and the weight's name: its values depend neither on which other weights are adapted nor on
+how the model is split over ranks.
 
-The experts of a layer have adapters of the same rank as any other weight. What lies at the hidden
-states is one for all of them, as in Tinker: A of gates and ups [1, rank, in], B of downs
-[1, out, rank]. The other half each has for itself, stacked in one tensor: B [experts, out, rank],
-A [experts, rank, in]. So there are as many numbers as `get_lora_param_count` of `tinker_cookbook`
-says, which learning rates are chosen by.
+The experts of a layer have adapters of the same rank as any other weight. As in Tinker, they share
+the half next to the hidden states: A of the gate and up projections [1, rank, in], B of the down
+projection [1, out, rank]. Each expert has its own other half, stacked in one tensor: B [experts,
+out, rank], A [experts, rank, in]. The number of parameters therefore equals `get_lora_param_count`
+of `tinker_cookbook`, which is used to choose learning rates.
 """
 
 import hashlib
@@ -34,9 +34,10 @@ ALPHA = 32.0
 _PEFT_PREFIX = "base_model.model."
 _EXPERTS = ".experts."
 _DOWNS = frozenset({"down_proj", "w2"})
-"""Leaves of experts' names that lead back to hidden states; all others come from them."""
+"""Leaf names of expert weights that map to hidden states; all others map from them."""
 _LANGUAGE_MODEL = "language_model."
-"""Part of a vision-language model's names: the towers next to it have layers of the same names."""
+"""Part of the names in a vision-language model, whose other towers have layers of the same
+names."""
 _NUMBERED = re.compile(r"(.*\.experts\.)(\d+)\.(.*)")
 
 Group = Literal["attention", "mlp", "unembed"]
@@ -52,25 +53,25 @@ class Target:
     out_features: int
     group: Group
     experts: int = 0
-    """How many experts have such a weight, stacked in one tensor; 0: it is not of experts."""
+    """Number of experts whose weights are stacked in one tensor; 0: not an expert weight."""
 
     @property
     def a_name(self) -> str:
-        """Name of its A [rank, in], of experts stacked."""
+        """Name of its A [rank, in]; stacked for experts."""
         return f"{self.name}.lora_A.weight"
 
     @property
     def b_name(self) -> str:
-        """Name of its B [out, rank], of experts stacked."""
+        """Name of its B [out, rank]; stacked for experts."""
         return f"{self.name}.lora_B.weight"
 
     @property
     def own_name(self) -> str:
-        """Name of the half that each expert has for itself; the other is shared in a layer."""
+        """Name of the half that each expert has separately; a layer shares the other half."""
         return self.b_name if _is_shared(self.a_name) else self.a_name
 
     def specs(self, rank: int) -> list[TensorSpec]:
-        """Return its A and its B."""
+        """Return the specs of A and B."""
         shapes = {
             self.a_name: (rank, self.in_features),
             self.b_name: (self.out_features, rank),
@@ -84,12 +85,12 @@ class Target:
 
 
 def scale(rank: int) -> float:
-    """Return the factor of B @ A."""
+    """Return the scaling factor of B @ A."""
     return ALPHA / rank
 
 
 def select(targets: Iterable[Target], config: LoraConfig) -> list[Target]:
-    """Return the targets that the configuration's switches name.
+    """Return the targets selected by the switches of the configuration.
 
     Raises:
         InvalidRequest: the switches select nothing in this model.
@@ -114,10 +115,10 @@ def layout(targets: Iterable[Target], rank: int) -> Layout:
 
 
 def initial_a(target: Target, rank: int, seed: int) -> Tensor:
-    """Return the initial A of a target, whole, on the CPU."""
+    """Return the full initial A of a target, on the CPU."""
     a, _ = target.specs(rank)
     bound = 1.0 / math.sqrt(target.in_features)
-    # Drawn on the CPU, so that a seed means the same values on every device.
+    # Generated on the CPU, so that a seed gives the same values on every device.
     return torch.empty(a.shape).uniform_(-bound, bound, generator=_generator(seed, target.name))
 
 
@@ -133,9 +134,10 @@ def _is_shared(name: str) -> bool:
 
 
 def to_archive_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Name tensors as archives of checkpoints do: as PEFT, but those of experts are stacked.
+    """Name tensors as in checkpoint archives: PEFT's names, with expert tensors stacked.
 
-    So are Tinker's, which `tinker_cookbook.weights` merges, or takes apart for PEFT.
+    Tinker's archives have the same layout; `tinker_cookbook.weights` merges them or unstacks them
+    for PEFT.
     """
     return {_PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}
 
@@ -146,11 +148,11 @@ def from_archive_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Name tensors as PEFT writes them, each expert's by itself, and what they share with each.
+    """Name tensors as PEFT does, with one entry per expert and shared tensors repeated for each.
 
-    The seventh expert's are `...mlp.experts.7.gate_proj.lora_A.weight` and so on, the names that
-    its layers have in checkpoints: vLLM, SGLang and PEFT look for those, whatever they make of them
-    (of Mixtral `...block_sparse_moe.experts.7.w1.lora_A.weight`).
+    Expert 7 has `...mlp.experts.7.gate_proj.lora_A.weight` and so on (in Mixtral
+    `...block_sparse_moe.experts.7.w1.lora_A.weight`): the names of its layers in checkpoints, which
+    vLLM, SGLang and PEFT look up.
     """
     named = {}
     for name, tensor in tensors.items():
@@ -159,7 +161,7 @@ def to_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             continue
         before, after = name.rsplit(_EXPERTS, 1)
         for number in range(max(len(tensor), len(tensors[_other_half(name)]))):
-            # What is shared lies in a file as often as it has names.
+            # A file stores a shared tensor once for each of its names.
             own = tensor[0].clone() if _is_shared(name) else tensor[number]
             named[f"{_PEFT_PREFIX}{before}{_EXPERTS}{number}.{after}"] = own
     return named
@@ -174,8 +176,8 @@ def from_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Undo `to_peft_names`.
 
     Raises:
-        InvalidRequest: experts are missing, are of several shapes, or differ in what all of a layer
-            share here.
+        InvalidRequest: experts are missing, have different shapes, or differ in a half that the
+            experts of a layer must share.
     """
     named: dict[str, Tensor] = {}
     experts: dict[str, dict[int, Tensor]] = defaultdict(dict)
@@ -189,9 +191,9 @@ def from_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         shapes = {part.shape for part in parts.values()}
         if len(shapes) > 1 or parts.keys() != set(range(len(parts))):
             raise InvalidRequest(
-                f"adapter: {name!r} is there of experts {sorted(parts)[:9]}... in shapes"
+                f"adapter: {name!r} exists for experts {sorted(parts)[:9]}... with shapes"
                 f" {[list(shape) for shape in shapes][:3]}; every expert from 0 on must have one,"
-                " all of one shape"
+                " and all must have the same shape"
             )
         if not _is_shared(name):
             named[name] = torch.stack([parts[number] for number in range(len(parts))])
@@ -199,8 +201,8 @@ def from_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             named[name] = parts[0].unsqueeze(0)
         else:
             raise InvalidRequest(
-                f"adapter: {name!r} is not the same of all experts; adapters are taken whose"
-                " experts share A of gates and ups, and B of downs"
+                f"adapter: {name!r} differs between experts; the experts of a layer must share A of"
+                " the gate and up projections, and B of the down projection"
             )
     return named
 
@@ -208,8 +210,8 @@ def from_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def peft_config(config: LoraConfig, names: Iterable[str], base_model: str) -> bytes:
     """Return `adapter_config.json` for an adapter with these tensor names.
 
-    PEFT, vLLM and SGLang match `target_modules` against the end of module names. PEFT would find
-    such modules in a vision tower too, unless they are excluded.
+    PEFT, vLLM and SGLang match `target_modules` against the end of module names. The vision tower
+    is excluded because PEFT would match its modules too.
     """
     modules = {name.removesuffix(".lora_A.weight") for name in names if ".lora_A." in name}
     content: dict[str, object] = {

@@ -1,16 +1,16 @@
-"""Adapters of the experts of a mixture, whose weights transformers keeps in two tensors of a layer.
+"""LoRA for the experts of a mixture, whose weights transformers keeps in two tensors per layer.
 
-Which halves of an adapter experts share, and which are each one's own, says `lora`. What they share
-multiplies a position's hidden state once, and what it gets of all its experts once; the others are
-stacked as the weights are. Positions are sorted by the expert that they are sent to, so that one
-product computes a projection of all experts (`torch.nn.functional.grouped_mm`), and another one
-half of an adapter: how many launches there are does not depend on how many experts. What a position
-gets depends on no other.
+`lora.adapters` describes which halves of an adapter the experts share. A shared half is multiplied
+once per position, with its hidden state or with the sum over its experts; the other halves are
+stacked like the weights. Positions are sorted by expert, so that one product computes a projection
+of all experts (`torch.nn.functional.grouped_mm`), and another one half of an adapter: the number of
+launches does not depend on the number of experts. The result of a position does not depend on other
+positions.
 
-Over a base of lower precision A and B are rounded to it, as in other layers, and so is what a pass
-adds to each expert's gradient; gradients are added up in float32.
+Over a half-precision base, A and B are rounded to its dtype, as in other layers, and so is each
+pass's contribution to an expert's gradient; gradients accumulate in float32.
 
-Shape legend: N positions, K experts that each is sent to, S = N * K pairs of those, sorted by
+Shape legend: N positions, K experts per position, S = N * K pairs of position and expert, sorted by
 expert; E experts, D hidden size, F intermediate size, r rank.
 """
 
@@ -26,51 +26,51 @@ from torch.nn.modules.conv import _ConvNd
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_worker.lora.adapters import Target
-from tinkercloud_worker.lora.linear import Term
+from tinkercloud_worker.lora.linear import LoraDelta
 
 _MIXTRALS = frozenset({"minimax", "minimax_m2", "mixtral", "phimoe"})
-"""Families whose checkpoints, and vLLM and SGLang with them, have Mixtral's names for experts."""
+"""Families whose checkpoints use Mixtral's names for experts, as do vLLM and SGLang for them."""
 _ALIGNED_BYTES = 16
 """Rows of factors start at multiples of this."""
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From hidden states [N, D], the experts of each [N, K] and their shares [N, K] to the sum of what
-the experts return [N, D]."""
+"""Maps hidden states [N, D], their experts [N, K] and the routing weights [N, K] to the weighted
+sum of the experts' outputs [N, D]."""
 
 
 @dataclass(frozen=True, slots=True)
 class FusedExperts:
-    """The experts of a layer, all in one module."""
+    """The experts of a layer, stacked in one module."""
 
     name: str
-    """Of the module in the Hugging Face model."""
+    """Name of the module in the Hugging Face model."""
     gate: Target
     up: Target
     down: Target
 
     @property
     def targets(self) -> tuple[Target, Target, Target]:
-        """Its weights that can be adapted."""
+        """Its LoRA targets."""
         return self.gate, self.up, self.down
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ExpertTerms:
-    """An adapter's parts of a layer's experts; their A and B have a first dimension, [E] or [1]."""
+class ExpertDeltas:
+    """An adapter's deltas for the experts of a layer; the first dimension of A and B is E or 1."""
 
-    gate: Term
-    up: Term
-    down: Term
+    gate: LoraDelta
+    up: LoraDelta
+    down: LoraDelta
 
 
 def find_experts(model: PreTrainedModel) -> list[FusedExperts]:
-    """Return the experts of a model that can be adapted, in the order of its modules.
+    """Return the adaptable experts of a model, in the order of its modules.
 
-    These are gated, without biases, gates before ups, and [out, in] each: what all mixtures have
-    that transformers computes by its common code, but for a few (`unadaptable_experts`).
-
-    Their adapters are named as the family's checkpoints name the weights of an expert, less its
-    number: `...mlp.experts.gate_proj`, and of Mixtral `...block_sparse_moe.experts.w1`.
+    Adaptable experts are gated and without biases, with the gate before the up projection, each
+    [out, in]. This holds for all mixtures that transformers computes by its common code, with a few
+    exceptions (`unadaptable_experts`). Adapters have the names of expert weights in the family's
+    checkpoints, without the expert's number: `...mlp.experts.gate_proj`, or in Mixtral
+    `...block_sparse_moe.experts.w1`.
     """
     family = model.config.get_text_config().model_type
     return [
@@ -81,7 +81,7 @@ def find_experts(model: PreTrainedModel) -> list[FusedExperts]:
 
 
 def unadaptable_experts(experts: Sequence[FusedExperts], model: PreTrainedModel) -> str | None:
-    """Return the class of a model's experts that can't be adapted; None if all can."""
+    """Return the class of a model's experts if they can't be adapted, else None."""
     known = {each.name for each in experts}
     for name, module in model.named_modules():
         kept = module.named_parameters(recurse=False)
@@ -114,36 +114,38 @@ def guard_gradients(experts: nn.Module) -> None:
     """Compute the experts of a layer by `grouped_linear` in passes that train their weights.
 
     Args:
-        experts: their module, of `find_experts`.
+        experts: their module, from `find_experts`.
     """
     plain: Forward = experts.forward
 
-    # The names are transformers'.
+    # transformers passes these parameters by name.
     def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if torch.is_grad_enabled() and cast("Tensor", experts.gate_up_proj).requires_grad:
             return _computed(experts, None, hidden_states, top_k_index, top_k_weights)
         return plain(hidden_states, top_k_index, top_k_weights)
 
-    # Assigned to the instance, so that the module stays what it is, names and all.
+    # Assigned to the instance, so that the module keeps its class and parameter names.
     experts.forward = forward
 
 
-def with_terms(
-    experts: nn.Module, plain: Forward, parts: Sequence[tuple[slice, ExpertTerms | None]]
+def with_deltas(
+    experts: nn.Module, plain: Forward, parts: Sequence[tuple[slice, ExpertDeltas | None]]
 ) -> Forward:
-    """Return a forward function of a layer's experts with the terms of adapters.
+    """Return a forward function of a layer's experts that applies adapters.
 
     Args:
-        experts: their module, of `find_experts`.
-        plain: its forward function without adapters.
-        parts: consecutive positions that cover the pass, and the terms of each.
+        experts: their module, from `find_experts`.
+        plain: the forward function without adapters.
+        parts: consecutive positions that cover the pass, each with its deltas.
     """
 
     def forward(hidden_ND: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:
         results = []
-        for rows, terms in parts:
+        for rows, deltas in parts:
             inputs = hidden_ND[rows], index_NK[rows], weights_NK[rows]
-            results.append(plain(*inputs) if terms is None else _computed(experts, terms, *inputs))
+            results.append(
+                plain(*inputs) if deltas is None else _computed(experts, deltas, *inputs)
+            )
         return results[0] if len(results) == 1 else torch.cat(results)
 
     return forward
@@ -151,7 +153,7 @@ def with_terms(
 
 def _computed(
     experts: Any,  # noqa: ANN401 - of 60 classes
-    terms: ExpertTerms | None,
+    deltas: ExpertDeltas | None,
     hidden_ND: Tensor,
     index_NK: Tensor,
     weights_NK: Tensor,
@@ -161,16 +163,16 @@ def _computed(
     positions_S = order_S // chosen
     ends_E = _ends(numbers_S, experts.num_experts)
 
-    def added(term: Term) -> Tensor:
-        low_Nr = hidden_ND @ term.a[0].to(dtype).T * term.scale
-        return grouped_linear(low_Nr.to(dtype)[positions_S], term.b, ends_E)
+    def added(delta: LoraDelta) -> Tensor:
+        low_Nr = hidden_ND @ delta.a[0].to(dtype).T * delta.scale
+        return grouped_linear(low_Nr.to(dtype)[positions_S], delta.b, ends_E)
 
     gate_up = grouped_linear(hidden_ND[positions_S], experts.gate_up_proj, ends_E)
-    if terms is not None:
-        gate_up = gate_up + torch.cat([added(terms.gate), added(terms.up)], -1)
+    if deltas is not None:
+        gate_up = gate_up + torch.cat([added(deltas.gate), added(deltas.up)], -1)
     inner_SF = cast("Tensor", experts._apply_gate(gate_up))
 
-    # Added up in the order of each position's experts, not in that of all pairs.
+    # Summed in the order of each position's experts, not in the order of all pairs.
     back_S = torch.empty_like(order_S).scatter_(
         0, order_S, torch.arange(len(order_S), device=order_S.device)
     )
@@ -180,28 +182,28 @@ def _computed(
         return (values * shares_S1)[back_S].view(*index_NK.shape, -1).sum(1).to(dtype)
 
     whole_ND = sums(grouped_linear(inner_SF, experts.down_proj, ends_E))
-    if terms is None:
+    if deltas is None:
         return whole_ND
-    low_Nr = sums(grouped_linear(inner_SF, terms.down.a, ends_E)) * terms.down.scale
-    return whole_ND + low_Nr.to(dtype) @ terms.down.b[0].to(dtype).T
+    low_Nr = sums(grouped_linear(inner_SF, deltas.down.a, ends_E)) * deltas.down.scale
+    return whole_ND + low_Nr.to(dtype) @ deltas.down.b[0].to(dtype).T
 
 
 def _ends(numbers_S: Tensor, count: int) -> Tensor:
-    """Return where the pairs of each expert end, int32 [E]."""
+    """Return the end offsets of each expert's pairs, int32 [E]."""
     every_E = torch.arange(count, device=numbers_S.device)
     return torch.searchsorted(numbers_S, every_E, right=True, out_int32=True)
 
 
 def grouped_linear(x: Tensor, weights: Tensor, ends_E: Tensor) -> Tensor:
-    """Return [S, out]: each row times the transposed weight of its expert.
+    """Return [S, out]: each row multiplied by the transposed weight of its expert.
 
     Args:
         x: [S, in], sorted by expert; experts may have no rows.
         weights: [E, out, in], rounded to the type of x.
-        ends_E: int32, where each expert's rows end; the last ends are those of x.
+        ends_E: int32, the end offset of each expert's rows; the last one is the length of x.
     """
     if not len(x):
-        # torch can't go back through a product of no rows.
+        # torch has no backward pass for a product without rows.
         return grouped_linear(nn.functional.pad(x, (0, 0, 0, 1)), weights, torch.ones_like(ends_E))[
             :0
         ]
@@ -218,9 +220,9 @@ def grouped_linear(x: Tensor, weights: Tensor, ends_E: Tensor) -> Tensor:
 
 
 def _of_rows(ends_E: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient of experts' weights, zero where an expert has no rows.
+    """Return the gradient of expert weights, zeroed where an expert has no rows.
 
-    On some GPUs torch's product leaves uninitialised memory there (pytorch#172439).
+    On some GPUs torch's product leaves uninitialized memory there (pytorch#172439).
     """
     starts_E = nn.functional.pad(ends_E[:-1], (1, 0))
     return gradient.masked_fill((starts_E == ends_E)[:, None, None], 0.0)

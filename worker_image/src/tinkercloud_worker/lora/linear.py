@@ -1,10 +1,10 @@
-"""The low-rank terms that adapters add to a linear layer whose own weight is frozen.
+"""LoRA deltas that adapters add to a linear layer with a frozen weight.
 
-A and B are float32, whatever the base's type. Over a base of lower precision they are rounded to it
-and the products are the base's kind of products: what enters the layer is then kept for the
-backward pass as it is, and not a second time in float32, which would be most of what a layer keeps.
-Gradients of A and B are added up in float32. There the layer and its terms are one function, so
-that terms are added into the layer's own product, forward and backward, instead of beside it.
+A and B are always float32. Over a half-precision base they are rounded to its dtype and multiplied
+in it: the input of the layer is then saved for the backward pass once, and not also in float32,
+which would dominate the saved activations. Gradients of A and B accumulate in float32. There the
+layer and its deltas are one autograd function, so that deltas are added into the layer's own
+product, forward and backward, without another tensor.
 
 Shape legend: N positions, r rank.
 """
@@ -20,61 +20,62 @@ from tinkercloud_worker.device.matmul import matmul_float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Term:
-    """An adapter's part of a layer: scale * (x @ a^T) @ b^T."""
+class LoraDelta:
+    """An adapter's delta for a layer: scale * (x @ a^T) @ b^T."""
 
     a: Tensor
-    """float32 [r, in]; of experts [E, r, in] or [1, r, in]."""
+    """float32 [r, in]; for experts [E, r, in] or [1, r, in]."""
     b: Tensor
-    """float32 [out, r]; of experts [E, out, r] or [1, out, r]."""
+    """float32 [out, r]; for experts [E, out, r] or [1, out, r]."""
     scale: float | Tensor
-    """A tensor [N, r] says it of each position and rank; then nothing is differentiable."""
+    """A tensor [N, r] scales each position and rank separately; the delta is then not
+    differentiable."""
 
 
-_LARGEST_BESIDE_OTHERS = 1e4
-"""Far above what adapters that train hold, and far below what overflows."""
+_LARGEST_SHARED = 1e4
+"""Far above the values of trained adapters, and far below overflow."""
 
 
-def may_be_beside_others(weights: Iterable[Tensor]) -> bool:
-    """Whether adapters, whose elements these are, can be in one product with others'.
+def can_share_batch(weights: Iterable[Tensor]) -> bool:
+    """Whether adapters with these weights can share a product with other adapters.
 
-    There each is multiplied with zero at the others' positions: zero times what is not finite, or
-    overflows, would be no number.
+    In a shared product each adapter is multiplied by zero at the positions of the others, and zero
+    times a non-finite value would be NaN.
     """
     largest = torch.stack([tensor.detach().abs().amax() for tensor in weights])
-    return bool((largest <= _LARGEST_BESIDE_OTHERS).all())
+    return bool((largest <= _LARGEST_SHARED).all())
 
 
-TermSpans = Sequence[tuple[slice, Term | None]]
-"""Consecutive positions, all of them between them, and the term that is theirs."""
+DeltaSpans = Sequence[tuple[slice, LoraDelta | None]]
+"""Consecutive positions that cover a pass, each with its delta."""
 
 
-def add_terms(x: Tensor, y: Tensor, parts: TermSpans) -> Tensor:
-    """Return a float32 layer's product with the terms of its input.
+def add_deltas(x: Tensor, y: Tensor, parts: DeltaSpans) -> Tensor:
+    """Return a float32 layer's product plus the deltas of its input.
 
-    Differentiable with respect to x and y. Gradients of the terms' A and B are added to their
-    `.grad`, if they have one: those of an adapter from its own positions alone.
+    Differentiable with respect to x and y. Gradients of A and B accumulate in their `.grad`, if
+    they have one, each from the adapter's own positions only.
 
     Args:
-        x: [..., in], what enters the layer.
-        y: [..., out], what comes out of it.
-        parts: of the positions, flattened; at least one has a term, and one with a tensor for its
-            scale is alone.
+        x: [..., in], the input of the layer.
+        y: [..., out], the output of the layer.
+        parts: spans of the flattened positions; at least one has a delta, and a delta with a tensor
+            scale must be the only one.
     """
     x_N, y_N = x.flatten(0, -2), y.flatten(0, -2)
-    terms = [(rows, term) for rows, term in parts if term]
-    (_, first), *_ = terms
+    deltas = [(rows, delta) for rows, delta in parts if delta]
+    (_, first), *_ = deltas
     if isinstance(first.scale, Tensor):
         return torch.addmm(y_N, (x_N @ first.a.T) * first.scale, first.b.T).view_as(y)
-    masters = [term.a for _, term in terms] + [term.b for _, term in terms]
-    total: Tensor = _AddedTerms.apply(  # type: ignore[no-untyped-call]
-        x_N, y_N, [rows for rows, _ in terms], [term.scale for _, term in terms], *masters
+    masters = [delta.a for _, delta in deltas] + [delta.b for _, delta in deltas]
+    total: Tensor = _AddDeltas.apply(  # type: ignore[no-untyped-call]
+        x_N, y_N, [rows for rows, _ in deltas], [delta.scale for _, delta in deltas], *masters
     )
     return total.view_as(y)
 
 
-class _AddedTerms(torch.autograd.Function):
-    """One node of the graph for all adapters, where autograd's own would be a dozen for each."""
+class _AddDeltas(torch.autograd.Function):
+    """One graph node for all adapters, where autograd would need a dozen for each."""
 
     @staticmethod
     def forward(
@@ -118,52 +119,54 @@ class _AddedTerms(torch.autograd.Function):
 def _each(
     places: Sequence[slice], scales: Sequence[float], masters: Sequence[Tensor]
 ) -> Iterable[tuple[slice, float, Tensor, Tensor]]:
-    """Return each adapter's positions, scale, A and B."""
+    """Yield each adapter's positions, scale, A and B."""
     count = len(places)
     return zip(places, scales, masters[:count], masters[count:], strict=True)
 
 
-class LowRankTerms:
-    """The terms of a pass over a base of lower precision, one layer's after another.
+class LoraProducts:
+    """The adapted layers of a pass over a half-precision base.
 
-    Terms of several adapters are computed as one whose rank is the sum of theirs: a factor for each
-    position and rank, which is 0 where the position is not of the adapter, keeps them apart. So a
-    forward pass has as many kernels with many adapters as with one, and takes such as
-    `may_be_beside_others`. Gradients are each summed over the adapter's own positions
-    alone, whatever the others' hold.
+    Deltas of several adapters are computed as one whose rank is the sum of their ranks; a factor
+    for each position and rank, which is 0 at the positions of other adapters, separates them. A
+    forward pass therefore launches as many kernels for many adapters as for one, and requires
+    adapters for which `can_share_batch` is true. The gradient of an adapter sums over its own
+    positions only.
     """
 
     def __init__(self) -> None:
         self._factors: dict[tuple[tuple[int, int, int, float | Tensor], ...], Tensor] = {}
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, parts: TermSpans) -> Tensor:
-        """Return the product [..., out] of a layer, with the terms of its input.
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, parts: DeltaSpans) -> Tensor:
+        """Return the product [..., out] of a layer plus the deltas of its input.
 
-        Differentiable with respect to x. Gradients of the terms' A and B are added to their
-        `.grad`, if they have one.
+        Differentiable with respect to x. Gradients of A and B accumulate in their `.grad`, if they
+        have one.
 
         Args:
-            x: [..., in], of the weight's type.
+            x: [..., in], of the weight's dtype.
             weight: [out, in].
             bias: [out], or None.
-            parts: of the positions, flattened.
+            parts: spans of the flattened positions.
         """
         x_N = x.flatten(0, -2)
-        terms = [(rows, term) for rows, term in parts if term]
-        factor = self._factor(x_N, terms)
-        masters = [term.a for _, term in terms] + [term.b for _, term in terms]
-        places = [rows for rows, _ in terms]
+        deltas = [(rows, delta) for rows, delta in parts if delta]
+        factor = self._factor(x_N, deltas)
+        masters = [delta.a for _, delta in deltas] + [delta.b for _, delta in deltas]
+        places = [rows for rows, _ in deltas]
         product: Tensor = _AdaptedLinear.apply(  # type: ignore[no-untyped-call]
             x_N, weight, bias, factor, places, *masters
         )
         return product.view(*x.shape[:-1], -1)
 
-    def _factor(self, x_N: Tensor, terms: Sequence[tuple[slice, Term]]) -> Tensor | float:
-        """Return what the middle [N, r] of the product is multiplied with."""
-        (rows, term), *others = terms
+    def _factor(self, x_N: Tensor, deltas: Sequence[tuple[slice, LoraDelta]]) -> Tensor | float:
+        """Return the factor of the low-rank intermediate [N, r]."""
+        (rows, delta), *others = deltas
         if not others and rows.indices(len(x_N)) == (0, len(x_N), 1):
-            return term.scale
-        key = tuple((*rows.indices(len(x_N))[:2], len(term.a), term.scale) for rows, term in terms)
+            return delta.scale
+        key = tuple(
+            (*rows.indices(len(x_N))[:2], len(delta.a), delta.scale) for rows, delta in deltas
+        )
         if key not in self._factors:
             blocks = []
             for start, stop, rank, scale in key:
@@ -210,7 +213,7 @@ class _AdaptedLinear(torch.autograd.Function):
             (m.grad, part) for m, part in zip(ctx.masters, parts, strict=True) if m.grad is not None
         ]
         if trained:
-            # At once, instead of by a node of the graph for each.
+            # Accumulated here, instead of by one graph node each.
             torch._foreach_add_([grad for grad, _ in trained], [part for _, part in trained])
         dx_N = (dy_N @ weight).addmm_(du_Nr, a) if ctx.needs_input_grad[0] else None
         return dx_N, None, None, None, None, *(None for _ in ctx.masters)
@@ -221,5 +224,5 @@ def _joined(masters: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _times(values_Nr: Tensor, factor: Tensor | float) -> Tensor:
-    # Most adapters' scale is 1, and small models wait for each kernel to be launched.
+    # Most adapters have scale 1, and small models are bound by kernel launches.
     return values_Nr if isinstance(factor, float) and factor == 1.0 else values_Nr.mul_(factor)

@@ -1,8 +1,8 @@
 """Trainable tensors as views of one flat buffer.
 
 A model under training is a flat float32 vector of parameters, one of gradients and two of moments,
-each tensor a view into them. So zeroing, clipping, stepping, copying and saving are a handful of
-operations on long vectors, whatever the number of tensors.
+and each tensor is a view into them. Zeroing, clipping, stepping, copying and saving are therefore a
+handful of operations on long vectors, regardless of the number of tensors.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ class TensorSpec:
 
 
 class Layout:
-    """Where each tensor lies in a flat buffer."""
+    """The offset of each tensor in a flat buffer."""
 
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
         self._places: dict[str, tuple[int, TensorSpec]] = {}
@@ -40,7 +40,7 @@ class Layout:
             self._places[spec.name] = (offset, spec)
             offset += spec.size
         self.size = offset
-        """Elements of the whole buffer."""
+        """Elements of the buffer."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> "Layout":
@@ -66,30 +66,30 @@ class Layout:
         }
 
     def check(self, tensors: Mapping[str, Tensor], what: str) -> None:
-        """Check that tensors are those of this layout.
+        """Check that names and shapes match this layout.
 
         Raises:
-            InvalidRequest: names or shapes are not this layout's.
+            InvalidRequest: names or shapes do not match this layout.
         """
         missing = sorted(self._places.keys() - tensors.keys())
         extra = sorted(tensors.keys() - self._places.keys())
         if missing or extra:
             raise InvalidRequest(
                 f"{what} does not fit this model: missing {missing[:3]}, unexpected {extra[:3]}"
-                " (another base model, or other train_attn/train_mlp/train_unembed switches)"
+                " (different base model, or different train_attn/train_mlp/train_unembed)"
             )
         for name, (_, spec) in self._places.items():
             if tensors[name].shape != spec.shape:
                 raise InvalidRequest(
-                    f"{what}: {name!r} has shape {list(tensors[name].shape)}, this model's is"
-                    f" {list(spec.shape)} (another rank or base model)"
+                    f"{what}: {name!r} has shape {list(tensors[name].shape)}, but this model needs"
+                    f" {list(spec.shape)} (different rank or base model)"
                 )
 
     def fill(self, flat: Tensor, tensors: Mapping[str, Tensor], what: str) -> None:
         """Copy named tensors into a flat buffer.
 
         Raises:
-            InvalidRequest: names or shapes are not this layout's.
+            InvalidRequest: names or shapes do not match this layout.
         """
         self.check(tensors, what)
         self.put(flat, tensors.items())
@@ -102,17 +102,18 @@ class Layout:
 
 
 def gradient_of(tensor: Tensor) -> Tensor:
-    """Return the `.grad` of a tensor of a `Trainable`, which is there before any pass."""
+    """Return the `.grad` of a tensor of a `Trainable`, which exists before any pass."""
     gradient = tensor.grad
     assert gradient is not None  # noqa: S101 - `Trainable` gives every tensor one
     return gradient
 
 
 def norm_of(flat: Tensor) -> Tensor:
-    """Return the norm of a flat float32 vector of any length, as a float64 scalar on its device.
+    """Return the norm of a flat float32 vector as a float64 scalar on its device.
 
-    Squares are summed in float32 part by part, and those sums in float64. One float32 sum of
-    hundreds of millions would lose the last ones: on a CPU the norm comes out a tenth too small.
+    Squares are summed in float32 part by part, and the partial sums in float64. A single float32
+    sum of hundreds of millions of elements loses the last ones: on a CPU the norm would be 10% too
+    small.
     """
     even = flat.numel() // _PART * _PART
     parts = torch.linalg.vector_norm(flat[:even].view(-1, _PART), dim=1)
@@ -122,7 +123,7 @@ def norm_of(flat: Tensor) -> Tensor:
 
 
 class Trainable:
-    """A flat float32 parameter vector with its gradient, both also seen as named tensors.
+    """A flat float32 parameter vector and its gradient, both also accessible as named tensors.
 
     The named tensors are autograd leaves whose `.grad` is the matching view of the flat gradient:
     autograd adds into it in place, so a backward pass needs no further step.

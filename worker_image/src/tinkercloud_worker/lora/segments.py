@@ -1,4 +1,4 @@
-"""Which positions of a pass run with which trained weights."""
+"""Assigns trained weights to the positions of a pass."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,49 +6,49 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tinkercloud_worker.lora.adapters import Target
-from tinkercloud_worker.lora.experts import ExpertTerms, FusedExperts
-from tinkercloud_worker.lora.linear import Term
+from tinkercloud_worker.lora.experts import ExpertDeltas, FusedExperts
+from tinkercloud_worker.lora.linear import LoraDelta
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ActiveWeights:
-    """Trained tensors a pass runs with, by Hugging Face name.
+    """The trained tensors of a pass, by Hugging Face name.
 
-    With `lora_scale` they are an adapter's A and B; without it, the whole model's weights.
+    With `lora_scale` they are an adapter's A and B; without it, the weights of a full model.
     """
 
     tensors: Mapping[str, Tensor]
     lora_scale: float | Tensor | None
-    """A tensor has the scale of each row and rank, where several adapters are side by side."""
+    """A tensor holds the scale of each row and rank, where several adapters are concatenated."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Route:
-    """Consecutive positions of a pass, and the weights they run with (None: the base as it is).
+class WeightSegment:
+    """Consecutive positions of a pass, and the weights they run with (None: the base model).
 
-    The routes of a pass cover all of its positions, in order.
+    The segments of a pass cover all of its positions in order.
     """
 
     rows: slice
-    """Of the positions [B, T], flattened."""
+    """Range of the flattened positions [B, T]."""
     weights: ActiveWeights | None
 
 
-def route_all(weights: ActiveWeights | None) -> list[Route]:
-    """Return the routing of a pass whose positions all run with the same weights."""
-    return [Route(slice(None), weights)]
+def single_segment(weights: ActiveWeights | None) -> list[WeightSegment]:
+    """Return the segments of a pass whose positions all run with the same weights."""
+    return [WeightSegment(slice(None), weights)]
 
 
-def term_of(target: Target, weights: ActiveWeights | None) -> Term | None:
-    """Return the term that weights add to a linear layer; None if none."""
+def delta_of(target: Target, weights: ActiveWeights | None) -> LoraDelta | None:
+    """Return the delta that weights add to a linear layer; None if there is none."""
     if weights is None or weights.lora_scale is None or target.a_name not in weights.tensors:
         return None
     tensors = weights.tensors
-    return Term(tensors[target.a_name], tensors[target.b_name], weights.lora_scale)
+    return LoraDelta(tensors[target.a_name], tensors[target.b_name], weights.lora_scale)
 
 
-def expert_terms(experts: FusedExperts, weights: ActiveWeights | None) -> ExpertTerms | None:
-    """Return the terms that weights add to the experts of a layer; None if none."""
-    gate, up, down = (term_of(target, weights) for target in experts.targets)
-    # One switch is about all three: all of them are adapted, or none.
-    return ExpertTerms(gate, up, down) if gate and up and down else None
+def expert_deltas(experts: FusedExperts, weights: ActiveWeights | None) -> ExpertDeltas | None:
+    """Return the deltas that weights add to the experts of a layer; None if there are none."""
+    gate, up, down = (delta_of(target, weights) for target in experts.targets)
+    # One switch selects all three: either all are adapted, or none.
+    return ExpertDeltas(gate, up, down) if gate and up and down else None

@@ -1,4 +1,4 @@
-"""Trains adapters, or whole models, with megatron-core.
+"""Trains adapters or full models with megatron-core.
 
 No other part of the worker imports megatron or mbridge.
 """

@@ -1,10 +1,11 @@
-"""Causal attention within each of many sequences, which may be divided over ranks.
+"""Causal attention within packed sequences, with context parallelism.
 
-Queries stay where they are; keys and values, of which grouped queries need few, are gathered. So no
-rank waits for another in the midst of it, and the kernels are torch's own on every device.
+Queries stay on their rank; keys and values, which grouped-query attention keeps small, are
+gathered. No rank therefore waits for another in the middle of attention, and every device uses
+torch's own kernels.
 
-Shape legend: P positions of all sequences, S of them held here, L of a chunk; H heads and G groups
-of them at this rank, D a head's width, E that of its values.
+Shape legend: P positions of all sequences, S of them on this rank, L of a chunk; H heads and G
+key-value heads on this rank, D head size, E head size of values.
 """
 
 from itertools import accumulate, pairwise
@@ -24,7 +25,7 @@ from tinkercloud_worker.megatron_trainer.sequence import DividedSequences, Seque
 
 
 class CausalAttention(nn.Module):
-    """The core attention of a megatron-core layer: of packed sequences, without dropout or bias."""
+    """The core attention of a megatron-core layer for packed sequences, without dropout or bias."""
 
     def __init__(  # noqa: PLR0917 - megatron-core builds it
         self,
@@ -55,7 +56,7 @@ class CausalAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Return the attention [S, H, E] of the positions held here."""
+        """Return the attention [S, H, E] of the positions on this rank."""
         given = (attention_mask, attention_bias)
         assert given == (None, None), given  # noqa: S101 - the trainer gives none
         sequences = packed_seq_params
@@ -89,10 +90,10 @@ class CausalAttention(nn.Module):
 
 
 def _causal(query_HLD: Tensor, seen: int) -> Tensor:
-    """Return the causal mask of the last so many of the positions that are seen.
+    """Return the causal mask of the last queries among all visible positions.
 
-    For long sequences it would not fit into memory. Kernels on GPUs need no such tensor; those on
-    the CPU need none for the first positions.
+    For long sequences the mask would not fit into memory. GPU kernels need no mask tensor; CPU
+    kernels need none if queries and keys have the same length.
     """
     length = query_HLD.shape[1]
     if accelerator.aligns_causal_masks(query_HLD) or length == seen:

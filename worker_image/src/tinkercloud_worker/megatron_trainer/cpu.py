@@ -1,9 +1,9 @@
-"""What megatron-core needs to run without a GPU.
+"""Runs megatron-core without a GPU.
 
-It asks CUDA for the current device, names "cuda" when it makes tensors, synchronises, and draws its
-seeds from CUDA's generators. Inside `computing` all of that means the CPU, and two collectives that
-gloo has for equal parts only are made of one that it has for any. Nothing of the model is replaced:
-layers and schedules are megatron-core's own. What it can't do here: fused kernels.
+megatron-core asks CUDA for the current device, creates tensors on "cuda", synchronizes, and uses
+CUDA's random generators. Inside `computing` all of this refers to the CPU, and two collectives that
+gloo only supports for equal sizes are replaced by one that supports any sizes. The model is
+unchanged: layers and schedules are megatron-core's own. Fused kernels are not available.
 """
 
 import contextlib
@@ -17,9 +17,11 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
-from tinkercloud_worker.megatron_trainer.device import Parallelism
+from tinkercloud_worker.megatron_trainer.device import Device
 from tinkercloud_worker.megatron_trainer.layers import settings, use_local_layers
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 
 
 class _CpuForCuda(TorchFunctionMode):
@@ -42,7 +44,7 @@ class _CpuForCuda(TorchFunctionMode):
 def _count_tokens_here(
     dispatcher: MoEAlltoAllTokenDispatcher, point: str, tokens_per_expert: Tensor | None = None
 ) -> Tensor | None:
-    """Stand for `_maybe_dtoh_and_synchronize`, which copies numbers of tokens from the GPU."""
+    """Replace `_maybe_dtoh_and_synchronize`, which copies token counts from the GPU."""
     if point == dispatcher.cuda_dtoh_point:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             numbers = getattr(dispatcher, name)
@@ -52,7 +54,7 @@ def _count_tokens_here(
 
 
 def _all_gather(parts: list[Tensor], part: Tensor, group: dist.ProcessGroup) -> None:
-    """Stand for `all_gather`, which gloo has for parts of one size only."""
+    """Replace `all_gather`, which gloo only supports for parts of equal size."""
     sizes = [len(each) for each in parts]
     received = torch.cat(parts)
     sent = torch.cat([part] * len(parts))
@@ -62,7 +64,7 @@ def _all_gather(parts: list[Tensor], part: Tensor, group: dist.ProcessGroup) -> 
 
 
 def _reduce_scatter(total: Tensor, parts: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Stand for `reduce_scatter`, likewise."""
+    """Replace `reduce_scatter`, for the same reason."""
     received = torch.cat([total] * len(parts))
     sizes = [len(part) for part in parts]
     dist.all_to_all_single(
@@ -71,20 +73,20 @@ def _reduce_scatter(total: Tensor, parts: list[Tensor], group: dist.ProcessGroup
     torch.sum(received.view(len(parts), *total.shape), 0, out=total)
 
 
-class Cpu:
-    """See `device.Device`."""
+class Cpu(Device):
+    """The CPU as a megatron-core device."""
 
     torch_device = torch.device("cpu")
 
+    @override
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """See `Device.computing`."""
         with (
             patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
             patch.object(torch.cuda, "synchronize", lambda *_: None),
             patch.object(dist, "all_gather", _all_gather),
             patch.object(dist, "reduce_scatter", _reduce_scatter),
-            # Of tokens on their way to experts: no stream is made, and none waited for.
+            # Token dispatch to experts: no CUDA stream is created or waited for.
             patch.object(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", "none"),
             patch.object(
                 MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", _count_tokens_here
@@ -93,11 +95,12 @@ class Cpu:
         ):
             yield
 
+    @override
     def seed(self) -> None:
-        """See `Device.seed`: with megatron's own tracker that tracks nothing."""
+        """Install megatron-core's own tracker that does nothing."""
         initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
 
-    def configure(self, bridge: Any, parallelism: Parallelism) -> Mapping[str, object]:  # noqa: ANN401 - part of the interface
-        """See `Device.configure`."""
+    @override
+    def configure(self, bridge: Any, parallelism: Parallelism) -> Mapping[str, object]:
         use_local_layers(bridge)
         return {**settings(parallelism), "use_cpu_initialization": True}

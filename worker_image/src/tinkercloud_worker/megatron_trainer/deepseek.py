@@ -1,11 +1,11 @@
-"""DeepSeek's models (V2, V3, and others built like them): latent attention, shared experts.
+"""DeepSeek models (V2, V3 and similar ones): latent attention and shared experts.
 
-mbridge knows their weights' names, megatron-core their linear layers. Between the two they compute
-as Hugging Face does here: rotary positions of its own frequencies, its way to choose experts, its
-scale of scores. Layers that predict further tokens (MTP) are not built, and their weights not read.
+mbridge provides the weight names and megatron-core the linear layers. The rest computes as in
+Hugging Face: rotary frequencies, selection of experts, scale of attention scores. Multi-token
+prediction (MTP) layers are not built, and their weights are not read.
 
-Shape legend: S positions held, H heads at this rank, R rotary elements of a head; N tokens, E
-experts of a layer, G groups of them.
+Shape legend: S positions on this rank, H heads on this rank, R rotary elements of a head; N tokens,
+E experts of a layer, G expert groups.
 """
 
 from dataclasses import dataclass, replace
@@ -35,21 +35,22 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from tinkercloud_worker.megatron_trainer import rotary
-from tinkercloud_worker.megatron_trainer.device import Parallelism
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.sequence import DividedSequences
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 
-# It takes Transformer Engine for installed wherever megatron-core has names for what is in it.
+# mbridge assumes that Transformer Engine is installed if megatron-core defines its layer names.
 vars(multi_latent_attention)["HAVE_TE"] = HAVE_TE
 
 FAMILIES = frozenset({"deepseek_v2", "deepseek_v3"})
 _LATENT_NORM_EPS = 1e-6
-"""Of the norms inside attention: Hugging Face gives them this, whatever `rms_norm_eps` says."""
+"""Epsilon of the norms inside attention: Hugging Face uses this value regardless of
+`rms_norm_eps`."""
 
 
 @register_model(sorted(FAMILIES))
 class DeepseekBridge(DeepseekV3Bridge):  # type: ignore[misc]
-    """mbridge's, for configurations of transformers 5, norms beside linear layers and no MTP."""
+    """mbridge's bridge for transformers 5 configurations, with separate norms and without MTP."""
 
     _ATTENTION_MAPPING = DeepseekV3Bridge._ATTENTION_MAPPING | {
         "self_attention.q_layernorm.weight": [
@@ -73,7 +74,7 @@ class DeepseekBridge(DeepseekV3Bridge):  # type: ignore[misc]
             qk_head_dim=config.qk_nope_head_dim,
             qk_pos_emb_head_dim=config.qk_rope_head_dim,
             v_head_dim=config.v_head_dim,
-            # megatron-core takes from these what it multiplies scores by; positions are ours.
+            # megatron-core uses these only for the scale of scores; rotary positions are ours.
             rope_type="rope",
             rotary_base=rope["rope_theta"],
             rotary_scaling_factor=rope["factor"] if stretched else 1.0,
@@ -83,7 +84,7 @@ class DeepseekBridge(DeepseekV3Bridge):  # type: ignore[misc]
             moe_ffn_hidden_size=config.moe_intermediate_size,
             moe_shared_expert_intermediate_size=config.moe_intermediate_size
             * config.n_shared_experts,
-            # It takes streams of a GPU.
+            # It needs CUDA streams.
             moe_shared_expert_overlap=False,
             moe_router_topk=config.num_experts_per_tok,
             moe_router_score_function="sigmoid" if sigmoid else "softmax",
@@ -96,20 +97,20 @@ class DeepseekBridge(DeepseekV3Bridge):  # type: ignore[misc]
 
 
 def check(config: Any, parallelism: Parallelism) -> None:  # noqa: ANN401 - transformers' configurations have no common type
-    """Check that a DeepSeek model can be computed and divided so.
+    """Check that a DeepSeek model is supported with this parallelism.
 
     Raises:
-        UnsupportedModelError: it can't.
+        UnsupportedModelError: it is not.
     """
     if config.attention_bias:
         raise UnsupportedModelError(
-            "attention_bias: the megatron trainer computes DeepSeek's attention without biases; use"
-            " backend torch"
+            "attention_bias: the megatron trainer does not support biases in DeepSeek attention;"
+            " use backend torch"
         )
     if not config.n_shared_experts:
         raise UnsupportedModelError(
-            "n_shared_experts: the megatron trainer takes DeepSeek's models with shared experts"
-            " only; use backend torch"
+            "n_shared_experts: the megatron trainer only supports DeepSeek models with shared"
+            " experts; use backend torch"
         )
     for name, size in {
         "q_lora_rank": config.q_lora_rank or 0,
@@ -117,16 +118,16 @@ def check(config: Any, parallelism: Parallelism) -> None:  # noqa: ANN401 - tran
     }.items():
         if size % parallelism.tensor:
             raise UnsupportedModelError(
-                f"tensor parallelism {parallelism.tensor} does not divide {name} {size}"
+                f"{name} {size} is not divisible by trainer.tensor_parallel {parallelism.tensor}"
             )
 
 
 def use_latent_attention(layer: ModuleSpec, config: Any) -> None:  # noqa: ANN401 - as above
-    """Make a layer's specification compute attention, and choose experts, as Hugging Face does.
+    """Make a layer specification compute attention and select experts as in Hugging Face.
 
     Args:
-        layer: of megatron-core's own modules.
-        config: Hugging Face's.
+        layer: a specification of megatron-core's own modules.
+        config: the Hugging Face configuration.
     """
     attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
     attention.module = LatentAttention
@@ -145,22 +146,22 @@ class Rotary:
     """Rotary positions."""
 
     frequencies_R: Tensor
-    """Of pairs of elements, R / 2 of them, float32: radians per position."""
+    """Frequencies of the R / 2 pairs of elements, float32, in radians per position."""
     factor: float
-    """Factor of rotated elements."""
+    """Factor by which rotated elements are multiplied."""
     interleaved: bool
-    """Whether a pair's elements are neighbours; else they are half a head apart."""
+    """Whether the elements of a pair are adjacent; otherwise they are half a head apart."""
 
     def on(self, device: torch.device) -> "Rotary":
-        """Return the same with its frequencies on a device: a copy, if they are not."""
+        """Return this object with its frequencies on a device, copied if necessary."""
         if self.frequencies_R.device == device:
             return self
         return replace(self, frequencies_R=self.frequencies_R.to(device))
 
     def rotate(self, heads_SHR: Tensor, positions_S: Tensor) -> Tensor:
-        """Return elements rotated by their positions, the first ones of all pairs first.
+        """Return rotated elements, with the first elements of all pairs before the second ones.
 
-        Their order does not count: it is that of queries and keys alike.
+        The order does not matter because it is the same for queries and keys.
         """
         angles_SR = positions_S[:, None].float() * self.frequencies_R
         cos, sin = (
@@ -176,15 +177,15 @@ class Rotary:
 
 
 def rotary_of(config: Any) -> Rotary:  # noqa: ANN401 - as above
-    """Return what a Hugging Face configuration says about positions."""
-    # All of V2's are neighbours, and V3's say so.
+    """Return the rotary positions of a Hugging Face configuration."""
+    # V2 always uses adjacent pairs; V3 configures it.
     return Rotary(*rotary.frequencies(config), getattr(config, "rope_interleave", True))
 
 
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]
-    """Multi-head latent attention: keys and values come from one compressed state of a position.
+    """Multi-head latent attention: keys and values come from one compressed state per position.
 
-    What compresses is divided over tensor-parallel ranks, as everything is, and gathered.
+    Down-projections are tensor-parallel like all other layers, and their outputs are gathered.
     """
 
     def __init__(  # noqa: PLR0917 - megatron-core builds it
@@ -217,17 +218,16 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
         """Return queries and keys [S, H, qk], values [S, H, v], and no compressed ones.
 
         Args:
-            hidden_states: [S, 1, hidden], or where tensor-parallel ranks divide sequences too, the
-                positions of this rank.
-            key_value_states: there are none.
-            position_ids: there are none; they follow from the sequences.
+            hidden_states: [S, 1, hidden]; with sequence parallelism, the positions of this rank.
+            key_value_states: always None.
+            position_ids: always None; positions follow from the sequences.
             packed_seq_params: the sequences.
-            _nothing: of inference, by name.
+            _nothing: arguments for inference.
         """
         sequences = packed_seq_params
         assert isinstance(sequences, DividedSequences), sequences  # noqa: S101 - the trainer's own
         positions_S, config, hidden = sequences.positions_S, self.config, hidden_states.squeeze(1)
-        # Once for all passes: nothing else would wait for the host.
+        # Once for all passes, because this is the only transfer that waits for the host.
         self._rotary = self._rotary.on(hidden.device)
         query_SHE = self._heads(self._queries(hidden))
         compressed = _gathered(self.linear_kv_down_proj(hidden)[0])
@@ -235,7 +235,7 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
         kv_SHE = self._heads(self.linear_kv_up_proj(self.kv_layernorm(self._held(latent)))[0])
         plain, turning = query_SHE.split([config.qk_head_dim, config.qk_pos_emb_head_dim], -1)
         query = torch.cat([plain, self._rotary.rotate(turning, positions_S)], -1)
-        # All heads share it, but each rank has its own ones' part of its gradient.
+        # All heads share it, but each rank has the partial gradient of its own heads.
         shared = copy_to_tensor_model_parallel_region(key_SR).unsqueeze(1)
         shared = self._rotary.rotate(shared, positions_S).expand(-1, kv_SHE.shape[1], -1)
         plain, value = kv_SHE.split([config.qk_head_dim, config.v_head_dim], -1)
@@ -250,7 +250,7 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
         return expanded
 
     def _held(self, latent: Tensor) -> Tensor:
-        """Return the positions that linear layers take at this rank."""
+        """Return the positions that linear layers process on this rank."""
         if not self.config.sequence_parallel:
             return latent
         result: Tensor = scatter_to_sequence_parallel_region(latent)
@@ -263,31 +263,31 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
 
 
 def _gathered(part: Tensor) -> Tensor:
-    """Return all features of what a layer computes that is divided by its outputs."""
+    """Gather the full output of a column-parallel layer."""
     whole: Tensor = gather_from_tensor_model_parallel_region(part)
     return whole
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How tokens choose experts."""
+    """How tokens are routed to experts."""
 
     chosen: int
-    """Experts that a token is sent to."""
+    """Experts per token."""
     groups: int
-    """Groups of equally many experts."""
+    """Number of expert groups of equal size."""
     chosen_groups: int
-    """Groups that a token's experts may come from."""
+    """Number of groups from which a token's experts are selected."""
     best: int
-    """A group's score is the sum of this many of its best experts' scores."""
+    """Number of top expert scores that are summed for the score of a group."""
     score: Literal["sigmoid", "softmax"]
     normed: bool
-    """Whether the weights of the chosen experts sum to one, before they are scaled."""
+    """Whether the weights of the selected experts are normalized to sum to one before scaling."""
     scale: float
 
 
 def routing_of(config: Any) -> Routing:  # noqa: ANN401 - as above
-    """Return what a Hugging Face configuration says about the choice of experts."""
+    """Return the routing of a Hugging Face configuration."""
     version_3 = config.model_type == "deepseek_v3"
     grouped = version_3 or config.topk_method == "group_limited_greedy"
     return Routing(
@@ -302,15 +302,15 @@ def routing_of(config: Any) -> Routing:  # noqa: ANN401 - as above
 
 
 def choose(logits_NE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Choose experts, as DeepSeek-V3's report (arXiv 2412.19437, 2.1.2) and V2's say.
+    """Select experts as in the technical reports of DeepSeek-V3 (arXiv 2412.19437, 2.1.2) and V2.
 
     Args:
         logits_NE: float32.
-        bias_E: added to scores when experts are chosen, and only then.
-        routing: how.
+        bias_E: a bias that is added to scores only for selecting experts.
+        routing: the routing parameters.
 
     Returns:
-        Weights of experts, 0 of those that are not chosen, and which are, each [N, E].
+        The weights of experts, 0 for unselected ones, and the selection, each [N, E].
     """
     scores_NE = logits_NE.sigmoid() if routing.score == "sigmoid" else logits_NE.softmax(-1)
     merits_NE = scores_NE.detach() if bias_E is None else scores_NE.detach() + bias_E
@@ -328,7 +328,7 @@ def choose(logits_NE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[
 
 
 class Router(TopKRouter):  # type: ignore[misc]
-    """Sends tokens to experts."""
+    """Routes tokens to experts."""
 
     def __init__(
         self, config: MLATransformerConfig, pg_collection: ProcessGroupCollection, routing: Routing
@@ -341,5 +341,5 @@ class Router(TopKRouter):  # type: ignore[misc]
         logits: Tensor,
         padding_mask: None = None,  # noqa: ARG002 - megatron-core gives none
     ) -> tuple[Tensor, Tensor]:
-        """Return weights and choice of experts, each [S * B, E], from logits [S, B, E]."""
+        """Return weights and selection of experts, each [S * B, E], from logits [S, B, E]."""
         return choose(logits.flatten(0, -2), self.expert_bias, self._routing)

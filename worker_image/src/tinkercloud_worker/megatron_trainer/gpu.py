@@ -1,7 +1,8 @@
-"""What megatron-core needs on a GPU: next to nothing.
+"""Runs megatron-core on a GPU.
 
-Layers are the ones that run on the CPU, so that adapters find the same linear layers. One rank has
-been compared with Hugging Face on a GPU (`benchmarks.gpu`); several have not been run.
+The layers are the same as on the CPU, so that adapters find the same linear layers.
+`benchmarks.gpu` compares one rank with Hugging Face on a GPU; several ranks have not been tested on
+GPUs.
 """
 
 import contextlib
@@ -10,25 +11,27 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from typing_extensions import override
 
-from tinkercloud_worker.megatron_trainer.device import Parallelism
+from tinkercloud_worker.megatron_trainer.device import Device
 from tinkercloud_worker.megatron_trainer.layers import settings, use_local_layers
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 
 
-class Gpu:
-    """See `device.Device`. The GPU is the only one that this process sees."""
+class Gpu(Device):
+    """The only visible GPU of this process as a megatron-core device."""
 
     torch_device = torch.device("cuda")
 
+    @override
     def computing(self) -> contextlib.AbstractContextManager[None]:
-        """See `Device.computing`."""
         return torch.cuda.device(self.torch_device)
 
+    @override
     def seed(self) -> None:
-        """See `Device.seed`."""
         tensor_parallel.model_parallel_cuda_manual_seed(0)
 
-    def configure(self, bridge: Any, parallelism: Parallelism) -> Mapping[str, object]:  # noqa: ANN401 - part of the interface
-        """See `Device.configure`."""
+    @override
+    def configure(self, bridge: Any, parallelism: Parallelism) -> Mapping[str, object]:
         use_local_layers(bridge)
         return settings(parallelism)

@@ -1,16 +1,16 @@
-"""The experts of a megatron-core layer, computed as one, with an adapter's terms.
+"""The experts of a megatron-core layer as grouped products, with LoRA.
 
-megatron-core computes them one after another unless other packages bring kernels. Here the weights
-of those at this rank lie in one tensor for each projection, of which megatron-core's own parameters
-are views, and one product computes a projection of all of them, as the torch trainer (`experts`).
+megatron-core computes experts one after another unless other packages provide kernels. Here the
+weights of this rank's experts are in one tensor per projection, of which megatron-core's own
+parameters are views, and one product computes a projection of all experts, as in the torch trainer
+(`lora.experts`).
 
-The adapters of a layer's experts are stacked in tensors with Hugging Face's names; `lora` says
-which halves are one for all. Of the others a rank has the part of those experts that it holds, and
-where experts are divided by their width, a slice of each (`TensorSlice`). Terms need no
-communication of their own: tokens are gathered before from the ranks that divide an expert, and
-what these compute of them is summed behind.
+The adapters of a layer's experts are stacked in tensors with Hugging Face's names; `lora.adapters`
+describes which halves all experts share. Of the other halves a rank holds those of its own experts,
+or, where experts are split by width, a slice of each (`TensorSlice`). Deltas need no additional
+communication: the ranks that share an expert gather its tokens before and sum the results after it.
 
-Shape legend: S tokens at this rank's experts, sorted by expert; E experts at this rank; D hidden
+Shape legend: S tokens of this rank's experts, sorted by expert; E experts on this rank; D hidden
 size, F this rank's part of an expert's width, r rank of the adapter.
 """
 
@@ -31,10 +31,10 @@ _NUMBERED = re.compile(r"(.*\.experts\.)(\d+)\.(.*)\.weight")
 
 
 def located(weight: str) -> tuple[str, int]:
-    """Return which adapters are about an expert's weight: their name, and the expert's number.
+    """Return the LoRA target of an expert's weight: its name and the expert's number.
 
     Args:
-        weight: its name in Hugging Face's checkpoints.
+        weight: the name in Hugging Face checkpoints.
     """
     found = _NUMBERED.fullmatch(weight)
     assert found is not None  # noqa: S101 - bridges name the weights of experts so
@@ -42,7 +42,7 @@ def located(weight: str) -> tuple[str, int]:
 
 
 class GroupedExperts:
-    """The experts of a layer that are at this rank."""
+    """The experts of a layer on this rank."""
 
     def __init__(
         self,
@@ -54,26 +54,26 @@ class GroupedExperts:
         """Take over the computation of a layer's experts.
 
         Args:
-            linears: know the adapter that a pass runs with.
-            experts: of a layer. Their own weights are frozen, and set in place only.
+            linears: provides the adapter of the current pass.
+            experts: the experts of a layer, whose weights are frozen and only changed in place.
             targets: gate, up and down projections of all experts of the layer.
-            first: number among those of the first one here.
+            first: number of the first expert on this rank.
         """
         self._linears = linears
         *self._before, self._down = targets
         self._here = (first, first + experts.num_local_experts)
         self._activation = experts.config.activation_func
         self._gate_up_EGD = Stack([expert.linear_fc1 for expert in experts.local_experts])
-        """Gates before ups, [E, 2F, D]."""
+        """Gate projections before up projections, [E, 2F, D]."""
         self._down_EDF = Stack([expert.linear_fc2 for expert in experts.local_experts])
-        # Assigned to the instance, so that the module stays what it is, names and all.
+        # Assigned to the instance, so that the module keeps its class and parameter names.
         experts.forward = self._forward
 
     def slices(self, rank: int) -> Sequence[TensorSlice]:
-        """Return this rank's slices of the adapter tensors that experts have for themselves.
+        """Return this rank's slices of the adapter tensors that are specific to each expert.
 
         Args:
-            rank: of the adapter.
+            rank: the LoRA rank.
         """
         number: int = parallel_state.get_expert_tensor_parallel_rank()
         ranks = parallel_state.get_expert_tensor_parallel_world_size()
@@ -89,8 +89,8 @@ class GroupedExperts:
         gate_up = grouped_linear(hidden_SD, self._gate_up_EGD.weights(), ends_E)
         active = self._active
         if active is not None:
-            terms = [self._inward(active, target, hidden_SD, ends_E) for target in self._before]
-            gate_up = gate_up + torch.cat(terms, -1)
+            deltas = [self._inward(active, target, hidden_SD, ends_E) for target in self._before]
+            gate_up = gate_up + torch.cat(deltas, -1)
         gate, up = gate_up.chunk(2, -1)
         inner_SF = (self._activation(gate) * up * shares_S.unsqueeze(-1)).to(hidden_SD.dtype)
         output_SD = grouped_linear(inner_SF, self._down_EDF.weights(), ends_E)
@@ -103,21 +103,21 @@ class GroupedExperts:
     @property
     def _active(self) -> Active | None:
         active = self._linears.active
-        # Switches are about attention or MLP: all of the targets are adapted, or none.
+        # The switches select attention or MLP as a whole: either all targets are adapted, or none.
         return active if active is not None and self._down.a_name in active.tensors else None
 
     def _inward(self, active: Active, target: Target, hidden_SD: Tensor, ends_E: Tensor) -> Tensor:
-        """Return the term of a gate or up projection, [S, F]."""
+        """Return the delta of a gate or up projection, [S, F]."""
         [a] = active.tensors[target.a_name]
         low = hidden_SD @ a.to(hidden_SD.dtype).T * active.scale
         return grouped_linear(low, active.tensors[target.b_name], ends_E)
 
 
 class Stack:
-    """The weights of layers of one shape, in one tensor: [number of them, out, in]."""
+    """The weights of layers with the same shape in one tensor: [number of layers, out, in]."""
 
     def __init__(self, linears: Sequence[nn.Module]) -> None:
-        """Move the layers' weights into one tensor, of which they become views."""
+        """Move the layers' weights into one tensor and replace them by views of it."""
         self._linears = linears
         self._own = [linear.get_parameter("weight") for linear in linears]
         self._stacked = torch.stack([weight.data for weight in self._own])
@@ -125,6 +125,6 @@ class Stack:
             weight.data = place
 
     def weights(self) -> Tensor:
-        """Return them, or those that replace them in a pass of a model that is trained whole."""
+        """Return the weights, or their replacements in a pass of a fully fine-tuned model."""
         used: list[Tensor] = [linear.weight for linear in self._linears]  # type: ignore[misc]
         return self._stacked if used[0] is self._own[0] else torch.stack(used)

@@ -1,7 +1,7 @@
-"""Layers made of megatron-core's own modules and one attention, whatever the device.
+"""Transformer layers from megatron-core's own modules, with one attention for all devices.
 
-They can be computed again in the backward pass. megatron-core has that too, but saves the states of
-CUDA's generators for it; nothing is drawn here.
+The layers support activation checkpointing. megatron-core's own implementation also saves the
+states of CUDA's random generators, which are not used here.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,14 +20,14 @@ from torch.utils.checkpoint import checkpoint
 
 from tinkercloud_worker.megatron_trainer import deepseek
 from tinkercloud_worker.megatron_trainer.attention import CausalAttention
-from tinkercloud_worker.megatron_trainer.device import Parallelism
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 
 _NORMS = {
     "input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"],
     "pre_mlp_layernorm.weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
 }
-"""Transformer Engine's layers hold their norms, which is what mbridge expects; these have them
-beside."""
+"""Names of norms: mbridge expects Transformer Engine layers, which contain their norms; here norms
+are separate modules."""
 
 
 _UNFUSED: Mapping[str, object] = {
@@ -38,18 +38,18 @@ _UNFUSED: Mapping[str, object] = {
     "gradient_accumulation_fusion": False,
     "persist_layer_norm": False,
 }
-"""Of a TransformerConfig: kernels that exist for GPUs only, and there with other packages only, are
-off."""
+"""TransformerConfig settings that disable kernels which need a GPU and other packages."""
 
 
 def settings(parallelism: Parallelism) -> Mapping[str, object]:
-    """Return the settings of a TransformerConfig that such layers need."""
-    # What is computed between divided weights is divided too, along the sequence.
+    """Return the TransformerConfig settings for these layers."""
+    # Sequence parallelism: computations between tensor-parallel weights are split along the
+    # sequence.
     return {**_UNFUSED, "sequence_parallel": parallelism.tensor > 1}
 
 
 class Norm(nn.RMSNorm):
-    """Torch's norm. What megatron-core wraps it in refuses parts of a sequence for no reason."""
+    """torch's norm. megatron-core's wrapper of it needlessly rejects sequence parallelism."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class Norm(nn.RMSNorm):
         hidden_size: int,
         eps: float,
     ) -> None:
-        """Make a norm of the last dimension.
+        """Create a norm over the last dimension.
 
         Args:
-            config: of the model.
+            config: the configuration of the model.
             hidden_size: size of that dimension.
             eps: added to the mean square.
         """
@@ -68,14 +68,14 @@ class Norm(nn.RMSNorm):
 
 
 def use_local_layers(bridge: Any) -> None:  # noqa: ANN401 - mbridge has no types
-    """Make a bridge build such layers, and load their weights."""
+    """Configure a bridge to build these layers and load their weights."""
 
     def specification(_stage: int | None = None) -> TransformerBlockSubmodules:
         config = bridge.config
         block = get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization=config.normalization
         )
-        # Layers that are built alike have one.
+        # Identical layers share one specification.
         for layer in {id(layer): layer for layer in block.layer_specs}.values():
             layer.submodules.self_attention.submodules.core_attention = CausalAttention
             if config.multi_latent_attention:
@@ -99,11 +99,11 @@ def _use_norms(layer: ModuleSpec) -> None:
 
 
 def use_gates_without_copies(module: nn.Module) -> None:
-    """Have dense MLPs multiply their gates and ups as they are.
+    """Make dense MLPs multiply gate and up projections without copying them.
 
-    megatron-core adds an offset of zero to the ups before, and that copy of them is kept for the
-    backward pass. Experts are computed elsewhere (`grouped_experts`); those that see every token
-    stay megatron-core's.
+    megatron-core first adds an offset of zero to the up projection, and saves that copy for the
+    backward pass. Routed experts are computed elsewhere (`grouped_experts`); shared experts stay
+    megatron-core's.
     """
     for mlp in module.modules():
         if type(mlp) is MLP:
@@ -119,13 +119,13 @@ def _gated(mlp: MLP, hidden_SBD: Tensor, **_: object) -> tuple[Tensor, None]:
 
 
 class RecomputedLayers:
-    """Layers that may keep only their inputs, and be computed again in the backward pass."""
+    """Layers that can keep only their inputs and be recomputed in the backward pass."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self.recompute = False
-        """Whether layers of the following forward passes are."""
+        """Whether layers of the following forward passes are recomputed."""
         for layer in layers:
-            # Assigned to the instance, so that the layer stays what it is, names and all.
+            # Assigned to the instance, so that the layer keeps its class and parameter names.
             layer.forward = partial(self._forward, layer, layer.forward)
 
     def _forward(
@@ -137,7 +137,8 @@ class RecomputedLayers:
     ) -> Any:  # noqa: ANN401 - as the layer's
         if not self.recompute:
             return forward(*args, **kwargs)
-        # Those of a model that is trained whole are in their place in the forward pass only.
+        # The weights of a fully fine-tuned model replace the module's own only during the forward
+        # pass.
         weights: dict[str, Tensor] = dict(layer.named_parameters())
 
         def compute() -> Any:  # noqa: ANN401 - as the layer's

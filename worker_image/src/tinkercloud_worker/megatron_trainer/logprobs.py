@@ -1,11 +1,11 @@
-"""Logprobs over a vocabulary that is divided over ranks, a few positions at a time.
+"""Vocabulary-parallel logprobs, a few positions at a time.
 
-No rank ever holds the logits of the whole vocabulary: three numbers of each position are exchanged.
-Nor those of all positions: they are computed again in the backward pass. They are float32, whatever
-the base is, as the torch trainer's are.
+No rank ever holds the logits of the full vocabulary: ranks exchange three numbers per position. No
+rank holds the logits of all positions either: they are recomputed in the backward pass. Logits are
+always float32, as in the torch trainer.
 
-What a rank's part of the vocabulary makes of a gradient, be it of hidden states or of an adapter's
-A, is a part of a sum over the ranks.
+The gradients of hidden states and of an adapter's A on each rank are partial sums over its part of
+the vocabulary.
 
 Shape legend: R positions, D hidden size, V this rank's part of the vocabulary, K targets per
 position.
@@ -22,41 +22,41 @@ from tinkercloud_worker.device.frozen_linear import FrozenLinear
 from tinkercloud_worker.lora.adapters import Target
 from tinkercloud_worker.lora.parameters import gradient_of
 from tinkercloud_worker.megatron_trainer.adapters import Active, part_of
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 
 _LOGITS_BYTES = 256 << 20
-"""Size of the logits held at a time, in float32."""
+"""Bytes of float32 logits held at a time."""
 
 
-def frozen_output_layer(weight_VD: Tensor, target: Target, active: Active | None) -> Unembedding:
-    """Return the output layer of the base, with an adapter's term if that has one.
+def frozen_output_layer(weight_VD: Tensor, target: Target, active: Active | None) -> LMHead:
+    """Return the LM head of the base, with an adapter if the adapter covers it.
 
     Args:
-        weight_VD: this rank's part.
-        target: the whole layer.
+        weight_VD: this rank's part of the weight.
+        target: the full layer.
         active: the adapter.
     """
     linear = FrozenLinear(weight_VD, None, packed=False)
     if active is None or target.a_name not in active.tensors:
-        return Unembedding(linear, ())
+        return LMHead(linear, ())
     a, b = active.tensors[target.a_name], active.tensors[target.b_name]
     own_b = part_of(b, 0).detach()
     own_b.grad = part_of(gradient_of(b), 0)
-    return Unembedding(linear, [(slice(None), a, own_b, active.scale)])
+    return LMHead(linear, [(slice(None), a, own_b, active.scale)])
 
 
-def trained_output_layer(weight: Tensor, dtype: torch.dtype) -> Unembedding:
-    """Return an output layer that is trained.
+def trained_output_layer(weight: Tensor, dtype: torch.dtype) -> LMHead:
+    """Return a trained LM head.
 
-    Its gradient is a sum over all that call it, a few positions at a time, and is added up in
-    float32. Autograd would add up what has the dtype of passes.
+    Its gradient sums over many calls with a few positions each, and accumulates in float32.
+    Autograd would accumulate it in the dtype of passes.
 
     Args:
-        weight: this rank's part, float32 [V, D], of a `Trainable`.
-        dtype: of passes.
+        weight: this rank's part of the weight, float32 [V, D], from a `Trainable`.
+        dtype: the dtype of passes.
     """
     linear = FrozenLinear(weight.detach().to(dtype), None, packed=False)
-    return Unembedding(linear, (), (gradient_of(weight), None))
+    return LMHead(linear, (), (gradient_of(weight), None))
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -65,10 +65,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         ctx: Any,  # noqa: ANN401 - torch's
         hidden_RD: Tensor,
         targets_RK: Tensor,
-        layer: Unembedding,
+        layer: LMHead,
         group: dist.ProcessGroup,
     ) -> Tensor:
-        # One tensor all the way: they are the largest there is.
+        # Computed in place: logits are the largest tensor.
         logits_RV = layer.logits(hidden_RD)
         part = logits_RV.shape[1]
         top_R1 = logits_RV.amax(1, keepdim=True)
@@ -90,7 +90,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401 - torch's
         hidden_RD, exp_RV, sum_R1, local_RK, is_here_RK = ctx.saved_tensors
         (c_RK,) = gradients
-        # Computed for this pass alone, and as large as all else here together.
+        # Computed only for this pass, and as large as everything else here.
         dlogits_RV = exp_RV.mul_(-c_RK.sum(1, keepdim=True) / sum_R1)
         dlogits_RV.scatter_add_(1, local_RK, c_RK * is_here_RK)
         dh_RD = ctx.layer.backward(hidden_RD, dlogits_RV.to(hidden_RD.dtype))
@@ -98,7 +98,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
 
 def logprobs(
-    layer: Unembedding,
+    layer: LMHead,
     hidden_RD: Tensor,
     targets_RK: Tensor,
     group: dist.ProcessGroup,
@@ -106,18 +106,18 @@ def logprobs(
 ) -> Tensor:
     """Return the logprobs [R, K] of targets, float32.
 
-    They are differentiable by hidden states, whose gradient is this rank's part of a sum over the
-    group. What is trained of the layer gets its gradient meanwhile.
+    Differentiable with respect to hidden states, whose gradient is this rank's partial sum over the
+    group. Trainable tensors of the layer accumulate their gradients at the same time.
 
     Args:
-        layer: of this rank; all parts of the vocabulary are of one size.
-        hidden_RD: what enters it, the same at all ranks of the group.
-        targets_RK: int64 ids in the whole vocabulary.
-        group: the ranks the vocabulary is divided over, in order.
-        vocab_size: of the whole.
+        layer: this rank's LM head; all parts of the vocabulary have the same size.
+        hidden_RD: its input, the same on all ranks of the group.
+        targets_RK: int64 ids in the full vocabulary.
+        group: the ranks that share the vocabulary, in order.
+        vocab_size: the size of the full vocabulary.
     """
     if not hidden_RD.requires_grad:
-        # The output layer may be all that is trained.
+        # The LM head may be the only trained layer.
         hidden_RD = hidden_RD.detach().requires_grad_()
 
     def some(hidden_RD: Tensor, targets_RK: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Mixtures of experts: what makes megatron-core compute them as Hugging Face does.
+"""Makes megatron-core compute mixtures of experts as in Hugging Face.
 
-Experts have megatron-core's own weights, and tokens travel to the ranks that hold them. No token is
-dropped and no loss is added: what a token gets does not depend on the others in its batch. Routers
-and experts are trained with whole models only.
+Experts keep megatron-core's own weights, and tokens are sent to the ranks that hold them. No token
+is dropped and no auxiliary loss is added, so the result of a token does not depend on the others in
+its batch. The weights of routers and experts are only trained in full fine-tuning.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,34 +20,34 @@ from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.lora.experts import find_experts
 from tinkercloud_worker.losses import LossInputs
 from tinkercloud_worker.megatron_trainer import deepseek
-from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.grouped_experts import located
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.tensor_slices import TensorSlice, full_slice
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 from tinkercloud_worker.training.collate import Pack
 
-# megatron-core asks for Transformer Engine's product by this name, also where it has not got it.
+# megatron-core looks up Transformer Engine's product by this name even if it is not installed.
 vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """What a configuration says about the experts of a layer."""
+    """The experts of a layer, from a configuration."""
 
     experts: int
     chosen: int
-    """Experts that each token is sent to."""
+    """Experts per token."""
     width: int
-    """Intermediate features of an expert."""
+    """Intermediate size of an expert."""
     normed: bool
-    """Whether the weights of the chosen experts sum to one; else they are shares among all."""
+    """Whether the weights of the selected experts sum to one, instead of those of all experts."""
 
 
 def mixture_of(config: Any) -> Mixture | None:  # noqa: ANN401 - transformers' configurations have no common type
-    """Return what a Hugging Face configuration says about experts; None if it has none.
+    """Return the experts of a Hugging Face configuration; None if it has none.
 
     Raises:
-        UnsupportedModelError: layers without experts are among those that have them.
+        UnsupportedModelError: only some layers have experts.
     """
     if config.model_type == "mixtral":
         chosen = config.num_experts_per_tok
@@ -63,7 +63,7 @@ def mixture_of(config: Any) -> Mixture | None:  # noqa: ANN401 - transformers' c
         return None
     if config.mlp_only_layers or config.decoder_sparse_step != 1:
         raise UnsupportedModelError(
-            "the megatron trainer wants experts in every layer, but this model has"
+            "the megatron trainer needs experts in every layer, but this model has"
             f" mlp_only_layers {config.mlp_only_layers} and decoder_sparse_step"
             f" {config.decoder_sparse_step}; use backend torch"
         )
@@ -76,41 +76,42 @@ def mixture_of(config: Any) -> Mixture | None:  # noqa: ANN401 - transformers' c
 
 
 def check(mixture: Mixture | None, parallelism: Parallelism) -> None:
-    """Check that the experts of a model can be computed and divided so.
+    """Check that the experts of a model are supported with this parallelism.
 
     Raises:
-        UnsupportedModelError: they can't.
+        UnsupportedModelError: they are not.
     """
     if mixture is None:
         if parallelism.expert > 1:
             raise UnsupportedModelError(
-                f"trainer.expert_parallel: {parallelism.expert}, but this model has no experts; set"
-                " it to 1"
+                f"trainer.expert_parallel is {parallelism.expert}, but this model has no experts;"
+                " set it to 1"
             )
         return
     if mixture.chosen == 1 and mixture.normed:
         raise UnsupportedModelError(
-            "the megatron trainer does not compute mixtures that send each token to one expert with"
-            " weight 1; use backend torch"
+            "the megatron trainer does not support mixtures that route each token to one expert"
+            " with weight 1; use backend torch"
         )
     if mixture.experts % parallelism.expert:
         raise UnsupportedModelError(
-            f"expert parallelism {parallelism.expert} does not divide the {mixture.experts} experts"
+            f"the number of experts, {mixture.experts}, is not divisible by trainer.expert_parallel"
+            f" {parallelism.expert}"
         )
     if mixture.width % parallelism.tensor:
         raise UnsupportedModelError(
-            f"tensor parallelism {parallelism.tensor} does not divide an expert's intermediate size"
-            f" {mixture.width}"
+            f"an expert's intermediate size, {mixture.width}, is not divisible by"
+            f" trainer.tensor_parallel {parallelism.tensor}"
         )
 
 
 def settings(mixture: Mixture | None) -> Mapping[str, object]:
-    """Return what a TransformerConfig says about a model's experts."""
+    """Return the TransformerConfig settings for a model's experts."""
     if mixture is None:
         return {}
     return {
         "moe_grouped_gemm": False,
-        # The one dispatcher for ranks that have different numbers of tokens.
+        # The only dispatcher that supports different numbers of tokens on ranks.
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_pre_softmax": not mixture.normed,
         "moe_router_load_balancing_type": "none",
@@ -119,9 +120,9 @@ def settings(mixture: Mixture | None) -> Mapping[str, object]:
 
 
 def name_experts(bridge: Any) -> None:  # noqa: ANN401 - mbridge has no types
-    """Make a bridge find the weights of experts that are modules of their own.
+    """Make a bridge find the weights of experts that are separate modules.
 
-    It knows those of grouped experts, which are numbered parameters of one module.
+    By default it finds those of grouped experts, which are numbered parameters of one module.
     """
     to_global = bridge._weight_name_mapping_mcore_local_to_global
 
@@ -142,12 +143,12 @@ def _numbered(name: str, first: int) -> str:
 
 
 def made_of(whole: PreTrainedModel) -> Callable[[str], TensorSlice]:
-    """Return a function from a weight's name in files to its slice of a Hugging Face model's.
+    """Return a function that maps a weight's name in files to its slice of a Hugging Face weight.
 
-    The model stacks the weights of experts, files do not.
+    The model stacks the weights of experts; files do not.
 
     Args:
-        whole: the model. Its weights are not read.
+        whole: the model, whose weights are not read.
     """
     shapes = {name: tuple(weight.shape) for name, weight in whole.named_parameters()}
     stacked: dict[str, tuple[str, tuple[int, int]]] = {}
@@ -162,7 +163,7 @@ def made_of(whole: PreTrainedModel) -> Callable[[str], TensorSlice]:
             target, number = located(weight)
             name, rows = stacked[target]
             return TensorSlice(name, ((number, number + 1), rows, (0, shapes[name][-1])))
-        # Mixtral's files and modules have two names for the same.
+        # Mixtral uses different names in files and modules.
         name = weight.replace(".block_sparse_moe.", ".mlp.")
         return full_slice(name, shapes[name])
 
@@ -170,9 +171,9 @@ def made_of(whole: PreTrainedModel) -> Callable[[str], TensorSlice]:
 
 
 def with_dummy_packs(packs: Sequence[Pack], device: torch.device) -> Sequence[Pack]:
-    """Return packs and dummies: ranks with fewer packs run dummy passes.
+    """Return packs followed by dummies: ranks with fewer packs run dummy passes.
 
-    Ranks compute tokens of each other's passes, so all of them have to run as many.
+    Ranks compute tokens of each other's passes, so all must run the same number of passes.
     """
     if parallel_state.get_expert_model_parallel_world_size() == 1:
         return packs
@@ -183,7 +184,7 @@ def with_dummy_packs(packs: Sequence[Pack], device: torch.device) -> Sequence[Pa
 
 
 def _dummy_pack(device: torch.device) -> Pack:
-    """Return a pack of one position that belongs to no example."""
+    """Return a pack with one position that belongs to no example."""
     none = torch.zeros(0, dtype=torch.int64, device=device)
     return Pack(
         sequences=PackedSequences(torch.zeros(1, dtype=torch.int64, device=device), (1,)),

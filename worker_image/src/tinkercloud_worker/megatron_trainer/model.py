@@ -1,6 +1,6 @@
-"""A Hugging Face model as a megatron-core one: built from its configuration, weights loaded.
+"""Builds a megatron-core model from a Hugging Face configuration and loads its weights.
 
-mbridge knows the families; what it takes for granted and is not always so is checked here first.
+mbridge supports the model families; its unchecked assumptions are verified here first.
 """
 
 import math
@@ -37,9 +37,10 @@ from tinkercloud_worker.megatron_trainer.adapters import (
     concatenated,
     interleaved,
 )
-from tinkercloud_worker.megatron_trainer.device import Device, Parallelism
+from tinkercloud_worker.megatron_trainer.device import Device
 from tinkercloud_worker.megatron_trainer.grouped_experts import GroupedExperts, located
 from tinkercloud_worker.megatron_trainer.layers import RecomputedLayers, use_gates_without_copies
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.tensor_slices import TensorSlice
 from tinkercloud_worker.model.architecture import (
     UnsupportedModelError,
@@ -52,12 +53,13 @@ from tinkercloud_worker.model.fingerprint import fingerprint_of
 from tinkercloud_worker.model.quantized import QuantizedFolder, block_size
 from tinkercloud_worker.model.weights_check import check_finite, check_weights
 
-# Mistral's layers are Llama's, apart from the window of the first ones, which is refused.
+# Mistral's layers are the same as Llama's, except for the sliding window of early versions, which
+# is rejected.
 register_model("mistral")(LLaMABridge)
 
 _SETTINGS = {
     "variable_seq_lengths": True,
-    # Losses are sums: nothing is divided by a number of tokens or of micro-batches.
+    # Losses are sums, not divided by the number of tokens or micro-batches.
     "calculate_per_token_loss": True,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
@@ -80,7 +82,7 @@ _ADAPTED = frozenset(
         "linear_fc2",
     }
 )
-"""megatron-core's names of the linear layers that adapters are for."""
+"""megatron-core's names of the linear layers that can be adapted."""
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Names of Hugging Face weights."""
@@ -89,50 +91,51 @@ _HEADS = ("output_layer.weight", "embedding.word_embeddings.weight")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MegatronModel:
-    """A rank's part of the frozen base, and what can be trained of the whole."""
+    """A rank's part of the frozen base, and the trainable parts of the full model."""
 
     module: GPTModel
-    """It ends with the last stage's final norm: `head_weight` and the output layer are for the
-    caller, who has no room for the logits of all positions."""
+    """It ends with the final norm of the last stage. The caller computes the LM head from
+    `lm_head_weight`, because the logits of all positions would not fit into memory."""
     sources: Mapping[str, Sequence[TensorSlice]]
-    """Of each weight of the module, the parts of Hugging Face weights that it is made of where
-    tensor parallelism does not divide it."""
+    """For each weight of the module, the parts of Hugging Face weights that form it without tensor
+    parallelism."""
     layout: Layout
-    """Of the Hugging Face model's weights."""
+    """Layout of the Hugging Face model's weights."""
     linears: AdaptedLinears
     experts: Sequence[GroupedExperts]
-    """Those at this rank, layer by layer."""
+    """The experts on this rank, layer by layer."""
     layers: RecomputedLayers
     targets: Sequence[Target]
     hf_config: PretrainedConfig
     device: Device
     fingerprint: str | None = None
-    """Of the folder that it was loaded from (`fingerprint`)."""
+    """Fingerprint of the folder that it was loaded from."""
 
     @property
-    def head_weight(self) -> str:
-        """The name of the output layer's weight at the last stage: its own, or the embedding's."""
+    def lm_head_weight(self) -> str:
+        """Name of the LM head's weight on the last stage: its own, or the embedding's."""
         names = dict(self.module.named_parameters())
         return next(name for name in _HEADS if name in names)
 
     @property
-    def head(self) -> Target:
-        """The output layer, as what can be adapted."""
+    def lm_head(self) -> Target:
+        """The LM head as a LoRA target."""
         return next(target for target in self.targets if target.group == "unembed")
 
 
 def load(path: str, dtype: torch.dtype, parallelism: Parallelism, device: Device) -> MegatronModel:
-    """Build this rank's part of a model and load its weights; all ranks call it together.
+    """Build this rank's part of a model and load its weights. Collective over all ranks.
 
     Args:
         path: a folder in Hugging Face layout.
-        dtype: of the base weights.
-        parallelism: `torch.distributed` must be initialised, with a multiple of its ranks.
-        device: to compute on.
+        dtype: the dtype of the base weights.
+        parallelism: how to divide the model; the size of the initialized `torch.distributed` group
+            must be a multiple of its ranks.
+        device: the device to compute on.
 
     Raises:
-        UnsupportedModelError: this family, or how the model is configured, is not supported, or it
-            can't be divided as asked.
+        UnsupportedModelError: the family, the configuration or the requested parallelism is not
+            supported.
     """
     config = read_config(path)
     model, bridge = blank(config, dtype, parallelism, device)
@@ -144,30 +147,30 @@ def load(path: str, dtype: torch.dtype, parallelism: Parallelism, device: Device
     if is_tied(config):
         _check_tied(path)
     with device.computing(), torch.no_grad(), _listed_once(model.module):
-        # Those that the bridge leaves out are found by this.
+        # Weights that the bridge does not load stay NaN, and are found by this check.
         for _, tensor in _weights(model.module):
             tensor.fill_(math.nan)
         try:
             bridge.load_weights([model.module], path)
         except (KeyError, ValueError) as error:
             raise UnsupportedModelError(
-                f"{path}: the megatron trainer looks for weights under the names that"
-                f" save_pretrained of transformers gives them, and did not find some ({error});"
-                " save the model again with it, or use backend torch"
+                f"{path}: the megatron trainer did not find some weights ({error}); it expects the"
+                " names that save_pretrained of transformers writes: save the model again with it,"
+                " or use backend torch"
             ) from error
     check_finite(path, _named_as_in_files(model))
     return replace(model, fingerprint=fingerprint_of(path))
 
 
 def _named_as_in_files(model: MegatronModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the module's weights, named by the Hugging Face weights that each is made of."""
+    """Yield the module's weights, named by their Hugging Face weights."""
     for name, tensor in _weights(model.module):
         parts = {part.name: None for part in model.sources.get(name, ())}
         yield " with ".join(parts) or name, tensor
 
 
 def _weights(module: GPTModel) -> list[tuple[str, Tensor]]:
-    """Return all that is loaded."""
+    """Return all loaded weights."""
     return [
         (name, tensor)
         for name, tensor in module.state_dict().items()
@@ -186,7 +189,7 @@ def _check_tied(path: str) -> None:
 
 
 def _listed_once(module: nn.Module) -> AbstractContextManager[object]:
-    """Return a context that caches `state_dict`: mbridge asks for all of it for each weight."""
+    """Return a context that caches `state_dict`, which mbridge calls for each weight."""
     state = module.state_dict()
     return patch.object(module, "state_dict", lambda: state)
 
@@ -208,12 +211,13 @@ def blank(
     parallelism: Parallelism,
     device: Device,
 ) -> tuple[MegatronModel, Any]:
-    """Return a model whose weights are yet to be set, and the bridge that loads them.
+    """Return a model with uninitialized weights, and the bridge that loads them.
 
-    Args and errors are those of `load`, but for the configuration in place of its folder.
+    Arguments and errors are the same as for `load`, except for the configuration instead of a
+    folder.
     """
     check(config, parallelism)
-    # Latent attention rotates by itself.
+    # Latent attention applies rotary positions itself.
     is_latent = config.model_type in deepseek.FAMILIES
     mixture = mixtures.mixture_of(config)
     parallel_state.initialize_model_parallel(
@@ -221,8 +225,8 @@ def blank(
         pipeline_model_parallel_size=parallelism.pipeline,
         context_parallel_size=parallelism.context,
         expert_model_parallel_size=parallelism.expert,
-        # Half an hour otherwise, however long the ranks are to wait for each other.
-        distributed_timeout_minutes=_patience() / timedelta(minutes=1),
+        # The default is half an hour, regardless of the timeout of the ranks.
+        distributed_timeout_minutes=_world_timeout() / timedelta(minutes=1),
     )
     with device.computing():
         device.seed()
@@ -242,7 +246,7 @@ def blank(
     _check_complete(whole, sources)
     targets = find_targets(whole, "model", "lm_head")
     linears, experts = _adapt(bridge, module, targets)
-    # The output layer is called by the trainer.
+    # The trainer computes the LM head.
     module.post_process = False
     find = mixtures.made_of(whole)
     return MegatronModel(
@@ -258,10 +262,10 @@ def blank(
     ), bridge
 
 
-def _patience() -> timedelta:
-    """Return how long a rank waits for another in the group that all of them are in."""
+def _world_timeout() -> timedelta:
+    """Return the timeout of the process group of all ranks."""
     assert dist.group.WORLD is not None  # noqa: S101 - ranks have met before they load
-    # Whatever the device, its backends have one timeout, and one of them is gloo.
+    # All backends of the group have the same timeout, and one of them is always gloo.
     gloo: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
     patience: timedelta = gloo.options._timeout
     return patience
@@ -274,10 +278,10 @@ def _module(bridge: Any, device: Device, dtype: torch.dtype) -> GPTModel:  # noq
     for parameter in module.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     use_gates_without_copies(module)
-    # Norms are of float32 whatever is asked for.
+    # Norms are created in float32 regardless of the requested dtype.
     module.to(device.torch_device, dtype)
     if module.pre_process:
-        # It may be that of a model which is trained whole, in float32.
+        # The embedding may belong to a fully fine-tuned model, in float32.
         module.embedding.word_embeddings.register_forward_hook(
             lambda _module, _ids, found: found.to(dtype)
         )
@@ -286,38 +290,38 @@ def _module(bridge: Any, device: Device, dtype: torch.dtype) -> GPTModel:  # noq
 
 
 def check(config: Any, parallelism: Parallelism) -> None:  # noqa: ANN401 - transformers' own
-    """Check that a model can be computed and divided so, as far as its configuration tells.
+    """Check from its configuration that a model is supported with this parallelism.
 
-    Plans (`tinkercloud_planning.supported`, `.layouts`) foresee what is refused here.
+    The planner (`tinkercloud_planning.supported`, `.layouts`) mirrors these checks.
 
     Raises:
-        UnsupportedModelError: it can't.
+        UnsupportedModelError: it is not.
     """
     if config.model_type not in _FAMILIES:
         raise UnsupportedModelError(
-            f"the megatron trainer does not know the family {config.model_type!r}: it takes"
-            f" {', '.join(sorted(_FAMILIES))}; use backend torch"
+            f"model_type {config.model_type!r} is not supported by the megatron trainer, which"
+            f" supports {', '.join(sorted(_FAMILIES))}; use backend torch"
         )
     if getattr(config, "quantization_config", None) and block_size(config) is None:
         raise UnsupportedModelError(
-            "quantization_config: of quantized weights the megatron trainer reads fp8 in blocks"
-            " only; give it a copy of the model in bfloat16, whose config.json has no such field"
+            "quantization_config: the megatron trainer only reads block-quantized fp8 weights; use"
+            " a bfloat16 copy of the model, without this field in config.json"
         )
     if config.model_type in deepseek.FAMILIES:
         deepseek.check(config, parallelism)
     rotary.check(config)
     if config.hidden_act != "silu":
         raise UnsupportedModelError(
-            f"hidden_act: the megatron trainer computes silu, but this model {config.hidden_act};"
-            " use backend torch"
+            f"hidden_act: the megatron trainer only supports silu, but this model uses"
+            f" {config.hidden_act}; use backend torch"
         )
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     narrow = window is not None and window < config.max_position_embeddings
     if ("sliding_attention" in kinds) if kinds else narrow:
         raise UnsupportedModelError(
-            f"sliding_attention (of {window} positions): the megatron trainer attends to whole"
-            " sequences; use backend torch"
+            f"sliding_attention (window {window}) is not supported by the megatron trainer; use"
+            " backend torch"
         )
     for name, size in {
         "vocab_size": config.vocab_size,
@@ -327,26 +331,26 @@ def check(config: Any, parallelism: Parallelism) -> None:  # noqa: ANN401 - tran
     }.items():
         if size % parallelism.tensor:
             raise UnsupportedModelError(
-                f"tensor parallelism {parallelism.tensor} does not divide {name} {size}"
+                f"{name} {size} is not divisible by trainer.tensor_parallel {parallelism.tensor}"
             )
     if config.num_hidden_layers % parallelism.pipeline:
         raise UnsupportedModelError(
-            f"pipeline parallelism {parallelism.pipeline} does not divide num_hidden_layers"
-            f" {config.num_hidden_layers}"
+            f"num_hidden_layers {config.num_hidden_layers} is not divisible by"
+            f" trainer.pipeline_parallel {parallelism.pipeline}"
         )
     mixtures.check(mixtures.mixture_of(config), parallelism)
 
 
 def _bridge(config: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401 - mbridge has no types
-    # mbridge takes it for given, and some families leave it out.
+    # mbridge requires this field, which some families omit.
     if getattr(config, "head_dim", None) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
     bridge = AutoBridge.from_config(config, dtype=dtype)
     head = _EMBEDDING if is_tied(config) else _HEAD
-    # The maps are the class's, and some bridges write into them: this one gets its own.
+    # The maps are class attributes, and some bridges modify them, so this instance gets copies.
     bridge._DIRECT_MAPPING = bridge._DIRECT_MAPPING | {"output_layer.weight": head}
     mixtures.name_experts(bridge)
-    # mbridge reads the rotary settings where Hugging Face no longer keeps them.
+    # mbridge reads the rotary settings from their former place in the configuration.
     bridge._get_gptmodel_args = lambda: {
         "vocab_size": config.vocab_size,
         "max_sequence_length": config.max_position_embeddings,
@@ -365,12 +369,12 @@ def _sources(bridge: Any, module: GPTModel) -> dict[str, Sequence[str]]:  # noqa
 
 
 def _check_complete(whole: nn.Module, sources: Mapping[str, Sequence[str]]) -> None:
-    """Check that this rank's layers are made of all that the Hugging Face ones have.
+    """Check that this rank's layers use all weights of the Hugging Face layers.
 
-    Routers and experts are named otherwise in files; they are missed as they are loaded.
+    Routers and experts have other names in files; missing ones are detected on loading.
 
     Raises:
-        UnsupportedModelError: the bridge would leave weights out.
+        UnsupportedModelError: the bridge would skip weights.
     """
     used = {name for names in sources.values() for name in names}
     layers = {match[0] for name in used if (match := _LAYER.match(name))}
@@ -379,7 +383,7 @@ def _check_complete(whole: nn.Module, sources: Mapping[str, Sequence[str]]) -> N
         is_here = match is not None and match[0] in layers
         if is_here and name not in used and not any(part in name for part in _MIXTURE):
             raise UnsupportedModelError(
-                f"{name}: the megatron trainer has no such weight in this family; use backend torch"
+                f"{name}: the megatron trainer does not support this weight; use backend torch"
             )
 
 

@@ -1,10 +1,10 @@
-"""Counts the tokens that megatron-core's routers send to experts.
+"""Counts the tokens that megatron-core's routers send to each expert.
 
-Ranks that hold a replica between them each count what they route: the positions they hold, in the
-layers they have. A pass ends with the sum of those counts at all of them.
+The ranks of a replica count the positions that they hold, in their own layers. A pass ends with the
+sum of these counts on all of them.
 
-Shape legend: L layers of the model, E experts of a layer, S positions of a micro-batch held by this
-rank, T of those that this rank's routers see.
+Shape legend: L layers of the model, E experts of a layer, S positions of a micro-batch on this
+rank, T of them processed by this rank's routers.
 """
 
 from collections.abc import Iterator
@@ -21,28 +21,28 @@ from tinkercloud_worker.megatron_trainer.sequence import MicroBatch
 
 
 class RouterCounts:
-    """Watches the routers of this rank's part of a model. One pass at a time is counted."""
+    """Counts the tokens of this rank's routers, one pass at a time."""
 
     def __init__(self, module: GPTModel, device: torch.device) -> None:
-        """Watch a model, which may have no experts.
+        """Attach to a model, which may have no experts.
 
         Args:
-            module: this rank's part of it.
-            device: of the counts.
+            module: this rank's part of the model.
+            device: the device of the counts.
         """
         self._layers, self._experts = module.config.num_layers, module.config.num_moe_experts
         self._device = device
         self._counts_LE: Tensor | None = None
         self._is_counted_T: Tensor | None = None
-        """Which positions belong to an example, in the micro-batch that runs."""
+        """Which positions of the current micro-batch belong to an example."""
         for router in module.modules():
             if isinstance(router, TopKRouter):
                 router.register_forward_hook(self._note)
 
     @contextmanager
     def counting(self, micro_batch: MicroBatch) -> Iterator[None]:
-        """Count the forward pass of a micro-batch; layers that are recomputed are not counted."""
-        # Dummies have one position, and no example that it belongs to.
+        """Count the forward pass of a micro-batch, but not the recomputation of layers."""
+        # A dummy has one position that belongs to no example.
         if self._experts and micro_batch.pack.examples:
             self._is_counted_T = self._seen_here(micro_batch)
         try:
@@ -53,7 +53,7 @@ class RouterCounts:
     def sum(self) -> Tensor | None:
         """Return the counts since the last call, int64 [layers with experts, E].
 
-        All ranks of a replica call it together. None if there are no experts, or no examples.
+        Collective over the ranks of a replica. None if there are no experts or no examples.
         """
         if not self._experts:
             return None
@@ -76,7 +76,7 @@ class RouterCounts:
     def _seen_here(self, micro_batch: MicroBatch) -> Tensor:
         is_kept_S = torch.zeros(len(micro_batch.ids_S), dtype=torch.bool, device=self._device)
         is_kept_S[micro_batch.kept_M] = True
-        # Between layers the tensor-parallel ranks hold as many positions each, in order.
+        # Between layers, tensor-parallel ranks hold equal, consecutive parts of the positions.
         parts = is_kept_S.chunk(parallel_state.get_tensor_model_parallel_world_size())
         here: Tensor = parts[parallel_state.get_tensor_model_parallel_rank()]
         return here
@@ -85,5 +85,5 @@ class RouterCounts:
         if self._is_counted_T is None:
             return
         _, is_sent_TE = outputs
-        # Numbered from 1, over all pipeline stages.
+        # Layers are numbered from 1 over all pipeline stages.
         self._so_far()[int(router.layer_number) - 1] += is_sent_TE[self._is_counted_T].sum(0)  # type: ignore[arg-type] # an int, typed as any attribute

@@ -1,11 +1,11 @@
-"""Sequences laid one after another, and how they are divided over a context-parallel group.
+"""Packed sequences, and their division over a context-parallel group.
 
-Each is cut into two chunks for each rank; a rank holds one from the front and its like from the
-back, so that all have as much to attend to. megatron-core's rotary positions suppose the same.
-Sequences are padded where that needs it, by positions that nothing attends to.
+Each sequence is split into two chunks per rank; a rank holds one from the front and its counterpart
+from the back, which balances attention. megatron-core's rotary positions assume the same split.
+Sequences are padded where necessary, with positions that nothing attends to.
 
-Shape legend: P positions of all sequences, S of them held here, sequence by sequence in ascending
-order; R positions that belong to an example, M of those held here; N sequences.
+Shape legend: P positions of all sequences, S of them on this rank, sequence by sequence in
+ascending order; R positions that belong to an example, M of those on this rank; N sequences.
 """
 
 from dataclasses import dataclass
@@ -23,50 +23,51 @@ from tinkercloud_worker.training.collate import Pack
 
 @dataclass(kw_only=True, eq=False)
 class DividedSequences(PackedSeqParams):  # type: ignore[misc] # megatron-core has no types
-    """The sequences of a micro-batch as layers get them: megatron-core's fields, and ours."""
+    """The sequences of a micro-batch as passed to layers: megatron-core's fields and ours."""
 
     lengths: tuple[int, ...]
-    """Positions of each sequence, at all ranks together."""
+    """Positions of each sequence over all ranks."""
     starts_N1: Tensor
-    """int32 [N + 1]: where each begins and the last ends, on the device."""
+    """int32 [N + 1]: the start of each sequence and the end of the last, on the device."""
     positions_S: Tensor
-    """int64: where in its sequence each position is that is held here."""
+    """int64: the index within its sequence of each position on this rank."""
     order_P: Tensor | None
-    """int64: where each position lies in all ranks' parts, one after another; None at one rank."""
+    """int64: the index of each position in the concatenated parts of all ranks; None with one
+    rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class MicroBatch:
-    """A pack, and what this rank holds of it."""
+    """A pack, and the part of it on this rank."""
 
     pack: Pack
     sequences: DividedSequences
     ids_S: Tensor
-    """int64 token ids; those of padding mean nothing."""
+    """int64 token ids; those of padding are arbitrary."""
     kept_M: Tensor
-    """int64: which of the positions held here belong to an example."""
+    """int64: indices of the positions on this rank that belong to an example."""
     places_M: Tensor
-    """int64: which of the pack's positions those are."""
+    """int64: indices of these positions in the pack."""
 
 
 class SequenceDivision:
-    """How sequences are divided over the ranks of a group; over one rank, they are not."""
+    """The division of sequences over the ranks of a group, which may have one rank."""
 
     def __init__(self, group: ProcessGroup) -> None:
         """Divide sequences over a group."""
         self.group = group
         self.multiple = 2 * group.size() if group.size() > 1 else 1
-        """Chunks of a sequence, which its length must be a multiple of."""
+        """Number of chunks of a sequence; its length must be a multiple of it."""
         self.chunks = self._chunks_of(group.rank())
-        """Numbers of those that this rank holds."""
+        """Indices of the chunks on this rank."""
 
     def micro_batch(self, pack: Pack, pad_to_multiple_of: int) -> MicroBatch:
-        """Return what this rank holds of a pack.
+        """Return this rank's part of a pack.
 
         Args:
-            pack: all of it, at every rank; or a single position that belongs to no example.
-            pad_to_multiple_of: tokens that each sequence is padded to a multiple of; itself a
-                multiple of the division's own.
+            pack: the full pack, the same on every rank; or a single position without an example.
+            pad_to_multiple_of: each sequence is padded to a multiple of this number of tokens,
+                itself a multiple of the number of chunks.
         """
         ids_R = pack.sequences.ids_R
         lengths = padded_lengths(pack.sequences.lengths, pad_to_multiple_of)
@@ -89,9 +90,10 @@ class SequenceDivision:
         )
 
     def whole(self, part: Tensor, sequences: DividedSequences) -> Tensor:
-        """Return [P, ...] from all ranks' [S, ...].
+        """Gather [P, ...] from the [S, ...] of all ranks.
 
-        Its gradient at each rank is a part of a sum, which every rank gets for what it holds.
+        In the backward pass, the partial gradients of all ranks are summed, and each rank receives
+        its own positions.
         """
         if sequences.order_P is None:
             return part
@@ -102,7 +104,7 @@ class SequenceDivision:
         return (rank, self.multiple - 1 - rank) if self.multiple > 1 else (0,)
 
     def _held(self, lengths: tuple[int, ...], rank: int) -> Tensor:
-        """Return which positions [S] of sequences a rank holds."""
+        """Return the positions [S] of sequences on a rank."""
         positions = [
             part.chunk(self.multiple) for part in torch.arange(sum(lengths)).split(lengths)
         ]
@@ -116,7 +118,7 @@ class SequenceDivision:
         order_P = torch.cat([self._held(lengths, rank) for rank in ranks]).argsort()
         return DividedSequences(
             qkv_format="thd",
-            # On the CPU, as megatron-core reads their numbers in every layer.
+            # On the CPU, because megatron-core reads these numbers in every layer.
             cu_seqlens_q=starts_N1,
             cu_seqlens_kv=starts_N1,
             max_seqlen_q=max(lengths),

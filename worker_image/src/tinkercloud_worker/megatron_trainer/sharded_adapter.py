@@ -1,10 +1,10 @@
-"""An adapter of a mixture whose experts are divided over ranks.
+"""An adapter of a mixture whose experts are distributed over ranks.
 
-The tensors that each expert has for itself, nearly all of such an adapter, are where the expert is:
-a rank has a part of them, or none for layers of other stages. All other tensors are whole at every
-rank, as those of other adapters (`adapters`).
+Tensors specific to each expert, which are nearly all of such an adapter, are on the same rank as
+the expert: a rank has a part of them, or none for layers of other stages. All other tensors are
+replicated on every rank, as in other adapters (`adapters`).
 
-Names are Hugging Face's here as well. In flat vectors, parts come behind the whole tensors.
+Names are Hugging Face's here too. In flat vectors, sharded tensors follow the replicated ones.
 """
 
 import math
@@ -14,15 +14,17 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
+from typing_extensions import override
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_worker.engine.ranks import Sharding
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.lora.parameters import Layout, TensorSpec, Trainable, norm_of
 from tinkercloud_worker.megatron_trainer.tensor_slices import SliceGatherer, TensorSlice, full_slice
 
 
-class ShardedAdapter:
-    """See `engine.ranks.Sharding`. Made by all ranks together."""
+class ShardedAdapter(Sharding):
+    """See `engine.ranks.Sharding`. All ranks construct it together."""
 
     is_whole = False
 
@@ -33,13 +35,13 @@ class ShardedAdapter:
         slices: Sequence[TensorSlice],
         device: torch.device,
     ) -> None:
-        """Start with the values of an adapter that is whole at every rank.
+        """Initialize with the same values as a replicated adapter.
 
         Args:
-            targets: that are adapted.
-            config: of the adapter.
-            slices: of the tensors that experts have for themselves, what this rank uses.
-            device: of this rank.
+            targets: the adapted targets.
+            config: the adapter's configuration.
+            slices: this rank's slices of tensors that are specific to each expert.
+            device: this rank's device.
         """
         self._whole = adapters.layout(targets, config.rank)
         shapes = self._whole.shapes()
@@ -51,44 +53,42 @@ class ShardedAdapter:
         layout = Layout(TensorSpec(name, block.shape) for name, block in self._slices.items())
         self.trainable = Trainable(layout, device)
         self._copies = parallel_state.get_expert_data_parallel_group()
-        """Ranks that have the same slices."""
-        # Of ranks that have the same, the first counts.
+        """Ranks with the same slices."""
+        # Of ranks with copies, only the first one sends.
         self._counts_common = dist.get_rank() == 0
         self._counts_own = self._copies.rank() == 0
-        self._draw(targets, config)
+        self._initialize(targets, config)
         self._counted = common * self._counts_common + here * self._counts_own
         self._gatherer = SliceGatherer(shapes, self._counted, device)
 
+    @override
     def gather(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """See `Sharding.gather`."""
         return self._gatherer.join((tensors[block.name] for block in self._counted), dtype)
 
+    @override
     def shard(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:
-        """See `Sharding.shard`."""
         self._whole.check(tensors, what)
         for name, block in self._slices.items():
             yield name, block.view_of(tensors[name])
 
+    @override
     def reduce_gradient(self, gradient: Tensor) -> None:
-        """See `Sharding.reduce_gradient`.
-
-        Experts' own are summed over the ranks that have the same, the rest over all.
-        """
+        """Experts' own are summed over the ranks that have the same, the rest over all."""
         common, own = self._divide(gradient)
         dist.all_reduce(common)
         if self._copies.size() > 1:
             dist.all_reduce(own, group=self._copies)
 
+    @override
     def unreduce_gradient(self, gradient: Tensor) -> None:
-        """See `Sharding.unreduce_gradient`."""
         common, own = self._divide(gradient)
         if not self._counts_common:
             common.zero_()
         if not self._counts_own:
             own.zero_()
 
+    @override
     def grad_norm(self, gradient: Tensor) -> float:
-        """See `Sharding.grad_norm`."""
         common, own = self._divide(gradient)
         square = torch.zeros((), dtype=torch.float64, device=gradient.device)
         for part, counts in ((common, self._counts_common), (own, self._counts_own)):
@@ -98,11 +98,11 @@ class ShardedAdapter:
         return float(square.sqrt())
 
     def _divide(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the parts of a flat vector: of what is whole here, and of slices."""
+        """Split a flat vector into replicated tensors and slices."""
         return flat[: self._common_elements], flat[self._common_elements :]
 
-    def _draw(self, targets: Sequence[adapters.Target], config: LoraConfig) -> None:
-        """Write initial values. Without a seed, ranks that hold the same take the first one's."""
+    def _initialize(self, targets: Sequence[adapters.Target], config: LoraConfig) -> None:
+        """Write initial values. Without a seed, copies get the values of the first rank."""
         seed = config.seed if config.seed is not None else torch.seed()
         for target in targets:
             block = self._slices.get(target.a_name)

@@ -1,22 +1,22 @@
-"""Whole models under training, divided over ranks as megatron-core divides the base.
+"""Fully fine-tuned models, sharded over ranks as megatron-core divides the base.
 
-Each rank has float32 copies of the weights of its part of the module, which take the module's place
-in passes, with a gradient and moments. Names and shapes are the module's; what leaves the ranks has
-Hugging Face's (`Weight`). Moments are rearranged as weights are: element by element.
+Each rank has float32 copies of the weights of its part of the module, with a gradient and moments;
+the copies replace the module's own weights in passes. Names and shapes are the module's; exports
+use Hugging Face's (`Weight`). Moments are rearranged in the same way as weights, element by
+element.
 
-Three kinds of weights are at more than one rank that holds the model between them. Norms and
-routers are at all ranks of a tensor-parallel group, each with a part of their gradient, from its
-own heads, or from its own positions of a divided sequence. An embedding that is the output layer
-too is at the first and the last stage, each with a part of its gradient. All of these are summed,
-and what is the same at several ranks counts once.
+Some weights exist on several ranks of one replica. Norms and routers are on all ranks of a
+tensor-parallel group, each with a partial gradient from its own heads or its own positions of a
+split sequence. A tied embedding is on the first and the last stage, each with a partial gradient.
+All of these gradients are summed, and weights with several copies count once.
 
-Experts are at fewer ranks than the rest: those that would hold copies of the model divide them.
-They come last in flat vectors.
+Experts are on fewer ranks than the rest, because data-parallel ranks share them. They come last in
+flat vectors.
 
-Passes are in the base's dtype, and what a pass adds to a gradient is added in float32: at once, as
-it is computed, so that there is never more than one weight's in the base's dtype. An embedding is
-looked up in float32 and what is found rounded, which is the same, but for its gradient: that of a
-token is the sum over all positions that have it.
+Passes run in the base's dtype, and each weight's gradient is added to the float32 gradient as soon
+as it is computed, so that at most one gradient exists in the base's dtype. Embeddings are looked up
+in float32 and then rounded, which gives the same result, but sums the gradient of a token over all
+of its positions in float32.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -28,7 +28,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
+from typing_extensions import override
 
+from tinkercloud_worker.engine.ranks import Sharding
 from tinkercloud_worker.lora.parameters import Layout, TensorSpec, Trainable, gradient_of, norm_of
 from tinkercloud_worker.megatron_trainer.tensor_slices import SliceGatherer, TensorSlice, put
 
@@ -39,23 +41,23 @@ _OF_EXPERTS = ".local_experts."
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A weight of a rank's part of the module, and the Hugging Face weights it is made of."""
+    """A weight of a rank's part of the module, and its Hugging Face weights."""
 
     name: str
     slices: Sequence[TensorSlice]
-    """Of Hugging Face weights, those at this rank."""
+    """This rank's slices of Hugging Face weights."""
     is_divided: bool
-    """Whether a tensor-parallel group divides it."""
+    """Whether it is split over a tensor-parallel group."""
     group_rows: Sequence[int]
-    """Consecutive rows here of each slice: a group of heads, or all there are."""
+    """Consecutive rows of each slice: a group of heads, or all rows."""
 
     @property
     def is_of_an_expert(self) -> bool:
-        """Whether only the ranks that have its expert hold it."""
+        """Whether it belongs to a routed expert."""
         return _OF_EXPERTS in self.name
 
     def merge(self, whole: Mapping[str, Tensor]) -> Tensor:
-        """Return this rank's part, merged from whole Hugging Face weights."""
+        """Return this rank's part, merged from full Hugging Face weights."""
         parts = [_as_matrix(block.view_of(whole[block.name])) for block in self.slices]
         if len(parts) == 1:
             return parts[0]
@@ -63,25 +65,25 @@ class Weight:
         return torch.cat([part.unflatten(0, (-1, n)) for part, n in rows], 1).flatten(0, 1)
 
     def split(self, merged: Tensor) -> Sequence[Tensor]:
-        """Return the slices that it was merged from."""
+        """Return the slices from which it was merged."""
         if len(self.slices) == 1:
             return [merged]
         groups = merged.unflatten(0, (-1, sum(self.group_rows)))
         return [part.flatten(0, 1) for part in groups.split(list(self.group_rows), 1)]
 
 
-class MegatronShardedModel:
+class MegatronShardedModel(Sharding):
     """See `engine.ranks.Sharding`. Made by all ranks together."""
 
     def __init__(
         self, module: GPTModel, sources: Mapping[str, Sequence[TensorSlice]], whole: Layout
     ) -> None:
-        """Begin from the base's weights.
+        """Initialize from the base's weights.
 
         Args:
-            module: this rank's part of the base.
-            sources: of each of its weights, what the undivided one is made of.
-            whole: the Hugging Face model's; tied weights once.
+            module: this rank's part of the base model.
+            sources: for each of its weights, the parts that form it without tensor parallelism.
+            whole: the layout of the Hugging Face model; tied weights appear once.
         """
         self._weights = _describe(module, sources)
         self._whole = whole
@@ -106,9 +108,9 @@ class MegatronShardedModel:
         self._gatherer = SliceGatherer(whole.shapes(), slices, self.trainable.gradient.device)
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the weights that replace the module's in a pass, under autograd.
+        """Return the weights that replace the module's own in a pass, under autograd.
 
-        Not the output layer's (see `trained_output_layer`). An embedding is in float32.
+        This excludes the LM head (see `trained_output_layer`). The embedding is float32.
         """
         return {
             name: tensor if name == _EMBEDDING else _rounded(tensor, dtype)
@@ -116,8 +118,8 @@ class MegatronShardedModel:
             if name != _OUTPUT_LAYER
         }
 
+    @override
     def gather(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """See `Sharding.gather`."""
         if not self.is_whole:
             return self._gatherer.join(_parts(self._counted, tensors), dtype)
         shapes = self._whole.shapes()
@@ -126,14 +128,14 @@ class MegatronShardedModel:
         put(whole, slices, _parts(self._weights, tensors))
         return whole
 
+    @override
     def shard(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:
-        """See `Sharding.shard`."""
         self._whole.check(tensors, what)
         for weight in self._weights:
             yield weight.name, weight.merge(tensors)
 
+    @override
     def reduce_gradient(self, gradient: Tensor) -> None:
-        """See `Sharding.reduce_gradient`."""
         views = self.trainable.layout.views(gradient)
         if self._tensor.size() > 1:
             _sum_over([views[name] for name in sorted(self._undivided)], self._tensor)
@@ -144,13 +146,13 @@ class MegatronShardedModel:
         if self._copies_of_experts.size() > 1:
             dist.all_reduce(gradient[self._dense_elements :], group=self._copies_of_experts)
 
+    @override
     def unreduce_gradient(self, gradient: Tensor) -> None:
-        """See `Sharding.unreduce_gradient`."""
         counted = {weight.name for weight in self._counted}
         self._drop(self.trainable.tensors.keys() - counted, gradient)
 
+    @override
     def grad_norm(self, gradient: Tensor) -> float:
-        """See `Sharding.grad_norm`."""
         counted = gradient.clone()
         self.unreduce_gradient(counted)
         square = norm_of(counted).square()
@@ -158,7 +160,7 @@ class MegatronShardedModel:
         return float(square.sqrt())
 
     def _counts(self, weight: Weight) -> bool:
-        """Whether this is the first of the ranks that hold the same part of a weight."""
+        """Return whether this is the first of the ranks with copies of a weight."""
         if weight.is_of_an_expert:
             return bool(self._copies_of_experts.rank() == 0)
         is_first = self._copies.rank() == 0 and (weight.is_divided or self._tensor.rank() == 0)
@@ -183,8 +185,8 @@ def _describe(module: GPTModel, sources: Mapping[str, Sequence[TensorSlice]]) ->
         divided = [dim - here.ndim for dim, size in enumerate(here.shape) if size != whole[dim]]
         for dim in divided:
             slices = [block.chunk(group.rank(), group.size(), dim) for block in slices]
-        # Queries, keys and values are arranged group by group; gates come before all of what they
-        # gate.
+        # Queries, keys and values are interleaved group by group; all gates come before the up
+        # projections.
         groups = module.config.num_query_groups if "linear_qkv" in name else group.size()
         group_rows = [count // groups for count in rows]
         weights.append(Weight(name, slices, bool(divided), group_rows))
@@ -193,15 +195,16 @@ def _describe(module: GPTModel, sources: Mapping[str, Sequence[TensorSlice]]) ->
 
 def _parts(weights: Sequence[Weight], tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
     for weight in weights:
-        # What is taken apart there is copied, which needs no memory of a GPU on the CPU.
+        # Splitting copies the weight; on the CPU this needs no GPU memory.
         yield from weight.split(tensors[weight.name].cpu())
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a weight for the passes of all micro-batches, each of which adds to its gradient.
+    """Return a weight for the passes of all micro-batches, each of which accumulates its gradient.
 
-    It is a leaf, whose gradient is moved as soon as it is complete. The backward pass of a
-    conversion would come last, as it is first in a pass, and gradients would be held until then.
+    The weight is a leaf whose gradient is moved as soon as it is complete. The backward of a
+    conversion would run last, because the conversion runs first, and gradients would be held until
+    then.
     """
     leaf = tensor.detach().to(dtype).requires_grad_()
     leaf.register_post_accumulate_grad_hook(partial(_move_gradient, gradient_of(tensor)))
@@ -209,18 +212,18 @@ def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _move_gradient(total: Tensor, leaf: Tensor) -> None:
-    assert leaf.grad is not None  # noqa: S101 - this is called when there is one
+    assert leaf.grad is not None  # noqa: S101 - called once it exists
     total.add_(leaf.grad)
     leaf.grad = None
 
 
 def _as_matrix(part: Tensor) -> Tensor:
-    """Return a part of one expert's weight without the dimension of experts."""
+    """Return a part of one expert's weight without the expert dimension."""
     return part.squeeze(0) if part.ndim == 3 else part
 
 
 def _sum_over(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum tensors over the ranks of a group, in place and all at once."""
+    """Sum tensors over the ranks of a group, in place and in one collective."""
     if not tensors:
         return
     joined = torch.cat([tensor.flatten() for tensor in tensors])

@@ -1,6 +1,6 @@
-"""Slices of whole tensors that ranks hold, and how rank 0 puts those together.
+"""Slices of full tensors that ranks hold, and their assembly on rank 0.
 
-Whole tensors have the Hugging Face model's names and shapes.
+Full tensors have the Hugging Face model's names and shapes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,12 +15,12 @@ _MOST_DIMENSIONS = 3
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A block of a whole tensor."""
+    """A block of a full tensor."""
 
     name: str
-    """The tensor's."""
+    """The tensor's name."""
     bounds: tuple[tuple[int, int], ...]
-    """Of each dimension, the first index of the block and the one behind its last."""
+    """Start and end index of the block in each dimension."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -28,7 +28,7 @@ class TensorSlice:
         return tuple(stop - start for start, stop in self.bounds)
 
     def chunk(self, number: int, of: int, dim: int) -> "TensorSlice":
-        """Return one of several equal parts of it along a dimension."""
+        """Return one of several equal parts along a dimension."""
         bounds = list(self.bounds)
         start, stop = bounds[dim]
         size = (stop - start) // of
@@ -36,21 +36,21 @@ class TensorSlice:
         return TensorSlice(self.name, tuple(bounds))
 
     def view_of(self, tensor: Tensor) -> Tensor:
-        """Return it as a view of the whole tensor."""
+        """Return the block as a view of the full tensor."""
         return tensor[tuple(slice(start, stop) for start, stop in self.bounds)]
 
 
 def full_slice(name: str, shape: Sequence[int]) -> TensorSlice:
-    """Return the slice that is all of a tensor."""
+    """Return the slice that covers a full tensor."""
     return TensorSlice(name, tuple((0, size) for size in shape))
 
 
 def put(
     whole: Mapping[str, Tensor], slices: Sequence[TensorSlice], parts: Iterable[Tensor]
 ) -> None:
-    """Write slices of tensors into the whole ones; parts may have any shape with as many elements.
+    """Write slices into full tensors; parts may have any shape with the same number of elements.
 
-    Parts are cast on the destination's device: casting on the GPU would allocate there.
+    Parts are cast on the destination's device: casting on the GPU would allocate GPU memory.
     """
     for block, part in zip(slices, parts, strict=True):
         tensor = whole[block.name]
@@ -58,7 +58,7 @@ def put(
 
 
 class SliceGatherer:
-    """Gathers the slices that ranks hold into whole tensors at rank 0."""
+    """Gathers the slices of all ranks into full tensors on rank 0."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class SliceGatherer:
         slices: Sequence[TensorSlice],
         device: torch.device,
     ) -> None:
-        """Tell rank 0. All ranks do so together.
+        """Send the list of slices to rank 0. Collective over all ranks.
 
         Args:
-            shapes: of the whole tensors, by name.
-            slices: that this rank sends; every element is in exactly one rank's.
-            device: whose tensors the ranks' process group exchanges here.
+            shapes: the shapes of the full tensors, by name.
+            slices: the slices that this rank sends; every element is sent by exactly one rank.
+            device: the device of the tensors that the process group exchanges.
         """
         self._shapes = shapes
         names = {name: number for number, name in enumerate(shapes)}
@@ -93,11 +93,11 @@ class SliceGatherer:
         ]
 
     def join(self, parts: Iterable[Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """Return whole tensors, on the CPU, at rank 0; nothing at the others.
+        """Return full tensors on the CPU on rank 0; nothing on the others.
 
         Args:
             parts: this rank's slices, in their order.
-            dtype: to round them to before they are sent.
+            dtype: the dtype to which slices are rounded before sending.
         """
         if dist.get_rank():
             for part in parts:

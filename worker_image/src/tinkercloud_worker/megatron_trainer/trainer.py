@@ -1,15 +1,14 @@
-"""A rank's part of the megatron trainer: adapters over a base divided over ranks, or whole models.
+"""One rank of the megatron trainer: LoRA or full fine-tuning over a distributed base.
 
-Passes are megatron-core's own schedules over packed sequences. Every rank holds whole adapters and
-the gradient of its part (`adapters`), so that steps, states and names are those of any replicated
-model; but of the tensors that experts have for themselves, only those of its experts
-(`sharded_adapter`). Models trained as a whole are divided as the base is (`sharded_model`).
+Passes use megatron-core's own schedules over packed sequences. Adapters are replicated on every
+rank, with partial gradients (`adapters`), so that steps, states and names are the same as for any
+replicated model; tensors specific to each expert are only on the ranks of the expert
+(`sharded_adapter`). Fully fine-tuned models are sharded like the base (`sharded_model`). With
+context parallelism, each rank computes the logprobs of its positions, and all ranks compute the
+loss of the full sequences.
 
-Where ranks divide sequences, each computes the logprobs of the positions it holds, and all of them
-the loss of the whole.
-
-Shape legend: S positions of a micro-batch held by this rank, R positions that belong to an example,
-M of them held by this rank, D hidden size, K targets per position.
+Shape legend: S positions of a micro-batch on this rank, R positions that belong to an example, M of
+them on this rank, D hidden size, K targets per position.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 from torch.func import functional_call
+from typing_extensions import override
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import losses
@@ -44,14 +44,14 @@ from tinkercloud_worker.megatron_trainer.router_counts import RouterCounts
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDivision
 from tinkercloud_worker.megatron_trainer.sharded_adapter import ShardedAdapter
 from tinkercloud_worker.megatron_trainer.sharded_model import MegatronShardedModel
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.training.adam import TrainedModel, new_adapter
 from tinkercloud_worker.training.collate import PassOutput, pack_all
 from tinkercloud_worker.training.replicated import ReplicatedTrainer
 
 
 class MegatronTrainer(ReplicatedTrainer):
-    """See `engine.ranks.RankTrainer`. With one rank it is a whole `Trainer`."""
+    """See `engine.ranks.RankTrainer`. With one rank it is a complete `Trainer`."""
 
     def __init__(
         self,
@@ -61,15 +61,15 @@ class MegatronTrainer(ReplicatedTrainer):
         max_context_length: int | None = None,
         max_kept_tokens: int | None = None,
     ) -> None:
-        """Make a trainer without models; all ranks make theirs together.
+        """Create a trainer without models. Collective over all ranks.
 
         Args:
             base: this rank's part of the base model.
-            max_batch_tokens: of a micro-batch, of examples as long as ranks that divide them make
-                them; a longer one is one of its own.
-            max_context_length: of examples; None means the base model's.
-            max_kept_tokens: as the torch trainer's; None or 0 where experts are divided, or ranks
-                would not compute each other's tokens again alike.
+            max_batch_tokens: maximum tokens of a micro-batch, including the padding for context
+                parallelism; a longer example gets its own.
+            max_context_length: maximum tokens of an example; None means the base model's.
+            max_kept_tokens: as in the torch trainer; None or 0 with expert parallelism, because all
+                ranks must recompute the same passes.
         """
         config: Any = base.hf_config
         longest = capped_context_length(max_context_length, config.max_position_embeddings)
@@ -84,8 +84,8 @@ class MegatronTrainer(ReplicatedTrainer):
         self._max_batch_tokens = max_batch_tokens
         self._max_kept_tokens = max_kept_tokens
 
+    @override
     def membership(self) -> Membership:
-        """See `RankTrainer.membership`."""
         return Membership(
             self.limits,
             replica=parallel_state.get_data_parallel_rank(),
@@ -96,16 +96,16 @@ class MegatronTrainer(ReplicatedTrainer):
             pad_to_multiple_of=self._pad_to_multiple_of,
         )
 
+    @override
     def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
-        """See `Trainer.forward`."""
         output = self._pass(model_id, batch, "forward")
         yield_point()
         return output
 
+    @override
     def forward_backward(
         self, model_id: str, batch: Batch, yield_point: Callable[[], None]
     ) -> LossOutput:
-        """See `Trainer.forward_backward`."""
         output = self._pass(model_id, batch, "forward_backward")
         yield_point()
         return output
@@ -156,7 +156,7 @@ class MegatronTrainer(ReplicatedTrainer):
         output: PassOutput,
         kind: str,
     ) -> None:
-        # Once for all micro-batches, of which pipeline stages have several at a time.
+        # Once for all micro-batches, several of which are in flight in a pipeline.
         replaced, most = self._replaced_weights(model), self._max_kept_tokens
         output_layer = cache(partial(self._output_layer, model))
 
@@ -164,7 +164,7 @@ class MegatronTrainer(ReplicatedTrainer):
             micro_batch = next(batches)
             tokens = sum(micro_batch.sequences.lengths)
             self._base.layers.recompute = most is not None and tokens > most
-            # Rotary positions and the mask follow from the sequences.
+            # Rotary positions and the mask are derived from the sequences.
             given = (micro_batch.ids_S[None], None, None)
             packed = {"packed_seq_params": micro_batch.sequences}
             with self._router_counts.counting(micro_batch):
@@ -172,14 +172,14 @@ class MegatronTrainer(ReplicatedTrainer):
             return result, partial(self._loss, micro_batch, output_layer, loss, output)
 
         is_forward = kind == "forward"
-        # megatron-core would record what a backward pass needs all the same.
+        # megatron-core would otherwise record a graph even without a backward pass.
         with self._base.device.computing(), torch.set_grad_enabled(not is_forward):
             get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=iter(micro_batches),
                 model=self._base.module,
                 num_microbatches=len(micro_batches),
-                # Shapes differ between micro-batches, and travel with them.
+                # Shapes differ between micro-batches, so they are sent with them.
                 seq_length=len(micro_batches[0].ids_S),
                 micro_batch_size=1,
                 forward_only=is_forward,
@@ -188,22 +188,22 @@ class MegatronTrainer(ReplicatedTrainer):
     def _loss(
         self,
         micro_batch: MicroBatch,
-        output_layer: Callable[[], Unembedding],
+        output_layer: Callable[[], LMHead],
         loss: Loss,
         output: PassOutput,
         hidden_S1D: Tensor,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Take the results of a micro-batch, and return what its backward pass begins from.
+        """Collect the results of a micro-batch; return the scalar that starts its backward pass.
 
-        Called at the last stage. The sum of logprobs times the loss's derivative has the loss's own
-        gradient, which is all that counts of it; each rank has a part of that sum.
+        Called on the last stage. The sum of logprobs times the derivative of the loss has the same
+        gradient as the loss; only this gradient matters, and each rank has a part of the sum.
         """
         number = torch.tensor(0, dtype=torch.int, device=hidden_S1D.device)
         pack, places_M = micro_batch.pack, micro_batch.places_M
         if not pack.examples:
-            # Other ranks wait for the backward pass of their tokens' experts.
+            # Other ranks wait for the backward pass of the experts of their tokens.
             return hidden_S1D.sum() * 0.0, number, {}
-        # Of the gradient each rank's part of the vocabulary gives a part.
+        # Each rank's part of the vocabulary contributes a partial gradient.
         hidden_S1D = gather_from_sequence_parallel_region(hidden_S1D)
         lp_MK = logprobs(
             output_layer(),
@@ -219,16 +219,16 @@ class MegatronTrainer(ReplicatedTrainer):
         output.add(pack, lp_RK, loss_sum)
         return (lp_MK * derivative_RK[places_M]).sum(), number, {}
 
-    def _output_layer(self, model: TrainedModel) -> Unembedding:
-        """Return what computes logits at the last stage: a whole model's own, or the base's."""
-        module, name = self._base.module, self._base.head_weight
+    def _output_layer(self, model: TrainedModel) -> LMHead:
+        """Return the LM head of the last stage: a full model's own, or the base's."""
+        module, name = self._base.module, self._base.lm_head_weight
         if isinstance(model.sharding, MegatronShardedModel):
             return trained_output_layer(model.trainable.tensors[name], self._dtype)
         active = self._base.linears.active
-        return frozen_output_layer(module.get_parameter(name), self._base.head, active)
+        return frozen_output_layer(module.get_parameter(name), self._base.lm_head, active)
 
     def _replaced_weights(self, model: TrainedModel) -> dict[str, Tensor]:
-        """Return what takes the place of the base's weights: under an adapter, nothing."""
+        """Return the replacements of the base's weights, which are none for an adapter."""
         if not isinstance(model.sharding, MegatronShardedModel):
             return {}
         return model.sharding.weights(self._dtype)

@@ -1,1 +1,1 @@
-"""The base model: its files and their checks, its layers, and how it is loaded."""
+"""The base model: files, checks, loading and layers."""

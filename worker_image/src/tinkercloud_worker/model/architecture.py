@@ -1,6 +1,6 @@
-"""What a model's configuration tells: which weights can be adapted, and its limits.
+"""Reads the architecture of a model from its configuration: LoRA targets and token limits.
 
-No weights are read: a head whose model is elsewhere has only its configuration.
+No weights are read: a session head may have only the configuration of its model.
 """
 
 import json
@@ -32,15 +32,15 @@ from tinkercloud_worker.lora.adapters import Group, Target
 from tinkercloud_worker.lora.experts import find_experts
 
 BUILDING = threading.Lock()
-"""Held while transformers builds a model: meanwhile it changes defaults of the whole process."""
+"""Held while transformers builds a model, because that changes process-wide defaults."""
 
 
 _LONGEST_REASON = 300
-"""Characters of an error of transformers that a message has."""
+"""Maximum characters of a transformers error quoted in a message."""
 
 
 class UnsupportedModelError(Exception):
-    """This model's architecture is not one we compute correctly; the message says why."""
+    """This engine does not compute the model's architecture correctly; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,35 +48,35 @@ class Architecture:
     """A model without its weights."""
 
     targets: Sequence[Target]
-    """Weights that can be adapted, in the order of its modules."""
+    """LoRA targets, in the order of its modules."""
     limits: TokenLimits
-    """Of its vocabulary and its positions."""
+    """Limits of its vocabulary and its context."""
 
 
 def read_architecture(path: str) -> Architecture:
     """Return the architecture of a model in a local folder in Hugging Face layout.
 
     Args:
-        path: of the folder, which may lack the weights.
+        path: the folder, which may lack the weights.
 
     Raises:
-        UnsupportedModelError: the folder is not there, or the architecture is not one we compute
-            correctly.
+        UnsupportedModelError: the folder does not exist, or this engine does not compute the
+            architecture correctly.
     """
     check_folder(path)
     model = _without_weights(path)
-    trunk, head = trunk_and_head(model)
-    targets = find_targets(model, name_of(model, trunk), name_of(model, head))
+    backbone, lm_head = backbone_and_lm_head(model)
+    targets = find_targets(model, name_of(model, backbone), name_of(model, lm_head))
     vocab_size = next(t.out_features for t in targets if t.group == "unembed")
     return Architecture(targets, TokenLimits(vocab_size, max_context_length(model.config)))
 
 
 def as_in_files(path: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of a model as its files have them, experts one by one.
+    """Return the weights of a model as in its files, with experts unstacked.
 
     Args:
-        path: of the model's folder, which may lack the weights.
-        weights: all of them, by the names of its modules.
+        path: the model's folder, which may lack the weights.
+        weights: all weights, by the names of the model's modules.
     """
     with BUILDING:
         named: dict[str, Tensor] = revert_weight_conversion(_without_weights(path), dict(weights))
@@ -84,12 +84,12 @@ def as_in_files(path: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_files(path: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Undo `as_in_files`. Weights are of one dtype, and stay so."""
+    """Undo `as_in_files`. All weights have one dtype, which does not change."""
     dtype = next(iter(weights.values())).dtype
     with BUILDING:
         model = _without_weights(path)
         config = deepcopy(model.config)
-        # These are not, whatever the files of the base are.
+        # These weights are not quantized, even if the files of the base are.
         vars(config).pop("quantization_config", None)
         filled = type(model).from_pretrained(
             None, config=config, state_dict=dict(weights), dtype=dtype
@@ -106,7 +106,7 @@ def read_config(path: str) -> Any:  # noqa: ANN401 - transformers' configuration
     """Return the configuration of a model in a local folder.
 
     Raises:
-        UnsupportedModelError: the folder is not there, or transformers does not know the model.
+        UnsupportedModelError: the folder does not exist, or transformers does not know the model.
     """
     check_folder(path)
     try:
@@ -119,23 +119,22 @@ def _why_unread(file: Path, error: Exception) -> str:
     try:
         family = json.loads(file.read_bytes()).get("model_type")
     except (OSError, ValueError, AttributeError):
-        return f"{file} is not there, or is no JSON; a model's folder has its configuration there"
+        return f"{file} does not exist or is not valid JSON; a model folder must contain it"
     if isinstance(family, str) and family in CONFIG_MAPPING:
         return f"{file} can't be read: {' '.join(str(error).split())[:_LONGEST_REASON]}"
     return (
         f"config.json: transformers {transformers_version} has no model_type {family!r}, and code"
-        " in a model's folder is not run; use a model, or a copy of this one, of a family that it"
-        " has"
+        " in the model folder is not run; use a model of a family that transformers supports"
     )
 
 
 def model_class(config: Any) -> tuple[type[PreTrainedModel], Any]:  # noqa: ANN401 - transformers' configurations have no common type
-    """Return the class that computes text with a model, and the configuration that it takes.
+    """Return the class that computes text with a model, and the class's configuration.
 
-    A vision-language model has a class of its own, unless transformers has one for its text alone.
+    A vision-language model uses its full class, unless transformers has a text-only one.
 
     Raises:
-        UnsupportedModelError: there is none.
+        UnsupportedModelError: transformers has no such class.
     """
     for mapping in (
         AutoModelForCausalLM._model_mapping,
@@ -148,21 +147,20 @@ def model_class(config: Any) -> tuple[type[PreTrainedModel], Any]:  # noqa: ANN4
         is_of_text = kind.config_class == text_class and type(config) is not text_class
         return kind, config.get_text_config() if is_of_text else config
     raise UnsupportedModelError(
-        f"config.json: model_type {config.model_type!r} is no causal language model, nor a"
-        " vision-language model with one, in transformers"
-        f" {transformers_version}; only these can be served"
+        f"config.json: model_type {config.model_type!r} is neither a causal language model nor a"
+        f" vision-language model in transformers {transformers_version}; only these can be served"
     )
 
 
 def blank_model(config: Any) -> PreTrainedModel:  # noqa: ANN401 - transformers' configurations have no common type
-    """Return a model of this configuration, float32, whose weights and buffers hold no memory.
+    """Return a float32 model of this configuration, with weights and buffers on the meta device.
 
     Raises:
         UnsupportedModelError: transformers has no language model of this configuration.
     """
     kind, own_config = model_class(config)
     with torch.device("meta"):
-        # Any other dtype would be torch's default meanwhile, for all threads.
+        # Any other dtype would temporarily become torch's default for all threads.
         model: PreTrainedModel = kind._from_config(own_config, dtype=torch.float32)
     model.eval()
     keep_text(model)
@@ -170,9 +168,9 @@ def blank_model(config: Any) -> PreTrainedModel:  # noqa: ANN401 - transformers'
 
 
 def keep_text(model: PreTrainedModel) -> Sequence[str]:
-    """Remove all parts of a model that text never reaches: towers for images and sound.
+    """Remove the parts of a model that text never uses: towers for images and sound.
 
-    Names of what stays are those of the published model, so that adapters fit it.
+    The remaining parts keep the names of the published model, so that adapters fit it.
 
     Returns:
         Prefixes of the names of removed weights.
@@ -187,72 +185,72 @@ def keep_text(model: PreTrainedModel) -> Sequence[str]:
 
 
 def check_folder(path: str) -> None:
-    """Check that a model's folder is there.
+    """Check that a model folder exists.
 
     Raises:
-        UnsupportedModelError: it is not.
+        UnsupportedModelError: the folder does not exist.
     """
     if not Path(path).is_dir():
-        raise UnsupportedModelError(f"{path} is not a folder with a Hugging Face model")
+        raise UnsupportedModelError(f"{path} is not a folder; expected a Hugging Face model")
 
 
 def is_tied(config: Any) -> bool:  # noqa: ANN401 - transformers' configurations have no common type
-    """Whether a model's embedding and its output layer are one weight, by its configuration."""
+    """Whether the configuration ties a model's embedding and LM head."""
     return bool(getattr(config, "tie_word_embeddings", False))
 
 
-def check_tied(embedding: Tensor, head: Tensor) -> None:
-    """Check that a model whose configuration ties its embeddings has one weight for both.
+def check_tied(embedding: Tensor, lm_head: Tensor) -> None:
+    """Check that a model with tied embeddings has one weight for embedding and LM head.
 
-    If not, transformers believes the files, but megatron-core and inference engines the
-    configuration: what is trained would not be what is sampled.
+    If they differ, transformers follows the files, but megatron-core and inference engines follow
+    the configuration: the sampled model would not be the trained one.
 
     Args:
-        embedding: as it was read.
-        head: the output layer's weight, as it was read.
+        embedding: the embedding as read.
+        lm_head: the LM head's weight as read.
 
     Raises:
         UnsupportedModelError: they differ.
     """
-    if head is not embedding and not torch.equal(head, embedding):
+    if lm_head is not embedding and not torch.equal(lm_head, embedding):
         raise UnsupportedModelError(
-            "tie_word_embeddings: config.json says that embedding and output layer are one weight,"
-            " but the files have two that differ; set it to false there"
+            "tie_word_embeddings: config.json ties the embedding and the LM head, but the files"
+            " have two different weights; set it to false in config.json"
         )
 
 
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Names under which families have the cap of their logits."""
+"""Names of the logit cap in the configurations of different families."""
 _NO_CAP = 1e4
-"""Logits of hundreds are further below such a cap than float32 rounds."""
+"""A cap this high does not change logits in the hundreds by more than float32 rounding."""
 
 
 def check_uncapped(config: Any) -> None:  # noqa: ANN401 - transformers' configurations have no common type
-    """Check that a model's logits are the output layer's, and not squeezed below a cap.
+    """Check that a model's logits are the output of the LM head, without soft-capping.
 
-    Comparing logits of a few tokens would not tell: only confident ones come near the cap.
+    Comparing the logits of a few tokens would not detect it: only confident ones come near the cap.
 
     Raises:
-        UnsupportedModelError: they are capped.
+        UnsupportedModelError: the logits are capped.
     """
     for name in _CAPS:
         cap = getattr(config, name, None)
         if isinstance(cap, int | float) and 0 < cap < _NO_CAP:
             raise UnsupportedModelError(
-                f"{name}: the model caps its logits at {cap:g}, which this engine does not compute;"
-                " it can't be served"
+                f"{name}: the model caps its logits at {cap:g}, which this engine does not support;"
+                " use a model without logit soft-capping"
             )
 
 
 _DIVISORS, _FACTORS = ("logits_scaling",), ("logit_scale", "lm_head_multiplier")
-"""Names under which families have what logits are divided or multiplied by (Granite, Cohere,
+"""Names of the divisors and factors of logits in different families (Granite, Cohere,
 Falcon-H1)."""
 
 
 def logits_factor(config: Any) -> float:  # noqa: ANN401 - transformers' configurations have no common type
     """Return the factor of a model's logits; 1 in most families.
 
-    As the output layer is linear, hidden states are multiplied instead.
+    It is applied to the hidden states instead, because the LM head is linear.
     """
     text = config.get_text_config()
     factor = 1.0
@@ -264,19 +262,19 @@ def logits_factor(config: Any) -> float:  # noqa: ANN401 - transformers' configu
 
 
 def max_context_length(config: Any) -> int:  # noqa: ANN401 - transformers' configurations have no common type
-    """Return the longest sequence that a model's configuration allows, in tokens."""
+    """Return the maximum context length of a model's configuration, in tokens."""
     text = config.get_text_config()
     return int(getattr(text, "max_position_embeddings", 0) or 1 << 20)
 
 
 def rotary_switch(config: Any) -> int | None:  # noqa: ANN401 - transformers' configurations have no common type
-    """Return the length beyond which a sequence has other rotary positions, from its first on.
+    """Return the length above which all rotary positions of a sequence change.
 
-    That is so of `longrope`. Those that are `dynamic` change beyond the longest sequence only.
-    None: they are the same for all sequences.
+    `longrope` has such a length; `dynamic` positions only change beyond the maximum context length.
+    None: positions are the same for all sequences.
     """
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    # Either of all layers, or of each kind of them.
+    # Either for all layers, or for each kind of layer.
     kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     switches = [
         int(each["original_max_position_embeddings"])
@@ -287,41 +285,41 @@ def rotary_switch(config: Any) -> int | None:  # noqa: ANN401 - transformers' co
     return switch if switch < max_context_length(config) else None
 
 
-def trunk_and_head(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
-    """Return the module that holds a model's layers, and its output embedding.
+def backbone_and_lm_head(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
+    """Return a model's backbone, which holds its layers, and its LM head.
 
     Raises:
-        UnsupportedModelError: it does not have both.
+        UnsupportedModelError: the model lacks one of them.
     """
-    trunk, head = _decoder(model), model.get_output_embeddings()
-    if head is None or trunk is model:
+    backbone, lm_head = _decoder(model), model.get_output_embeddings()
+    if lm_head is None or backbone is model:
         raise UnsupportedModelError(
-            f"model_type {model.config.model_type!r}: {type(model).__name__} does not keep its"
-            " layers and its output embedding in two modules, which this engine needs to compute"
-            " logits; it can't be served"
+            f"model_type {model.config.model_type!r} is not supported: {type(model).__name__} does"
+            " not separate its layers and its LM head into two modules, which this engine needs to"
+            " compute logits"
         )
-    return trunk, head
+    return backbone, lm_head
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
-    """Return the module that computes the hidden states of text; the model itself if none does."""
+    """Return the module that computes the hidden states of text; by default the model itself."""
     decoder: nn.Module = model.get_decoder()
-    # Llama 4's text model names another module as its base than it has.
+    # Llama 4's text model declares a base module that it does not have.
     return getattr(model, "model", model) if decoder is model else decoder
 
 
 def name_of(model: nn.Module, module: nn.Module) -> str:
-    """Return the qualified name that a module has in a model."""
+    """Return the qualified name of a module in a model."""
     names: dict[nn.Module, str] = {each: name for name, each in model.named_modules()}
     return names[module]
 
 
 def round_behind_embedding(model: PreTrainedModel) -> str | None:
-    """Make the input embedding take float32 weights in place of its own; return its weight's name.
+    """Let the input embedding use float32 weights in place of its own; return its weight's name.
 
-    What is looked up is rounded to its own weight's dtype, as if the weights had been rounded. But
-    a token's gradient is then a float32 sum over all positions that have it.
-    None: the module does more than look up, and computes in the dtype of its weight.
+    Embeddings are rounded after the lookup, to the dtype of the original weight, with the same
+    result as rounding the weights. The gradient of a token is then a float32 sum over all of its
+    positions. None: the module does more than a lookup, and computes in the dtype of its weight.
     """
     module = model.get_input_embeddings()
     if type(module).forward is not nn.Embedding.forward:
@@ -331,20 +329,20 @@ def round_behind_embedding(model: PreTrainedModel) -> str | None:
     return f"{name_of(model, module)}.weight"
 
 
-def find_targets(model: PreTrainedModel, trunk_name: str, head_name: str) -> list[Target]:
-    """Return the weights of a model that can be adapted, in the order of its modules.
+def find_targets(model: PreTrainedModel, backbone_name: str, lm_head_name: str) -> list[Target]:
+    """Return the LoRA targets of a model, in the order of its modules.
 
-    They are those that Tinker adapts: all linear ones but routers, and of latent attention (MLA)
-    those that compress, but not those that expand again. Layers that compute otherwise than their
-    class's name says, and weights that are read without calling their layer, are left out too.
+    Targets are the same as in Tinker: all linear layers except routers; in latent attention (MLA)
+    the down-projections but not the up-projections. Layers that do not compute what their class
+    name says, and weights that are read without calling their layer, are also excluded.
 
     Args:
-        model: any Hugging Face causal LM, also one without weights.
-        trunk_name: of the module that holds its layers.
-        head_name: of its output embedding.
+        model: any Hugging Face causal LM, with or without weights.
+        backbone_name: the name of the module that holds its layers.
+        lm_head_name: the name of its LM head.
 
     Raises:
-        UnsupportedModelError: the output embedding is not linear.
+        UnsupportedModelError: the LM head is not linear.
     """
     targets: list[Target] = []
     experts = {each.name: each.targets for each in find_experts(model)}
@@ -352,12 +350,12 @@ def find_targets(model: PreTrainedModel, trunk_name: str, head_name: str) -> lis
         shape = _linear_shape(module)
         if name in experts:
             targets.extend(experts[name])
-        elif name == head_name and shape:
+        elif name == lm_head_name and shape:
             targets.append(Target(name, *shape, group="unembed"))
-        elif shape and name.startswith(f"{trunk_name}.") and _is_in_a_layer(name):
+        elif shape and name.startswith(f"{backbone_name}.") and _is_in_a_layer(name):
             targets.append(Target(name, *shape, group=_group(name)))
     if not any(target.group == "unembed" for target in targets):
-        raise UnsupportedModelError(f"{type(model).__name__} has no linear output embedding")
+        raise UnsupportedModelError(f"{type(model).__name__} has no linear LM head")
     return targets
 
 
@@ -370,18 +368,18 @@ def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _is_plain(kind: type[nn.Linear]) -> bool:
-    """Whether a class of linear layers is computed as any is; Falcon's only writes it out."""
+    """Whether a class computes an ordinary linear layer; Falcon's class only spells it out."""
     return kind.forward is nn.Linear.forward or kind.__name__ == "FalconLinear"
 
 
 _ROUTERS = frozenset({"gate", "router", "router_gate", "shared_expert_gate"})
-"""Names of routers, or of modules that hold one."""
+"""Names of routers and of modules that contain one."""
 _NOT_ADAPTED = frozenset({"q_b_proj", "kv_b_proj", "dt_proj"})
-"""Leaves of other names; Mamba reads the weight of `dt_proj` without calling it."""
+"""Leaf names of other excluded layers; Mamba reads the weight of `dt_proj` without calling it."""
 
 
 def _is_in_a_layer(name: str) -> bool:
-    """Whether a module belongs to one of the numbered layers, and is one that is adapted there."""
+    """Whether a module is an adaptable part of one of the numbered layers."""
     parts = name.split(".")
     return (
         any(part.isdigit() for part in parts)

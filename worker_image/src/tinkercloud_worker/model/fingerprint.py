@@ -1,14 +1,14 @@
-"""The fingerprint of a base model: what must be equal where a run continues.
+"""The fingerprint of a base model, which must match where a training run resumes.
 
 It covers the name, shape and dtype of every tensor in the weight files, samples of its values, and
-the fields of config.json that say how the model computes. It does not depend on where the folder
-is, on how tensors are divided over files, on the tokenizer, nor on the dtype that a head computes
-in. A copy in float8 or in another dtype has other values, and another fingerprint.
+the fields of config.json that affect computation. It does not depend on the location of the folder,
+the distribution of tensors over files, the tokenizer, or the compute dtype of a session head. A
+copy in float8 or another dtype has different values and a different fingerprint.
 
-Values are read at 16 places of a tensor, 4 KiB each: tensors of up to 64 KiB are covered whole. Of
-a model with very many tensors there are fewer places in each, so that about 100 MB are read at
-most. Training changes nearly all values of a model, and is noticed; a change of a few values of a
-large tensor may not be.
+Values are read at 16 places per tensor, 4 KiB each, so tensors of up to 64 KiB are covered
+entirely. Models with very many tensors use fewer places per tensor, so that at most about 100 MB
+are read. Training changes nearly all values of a model and is detected; a change of a few values in
+a large tensor may not be.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from tinkercloud_worker.model.weight_files import (
 
 _PLACES = 16
 _MOST_PLACES = 25_000
-"""In all tensors together, unless there are more tensors."""
+"""Maximum number of places over all tensors, unless there are more tensors."""
 _PLACE_BYTES = 4096
 _THREADS = 8
 _DIGITS = 32
@@ -53,18 +53,18 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
-"""Fields of a configuration that change no logits of a text."""
+"""Configuration fields that do not affect the logits of text."""
 
 
 def fingerprint_of(path: str) -> str | None:
-    """Return the fingerprint of a model's folder; None if it has no weights.
+    """Return the fingerprint of a model folder; None if it has no weights.
 
     Args:
-        path: of the folder, whose weights have been checked (`weights_check`).
+        path: the folder, whose weights have been checked (`weights_check`).
 
     Raises:
         UnsupportedModelError: transformers does not know the model.
-        UnreadableWeights: its files are missing or damaged.
+        UnreadableWeights: weight files are missing or damaged.
     """
     if not has_weights(path):
         return None
@@ -79,7 +79,7 @@ def fingerprint_of(path: str) -> str | None:
             for name, tensor in torch.load(file, mmap=True, weights_only=True).items()
         }
     if is_tied(config):
-        # Some copies have it a second time.
+        # Some copies contain it twice.
         digests.pop(_HEAD, None)
     return str(BaseFingerprint(_hash(effective(config)), _hash(digests)))
 
@@ -90,10 +90,10 @@ def _hash(content: Mapping[str, Any]) -> str:
 
 
 def effective(config: Any) -> dict[str, Any]:  # noqa: ANN401 - transformers' configurations have no common type
-    """Return the fields of a configuration that say how a model computes.
+    """Return the fields of a configuration that affect computation.
 
-    Defaults are left out, so that a version of transformers that adds a field, or a configuration
-    that spells a default out, makes no difference.
+    Defaults are omitted, so that new fields in a transformers version, or defaults spelled out in a
+    configuration, make no difference.
     """
     return {"model_type": config.model_type, **_pruned(config.to_diff_dict())}
 
@@ -117,7 +117,7 @@ def _digests_of_files(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
 
 
 Reader = tuple[int, Callable[[int, int], bytes]]
-"""Bytes of a tensor, and what returns those from a place on, so many."""
+"""The size of a tensor in bytes, and a function that reads a number of bytes at an offset."""
 
 
 def _digest(dtype: str, shape: tuple[int, ...], reader: Reader, places: int) -> str:
@@ -127,7 +127,7 @@ def _digest(dtype: str, shape: tuple[int, ...], reader: Reader, places: int) -> 
         found.update(read(0, size))
         return found.hexdigest()
     for place in range(places):
-        # The last place is the end; a single one is in the middle.
+        # The last place is at the end; a single place is in the middle.
         start = (size - _PLACE_BYTES) * (2 * place + 1) // (2 * places)
         found.update(read(start, _PLACE_BYTES))
     return found.hexdigest()

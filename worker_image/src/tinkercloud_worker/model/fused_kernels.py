@@ -1,8 +1,9 @@
-"""Kernels that do in one pass over memory what torch does in many, compiled on the accelerator.
+"""Fused kernels, compiled on the accelerator.
 
-A GPU spends most of a step of a small model on such passes: norms, rotary positions, gated
-activations, the softmax over the vocabulary. Liger's kernels and torch's own compiler want Triton
-and a C compiler when they run; without, and on a CPU, everything is computed as torch would.
+They do in one pass over memory what torch does in many. On a GPU, small models spend most of a step
+on such passes: norms, rotary positions, gated activations, the softmax over the vocabulary. Liger's
+kernels and torch's compiler need Triton and a C compiler at run time; without them, and on a CPU,
+torch's ordinary operations are used.
 """
 
 import functools
@@ -26,15 +27,15 @@ R = TypeVar("R")
 
 
 def fuse(model: PreTrainedModel) -> None:
-    """Have a half-precision model on a GPU use Liger's kernels, as far as those know its kind."""
+    """Let a half-precision model on a GPU use Liger's kernels, where they support its family."""
     if are_fused(model.device, model.dtype):
         use_liger(model)
 
 
 def are_fused(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether models of a dtype use Liger's kernels on a device.
+    """Return whether models of a dtype use Liger's kernels on a device.
 
-    In float32 a model stays transformers' own to the last operation.
+    In float32, models use only transformers' own operations.
     """
     if not accelerator.runs_triton(device) or dtype == torch.float32 or not _can_compile():
         return False
@@ -45,12 +46,12 @@ def are_fused(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def use_liger(model: PreTrainedModel) -> None:
-    """Have a model compute norms, rotary positions and activations by Liger's kernels.
+    """Let a model compute norms, rotary positions and activations with Liger's kernels.
 
-    They take the place of transformers' functions for all models of the kind in this process.
-    Mixtures keep transformers' activations.
+    They replace transformers' functions for all models of the family in this process. Mixtures keep
+    transformers' activations.
     """
-    # Liger names each backend of other makers' that is not there, at every start.
+    # Liger logs each missing backend of other vendors at every start.
     logging.getLogger("liger_kernel").setLevel(logging.ERROR)
     # Triton must not be loaded where there is no GPU.
     from liger_kernel.transformers import _apply_liger_kernel_to_instance  # noqa: PLC0415
@@ -59,7 +60,8 @@ def use_liger(model: PreTrainedModel) -> None:
         model,
         rope=True,
         rms_norm=True,
-        # Its experts are another class, in which no later model's would be known for what they are.
+        # Liger replaces the experts by another class, which `find_experts` would not recognize in
+        # later models.
         swiglu=not find_experts(model),
         cross_entropy=False,
         fused_linear_cross_entropy=False,
@@ -67,11 +69,11 @@ def use_liger(model: PreTrainedModel) -> None:
 
 
 def compiled_on_gpu(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a function of tensors, the first of which says where it is computed."""
+    """Compile a function of tensors on a GPU; the device of the first tensor decides."""
 
     @functools.cache
     def compiled() -> Callable[P, R]:
-        # Its compiler takes seconds to load, which only a GPU gives back.
+        # Loading the compiler takes seconds, which pays off only on a GPU.
         return torch.compile(function, dynamic=True)
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""The output layer, for a few rows at a time: float32 logits, and its backward pass.
+"""The LM head, for a few rows at a time: float32 logits and their backward pass.
 
 Shape legend: R positions, D hidden size, V vocabulary or a rank's part of it, r LoRA rank.
 """
@@ -14,19 +14,19 @@ from tinkercloud_worker.device.matmul import addmm_float32_, matmul_float32
 from tinkercloud_worker.lora.parameters import gradient_of
 
 Adapters = Sequence[tuple[slice, Tensor, Tensor, float]]
-"""Rows, A [r, D], B [V, r] and scale of each adapter that adapts the output layer."""
+"""Rows, A [r, D], B [V, r] and scale of each adapter that adapts the LM head."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Unembedding:
-    """The output layer a pass runs through: frozen or trained weight, adapters of some rows."""
+class LMHead:
+    """The LM head of a pass: a frozen or trained weight, with adapters for some rows."""
 
     linear: FrozenLinear
     """[V, D]."""
     adapters: Adapters
-    """Gradients are added to the `.grad` of A and B."""
+    """Gradients accumulate in the `.grad` of A and B."""
     gradients: tuple[Tensor, Tensor | None] | None = None
-    """Float32 [V, D] and [V]: what those of weight and bias are added to, if these are trained."""
+    """Accumulated gradients of weight and bias, float32 [V, D] and [V], if these are trained."""
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return float32 logits [R, V]."""
@@ -36,11 +36,11 @@ class Unembedding:
         return logits_RV
 
     def backward(self, hidden_RD: Tensor, dlogits_RV: Tensor) -> Tensor:
-        """Return the gradient [R, D] of the hidden states; add those of what is trained.
+        """Return the gradient [R, D] of the hidden states; accumulate those of trained tensors.
 
         Args:
-            hidden_RD: what the logits were made of.
-            dlogits_RV: their gradient, in the hidden states' dtype.
+            hidden_RD: the hidden states of the logits.
+            dlogits_RV: the gradient of the logits, in the dtype of the hidden states.
         """
         if self.gradients is not None:
             weight_gradient, bias_gradient = self.gradients
@@ -57,8 +57,8 @@ class Unembedding:
             dh_RD[rows].addmm_(back_Rr, rounded_a, alpha=scale)
         return dh_RD
 
-    def of_rows(self, rows: slice) -> "Unembedding":
-        """Return the layer for some of the rows, which are counted from 0 there."""
+    def of_rows(self, rows: slice) -> "LMHead":
+        """Return the layer for some of the rows, renumbered from 0."""
         own = [
             (slice(start, stop), a, b, scale)
             for (adapted, a, b, scale) in self.adapters
@@ -67,8 +67,8 @@ class Unembedding:
         ]
         return replace(self, adapters=own)
 
-    def of_active(self, active_R: Tensor) -> "Unembedding":
-        """Return the layer for the rows that are marked, which are counted from 0 there."""
+    def of_active(self, active_R: Tensor) -> "LMHead":
+        """Return the layer for the marked rows, renumbered from 0."""
         before_R = [0, *active_R.cumsum(0).tolist()]
         own = [
             (slice(before_R[rows.start], before_R[rows.stop]), a, b, scale)

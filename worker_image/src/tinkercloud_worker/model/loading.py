@@ -1,4 +1,4 @@
-"""Models of Hugging Face folders, loaded whole on the CPU."""
+"""Loads full models from Hugging Face folders on the CPU."""
 
 from itertools import chain
 from typing import Any
@@ -7,11 +7,11 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_worker.model.architecture import (
+    backbone_and_lm_head,
     check_tied,
     is_tied,
     model_class,
     read_config,
-    trunk_and_head,
 )
 from tinkercloud_worker.model.quantized import QuantizedFolder, block_size
 from tinkercloud_worker.model.weights_check import (
@@ -23,23 +23,23 @@ from tinkercloud_worker.model.weights_check import (
 
 
 def load_pretrained(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the Hugging Face model of a folder, on the CPU; of a vision-language model, its text.
+    """Load a Hugging Face model on the CPU; of a vision-language model, only its text part.
 
     Args:
-        path: of the folder.
-        dtype: that its weights are kept in, whatever they are in the folder.
+        path: the folder.
+        dtype: the dtype of the loaded weights, regardless of the dtype in the files.
 
     Raises:
         UnsupportedModelError: transformers has no language model of this configuration, the weights
-            are not those that it describes, or are float8 in a form that is not read.
+            do not match it, or they are in an unsupported float8 format.
     """
     check_weights(path)
     model = _load(path, dtype)
     check_finite(path, chain(model.named_parameters(), model.named_buffers()))
     if is_tied(model.config):
-        _, head = trunk_and_head(model)
+        _, lm_head = backbone_and_lm_head(model)
         embedding = model.get_input_embeddings()
-        check_tied(embedding.get_parameter("weight"), head.get_parameter("weight"))
+        check_tied(embedding.get_parameter("weight"), lm_head.get_parameter("weight"))
     return model
 
 
@@ -48,7 +48,8 @@ def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
     block = block_size(config)
     source: dict[str, Any] = {"pretrained_model_name_or_path": path, "local_files_only": True}
     if block is not None:
-        # transformers reads them too, but only matrices that whole blocks fill.
+        # transformers reads these too, but only matrices whose sizes are multiples of the block
+        # size.
         del config.quantization_config
         folder = QuantizedFolder(path, block, dtype)
         source = {

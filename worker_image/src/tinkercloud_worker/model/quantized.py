@@ -1,8 +1,9 @@
-"""Checkpoints whose weights are blocks of float8, read as the values that they stand for.
+"""Reads checkpoints with block-quantized float8 weights as dequantized values.
 
-DeepSeek-V3 is published so, and other models have such a copy (`...-FP8`): a matrix is float8, and
-beside it, under its name and `_scale_inv`, is what each block of it is multiplied by. A model that
-computes in float8 has no gradients; here its values are of the type that everything else is.
+DeepSeek-V3 is published in this format, and other models have such copies (`...-FP8`): a matrix is
+float8, and a second tensor, with the suffix `_scale_inv`, holds the scale of each block. A model
+that computes in float8 has no gradients, so the values are converted to the dtype of the other
+weights.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,17 +25,17 @@ from tinkercloud_worker.model.weight_files import (
 _SCALE = "_scale_inv"
 
 Block = tuple[int, int]
-"""Rows and columns of a matrix that have one scale."""
+"""Rows and columns of a matrix that share one scale."""
 
 
 def block_size(config: Any) -> Block | None:  # noqa: ANN401 - transformers' configurations have no common type
-    """Return the blocks of a checkpoint's weights; None if they are not in blocks of float8.
+    """Return the block size of a checkpoint's weights; None if they are not block-quantized float8.
 
     Args:
-        config: of the Hugging Face model.
+        config: the configuration of the Hugging Face model.
 
     Raises:
-        UnsupportedModelError: they are float8 in another form.
+        UnsupportedModelError: the weights are in another float8 format.
     """
     quantization = getattr(config, "quantization_config", None) or {}
     if quantization.get("quant_method") != "fp8":
@@ -42,8 +43,8 @@ def block_size(config: Any) -> Block | None:  # noqa: ANN401 - transformers' con
     block = quantization.get("weight_block_size")
     if not block:
         raise UnsupportedModelError(
-            "quantization_config: fp8 weights are read in blocks, but this model has"
-            f" weight_block_size {block!r}; use a copy of it in bfloat16"
+            "quantization_config: only block-quantized fp8 is supported, but this model has"
+            f" weight_block_size {block!r}; use a bfloat16 copy of the model"
         )
     rows, columns = block
     return rows, columns
@@ -54,8 +55,8 @@ def dequantized(values: Tensor, scales: Tensor, block: Block) -> Tensor:
 
     Args:
         values: float8 [out, in].
-        scales: of each block, [out / rows, in / columns], rounded up.
-        block: its rows and columns; the last ones may be cut off.
+        scales: the scale of each block, [out / rows, in / columns], rounded up.
+        block: rows and columns of a block; the last blocks may be partial.
     """
     rows, columns = block
     out, width = values.shape
@@ -64,11 +65,11 @@ def dequantized(values: Tensor, scales: Tensor, block: Block) -> Tensor:
 
 
 def unquantized(tensors: Mapping[str, Tensor], block: Block) -> tuple[dict[str, Tensor], list[str]]:
-    """Return a checkpoint's tensors without scales, and what is wrong with those, in words.
+    """Return a checkpoint's tensors without scales, and a list of problems with the scales.
 
     Args:
-        tensors: of all files, by name; values are not read.
-        block: of float8 weights.
+        tensors: the tensors of all files, by name; values are not read.
+        block: the block size of float8 weights.
     """
     weights = {name: each for name, each in tensors.items() if not name.endswith(_SCALE)}
     lost, misshapen = [], []
@@ -92,7 +93,7 @@ def unquantized(tensors: Mapping[str, Tensor], block: Block) -> tuple[dict[str, 
         f"{problem}: {listed(names)}"
         for problem, names in {
             "missing in the files": lost,
-            f"not one scale for each block of {block[0]} x {block[1]}": misshapen,
+            f"without one scale for each block of {block[0]} x {block[1]}": misshapen,
             "scales of weights that are not float8": orphans,
         }.items()
         if names
@@ -108,15 +109,15 @@ def _scales_shape(weight: Tensor, block: Block) -> tuple[int, ...]:
 
 
 def files_read(path: str, config: Any) -> Sequence[Path]:  # noqa: ANN401 - as above
-    """Return the files that a model's weights are read from.
+    """Return the weight files of a model.
 
     Args:
         path: of the folder.
-        config: of the Hugging Face model.
+        config: the configuration of the Hugging Face model.
 
     Raises:
-        UnreadableWeights: there are none, or some are missing.
-        UnsupportedModelError: they are float8 in a form that is not read.
+        UnreadableWeights: there are no weight files, or some are missing.
+        UnsupportedModelError: the weights are in an unsupported float8 format.
     """
     return quantized_files(path) if block_size(config) else weight_files(path)
 
@@ -129,16 +130,16 @@ class QuantizedFolder:
 
         Args:
             path: of the folder.
-            block: of its float8 weights.
-            dtype: of dequantized weights.
+            block: the block size of its float8 weights.
+            dtype: the dtype of dequantized weights.
 
         Raises:
-            UnsupportedModelError: there are none.
+            UnsupportedModelError: the folder has no safetensors files.
         """
         self._block = block
         self._dtype = dtype
         self._files: dict[str, Path] = {}
-        """By name of a tensor."""
+        """The file of each tensor, by name."""
         try:
             files = quantized_files(path)
         except UnreadableWeights as error:
@@ -146,7 +147,7 @@ class QuantizedFolder:
         for file in files:
             if file.suffix != ".safetensors":
                 raise UnsupportedModelError(
-                    f"{path}: float8 weights are read from safetensors files, not {file.name}"
+                    f"{path}: float8 weights must be in safetensors files, not {file.name}"
                 )
             with safe_open(file, framework="pt") as tensors:
                 self._files |= dict.fromkeys(tensors.keys(), file)
@@ -157,10 +158,10 @@ class QuantizedFolder:
         return [name for name in self._files if not name.endswith(_SCALE)]
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return weights by name, those of float8 dequantized.
+        """Return weights by name, dequantizing float8.
 
         Raises:
-            UnsupportedModelError: a weight is not there, or has no scales.
+            UnsupportedModelError: a weight is missing or has no scales.
         """
         return {name: self._read(name) for name in names}
 
@@ -173,7 +174,7 @@ class QuantizedFolder:
 
     def _tensor(self, name: str) -> Tensor:
         if name not in self._files:
-            raise UnsupportedModelError(f"{name}: no safetensors file of the model has it")
+            raise UnsupportedModelError(f"{name}: not found in the safetensors files of the model")
         with safe_open(self._files[name], framework="pt") as tensors:
             tensor: Tensor = tensors.get_tensor(name)
         return tensor

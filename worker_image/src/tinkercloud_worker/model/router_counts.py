@@ -1,7 +1,7 @@
-"""Counts the tokens that experts are sent, in the passes that are counted.
+"""Counts the tokens that routers send to each expert.
 
-Shape legend: L layers that have experts, E experts of a layer, N positions of a pass, K experts
-that each is sent to.
+Shape legend: L layers with experts, E experts of a layer, N positions of a pass, K experts per
+position.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,32 +13,32 @@ from torch import Tensor, nn
 
 
 class RouterCounts:
-    """Watches the experts of models. One pass at a time is counted."""
+    """Counts the tokens of experts, one pass at a time."""
 
     def __init__(self) -> None:
         self._experts = 0
         self._chosen: list[Tensor] | None = None
-        """Of the layers that have run in the pass that is counted: which experts, [N, K]."""
+        """The chosen experts [N, K] of each layer that has run in the counted pass."""
 
     def watch(self, experts: nn.Module) -> None:
-        """Count what a layer's experts are sent from now on.
+        """Start counting the tokens of a layer's experts.
 
         Args:
-            experts: their module, of `experts.find_experts`.
+            experts: their module, from `experts.find_experts`.
         """
         self._experts = int(experts.num_experts)  # type: ignore[arg-type] # an int, typed as any attribute
         experts.register_forward_pre_hook(self._note, with_kwargs=True)
 
     @contextmanager
     def counting(self, rows: Sequence[slice]) -> Iterator[list[Tensor | None]]:
-        """Count a forward pass; layers that are recomputed afterwards are not counted again.
+        """Count a forward pass; recomputation in the backward pass is not counted again.
 
         Args:
-            rows: positions of the pass that are counted together.
+            rows: ranges of positions, each counted separately.
 
         Yields:
-            A list that has, once the pass has run, for each of `rows` int64 [L, E]; None if the
-            model has no experts.
+            A list that holds int64 [L, E] for each of `rows` after the pass; None if the model has
+            no experts.
         """
         counts: list[Tensor | None] = []
         self._chosen = []
@@ -50,7 +50,7 @@ class RouterCounts:
 
     def _note(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._chosen is not None:
-            # The name is transformers'.
+            # transformers passes this parameter by name.
             self._chosen.append(args[1] if len(args) > 1 else kwargs["top_k_index"])
 
     def _counted(self, chosen: Sequence[Tensor], rows: slice) -> Tensor | None:
@@ -59,5 +59,5 @@ class RouterCounts:
         index_LNK = torch.stack([index_NK[rows] for index_NK in chosen])
         flat_LS = index_LNK.flatten(1)
         zeros_LE = flat_LS.new_zeros(len(chosen), self._experts)
-        # Unlike bincount, it does not wait for the GPU.
+        # Unlike bincount, this does not synchronize with the GPU.
         return zeros_LE.scatter_add_(1, flat_LS, torch.ones_like(flat_LS))

@@ -1,7 +1,6 @@
-"""The weight files of a model's folder: which are read, and what their headers say.
+"""Finds the weight files of a model folder and reads their headers.
 
-They are found as transformers finds them. Only headers are read here, so this is cheap for a model
-of any size.
+Files are selected as in transformers. Only headers are read, which is fast for a model of any size.
 """
 
 import json
@@ -18,7 +17,7 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _LENGTH_BYTES = 8
-"""Of the number before a safetensors header that says how long it is."""
+"""Bytes of the length field before a safetensors header."""
 _LONGEST_HEADER = 100_000_000
 _DTYPES = {
     "F64": torch.float64,
@@ -38,7 +37,7 @@ _DTYPES = {
 
 
 class UnreadableWeights(Exception):
-    """A folder's weight files are missing or damaged; the message names file and reason."""
+    """Weight files are missing or damaged; the message names the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +48,16 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    """Byte of the file at which its values begin."""
+    """Offset of its values in the file, in bytes."""
     size: int
-    """Bytes of its values."""
+    """Size of its values in bytes."""
 
     def read(self, start: int, size: int) -> bytes:
-        """Return some bytes of its values.
+        """Return a range of its values as bytes.
 
         Args:
-            start: the first one, counted from the tensor's own first.
-            size: how many.
+            start: offset from the start of the tensor.
+            size: number of bytes.
         """
         with self.file.open("rb") as file:
             file.seek(self.start + start)
@@ -66,19 +65,20 @@ class StoredTensor:
 
 
 def has_weights(path: str) -> bool:
-    """Whether a folder has weight files; one that only describes a model has none."""
+    """Return whether a folder has weight files; some folders only hold a configuration."""
     folder = Path(path)
     return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
 
 
 def weight_files(path: str) -> Sequence[Path]:
-    """Return the files that a model's weights are read from.
+    """Return the weight files of a model.
 
     Args:
-        path: of the folder.
+        path: the folder.
 
     Raises:
-        UnreadableWeights: there are none, some are missing, or there are two sets of weights.
+        UnreadableWeights: there are no weight files, some are missing, or there are two sets of
+            them.
     """
     folder = Path(path)
     single, index = folder / _SINGLE, folder / _INDEX
@@ -86,8 +86,8 @@ def weight_files(path: str) -> Sequence[Path]:
         files = _indexed(index)
         if single.is_file() and single not in files:
             raise UnreadableWeights(
-                f"{_SINGLE} is next to {_INDEX}, which names other files: trainers and inference"
-                " engines would read different weights; remove those that are not meant"
+                f"{_SINGLE} exists in addition to {_INDEX}, which lists other files: trainers and"
+                " inference engines would read different weights; remove one set of files"
             )
         return files
     if single.is_file():
@@ -97,8 +97,8 @@ def weight_files(path: str) -> Sequence[Path]:
     if (folder / _PICKLED_INDEX).is_file():
         return _indexed(folder / _PICKLED_INDEX)
     raise UnreadableWeights(
-        f"there is neither {_SINGLE} nor {_INDEX}; weights are read from files that have these"
-        " names, as save_pretrained of transformers writes them"
+        f"neither {_SINGLE} nor {_INDEX} exists; weight files must have the names that"
+        " save_pretrained of transformers writes"
     )
 
 
@@ -106,9 +106,9 @@ def _weight_map(index: Path) -> Mapping[str, str]:
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
-        raise UnreadableWeights(f"{index.name} is damaged ({error}); fetch it again") from None
+        raise UnreadableWeights(f"{index.name} is damaged ({error}); download it again") from None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise UnreadableWeights(f"{index.name} names no weights; fetch it again")
+        raise UnreadableWeights(f"{index.name} lists no weights; download it again")
     return weight_map
 
 
@@ -118,8 +118,8 @@ def _indexed(index: Path) -> list[Path]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise UnreadableWeights(
-            f"{index.name} names files that are not there: {listed(missing)}; fetch them, or remove"
-            " them from the index if the model has no such weights"
+            f"{index.name} lists missing files: {listed(missing)}; download them, or remove them"
+            " from the index if the model has no such weights"
         )
     return files
 
@@ -128,11 +128,11 @@ def stored_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
     """Return the tensors of safetensors files by name.
 
     Args:
-        files: of `weight_files`.
+        files: the result of `weight_files`.
 
     Raises:
-        UnreadableWeights: a file is damaged, two files have a tensor of the same name, or a tensor
-            is not in the file where the index says that it is.
+        UnreadableWeights: a file is damaged, two files contain the same tensor, or a tensor is not
+            in the file named by the index.
     """
     tensors: dict[str, StoredTensor] = {}
     for file in files:
@@ -148,14 +148,14 @@ def stored_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
         lost = [name for name in sorted(promised) if name not in tensors]
         if lost:
             raise UnreadableWeights(
-                f"{_INDEX} names tensors that none of its files has: {listed(lost)}; fetch index"
-                " and files again, from one revision of the model"
+                f"{_INDEX} lists tensors that are in none of its files: {listed(lost)}; download"
+                " the index and the files again, from one revision of the model"
             )
         moved = [name for name, file in promised.items() if tensors[name].file.name != file]
         if moved:
             raise UnreadableWeights(
-                f"{_INDEX} names another file than the one that has the tensor: {listed(moved)};"
-                " fetch index and files again, from one revision of the model"
+                f"{_INDEX} names the wrong file for: {listed(moved)}; download the index and the"
+                " files again, from one revision of the model"
             )
     return tensors
 
@@ -165,11 +165,11 @@ def _tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
         if not 0 < length <= min(size - _LENGTH_BYTES, _LONGEST_HEADER):
-            raise UnreadableWeights(f"{file.name} is no safetensors file; fetch it again")
+            raise UnreadableWeights(f"{file.name} is not a safetensors file; download it again")
         try:
             header: dict[str, Any] = json.loads(opened.read(length))
         except ValueError:
-            raise UnreadableWeights(f"{file.name} is damaged; fetch it again") from None
+            raise UnreadableWeights(f"{file.name} is damaged; download it again") from None
     data = _LENGTH_BYTES + length
     for name, entry in header.items():
         if name == "__metadata__":
@@ -177,8 +177,8 @@ def _tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
         tensor = _stored(file, name, entry, data)
         if tensor.start + tensor.size > size:
             raise UnreadableWeights(
-                f"{file.name} is cut short: it has {size} bytes, but {name} ends at"
-                f" {tensor.start + tensor.size}; fetch it again"
+                f"{file.name} is truncated: it has {size} bytes, but {name} ends at"
+                f" {tensor.start + tensor.size}; download it again"
             )
         yield name, tensor
 
@@ -189,25 +189,25 @@ def _stored(file: Path, name: str, entry: Mapping[str, Any], data: int) -> Store
         start, stop = entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
         raise UnreadableWeights(
-            f"{file.name}: {name} is of dtype {entry.get('dtype')!r}, or damaged; weights are read"
-            f" in {', '.join(_DTYPES)}"
+            f"{file.name}: {name} has dtype {entry.get('dtype')!r} or is damaged; supported dtypes"
+            f" are {', '.join(_DTYPES)}"
         ) from None
     if stop - start != math.prod(shape) * dtype.itemsize:
         raise UnreadableWeights(
-            f"{file.name}: {name} {list(shape)} has {stop - start} bytes of values, which is not"
-            " its size; fetch the file again"
+            f"{file.name}: {name} {list(shape)} has {stop - start} bytes of values, which does not"
+            " match its shape and dtype; download the file again"
         )
     return StoredTensor(file, dtype, shape, data + start, stop - start)
 
 
 def quantized_files(path: str) -> Sequence[Path]:
-    """Return the files that quantized weights are read from; without an index, all there are.
+    """Return the files of quantized weights; all safetensors files if there is no index.
 
     Args:
-        path: of the folder.
+        path: the folder.
 
     Raises:
-        UnreadableWeights: there are none, or some are missing.
+        UnreadableWeights: there are no weight files, or some are missing.
     """
     folder = Path(path)
     found = sorted(folder.glob("*.safetensors"))
@@ -215,13 +215,13 @@ def quantized_files(path: str) -> Sequence[Path]:
 
 
 def described_tensors(files: Sequence[Path]) -> dict[str, Tensor]:
-    """Return all tensors of a model's files by name, with shapes and dtypes but without values.
+    """Return all tensors of a model's files by name, as meta tensors without values.
 
     Args:
-        files: of `weight_files` or `quantized_files`.
+        files: the result of `weight_files` or `quantized_files`.
 
     Raises:
-        UnreadableWeights: as `stored_tensors` does.
+        UnreadableWeights: as in `stored_tensors`.
     """
     if files[0].suffix == ".safetensors":
         stored = stored_tensors(files)
@@ -240,6 +240,6 @@ _LISTED = 5
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names for a message: the first few, and how many more there are."""
+    """Return names for a message: the first few, and the number of the rest."""
     more = len(names) - _LISTED
     return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")

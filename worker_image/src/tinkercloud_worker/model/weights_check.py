@@ -1,9 +1,8 @@
-"""Checks that a model's weight files hold the model that its configuration describes.
+"""Checks that a model's weight files match its configuration.
 
-transformers gives random values to weights that the files lack, and drops tensors that it has no
-place for. Both are refused here, unless there is a reason that is known. Names, shapes and dtypes
-are compared without reading values, so that whoever reads the files otherwise (megatron-core,
-inference engines) can rely on them too.
+transformers initializes missing weights randomly and ignores unexpected tensors. Both are rejected
+here, except in known cases. Names, shapes and dtypes are compared without reading values, so that
+other readers of the files (megatron-core, inference engines) can rely on them too.
 """
 
 import re
@@ -39,47 +38,47 @@ _PLAIN = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _PACKED = frozenset(
     {torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu}
 )
-"""Types of weights whose values mean something only with scales."""
+"""Dtypes of weights that are meaningful only with scales."""
 
 _DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids|masked_bias|attn\.bias)$")
-"""Tensors that old files have, and that models compute for themselves."""
+"""Tensors in old files that models compute by themselves."""
 _TOWERS = re.compile(
     r"(^|\.)(visual|vision\w*|image\w*|audio\w*|embed_vision|embed_audio|multi_modal_projector"
     r"|multimodal_projector|mm_projector|patch_merge\w*)\."
 )
-"""Of vision-language models: parts that text never reaches."""
+"""Parts of vision-language models that text never uses."""
 _PREDICTORS = re.compile(r"(^|\.)mtp(_\w+)?\.")
-"""Layers that predict further tokens (MTP), where they have a name of their own."""
+"""Multi-token prediction (MTP) layers that have their own name."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.*)")
 _OF_PREDICTORS = frozenset({"eh_proj", "enorm", "hnorm", "shared_head", "embed_tokens"})
-"""What such a layer has if it is numbered after the others, and no other layer has."""
+"""Modules that only MTP layers have, where these are numbered after the other layers."""
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 _HEAD = "lm_head.weight"
 _BLOCKS, _SCALES = "_blocks", "_scales"
-"""Ends of the names of the two tensors that a weight in MXFP4 is made of."""
+"""Name suffixes of the two tensors of an MXFP4 weight."""
 _LONGEST_REASON = 300
-"""Characters of an error of transformers that a message has."""
+"""Maximum characters of a transformers error quoted in a message."""
 _LISTED_LAYERS = 5
 _THREADS = 4
 _PART_BYTES = 8 << 20
-"""Of a tensor that are read at once; a multiple of every dtype's size."""
+"""Bytes of a tensor read at a time; a multiple of the size of every dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How the tensors of files differ from those of a model."""
+    """The differences between the tensors of files and of a model."""
 
     missing: Collection[str]
-    """Names of weights that no file has."""
+    """Names of weights that are in no file."""
     unexpected: Collection[str]
-    """Names of tensors that the model has no place for."""
+    """Names of tensors that the model does not have."""
     mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]]
-    """Names of others, with their shapes in the files and in the model."""
+    """Names of tensors with different shapes: in the files and in the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a configuration says of a model's weights."""
+    """The expectations of a configuration about weights."""
 
     layers: int
     is_tied: bool
@@ -88,7 +87,7 @@ class Expected:
 
 
 def expected_of(config: Any) -> Expected:  # noqa: ANN401 - transformers' configurations have no common type
-    """Return what a Hugging Face configuration says."""
+    """Return the expectations of a Hugging Face configuration."""
     text = config.get_text_config()
     return Expected(
         layers=int(getattr(text, "num_hidden_layers", 0) or 0),
@@ -98,35 +97,35 @@ def expected_of(config: Any) -> Expected:  # noqa: ANN401 - transformers' config
 
 
 def differences(found: Comparison, expected: Expected) -> list[str]:
-    """Return what is wrong with a model's files, in words; nothing if they hold the model.
+    """Return the problems with a model's files as text; empty if they match the model.
 
-    Not wrong are tensors that the text model does not use: buffers that it computes for itself,
-    layers that predict further tokens, towers for images and sound.
+    Tensors that the text model does not use are not a problem: buffers that it computes by itself,
+    MTP layers, towers for images and sound.
     """
     unexpected = sorted(set(found.unexpected) - set(_explained(found.unexpected, expected)))
     missing = sorted(found.missing)
     prefix = _common_prefix(unexpected, missing)
     if prefix is not None:
         return [
-            f"all names in the files begin with {prefix!r}, which the model's do not"
-            f" ({listed(unexpected)}); rename the tensors without it"
+            f"all names in the files start with {prefix!r}, unlike the model's"
+            f" ({listed(unexpected)}); rename the tensors without this prefix"
         ]
     wrong = []
     if missing:
         wrong.append(f"missing in the files: {listed(missing)}")
     if missing == [_HEAD] and not expected.is_tied:
         wrong.append(
-            "if the output layer is meant to be the embedding, set tie_word_embeddings to true in"
+            "if the LM head should be tied to the embedding, set tie_word_embeddings to true in"
             " config.json"
         )
     if unexpected:
-        wrong.append(f"in the files, but not in the model: {listed(unexpected)}")
+        wrong.append(f"in the files but not in the model: {listed(unexpected)}")
     shapes = [
         f"{name} {list(theirs)} in the files, {list(ours)} by the configuration"
         for name, theirs, ours in sorted(found.mismatched)
     ]
     if shapes:
-        wrong.append(f"of another shape: {listed(shapes)}")
+        wrong.append(f"with different shapes: {listed(shapes)}")
     return wrong + _layers(unexpected, missing, expected.layers)
 
 
@@ -167,7 +166,7 @@ def _explained(unexpected: Iterable[str], expected: Expected) -> list[str]:
 
 
 def _common_prefix(unexpected: Sequence[str], missing: Sequence[str]) -> str | None:
-    """Return what names must lose to be those that are missing, if it is the same of all."""
+    """Return the prefix that turns all unexpected names into the missing ones, if there is one."""
     common = f"{unexpected[0]}." if unexpected and missing else ""
     while common := common.rpartition(".")[0]:
         if not all(name.startswith(f"{common}.") for name in unexpected):
@@ -179,12 +178,12 @@ def _common_prefix(unexpected: Sequence[str], missing: Sequence[str]) -> str | N
 
 
 def wrong_experts(shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return what is wrong with the experts of a mixture that files number one by one.
+    """Return the problems with the individually numbered experts of a mixture.
 
-    transformers stacks those that it finds, whatever their numbers are.
+    transformers stacks the experts that it finds without checking their numbers.
 
     Args:
-        shapes: of all tensors in the files, by name.
+        shapes: the shapes of all tensors in the files, by name.
     """
     experts: dict[tuple[str, str], dict[int, Sequence[int]]] = defaultdict(dict)
     for name, shape in shapes.items():
@@ -196,7 +195,7 @@ def wrong_experts(shapes: Mapping[str, Sequence[int]]) -> list[str]:
         if lost:
             wrong.append(f"missing in the files: {before}{lost[0]}{after}")
         elif len({tuple(shape) for shape in numbered.values()}) > 1:
-            wrong.append(f"{before}*{after} is of several shapes")
+            wrong.append(f"{before}*{after} has different shapes")
     return wrong
 
 
@@ -206,16 +205,16 @@ def load_checked(
     expected: Expected,
     **source: Any,  # noqa: ANN401 - of several types
 ) -> PreTrainedModel:
-    """Return a model, or its text, that transformers loads, if all of its weights are in the files.
+    """Load a model, or its text part, and check that the files contained all of its weights.
 
     Args:
-        path: of the folder, for messages.
-        kind: class of the model.
-        expected: what the folder's configuration says.
-        source: arguments of `from_pretrained` that say what is loaded, and how.
+        path: the folder, for messages.
+        kind: the class of the model.
+        expected: the expectations of the folder's configuration.
+        source: arguments of `from_pretrained`.
 
     Raises:
-        UnsupportedModelError: its weights are not those of the files.
+        UnsupportedModelError: the files do not match the model.
     """
     model: PreTrainedModel
     try:
@@ -245,26 +244,30 @@ def _refuse(path: str, wrong: Sequence[str]) -> None:
 
 def _refusal(path: str, wrong: Sequence[str]) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"{path}: the files do not hold the model that config.json describes: {'; '.join(wrong)}."
-        " Fetch the model again, or correct config.json or the files"
+        f"{path}: the weight files do not match config.json: {'; '.join(wrong)}."
+        " Download the model again, or correct config.json or the files"
     )
 
 
 def check_weights(path: str) -> None:
     """Check names, shapes and dtypes of a folder's weights against its configuration.
 
-    Only headers are read. Weights quantized otherwise than in blocks of float8 are checked when
-    they are loaded.
+    Only headers are read. Weights in quantization formats other than float8 blocks are checked on
+    loading.
 
     Args:
-        path: of the folder.
+        path: the folder.
 
     Raises:
-        UnsupportedModelError: the weights are not those of the model; the message names them.
+        UnsupportedModelError: the weights do not match the model; the message lists the
+            differences.
     """
     config = read_config(path)
     if (Path(path) / "adapter_config.json").exists():
-        _refuse(path, ["adapter_config.json: the folder holds an adapter; merge it into its base"])
+        _refuse(
+            path,
+            ["adapter_config.json: the folder holds an adapter; merge it into its base first"],
+        )
     block = block_size(config)
     try:
         tensors = described_tensors(files_read(path, config))
@@ -298,13 +301,11 @@ def _packed(tensors: Mapping[str, Tensor]) -> list[str]:
     packed = [f"{name} ({each.dtype})" for name, each in tensors.items() if each.dtype in _PACKED]
     if not packed:
         return []
-    return [
-        f"quantized, but config.json has no quantization_config that says how: {listed(packed)}"
-    ]
+    return [f"quantized, but config.json has no quantization_config: {listed(packed)}"]
 
 
 def _compare(path: str, config: Any, tensors: dict[str, Tensor]) -> None:  # noqa: ANN401 - as above
-    """Have transformers find the place of each tensor, without values."""
+    """Match names and shapes with transformers, without reading values."""
     kind, own_config = model_class(config)
     with BUILDING:
         load_checked(
@@ -320,11 +321,11 @@ def _compare(path: str, config: Any, tensors: dict[str, Tensor]) -> None:  # noq
 
 
 def check_finite(path: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Check that weights are numbers.
+    """Check that weights are finite.
 
     Args:
         path: of the folder, for the message.
-        tensors: that were read, with the names that the message is to have.
+        tensors: the tensors, with their names for the message.
 
     Raises:
         UnsupportedModelError: some are NaN or infinite.
@@ -337,16 +338,16 @@ def check_finite(path: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
 def _is_finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point() or not tensor.numel():
         return True
-    # Without a tensor of flags that is as large.
+    # This avoids a boolean tensor of the same size.
     least, greatest = torch.aminmax(tensor if tensor.dtype in _PLAIN else tensor.float())
     return bool(torch.isfinite(least) and torch.isfinite(greatest))
 
 
 def check_values(path: str) -> None:
-    """Read all weights of safetensors files, and check that they are numbers.
+    """Read all weights of safetensors files and check that they are finite.
 
-    For folders that only inference engines read, which do not check. It takes as long as reading
-    the files does.
+    For folders that are only read by inference engines, which do not check. It takes as long as
+    reading the files.
 
     Raises:
         UnsupportedModelError: some are NaN or infinite.
@@ -364,7 +365,7 @@ def check_values(path: str) -> None:
 
 
 def _is_stored_finite(stored: StoredTensor) -> bool:
-    """Whether all values are numbers; a part of them is in memory at a time."""
+    """Whether all values are finite; only a part of them is in memory at a time."""
     parts = (
         bytearray(stored.read(start, min(_PART_BYTES, stored.size - start)))
         for start in range(0, stored.size, _PART_BYTES)

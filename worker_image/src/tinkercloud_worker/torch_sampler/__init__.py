@@ -1,1 +1,1 @@
-"""Samples on the trainer's own weights and kernels, with continuous batching."""
+"""A sampler with continuous batching that shares the trainer's weights and kernels."""

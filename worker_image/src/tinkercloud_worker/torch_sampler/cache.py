@@ -1,9 +1,9 @@
-"""Keys and values of earlier positions: one sequence's while its prompt is read, then slots.
+"""KV caches: one for the prefill of a prompt, and slots for running sequences.
 
-`PrefillCache` grows with one prompt, `PackCache` takes several at once. `SlotCache` holds the
-running sequences, one per slot, each beginning at position 0 of its slot; a decoding step writes
-one position of every slot and reads the slots up to the longest. Slots are kept without gaps, so
-that a step reads a plain view.
+`PrefillCache` grows with one prompt; `PackCache` holds several prompts of one pass. `SlotCache`
+holds the running sequences, one per slot, each starting at position 0 of its slot; a decoding step
+writes one position of every slot and reads all slots up to the longest sequence. Slots have no
+gaps, so that a step reads a plain view.
 
 Shape legend: B running sequences, H key-value heads, T new positions, L positions read,
 E head size.
@@ -33,30 +33,31 @@ KeyValues = tuple[LayerKeyValues, ...]
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """How many sequences and tokens have memory."""
+    """A number of sequences and tokens for which there is memory."""
 
     sequences: int
     tokens: int
-    """Positions of all sequences."""
+    """Positions of all sequences together."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """The shape of the slots of running sequences, which all have as many positions."""
+    """The shape of the slots of running sequences, which all have the same number of positions."""
 
     slots: int
     positions: int
 
     @property
     def tokens(self) -> int:
-        """Positions of all slots."""
+        """Positions of all slots together."""
         return self.slots * self.positions
 
     def grown(self, slots: int, positions: int, max_tokens: int) -> "KvShape":
-        """Return a shape of at least so many slots and positions.
+        """Return a shape with at least this many slots and positions.
 
-        It is this one if that is enough. If not, what is too small doubles, and what is larger than
-        needed shrinks, so that it has no more than `max_tokens` unless they are needed.
+        If this shape suffices, it is returned. Otherwise the dimension that is too small doubles,
+        and the other one shrinks if it is larger than needed, so that the total exceeds
+        `max_tokens` only if needed.
         """
         if slots <= self.slots and positions <= self.positions:
             return self
@@ -72,20 +73,20 @@ def length_of(key_values: KeyValues) -> int:
 
 
 class _Layer(CacheLayerMixin):
-    """The interface of transformers' cache layers, for buffers that this module allocates."""
+    """The interface of transformers' cache layers, for buffers allocated by this module."""
 
     end = 0
     """Positions held, from which transformers derives masks."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: memory is made by `update` or by the owning cache."""
+        """Do nothing: `update` or the owning cache allocates memory."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many positions the next pass reads, and the first of them."""
+        """Return the number of positions that the next pass reads, and the first of them."""
         return self.end + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the positions held."""
+        """Return the number of positions held."""
         return self.end
 
     def get_max_length(self) -> int:
@@ -117,7 +118,7 @@ class _PrefillLayer(_Layer):
 
 
 class PrefillCache(Cache):
-    """Keys and values of one prompt, from position 0, possibly begun by a known prefix."""
+    """Keys and values of one prompt from position 0, optionally starting with a cached prefix."""
 
     def __init__(self, num_layers: int, capacity: int, prefix: KeyValues = ()) -> None:
         self._own = [
@@ -127,7 +128,7 @@ class PrefillCache(Cache):
         super().__init__(layers=list(self._own))
 
     def key_values(self) -> KeyValues:
-        """Return what has been read so far, sharing memory."""
+        """Return the keys and values so far, sharing memory."""
         return tuple(
             LayerKeyValues(layer.keys[0, :, : layer.end], layer.values[0, :, : layer.end])
             for layer in self._own
@@ -144,14 +145,14 @@ class _PackLayer(_Layer):
 
 
 class PackCache(Cache):
-    """Keys and values of prompts that were read in one pass, one after another."""
+    """Keys and values of several prompts, concatenated in one pass."""
 
     def __init__(self, num_layers: int) -> None:
         self._own = [_PackLayer() for _ in range(num_layers)]
         super().__init__(layers=list(self._own))
 
     def key_values(self, rows: slice) -> KeyValues:
-        """Return one prompt's, sharing memory with the others'."""
+        """Return the keys and values of one prompt, sharing memory."""
         return tuple(
             LayerKeyValues(layer.keys[0, :, rows], layer.values[0, :, rows])
             for layer in self._own
@@ -165,12 +166,12 @@ class _SlotLayer(_Layer):
         self._owner = owner
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many positions the next pass reads, and the first of them."""
+        """Return the number of positions that the next pass reads, and the first of them."""
         del query_length
         return self._owner.read_length, 0
 
     def get_seq_length(self) -> int:
-        """Refuse: what a model computes from it would be wrong for all slots but one.
+        """Raise: slots have different lengths, so one number would be wrong for most of them.
 
         Raises:
             NotImplementedError: always; see `decoding_check`.
@@ -197,47 +198,47 @@ class SlotCache(Cache):
         self._own = [_SlotLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self._own))
         self.positions_B = torch.empty(0, dtype=torch.int64)
-        """Where the next step writes, for each running sequence."""
+        """The position that the next step writes, for each running sequence."""
         self.rows_B = self.positions_B
-        """Which slot is whose: 0, 1, ..."""
+        """The slot of each running sequence: 0, 1, ..."""
         self.read_length = 0
-        """Positions the next step reads of each slot."""
+        """Positions of each slot that the next step reads."""
         self.generation = 0
-        """Changes whenever keys and values move in memory."""
+        """Changes whenever the buffers of keys and values move in memory."""
         self.max_tokens = 0
-        """Positions of all slots that may be allocated ahead of need."""
+        """Limit on the positions of all slots that are allocated ahead of need."""
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return an unused value: masks are made for each row's position (`masks.rows_at`)."""
+        """Return an unused value: masks are built for each row's position (`masks.rows_at`)."""
         del layer_idx
         return 0
 
     @property
     def shape(self) -> "KvShape":
-        """Of the slots that are allocated."""
+        """The shape of the allocated slots."""
         keys = self._own[0].keys if self._own else None
         return KvShape(keys.shape[0], keys.shape[2]) if keys is not None else KvShape(0, 0)
 
     def insert(self, slot: int, key_values: KeyValues, length: int) -> None:
-        """Copy a sequence's positions into a slot.
+        """Copy the keys and values of a sequence into a slot.
 
         Args:
-            slot: the first that is free.
-            key_values: the sequence's.
-            length: positions that this slot and those before it must be large enough for.
+            slot: the first free slot.
+            key_values: the keys and values of the sequence.
+            length: the number of positions that this and all earlier slots must have.
         """
         held = length_of(key_values)
         for layer, part in zip(self._own, key_values, strict=True):
             self._make_room(layer, part, slot + 1, length)
-            assert layer.keys is not None  # noqa: S101 - there is room now
+            assert layer.keys is not None  # noqa: S101 - just allocated
             assert layer.values is not None  # noqa: S101 - as above
             layer.keys[slot, :, :held] = part.keys
             layer.values[slot, :, :held] = part.values
 
     def make_room(self, slots: int, length: int) -> None:
-        """Make the first slots large enough for so many positions, unless all are empty.
+        """Give the first slots at least this many positions, unless all are empty.
 
-        The contents of other slots, and of positions beyond, may be lost.
+        The contents of other slots and of later positions may be lost.
         """
         for layer in self._own:
             if layer.keys is not None and layer.values is not None:
@@ -253,14 +254,14 @@ class SlotCache(Cache):
             self.generation += 1
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy a slot's first positions over another slot."""
+        """Copy the first positions of a slot to another slot."""
         for layer in self._own:
             for tensor in (layer.keys, layer.values):
                 if tensor is not None:
                     tensor[target, :, :length] = tensor[source, :, :length]
 
     def begin_step(self, positions_B: Tensor, read_length: int) -> None:
-        """Set where the next pass writes and how much it reads, which must be allocated."""
+        """Set the positions that the next pass writes and reads; they must be allocated."""
         self.positions_B = positions_B
         self.rows_B = torch.arange(len(positions_B), device=positions_B.device)
         self.read_length = read_length
@@ -273,7 +274,7 @@ class SlotCache(Cache):
 
 
 def _with_room(tensor: Tensor | None, like: Tensor, shape: KvShape) -> Tensor:
-    """Return a buffer [slots, H, positions, E] that begins with what fits of another's contents."""
+    """Return a buffer [slots, H, positions, E] with as much of another's contents as fits."""
     heads, _, size = like.shape
     made = like.new_zeros(shape.slots, heads, shape.positions, size)
     if tensor is not None:

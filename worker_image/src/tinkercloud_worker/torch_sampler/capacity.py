@@ -4,20 +4,20 @@ from typing import Literal, Protocol
 
 
 class Capacity(Protocol):
-    """The bounds on a sampler's work; see `SamplerConfig`, which is a head's."""
+    """Limits of a sampler; `SamplerConfig` of a session head provides them."""
 
     @property
     def sampled_logprobs(self) -> Literal["model", "tempered"]:
-        """Distribution of the logprobs that are returned with drawn tokens."""
+        """The distribution of the logprobs returned with sampled tokens."""
 
     @property
     def max_running_sequences(self) -> int:
-        """Sequences decoded together."""
+        """Maximum number of sequences decoded together."""
 
     @property
     def prefill_chunk_tokens(self) -> int:
-        """Prompt tokens computed between two decoding steps of the other sequences."""
+        """Maximum prompt tokens prefilled between two decoding steps of running sequences."""
 
     @property
     def max_cached_tokens(self) -> int:
-        """Tokens whose keys and values are kept for the sequences that are drawn together."""
+        """Maximum tokens in the KV cache of the sequences decoded together."""

@@ -1,8 +1,8 @@
-"""Continuous batching: sequences join and leave between two steps of one running batch.
+"""Continuous batching: sequences join and leave a running batch between two steps.
 
 A `DecodingBatch` owns the key-value slots of all sequences that share one module's weights: the
 base with any mixture of adapters, or one fully fine-tuned model. Each step runs one pass over one
-new position of every sequence. The module knows nothing of requests, queues or threads.
+new position of every sequence. The module is independent of requests, queues and threads.
 
 Shape legend: B running sequences, T new positions, L positions, D hidden size, V vocabulary.
 """
@@ -21,7 +21,7 @@ from tinkercloud_protocol.tensors import SampledSequence, TopLogprobs
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.sampler import SamplingRequest
 from tinkercloud_worker.engine.stopping import StopStringSearch, decoder_of
-from tinkercloud_worker.lora.segments import ActiveWeights, Route
+from tinkercloud_worker.lora.segments import ActiveWeights, WeightSegment
 from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_sampler.cache import (
     KeyValues,
@@ -31,51 +31,51 @@ from tinkercloud_worker.torch_sampler.cache import (
     PrefillCache,
     SlotCache,
 )
-from tinkercloud_worker.torch_sampler.graphs import Recorder, StepGraphs
+from tinkercloud_worker.torch_sampler.graphs import CapturedSteps, GraphCapturer
 from tinkercloud_worker.torch_sampler.masks import rows_at
-from tinkercloud_worker.torch_sampler.sampling import Policy, draw, uniform
+from tinkercloud_worker.torch_sampler.sampling import SamplingParams, sample_tokens, uniform
 
 _NONE = KvBudget(sequences=0, tokens=0)
 
 
 @dataclass(slots=True, eq=False)
-class Running:
-    """One sequence being drawn."""
+class RunningSequence:
+    """One sequence being sampled."""
 
     request: SamplingRequest
     index: int
-    """Which of the request's samples it is."""
+    """Index among the request's samples."""
     weights: ActiveWeights | None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     stopped: bool = False
     search: StopStringSearch | None = None
-    """Of its stop strings, once its first token is drawn."""
+    """The search for its stop strings, after its first token."""
 
     @property
-    def policy(self) -> Policy:
-        """How its tokens are drawn."""
+    def sampling_params(self) -> SamplingParams:
+        """How its tokens are sampled."""
         request = self.request
-        return Policy(request.temperature, request.top_k, request.top_p)
+        return SamplingParams(request.temperature, request.top_k, request.top_p)
 
     @property
     def position(self) -> int:
-        """Where its newest token stands."""
+        """Position of its newest token."""
         return len(self.request.prompt) + len(self.tokens) - 1
 
     @property
     def longest(self) -> int:
-        """Positions it may come to hold."""
+        """Maximum number of positions it may occupy."""
         return self.request.num_positions
 
     @property
     def is_done(self) -> bool:
-        """Whether a stop rule or its length limit has ended it."""
+        """Whether a stop rule or the length limit has ended it."""
         return self.stopped or len(self.tokens) >= self.request.max_tokens
 
     def result(self) -> SampledSequence:
-        """Return what was drawn."""
+        """Return the sampled sequence."""
         top = None
         if self.request.top_logprobs:
             top = TopLogprobs(
@@ -86,30 +86,30 @@ class Running:
 
 
 class TokenSampler:
-    """Samples the next token of sequences from their logits, and notices when one ends."""
+    """Samples the next token of sequences from their logits, and detects their end."""
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         sampled_logprobs: Literal["model", "tempered"] = "model",
     ) -> None:
-        """Make a sampler.
+        """Create a token sampler.
 
         Args:
-            tokenizer: of the model.
-            sampled_logprobs: distribution of the returned logprobs; see `SamplerConfig`.
+            tokenizer: the model's tokenizer.
+            sampled_logprobs: the distribution of returned logprobs; see `SamplerConfig`.
         """
         self._decode = decoder_of(tokenizer)
         self._scored = _own if sampled_logprobs == "model" else _tempered
 
-    def extend(self, sequences: Sequence[Running], logits_BV: Tensor) -> None:
-        """Draw one token for each sequence from its row of logits."""
+    def extend(self, sequences: Sequence[RunningSequence], logits_BV: Tensor) -> None:
+        """Sample one token for each sequence from its row of logits."""
         uniforms = [uniform(s.request.seed, s.index, s.position + 1) for s in sequences]
-        tokens_B = draw(logits_BV, [s.policy for s in sequences], uniforms)
+        tokens_B = sample_tokens(logits_BV, [s.sampling_params for s in sequences], uniforms)
         scored_BV = self._scored(logits_BV, sequences)
         chosen_B = scored_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
         logprobs_B = chosen_B - scored_BV.logsumexp(1)
-        # Both in one transfer; float64 holds either exactly.
+        # Both in one transfer: float64 represents either exactly.
         tokens, logprobs = torch.stack([tokens_B.double(), logprobs_B.double()]).tolist()
         for row, sequence in enumerate(sequences):
             sequence.tokens.append(int(tokens[row]))
@@ -120,7 +120,7 @@ class TokenSampler:
                 sequence.top.append((top.indices, top.values))
             sequence.stopped = self._has_stopped(sequence)
 
-    def _has_stopped(self, sequence: Running) -> bool:
+    def _has_stopped(self, sequence: RunningSequence) -> bool:
         request, token = sequence.request, sequence.tokens[-1]
         strings = request.stop.strings
         if token in request.stop.token_ids:
@@ -132,83 +132,88 @@ class TokenSampler:
         return sequence.search.completes(token)
 
 
-def _own(logits_BV: Tensor, sequences: Sequence[Running]) -> Tensor:
+def _own(logits_BV: Tensor, sequences: Sequence[RunningSequence]) -> Tensor:
     """Return the logits of the model's own distribution."""
     del sequences
     return logits_BV
 
 
-def _tempered(logits_BV: Tensor, sequences: Sequence[Running]) -> Tensor:
-    """Return the logits at each sequence's temperature; the model's own where that is 0."""
+def _tempered(logits_BV: Tensor, sequences: Sequence[RunningSequence]) -> Tensor:
+    """Return the logits at each sequence's temperature; unscaled where the temperature is 0."""
     temperatures = [each.request.temperature or 1.0 for each in sequences]
     return logits_BV / torch.tensor(temperatures, device=logits_BV.device).unsqueeze(1)
 
 
 class DecodingBatch:
-    """The running sequences of one module's weights."""
+    """The running sequences that share one module's weights."""
 
     def __init__(
         self,
         base: BaseModel,
         token_sampler: TokenSampler,
         *,
-        recorder: Recorder | None = None,
+        graph_capturer: GraphCapturer | None = None,
         kept: KvBudget = _NONE,
     ) -> None:
-        """Make a batch without sequences.
+        """Create a batch without sequences.
 
         Args:
             base: the model.
-            token_sampler: draws the tokens.
-            recorder: of steps; None: steps are not recorded.
-            kept: memory that is not freed while there are no sequences.
+            token_sampler: samples the tokens.
+            graph_capturer: captures decoding steps; None: steps run eagerly.
+            kept: the part of the KV cache that stays allocated without sequences.
         """
         self._base = base
         self._token_sampler = token_sampler
         self._num_layers = int(base.config.num_hidden_layers)
         self._cache = SlotCache(self._num_layers)
-        self._graphs = StepGraphs(base, self._cache, recorder, kept) if recorder else None
+        self._graphs = (
+            CapturedSteps(base, self._cache, graph_capturer, kept) if graph_capturer else None
+        )
         self._kept = kept
-        self.sequences: list[Running] = []
+        self.sequences: list[RunningSequence] = []
         """One for each slot, without gaps."""
 
     def prefill(
         self, cache: PrefillCache, tokens: Sequence[int], start: int, weights: ActiveWeights | None
     ) -> Tensor:
-        """Read tokens at positions start, start + 1, ...; return their hidden states [T, D]."""
+        """Prefill tokens at positions start, start + 1, ...; return their hidden states [T, D]."""
         device = self._base.device
         ids_BT = torch.tensor([list(tokens)], dtype=torch.int64, device=device)
         positions_BT = torch.arange(start, start + len(tokens), device=device).unsqueeze(0)
         with torch.no_grad():
             hidden_BTD = self._base.hidden(
-                ids_BT, [Route(slice(None), weights)], position_ids_BT=positions_BT, cache=cache
+                ids_BT,
+                [WeightSegment(slice(None), weights)],
+                position_ids_BT=positions_BT,
+                cache=cache,
             )
         return hidden_BTD[0]
 
-    def prefill_together(
+    def prefill_batch(
         self, prompts: Sequence[Sequence[int]], weights: Sequence[ActiveWeights | None]
     ) -> list[tuple[Tensor, KeyValues]]:
-        """Read prompts from their beginning to their end; return hidden states [T, D] of each.
+        """Prefill several full prompts in one pass; return the hidden states [T, D] of each.
 
-        The base must take packs.
+        The base must support packs.
         """
         lengths = tuple(map(len, prompts))
         ids_R = torch.tensor(list(chain.from_iterable(prompts)), device=self._base.device)
         cache = PackCache(self._num_layers)
         with torch.no_grad():
             hidden_RD = self._base.hidden_of(
-                PackedSequences(ids_R, lengths), routes_of(weights, lengths), cache=cache
+                PackedSequences(ids_R, lengths), segments_of(weights, lengths), cache=cache
             )
         bounds = pairwise(accumulate(lengths, initial=0))
         rows = [slice(start, stop) for start, stop in bounds]
         return [(hidden_RD[each], cache.key_values(each)) for each in rows]
 
     def new_prefill_cache(self, capacity: int, prefix: KeyValues) -> PrefillCache:
-        """Return an empty cache for one prompt, or one begun by a known prefix."""
+        """Return a cache for one prompt, optionally starting with a cached prefix."""
         return PrefillCache(self._num_layers, capacity, prefix)
 
-    def join(self, sequence: Running, prompt: KeyValues) -> None:
-        """Give a sequence, whose first token is drawn, a slot that holds its prompt."""
+    def add(self, sequence: RunningSequence, prompt: KeyValues) -> None:
+        """Add a sequence after its first token: copy its prompt to a slot."""
         members = [*self.sequences, sequence]
         self._bound_cache(members)
         next_length = max(each.position for each in members) + 1
@@ -217,16 +222,16 @@ class DecodingBatch:
         if self._graphs is not None:
             self._graphs.make_room(len(members), max(each.longest for each in members))
 
-    def tokens_with(self, joining: Sequence[Running]) -> int:
-        """Return the positions that slots come to take together, if sequences join those here."""
+    def cache_tokens_with(self, joining: Sequence[RunningSequence]) -> int:
+        """Return the positions that all slots will occupy if more sequences join."""
         needed = self._shape_for([*self.sequences, *joining])
         kept = max(needed.tokens, self._kept.tokens)
         has = self._cache.shape
-        # Room for more slots is made as it is needed; what is enough stays as it is.
+        # Slots are added when needed; a sufficient allocation stays unchanged.
         return kept if needed.slots > has.slots else max(kept, has.tokens)
 
-    def _shape_for(self, sequences: Sequence[Running]) -> KvShape:
-        """Return the shape that keeps sequences until their end."""
+    def _shape_for(self, sequences: Sequence[RunningSequence]) -> KvShape:
+        """Return the shape that fits sequences until their end."""
         if not sequences:
             return KvShape(0, 0)
         longest = max(each.longest for each in sequences)
@@ -234,14 +239,14 @@ class DecodingBatch:
             return self._graphs.shape_for(len(sequences), longest)
         return KvShape(len(sequences), longest)
 
-    def _bound_cache(self, members: Sequence[Running]) -> None:
+    def _bound_cache(self, members: Sequence[RunningSequence]) -> None:
         needed = self._shape_for(members)
         self._cache.max_tokens = max(needed.tokens, self._kept.tokens)
 
-    def step(self) -> list[Running]:
-        """Draw one token for every sequence; return those that ended, which have left."""
-        routes = routes_of([sequence.weights for sequence in self.sequences])
-        logits_BV = self._base.logits(self.hidden(), routes)
+    def step(self) -> list[RunningSequence]:
+        """Sample one token for every sequence; remove and return the finished ones."""
+        segments = segments_of([sequence.weights for sequence in self.sequences])
+        logits_BV = self._base.logits(self.hidden(), segments)
         self._token_sampler.extend(self.sequences, logits_BV)
         return self._remove([sequence for sequence in self.sequences if sequence.is_done])
 
@@ -254,7 +259,7 @@ class DecodingBatch:
             hidden_BD = self._graphs.hidden(tokens, positions, weights)
             if hidden_BD is not None:
                 return hidden_BD
-        routes = routes_of([sequence.weights for sequence in self.sequences])
+        segments = segments_of([sequence.weights for sequence in self.sequences])
         device = self._base.device
         positions_B = torch.tensor(positions, device=device)
         self._cache.make_room(len(tokens), max(positions) + 1)
@@ -262,17 +267,17 @@ class DecodingBatch:
         with torch.no_grad(), rows_at(positions_B):
             hidden_BTD = self._base.hidden(
                 torch.tensor(tokens, device=device).unsqueeze(1),
-                routes,
+                segments,
                 position_ids_BT=positions_B.unsqueeze(1),
                 cache=self._cache,
             )
         return hidden_BTD[:, 0]
 
-    def leave(self, sequences: Sequence[Running]) -> None:
-        """Give up sequences nobody waits for."""
+    def abort(self, sequences: Sequence[RunningSequence]) -> None:
+        """Remove sequences whose requests are done or cancelled."""
         self._remove([sequence for sequence in sequences if sequence in self.sequences])
 
-    def _remove(self, leaving: list[Running]) -> list[Running]:
+    def _remove(self, leaving: list[RunningSequence]) -> list[RunningSequence]:
         for sequence in leaving:
             slot, last = self.sequences.index(sequence), len(self.sequences) - 1
             if slot != last:
@@ -285,15 +290,15 @@ class DecodingBatch:
         return leaving
 
 
-def routes_of(
+def segments_of(
     weights: Sequence[ActiveWeights | None], lengths: Sequence[int] | None = None
-) -> list[Route]:
-    """Return the routing of sequences with these weights; each has one position, or a length."""
-    routes, start = [], 0
+) -> list[WeightSegment]:
+    """Return the segments of sequences with these weights, one position or a length each."""
+    segments, start = [], 0
     each = zip(weights, lengths or [1] * len(weights), strict=True)
     for _, group in groupby(each, key=lambda member: id(member[0])):
         members = list(group)
         stop = start + sum(length for _, length in members)
-        routes.append(Route(slice(start, stop), members[0][0]))
+        segments.append(WeightSegment(slice(start, stop), members[0][0]))
         start = stop
-    return routes
+    return segments

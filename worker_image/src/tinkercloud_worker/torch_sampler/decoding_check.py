@@ -1,10 +1,10 @@
-"""How a model's sequences may be drawn, asked of each that is loaded.
+"""Finds out, when a model is loaded, how its sequences can be decoded.
 
-What slots keep are keys and values, and rows of a step are at different positions. A model that
-keeps anything else, or computes from how long its cache is, draws wrongly from them. So sequences
-of different lengths are drawn, and compared with what the model computes of them without a cache.
-Long ones need not be: masks are the model's own (`masks`), and slots refuse to tell a model their
-length, which it would compute something from.
+Slots store keys and values, and the rows of a step are at different positions. A model that stores
+other state, or that uses the length of its cache, would decode incorrectly. The check therefore
+decodes sequences of different lengths and compares the hidden states with a pass without a cache.
+Short sequences suffice: masks are the model's own (`masks`), and slots raise an error if a model
+asks for their length.
 
 Shape legend: S sequences, R positions, D hidden size.
 """
@@ -24,31 +24,31 @@ from tinkercloud_worker.engine.sampler import SamplingRequest, StopRules
 from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.model.self_check import REFUSALS, is_near, scattered_ids
 from tinkercloud_worker.torch_sampler.cache import KeyValues, LayerKeyValues
-from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, Running, TokenSampler
+from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, RunningSequence, TokenSampler
 from tinkercloud_worker.torch_sampler.unbatched import NewCache, UnbatchedDecoding
 
 log = logging.getLogger(__name__)
 
 _PROMPTS = (slice(0, 5), slice(5, 7))
-"""Of the tokens that models are checked with."""
+"""Ranges of the checked tokens that serve as prompts."""
 _FILLED = 300
-"""Positions of another slot, which those of the check read and may not see. Some models keep masks
-of their own, with windows of 256."""
+"""Positions of another slot, which the checked sequences read and must ignore. Some models store
+their own masks, with windows of 256."""
 _STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How sequences of a model are drawn."""
+    """How sequences of a model are decoded."""
 
     slotted: int
-    """Positions up to which a sequence may have a slot; longer ones are computed alone."""
+    """Maximum positions of a sequence in a slot; longer sequences are decoded individually."""
     new_cache: NewCache
-    """Makes the caches of those."""
+    """Creates the caches of sequences that are decoded individually."""
 
 
 def check_decoding(base: BaseModel, token_sampler: TokenSampler) -> Decoding:
-    """Return the fastest way of drawing that computes what the model does without a cache."""
+    """Return the fastest way of decoding with the same results as without a cache."""
     slotted = base.rotary_switch or base.max_context_length
     if not _is_right(base, lambda: _in_slots(base, token_sampler, slotted)):
         slotted = 0
@@ -56,11 +56,11 @@ def check_decoding(base: BaseModel, token_sampler: TokenSampler) -> Decoding:
         return Decoding(slotted, _no_cache)
     own_cache = partial(DynamicCache, config=base.config)
     if _is_right(base, lambda: _unbatched(base, token_sampler, own_cache)):
-        log.info("sequences of this model are drawn one by one", extra={"longer_than": slotted})
+        log.info("sequences of this model are decoded one by one", extra={"longer_than": slotted})
         return Decoding(slotted, own_cache)
     log.warning(
-        "each token of this model takes a pass over its whole sequence: it computes something else"
-        " with a cache, be it transformers' own. Inference servers may draw faster",
+        "this model gives different results with a KV cache, so each token needs a pass over the"
+        " full sequence; an inference server may be faster",
         extra={"model_type": base.config.model_type, "longer_than": slotted},
     )
     return Decoding(slotted, _no_cache)
@@ -71,11 +71,11 @@ def _no_cache() -> None:
 
 
 def _is_right(base: BaseModel, begin: Callable[[], DecodingBatch | UnbatchedDecoding]) -> bool:
-    """Whether the first sequences of a batch come out as without a cache.
+    """Whether the first sequences of a batch have the same results as without a cache.
 
     Args:
         base: the model.
-        begin: returns the batch, whose sequences have joined.
+        begin: returns the batch with its sequences added.
     """
     try:
         batch = begin()
@@ -88,12 +88,12 @@ def _is_right(base: BaseModel, begin: Callable[[], DecodingBatch | UnbatchedDeco
     except torch.OutOfMemoryError:
         raise
     except REFUSALS as error:
-        log.debug("this model is not drawn so", extra={"error": str(error)})
+        log.debug("this model can't be decoded this way", extra={"error": str(error)})
         return False
 
 
 def _in_slots(base: BaseModel, token_sampler: TokenSampler, longest: int) -> DecodingBatch:
-    """Return a batch with slots for the sequences, read in two parts, and for a longer one."""
+    """Return a batch of the sequences, prefilled in two chunks, and of a longer one."""
     batch = DecodingBatch(base, token_sampler)
     key_values: KeyValues = ()
     for sequence in _sequences(base):
@@ -102,7 +102,7 @@ def _in_slots(base: BaseModel, token_sampler: TokenSampler, longest: int) -> Dec
         batch.prefill(cache, prompt[:1], 0, None)
         batch.prefill(cache, prompt[1:], 1, None)
         key_values = cache.key_values()
-        batch.join(sequence, key_values)
+        batch.add(sequence, key_values)
     length = min(_FILLED, longest - _STEPS)
     filled = tuple(
         LayerKeyValues(
@@ -111,7 +111,7 @@ def _in_slots(base: BaseModel, token_sampler: TokenSampler, longest: int) -> Dec
         )
         for layer in key_values
     )
-    batch.join(_running([0] * length, 0), filled)
+    batch.add(_running([0] * length, 0), filled)
     return batch
 
 
@@ -120,16 +120,16 @@ def _unbatched(
 ) -> UnbatchedDecoding:
     batch = UnbatchedDecoding(base, token_sampler, new_cache)
     for sequence in _sequences(base):
-        batch.join(sequence, ())
+        batch.add(sequence, ())
     return batch
 
 
-def _sequences(base: BaseModel) -> list[Running]:
+def _sequences(base: BaseModel) -> list[RunningSequence]:
     ids = scattered_ids(base).tolist()
     return [_running(ids[part], ids[-1]) for part in _PROMPTS]
 
 
-def _running(prompt: list[int], token: int) -> Running:
+def _running(prompt: list[int], token: int) -> RunningSequence:
     request = SamplingRequest(
         prompt=np.asarray(prompt, dtype=np.int32),
         num_samples=1,
@@ -140,19 +140,19 @@ def _running(prompt: list[int], token: int) -> Running:
         top_p=1.0,
         stop=StopRules(frozenset(), ()),
     )
-    return Running(request, 0, None, tokens=[token])
+    return RunningSequence(request, 0, None, tokens=[token])
 
 
 def _step(batch: DecodingBatch | UnbatchedDecoding) -> Tensor:
-    """Return the hidden states [S, D] of the sequences' newest tokens, and let others follow."""
+    """Return the hidden states [S, D] of the sequences' newest tokens, and append other tokens."""
     hidden_SD = batch.hidden()
     for sequence in batch.sequences:
         sequence.tokens.append(sequence.tokens[-1] // 2)
     return hidden_SD
 
 
-def _expected(base: BaseModel, sequence: Running) -> Tensor:
-    """Return the hidden states [R, D] of a sequence's drawn tokens, computed without a cache."""
+def _expected(base: BaseModel, sequence: RunningSequence) -> Tensor:
+    """Return the hidden states [R, D] of a sequence's sampled tokens, computed without a cache."""
     tokens = [*sequence.request.prompt.tolist(), *sequence.tokens[:_STEPS]]
     ids_R = torch.tensor(tokens, device=base.device)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Requests on their way through the torch sampler."""
+"""Requests that the torch sampler is processing."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from tinkercloud_protocol.tensors import SampledSequence
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.lora.segments import ActiveWeights
 from tinkercloud_worker.torch_sampler.cache import KeyValues, KvBudget, PrefillCache
-from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, Running
+from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, RunningSequence
 from tinkercloud_worker.torch_sampler.scoring import PromptScorer
 from tinkercloud_worker.torch_sampler.unbatched import UnbatchedDecoding
 from tinkercloud_worker.torch_sampler.versions import Version
@@ -17,10 +17,10 @@ from tinkercloud_worker.torch_sampler.versions import Version
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request on its way through."""
+    """One request and its progress."""
 
     version: Version
-    """Acquired; released when the job is over."""
+    """The version of weights, acquired until the job ends."""
     request: SamplingRequest
     resolve: Callable[[SamplingResult | Exception], None]
     is_cancelled: Callable[[], bool]
@@ -28,36 +28,36 @@ class Job:
     batch: DecodingBatch | UnbatchedDecoding | None = None
     cache: PrefillCache | None = None
     scorer: PromptScorer | None = None
-    read: int = 0
-    """Prompt tokens whose keys and values are known."""
+    prefilled: int = 0
+    """Prompt tokens that are prefilled."""
     reused: int = 0
-    """How many of them came from an earlier prompt."""
+    """Prefilled tokens that were reused from an earlier prompt."""
     key_values: KeyValues = ()
-    """Of the prompt, once it is read."""
+    """Keys and values of the prompt, after its prefill."""
     last_logits: Tensor | None = None
-    """Logits [V] after the prompt's last token, once it is read."""
+    """Logits [V] after the prompt's last token, after its prefill."""
     started: int = 0
-    """Samples that have joined the batch."""
-    running: list[Running] = field(default_factory=list)
+    """Number of samples that have joined the batch."""
+    running: list[RunningSequence] = field(default_factory=list)
     sequences: dict[int, SampledSequence] = field(default_factory=dict)
 
     @property
-    def is_whole_model(self) -> bool:
-        """Whether its weights, once they are known, are a whole model's."""
+    def is_full_model(self) -> bool:
+        """Whether its weights, if loaded, are those of a full model."""
         return self.weights is not None and self.weights.lora_scale is None
 
     @property
     def is_waiting(self) -> bool:
-        """Whether its prompt is held for samples that have not joined."""
+        """Whether its prompt is kept for samples that have not joined the batch."""
         return self.batch is not None and self.started < self.request.num_samples
 
     @property
-    def is_read(self) -> bool:
-        """Whether its prompt is read, so that samples may join."""
+    def is_prefilled(self) -> bool:
+        """Whether its prompt is prefilled, so that samples may join."""
         return self.last_logits is not None
 
 
 def waiting(jobs: Iterable[Job]) -> KvBudget:
-    """Return how many prompts are held for samples that have not joined, and their tokens."""
+    """Return the number of prompts kept for samples that have not joined, and their tokens."""
     lengths = [len(job.request.prompt) for job in jobs if job.is_waiting]
     return KvBudget(len(lengths), sum(lengths))

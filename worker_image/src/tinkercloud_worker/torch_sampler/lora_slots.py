@@ -1,12 +1,12 @@
-"""Banks of adapters for recorded steps: side by side in matrices whose memory never moves.
+"""Slots for adapters in captured steps: concatenated in matrices at fixed addresses.
 
-The A's of a bank are blocks of rows of one matrix, the B's blocks of columns of another (of one for
-each expert, where those are adapted), so that one product has the terms of all adapters for all
-rows of a batch; of those a row keeps its own adapter's and multiplies the others' with zero. So a
-step is recorded for a number of adapters, not for which they are, and a published version is copied
-to its place before the first step it is in.
+In a slot group, the A matrices are blocks of rows of one matrix and the B matrices blocks of
+columns of another (one per expert, where experts are adapted). One product then computes the deltas
+of all adapters for all rows of a batch; each row keeps the delta of its own adapter and multiplies
+the others by zero. A step is therefore captured for a number of adapters, not for particular ones,
+and a published version is copied to its slot before the first step that uses it.
 
-Shape legend: B rows of a step, K ranks of all adapters that a step uses.
+Shape legend: B rows of a step, K total rank of all adapters of a step.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,36 +17,36 @@ import torch
 from torch import Tensor
 
 from tinkercloud_worker.lora.adapters import Target
-from tinkercloud_worker.lora.linear import may_be_beside_others
+from tinkercloud_worker.lora.linear import can_share_batch
 from tinkercloud_worker.lora.segments import ActiveWeights
 
 _MOST_TOGETHER = 8
-_MOST_BANKS = 4
+_MOST_GROUPS = 4
 
 
-class AdapterBank:
-    """Slots for adapters of the same layers, up to a rank."""
+class LoraSlotGroup:
+    """Slots for adapters of the same layers, up to a maximum rank."""
 
-    def __init__(self, like: ActiveWeights, dtype: torch.dtype, places: "_Places") -> None:
-        self.places = places
-        size = places.slots * places.rank
+    def __init__(self, like: ActiveWeights, dtype: torch.dtype, layout: "SlotLayout") -> None:
+        self.layout = layout
+        size = layout.slots * layout.rank
         self._tensors = {}
-        for name in places.names:
+        for name in layout.names:
             shape = list(like.tensors[name].shape)
             shape[_rank_axis(name)] = size
             self._tensors[name] = like.tensors[name].new_zeros(shape, dtype=dtype)
-        device = self._tensors[places.names[0]].device
+        device = self._tensors[layout.names[0]].device
         self._scales_K = torch.zeros(size, device=device)
-        self._slots_K = torch.arange(places.slots, device=device).repeat_interleave(places.rank)
-        # What nobody else has any more need not be kept for the copy's sake.
-        self._held: list[Callable[[], ActiveWeights | None]] = [_nothing] * places.slots
+        self._slots_K = torch.arange(layout.slots, device=device).repeat_interleave(layout.rank)
+        # Weak references: the copy in a slot should not keep unused weights alive.
+        self._held: list[Callable[[], ActiveWeights | None]] = [_nothing] * layout.slots
 
     def holds(self, adapters: Sequence[ActiveWeights]) -> bool:
-        """Whether adapters are in the slots that a step for as many reads."""
+        """Whether all adapters are in the slots that a step of this many adapters reads."""
         return set(adapters) <= {held() for held in self._held[: padded(len(adapters))]}
 
     def assign(self, adapters: Sequence[ActiveWeights]) -> dict[ActiveWeights, int]:
-        """Return the slot of each adapter; load those that have none."""
+        """Return the slot of each adapter, loading adapters that have none."""
         used = padded(len(adapters))
         slots = {
             adapter: slot
@@ -61,24 +61,24 @@ class AdapterBank:
         return slots
 
     def _load(self, adapter: ActiveWeights, slot: int) -> None:
-        start, size = slot * self.places.rank, self.places.rank
+        start, size = slot * self.layout.rank, self.layout.rank
         for name, tensor in self._tensors.items():
             axis, source = _rank_axis(name), adapter.tensors[name]
-            # What an adapter of a larger rank left there counts for nothing.
+            # Clear the remains of an adapter with a larger rank.
             tensor.narrow(axis, start, size).zero_()
             tensor.narrow(axis, start, source.shape[axis]).copy_(source)
         self._scales_K[start : start + size] = _scale(adapter)
         self._held[slot] = ref(adapter)
 
     def weights(self, slots_B: Tensor, used: int, scale: float | None) -> ActiveWeights:
-        """Return the weights that a pass runs with.
+        """Return the weights of a pass.
 
         Args:
-            slots_B: int64, each row's slot; -1: it has no adapter.
-            used: slots the pass computes with.
-            scale: of the one adapter that all rows have; None: rows differ.
+            slots_B: int64, the slot of each row; -1: no adapter.
+            used: the number of slots that the pass uses.
+            scale: the scale of the adapter that all rows share; None: rows differ.
         """
-        size = used * self.places.rank
+        size = used * self.layout.rank
         tensors = {n: tensor.narrow(_rank_axis(n), 0, size) for n, tensor in self._tensors.items()}
         if scale is not None:
             return ActiveWeights(tensors, scale)
@@ -87,41 +87,41 @@ class AdapterBank:
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
-    """The size of a bank."""
+class SlotLayout:
+    """The layers and the size of a slot group."""
 
     names: tuple[str, ...]
     slots: int
     rank: int
 
-    def including(self, others: "_Places") -> "_Places":
-        """Return the size that is large enough for either, of the same layers."""
-        return _Places(self.names, max(self.slots, others.slots), max(self.rank, others.rank))
+    def including(self, others: "SlotLayout") -> "SlotLayout":
+        """Return a layout of the same layers that is large enough for both."""
+        return SlotLayout(self.names, max(self.slots, others.slots), max(self.rank, others.rank))
 
 
 @dataclass(frozen=True, slots=True)
 class SlotAssignment:
-    """Which slots of which bank hold the adapters of a step."""
+    """The slot group and the slots of the adapters of a step."""
 
-    bank: AdapterBank | None
-    """None: no row has one."""
+    group: LoraSlotGroup | None
+    """None: no row has an adapter."""
     slots: Sequence[int]
-    """Each row's; -1: it has none."""
+    """The slot of each row; -1: no adapter."""
     used: int = 0
-    """Slots that the step computes with."""
+    """Number of slots that the step uses."""
     scale: float | None = None
-    """Of the one adapter that all rows have; None: rows differ."""
+    """Scale of the adapter that all rows share; None: rows differ."""
 
 
-class AdapterBanks:
-    """A bank for each set of layers that adapters have."""
+class LoraSlots:
+    """All slot groups: one for each set of adapted layers."""
 
     def __init__(self, targets: Iterable[Target], dtype: torch.dtype) -> None:
-        """Make no bank yet.
+        """Create no slot groups yet.
 
         Args:
-            targets: what of the model can be adapted; the output embedding is left out.
-            dtype: in which low-rank terms are computed.
+            targets: the LoRA targets of the model; the LM head is excluded.
+            dtype: the dtype in which deltas are computed.
         """
         self._dtype = dtype
         self._names = {
@@ -130,53 +130,57 @@ class AdapterBanks:
             if target.group != "unembed"
             for name in (target.a_name, target.b_name)
         }
-        self._banks: list[AdapterBank] = []
+        self._groups: list[LoraSlotGroup] = []
         self.generation = 0
         """Changes whenever adapters move in memory."""
 
     def assign(self, weights: Sequence[ActiveWeights | None]) -> SlotAssignment | None:
-        """Assign the adapters of a step to bank slots; None if they can't share one product.
+        """Assign the adapters of a step to slots; None if they can't share one product.
 
         Args:
-            weights: of each row; None: the base's.
+            weights: the weights of each row; None: the base's.
         """
         adapters = list(dict.fromkeys(each for each in weights if each is not None))
         if not adapters:
             return SlotAssignment(None, [-1] * len(weights))
-        bank = next((b for b in self._banks if b.holds(adapters)), None) or self._bank(adapters)
-        if bank is None:
+        group = next((g for g in self._groups if g.holds(adapters)), None) or self._group_for(
+            adapters
+        )
+        if group is None:
             return None
-        slots = bank.assign(adapters)
+        slots = group.assign(adapters)
         is_alone = len(adapters) == 1 and None not in weights
         return SlotAssignment(
-            bank,
+            group,
             [slots[each] if each is not None else -1 for each in weights],
             used=padded(len(adapters)),
             scale=_scale(adapters[0]) if is_alone else None,
         )
 
-    def _bank(self, adapters: Sequence[ActiveWeights]) -> AdapterBank | None:
-        """Return a bank that has enough slots for adapters, enlarged if need be."""
+    def _group_for(self, adapters: Sequence[ActiveWeights]) -> LoraSlotGroup | None:
+        """Return a group with enough slots for adapters, enlarging it if necessary."""
         names = tuple(name for name in adapters[0].tensors if name in self._names)
         if not (
             names
             and len(adapters) <= _MOST_TOGETHER
-            and all(may_be_beside_others(each.tensors.values()) for each in adapters)
+            and all(can_share_batch(each.tensors.values()) for each in adapters)
         ):
             return None
         if any(set(each.tensors) & self._names != set(names) for each in adapters):
             return None
         rank = max(each.tensors[names[0]].shape[_rank_axis(names[0])] for each in adapters)
-        wanted = _Places(names, padded(len(adapters)), padded(rank))
-        known = next((bank for bank in self._banks if set(bank.places.names) == set(names)), None)
+        wanted = SlotLayout(names, padded(len(adapters)), padded(rank))
+        known = next(
+            (group for group in self._groups if set(group.layout.names) == set(names)), None
+        )
         if known is not None:
-            wanted = known.places.including(wanted)
-            if wanted == known.places:
+            wanted = known.layout.including(wanted)
+            if wanted == known.layout:
                 return known
-        self._banks = [bank for bank in self._banks if bank is not known][1 - _MOST_BANKS :]
-        self._banks.append(AdapterBank(adapters[0], self._dtype, wanted))
+        self._groups = [group for group in self._groups if group is not known][1 - _MOST_GROUPS :]
+        self._groups.append(LoraSlotGroup(adapters[0], self._dtype, wanted))
         self.generation += 1
-        return self._banks[-1]
+        return self._groups[-1]
 
 
 def padded(number: int) -> int:
@@ -189,10 +193,10 @@ def _nothing() -> None:
 
 
 def _scale(adapter: ActiveWeights) -> float:
-    assert isinstance(adapter.lora_scale, float)  # noqa: S101 - true of all that are published
+    assert isinstance(adapter.lora_scale, float)  # noqa: S101 - true of all published adapters
     return adapter.lora_scale
 
 
 def _rank_axis(name: str) -> int:
-    # From the end: those of experts have one more before.
+    # Counted from the end: tensors of experts have an additional first dimension.
     return -2 if name.endswith(".lora_A.weight") else -1

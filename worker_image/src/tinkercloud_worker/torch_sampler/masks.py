@@ -1,8 +1,8 @@
-"""Attention masks of a decoding step: the model's own, for rows that are at different positions.
+"""Attention masks of a decoding step: the model's own masks, for rows at different positions.
 
-transformers makes masks for rows of one length. Which positions a position may see, by a window or
-by chunks, is a function of two positions, which the model chooses for each kind of its layers. Here
-that function is called with each row's own position, whatever the kind.
+transformers builds masks for rows of one length. Visibility, by window or by chunk, is a function
+of two positions that the model chooses for each kind of layer. Here this function is called with
+each row's own position, for every kind.
 
 Shape legend: B running sequences, L positions read.
 """
@@ -22,7 +22,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from tinkercloud_worker.device.packing import ATTENTION
 
 _BOOLEAN = (ATTENTION, "sdpa")
-"""Attention that takes boolean masks; others add masks to scores."""
+"""Attention implementations that take boolean masks; others add masks to scores."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,9 +30,10 @@ class _Rows:
     """A pass over one new position of every row."""
 
     positions_B: Tensor
-    """Of each row's new token."""
+    """Position of each row's new token."""
     added_in: torch.dtype | None
-    """Dtype of masks that are added to scores; None: as the model's attention takes them."""
+    """Dtype of masks that are added to scores; None: the form that the model's attention
+    expects."""
 
 
 _rows: ContextVar[_Rows | None] = ContextVar("rows", default=None)
@@ -40,12 +41,12 @@ _rows: ContextVar[_Rows | None] = ContextVar("rows", default=None)
 
 @contextmanager
 def rows_at(positions_B: Tensor, added_in: torch.dtype | None = None) -> Iterator[None]:
-    """Make a model's masks in this context those of rows at these positions.
+    """Build a model's masks for rows at these positions within this context.
 
     Args:
-        positions_B: of the new position of each row.
-        added_in: dtype of masks that are added to scores, to which torch would convert boolean ones
-            in every layer; None: boolean ones, where the model's attention takes them.
+        positions_B: the new position of each row.
+        added_in: dtype of masks that are added to scores, which saves a conversion of boolean masks
+            in every layer; None: boolean masks, where the model's attention supports them.
     """
     token = _rows.set(_Rows(positions_B, added_in))
     try:
@@ -64,7 +65,7 @@ def _mask(
     dtype: torch.dtype = torch.float32,
     **kwargs: Any,  # noqa: ANN401 - transformers', passed on
 ) -> Tensor | None:
-    """Return the mask [B, 1, 1, L] of some layers. The signature is transformers'."""
+    """Return the mask [B, 1, 1, L] of some layers. transformers defines the signature."""
     rows = _rows.get()
     if rows is None:
         return plain(

@@ -1,7 +1,7 @@
-"""Keys and values of prompts read lately, for prompts that begin alike.
+"""The prefix cache: keys and values of recent prompts, for prompts with a common prefix.
 
-A group of rollouts of one prompt, or the next turn of a conversation, then computes only what is
-new. Entries belong to one version of the weights and are never changed.
+Rollouts of the same prompt, or the next turn of a conversation, then compute only the new tokens.
+Entries belong to one version of the weights and never change.
 """
 
 import threading
@@ -13,7 +13,7 @@ from tinkercloud_worker.torch_sampler.versions import Version
 
 
 class PrefixStore:
-    """The most recently used prompts, up to a number of tokens. Any thread may call."""
+    """The most recently used prompts, up to a number of tokens. Thread-safe."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -23,7 +23,7 @@ class PrefixStore:
         self._entries = OrderedDict()
 
     def find(self, version: Version, prompt: Int32Array, at_most: int) -> tuple[int, KeyValues]:
-        """Return the longest known beginning of a prompt: its length and its keys and values."""
+        """Return the longest cached prefix of a prompt: its length and its keys and values."""
         best, best_key = 0, None
         with self._lock:
             for key, (tokens, _) in self._entries.items():
@@ -37,7 +37,7 @@ class PrefixStore:
             return best, tuple(layer.first(best) for layer in self._entries[best_key][1])
 
     def add(self, version: Version, prompt: Int32Array, key_values: KeyValues) -> None:
-        """Keep a prompt that has been read to its end."""
+        """Cache a fully prefilled prompt."""
         key = (version, prompt.tobytes())
         with self._lock:
             if key in self._entries or len(prompt) > self._max_tokens:
@@ -48,13 +48,13 @@ class PrefixStore:
                 self._drop(next(iter(self._entries)))
 
     def forget(self, version: Version) -> None:
-        """Drop all prompts of a version."""
+        """Remove all prompts of a version."""
         with self._lock:
             for key in [key for key in self._entries if key[0] is version]:
                 self._drop(key)
 
     def clear(self) -> None:
-        """Drop all prompts."""
+        """Remove all prompts."""
         with self._lock:
             self._entries.clear()
             self._tokens = 0
@@ -65,7 +65,7 @@ class PrefixStore:
 
 
 def common_length(one: Int32Array, other: Int32Array) -> int:
-    """Return how many tokens two prompts begin alike with."""
+    """Return the length of the common prefix of two prompts."""
     shorter = min(len(one), len(other))
     differs = one[:shorter] != other[:shorter]
     return int(differs.argmax()) if differs.any() else shorter

@@ -1,9 +1,9 @@
 """The torch sampler: requests in, results out, computing on the engine thread.
 
-Two threads meet here. Coroutines on the event loop hand requests over and wait; `step`, on the
-engine thread, admits them, reads their prompts a chunk at a time, lets their samples join the
-running batch as slots come free, and hands results back. Everything after the inbox belongs to
-the engine thread alone.
+Two threads meet here. Coroutines on the event loop submit requests and wait; `step`, on the engine
+thread, admits requests, prefills their prompts chunk by chunk, schedules their samples into the
+running batch as slots become free, and returns results. Everything except the inbox belongs to the
+engine thread.
 """
 
 import asyncio
@@ -15,22 +15,24 @@ from itertools import chain, repeat
 import torch
 from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from tinkercloud_protocol.errors import InvalidRequest, WireError
-from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
+from tinkercloud_worker.engine.sampler import Sampler, SamplingRequest, SamplingResult
+from tinkercloud_worker.engine.thread import Background
 from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
-from tinkercloud_worker.lora.segments import route_all
+from tinkercloud_worker.lora.segments import single_segment
 from tinkercloud_worker.model.base_model import BaseModel
 from tinkercloud_worker.torch_sampler.cache import KeyValues, KvBudget
 from tinkercloud_worker.torch_sampler.capacity import Capacity
 from tinkercloud_worker.torch_sampler.decoding import (
     DecodingBatch,
-    Running,
+    RunningSequence,
     TokenSampler,
-    routes_of,
+    segments_of,
 )
 from tinkercloud_worker.torch_sampler.decoding_check import check_decoding
-from tinkercloud_worker.torch_sampler.graphs import Recorder
+from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
 from tinkercloud_worker.torch_sampler.jobs import Job, waiting
 from tinkercloud_worker.torch_sampler.prefixes import PrefixStore, common_length
 from tinkercloud_worker.torch_sampler.scoring import PromptScorer
@@ -40,16 +42,16 @@ from tinkercloud_worker.torch_sampler.versions import Version, Versions
 log = logging.getLogger(__name__)
 
 _SCORED_ROWS = 256
-"""Prompt positions whose logits are held at a time."""
+"""Prompt positions whose logits are held at a time for scoring."""
 _WORTH_WAITING_FOR = 256
-"""Tokens that a prompt has in common with another that is being read: fewer are read twice."""
+"""Minimum common prefix for which a prompt waits until another one is prefilled."""
 _KEPT_SHARE = 4
-"""One part in so many of the key-value budget is for prompts read lately. Where steps are recorded,
-as much stays allocated without sequences, so that recordings stay valid."""
+"""Divisor of the KV cache budget that gives the share of the prefix cache. If steps are captured,
+the same share stays allocated without sequences, so that captured graphs remain valid."""
 
 
-class TorchSampler:
-    """See `engine.sampler.Sampler` and `engine.thread.Background`, whose contracts it fulfils."""
+class TorchSampler(Sampler, Background):
+    """A sampler that computes on the engine thread, between training jobs."""
 
     def __init__(
         self,
@@ -59,23 +61,23 @@ class TorchSampler:
         *,
         versions: Versions,
         wake: Callable[[], None],
-        recorder: Recorder | None = None,
+        graph_capturer: GraphCapturer | None = None,
     ) -> None:
-        """Make a sampler that knows no version yet.
+        """Create a sampler without versions.
 
         Args:
             base: the model.
-            tokenizer: of the model.
-            config: what it may take at a time.
-            versions: where published weights are kept.
-            wake: called when there is work; may be called from any thread.
-            recorder: of decoding steps; None: steps are not recorded.
+            tokenizer: the model's tokenizer.
+            config: its limits.
+            versions: the store of published weights.
+            wake: notifies the engine thread of new work; thread-safe.
+            graph_capturer: captures decoding steps; None: steps run eagerly.
         """
         self._base = base
         self._config = config
         self._versions = versions
         self._wake = wake
-        self._recorder = recorder
+        self._graph_capturer = graph_capturer
         self._token_sampler = TokenSampler(tokenizer, config.sampled_logprobs)
         decoding = check_decoding(base, self._token_sampler)
         self._slotted = decoding.slotted
@@ -87,15 +89,12 @@ class TorchSampler:
         self._jobs: list[Job] = []
         self._batches: dict[int | None, DecodingBatch] = {}
 
+    @override
     async def publish(self, version: str, weights: Publication | None) -> None:
-        """See `Sampler.publish`.
-
-        Raises:
-            OSError: memory is short, and the scratch folder takes no weights.
-        """
+        """Publish weights; raise OSError if neither memory nor the scratch folder can hold them."""
         if version in self._versions:
             return
-        # What ranks keep is for inference servers.
+        # Weights stored on ranks are only for inference servers.
         assert weights is None or isinstance(weights, WeightsSnapshot)  # noqa: S101 - see above
         prepared = await asyncio.to_thread(self._versions.prepare, weights)
         self._versions.add(version, prepared)
@@ -105,21 +104,21 @@ class TorchSampler:
             await self.retire(version)
             raise
 
+    @override
     def release_caches(self) -> None:
-        """See `Sampler.release_caches`."""
         self._prefixes.clear()
-        # Recorded steps are of the places that a batch has.
-        if self._recorder is None and not self._jobs and not self._num_running:
+        # Captured steps refer to the memory of a batch.
+        if self._graph_capturer is None and not self._jobs and not self._num_running:
             self._batches.clear()
 
+    @override
     async def retire(self, version: str) -> None:
-        """See `Sampler.retire`."""
         retired = self._versions.pop(version)
         if retired is not None:
             await asyncio.to_thread(self._release, retired)
 
+    @override
     async def export(self, version: str) -> WeightsSnapshot | None:
-        """See `Sampler.export`."""
         exported = self._versions.acquire(version)
 
         def export() -> WeightsSnapshot | None:
@@ -134,13 +133,13 @@ class TorchSampler:
         if self._versions.release(version):
             self._prefixes.forget(version)
 
+    @override
     async def sample(self, version: str, request: SamplingRequest) -> SamplingResult:
-        """See `Sampler.sample`."""
         if request.num_positions > self._config.max_cached_tokens:
             raise InvalidRequest(
-                f"prompt and max_tokens come to {request.num_positions + 1} tokens, of which all"
-                f" but the last are kept in memory: this server keeps"
-                f" {self._config.max_cached_tokens}; lower max_tokens"
+                f"prompt plus max_tokens is {request.num_positions + 1} tokens, but the KV cache"
+                f" of this server holds at most {self._config.max_cached_tokens} (the last"
+                " token is not cached); lower max_tokens"
             )
         loop = asyncio.get_running_loop()
         done: asyncio.Future[SamplingResult] = loop.create_future()
@@ -153,20 +152,22 @@ class TorchSampler:
         self._wake()
         return await done
 
+    @override
     async def close(self) -> None:
-        """See `Sampler.close`. Everything is in this process."""
+        """Do nothing: everything is in this process."""
 
+    @override
     def has_work(self) -> bool:
-        """See `Background.has_work`."""
         return bool(self._inbox or self._jobs)
 
+    @override
     def step(self) -> None:
-        """See `Background.step`: read a chunk of prompts, then draw one token everywhere."""
+        """Prefill a chunk of prompts, then run one decoding step of every batch."""
         while self._inbox:
             self._jobs.append(self._inbox.popleft())
-        self._drop_cancelled()
-        self._read_prompts()
-        self._start_samples()
+        self._abort_cancelled()
+        self._prefill_prompts()
+        self._schedule_samples()
         for batch in self._all_batches:
             if batch.sequences:
                 members = [job for job in self._jobs if job.batch is batch]
@@ -175,7 +176,7 @@ class TorchSampler:
             self._collect(job)
 
     def _guarded(self, jobs: list[Job], work: Callable[[], object]) -> None:
-        """Do some work; if it fails, only the requests that it was for fail."""
+        """Run some work; if it raises, fail only the requests that it belongs to."""
         try:
             work()
         except Exception as error:
@@ -184,50 +185,51 @@ class TorchSampler:
             for job in jobs:
                 self._finish(job, error)
 
-    def _read_prompts(self) -> None:
-        """Read prompts, first come first served, until a chunk's worth of tokens is read."""
+    def _prefill_prompts(self) -> None:
+        """Prefill prompts in order of arrival, up to one chunk of tokens."""
         left = self._config.prefill_chunk_tokens
         together: list[Job] = []
         is_full = False
-        for job in [job for job in self._jobs if not job.is_read]:
+        for job in [job for job in self._jobs if not job.is_prefilled]:
             if left <= 0:
                 break
-            if self._is_better_read_later(job, together):
+            if self._should_await_prefix(job, together):
                 continue
-            # Nobody overtakes who finds no room, but those go on whose prompt is half read.
-            is_full = is_full or not (job.batch is not None or self._has_room_to_read(job))
+            # No prompt overtakes one that lacks memory, but partially prefilled prompts continue.
+            is_full = is_full or not (job.batch is not None or self._can_prefill(job))
             if is_full and job.batch is None:
                 continue
             self._guarded([job], lambda job=job: self._admit(job))  # type: ignore[misc]
             if job not in self._jobs:
                 continue
-            count = len(job.request.prompt) - job.read
+            count = len(job.request.prompt) - job.prefilled
             if job.batch is not self._unbatched:
                 count = min(left, count)
-            if self._can_be_packed(job) and count == len(job.request.prompt):
+            if self._can_share_prefill(job) and count == len(job.request.prompt):
                 together.append(job)
             else:
-                self._guarded([job], lambda job=job, count=count: self._read(job, count))  # type: ignore[misc]
+                self._guarded([job], lambda job=job, count=count: self._prefill_chunk(job, count))  # type: ignore[misc]
             left -= count
         if together:
-            self._guarded(together, lambda: self._read_together(together))
+            self._guarded(together, lambda: self._prefill_batch(together))
 
-    def _can_be_packed(self, job: Job) -> bool:
-        """Whether a prompt is read in one pass with others: where launching a pass is what costs.
+    def _can_share_prefill(self, job: Job) -> bool:
+        """Whether a prompt is prefilled in one pass with others, where launch overhead dominates.
 
-        A pass may have one whole model's weights only, and begins at each prompt's beginning.
+        A shared pass can't use the weights of full models, and starts at the beginning of each
+        prompt.
         """
         return (
-            self._recorder is not None
+            self._graph_capturer is not None
             and job.batch is not self._unbatched
             and self._base.takes_packs
-            and not job.is_whole_model
-            and job.read == 0
+            and not job.is_full_model
+            and job.prefilled == 0
         )
 
     @staticmethod
-    def _is_better_read_later(job: Job, others: Sequence[Job]) -> bool:
-        """Whether much of a prompt is being read already, and can be taken from there."""
+    def _should_await_prefix(job: Job, others: Sequence[Job]) -> bool:
+        """Whether a long prefix of a prompt is being prefilled already and can be reused."""
         prompt = job.request.prompt
         return job.batch is None and any(
             other.version is job.version
@@ -235,38 +237,38 @@ class TorchSampler:
             for other in others
         )
 
-    def _read(self, job: Job, count: int) -> None:
-        """Read the next tokens of a prompt."""
+    def _prefill_chunk(self, job: Job, count: int) -> None:
+        """Prefill the next tokens of a prompt."""
         assert job.cache is not None and job.batch is not None  # noqa: S101, PT018 - admitted
-        prompt, start = job.request.prompt, job.read
-        job.read += count
-        chunk = prompt[start : job.read].tolist()
+        prompt, start = job.request.prompt, job.prefilled
+        job.prefilled += count
+        chunk = prompt[start : job.prefilled].tolist()
         hidden_TD = job.batch.prefill(job.cache, chunk, start, job.weights)
         self._score(job, start, hidden_TD)
-        if job.read == len(prompt):
-            logits_1V = self._base.logits(hidden_TD[-1:], route_all(job.weights))
-            self._end_reading(job, job.cache.key_values(), logits_1V[0])
+        if job.prefilled == len(prompt):
+            logits_1V = self._base.logits(hidden_TD[-1:], single_segment(job.weights))
+            self._finish_prefill(job, job.cache.key_values(), logits_1V[0])
 
-    def _read_together(self, jobs: Sequence[Job]) -> None:
-        """Read whole prompts in one pass."""
+    def _prefill_batch(self, jobs: Sequence[Job]) -> None:
+        """Prefill several full prompts in one pass."""
         batch = jobs[0].batch
-        assert isinstance(batch, DecodingBatch)  # noqa: S101 - they are admitted, and can be packed
+        assert isinstance(batch, DecodingBatch)  # noqa: S101 - admitted, and slotted
         weights = [job.weights for job in jobs]
-        read = batch.prefill_together([job.request.prompt.tolist() for job in jobs], weights)
+        read = batch.prefill_batch([job.request.prompt.tolist() for job in jobs], weights)
         last_BD = torch.stack([hidden_TD[-1] for hidden_TD, _ in read])
-        logits_BV = self._base.logits(last_BD, routes_of(weights))
+        logits_BV = self._base.logits(last_BD, segments_of(weights))
         for job, (hidden_TD, key_values), logits_V in zip(jobs, read, logits_BV, strict=True):
-            job.read = len(job.request.prompt)
+            job.prefilled = len(job.request.prompt)
             self._score(job, 0, hidden_TD)
-            self._end_reading(job, key_values, logits_V)
+            self._finish_prefill(job, key_values, logits_V)
 
-    def _end_reading(self, job: Job, key_values: KeyValues, last_logits_V: Tensor) -> None:
+    def _finish_prefill(self, job: Job, key_values: KeyValues, last_logits_V: Tensor) -> None:
         job.key_values, job.last_logits = key_values, last_logits_V
         if key_values:
             self._prefixes.add(job.version, job.request.prompt, key_values)
 
     def _admit(self, job: Job) -> None:
-        """Begin a prompt with what is cached of it, unless that was done before."""
+        """Start the prefill of a prompt from its cached prefix, unless already admitted."""
         if job.batch is not None:
             return
         job.weights = self._versions.weights(job.version)
@@ -279,21 +281,24 @@ class TorchSampler:
         prefix: KeyValues = ()
         if job.batch is not self._unbatched:
             job.reused, prefix = self._prefixes.find(job.version, job.request.prompt, reusable)
-        job.read = job.reused
+        job.prefilled = job.reused
         job.cache = job.batch.new_prefill_cache(len(job.request.prompt), prefix)
 
     def _batch_for(self, job: Job) -> DecodingBatch | UnbatchedDecoding:
-        """Return the batch that a job's sequences are to join."""
+        """Return the batch that a job's sequences will join."""
         if job.request.num_positions > self._slotted:
             return self._unbatched
-        key = id(job.weights) if job.is_whole_model else None
+        key = id(job.weights) if job.is_full_model else None
         if key not in self._batches:
-            # Recorded steps are the base's and adapters'; whole models come and go.
+            # Only steps of the base and of adapters are captured; full models are short-lived.
             self._batches[key] = (
                 DecodingBatch(self._base, self._token_sampler)
-                if job.is_whole_model or self._recorder is None
+                if job.is_full_model or self._graph_capturer is None
                 else DecodingBatch(
-                    self._base, self._token_sampler, recorder=self._recorder, kept=self._kept
+                    self._base,
+                    self._token_sampler,
+                    graph_capturer=self._graph_capturer,
+                    kept=self._kept,
                 )
             )
         return self._batches[key]
@@ -304,54 +309,56 @@ class TorchSampler:
             return
         for row in range(max(needed - start, 0), len(hidden_TD), _SCORED_ROWS):
             rows_RD = hidden_TD[row : row + _SCORED_ROWS]
-            job.scorer.add(start + row, self._base.logits(rows_RD, route_all(job.weights)))
+            job.scorer.add(start + row, self._base.logits(rows_RD, single_segment(job.weights)))
 
-    def _start_samples(self) -> None:
-        """Let samples of prompts that are read join, first come first served, while there is room.
+    def _schedule_samples(self) -> None:
+        """Add samples of prefilled prompts to batches, in order of arrival, while memory suffices.
 
-        Samples do not overtake one that finds none, or short ones could keep a long one waiting.
+        Samples do not overtake one that must wait, or short ones could starve a long one.
         """
-        starting: list[tuple[Job, Running]] = []
-        # A prompt that is longer than what is kept for those that wait has some of the other room.
+        starting: list[tuple[Job, RunningSequence]] = []
+        # A prompt longer than the budget of waiting prompts uses memory of running sequences.
         excess = max(waiting(self._jobs).tokens - self._kept.tokens, 0)
         room = self._config.max_cached_tokens - excess
         line = [
-            repeat(job, job.request.num_samples - job.started) for job in self._jobs if job.is_read
+            repeat(job, job.request.num_samples - job.started)
+            for job in self._jobs
+            if job.is_prefilled
         ]
         for job in chain.from_iterable(line):
-            sequence = Running(job.request, job.started, job.weights)
-            if not self._fit([*starting, (job, sequence)], room):
+            sequence = RunningSequence(job.request, job.started, job.weights)
+            if not self._can_schedule([*starting, (job, sequence)], room):
                 break
             starting.append((job, sequence))
             job.started += 1
             job.running.append(sequence)
         if starting:
             jobs = list(dict.fromkeys(job for job, _ in starting))
-            self._guarded(jobs, lambda: self._start(starting))
+            self._guarded(jobs, lambda: self._start_decoding(starting))
 
-    def _start(self, starting: Sequence[tuple[Job, Running]]) -> None:
-        """Draw the first tokens of samples, and let those join that go on."""
+    def _start_decoding(self, starting: Sequence[tuple[Job, RunningSequence]]) -> None:
+        """Sample first tokens, and add the samples that continue to their batch."""
         logits = [job.last_logits for job, _ in starting if job.last_logits is not None]
         self._token_sampler.extend([sequence for _, sequence in starting], torch.stack(logits))
         for job, sequence in starting:
             if not sequence.is_done and job.batch is not None:
-                job.batch.join(sequence, job.key_values)
+                job.batch.add(sequence, job.key_values)
         for job, _ in starting:
             if not job.is_waiting:
-                # Its samples have copies.
+                # The slots of its samples hold copies.
                 job.cache, job.key_values = None, ()
 
-    def _fit(self, starting: Sequence[tuple[Job, Running]], room: int) -> bool:
-        """Whether sequences may join. A single one always may, or it would wait for ever."""
+    def _can_schedule(self, starting: Sequence[tuple[Job, RunningSequence]], room: int) -> bool:
+        """Whether sequences may join. A single one always may, or it would never run."""
         count = self._num_running + len(starting)
-        # What draws no second token takes no slot.
+        # A sequence of one token needs no slot.
         joining = [pair for pair in starting if pair[1].request.max_tokens > 1]
         return count == 1 or (
-            count <= self._config.max_running_sequences and self._tokens_with(joining) <= room
+            count <= self._config.max_running_sequences and self._cache_tokens_with(joining) <= room
         )
 
-    def _has_room_to_read(self, job: Job) -> bool:
-        """Whether a prompt may be read and wait for its samples to join."""
+    def _can_prefill(self, job: Job) -> bool:
+        """Whether memory suffices to prefill a prompt and keep it until its samples join."""
         held, length = waiting(self._jobs), len(job.request.prompt)
         if held.sequences:
             return (
@@ -359,7 +366,7 @@ class TorchSampler:
             )
         excess = max(length - self._kept.tokens, 0)
         room = self._config.max_cached_tokens - excess
-        return not self._num_running or self._tokens_with([]) <= room
+        return not self._num_running or self._cache_tokens_with([]) <= room
 
     @property
     def _num_running(self) -> int:
@@ -369,15 +376,15 @@ class TorchSampler:
     def _all_batches(self) -> list[DecodingBatch | UnbatchedDecoding]:
         return [*self._batches.values(), self._unbatched]
 
-    def _tokens_with(self, starting: Sequence[tuple[Job, Running]]) -> int:
-        """Return the positions that running sequences come to take, with those that join."""
+    def _cache_tokens_with(self, starting: Sequence[tuple[Job, RunningSequence]]) -> int:
+        """Return the positions that running and joining sequences will occupy."""
         return sum(
-            batch.tokens_with([sequence for job, sequence in starting if job.batch is batch])
+            batch.cache_tokens_with([sequence for job, sequence in starting if job.batch is batch])
             for batch in self._all_batches
         )
 
     def _collect(self, job: Job) -> None:
-        """Take a job's ended sequences; answer it when all have."""
+        """Collect a job's finished sequences; resolve the job when all have finished."""
         for sequence in [sequence for sequence in job.running if sequence.is_done]:
             job.running.remove(sequence)
             job.sequences[sequence.index] = sequence.result()
@@ -385,7 +392,7 @@ class TorchSampler:
             sequences = [job.sequences[index] for index in range(job.request.num_samples)]
             self._finish(job, SamplingResult(sequences, job.scorer.finish(job.reused)))
 
-    def _drop_cancelled(self) -> None:
+    def _abort_cancelled(self) -> None:
         for job in [job for job in self._jobs if job.is_cancelled()]:
             self._finish(job, InvalidRequest("cancelled"))
 
@@ -394,7 +401,7 @@ class TorchSampler:
             return
         self._jobs.remove(job)
         if job.batch is not None:
-            job.batch.leave(job.running)
+            job.batch.abort(job.running)
         for key, batch in list(self._batches.items()):
             if key is not None and not any(other.batch is batch for other in self._jobs):
                 del self._batches[key]

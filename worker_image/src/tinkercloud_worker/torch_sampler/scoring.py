@@ -1,10 +1,10 @@
-"""Answers questions about a prompt from the hidden states its prefill computes anyway.
+"""Scores prompts from the hidden states of their prefill.
 
-The logits of a prompt exist a few positions at a time and are forgotten once the asked-for numbers
-have been read off them. Position i is scored with the logits of position i - 1.
+The logits of a prompt exist for a few positions at a time, until the requested scores are computed.
+Position i is scored with the logits of position i - 1.
 
-Shape legend: P prompt tokens, R rows scored now, V vocabulary, K targets per position, k top or
-drawn tokens per position.
+Shape legend: P prompt tokens, R rows scored at a time, V vocabulary, K targets per position, k top
+or sampled tokens per position.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ from tinkercloud_protocol.tensors import (
     TopLogprobs,
 )
 from tinkercloud_worker.engine.sampler import SamplingRequest
-from tinkercloud_worker.torch_sampler.sampling import Policy, filter_logits, invert, uniform
+from tinkercloud_worker.torch_sampler.sampling import SamplingParams, filter_logits, invert, uniform
 
 
 class PromptScorer:
@@ -39,11 +39,11 @@ class PromptScorer:
 
     @property
     def first_needed(self) -> int | None:
-        """The first position whose hidden state is needed; None if nothing is asked."""
+        """The first position whose hidden state is needed; None if no scores are requested."""
         return None if self._first is None else self._first - 1
 
     def add(self, first: int, logits_RV: Tensor) -> None:
-        """Take the logits of positions first, first + 1, ...; they score the positions after."""
+        """Add the logits of positions first, first + 1, ..., which score the next positions."""
         count = min(len(logits_RV), len(self._request.prompt) - 1 - first)
         if count <= 0:
             return
@@ -86,16 +86,18 @@ class PromptScorer:
             if request.temperature == 0.0:
                 ids_k = logits_RV[row].argmax().repeat(k)
             else:
-                policy = Policy(request.temperature, top_k=0, top_p=1.0)
+                policy = SamplingParams(request.temperature, top_k=0, top_p=1.0)
                 probs_V = torch.softmax(filter_logits(logits_RV[row], policy), 0)
-                numbers_k = [uniform(request.seed, 0, position, draw + 1) for draw in range(k)]
+                numbers_k = [
+                    uniform(request.seed, 0, position, candidate + 1) for candidate in range(k)
+                ]
                 numbers = torch.tensor(numbers_k, dtype=torch.float64, device=probs_V.device)
                 ids_k = invert(probs_V.expand(k, -1), numbers)
             self._alternatives[position - 1] = ids_k.cpu().numpy()
             self._alternative_logprobs[position - 1] = logprobs_RV[row][ids_k].cpu().numpy()
 
     def finish(self, cached_tokens: int) -> PromptScores:
-        """Return everything asked for."""
+        """Return the requested scores."""
         asked = self._request.prompt_logprobs
         return PromptScores(
             logprobs=self._logprobs if asked.logprobs_from is not None else None,

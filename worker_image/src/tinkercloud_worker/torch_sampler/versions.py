@@ -1,8 +1,8 @@
-"""Published weights by name: in memory while in use, in the scratch folder when memory is short.
+"""Published weights by name, in memory or, when memory is short, in the scratch folder.
 
-Reinforcement learning publishes a version after every step and keeps using the last one or two,
-but any of them may be sampled from again. A version whose name is forgotten keeps its weights until
-the last request that was taken in before has ended.
+Reinforcement learning publishes a version after every step and mostly uses the last one or two, but
+any version may be sampled from again. A version whose name is removed keeps its weights until the
+last earlier request has ended.
 """
 
 import logging
@@ -28,22 +28,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Version:
-    """Weights that were published. They are the same for as long as somebody needs them."""
+    """Published weights, immutable while they are referenced."""
 
     lora: LoraConfig | None
     in_memory: ActiveWeights | None
-    """None: they were spilled, or are the base model's own."""
+    """None: the weights were spilled, or are the base model's own."""
     size_bytes: int
     file: Path
-    """Where they are spilled to."""
+    """The file they are spilled to."""
     is_written: bool = False
     is_spilling: bool = False
     users: int = 1
-    """Its name, and requests, which need it."""
+    """Number of references: its name and requests."""
 
 
 class Versions:
-    """Names to weights. Any thread may call; nobody waits for a file that another needs."""
+    """Maps names to weights. Thread-safe; no caller waits for the file of another version."""
 
     def __init__(
         self,
@@ -52,13 +52,13 @@ class Versions:
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Make an empty collection.
+        """Create an empty collection.
 
         Args:
-            scratch_dir: where weights are written that memory is too short for.
-            max_bytes: of weights in memory.
-            device: where weights are used; None means the CPU.
-            dtype: that whole models are kept in, and used in: the base's.
+            scratch_dir: the folder for spilled weights.
+            max_bytes: maximum bytes of weights in memory.
+            device: the device of weights in use; None means the CPU.
+            dtype: the dtype of full models, which is the base's.
         """
         self._scratch_dir = scratch_dir
         self._max_bytes = max_bytes
@@ -67,15 +67,15 @@ class Versions:
         self._lock = threading.Lock()
         self._names: dict[str, Version] = {}
         self._by_use: OrderedDict[Version, None] = OrderedDict()
-        """Those that somebody needs, the least recently used first."""
+        """Referenced versions, least recently used first."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
     def prepare(self, weights: WeightsSnapshot | None) -> Version:
-        """Return weights as they are sampled from, for `add`; None means the base model's own.
+        """Convert weights for sampling, to pass to `add`; None means the base model's own.
 
-        It takes as long as copying them.
+        This takes as long as copying the weights.
         """
         file = self._scratch_dir / f"{uuid4().hex}.safetensors"
         if weights is None:
@@ -85,19 +85,19 @@ class Versions:
         return Version(weights.lora, active, size_bytes, file)
 
     def add(self, name: str, version: Version) -> None:
-        """Name a version; a known name keeps its weights. `spill` should follow."""
+        """Register a version; an existing name keeps its weights. Call `spill` afterwards."""
         with self._lock:
             if name not in self._names:
                 self._names[name] = version
                 self._by_use[version] = None
 
     def pop(self, name: str) -> Version | None:
-        """Forget a name. The caller then holds the version in its place, and must release it."""
+        """Remove a name and return its version, whose reference the caller must release."""
         with self._lock:
             return self._names.pop(name, None)
 
     def acquire(self, name: str) -> Version:
-        """Return a version, which keeps its weights until it is released as often.
+        """Return a version with a new reference, which the caller must release.
 
         Raises:
             NotFound: the name is unknown.
@@ -105,15 +105,15 @@ class Versions:
         with self._lock:
             if name not in self._names:
                 raise NotFound(
-                    f"sampling session {name!r} is unknown here: it was deleted, or its weights"
-                    " lived only in a head that has stopped; save the weights again"
+                    f"sampling session {name!r} not found: it was deleted, or its weights were"
+                    " only in a session head that has stopped; save the weights again"
                 )
             version = self._names[name]
             version.users += 1
             return version
 
     def release(self, version: Version) -> bool:
-        """Release a version once; return whether nobody holds it now: then its weights are gone."""
+        """Release a reference; return whether it was the last one and the weights are freed."""
         with self._lock:
             version.users -= 1
             if version.users:
@@ -126,7 +126,7 @@ class Versions:
         """Return a version's weights, reading them back if they were spilled.
 
         Raises:
-            OSError: their file can't be read, or that of one that makes room can't be written.
+            OSError: the file can't be read, or spilling another version failed.
         """
         with self._lock:
             self._by_use.move_to_end(version)
@@ -139,10 +139,10 @@ class Versions:
         return active
 
     def export(self, version: Version) -> WeightsSnapshot | None:
-        """Return what is sampled from. Spilled weights stay spilled.
+        """Return the weights of a version. Spilled weights stay spilled.
 
         Raises:
-            OSError: their file can't be read.
+            OSError: the file can't be read.
         """
         with self._lock:
             active = version.in_memory
@@ -152,12 +152,12 @@ class Versions:
         return WeightsSnapshot(version.lora, tensors)
 
     def spill(self) -> None:
-        """Write weights to files, least recently used first, until the rest fit in memory.
+        """Write the least recently used weights to files until the rest fits in memory.
 
-        Those used last stay there, whatever their size.
+        The most recently used version always stays in memory.
 
         Raises:
-            OSError: a file can't be written. Its weights stay in memory.
+            OSError: a file can't be written; its weights stay in memory.
         """
         while (version := self._next_to_spill()) is not None:
             try:
@@ -200,5 +200,5 @@ def _delete(file: Path) -> None:
         file.unlink(missing_ok=True)
     except OSError as error:
         log.warning(
-            "a file of sampler weights stays", extra={"file": str(file), "error": str(error)}
+            "can't delete a file of sampler weights", extra={"file": str(file), "error": str(error)}
         )

@@ -1,1 +1,1 @@
-"""Trains adapters, or whole models, with torch on this process's own device."""
+"""Trains adapters or full models with torch, on this process's own device."""

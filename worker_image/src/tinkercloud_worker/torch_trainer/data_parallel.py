@@ -1,6 +1,7 @@
-"""The torch trainer at one of several ranks, each with a whole copy of base and models."""
+"""The torch trainer on one of several data-parallel ranks, each with a full copy of all weights."""
 
 import torch.distributed as dist
+from typing_extensions import override
 
 from tinkercloud_worker.engine.ranks import Membership
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -8,14 +9,15 @@ from tinkercloud_worker.training.replicated import ReplicatedTrainer
 
 
 class DataParallelTrainer(ReplicatedTrainer, TorchTrainer):
-    """See `engine.ranks.RankTrainer`.
+    """One rank of a data-parallel torch trainer; see `engine.ranks.RankTrainer`.
 
-    Of passes each rank gets its own share of the examples, which may be empty, and adds up the
-    gradient of those.
+    Each rank receives its own shard of the examples, which may be empty, and accumulates their
+    gradient.
     """
 
+    @override
     def membership(self) -> Membership:
-        """See `RankTrainer.membership`: each rank is a replica of its own."""
+        """Return the membership of a rank that is a replica by itself."""
         return Membership(
             self.limits,
             replica=dist.get_rank(),

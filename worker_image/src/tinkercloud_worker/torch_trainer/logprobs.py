@@ -1,9 +1,9 @@
-"""From hidden states to target logprobs and their gradient, a few rows at a time.
+"""Computes target logprobs and their gradient from hidden states, a few rows at a time.
 
-Logits of a whole batch would be the largest tensor of a step by far (positions x vocabulary). Here
-they exist for one of `_chunks` at a time: logprobs are read off, the loss's derivative is formed,
-and the gradient with respect to the hidden states, the adapter and (full fine-tuning) the weight
-itself is accumulated before the next rows' logits overwrite them.
+The logits of a whole batch would be by far the largest tensor of a step (positions x vocabulary).
+Here they exist for one of `_chunks` at a time: the logprobs and the derivative of the loss are
+computed, and the gradients of the hidden states, the adapter and (in full fine-tuning) the weight
+itself are accumulated before the logits of the next rows overwrite them.
 
 With z = h W^T + s (h A^T) B^T and c = dL/dlp, the derivative of the loss with respect to the
 logits of one row is sum_k c_k (onehot(t_k) - softmax(z)).
@@ -18,20 +18,20 @@ from torch import Tensor
 
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.model.fused_kernels import compiled_on_gpu
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 
 _LOGITS_BYTES = 64 << 20
-"""Size of the logits held at a time on a CPU."""
+"""Bytes of logits held at a time on a CPU."""
 _ACCELERATOR_LOGITS_BYTES = 320 << 20
-"""The same on an accelerator, which needs more rows to be busy."""
+"""Bytes of logits held at a time on an accelerator, which needs more rows to be fully used."""
 
 
 Derivative = Callable[[slice, Tensor], Tensor]
-"""From rows and their logprobs [rows, K] to dL/dlp [rows, K]."""
+"""Maps rows and their logprobs [rows, K] to dL/dlp [rows, K]."""
 
 
 @torch.no_grad()
-def logprobs(layer: Unembedding, hidden_RD: Tensor, targets_RK: Tensor) -> Tensor:
+def logprobs(layer: LMHead, hidden_RD: Tensor, targets_RK: Tensor) -> Tensor:
     """Return the logprobs [R, K] of targets."""
     out_RK = torch.empty(targets_RK.shape, dtype=torch.float32, device=targets_RK.device)
     for rows in _chunks(layer, len(targets_RK)):
@@ -43,12 +43,12 @@ def logprobs(layer: Unembedding, hidden_RD: Tensor, targets_RK: Tensor) -> Tenso
 
 @torch.no_grad()
 def logprobs_and_gradient(
-    layer: Unembedding, hidden_RD: Tensor, targets_RK: Tensor, derivative: Derivative
+    layer: LMHead, hidden_RD: Tensor, targets_RK: Tensor, derivative: Derivative
 ) -> tuple[Tensor, Tensor]:
     """Return logprobs [R, K] and the loss's gradient [R, D] with respect to the hidden states.
 
-    Gradients of the layer's trained tensors are added as `Unembedding` says. Rows whose derivative
-    is zero (those of a prompt, say) cost no backward pass.
+    Gradients of the layer's trainable tensors accumulate as described in `LMHead`. Rows whose
+    derivative is zero, such as prompt rows, need no backward pass.
     """
     out_RK = torch.empty(targets_RK.shape, dtype=torch.float32, device=targets_RK.device)
     gradient_RD = torch.zeros_like(hidden_RD)
@@ -61,7 +61,7 @@ def logprobs_and_gradient(
         c_RK = derivative(rows, out_RK[rows])
         h_RD, t_RK = hidden_RD[rows], targets_RK[rows]
         if accelerator.syncs_on_read(c_RK):
-            # It would have to wait for the answer which rows can be left out.
+            # Finding the rows to skip would make the host wait for the device.
             gradient_RD[rows] = own.backward(h_RD, _dlogits(probs_RV, t_RK, c_RK, h_RD.dtype))
             continue
         active_R = c_RK.any(dim=1)
@@ -79,9 +79,9 @@ def logprobs_and_gradient(
 def _dlogits(probs_RV: Tensor, t_RK: Tensor, c_RK: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the derivative with respect to the logits [R, V]; takes the probabilities' memory."""
     sum_R1 = c_RK.sum(1, keepdim=True)
-    # Near the target the two terms all but cancel: their difference is taken before it is rounded.
-    # Of a target that a position names several times, the derivatives are added up where its
-    # probability was: pairs of targets would be the largest tensor of all.
+    # Near the target the two terms almost cancel, so they are subtracted before rounding. If a
+    # position names a target several times, the derivatives accumulate in place of its probability:
+    # a tensor of target pairs would be the largest of all.
     term_RK = sum_R1 * probs_RV.gather(1, t_RK)
     added_RV = probs_RV.scatter_(1, t_RK, 0.0).scatter_add_(1, t_RK, c_RK)
     own_RK = added_RV.gather(1, t_RK) - term_RK
@@ -104,7 +104,7 @@ def _softmax_in_place(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     return exp_RV.div_(sum_R1), sum_R1.log() + top_R1
 
 
-def _chunks(layer: Unembedding, num_rows: int) -> list[slice]:
+def _chunks(layer: LMHead, num_rows: int) -> list[slice]:
     weight = layer.linear.weight
     size = _ACCELERATOR_LOGITS_BYTES if accelerator.wants_many_rows(weight) else _LOGITS_BYTES
     rows = max(1, size // (4 * weight.shape[0]))

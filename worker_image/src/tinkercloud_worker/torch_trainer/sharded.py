@@ -1,9 +1,9 @@
-"""The torch trainer at one of several ranks over which the base's layers are sharded (FSDP2).
+"""The torch trainer on one of several ranks that shard the layers of the base (FSDP2).
 
-Each rank has its part of every layer and, while a layer computes, the whole of that one
-(`sharded_base`). Adapters are whole at every rank, and so are the base's embeddings. Models that
-are trained as a whole are divided as the base is, embeddings too (`sharded_model`). As gathering a
-layer takes all ranks, all run the same number of passes: ranks with fewer packs run dummy passes.
+Each rank stores its shard of every layer and gathers a full layer only while it computes
+(`sharded_base`). Adapters and the embeddings of the base are replicated. Fully fine-tuned models
+are sharded like the base, including their embeddings (`sharded_model`). Gathering a layer is
+collective, so all ranks run the same number of passes: ranks with fewer packs run dummy passes.
 """
 
 import gc
@@ -14,20 +14,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.engine.trainer import LossOutput
 from tinkercloud_worker.model.base_model import BaseModel
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded_model import ShardedModel
-from tinkercloud_worker.torch_trainer.trainer import Routed
+from tinkercloud_worker.torch_trainer.trainer import ModelSegments
 from tinkercloud_worker.training.adam import TrainedModel
 
 
 class ShardedTrainer(DataParallelTrainer):
-    """See `engine.ranks.RankTrainer`."""
+    """One rank of a trainer whose base is sharded; see `engine.ranks.RankTrainer`."""
 
     def __init__(
         self,
@@ -38,14 +39,15 @@ class ShardedTrainer(DataParallelTrainer):
         max_context_length: int | None = None,
         max_kept_tokens: Literal[0] | None = None,
     ) -> None:
-        """Make a trainer without models.
+        """Create a trainer without models.
 
         Args:
-            base: the base model, shared out over the mesh (`sharded_base`).
-            mesh: one dimension, all ranks.
-            max_batch_tokens: as the torch trainer's.
-            max_context_length: as the torch trainer's.
-            max_kept_tokens: as the torch trainer's, but 0 or None: all ranks must gather alike.
+            base: the base model, sharded over the mesh (`sharded_base`).
+            mesh: a one-dimensional mesh of all ranks.
+            max_batch_tokens: as in the torch trainer.
+            max_context_length: as in the torch trainer.
+            max_kept_tokens: as in the torch trainer, but only 0 or None: all ranks must gather the
+                same layers at the same time.
         """
         super().__init__(
             base,
@@ -55,8 +57,8 @@ class ShardedTrainer(DataParallelTrainer):
         )
         self._mesh = mesh
 
+    @override
     def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
-        """See `Trainer.forward`."""
         missing = self._missing_passes(batch)
         output = super().forward(model_id, batch, yield_point)
         with torch.no_grad():
@@ -67,54 +69,57 @@ class ShardedTrainer(DataParallelTrainer):
             sharding.release()
         return output
 
+    @override
     def forward_backward(
         self, model_id: str, batch: Batch, yield_point: Callable[[], None]
     ) -> LossOutput:
-        """See `Trainer.forward_backward`."""
         missing = self._missing_passes(batch)
         output = super().forward_backward(model_id, batch, yield_point)
         for _ in range(missing):
-            routed, hidden_RD = self._dummy_pass(model_id)
-            self._backward(routed, hidden_RD, torch.zeros_like(hidden_RD))
+            model_segments, hidden_RD = self._dummy_pass(model_id)
+            self._backward(model_segments, hidden_RD, torch.zeros_like(hidden_RD))
         return output
 
+    @override
     def remove_model(self, model_id: str) -> None:
-        """See `Trainer.remove_model`."""
         super().remove_model(model_id)
-        # What FSDP hangs on a whole model's modules refers to them, and they to it.
+        # The state that FSDP attaches to the modules of a full model forms reference cycles with
+        # them.
         gc.collect()
 
     def _full_model(self) -> TrainedModel:
         sharding = ShardedModel(self._base, self._mesh, recompute=self._max_kept_tokens == 0)
         return TrainedModel(None, sharding.trainable, sharding)
 
-    def _hidden(self, routed: Routed, sequences: PackedSequences) -> Tensor:
-        (_, model), *_ = routed
+    def _hidden(self, model_segments: ModelSegments, sequences: PackedSequences) -> Tensor:
+        (_, model), *_ = model_segments
         if isinstance(model.sharding, ShardedModel):
             return model.sharding.hidden(sequences)
-        return super()._hidden(routed, sequences)
+        return super()._hidden(model_segments, sequences)
 
-    def _unembedding(self, routed: Routed) -> Unembedding:
-        (_, model), *_ = routed
+    def _lm_head_layer(self, model_segments: ModelSegments) -> LMHead:
+        (_, model), *_ = model_segments
         if isinstance(model.sharding, ShardedModel):
-            return model.sharding.unembedding()
-        return super()._unembedding(routed)
+            return model.sharding.lm_head()
+        return super()._lm_head_layer(model_segments)
 
-    def _backward(self, routed: Routed, hidden_RD: Tensor, gradient_RD: Tensor) -> None:
-        (_, model), *_ = routed
+    def _backward(
+        self, model_segments: ModelSegments, hidden_RD: Tensor, gradient_RD: Tensor
+    ) -> None:
+        (_, model), *_ = model_segments
         if isinstance(model.sharding, ShardedModel):
             model.sharding.backward(hidden_RD, gradient_RD)
         elif hidden_RD.requires_grad:
             hidden_RD.backward(gradient_RD)
 
     def _missing_passes(self, batch: Batch) -> int:
-        """Return how many passes this rank makes fewer than the rank with the most."""
+        """Return how many fewer passes this rank runs than the rank with the most."""
         own = len(self._packs(batch))
         most = torch.tensor(own, device=self._base.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return int(most) - own
 
-    def _dummy_pass(self, model_id: str) -> tuple[Routed, Tensor]:
+    def _dummy_pass(self, model_id: str) -> tuple[ModelSegments, Tensor]:
         ids_R = torch.zeros(1, dtype=torch.int64, device=self._base.device)
-        routed = [(slice(0, 1), self._models[model_id])]
-        return routed, self._hidden(routed, PackedSequences(ids_R, (1,)))
+        model_segments = [(slice(0, 1), self._models[model_id])]
+        return model_segments, self._hidden(model_segments, PackedSequences(ids_R, (1,)))

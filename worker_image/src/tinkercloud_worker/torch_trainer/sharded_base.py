@@ -1,8 +1,8 @@
-"""A base whose layers are sharded over ranks (FSDP2), loaded by one of them.
+"""Loads a base on one rank and shards its layers over all ranks (FSDP2).
 
-Rank 0 loads the model, on the host, and broadcasts it weight by weight; a layer is sharded before
-the next one is sent. So a device never holds more of the layers than its shards and one whole
-layer, and the host holds the model once, whatever the number of ranks.
+Rank 0 loads the model into host memory and broadcasts it weight by weight; each layer is sharded
+before the next one is sent. A device therefore never holds more than its shards and one full layer,
+and the host holds the model once, regardless of the number of ranks.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_worker.model.architecture import blank_model, trunk_and_head
+from tinkercloud_worker.model.architecture import backbone_and_lm_head, blank_model
 from tinkercloud_worker.model.base_model import BaseModel, layers_of
 from tinkercloud_worker.model.fingerprint import fingerprint_of
 from tinkercloud_worker.model.loading import load_pretrained
@@ -28,23 +28,23 @@ _READER = 0
 
 @dataclass(frozen=True, slots=True)
 class _Description:
-    """What rank 0 sends of a model before its weights."""
+    """The description of a model that rank 0 broadcasts before its weights."""
 
     config: PretrainedConfig
     dtypes: dict[str, torch.dtype]
-    """Of weights and buffers, which may differ."""
+    """The dtypes of weights and buffers by name; they may differ."""
 
 
 def load_sharded(path: str, dtype: torch.dtype, mesh: DeviceMesh) -> BaseModel:
-    """Load a model from a local folder in Hugging Face layout, at all ranks of a mesh together.
+    """Load a model from a local folder in Hugging Face layout. Collective over the mesh.
 
     Args:
-        path: of the folder, at the mesh's first rank.
-        dtype: that its weights are kept in.
-        mesh: one dimension, all ranks.
+        path: the folder, on the first rank of the mesh.
+        dtype: the dtype of the loaded weights.
+        mesh: a one-dimensional mesh of all ranks.
 
     Raises:
-        UnsupportedModelError: its architecture is not one we compute correctly.
+        UnsupportedModelError: this engine does not compute the architecture correctly.
     """
     if mesh.get_local_rank() != _READER:
         return BaseModel(share_out(None, mesh), packed=False)
@@ -54,23 +54,23 @@ def load_sharded(path: str, dtype: torch.dtype, mesh: DeviceMesh) -> BaseModel:
 
 
 def share_out(whole: PreTrainedModel | None, mesh: DeviceMesh) -> PreTrainedModel:
-    """Divide the weights of a model's layers over ranks; a layer's are gathered while it computes.
+    """Shard the layers of a model over ranks; each layer is gathered while it computes.
 
-    Passes of the returned model are collective: all ranks of the mesh run as many, in the same
-    order, and each of them with a backward pass at all ranks or at none. Embeddings are whole at
-    every rank, on its device.
+    Passes of the returned model are collective: all ranks of the mesh run the same number in the
+    same order, and either all or none run the backward pass of each. Embeddings are replicated on
+    the device of every rank.
 
     Args:
-        whole: the model, on the CPU, at the mesh's first rank; None at the others.
-        mesh: one dimension, all ranks.
+        whole: the full model on the CPU, on the first rank of the mesh; None on the others.
+        mesh: a one-dimensional mesh of all ranks.
     """
-    told: list[_Description | None] = [None if whole is None else _described(whole)]
-    dist.broadcast_object_list(told, src=_READER)
-    [description] = told
+    descriptions: list[_Description | None] = [None if whole is None else _described(whole)]
+    dist.broadcast_object_list(descriptions, src=_READER)
+    [description] = descriptions
     assert description is not None  # noqa: S101 - rank 0 has a model
     model = blank_model(description.config)
     model.requires_grad_(requires_grad=False)
-    trunk, _ = trunk_and_head(model)
+    backbone, _ = backbone_and_lm_head(model)
     names = _names(model)
 
     def receive(module: nn.Module) -> None:
@@ -87,12 +87,12 @@ def share_out(whole: PreTrainedModel | None, mesh: DeviceMesh) -> PreTrainedMode
                 path, _, leaf = name.rpartition(".")
                 setattr(model.get_submodule(path), leaf, tensor)
 
-    for _, layer in layers_of(trunk):
+    for _, layer in layers_of(backbone):
         receive(layer)
         fully_shard(layer, mesh=mesh)
     receive(model)
-    rest = {weight for weight in trunk.parameters() if not isinstance(weight, DTensor)}
-    fully_shard(trunk, mesh=mesh, ignored_params=rest)
+    rest = {weight for weight in backbone.parameters() if not isinstance(weight, DTensor)}
+    fully_shard(backbone, mesh=mesh, ignored_params=rest)
     return model
 
 
@@ -102,7 +102,7 @@ def _described(model: PreTrainedModel) -> _Description:
 
 
 def _names(module: nn.Module) -> dict[Tensor, list[str]]:
-    """Return weights and buffers with their names; tied ones have several."""
+    """Return weights and buffers with their names; tied tensors have several."""
     weights = module.named_parameters(remove_duplicate=False)
     names: dict[Tensor, list[str]] = {}
     for name, tensor in chain(weights, module.named_buffers(remove_duplicate=False)):

@@ -1,11 +1,11 @@
-"""A whole model under training, sharded over ranks layer by layer (FSDP2).
+"""A fully fine-tuned model, sharded over ranks layer by layer (FSDP2).
 
-Each rank has its part of every weight, with its gradient and moments, in float32: a slice along the
-first dimension that the number of ranks divides. torch rounds a layer's weights to the base's dtype
-and gathers them while the layer computes, forward and backward. It sums gradients in float32, and
-leaves each rank its part. Weights outside the layers (embeddings, the last norm) are whole at every
-rank from the forward pass to the end of the backward pass, so that the output layer can be computed
-between the two.
+Each rank stores a shard of every weight with its gradient and moments, in float32: a slice along
+the first dimension whose size is divisible by the number of ranks. torch rounds the weights of a
+layer to the base's dtype and gathers them while the layer computes, forward and backward. It
+reduces gradients in float32 and leaves each rank its shard. Weights outside the layers (embeddings,
+the final norm) stay gathered from the forward pass to the end of the backward pass, because the LM
+head is computed between the two.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,33 +18,35 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker.device.frozen_linear import FrozenLinear
 from tinkercloud_worker.device.packing import PackedSequences, mask_kinds
+from tinkercloud_worker.engine.ranks import Sharding
 from tinkercloud_worker.lora.experts import find_experts, guard_gradients
 from tinkercloud_worker.lora.parameters import Layout, TensorSpec, Trainable, gradient_of, norm_of
-from tinkercloud_worker.model.architecture import logits_factor, trunk_and_head
+from tinkercloud_worker.model.architecture import backbone_and_lm_head, logits_factor
 from tinkercloud_worker.model.base_model import BaseModel, layers_of
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.model.router_counts import RouterCounts
 
 
-class ShardedModel:
-    """See `engine.ranks.Sharding`. All ranks of the mesh make the same passes in one order."""
+class ShardedModel(Sharding):
+    """See `engine.ranks.Sharding`. All ranks of the mesh run the same passes in the same order."""
 
     is_whole = False
 
     def __init__(self, base: BaseModel, mesh: DeviceMesh, *, recompute: bool) -> None:
-        """Begin from the base's weights, of which one at a time is whole here.
+        """Initialize from the base's weights, gathering one weight at a time.
 
         Args:
-            base: shared out over the mesh, or whole.
-            mesh: one dimension, all ranks.
-            recompute: whether layers keep only their inputs for the backward pass.
+            base: the base model, sharded over the mesh or replicated.
+            mesh: a one-dimensional mesh of all ranks.
+            recompute: whether to use activation checkpointing: layers keep only their inputs.
 
         Raises:
-            InvalidRequest: no dimension of a weight can be divided by so many ranks.
+            InvalidRequest: a weight has no dimension divisible by the number of ranks.
         """
         self._ranks, self._rank = mesh.size(), mesh.get_local_rank()
         weights = base.named_weights()
@@ -59,14 +61,14 @@ class ShardedModel:
             whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
             views[name].copy_(self._part(name, whole))
         self._model = base.without_weights()
-        self._head_gradients: dict[str, Tensor] = {}
-        """Of the pass whose backward pass is to follow."""
+        self._lm_head_gradients: dict[str, Tensor] = {}
+        """Gradients from the current pass, until its backward pass has run."""
         self._shard(mesh, base.dtype, base.router_counts, recompute=recompute)
 
     def hidden(self, sequences: PackedSequences) -> Tensor:
         """Return the final hidden states [R, D].
 
-        If gradients are recorded, a backward pass from them is to follow at every rank.
+        If gradients are recorded, every rank must run the backward pass next.
         """
         arguments = sequences.arguments(mask_kinds(self._model.config))
         hidden_RD: Tensor = self._model(**arguments).last_hidden_state[0]
@@ -74,65 +76,67 @@ class ShardedModel:
         if factor != 1:
             hidden_RD = hidden_RD * factor
         if torch.is_grad_enabled():
-            self._head_gradients = {
+            self._lm_head_gradients = {
                 name: torch.zeros_like(weight, dtype=torch.float32)
-                for name, weight in self._head.named_parameters()
+                for name, weight in self._lm_head.named_parameters()
             }
         return hidden_RD
 
-    def unembedding(self) -> Unembedding:
-        """Return the output layer, which is there between `hidden` and `backward`."""
-        weight, bias = cast("Tensor", self._head.weight), getattr(self._head, "bias", None)
-        of_pass = self._head_gradients
+    def lm_head(self) -> LMHead:
+        """Return the LM head, which is available between `hidden` and `backward`."""
+        weight, bias = cast("Tensor", self._lm_head.weight), getattr(self._lm_head, "bias", None)
+        of_pass = self._lm_head_gradients
         gradients = (of_pass["weight"], of_pass.get("bias")) if of_pass else None
-        return Unembedding(FrozenLinear(weight, bias, packed=False), (), gradients)
+        return LMHead(FrozenLinear(weight, bias, packed=False), (), gradients)
 
     def backward(self, hidden_RD: Tensor, gradient_RD: Tensor) -> None:
-        """Run the trunk's backward pass, which also sums the output layer's gradient over ranks."""
-        for name, weight in self._head.named_parameters():
-            weight.grad = self._head_gradients[name].to(weight.dtype)
-        self._head_gradients = {}
+        """Run the backbone's backward pass, and reduce the LM head's gradient over ranks."""
+        for name, weight in self._lm_head.named_parameters():
+            weight.grad = self._lm_head_gradients[name].to(weight.dtype)
+        self._lm_head_gradients = {}
         hidden_RD.backward(gradient_RD)
 
     def release(self) -> None:
-        """Free what the last pass gathered, if no backward pass did."""
+        """Free the weights gathered by the last pass, unless its backward pass has done so."""
         cast("FSDPModule", self._model).reshard()
 
+    @override
     def gather(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """See `Sharding.gather`."""
         whole = {}
         for name, tensor in tensors.items():
-            # Over gloo: on a GPU rank 0 may have no room for a whole weight, nor NCCL for buffers.
+            # Over gloo: GPU memory on rank 0 may be too short for a full weight or NCCL's buffers.
             part = tensor.cpu().to(dtype)
-            # Rank 0 of these holds one whole weight at a time beside what it returns.
+            # In addition to the result, rank 0 holds one full weight at a time.
             parts = [torch.empty_like(part) for _ in range(self._ranks)] if not self._rank else None
             dist.gather(part, parts, dst=0)
             if parts is not None:
                 whole[name] = torch.cat(parts, self._dims[name])
         return whole
 
+    @override
     def shard(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:
-        """See `Sharding.shard`."""
         self._layout.check(tensors, what)
         for name in self._dims:
             yield name, self._part(name, tensors[name])
 
+    @override
     def reduce_gradient(self, gradient: Tensor) -> None:
-        """See `Sharding.reduce_gradient`: the backward pass has done so."""
+        """Do nothing: the backward pass has already reduced the gradient."""
 
+    @override
     def unreduce_gradient(self, gradient: Tensor) -> None:
-        """See `Sharding.unreduce_gradient`: as above."""
+        """Do nothing: the gradient is already a shard."""
 
+    @override
     def grad_norm(self, gradient: Tensor) -> float:
-        """See `Sharding.grad_norm`."""
         square = norm_of(gradient).square()
         dist.all_reduce(square)
         return float(square.sqrt())
 
     @property
-    def _head(self) -> nn.Module:
-        head: nn.Module = self._model.get_output_embeddings()
-        return head
+    def _lm_head(self) -> nn.Module:
+        lm_head: nn.Module = self._model.get_output_embeddings()
+        return lm_head
 
     def _part(self, name: str, whole: Tensor) -> Tensor:
         return whole.chunk(self._ranks, self._dims[name])[self._rank]
@@ -146,10 +150,11 @@ class ShardedModel:
     ) -> None:
         """Shard the model without weights, then assign ours, with their gradients."""
         model = self._model
-        trunk, _ = trunk_and_head(model)
-        # Calls of the whole model gather what is not of a layer. They are about the trunk alone.
-        model.forward = trunk.forward
-        layers = [layer for _, layer in layers_of(trunk)]
+        backbone, _ = backbone_and_lm_head(model)
+        # Calling the full model gathers the weights outside the layers, but should run the backbone
+        # only.
+        model.forward = backbone.forward
+        layers = [layer for _, layer in layers_of(backbone)]
         for experts in find_experts(model):
             module = model.get_submodule(experts.name)
             guard_gradients(module)
@@ -168,15 +173,15 @@ class ShardedModel:
             )
         for module in (*layers, model):
             divided = cast("FSDPModule", module)
-            # Sums, not means; and added up by gloo too, which knows no factors.
+            # Sums, not means: gloo, which is used as well, does not support division.
             divided.set_gradient_divide_factor(1.0)
             divided.set_force_sum_reduction_for_comms(enable=True)
-            # An expert may have seen no token at one rank, and some at another.
+            # An expert may receive no tokens on one rank and some on another.
             divided.set_reduce_scatter_unused_params(reduce_scatter_unused_params=True)
         model.load_state_dict(self._divided(mesh), assign=True)
 
     def _divided(self, mesh: DeviceMesh) -> dict[str, nn.Parameter]:
-        """Return our weights as torch shards them, by all of their names."""
+        """Return our weights as torch shards them, under all of their names."""
         divided = {}
         for name, tensor in self.trainable.tensors.items():
             placed = [Shard(self._dims[name])]
@@ -193,17 +198,17 @@ def _divided_dim(name: str, weight: Tensor, ranks: int) -> int:
         if size % ranks == 0:
             return dim
     raise InvalidRequest(
-        f"lora_config: full fine-tuning at {ranks} ranks divides each weight by as many, and no"
-        f" dimension of {name} {list(weight.shape)} can be; give a rank of LoRA"
+        f"lora_config: full fine-tuning on {ranks} ranks needs a dimension divisible by {ranks} in"
+        f" every weight, but {name} has shape {list(weight.shape)}; set a LoRA rank instead"
     )
 
 
 def _recompute_in_backward(layer: nn.Module) -> None:
-    """Have a layer keep only its inputs, and recompute the rest in the backward pass."""
+    """Enable activation checkpointing for a layer: keep its inputs, recompute the rest."""
     forward = layer.forward
 
     def recomputable(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the layer's
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
-    # Assigned to the instance, so that the layer stays what it is, names and all.
+    # Assigned to the instance, so that the layer keeps its class and parameter names.
     layer.forward = recomputable

@@ -1,9 +1,9 @@
-"""The torch trainer: LoRA adapters or whole models over one Hugging Face base, in this process.
+"""The torch trainer: LoRA or full fine-tuning over one Hugging Face base, in this process.
 
-A request is cut into packs of whole sequences; small ones of several models share one. The trunk
-runs under autograd; the output layer, the loss and their gradient are computed without a graph
-(`logprobs`), and the trunk's backward pass starts from the gradient of its hidden states. Gradients
-land in each model's flat gradient (`engine.parameters`), where they add up until optim_step.
+A request is split into packs of full sequences; small requests of several models can share a pack.
+The backbone runs under autograd; the LM head, the loss and their gradient are computed without a
+graph (`logprobs`), and the backbone's backward pass starts from the gradient of its hidden states.
+Gradients accumulate in each model's flat gradient (`lora.parameters`) until optim_step.
 
 Shape legend: R positions of a pack, D hidden size, K targets per position.
 """
@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tinkercloud_protocol.errors import InvalidRequest, Overloaded
 from tinkercloud_protocol.hyperparameters import LoraConfig
@@ -24,11 +25,11 @@ from tinkercloud_worker.engine.batch import Batch, TokenLimits, capped_context_l
 from tinkercloud_worker.engine.thread import Batcher
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
 from tinkercloud_worker.lora import adapters
-from tinkercloud_worker.lora.linear import may_be_beside_others
+from tinkercloud_worker.lora.linear import can_share_batch
 from tinkercloud_worker.lora.parameters import Layout, Trainable, gradient_of
-from tinkercloud_worker.lora.segments import ActiveWeights, Route
+from tinkercloud_worker.lora.segments import ActiveWeights, WeightSegment
 from tinkercloud_worker.model.base_model import BaseModel
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer.logprobs import (
     Derivative,
     logprobs,
@@ -43,14 +44,14 @@ from tinkercloud_worker.training.adam import (
 from tinkercloud_worker.training.collate import Pack, PassOutput, pack_all
 
 KEPT_FREE_BYTES = 256 << 20
-"""Memory that new models leave for passes and samples."""
+"""Bytes that new models leave free for passes and sampling."""
 
-Routed = Sequence[tuple[slice, TrainedModel]]
-"""Consecutive positions of a pass, and the model that each belongs to."""
+ModelSegments = Sequence[tuple[slice, TrainedModel]]
+"""Consecutive positions of a pass, each with the model it belongs to."""
 
 
 class TorchTrainer(AdamTrainer):
-    """See `engine.trainer.Trainer`, whose contract this class fulfils."""
+    """Implements `engine.trainer.Trainer` on one device."""
 
     def __init__(
         self,
@@ -61,16 +62,17 @@ class TorchTrainer(AdamTrainer):
         max_kept_tokens: int | None = None,
         available: Available = lambda: None,
     ) -> None:
-        """Make a trainer without models.
+        """Create a trainer without models.
 
         Args:
             base: the base model.
-            max_batch_tokens: tokens of a micro-batch; a longer example is one of its own.
-            max_context_length: of examples; None means the base model's.
-            max_kept_tokens: tokens of a micro-batch whose activations are all kept for the
-                backward pass; larger ones are recomputed there, layer by layer. None: any.
-            available: returns the memory that is left where models are, by which new ones are
-                admitted. The default admits all, as ranks must, which can't refuse one by one.
+            max_batch_tokens: maximum tokens of a micro-batch; a longer example gets its own.
+            max_context_length: maximum tokens of an example; None means the base model's.
+            max_kept_tokens: activation checkpointing threshold: micro-batches with more tokens are
+                recomputed layer by layer in the backward pass. None: never recompute.
+            available: returns the free memory of the models' device, which decides whether a new
+                model is admitted. The default admits all models, as ranks must: they can't reject
+                one individually.
         """
         longest = capped_context_length(max_context_length, base.max_context_length)
         super().__init__(TokenLimits(base.vocab_size, longest), base.dtype)
@@ -87,8 +89,8 @@ class TorchTrainer(AdamTrainer):
         experts = self._base.unadaptable_experts
         if lora_config.train_mlp and experts:
             raise InvalidRequest(
-                f"train_mlp: true, but this model keeps its experts as {experts},"
-                " which the torch trainer can't adapt; set train_mlp to false"
+                f"train_mlp: true is not supported: the torch trainer can't adapt experts of class"
+                f" {experts}; set train_mlp to false"
             )
         selected = adapters.select(self._base.targets, lora_config)
         kind = f"an adapter of rank {lora_config.rank}"
@@ -96,39 +98,38 @@ class TorchTrainer(AdamTrainer):
         return new_adapter(self._base.targets, lora_config, self._base.device)
 
     def _check_whole(self) -> None:
-        """Check that a whole model would be computed as the base is, and its gradients right.
+        """Check that full fine-tuning computes the same outputs as the base, and correct gradients.
 
         Raises:
-            InvalidRequest: it would not.
+            InvalidRequest: it does not.
         """
         experts = self._base.unadaptable_experts
         if experts:
-            # They are computed by transformers, with the product that `guard_gradients` is about.
+            # transformers computes these, with the product that `guard_gradients` protects against.
             raise InvalidRequest(
-                f"lora_config: full fine-tuning, but this model keeps its experts as {experts},"
-                " which the torch trainer can't train; give a rank of LoRA, and set train_mlp to"
-                " false"
+                f"lora_config: full fine-tuning is not supported: the torch trainer can't train"
+                f" experts of class {experts}; set a LoRA rank, and train_mlp to false"
             )
         for name, weight in self._base.named_weights().items():
             if weight.dtype != self._base.dtype:
                 raise InvalidRequest(
-                    f"lora_config: full fine-tuning computes all weights in {self._base.dtype}, but"
-                    f" the base has {name} in {weight.dtype}; give a rank of LoRA"
+                    f"lora_config: full fine-tuning needs all weights in {self._base.dtype}, but"
+                    f" the base has {name} in {weight.dtype}; set a LoRA rank instead"
                 )
 
     def _full_model(self) -> TrainedModel:
         weights = self._base.named_weights()
         layout = Layout.of(weights)
-        self._check_memory(layout, "a whole model", "a rank of LoRA (lora_config)")
+        self._check_memory(layout, "a fully fine-tuned model", "a LoRA rank (lora_config)")
         trainable = Trainable(layout, self._base.device)
         layout.fill(trainable.flat.detach(), weights, "base model")
         return TrainedModel(None, trainable)
 
     def _check_memory(self, layout: Layout, kind: str, smaller: str) -> None:
-        """Check that a new model has room, with all that those here are yet to allocate.
+        """Check that memory suffices for a new model and for the pending allocations of others.
 
         Raises:
-            Overloaded: it has not.
+            Overloaded: it does not.
         """
         available = self._available()
         if available is None:
@@ -139,31 +140,33 @@ class TorchTrainer(AdamTrainer):
         if needed > room:
             raise Overloaded(
                 f"lora_config: {kind} has {layout.size} parameters and takes {needed} bytes"
-                f" (weights, gradient and moments in float32), but {max(room, 0)} bytes are left:"
-                f" of {available} available ones {promised} are promised to the"
-                f" {len(self._models)} models here and {KEPT_FREE_BYTES} are kept free; end"
-                f" sessions that are over, or ask for {smaller}"
+                f" (weights, gradient and moments in float32), but {max(room, 0)} bytes are free:"
+                f" of {available} available bytes, {promised} are reserved for the"
+                f" {len(self._models)} models loaded here and {KEPT_FREE_BYTES} are kept free; end"
+                f" unused sessions, or request {smaller}"
             )
 
+    @override
     def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
-        """See `Trainer.forward`."""
         model = self._models[model_id]
         loss = losses.find(batch.loss_fn)
         output = PassOutput()
         for pack in self._packs(batch):
-            routed = _in_order([(model, pack.sequences)])
+            model_segments = _in_order([(model, pack.sequences)])
             with torch.no_grad():
-                hidden_RD, (expert_tokens_LE,) = self._counted_hidden(routed, pack.sequences)
-            lp_RK = logprobs(self._unembedding(routed), hidden_RD, pack.targets_RK)
+                hidden_RD, (expert_tokens_LE,) = self._counted_hidden(
+                    model_segments, pack.sequences
+                )
+            lp_RK = logprobs(self._lm_head_layer(model_segments), hidden_RD, pack.targets_RK)
             loss_sum, _ = losses.derivative(loss, lp_RK, pack.inputs)
             output.add(pack, lp_RK, loss_sum, expert_tokens_LE)
             yield_point()
         return output.finish(batch)
 
+    @override
     def forward_backward(
         self, model_id: str, batch: Batch, yield_point: Callable[[], None]
     ) -> LossOutput:
-        """See `Trainer.forward_backward`."""
         model = self._models[model_id]
         output = PassOutput()
         for pack in self._packs(batch):
@@ -195,7 +198,7 @@ class TorchTrainer(AdamTrainer):
         self, items: Sequence[TrainingPass], yield_point: Callable[[], None]
     ) -> list[LossOutput]:
         """See `engine.thread.Batcher`: `forward_backward` of each."""
-        if len(items) == 1 or not self._may_be_together([item.model_id for item in items]):
+        if len(items) == 1 or not self._can_share_pass([item.model_id for item in items]):
             return [self.forward_backward(item.model_id, item.batch, yield_point) for item in items]
         packs = [pack for item in items for pack in self._packs(item.batch)]
         models = [self._models[item.model_id] for item in items]
@@ -209,13 +212,13 @@ class TorchTrainer(AdamTrainer):
         return outputs
 
     def _is_adapter(self, model_id: str) -> bool:
-        # One that was removed while its pass waited fails when it is its turn, by itself.
+        # A model removed while its pass was queued fails alone, when the pass runs.
         model = self._models.get(model_id)
         return model is not None and model.lora is not None
 
-    def _may_be_together(self, model_ids: Sequence[str]) -> bool:
-        # In float32 each adapter's product is its own.
-        return self._base.dtype == torch.float32 or may_be_beside_others(
+    def _can_share_pass(self, model_ids: Sequence[str]) -> bool:
+        # In float32 each adapter has its own product.
+        return self._base.dtype == torch.float32 or can_share_batch(
             self._models[model_id].trainable.flat for model_id in model_ids
         )
 
@@ -226,15 +229,15 @@ class TorchTrainer(AdamTrainer):
     def _run(
         self, shares: Sequence[tuple[TrainedModel, Pack]], loss_fn: str
     ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-        """Add the gradients of packs to their models'; return each's arguments of `add`."""
+        """Accumulate the gradients of packs; return the arguments of `add` for each."""
         sequences = PackedSequences.joined([pack.sequences for _, pack in shares])
-        routed = _in_order([(model, pack.sequences) for model, pack in shares])
-        hidden_RD, expert_tokens = self._counted_hidden(routed, sequences)
-        parts = [(rows, pack) for (rows, _), (_, pack) in zip(routed, shares, strict=True)]
+        model_segments = _in_order([(model, pack.sequences) for model, pack in shares])
+        hidden_RD, expert_tokens = self._counted_hidden(model_segments, sequences)
+        parts = [(rows, pack) for (rows, _), (_, pack) in zip(model_segments, shares, strict=True)]
         lp_RK, sums, gradient_RD = _losses_and_gradient(
-            self._unembedding(routed), parts, hidden_RD.detach(), losses.find(loss_fn)
+            self._lm_head_layer(model_segments), parts, hidden_RD.detach(), losses.find(loss_fn)
         )
-        self._backward(routed, hidden_RD, gradient_RD)
+        self._backward(model_segments, hidden_RD, gradient_RD)
         return [
             (lp_RK[rows], loss_sum, expert_tokens_LE)
             for (rows, _), loss_sum, expert_tokens_LE in zip(
@@ -242,51 +245,61 @@ class TorchTrainer(AdamTrainer):
             )
         ]
 
-    def _backward(self, routed: Routed, hidden_RD: Tensor, gradient_RD: Tensor) -> None:  # noqa: ARG002 - whose pass it is counts where ranks divide models
-        """Run the trunk's backward pass, if it adds anything to a gradient."""
+    def _backward(
+        self,
+        model_segments: ModelSegments,  # noqa: ARG002 - used where ranks shard models
+        hidden_RD: Tensor,
+        gradient_RD: Tensor,
+    ) -> None:
+        """Run the backbone's backward pass, if it contributes to a gradient."""
         if hidden_RD.requires_grad and (
             accelerator.syncs_on_read(gradient_RD) or bool(gradient_RD.any())
         ):
             hidden_RD.backward(gradient_RD)
 
     def _counted_hidden(
-        self, routed: Routed, sequences: PackedSequences
+        self, model_segments: ModelSegments, sequences: PackedSequences
     ) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """Return the final hidden states [R, D], and what experts were sent of each model's."""
-        with self._base.router_counts.counting([rows for rows, _ in routed]) as counts:
-            hidden_RD = self._hidden(routed, sequences)
+        """Return the final hidden states [R, D], and the expert token counts of each model."""
+        with self._base.router_counts.counting([rows for rows, _ in model_segments]) as counts:
+            hidden_RD = self._hidden(model_segments, sequences)
         return hidden_RD, counts
 
-    def _hidden(self, routed: Routed, sequences: PackedSequences) -> Tensor:
+    def _hidden(self, model_segments: ModelSegments, sequences: PackedSequences) -> Tensor:
         most = self._max_kept_tokens
         recompute = most is not None and len(sequences.ids_R) > most
-        return self._base.hidden_of(sequences, _routes(routed), recompute=recompute)
+        return self._base.hidden_of(
+            sequences, _weight_segments(model_segments), recompute=recompute
+        )
 
-    def _unembedding(self, routed: Routed) -> Unembedding:
-        (_, model), *_ = routed
+    def _lm_head_layer(self, model_segments: ModelSegments) -> LMHead:
+        (_, model), *_ = model_segments
         if model.lora:
-            return Unembedding(self._base.frozen_head, self._base.head_adapters(_routes(routed)))
+            return LMHead(
+                self._base.frozen_lm_head,
+                self._base.lm_head_adapters(_weight_segments(model_segments)),
+            )
         tensors = model.trainable.tensors
-        weight, bias = self._base.head_of(tensors)
+        weight, bias = self._base.lm_head_of(tensors)
         gradients = gradient_of(weight), None if bias is None else gradient_of(bias)
-        return Unembedding(self._base.head(tensors), (), gradients)
+        return LMHead(self._base.lm_head(tensors), (), gradients)
 
 
-class TrainerBesideSampler(TorchTrainer):
-    """A trainer that publishes to a sampler in this process, on the device of both.
+class TorchTrainerWithSampler(TorchTrainer):
+    """A trainer that publishes weights to a sampler in the same process, on the same device.
 
-    Weights stay there: an adapter does not pass through the CPU's memory.
+    Weights stay on the device: an adapter is not copied through host memory.
     """
 
+    @override
     def published(self, model_id: str) -> WeightsSnapshot:
-        """See `RankTrainer.published`."""
         model = self._models[model_id]
         flat = model.trainable.flat.detach().to(self._published_dtype(model), copy=True)
         return WeightsSnapshot(model.lora, model.trainable.layout.views(flat))
 
 
-def _in_order(packs: Sequence[tuple[TrainedModel, PackedSequences]]) -> Routed:
-    """Return the consecutive positions of packs, and the model that each belongs to."""
+def _in_order(packs: Sequence[tuple[TrainedModel, PackedSequences]]) -> ModelSegments:
+    """Return the consecutive positions of packs, each with its model."""
     ends = list(accumulate((len(pack.ids_R) for _, pack in packs), initial=0))
     return [
         (slice(start, stop), model)
@@ -294,20 +307,20 @@ def _in_order(packs: Sequence[tuple[TrainedModel, PackedSequences]]) -> Routed:
     ]
 
 
-def _routes(routed: Routed) -> list[Route]:
+def _weight_segments(model_segments: ModelSegments) -> list[WeightSegment]:
     return [
-        Route(
+        WeightSegment(
             rows,
             ActiveWeights(
                 model.trainable.tensors, adapters.scale(model.lora.rank) if model.lora else None
             ),
         )
-        for rows, model in routed
+        for rows, model in model_segments
     ]
 
 
 def _losses_and_gradient(
-    layer: Unembedding,
+    layer: LMHead,
     parts: Sequence[tuple[slice, Pack]],
     hidden_RD: Tensor,
     loss: losses.Loss,
@@ -330,7 +343,7 @@ def _losses_and_gradient(
 
     derivative: Derivative = token_local
     if not loss.is_token_local:
-        # The derivative at one token needs every logprob of its sequence: compute those first.
+        # The derivative at one token needs all logprobs of its sequence, so compute those first.
         ((_, positions),) = parts
         lp_RK = logprobs(layer, hidden_RD, targets_RK)
         loss_sum, whole_RK = losses.derivative(loss, lp_RK, positions.inputs)

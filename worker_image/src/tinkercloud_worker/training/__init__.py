@@ -1,1 +1,1 @@
-"""Steps shared by all trainers: batches of micro-batches, Adam, replicas."""
+"""Shared parts of all trainers: micro-batches, Adam and replicas."""

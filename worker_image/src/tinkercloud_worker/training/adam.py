@@ -1,7 +1,7 @@
-"""Models under training as flat vectors, and their optimizer.
+"""Models under training as flat vectors, with their optimizer.
 
-This is what all trainers share, whatever computes their gradients: a model is a `Trainable` and its
-AdamW, whose state is two flat moments and a step count.
+All trainers share this module, regardless of how they compute gradients: a model is a `Trainable`
+and its AdamW, whose state is two flat moments and a step count.
 """
 
 from abc import ABC, abstractmethod
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
@@ -21,6 +22,7 @@ from tinkercloud_worker.engine.thread import Batcher
 from tinkercloud_worker.engine.trainer import (
     Gradient,
     LossOutput,
+    Trainer,
     TrainingPass,
     TrainingState,
     WeightsSnapshot,
@@ -29,11 +31,11 @@ from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.lora.parameters import Trainable, norm_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Of AdamW, as torch names them."""
+"""AdamW's moments, under torch's names."""
 BYTES_PER_PARAMETER = 16
-"""Of a model under training: weight, gradient and two moments in float32."""
+"""Bytes of memory per trained parameter: weight, gradient and two moments in float32."""
 _PART = 1 << 24
-"""Elements of a vector that are copied at a time."""
+"""Elements of a vector copied at a time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,9 +45,10 @@ class TrainedModel:
     lora: LoraConfig | None
     trainable: Trainable
     sharding: Sharding | None = None
-    """How it is divided over ranks; None: the trainable is all of it, by its own names."""
+    """How the model is sharded over ranks; None: the trainable is the full model, under its own
+    names."""
     grad_norm: float | None = None
-    """Of the summed gradient, where ranks have to compute it together."""
+    """Norm of the summed gradient, where ranks have to compute it together."""
     optimizer: torch.optim.AdamW = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,15 +60,15 @@ class TrainedModel:
 
     @property
     def unused_bytes(self) -> int:
-        """Memory that the model is going to take and may not have taken yet.
+        """Bytes that the model will allocate but may not have allocated yet.
 
-        The system counts a page of zeros only once it is written.
+        The system counts a page of zeros only after it is written.
         """
         flat = self.trainable.flat
         return 0 if self.optimizer.state[flat] else (BYTES_PER_PARAMETER - 4) * flat.numel()
 
     def begin_moments(self) -> None:
-        """Allocate the moments. AdamW allocates one by one: a full GPU would leave it with one."""
+        """Allocate both moments at once: AdamW itself could leave a full GPU with only one."""
         flat = self.trainable.flat
         if not self.optimizer.state[flat]:
             moments = {moment: torch.zeros_like(self.trainable.gradient) for moment in MOMENTS}
@@ -75,10 +78,10 @@ class TrainedModel:
 def new_adapter(
     targets: Sequence[adapters.Target], config: LoraConfig, device: torch.device | None = None
 ) -> TrainedModel:
-    """Return a fresh adapter of those of the targets that the configuration selects.
+    """Return a new adapter for the targets that the configuration selects.
 
     Raises:
-        InvalidRequest: it selects none.
+        InvalidRequest: the configuration selects no target.
     """
     selected = adapters.select(targets, config)
     trainable = Trainable(adapters.layout(selected, config.rank), device)
@@ -89,15 +92,15 @@ def new_adapter(
     return TrainedModel(config, trainable)
 
 
-class AdamTrainer(ABC):
-    """The part of `engine.trainer.Trainer` that needs no pass of the model."""
+class AdamTrainer(Trainer, ABC):
+    """The part of `engine.trainer.Trainer` that does not run the model."""
 
     def __init__(self, limits: TokenLimits, dtype: torch.dtype = torch.float32) -> None:
-        """Make a trainer without models.
+        """Create a trainer without models.
 
         Args:
-            limits: of what it trains on.
-            dtype: of passes: the base's.
+            limits: the token limits of examples.
+            dtype: the dtype of passes, which is the base's.
         """
         self.limits = limits
         self.base_fingerprint: str | None = None
@@ -105,24 +108,24 @@ class AdamTrainer(ABC):
         self._models: dict[str, TrainedModel] = {}
 
     @property
+    @override
     def batcher(self) -> Batcher[TrainingPass, LossOutput] | None:
-        """See `Trainer.batcher`."""
         return None
 
     @abstractmethod
     def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:
-        """Return a model that begins from the base's weights."""
+        """Return a model initialized from the base's weights."""
 
+    @override
     def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
-        """See `Trainer.add_model`."""
         self._models[model_id] = self._new_model(lora_config)
 
+    @override
     def remove_model(self, model_id: str) -> None:
-        """See `Trainer.remove_model`."""
         self._models.pop(model_id, None)
 
+    @override
     def memory_bytes(self, model_id: str) -> int:
-        """See `Trainer.memory_bytes`."""
         model = self._models.get(model_id)
         if model is None:
             return 0
@@ -130,15 +133,15 @@ class AdamTrainer(ABC):
         moments = [value for value in model.optimizer.state.get(flat, {}).values() if value.dim()]
         return sum(tensor.nbytes for tensor in (flat, model.trainable.gradient, *moments))
 
+    @override
     def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
-        """See `Trainer.optim_step`."""
         model = self._models[model_id]
         gradient = model.trainable.gradient
         norm = float(norm_of(gradient)) if model.grad_norm is None else model.grad_norm
         if not np.isfinite(norm):
             gradient.zero_()
             raise InvalidRequest(
-                "the accumulated gradient holds a NaN or an infinity; it was dropped and the"
+                "the accumulated gradient contains NaN or infinity; it was discarded and the"
                 " weights are unchanged. Check learning_rate, advantages and logprobs"
             )
         model.begin_moments()
@@ -155,39 +158,40 @@ class AdamTrainer(ABC):
         gradient.zero_()
         return {"grad_norm": norm, "step": float(_step(model))}
 
+    @override
     def discard_gradient(self, model_id: str) -> None:
-        """See `Trainer.discard_gradient`."""
         self._models[model_id].trainable.gradient.zero_()
 
+    @override
     def release_memory(self) -> None:
-        """See `Trainer.release_memory`."""
         accelerator.release_memory()
 
-    def stop_waiting(self) -> None:  # noqa: B027 - what the interface asks, done by doing nothing
-        """See `Trainer.stop_waiting`: nothing here waits for other processes to start."""
+    @override
+    def stop_waiting(self) -> None:
+        """Do nothing: this trainer does not wait for other processes to start."""
 
+    @override
     def snapshot(self, model_id: str) -> WeightsSnapshot:
-        """See `Trainer.snapshot`."""
         model = self._models[model_id]
         return WeightsSnapshot(model.lora, self._to_cpu(model, model.trainable.flat.detach()))
 
     def published(self, model_id: str) -> WeightsSnapshot:
-        """See `RankTrainer.published`."""
+        """Return a copy of the current weights, as passes see them."""
         model = self._models[model_id]
         flat = model.trainable.flat.detach()
         return WeightsSnapshot(model.lora, self._to_cpu(model, flat, self._published_dtype(model)))
 
+    @override
     def publication(self, model_id: str) -> Callable[[], WeightsSnapshot]:
-        """See `Trainer.publication`."""
         weights = self.published(model_id)
         return lambda: weights
 
+    @override
     def export_state(self, model_id: str) -> TrainingState:
-        """See `Trainer.export_state`."""
         return state_of(self._models[model_id], self._to_cpu)
 
+    @override
     def import_state(self, model_id: str, state: TrainingState) -> None:
-        """See `Trainer.import_state`."""
         model = self._models[model_id]
         flat = model.trainable.flat
         fresh = torch.empty_like(model.trainable.gradient)
@@ -203,14 +207,14 @@ class AdamTrainer(ABC):
             step = torch.tensor(float(state.step), device=flat.device)
             model.optimizer.state[flat] = {"step": step, **moments}
 
+    @override
     def export_gradient(self, model_id: str) -> Gradient | None:
-        """See `Trainer.export_gradient`."""
         model = self._models[model_id]
         gradient = model.trainable.gradient
         return self._to_cpu(model, gradient) if gradient.any() else None
 
+    @override
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
-        """See `Trainer.import_gradient`."""
         model = self._models[model_id]
         _fill(model.trainable.gradient, model, gradient, "gradient")
 
@@ -220,16 +224,16 @@ class AdamTrainer(ABC):
     def _to_cpu(
         self, model: TrainedModel, flat: Tensor, dtype: torch.dtype = torch.float32
     ) -> Mapping[str, Tensor]:
-        """Return a copy of a flat buffer's tensors on the CPU, rounded to a dtype.
+        """Return a copy of the tensors of a flat buffer on the CPU, rounded to a dtype.
 
-        At ranks: what this rank has to return. What leaves a trainer must take no GPU memory, which
-        another process may be using meanwhile.
+        With several ranks, return what this rank contributes. Exports must not allocate GPU memory,
+        because another process may be using it at that time.
         """
         return model.trainable.layout.views(on_cpu(flat, dtype))
 
 
 def on_cpu(flat: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a copy of a vector on the CPU, cast there: casting on the GPU would allocate there."""
+    """Return a copy of a vector on the CPU, cast there: casting on the GPU allocates memory."""
     if flat.dtype == dtype:
         return flat.to("cpu", copy=True)
     copy = torch.empty(flat.shape, dtype=dtype)
@@ -245,21 +249,21 @@ def state_of(
 
     Args:
         model: the model.
-        whole: copies the whole tensors of a model and a flat buffer; empty at ranks that do not
-            return them.
+        whole: copies the full tensors of a model from a flat buffer; returns nothing on ranks that
+            do not export them.
     """
     weights = WeightsSnapshot(model.lora, whole(model, model.trainable.flat.detach()))
     state = model.optimizer.state[model.trainable.flat]
     moments: dict[str, Tensor] = {}
     for moment in MOMENTS:
-        # What is not there yet takes no memory of a GPU for being zero.
+        # Moments that are still zero are not allocated on the GPU just to be exported.
         flat = state[moment] if state else torch.zeros(model.trainable.gradient.shape)
         moments |= {f"{name}.{moment}": tensor for name, tensor in whole(model, flat).items()}
     return TrainingState(weights, moments, _step(model))
 
 
 def _fill(flat: Tensor, model: TrainedModel, tensors: Mapping[str, Tensor], what: str) -> None:
-    """Copy this rank's part of a model's whole tensors into a flat buffer."""
+    """Copy this rank's part of a model's full tensors into a flat buffer."""
     layout = model.trainable.layout
     if model.sharding is None:
         layout.fill(flat, tensors, what)

@@ -1,4 +1,4 @@
-"""Examples as packs, laid one after another, and their results in the request's order.
+"""Packs examples one after another, and returns results in the order of the request.
 
 Shape legend: N positions of one example, R positions of a pack, K targets per position.
 """
@@ -20,16 +20,16 @@ from tinkercloud_worker.losses import LossInputs
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Pack:
-    """Examples that run together, one after another, and what a loss needs of their positions."""
+    """Examples that run in one pass, one after another, with the loss inputs of their positions."""
 
     sequences: PackedSequences
     targets_RK: Tensor
     inputs: LossInputs
     examples: Sequence[tuple[int, Example]]
-    """Each with its index in the request."""
+    """The examples, each with its index in the request."""
 
     def split(self, values_RK: Tensor) -> list[tuple[int, FloatArray]]:
-        """Cut per-position values into per-example arrays in the client's shape."""
+        """Split per-position values into per-example arrays in the client's shape."""
         array = values_RK.cpu().numpy()
         parts, start = [], 0
         for index, example in self.examples:
@@ -43,13 +43,13 @@ class Pack:
 def pack_all(
     batch: Batch, max_tokens: int, device: torch.device, pad_to_multiple_of: int = 1
 ) -> list[Pack]:
-    """Divide a batch into packs of at most so many tokens; a longer example is one of its own.
+    """Split a batch into packs of at most `max_tokens`; a longer example gets its own pack.
 
     Args:
         batch: the examples.
-        max_tokens: of a pack.
-        device: of its tensors.
-        pad_to_multiple_of: each example counts as padded to a multiple of so many tokens.
+        max_tokens: maximum tokens of a pack.
+        device: the device of its tensors.
+        pad_to_multiple_of: each example counts as if padded to a multiple of this many tokens.
     """
     lengths = [len(example.tokens) for example in batch.examples]
     return [
@@ -79,13 +79,13 @@ def _pack(examples: Sequence[tuple[int, Example]], device: torch.device) -> Pack
 
 
 def _stack(arrays: Sequence[npt.NDArray[ScalarT]], width: int) -> Tensor:
-    """Concatenate [N, K] arrays along N; narrower ones get columns of zeros, which weigh 0."""
+    """Concatenate [N, K] arrays along N, padding narrower ones with zeros, which have weight 0."""
     padded = [np.pad(array, ((0, 0), (0, width - array.shape[1]))) for array in arrays]
     return torch.from_numpy(np.concatenate(padded))
 
 
 class PassOutput:
-    """Collects the results of micro-batches in the request's order."""
+    """Collects the results of micro-batches in the order of the request."""
 
     def __init__(self) -> None:
         self._passes: list[tuple[Pack, Tensor, Tensor]] = []
@@ -94,27 +94,27 @@ class PassOutput:
     def add(
         self, pack: Pack, lp_RK: Tensor, loss_sum: Tensor, expert_tokens_LE: Tensor | None = None
     ) -> None:
-        """Add the results of a pack, which may not be computed yet.
+        """Add the results of a pack; the device may still be computing them.
 
         Args:
-            pack: what ran.
-            lp_RK: its logprobs.
-            loss_sum: its summed loss, a scalar.
-            expert_tokens_LE: what experts were sent of it, int64; see `LossOutput`.
+            pack: the pack that ran.
+            lp_RK: the logprobs of the targets.
+            loss_sum: the summed loss, a scalar.
+            expert_tokens_LE: tokens routed to each expert, int64; see `LossOutput`.
         """
         self._passes.append((pack, lp_RK, loss_sum))
         if expert_tokens_LE is not None:
             self.count(expert_tokens_LE)
 
     def count(self, expert_tokens_LE: Tensor) -> None:
-        """Add what experts were sent."""
+        """Add token counts of experts."""
         so_far_LE = self._expert_tokens_LE
         self._expert_tokens_LE = (
             expert_tokens_LE if so_far_LE is None else so_far_LE + expert_tokens_LE
         )
 
     def finish(self, batch: Batch) -> LossOutput:
-        """Return the whole batch's result."""
+        """Return the result of the full batch."""
         parts = dict(part for pack, lp_RK, _ in self._passes for part in pack.split(lp_RK))
         loss = sum(float(loss_sum) for _, _, loss_sum in self._passes)
         metrics = {"loss:sum": loss, "tokens:sum": float(batch.num_tokens)}

@@ -1,7 +1,9 @@
-"""What stands for a trainer in a head that samples only."""
+"""The placeholder for a trainer in a session head that only samples."""
 
 from collections.abc import Callable
 from typing import Never
+
+from typing_extensions import override
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import LoraConfig
@@ -10,23 +12,20 @@ from tinkercloud_worker.training.adam import AdamTrainer
 
 
 class NoTrainer(AdamTrainer):
-    """See `engine.trainer.Trainer`. It begins no model, so it is asked about none."""
+    """A trainer that rejects every new model."""
 
     def _new_model(self, lora_config: LoraConfig | None) -> Never:  # noqa: ARG002 - part of the interface
         raise InvalidRequest(
-            "this session head samples only (trainer.backend none): create the model in a session"
-            " that trains"
+            "this session only samples (trainer.backend: none); create the model in a session"
+            " with a trainer"
         )
 
-    def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> Never:  # noqa: ARG002 - as above
-        """See `Trainer.forward`."""
+    @override
+    def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> Never:
         raise KeyError(model_id)
 
+    @override
     def forward_backward(
-        self,
-        model_id: str,
-        batch: Batch,  # noqa: ARG002 - as above
-        yield_point: Callable[[], None],  # noqa: ARG002 - as above
+        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
     ) -> Never:
-        """See `Trainer.forward_backward`."""
         raise KeyError(model_id)

@@ -1,9 +1,8 @@
-"""Models of which every rank holds a copy, or a part, and computes a share of the gradient.
+"""Models that are replicated or sharded over ranks, each computing part of the gradient.
 
-Between steps the model's gradient is the sum of the ranks' gradients. It is summed once a step,
-which gives all ranks that hold the same weights the same bits: each applies the same update by
-itself, and they stay equal. Of a model that is divided over ranks (`engine.ranks.Sharding`) each
-updates its part.
+Between steps the gradient of a model is the sum of the ranks' gradients. It is reduced once per
+step, so all ranks that hold the same weights get the same bits, apply the same update independently
+and stay identical. For a sharded model (`engine.ranks.Sharding`), each rank updates its shard.
 """
 
 from collections.abc import Mapping
@@ -11,35 +10,38 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.device import accelerator
-from tinkercloud_worker.engine.ranks import Sharding
+from tinkercloud_worker.engine.ranks import RankTrainer, Sharding
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState
 from tinkercloud_worker.training.adam import AdamTrainer, TrainedModel, on_cpu, state_of
 
 
-class ReplicatedTrainer(AdamTrainer):
-    """A rank's part. `torch.distributed` must be initialised, and all ranks get the same calls."""
+class ReplicatedTrainer(AdamTrainer, RankTrainer):
+    """A rank's trainer. `torch.distributed` must be initialized; all ranks get the same calls."""
 
+    @override
     def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
-        """See `Trainer.add_model`. All start from rank 0's values: seeds may differ."""
+        """Add a model on every rank, with rank 0's initial values: seeds may differ."""
         super().add_model(model_id, lora_config)
         model = self._models[model_id]
         if lora_config is not None and model.sharding is None:
             dist.broadcast(model.trainable.flat.detach(), src=0)
 
+    @override
     def sum_gradient(self, model_id: str) -> None:
-        """See `RankTrainer.sum_gradient`."""
         model = self._models[model_id]
         _reduce(model, model.trainable.gradient)
         sharding = _sharding(model)
         model.grad_norm = sharding.grad_norm(model.trainable.gradient) if sharding else None
 
+    @override
     def export_gradient(self, model_id: str) -> Gradient | None:
-        """See `Trainer.export_gradient`. Returns the ranks' sum; their own gradients stay.
+        """Return the sum over ranks; the ranks' own gradients are unchanged.
 
-        Ranks sum copies on the CPU, over gloo, which takes no GPU memory.
+        The ranks sum copies on the CPU over gloo, which takes no GPU memory.
         """
         model = self._models[model_id]
         total = model.trainable.gradient.to("cpu", copy=True)
@@ -47,8 +49,9 @@ class ReplicatedTrainer(AdamTrainer):
         whole = self._to_cpu(model, total)
         return whole if any(tensor.any() for tensor in whole.values()) else None
 
+    @override
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
-        """See `Trainer.import_gradient`. The ranks' gradients sum up to it afterwards."""
+        """Replace the gradient so that the sum over ranks equals the given one."""
         super().import_gradient(model_id, gradient)
         model = self._models[model_id]
         if model.sharding is not None:
@@ -56,8 +59,8 @@ class ReplicatedTrainer(AdamTrainer):
         elif dist.get_rank() != 0:
             self.discard_gradient(model_id)
 
+    @override
     def salvage(self) -> Mapping[str, TrainingState]:
-        """See `RankTrainer.salvage`."""
         whole = {name: model for name, model in list(self._models.items()) if not _sharding(model)}
         with accelerator.side_stream():
             return {name: state_of(model, _gathered) for name, model in whole.items()}
@@ -65,7 +68,7 @@ class ReplicatedTrainer(AdamTrainer):
     def _to_cpu(
         self, model: TrainedModel, flat: Tensor, dtype: torch.dtype = torch.float32
     ) -> Mapping[str, Tensor]:
-        """Return the whole tensors at rank 0; at the others nothing, even if they have them."""
+        """Return the full tensors on rank 0, and nothing on the others, even if they hold them."""
         if dist.get_rank() == 0 or _sharding(model):
             return _gathered(model, flat, dtype)
         return {}
@@ -74,7 +77,7 @@ class ReplicatedTrainer(AdamTrainer):
 def _gathered(
     model: TrainedModel, flat: Tensor, dtype: torch.dtype = torch.float32
 ) -> Mapping[str, Tensor]:
-    """Return a copy of whole tensors on the CPU: the receiver may have no other device."""
+    """Return a copy of the full tensors on the CPU: the receiver may have no other device."""
     layout = model.trainable.layout
     if model.sharding is not None:
         return model.sharding.gather(layout.views(flat), dtype)
@@ -82,7 +85,7 @@ def _gathered(
 
 
 def _sharding(model: TrainedModel) -> Sharding | None:
-    """Return how a model is divided over ranks, if none of them holds all of it."""
+    """Return how a model is sharded, if no rank holds all of it."""
     return None if model.sharding is None or model.sharding.is_whole else model.sharding
 
 

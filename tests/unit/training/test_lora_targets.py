@@ -1,4 +1,4 @@
-"""Which layers of a family are adapted, and which models are not computed at all."""
+"""LoRA targets of different families, and unsupported models."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_testing.models import tiny_gemma2, tiny_llama
 from tinkercloud_worker.model.architecture import (
     UnsupportedModelError,
+    backbone_and_lm_head,
     blank_model,
     find_targets,
     name_of,
-    trunk_and_head,
 )
 from tinkercloud_worker.model.base_model import BaseModel
 
@@ -30,8 +30,8 @@ SMALL: dict[str, Any] = {
 
 def leaves_of(model: PreTrainedModel) -> set[str]:
     """Return the names within their layers of what is adapted."""
-    trunk, head = trunk_and_head(model)
-    targets = find_targets(model, name_of(model, trunk), name_of(model, head))
+    backbone, lm_head = backbone_and_lm_head(model)
+    targets = find_targets(model, name_of(model, backbone), name_of(model, lm_head))
     return {target.name.partition("layers.")[2].partition(".")[2] for target in targets}
 
 
@@ -90,7 +90,7 @@ def test_a_linear_layer_with_a_computation_of_its_own_keeps_it_and_has_no_adapte
     torch.testing.assert_close(base.logits(base.hidden(ids, ())[0], ()), expected[0])
 
 
-def test_a_model_that_caps_its_logits_is_refused_however_far_its_logits_are_from_the_cap() -> None:
+def test_a_model_that_caps_its_logits_is_rejected_however_far_its_logits_are_from_the_cap() -> None:
     model = tiny_gemma2()
     model.config.final_logit_softcapping = 30.0
 
@@ -98,9 +98,9 @@ def test_a_model_that_caps_its_logits_is_refused_however_far_its_logits_are_from
         BaseModel(model)
 
 
-def test_an_output_embedding_of_another_form_is_refused_in_a_sentence() -> None:
+def test_an_lm_head_of_an_unsupported_shape_is_rejected_with_a_clear_message() -> None:
     model = tiny_llama()
     model.lm_head = nn.Linear(2 * model.config.hidden_size, model.config.vocab_size, bias=False)
 
-    with pytest.raises(UnsupportedModelError, match="of a form that this engine does not compute"):
+    with pytest.raises(UnsupportedModelError, match="can't compute its layers or its LM head"):
         BaseModel(model)

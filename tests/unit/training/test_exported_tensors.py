@@ -1,4 +1,4 @@
-"""Saving and publishing take no memory of the trainer's device: who shares it may have it all."""
+"""Saving and publishing allocate no memory on the trainer's device, which others may be using."""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
@@ -17,9 +17,9 @@ from tinkercloud_testing.leaving import taken_by_what_leaves
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.build_trainer import build_trainer, build_weight_host
 from tinkercloud_worker.model.base_model import BaseModel
-from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler
 
-STAY = {f"TrainerBesideSampler, {model}: published" for model in ("adapter", "whole")}
+STAY = {f"TorchTrainerWithSampler, {model}: published" for model in ("adapter", "whole")}
 """A sampler takes these there, on a device that nobody else has."""
 
 
@@ -36,7 +36,7 @@ def a_config(**parts: Any) -> HeadConfig:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_what_leaves_a_trainer_takes_no_memory_of_its_device() -> None:
+def test_exports_of_a_trainer_allocate_no_device_memory() -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         taken = process.submit(taken_by_what_leaves).result()
 
@@ -46,7 +46,7 @@ def test_what_leaves_a_trainer_takes_no_memory_of_its_device() -> None:
 @pytest.mark.parametrize(
     ("sampler", "trainer"),
     [
-        (SamplerConfig(), TrainerBesideSampler),
+        (SamplerConfig(), TorchTrainerWithSampler),
         (
             SamplerConfig(
                 backend="sglang", inference=InferenceConfig(urls=("http://a",), colocated=True)
@@ -56,7 +56,7 @@ def test_what_leaves_a_trainer_takes_no_memory_of_its_device() -> None:
     ],
     ids=["torch", "engines"],
 )
-def test_weights_stay_on_the_device_for_a_sampler_that_is_there_too(
+def test_weights_stay_on_the_device_for_a_sampler_in_the_same_process(
     sampler: SamplerConfig, trainer: type[TorchTrainer]
 ) -> None:
     config = a_config(sampler=sampler)
@@ -74,7 +74,7 @@ def test_weights_stay_on_the_device_for_a_sampler_that_is_there_too(
     ],
     ids=["group", "memory", "requests", "no ranks"],
 )
-def test_whole_models_stay_with_ranks_only_where_processes_take_them_from_there_to_engines(
+def test_full_models_stay_on_ranks_only_if_processes_send_them_from_there_to_engines(
     ranks: int, way: dict[str, Any], stays: bool
 ) -> None:
     config = a_config(

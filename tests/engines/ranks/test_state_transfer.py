@@ -1,4 +1,4 @@
-"""States on their way to ranks and back: once in the memory of a node, whoever reads them."""
+"""State transfer to ranks and back: a node holds one copy in memory for all readers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +32,6 @@ from tinkercloud_worker.training.adam import AdamTrainer
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
 ]
 
@@ -94,7 +93,7 @@ def test_ranks_read_a_state_and_a_gradient_where_their_node_has_them_and_keep_th
     assert_equal(gradient_of(ranked), gradient, atol=0)
 
 
-def test_what_ranks_are_given_is_for_others_as_it_was(trainers: Trainers) -> None:
+def test_ranks_do_not_modify_shared_inputs(trainers: Trainers) -> None:
     ranked, single = trainers
     ranked.add_model("m", None)
     receipts: list[Receipt] = []
@@ -107,7 +106,7 @@ def test_what_ranks_are_given_is_for_others_as_it_was(trainers: Trainers) -> Non
     assert all(receipt.is_unchanged for receipt in receipts)
 
 
-def test_parts_that_are_put_together_of_several_weights_are_so_one_after_the_other(
+def test_merged_weights_are_assembled_one_at_a_time(
     trainers: Trainers,
 ) -> None:
     ranked, single = trainers
@@ -124,7 +123,7 @@ def test_parts_that_are_put_together_of_several_weights_are_so_one_after_the_oth
     assert max(grown) <= sum(tensor.nbytes for tensor in gradient.values()) // 8
 
 
-def test_what_every_rank_has_one_of_them_hands_over(trainer_of: TrainerOf) -> None:
+def test_replicated_tensors_are_sent_by_one_rank(trainer_of: TrainerOf) -> None:
     ranked = trainer_of(RANKS, MortalTrainer)
     ranked.add_model("m", LoraConfig(rank=4, seed=1))
     run(ranked, random_data([5, 9]))
@@ -137,7 +136,7 @@ def test_what_every_rank_has_one_of_them_hands_over(trainer_of: TrainerOf) -> No
     assert [bool(each) for each in gradients] == [True, False]
 
 
-def test_of_a_state_that_is_refused_ranks_keep_nothing(trainers: Trainers) -> None:
+def test_ranks_keep_nothing_of_a_rejected_state(trainers: Trainers) -> None:
     ranked, single = trainers
     ranked.add_model("m", None)
     single.add_model("other", LoraConfig(rank=4, seed=1))
@@ -148,7 +147,7 @@ def test_of_a_state_that_is_refused_ranks_keep_nothing(trainers: Trainers) -> No
     assert at_ranks(ranked, "bytes_held_in_store") == [0] * RANKS
 
 
-def test_a_state_comes_back_in_the_memory_of_the_node_and_what_is_sampled_from_in_its_own(
+def test_states_return_in_node_memory_and_published_weights_in_private_memory(
     trainers: Trainers,
 ) -> None:
     ranked, _ = trainers
@@ -180,7 +179,7 @@ def test_a_tensor_arrives_as_it_was_sent(cluster: None, tensor: torch.Tensor) ->
     assert torch.equal(arrived, tensor)
 
 
-def test_views_of_one_tensor_take_no_more_room_than_that(cluster: None) -> None:
+def test_views_of_one_tensor_take_no_additional_memory(cluster: None) -> None:
     whole = torch.arange(250_000, dtype=torch.float32)
 
     parts = ray.get(ray.put(list(whole.split(1000))))

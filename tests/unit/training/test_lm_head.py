@@ -1,4 +1,4 @@
-"""The output layer by itself: targets of a position may be many, and the same ones."""
+"""The LM head alone: a position may have many targets, including duplicates."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,18 +9,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tinkercloud_worker.device.frozen_linear import FrozenLinear
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer.logprobs import logprobs_and_gradient
 
 ROWS, HIDDEN_SIZE, VOCAB_SIZE = 6, 4, 50
 
 
-def a_layer(dtype: torch.dtype = torch.float32) -> tuple[Unembedding, Tensor]:
+def a_layer(dtype: torch.dtype = torch.float32) -> tuple[LMHead, Tensor]:
     """Return an output layer and what enters it."""
     torch.manual_seed(0)
     weight = torch.randn(VOCAB_SIZE, HIDDEN_SIZE).to(dtype)
     hidden = torch.randn(ROWS, HIDDEN_SIZE).to(dtype)
-    return Unembedding(FrozenLinear(weight, None, packed=False), ()), hidden
+    return LMHead(FrozenLinear(weight, None, packed=False), ()), hidden
 
 
 class LargestTensor(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""Groups of ranks: one order for all, definite failure, nothing left behind."""
+"""Rank groups: one order of commands, definite failures, no leftovers."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,7 +58,7 @@ def assert_nothing_is_left(ended: Sequence[psutil.Process] = ()) -> None:
     assert states == {"REMOVED"}
 
 
-def test_a_command_runs_at_all_ranks_together(group: RankGroup) -> None:
+def test_a_command_runs_on_all_ranks_together(group: RankGroup) -> None:
     assert group.call("add", 10) == 21.0
     assert group.call_each("add", [(1,), (5,)]) == [7.0, 7.0]
 
@@ -84,7 +84,7 @@ def test_ranks_wait_for_one_that_loads_as_long_as_it_may_load() -> None:
     group.close()
 
 
-def test_a_rank_killed_in_the_midst_of_a_command_fails_it_and_ends_the_group(
+def test_a_rank_killed_during_a_command_fails_it_and_ends_the_group(
     group: RankGroup,
 ) -> None:
     ranks = processes(group)
@@ -109,7 +109,7 @@ def test_a_rank_killed_between_commands_fails_the_next_one(group: RankGroup) -> 
     assert_nothing_is_left(ranks)
 
 
-def test_an_error_at_one_rank_frees_those_that_wait_for_it(group: RankGroup) -> None:
+def test_an_error_on_one_rank_frees_those_that_wait_for_it(group: RankGroup) -> None:
     ranks = processes(group)
 
     with pytest.raises(RanksLost, match="rank 0 of 2 failed in fail_at: ArithmeticError: no such"):
@@ -119,7 +119,7 @@ def test_an_error_at_one_rank_frees_those_that_wait_for_it(group: RankGroup) -> 
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_rank_that_lives_says_what_it_holds_before_it_is_ended_even_if_it_hangs(
+def test_a_surviving_rank_reports_its_models_before_it_is_killed_even_if_it_hangs(
     group: RankGroup, killed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tinkercloud_worker.actors.group._ROOT_CAUSE_SECONDS", 3600.0)
@@ -133,7 +133,7 @@ def test_a_rank_that_lives_says_what_it_holds_before_it_is_ended_even_if_it_hang
     assert_nothing_is_left(ranks)
 
 
-def test_what_no_rank_needs_another_for_is_done_by_those_that_live(group: RankGroup) -> None:
+def test_surviving_ranks_finish_commands_that_need_no_other_rank(group: RankGroup) -> None:
     ranks = processes(group)
 
     assert group.call_independently("note", 7, 0) == 7
@@ -143,7 +143,7 @@ def test_what_no_rank_needs_another_for_is_done_by_those_that_live(group: RankGr
     assert_nothing_is_left(ranks)
 
 
-def test_what_fails_at_a_rank_that_lives_has_been_done_if_others_have_done_it(
+def test_a_command_counts_as_done_if_other_ranks_have_done_it(
     group: RankGroup,
 ) -> None:
     assert group.call_independently("note_unless_failing", 7, 0) == 7
@@ -152,7 +152,7 @@ def test_what_fails_at_a_rank_that_lives_has_been_done_if_others_have_done_it(
     assert group.salvaged == [7, 1]
 
 
-def test_ranks_that_all_fail_live_and_say_what_they_hold(group: RankGroup) -> None:
+def test_ranks_that_all_fail_stay_alive_and_report_their_models(group: RankGroup) -> None:
     group.call("add", 5)
 
     with pytest.raises(RanksLost, match="rank 0 of 2 failed in note_unless_failing: Arithmetic"):
@@ -161,14 +161,16 @@ def test_ranks_that_all_fail_live_and_say_what_they_hold(group: RankGroup) -> No
     assert group.salvaged == [5, 0]
 
 
-def test_without_a_rank_that_lives_nothing_was_done_and_nothing_is_said(group: RankGroup) -> None:
+def test_without_a_surviving_rank_a_command_is_not_done_and_nothing_is_reported(
+    group: RankGroup,
+) -> None:
     with pytest.raises(RanksLost, match="rank 0 of 2 failed in note: its process ended"):
         group.call_independently("note", 7, 0, 1)
 
     assert group.salvaged is None
 
 
-def test_what_all_ranks_refuse_is_the_clients_error_and_the_group_goes_on(
+def test_an_error_of_all_ranks_is_the_clients_and_keeps_the_group(
     group: RankGroup,
 ) -> None:
     with pytest.raises(InvalidRequest, match="must be even"):
@@ -177,14 +179,14 @@ def test_what_all_ranks_refuse_is_the_clients_error_and_the_group_goes_on(
     assert group.call("add", 1) == 3.0
 
 
-def test_ranks_that_disagree_are_not_gone_on_with(group: RankGroup) -> None:
+def test_a_group_whose_ranks_disagree_ends(group: RankGroup) -> None:
     with pytest.raises(RanksLost, match="some ranks refused refuse_at"):
         group.call("refuse_at", 1)
 
     assert not group.is_alive
 
 
-def test_a_lost_group_leaves_room_for_another(group: RankGroup) -> None:
+def test_a_lost_group_frees_its_resources_for_another(group: RankGroup) -> None:
     with pytest.raises(RanksLost):
         group.call("die_at", 0)
 
@@ -194,7 +196,7 @@ def test_a_lost_group_leaves_room_for_another(group: RankGroup) -> None:
     another.close()
 
 
-def test_too_little_room_is_said_with_what_there_is_and_nothing_waits_on() -> None:
+def test_insufficient_resources_are_reported_and_nothing_keeps_waiting() -> None:
     cores = ray.cluster_resources()["CPU"]
 
     with pytest.raises(
@@ -207,7 +209,7 @@ def test_too_little_room_is_said_with_what_there_is_and_nothing_waits_on() -> No
     assert_nothing_is_left()
 
 
-def test_a_rank_that_takes_too_long_to_load_is_given_up() -> None:
+def test_a_rank_that_takes_too_long_to_load_times_out() -> None:
     late = r"ranks .* of 2 did not .* within 10 s; raise trainer\.start_timeout_seconds"
     with pytest.raises(RanksUnavailable, match=late):
         RankGroup(TWO, never_ready, GroupTimings(start=10))

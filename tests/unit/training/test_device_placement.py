@@ -1,4 +1,4 @@
-"""Training and sampling do not suppose that tensors are the CPU's."""
+"""Training and sampling do not assume that tensors are on the CPU."""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor

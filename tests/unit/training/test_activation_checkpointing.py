@@ -1,4 +1,4 @@
-"""Layers that are computed again in the backward pass: the same numbers, from less memory."""
+"""Layers recomputed in the backward pass: the same numbers with less memory."""
 
 from collections.abc import Callable
 
@@ -42,7 +42,7 @@ def gradient_and_kept_bytes(
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3, tiny_gpt2])
 @pytest.mark.parametrize("lora", [LORA, None], ids=["adapter", "whole"])
-def test_layers_computed_again_give_the_same_gradient(
+def test_layers_recomputed_give_the_same_gradient(
     make: Callable[[], PreTrainedModel], lora: LoraConfig | None
 ) -> None:
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def test_layers_computed_again_give_the_same_gradient(
     assert torch.equal(again, kept)
 
 
-def test_only_larger_micro_batches_are_computed_again_and_keep_little() -> None:
+def test_only_larger_micro_batches_are_recomputed_and_keep_little() -> None:
     tokens = 2 * max(LENGTHS)
 
     _, all_kept = gradient_and_kept_bytes(tiny_llama(layers=6), LORA, None)

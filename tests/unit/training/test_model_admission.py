@@ -1,4 +1,4 @@
-"""A model is begun only where there is memory for it and for those that are here already."""
+"""A model is only created if memory suffices for it and for the existing models."""
 
 from pathlib import Path
 
@@ -31,7 +31,9 @@ class Machine:
 
 
 @pytest.mark.parametrize("lora", [None, RANK_2])
-def test_a_model_without_room_is_refused_with_the_numbers(lora: LoraConfig | None) -> None:
+def test_a_model_that_exceeds_memory_is_rejected_with_numbers(
+    lora: LoraConfig | None,
+) -> None:
     machine = Machine()
     parameters = machine.size_of(lora)
     machine.available = KEPT_FREE_BYTES + 16 * parameters - 1
@@ -41,25 +43,25 @@ def test_a_model_without_room_is_refused_with_the_numbers(lora: LoraConfig | Non
 
     message = caught.value.message
     assert f"has {parameters} parameters and takes {16 * parameters} bytes" in message
-    assert f"{16 * parameters - 1} bytes are left" in message
-    assert ("a whole model" if lora is None else "an adapter of rank 2") in message
+    assert f"{16 * parameters - 1} bytes are free" in message
+    assert ("a fully fine-tuned model" if lora is None else "an adapter of rank 2") in message
     machine.available += 1
     machine.trainer.add_model("m", lora)
 
 
-def test_what_models_are_yet_to_allocate_is_promised_to_them() -> None:
+def test_pending_allocations_of_models_are_reserved() -> None:
     machine = Machine()
     need = 16 * machine.size_of(RANK_4)
     machine.available = KEPT_FREE_BYTES + need + need // 2
     machine.trainer.add_model("first", RANK_4)
 
-    with pytest.raises(Overloaded, match="are promised to the 1 models here"):
+    with pytest.raises(Overloaded, match="are reserved for the 1 models loaded here"):
         machine.trainer.add_model("second", RANK_4)
     machine.trainer.optim_step("first", AdamParams())
     machine.trainer.add_model("second", RANK_4)
 
 
-def test_where_memory_can_not_be_told_models_are_begun() -> None:
+def test_models_are_admitted_if_free_memory_is_unknown() -> None:
     machine = Machine()
     machine.trainer.add_model("m", None)
 

@@ -1,4 +1,4 @@
-"""The output layer alone: hidden states to logprobs and their gradient."""
+"""The LM head alone: from hidden states to logprobs and their gradient."""
 
 from collections.abc import Iterator
 
@@ -8,12 +8,12 @@ from torch import Tensor
 from benchmarks.gpu.bench import Bench
 from benchmarks.measuring import Measurement
 from tinkercloud_worker.device.frozen_linear import FrozenLinear
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer.logprobs import logprobs_and_gradient
 
 
 class Head:
-    """One output layer, run by the trainer or as one would write it without."""
+    """An LM head, computed by the trainer or by plain torch."""
 
     def __init__(self, bench: Bench) -> None:
         positions, hidden_size, vocab_size = bench.work.head
@@ -25,14 +25,14 @@ class Head:
 
     def ours(self) -> Tensor:
         """Return the gradient of the hidden states, as the trainer computes it."""
-        layer = Unembedding(FrozenLinear(self.weight, None, packed=False), ())
+        layer = LMHead(FrozenLinear(self.weight, None, packed=False), ())
         _, gradient = logprobs_and_gradient(
             layer, self.hidden, self.targets, lambda _, lp: torch.full_like(lp, -1.0)
         )
         return gradient
 
     def eager(self, weight: Tensor) -> Tensor:
-        """Return the same from whole logits, and the weight's gradient if it is trained."""
+        """Return the same from full logits, and the weight's gradient if it is trained."""
         hidden = self.hidden.detach().requires_grad_()
         logits = (hidden @ weight.T).float()
         loss = torch.nn.functional.cross_entropy(logits, self.targets[:, 0], reduction="sum")
@@ -43,7 +43,7 @@ class Head:
 
 
 def gradient(bench: Bench) -> Iterator[Measurement]:
-    """N1: the trainer's gradient is the plain one, as far as bfloat16 goes."""
+    """N1: the trainer's gradient equals the plain one within bfloat16 accuracy."""
     head = Head(bench)
     ours, eager = head.ours().float(), head.eager(head.weight).float()
     error = float((ours - eager).norm() / eager.norm())
@@ -53,7 +53,7 @@ def gradient(bench: Bench) -> Iterator[Measurement]:
 
 
 def memory(bench: Bench) -> Iterator[Measurement]:
-    """G6: what the output layer needs beyond hidden states and their gradient."""
+    """G6: memory of the LM head in addition to hidden states and their gradient."""
     head = Head(bench)
     peak, gradient = bench.peak_bytes(head.ours)
     gib = (peak - gradient.nbytes) / (1 << 30)
@@ -63,7 +63,7 @@ def memory(bench: Bench) -> Iterator[Measurement]:
 
 
 def speed(bench: Bench) -> Iterator[Measurement]:
-    """G7: the output layer's time, beside whole logits with and without the weight's gradient."""
+    """G7: time of the LM head against full logits, with and without the weight's gradient."""
     head = Head(bench)
     trained = head.weight.clone().requires_grad_()
     ours, eager, frozen = bench.seconds(

@@ -1,7 +1,7 @@
-"""Recorded decoding steps draw what computed ones draw, by however much the batch changes.
+"""Captured decoding steps sample the same tokens as eager ones, however the batch changes.
 
-Without a GPU a step is recorded as the list of its operations on tensors, which is all that a CUDA
-graph is: what Python would decide anew, a recording does not.
+Without a GPU, a step is captured as the list of its tensor operations, which is equivalent to a
+CUDA graph: replay does not repeat decisions made in Python.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine, p
 from tinkercloud_testing.models import tiny_gpt2, tiny_llama, tiny_qwen3, tiny_qwen3_moe
 from tinkercloud_testing.recording import Operations
 from tinkercloud_worker.engine.sampler import SamplingResult, StopRules
-from tinkercloud_worker.torch_sampler.graphs import Compute, Recorder
+from tinkercloud_worker.torch_sampler.graphs import Compute, GraphCapturer
 
 MODELS = {
     "llama": tiny_llama,
@@ -34,7 +34,7 @@ def refuse(_compute: Compute) -> Compute:
 
 
 def sampled(
-    model: Callable[[], PreTrainedModel], scratch_dir: Path, recorder: Recorder | None
+    model: Callable[[], PreTrainedModel], scratch_dir: Path, graph_capturer: GraphCapturer | None
 ) -> list[SamplingResult]:
     """Sample from a base, adapters and a mixture of them, few at a time and many."""
 
@@ -59,7 +59,7 @@ def sampled(
         ]
         return [result for part in results for result in part]
 
-    with an_engine(model(), scratch_dir, SamplerConfig(), recorder=recorder) as engine:
+    with an_engine(model(), scratch_dir, SamplerConfig(), graph_capturer=graph_capturer) as engine:
         return asyncio.run(sample(engine))
 
 
@@ -76,7 +76,7 @@ def check_equal(results: list[SamplingResult], expected: list[SamplingResult]) -
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_recorded_steps_draw_what_computed_steps_draw(name: str, tmp_path: Path) -> None:
+def test_captured_steps_sample_the_same_tokens_as_eager_steps(name: str, tmp_path: Path) -> None:
     operations = Operations()
 
     recorded = sampled(MODELS[name], tmp_path / "recorded", operations)
@@ -86,20 +86,20 @@ def test_recorded_steps_draw_what_computed_steps_draw(name: str, tmp_path: Path)
     assert 0 < operations.recorded < operations.replayed / 2
 
 
-def test_steps_that_cannot_be_recorded_are_computed(tmp_path: Path) -> None:
+def test_steps_that_cannot_be_captured_run_eagerly(tmp_path: Path) -> None:
     refused = sampled(tiny_llama, tmp_path / "refused", refuse)
     computed = sampled(tiny_llama, tmp_path / "computed", None)
 
     check_equal(refused, computed)
 
 
-async def test_a_long_prompt_is_read_once_though_it_is_asked_for_twice_at_once(
+async def test_a_long_prompt_requested_twice_at_once_is_prefilled_once(
     tmp_path: Path,
 ) -> None:
     prompts = [list(range(200)) * 2, list(range(200)) * 2, [7, 8, 9]]
     requests = [a_sampling_request(prompt, max_tokens=3, stop=NEVER) for prompt in prompts]
     config = SamplerConfig(prefill_chunk_tokens=2048)
-    with an_engine(tiny_llama(), tmp_path, config, recorder=Operations()) as engine:
+    with an_engine(tiny_llama(), tmp_path, config, graph_capturer=Operations()) as engine:
         await engine.sampler.publish("base", None)
 
         results = await asyncio.gather(*(engine.sampler.sample("base", r) for r in requests))

@@ -1,6 +1,6 @@
-"""Adapters of experts with the torch trainer, held to what they mean: a delta for each expert.
+"""Adapters of experts with the torch trainer against their definition: a delta for each expert.
 
-The reference is Hugging Face's model, and in it experts written out here one by one.
+The reference is Hugging Face's model with experts computed one by one.
 """
 
 import asyncio
@@ -207,7 +207,7 @@ def test_files_hold_each_expert_by_the_name_of_its_weights_and_are_read_back(nam
 
 
 @pytest.mark.parametrize("broken", ["missing", "of another rank", "not what others share"])
-def test_a_file_whose_experts_are_not_all_there_or_alike_is_refused_by_name(broken: str) -> None:
+def test_a_file_with_missing_or_different_experts_is_rejected_by_name(broken: str) -> None:
     tensors = adapters.to_peft_names(a_trainer(tiny_qwen3_moe()).snapshot("m").tensors)
     name = "base_model.model.model.layers.0.mlp.experts.2.up_proj.lora_A.weight"
     own = tensors.pop(name)
@@ -220,7 +220,7 @@ def test_a_file_whose_experts_are_not_all_there_or_alike_is_refused_by_name(brok
         adapters.from_peft_names(tensors)
 
 
-def test_experts_share_what_lies_at_hidden_states_and_begin_apart_in_the_rest() -> None:
+def test_experts_share_the_half_next_to_hidden_states_and_initialize_the_other_separately() -> None:
     trainer = TorchTrainer(BaseModel(tiny_qwen3_moe()), max_batch_tokens=24)
     trainer.add_model("m", LoraConfig(rank=RANK, seed=1))
     tensors = trainer.snapshot("m").tensors
@@ -245,7 +245,7 @@ def test_experts_share_what_lies_at_hidden_states_and_begin_apart_in_the_rest() 
 
 
 @pytest.mark.parametrize("lora_config", [LoraConfig(rank=3, seed=1), LoraConfig(rank=8, seed=1)])
-def test_layers_computed_again_have_the_same_gradients(lora_config: LoraConfig) -> None:
+def test_layers_recomputed_have_the_same_gradients(lora_config: LoraConfig) -> None:
     again = a_trainer(tiny_qwen3_moe(), lora_config, max_kept_tokens=0)
     kept = a_trainer(tiny_qwen3_moe(), lora_config)
 
@@ -294,16 +294,16 @@ def test_over_bfloat16_an_adapter_is_as_near_to_float32_as_the_rounding_allows()
             assert torch.cosine_similarity(ours.flatten(), expected.flatten(), 0) > 0.97, name
 
 
-def test_experts_of_another_form_are_refused_by_name() -> None:
+def test_experts_of_an_unsupported_form_are_rejected_by_name() -> None:
     model = tiny_qwen3_moe()
     for layer in model.model.layers:
         layer.mlp.experts.is_concatenated = False
     trainer = TorchTrainer(BaseModel(model), max_batch_tokens=24)
 
-    with pytest.raises(InvalidRequest, match=r"train_mlp: true, .*Qwen3MoeExperts.* to false"):
+    with pytest.raises(InvalidRequest, match=r"train_mlp: true .*Qwen3MoeExperts.* to false"):
         trainer.add_model("m", LoraConfig(rank=RANK))
     trainer.add_model("m", LoraConfig(rank=RANK, train_mlp=False))
-    with pytest.raises(InvalidRequest, match=r"full fine-tuning, .*Qwen3MoeExperts.* a rank"):
+    with pytest.raises(InvalidRequest, match=r"full fine-tuning .*Qwen3MoeExperts.* a LoRA rank"):
         trainer.add_model("whole", None)
 
 
@@ -333,7 +333,7 @@ def test_peft_reads_the_files(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(got, logprobs(model, datum).detach(), atol=1e-5)
 
 
-async def test_the_sampler_has_the_trainers_logprobs_of_what_it_draws(tmp_path: Path) -> None:
+async def test_the_logprobs_of_sampled_tokens_equal_the_trainers(tmp_path: Path) -> None:
     with an_engine(tiny_qwen3_moe(), tmp_path) as engine:
         for name, seed in {"one": 1, "two": 2}.items():
             engine.trainer.add_model(name, LoraConfig(rank=RANK, seed=seed))

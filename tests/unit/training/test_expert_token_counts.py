@@ -1,4 +1,4 @@
-"""How evenly tokens are spread over experts, as the SDK describes it, is what routers chose."""
+"""The SDK's metrics of expert load match the choices of routers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -91,7 +91,7 @@ def test_a_model_without_experts_has_no_counts_and_no_metrics_of_them() -> None:
     assert balance_metrics(None) == {}
 
 
-async def test_an_answer_has_the_metrics_of_what_its_own_tokens_were_sent_to(
+async def test_metrics_count_only_the_experts_of_a_requests_own_tokens(
     tmp_path: Path,
 ) -> None:
     with a_head((tmp_path / "store").as_uri(), tmp_path, "g1", make=tiny_qwen3_moe) as head:

@@ -1,10 +1,10 @@
-"""The low-rank terms of adapters, over a base in float32 and in lower precision."""
+"""LoRA deltas over a float32 and a half-precision base."""
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tinkercloud_worker.lora.linear import LowRankTerms, Term, TermSpans, add_terms
+from tinkercloud_worker.lora.linear import DeltaSpans, LoraDelta, LoraProducts, add_deltas
 
 SCALE = 4.0
 ALL = slice(None)
@@ -21,7 +21,7 @@ def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
     return x, weight, bias, a, b
 
 
-def by_autograd(x: Tensor, weight: Tensor, bias: Tensor, parts: TermSpans) -> Tensor:
+def by_autograd(x: Tensor, weight: Tensor, bias: Tensor, parts: DeltaSpans) -> Tensor:
     """Return the same by the formula, in float32, left to autograd."""
     flat = x.flatten(0, -2)
     product = nn.functional.linear(flat, weight, bias)
@@ -52,9 +52,9 @@ def gradients(output: Tensor, *inputs: Tensor) -> list[Tensor]:
 
 def test_product_and_gradients_are_those_of_float32_but_for_rounding() -> None:
     x, weight, bias, a, b = tensors(torch.bfloat16)
-    output = LowRankTerms().linear(x, weight, bias, [(ALL, Term(a, b, SCALE))])
+    output = LoraProducts().linear(x, weight, bias, [(ALL, LoraDelta(a, b, SCALE))])
     x32, weight32, bias32, a32, b32 = tensors(torch.float32)
-    exact = by_autograd(x32, weight32, bias32, [(ALL, Term(a32, b32, SCALE))])
+    exact = by_autograd(x32, weight32, bias32, [(ALL, LoraDelta(a32, b32, SCALE))])
 
     errors = relative_errors(
         [output, *gradients(output, x, a, b)], [exact, *gradients(exact, x32, a32, b32)]
@@ -63,17 +63,17 @@ def test_product_and_gradients_are_those_of_float32_but_for_rounding() -> None:
     assert max(errors) < 0.01
 
 
-def test_each_part_of_the_positions_gets_its_own_term() -> None:
+def test_each_span_of_positions_gets_its_own_delta() -> None:
     x, weight, bias, a, b = tensors(torch.bfloat16)
-    other = Term(2 * a.detach()[:5], b.detach()[:, :5], 1.0)
-    parts: TermSpans = [
-        (slice(0, 3), Term(a, b, SCALE)),
+    other = LoraDelta(2 * a.detach()[:5], b.detach()[:, :5], 1.0)
+    parts: DeltaSpans = [
+        (slice(0, 3), LoraDelta(a, b, SCALE)),
         (slice(3, 6), None),
         (slice(6, 10), other),
     ]
-    output = LowRankTerms().linear(x, weight, bias, parts)
+    output = LoraProducts().linear(x, weight, bias, parts)
     x32, weight32, bias32, a32, b32 = tensors(torch.float32)
-    parts32: TermSpans = [(slice(0, 3), Term(a32, b32, SCALE)), *parts[1:]]
+    parts32: DeltaSpans = [(slice(0, 3), LoraDelta(a32, b32, SCALE)), *parts[1:]]
     exact = by_autograd(x32, weight32, bias32, parts32)
 
     errors = relative_errors(
@@ -86,7 +86,7 @@ def test_each_part_of_the_positions_gets_its_own_term() -> None:
 def test_gradients_of_the_masters_are_float32() -> None:
     x, weight, bias, a, b = tensors(torch.bfloat16)
 
-    output = LowRankTerms().linear(x, weight, bias, [(ALL, Term(a, b, SCALE))])
+    output = LoraProducts().linear(x, weight, bias, [(ALL, LoraDelta(a, b, SCALE))])
 
     assert [g.dtype for g in gradients(output, a, b)] == [torch.float32, torch.float32]
 
@@ -94,18 +94,20 @@ def test_gradients_of_the_masters_are_float32() -> None:
 def test_a_fresh_adapter_changes_no_bit() -> None:
     x, weight, bias, a, b = tensors(torch.bfloat16)
 
-    output = LowRankTerms().linear(x, weight, bias, [(ALL, Term(a, torch.zeros_like(b), SCALE))])
+    output = LoraProducts().linear(
+        x, weight, bias, [(ALL, LoraDelta(a, torch.zeros_like(b), SCALE))]
+    )
 
     assert torch.equal(output, nn.functional.linear(x, weight, bias))
 
 
-def in_float32(x: Tensor, weight: Tensor, bias: Tensor, parts: TermSpans) -> Tensor:
-    """Return the product of a float32 layer with the terms of its input."""
-    return add_terms(x, nn.functional.linear(x, weight, bias), parts)
+def in_float32(x: Tensor, weight: Tensor, bias: Tensor, parts: DeltaSpans) -> Tensor:
+    """Return the product of a float32 layer plus the deltas of its input."""
+    return add_deltas(x, nn.functional.linear(x, weight, bias), parts)
 
 
 @pytest.mark.parametrize("held", [0.0, 3.0], ids=["no gradient before", "a gradient before"])
-def test_float32_terms_and_the_gradients_they_add_are_those_of_autograd(held: float) -> None:
+def test_float32_deltas_and_the_gradients_they_add_are_those_of_autograd(held: float) -> None:
     results = []
     for compute in (in_float32, by_autograd):
         x, weight, bias, a, b = tensors(torch.float32)
@@ -113,10 +115,10 @@ def test_float32_terms_and_the_gradients_they_add_are_those_of_autograd(held: fl
         trained = (x, a, b, other_a, other_b)
         for tensor in trained:
             tensor.requires_grad_().grad = torch.full_like(tensor, held)
-        parts: TermSpans = [
-            (slice(0, 3), Term(a, b, SCALE)),
+        parts: DeltaSpans = [
+            (slice(0, 3), LoraDelta(a, b, SCALE)),
             (slice(3, 6), None),
-            (slice(6, 10), Term(other_a, other_b, 1.0)),
+            (slice(6, 10), LoraDelta(other_a, other_b, 1.0)),
         ]
         output = compute(x, weight, bias, parts)
         results.append([output, *gradients(output, *trained)])
@@ -124,11 +126,11 @@ def test_float32_terms_and_the_gradients_they_add_are_those_of_autograd(held: fl
     assert max(relative_errors(*results)) < 1e-6
 
 
-def test_what_an_adapter_has_no_gradient_for_is_not_differentiated() -> None:
+def test_tensors_without_a_gradient_are_not_differentiated() -> None:
     x, weight, bias, a, b = tensors(torch.float32)
     a.grad = None
 
-    gradients(in_float32(x, weight, bias, [(ALL, Term(a, b, SCALE))]))
+    gradients(in_float32(x, weight, bias, [(ALL, LoraDelta(a, b, SCALE))]))
 
     assert a.grad is None
     assert b.grad is not None

@@ -1,4 +1,4 @@
-"""Drawing a token: the distribution it follows, and what it may depend on."""
+"""Sampling a token: its distribution, and its dependence on seed, sample and position."""
 
 import numpy as np
 import pytest
@@ -8,13 +8,19 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from tinkercloud_protocol.tensors import FloatArray
-from tinkercloud_worker.torch_sampler.sampling import Policy, draw, filter_logits, invert, uniform
+from tinkercloud_worker.torch_sampler.sampling import (
+    SamplingParams,
+    filter_logits,
+    invert,
+    sample_tokens,
+    uniform,
+)
 
 logit_rows = hnp.arrays(
     np.float32, st.integers(2, 40), elements=st.floats(-10, 10, width=32, allow_subnormal=False)
 )
 policies = st.builds(
-    Policy,
+    SamplingParams,
     temperature=st.floats(0.1, 3),
     top_k=st.integers(0, 50),
     top_p=st.floats(0.05, 1),
@@ -23,24 +29,24 @@ policies = st.builds(
 
 @given(logit_rows, policies)
 def test_filters_keep_the_most_likely_tokens_and_only_them(
-    logits: FloatArray, policy: Policy
+    logits: FloatArray, params: SamplingParams
 ) -> None:
-    filtered = filter_logits(torch.from_numpy(logits), policy).numpy()
+    filtered = filter_logits(torch.from_numpy(logits), params).numpy()
     kept = np.isfinite(filtered)
 
     assert logits[kept].max() == logits.max()
-    if policy.top_k:
-        assert kept.sum() <= policy.top_k
+    if params.top_k:
+        assert kept.sum() <= params.top_k
     if not kept.all():
         assert logits[kept].min() >= logits[~kept].max()
-    np.testing.assert_allclose(filtered[kept], logits[kept] / policy.temperature, rtol=1e-5)
+    np.testing.assert_allclose(filtered[kept], logits[kept] / params.temperature, rtol=1e-5)
 
 
 @given(logit_rows, st.floats(0.05, 0.99))
 def test_top_p_keeps_the_fewest_tokens_that_have_that_probability(
     logits: FloatArray, top_p: float
 ) -> None:
-    filtered = filter_logits(torch.from_numpy(logits), Policy(1.0, 0, top_p)).numpy()
+    filtered = filter_logits(torch.from_numpy(logits), SamplingParams(1.0, 0, top_p)).numpy()
     probs = torch.softmax(torch.from_numpy(logits).double(), 0).numpy()
     kept = np.isfinite(filtered)
 
@@ -64,32 +70,38 @@ def test_a_number_selects_the_token_whose_share_it_falls_in(
     assert probs[token] > 0
 
 
-def test_excluded_tokens_are_never_drawn_whatever_the_number() -> None:
+def test_excluded_tokens_are_never_sampled_for_any_number() -> None:
     probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]] * 3)
     numbers = torch.tensor([0.0, 0.5, 1.0 - 2**-53], dtype=torch.float64)
 
     assert invert(probs, numbers).tolist() == [1, 3, 3]
 
 
-def test_drawn_tokens_follow_the_distribution() -> None:
+def test_sampled_tokens_follow_the_distribution() -> None:
     logits = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
     count = 4000
     numbers = [uniform(seed=1, sample=k, position=0) for k in range(count)]
 
-    tokens = draw(logits.repeat(count, 1), [Policy(1.0, 0, 1.0)] * count, numbers)
+    tokens = sample_tokens(logits.repeat(count, 1), [SamplingParams(1.0, 0, 1.0)] * count, numbers)
 
     shares = torch.bincount(tokens, minlength=4).numpy() / count
     np.testing.assert_allclose(shares, [0.5, 0.3, 0.15, 0.05], atol=0.03)
 
 
-def test_a_draw_depends_on_its_own_row_alone() -> None:
+def test_a_sampled_token_depends_only_on_its_own_row() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(6, 50, generator=generator)
-    rows = [Policy(1.0, 0, 1.0), Policy(0.0, 0, 1.0), Policy(0.5, 5, 0.9)] * 2
+    rows = [
+        SamplingParams(1.0, 0, 1.0),
+        SamplingParams(0.0, 0, 1.0),
+        SamplingParams(0.5, 5, 0.9),
+    ] * 2
     numbers = [uniform(7, row, 3) for row in range(6)]
 
-    together = draw(logits, rows, numbers).tolist()
-    alone = [draw(logits[row : row + 1], [rows[row]], [numbers[row]]).item() for row in range(6)]
+    together = sample_tokens(logits, rows, numbers).tolist()
+    alone = [
+        sample_tokens(logits[row : row + 1], [rows[row]], [numbers[row]]).item() for row in range(6)
+    ]
 
     assert together == alone
 
@@ -104,7 +116,7 @@ def test_numbers_are_a_function_of_seed_sample_and_position(
     assert number == uniform(seed, sample, position)
 
 
-def test_no_two_seeds_samples_positions_and_draws_share_a_number() -> None:
+def test_no_two_seeds_samples_positions_and_candidates_share_a_number() -> None:
     numbers = [
         uniform(seed, sample, position, draw)
         for seed in range(8)
@@ -116,7 +128,7 @@ def test_no_two_seeds_samples_positions_and_draws_share_a_number() -> None:
     assert len(set(numbers)) == len(numbers)
 
 
-def test_neighbouring_numbers_have_nothing_in_common() -> None:
+def test_numbers_of_neighbouring_positions_are_independent() -> None:
     numbers = np.array(
         [[uniform(seed, 0, position) for position in range(40)] for seed in range(40)]
     )

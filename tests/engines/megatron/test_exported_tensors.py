@@ -1,4 +1,4 @@
-"""Whole models that leave megatron's module take no memory of its device."""
+"""Exporting full models from megatron-core allocates no device memory."""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
@@ -12,7 +12,7 @@ from tinkercloud_testing.models import save, tiny_qwen3
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def test_matrices_that_are_joined_in_the_module_are_taken_apart_on_the_cpu(tmp_path: Path) -> None:
+def test_merged_matrices_are_split_on_the_cpu(tmp_path: Path) -> None:
     folder = str(save(tiny_qwen3(), tmp_path))
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         assert process.submit(taken_by_gathering, folder).result() == 0

@@ -1,6 +1,6 @@
-"""The megatron trainer's memory: layers computed again, logits a few positions at a time, bfloat16.
+"""The megatron trainer's memory: recomputed layers, chunked logits, bfloat16.
 
-The numbers of such passes are those of others, from less memory.
+These passes give the same numbers with less memory.
 """
 
 import math
@@ -35,17 +35,16 @@ from tinkercloud_testing.ranks import BATCH_TOKENS
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.megatron_trainer import logprobs
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
-from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.training.adam import TrainedModel
 
 pytestmark = [
     pytest.mark.slow,
     # megatron-core warns of its own defaults.
-    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
 ]
 
@@ -92,7 +91,7 @@ def run(trainer: MegatronTrainer) -> tuple[np.ndarray, torch.Tensor, int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_layers_computed_again_give_the_same_gradient_and_keep_little(
+def test_layers_recomputed_give_the_same_gradient_and_keep_little(
     alone: timedelta, tmp_path: Path, name: str
 ) -> None:
     make, lora = CASES[name]
@@ -109,7 +108,7 @@ def test_layers_computed_again_give_the_same_gradient_and_keep_little(
     assert little < kept / 2
 
 
-def test_only_larger_micro_batches_are_computed_again(alone: timedelta, tmp_path: Path) -> None:
+def test_only_larger_micro_batches_are_recomputed(alone: timedelta, tmp_path: Path) -> None:
     keeping = megatron_trainer(str(save(tiny_qwen3(), tmp_path)), 1, 1)
     large = MegatronTrainer(
         keeping._base, max_batch_tokens=BATCH_TOKENS, max_kept_tokens=BATCH_TOKENS
@@ -182,7 +181,7 @@ def test_a_base_in_bfloat16_has_logprobs_and_gradients_of_its_rounding(
     assert (approximate - gradient).norm() <= 0.1 * gradient.norm()
 
 
-def test_a_pass_of_a_whole_model_rounds_it_once_as_planned(
+def test_a_pass_of_a_full_model_rounds_it_once_as_planned(
     alone: timedelta, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = str(save(tiny_qwen3(), tmp_path))
@@ -199,7 +198,7 @@ def test_a_pass_of_a_whole_model_rounds_it_once_as_planned(
         return replaced
 
     def note_head(
-        micro_batch: MicroBatch, output_layer: Callable[[], Unembedding], *arguments: Any
+        micro_batch: MicroBatch, output_layer: Callable[[], LMHead], *arguments: Any
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         rounded.append(output_layer().linear.weight)
         return loss(micro_batch, output_layer, *arguments)

@@ -1,4 +1,4 @@
-"""Adapters side by side: a row's term is its own adapter's, whatever is beside it."""
+"""Several adapters in one product: each row gets only the delta of its own adapter."""
 
 import gc
 
@@ -7,7 +7,7 @@ import torch
 
 from tinkercloud_worker.lora.adapters import Target
 from tinkercloud_worker.lora.segments import ActiveWeights
-from tinkercloud_worker.torch_sampler.lora_slots import AdapterBanks, SlotAssignment
+from tinkercloud_worker.torch_sampler.lora_slots import LoraSlots, SlotAssignment
 
 TARGETS = [
     Target("layers.0.mlp", in_features=6, out_features=5, group="mlp"),
@@ -27,8 +27,8 @@ def an_adapter(seed: int, rank: int, targets: list[Target] = TARGETS) -> ActiveW
     return ActiveWeights(tensors, 32.0 / rank)
 
 
-def terms(weights: ActiveWeights | None, target: Target) -> torch.Tensor:
-    """Return the low-rank terms of all rows."""
+def deltas(weights: ActiveWeights | None, target: Target) -> torch.Tensor:
+    """Return the LoRA deltas of all rows."""
     if weights is None:
         return torch.zeros(len(ROWS), target.out_features)
     assert weights.lora_scale is not None
@@ -36,20 +36,20 @@ def terms(weights: ActiveWeights | None, target: Target) -> torch.Tensor:
     return middle @ weights.tensors[target.b_name].T
 
 
-def check_terms(assignment: SlotAssignment | None, weights: list[ActiveWeights | None]) -> None:
-    """Check that each row's terms are those of its weights alone."""
+def check_deltas(assignment: SlotAssignment | None, weights: list[ActiveWeights | None]) -> None:
+    """Check that each row's delta equals that of its weights alone."""
     assert assignment is not None
-    assert assignment.bank is not None
-    together = assignment.bank.weights(
+    assert assignment.group is not None
+    together = assignment.group.weights(
         torch.tensor(assignment.slots), assignment.used, assignment.scale
     )
     for target in TARGETS[:2]:
-        expected = [terms(each, target)[row] for row, each in enumerate(weights)]
-        torch.testing.assert_close(terms(together, target), torch.stack(expected))
+        expected = [deltas(each, target)[row] for row, each in enumerate(weights)]
+        torch.testing.assert_close(deltas(together, target), torch.stack(expected))
 
 
-def test_each_row_has_the_terms_of_its_own_adapter_whatever_their_ranks() -> None:
-    banks = AdapterBanks(TARGETS, torch.float32)
+def test_each_row_gets_the_delta_of_its_own_adapter_for_any_ranks() -> None:
+    lora_slots = LoraSlots(TARGETS, torch.float32)
     small, large, third = an_adapter(1, rank=2), an_adapter(2, rank=8), an_adapter(3, rank=3)
 
     for weights in (
@@ -59,38 +59,38 @@ def test_each_row_has_the_terms_of_its_own_adapter_whatever_their_ranks() -> Non
         [third] * 4,
         [large, third, third, large],
     ):
-        check_terms(banks.assign(weights), list(weights))
+        check_deltas(lora_slots.assign(weights), list(weights))
 
 
-def test_what_a_slot_held_before_leaves_nothing_behind() -> None:
-    banks = AdapterBanks(TARGETS, torch.float32)
+def test_a_reused_slot_keeps_nothing_of_its_previous_adapter() -> None:
+    lora_slots = LoraSlots(TARGETS, torch.float32)
     large, small = an_adapter(1, rank=8), an_adapter(2, rank=2)
 
-    banks.assign([large] * 4)
+    lora_slots.assign([large] * 4)
 
-    check_terms(banks.assign([small] * 4), [small] * 4)
-    check_terms(banks.assign([small, None, small, None]), [small, None, small, None])
+    check_deltas(lora_slots.assign([small] * 4), [small] * 4)
+    check_deltas(lora_slots.assign([small, None, small, None]), [small, None, small, None])
 
 
 def test_a_step_is_the_same_for_another_version_of_an_adapter() -> None:
-    banks = AdapterBanks(TARGETS, torch.float32)
-    first = banks.assign([an_adapter(1, rank=4)] * 4)
+    lora_slots = LoraSlots(TARGETS, torch.float32)
+    first = lora_slots.assign([an_adapter(1, rank=4)] * 4)
 
-    generation = banks.generation
-    second = banks.assign([an_adapter(2, rank=4)] * 4)
+    generation = lora_slots.generation
+    second = lora_slots.assign([an_adapter(2, rank=4)] * 4)
 
     assert first == second
-    assert banks.generation == generation
+    assert lora_slots.generation == generation
 
 
-def test_an_adapter_that_was_given_up_is_not_taken_for_another_in_its_place() -> None:
-    banks = AdapterBanks(TARGETS, torch.float32)
-    banks.assign([an_adapter(1, rank=4)] * 4)
+def test_a_freed_adapter_is_not_mistaken_for_a_new_one_at_its_address() -> None:
+    lora_slots = LoraSlots(TARGETS, torch.float32)
+    lora_slots.assign([an_adapter(1, rank=4)] * 4)
     gc.collect()
     others = [an_adapter(seed, rank=4) for seed in range(2, 12)]
 
     for other in others:
-        check_terms(banks.assign([other] * 4), [other] * 4)
+        check_deltas(lora_slots.assign([other] * 4), [other] * 4)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_an_adapter_that_was_given_up_is_not_taken_for_another_in_its_place() ->
     ],
     ids=["of other layers", "with values that overflow", "too many", "of the output alone"],
 )
-def test_adapters_that_cannot_be_beside_each_other_get_no_seats(
+def test_adapters_that_cannot_share_a_batch_get_no_slots(
     weights: list[ActiveWeights | None],
 ) -> None:
-    assert AdapterBanks(TARGETS, torch.float32).assign(weights) is None
+    assert LoraSlots(TARGETS, torch.float32).assign(weights) is None

@@ -1,4 +1,4 @@
-"""Models that share a pass of the base: each gets what it would have got alone."""
+"""Models that share a pass of the base get the same results as alone."""
 
 from collections.abc import Sequence
 
@@ -72,7 +72,7 @@ def test_each_model_gets_the_logprobs_loss_and_gradient_that_it_gets_alone(loss_
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
-def test_a_model_whose_weights_have_run_away_takes_no_other_along(
+def test_a_diverged_model_does_not_affect_others_in_its_pass(
     value: float, dtype: torch.dtype
 ) -> None:
     together, alone = a_trainer(dtype=dtype), a_trainer(dtype=dtype)
@@ -105,7 +105,7 @@ def test_a_gradient_that_is_not_finite_stays_with_its_model(dtype: torch.dtype) 
         assert error <= 0.02 * theirs.norm()
 
 
-def test_rows_that_weigh_nothing_leave_every_model_its_own_gradient(
+def test_rows_of_zero_weight_do_not_change_the_gradients_of_other_models(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tinkercloud_worker.torch_trainer.logprobs._LOGITS_BYTES", 4 * 264 * 4)
@@ -131,7 +131,7 @@ def test_small_passes_of_different_models_join() -> None:
     assert trainer.can_batch([first], second)
 
 
-def test_what_is_no_micro_batch_together_does_not_join() -> None:
+def test_passes_that_exceed_a_micro_batch_do_not_join() -> None:
     trainer = a_trainer()
     first, second = a_pass(trainer, "low", [20]), a_pass(trainer, "high", [20, 25])
 
@@ -151,7 +151,7 @@ def test_losses_of_two_kinds_do_not_join() -> None:
     assert not trainer.can_batch([first], a_pass(trainer, "high", [4], "importance_sampling"))
 
 
-def test_whole_models_do_not_join() -> None:
+def test_full_models_do_not_join() -> None:
     trainer = a_trainer()
     trainer.add_model("whole", None)
 

@@ -1,4 +1,4 @@
-"""Whole models over a base in bfloat16: passes are in its dtype, what is trained is float32."""
+"""Full fine-tuning over a bfloat16 base: passes use its dtype, trained weights are float32."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ from tinkercloud_testing.trainers import gradient_of, run
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.model.base_model import BaseModel
-from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TrainerBesideSampler
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler
 
 LENGTHS = [5, 9, 12]
 every_model = pytest.mark.parametrize(
@@ -133,11 +133,11 @@ def test_steps_that_bfloat16_would_round_away_add_up() -> None:
     assert torch.finfo(torch.bfloat16).eps / 4 > 8e-5
 
 
-every_trainer = pytest.mark.parametrize("kind", [TorchTrainer, TrainerBesideSampler])
+every_trainer = pytest.mark.parametrize("kind", [TorchTrainer, TorchTrainerWithSampler])
 
 
 @every_trainer
-def test_a_whole_model_is_published_as_passes_compute_with_it_and_saved_as_it_is_trained(
+def test_a_full_model_is_published_as_passes_compute_with_it_and_saved_as_it_is_trained(
     kind: type[TorchTrainer],
 ) -> None:
     trainer = kind(BaseModel(in_half(tiny_llama()), packed=False), max_batch_tokens=64)
@@ -169,9 +169,7 @@ def test_an_adapter_is_published_in_float32_whatever_the_dtype_of_the_base(
 
 
 @pytest.mark.parametrize("room", [1 << 30, 0], ids=["in memory", "on disk"])
-async def test_what_is_sampled_from_leaves_a_sampler_as_it_lies_there(
-    room: int, tmp_path: Path
-) -> None:
+async def test_a_sampler_exports_its_weights_unchanged(room: int, tmp_path: Path) -> None:
     with an_engine(in_half(tiny_llama()), tmp_path, max_sampler_bytes=room) as engine:
         engine.trainer.add_model("m", None)
         published = engine.trainer.published("m")
@@ -187,7 +185,7 @@ async def test_what_is_sampled_from_leaves_a_sampler_as_it_lies_there(
 
 
 @pytest.mark.parametrize("room", [1 << 30, 0], ids=["in memory", "on disk"])
-async def test_what_is_drawn_is_what_a_base_with_the_same_weights_draws(
+async def test_samples_equal_those_of_a_base_with_the_same_weights(
     room: int, tmp_path: Path
 ) -> None:
     with an_engine(in_half(tiny_llama()), tmp_path, max_sampler_bytes=room) as engine:
@@ -206,9 +204,9 @@ async def test_what_is_drawn_is_what_a_base_with_the_same_weights_draws(
         assert whole.sequences == base.sequences
 
 
-def test_a_base_that_keeps_some_weights_in_float32_is_not_trained_whole(tmp_path: Path) -> None:
+def test_a_base_that_keeps_some_weights_in_float32_is_not_fully_fine_tuned(tmp_path: Path) -> None:
     base = BaseModel.load(str(save(tiny_ernie(), tmp_path)), torch.bfloat16, packed=False)
     trainer = TorchTrainer(base, max_batch_tokens=64)
 
-    with pytest.raises(InvalidRequest, match=r"mlp\.gate\.\S* in torch\.float32; give a rank"):
+    with pytest.raises(InvalidRequest, match=r"mlp\.gate\.\S* in torch\.float32; set a LoRA rank"):
         trainer.add_model("m", None)

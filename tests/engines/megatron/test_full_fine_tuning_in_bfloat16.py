@@ -1,6 +1,6 @@
-"""Whole models over a base in bfloat16: what passes make of it is added up in float32.
+"""Full fine-tuning over a bfloat16 base: gradients accumulate in float32.
 
-Expected are float64 sums of the same bfloat16 factors.
+The expected values are float64 sums of the same bfloat16 factors.
 """
 
 from collections.abc import Mapping
@@ -21,15 +21,14 @@ from tinkercloud_worker.lora.parameters import gradient_of
 from tinkercloud_worker.megatron_trainer import logprobs
 from tinkercloud_worker.megatron_trainer import trainer as megatron
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
-from tinkercloud_worker.megatron_trainer.device import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
+from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
-from tinkercloud_worker.model.lm_head import Unembedding
+from tinkercloud_worker.model.lm_head import LMHead
 
 pytestmark = [
     pytest.mark.slow,
     # megatron-core warns of its own defaults.
-    pytest.mark.filterwarnings("ignore::UserWarning:megatron.*"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),
 ]
 
@@ -58,7 +57,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Compute logits of a few rows at a time, and note hidden states and targets of all."""
     seen: list[Tensor] = []
 
-    def noted(output_layer: Unembedding, hidden: Tensor, targets: Tensor, *rest: Any) -> Tensor:
+    def noted(output_layer: LMHead, hidden: Tensor, targets: Tensor, *rest: Any) -> Tensor:
         seen.extend((hidden.detach(), targets))
         return logprobs.logprobs(output_layer, hidden, targets, *rest)
 
@@ -97,7 +96,7 @@ def test_gradients_of_the_vocabulary_are_sums_over_all_positions_in_float32(
     assert max(errors.values()) <= 3e-3, errors
 
 
-def test_what_a_layer_adds_to_gradients_is_added_before_the_next_layers_is_computed(
+def test_the_gradient_of_a_layer_is_accumulated_before_the_next_layer_is_computed(
     alone: timedelta, tmp_path: Path
 ) -> None:
     trainer = begin(tmp_path, tied=False)

@@ -1,4 +1,5 @@
-"""A base model is what its files say, or it is refused: nothing is made up, nothing dropped."""
+"""Weight files that do not match the configuration are rejected: no weight is invented or
+dropped."""
 
 import re
 from collections.abc import Callable
@@ -74,11 +75,11 @@ FAULTS: list[tuple[str, Fault, str]] = [
     ("llama", lost("lm_head.weight"), r"lm_head\.weight; .*set tie_word_embeddings to true"),
     ("tied qwen3", configured(tie_word_embeddings=False), r"set tie_word_embeddings to true"),
     ("tied qwen3", lost("model.embed_tokens.weight"), r"missing.*model\.embed_tokens\.weight"),
-    ("llama", prefixed("_orig_mod."), r"all names .* begin with '_orig_mod\.'"),
-    ("llama", prefixed("module."), r"all names .* begin with 'module\.'"),
-    ("llama", prefixed("base_model.model."), r"begin with 'base_model\.model\.'"),
-    ("tied qwen3", prefixed("_orig_mod."), r"begin with '_orig_mod\.'"),
-    ("gpt2", prefixed("_orig_mod."), r"begin with '_orig_mod\.'"),
+    ("llama", prefixed("_orig_mod."), r"all names .* start with '_orig_mod\.'"),
+    ("llama", prefixed("module."), r"all names .* start with 'module\.'"),
+    ("llama", prefixed("base_model.model."), r"start with 'base_model\.model\.'"),
+    ("tied qwen3", prefixed("_orig_mod."), r"start with '_orig_mod\.'"),
+    ("gpt2", prefixed("_orig_mod."), r"start with '_orig_mod\.'"),
     ("qwen3 mixture", prefixed("_orig_mod."), r"_orig_mod\."),
     ("llama", configured(num_hidden_layers=3), r"weights of layers \[2\] are missing"),
     ("llama", configured(num_hidden_layers=1), r"is 1, but the files have layers up to 1"),
@@ -100,16 +101,16 @@ FAULTS: list[tuple[str, Fault, str]] = [
     (
         "llama",
         indexed(lambda files: files.update({UP: "model-3.safetensors"})),
-        "not there: model-3",
+        "missing files: model-3",
     ),
-    ("llama", indexed(lambda files: files.update(extra=SHARDS[0])), "none of its files has: extra"),
-    ("llama", indexed(lambda files: files.update({UP: SHARDS[0]})), f"another file .*{UP}"),
-    ("llama", indexed(lambda files: files.clear()), "names no weights"),
+    ("llama", indexed(lambda files: files.update(extra=SHARDS[0])), "in none of its files: extra"),
+    ("llama", indexed(lambda files: files.update({UP: SHARDS[0]})), f"wrong file for: {UP}"),
+    ("llama", indexed(lambda files: files.clear()), "lists no weights"),
     ("llama", twice, "is in two files"),
-    ("llama", stale_single, "next to model.safetensors.index.json"),
-    ("llama", cut_short, "cut short"),
+    ("llama", stale_single, "in addition to model.safetensors.index.json"),
+    ("llama", cut_short, "truncated"),
     ("llama", without_weights, r"neither model\.safetensors nor"),
-    ("llama", a_web_page, "no safetensors file"),
+    ("llama", a_web_page, "not a safetensors file"),
     ("llama", with_an_adapter, "holds an adapter; merge it"),
     ("llama", of_another_type, "has no model_type 'acme'"),
     ("llama", pickled, f"missing in the files: {UP}"),
@@ -125,7 +126,7 @@ FAULTS: list[tuple[str, Fault, str]] = [
     ("qwen3 mixture", lost(expert(2)), re.escape(expert(2))),
     ("qwen3 mixture", lost(expert(3)), r"experts\.down_proj \[3, 32, 24\]"),
     ("qwen3 mixture", weights(renumbered), r"missing in the files: .*experts\.3\."),
-    ("qwen3 mixture", shape(expert(1), lambda w: w[:16]), "of several shapes"),
+    ("qwen3 mixture", shape(expert(1), lambda w: w[:16]), "different shapes"),
     ("qwen3 mixture", configured(num_local_experts=8), r"\[4, .* in the files, \[8, "),
     ("qwen3 mixture", configured(num_local_experts=2), r"\[4, .* in the files, \[2, "),
     ("qwen3 mixture", lost("model.layers.0.mlp.gate.weight"), r"missing.*gate\.weight"),
@@ -146,7 +147,7 @@ FAULTS: list[tuple[str, Fault, str]] = [
 @pytest.mark.parametrize(
     ("model", "fault", "message"), FAULTS, ids=[f"{model}, {why}" for model, _, why in FAULTS]
 )
-def test_files_that_do_not_hold_the_model_are_refused_by_name(
+def test_files_that_do_not_hold_the_model_are_rejected_by_name(
     tmp_path: Path, model: str, fault: Fault, message: str
 ) -> None:
     folder = save(MAKERS[model](), tmp_path)
@@ -158,7 +159,7 @@ def test_files_that_do_not_hold_the_model_are_refused_by_name(
     assert len(str(refused.value)) < 1500
 
 
-def test_a_model_of_which_only_the_description_is_there_is_not_loaded(tmp_path: Path) -> None:
+def test_a_model_without_weight_files_is_not_loaded(tmp_path: Path) -> None:
     folder = save(tiny_llama(), tmp_path)
     without_weights(folder)
 
@@ -171,7 +172,7 @@ FAMILIES = SLOTTED | ONE_BY_ONE | SCALED | VISION_LANGUAGE | {"Llama 4": llama4}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_save_pretrained_writes_is_the_model_in_one_file_or_in_many(
+def test_files_of_save_pretrained_load_whether_single_or_sharded(
     tmp_path: Path, family: str
 ) -> None:
     model = FAMILIES[family]()
@@ -212,9 +213,7 @@ EXPLAINED: dict[str, tuple[str, Fault]] = {
 
 
 @pytest.mark.parametrize("what", EXPLAINED)
-def test_what_the_text_model_does_not_use_or_makes_for_itself_is_no_fault(
-    tmp_path: Path, what: str
-) -> None:
+def test_unused_and_derived_tensors_in_files_are_accepted(tmp_path: Path, what: str) -> None:
     model, change = EXPLAINED[what]
     folder = save(MAKERS[model](), tmp_path)
     change(folder)

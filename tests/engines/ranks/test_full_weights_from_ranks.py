@@ -1,6 +1,6 @@
-"""Whole models that go to engines from where ranks train: to SGLang's own functions, in processes.
+"""Full models sent from training ranks to engines: SGLang's own functions, in processes.
 
-The head asks for that, and has nothing of the models unless it must.
+The session head only coordinates, and does not hold the models unless it must.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ STORE = "ray::WeightStore"
 
 @dataclass(frozen=True)
 class Ranks:
-    """Two ranks that train, and what lies beside the first of them."""
+    """Two training ranks, and the weight store next to the first one."""
 
     trainer: RankedTrainer
     host: RankWeightHost
@@ -138,7 +138,7 @@ async def engines(ranks: Ranks, folder: Path, **way: Any) -> AsyncIterator[Engin
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-async def test_what_ranks_publish_goes_to_an_engine_from_there_and_is_never_at_the_head(
+async def test_published_weights_go_from_ranks_to_an_engine_without_the_head(
     ranks: Ranks, tmp_path: Path, way: dict[str, str]
 ) -> None:
     async with engines(ranks, tmp_path, **way) as engine:
@@ -164,7 +164,7 @@ def a_llama_in_half() -> PreTrainedModel:
     return in_dtype(tiny_llama(), torch.bfloat16)
 
 
-async def test_what_lies_beside_ranks_is_of_the_dtype_that_they_compute_in(
+async def test_stored_weights_of_ranks_have_the_compute_dtype(
     model_folder: Path, tmp_path: Path
 ) -> None:
     host = RankWeightHost(WeightStoreConfig(tmp_path, 1 << 30, model_folder, MODEL))
@@ -182,7 +182,7 @@ async def test_what_lies_beside_ranks_is_of_the_dtype_that_they_compute_in(
     trainer.close()
 
 
-async def test_an_engine_that_refuses_gets_it_by_way_of_the_head(
+async def test_an_engine_that_rejects_weights_from_ranks_gets_them_through_the_head(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     async with engines(ranks, tmp_path, process_group="gloo") as engine:
@@ -204,7 +204,7 @@ async def test_an_engine_that_refuses_gets_it_by_way_of_the_head(
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-async def test_what_came_to_the_head_goes_the_same_way_and_is_not_left_with_the_ranks(
+async def test_weights_fetched_by_the_head_are_removed_from_the_ranks(
     ranks: Ranks, tmp_path: Path, way: dict[str, str]
 ) -> None:
     """As what another head had published, and checkpoints that are sampled from."""
@@ -236,7 +236,7 @@ async def test_engines_that_are_sent_the_heads_model_at_once_have_a_copy_each(
     await asyncio.to_thread(wait_until, lambda: ranks.kept() == [], "nothing is left there")
 
 
-async def test_what_an_engine_draws_from_can_be_exported(ranks: Ranks, tmp_path: Path) -> None:
+async def test_the_weights_of_an_engine_can_be_exported(ranks: Ranks, tmp_path: Path) -> None:
     async with engines(ranks, tmp_path, process_group="gloo") as engine:
         await engine.publish(ranks, "sharp", 3.0)
 
@@ -266,7 +266,7 @@ async def test_a_process_that_ended_between_two_models_is_replaced(
         assert engine.theirs.called(WHOLE) == []
 
 
-async def test_adapters_come_to_the_head_as_ever(ranks: Ranks) -> None:
+async def test_adapters_still_go_through_the_head(ranks: Ranks) -> None:
 
     await asyncio.to_thread(ranks.trainer.add_model, "adapter", LoraConfig(rank=4))
 
@@ -276,7 +276,7 @@ async def test_adapters_come_to_the_head_as_ever(ranks: Ranks) -> None:
     assert weights.lora is not None
 
 
-async def test_without_room_for_it_a_model_comes_to_the_head(
+async def test_a_model_that_does_not_fit_on_ranks_goes_to_the_head(
     model_folder: Path, ranks: Ranks, tmp_path: Path
 ) -> None:
     group = ranks.trainer._group
@@ -296,7 +296,7 @@ async def test_without_room_for_it_a_model_comes_to_the_head(
     tight.close()
 
 
-async def test_when_ranks_are_lost_their_models_are_and_the_next_go_from_the_next_ranks(
+async def test_lost_ranks_lose_their_published_models_and_new_ranks_publish_again(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     async with engines(ranks, tmp_path, process_group="gloo") as engine:
@@ -314,7 +314,7 @@ async def test_when_ranks_are_lost_their_models_are_and_the_next_go_from_the_nex
         await assert_sampled(engine.ours, engine.sampler, "flat")
 
 
-async def test_ranks_that_are_replaced_in_the_middle_of_a_model_close_no_way(
+async def test_replacing_ranks_during_a_transfer_disables_no_transfer_path(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     async with engines(ranks, tmp_path, process_group="gloo") as engine:

@@ -1,4 +1,4 @@
-"""Dividing a batch over replicas, and ranks over nodes."""
+"""Splitting a batch over replicas, and placing ranks on nodes."""
 
 from itertools import groupby
 

@@ -1,4 +1,5 @@
-"""One product for all experts of a layer: as each by itself, whoever has no rows."""
+"""One product for all experts of a layer equals separate products, even for experts without
+rows."""
 
 from typing import Any
 
@@ -93,7 +94,7 @@ def test_experts_without_rows_have_no_gradient_whatever_is_in_its_memory(
 
 @pytest.mark.usefixtures("unwritten")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_whole_mixture_whose_experts_see_no_token_has_no_gradient_of_them(
+def test_a_fully_fine_tuned_mixture_whose_experts_see_no_token_has_no_gradient_of_them(
     dtype: torch.dtype,
 ) -> None:
     trainer = TorchTrainer(

@@ -1,4 +1,4 @@
-"""All ranks have loaded one base model, and so has the head."""
+"""All ranks and the session head must load the same base model."""
 
 from functools import partial
 from pathlib import Path

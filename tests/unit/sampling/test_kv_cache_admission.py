@@ -1,4 +1,4 @@
-"""Who may be read and drawn: as much as there is room for, and nobody waits for ever."""
+"""Admission to the KV cache: within the memory budget, and without starvation."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -13,10 +13,10 @@ from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.recording import Operations
 from tinkercloud_worker.engine.sampler import SamplingRequest, StopRules
 from tinkercloud_worker.torch_sampler.cache import KvShape, LayerKeyValues, SlotCache
-from tinkercloud_worker.torch_sampler.graphs import Recorder
+from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
 
 NEVER = StopRules(frozenset(), ())
-RECORDERS: dict[str, Callable[[], Recorder | None]] = {
+GRAPH_CAPTURERS: dict[str, Callable[[], GraphCapturer | None]] = {
     "computed": lambda: None,
     "recorded": Operations,
 }
@@ -62,7 +62,9 @@ class Watched:
     def _look(self) -> None:
         sampler = self.engine.sampler
         slots = sum(batch._cache.shape.tokens for batch in sampler._batches.values())
-        prompts = sum(job.read for job in sampler._jobs if job.key_values or job.cache is not None)
+        prompts = sum(
+            job.prefilled for job in sampler._jobs if job.key_values or job.cache is not None
+        )
         self.most_slots = max(self.most_slots, slots)
         self.most_prompts = max(self.most_prompts, prompts)
 
@@ -71,14 +73,14 @@ async def watched(
     folder: Path, config: SamplerConfig, requests: Sequence[SamplingRequest], kind: str
 ) -> tuple[Watched, list[list[list[int]]]]:
     """Sample from a base model; return what was seen of it and the tokens."""
-    with an_engine(tiny_llama(), folder, config, recorder=RECORDERS[kind]()) as engine:
+    with an_engine(tiny_llama(), folder, config, graph_capturer=GRAPH_CAPTURERS[kind]()) as engine:
         await engine.sampler.publish("base", None)
         seen = Watched(engine)
         return seen, await seen.sample(requests)
 
 
-@pytest.mark.parametrize("kind", RECORDERS)
-async def test_prompts_are_read_only_as_long_as_what_waits_has_room(
+@pytest.mark.parametrize("kind", GRAPH_CAPTURERS)
+async def test_prompts_are_prefilled_only_while_waiting_prompts_fit(
     kind: str, tmp_path: Path
 ) -> None:
     requests = [a_request(60, 20, seed) for seed in range(40)]
@@ -93,7 +95,7 @@ async def test_prompts_are_read_only_as_long_as_what_waits_has_room(
     assert seen.most_slots <= 1200
 
 
-async def test_a_prompt_longer_than_what_is_kept_for_those_that_wait_takes_room_of_sequences(
+async def test_a_prompt_longer_than_the_waiting_budget_uses_memory_of_sequences(
     tmp_path: Path,
 ) -> None:
     requests = [a_request(5, 60), a_request(300, 20), a_request(5, 60), a_request(390, 10)]
@@ -106,7 +108,7 @@ async def test_a_prompt_longer_than_what_is_kept_for_those_that_wait_takes_room_
     assert seen.ended == [0, 1, 2, 3]
 
 
-async def test_a_prompt_that_is_half_read_is_read_on_though_an_earlier_one_finds_no_room(
+async def test_a_partially_prefilled_prompt_continues_while_an_earlier_one_waits_for_memory(
     tmp_path: Path,
 ) -> None:
     # The second begins like the first, and waits for it while the third begins to be read.
@@ -119,8 +121,8 @@ async def test_a_prompt_that_is_half_read_is_read_on_though_an_earlier_one_finds
     assert seen.most_prompts <= 660
 
 
-@pytest.mark.parametrize("kind", RECORDERS)
-async def test_slots_take_no_more_room_than_there_is_whatever_joins_and_leaves(
+@pytest.mark.parametrize("kind", GRAPH_CAPTURERS)
+async def test_slots_never_exceed_the_budget_as_sequences_join_and_leave(
     kind: str, tmp_path: Path
 ) -> None:
     # Many short ones make many slots; one that is left of them is there when long ones join.
@@ -138,7 +140,7 @@ async def test_slots_take_no_more_room_than_there_is_whatever_joins_and_leaves(
     assert drawn == alone
 
 
-async def test_a_long_request_is_not_overtaken_for_as_long_as_short_ones_come(
+async def test_short_requests_do_not_starve_a_long_one(
     tmp_path: Path,
 ) -> None:
     requests = [a_request(3, 10 + seed, seed) for seed in range(40)]
@@ -157,7 +159,7 @@ async def test_samples_of_one_request_join_before_those_of_later_ones(tmp_path: 
     assert seen.ended == [0, 1, 2]
 
 
-async def test_a_request_that_draws_one_token_waits_for_no_slot(tmp_path: Path) -> None:
+async def test_a_request_for_one_token_needs_no_slot(tmp_path: Path) -> None:
     requests = [a_request(3, 300, 0), a_request(90, 1, 1), a_request(3, 300, 2)]
 
     seen, _ = await watched(tmp_path, SamplerConfig(max_cached_tokens=400), requests, "computed")
@@ -165,7 +167,7 @@ async def test_a_request_that_draws_one_token_waits_for_no_slot(tmp_path: Path) 
     assert seen.ended == [1, 0, 2]
 
 
-def test_slots_that_grow_keep_what_they_hold_and_give_up_what_nobody_has() -> None:
+def test_growing_slots_keep_their_contents_and_drop_unused_memory() -> None:
     cache = SlotCache(1)
 
     def a_part(number: int, length: int) -> tuple[LayerKeyValues, ...]:
@@ -187,7 +189,7 @@ def test_slots_that_grow_keep_what_they_hold_and_give_up_what_nobody_has() -> No
     assert keys[1, 0, :8, 0].tolist() == [1.0] * 8
 
 
-def test_room_grows_by_doubling_until_there_is_no_more() -> None:
+def test_slots_grow_by_doubling_up_to_the_budget() -> None:
     shape = KvShape(2, 16)
 
     assert shape.grown(2, 16, 0) == shape
