@@ -54,7 +54,7 @@ def alone(bench: Bench) -> Iterator[Device]:
     """
     kind = bench.device.type
     if kind not in _BACKENDS:
-        raise Skipped(f"megatron-core supports {' or '.join(_BACKENDS)}, not {kind}")
+        raise Skipped(f"megatron-core runs on {' or '.join(_BACKENDS)}, not on {kind}")
     dist.init_process_group(_BACKENDS[kind], store=HashStore(), rank=0, world_size=1)
     try:
         yield device_of(kind)
