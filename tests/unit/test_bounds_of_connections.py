@@ -8,7 +8,7 @@ import pytest
 import uvicorn
 
 from tinkercloud_api import connections
-from tinkercloud_api.http import Receive, Scope, Send, answer
+from tinkercloud_api.http import Receive, Scope, Send, respond
 from tinkercloud_testing.waiting import wait_until
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -17,13 +17,13 @@ FINE = BEGIN + b"\r\n"
 
 
 async def answers_at_once(_scope: Scope, _receive: Receive, send: Send) -> None:
-    await answer(send, b'"fine"')
+    await respond(send, b'"fine"')
 
 
 async def reads_first(_scope: Scope, receive: Receive, send: Send) -> None:
     while (message := await receive()).get("more_body"):
         pass
-    await answer(send, b'"%s"' % message["type"].encode())
+    await respond(send, b'"%s"' % message["type"].encode())
 
 
 @asynccontextmanager

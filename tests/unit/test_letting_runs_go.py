@@ -15,8 +15,8 @@ from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import SamplingSession, Session, TrainingRun
 from tinkercloud_api.checkpoints import Checkpoints, open_store
-from tinkercloud_api.providers.base import HeadRoute, Placement
-from tinkercloud_api.router import Router
+from tinkercloud_api.head_locator import HeadLocator
+from tinkercloud_api.providers.base import HeadEndpoint, Placement
 from tinkercloud_api.training_runs import TrainingRuns
 from tinkercloud_protocol.errors import StateLost, Unavailable
 from tinkercloud_protocol.launch import ModelSpec
@@ -37,7 +37,7 @@ class Cluster(OneHead):
         self.away: set[str] = set()
         """Runs whose release fails."""
 
-    async def acquire(self, placement: Placement) -> HeadRoute:
+    async def acquire(self, placement: Placement) -> HeadEndpoint:
         self.is_asked.set()
         await self.is_loaded.wait()
         return await super().acquire(placement)
@@ -83,7 +83,7 @@ class World:
     head: HeadStub
     client: aiohttp.ClientSession
     checkpoints: Checkpoints
-    router: Router = field(init=False)
+    locator: HeadLocator = field(init=False)
     runs: TrainingRuns = field(init=False)
 
     def __post_init__(self) -> None:
@@ -91,8 +91,8 @@ class World:
 
     def restart(self) -> None:
         """Go on with another server, which knows what is in the catalog."""
-        self.router = Router(self.catalog, self.checkpoints, self.provider, self.client)
-        self.runs = TrainingRuns(self.catalog, self.provider, self.checkpoints, self.router)
+        self.locator = HeadLocator(self.catalog, self.checkpoints, self.provider, self.client)
+        self.runs = TrainingRuns(self.catalog, self.provider, self.checkpoints, self.locator)
 
     async def begin(self, index: int) -> str:
         row = TrainingRun(
@@ -124,7 +124,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = runner.addresses[0][1]
-    provider.route = HeadRoute(f"http://127.0.0.1:{port}", "token", "g1")
+    provider.endpoint = HeadEndpoint(f"http://127.0.0.1:{port}", "token", "g1")
     checkpoints = Checkpoints(catalog, open_store((tmp_path / "store").as_uri()))
     async with aiohttp.ClientSession() as client:
         yield World(catalog, provider, head, client, checkpoints)
@@ -135,13 +135,13 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 async def test_a_run_whose_session_ends_while_its_head_loads_leaves_nothing_in_the_head(
     world: World,
 ) -> None:
-    run_id, route = await world.begin(0), world.provider.route
-    world.provider.route = None
-    waiting = asyncio.create_task(world.router.head_of_run(run_id))
+    run_id, endpoint = await world.begin(0), world.provider.endpoint
+    world.provider.endpoint = None
+    waiting = asyncio.create_task(world.locator.head_of_run(run_id))
     await world.provider.is_asked.wait()
 
     await world.runs.finish_session("s", "interrupted", None)
-    world.provider.route = route
+    world.provider.endpoint = endpoint
     world.provider.is_loaded.set()
 
     with pytest.raises(StateLost, match="was deleted"):
@@ -160,11 +160,11 @@ async def test_what_could_not_be_released_at_the_end_of_a_session_is_released_la
 
     await world.runs.finish_session("s", "success", None)
     assert world.provider.held == run_ids[:1]
-    await world.router.release_leftovers(datetime.now(UTC))
+    await world.locator.release_leftovers(datetime.now(UTC))
     assert world.provider.held == run_ids[:1]
     world.provider.away.clear()
     world.restart()
-    await world.router.release_leftovers(datetime.now(UTC))
+    await world.locator.release_leftovers(datetime.now(UTC))
 
     assert world.provider.held == []
 
@@ -174,7 +174,7 @@ async def test_one_run_that_can_not_be_released_keeps_no_other(world: World) -> 
     await world.catalog.finish_session("s", "success", None)
     world.provider.away = {run_ids[0]}
 
-    await world.router.release_leftovers(datetime.now(UTC))
+    await world.locator.release_leftovers(datetime.now(UTC))
 
     assert world.provider.held == run_ids[:1]
 
@@ -183,21 +183,21 @@ async def test_another_server_releases_what_the_one_that_ended_the_session_could
     world: World,
 ) -> None:
     run_id = await world.begin(0)
-    await world.router.authorize_run(run_id, ME)
+    await world.locator.authorize_run(run_id, ME)
     await world.catalog.finish_session("s", "success", None)
 
-    await world.router.release_leftovers(datetime.now(UTC))
+    await world.locator.release_leftovers(datetime.now(UTC))
 
     assert world.provider.held == []
     with pytest.raises(StateLost):
-        await world.router.head_of_run(run_id)
+        await world.locator.head_of_run(run_id)
 
 
 async def test_a_run_that_is_begun_as_its_session_ends_is_released_too(world: World) -> None:
     await world.runs.finish_session("s", "success", None)
     await world.begin(0)
 
-    await world.router.release_leftovers(datetime.now(UTC))
+    await world.locator.release_leftovers(datetime.now(UTC))
 
     assert world.provider.held == []
 
@@ -205,11 +205,11 @@ async def test_a_run_that_is_begun_as_its_session_ends_is_released_too(world: Wo
 async def test_a_head_that_was_not_told_of_a_deletion_is_told_again(world: World) -> None:
     run_id = await world.begin(0)
     world.head.models = {run_id}
-    route, world.provider.route = world.provider.route, None
+    endpoint, world.provider.endpoint = world.provider.endpoint, None
     await world.runs.finish_session("s", "success", None)
-    world.provider.route = route
+    world.provider.endpoint = endpoint
 
-    await world.router.release_leftovers(datetime.now(UTC) + timedelta(days=1))
+    await world.locator.release_leftovers(datetime.now(UTC) + timedelta(days=1))
 
     assert world.head.models == set()
     assert await world.catalog.runs_to_sweep(datetime.now(UTC) + timedelta(days=1)) == []
@@ -252,9 +252,9 @@ async def test_a_head_that_fails_is_not_told_of_every_run(world: World) -> None:
 
     await world.runs.finish_session("s", "success", None)
     assert len(world.head.released) == 1
-    await world.router.release_leftovers(datetime.now(UTC) + timedelta(days=1))
+    await world.locator.release_leftovers(datetime.now(UTC) + timedelta(days=1))
     assert len(world.head.released) == 2
 
     world.head.is_silent = False
-    await world.router.release_leftovers(datetime.now(UTC) + timedelta(days=1))
+    await world.locator.release_leftovers(datetime.now(UTC) + timedelta(days=1))
     assert set(world.head.released) >= {f"s:train:{index}" for index in range(20)}

@@ -14,7 +14,7 @@ from tinkercloud_api import errors
 from tinkercloud_api.app import running_context
 from tinkercloud_api.catalog.tables import Session, TrainingRun
 from tinkercloud_api.context import Context
-from tinkercloud_api.providers.base import HeadRoute
+from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_api.routes import runs
 from tinkercloud_api.routes.hot import HotPaths
 from tinkercloud_api.settings import Settings
@@ -31,7 +31,7 @@ RUN = "s:train:0"
 async def server(tmp_path: Path) -> AsyncIterator[Context]:
     """A server whose head is gone; its run may have been suspended."""
     provider = OneHead()
-    provider.route = HeadRoute(f"http://127.0.0.1:{free_port()}", "token", "g2")
+    provider.endpoint = HeadEndpoint(f"http://127.0.0.1:{free_port()}", "token", "g2")
     settings = Settings(state_dir=tmp_path, bootstrap_key=KEY)
     async with running_context(settings, provider) as context:
         session = Session(id="s", owner="bootstrap", sdk_version="1", tags=[], user_metadata={})

@@ -13,8 +13,8 @@ from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Session, TrainingRun, now
 from tinkercloud_api.checkpoints import Checkpoints
-from tinkercloud_api.providers.base import HeadRoute
-from tinkercloud_api.router import Router
+from tinkercloud_api.head_locator import HeadLocator
+from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_api.shared_heads import SharedHeads
 from tinkercloud_api.training_runs import TrainingRuns
 from tinkercloud_protocol.errors import StateLost
@@ -65,7 +65,7 @@ class World:
 async def listen(server: SharedHeads, begin: datetime, end: datetime) -> None:
     """Do a server's rounds from one moment to another."""
     while begin <= end:
-        await server.suspend_silent(begin)
+        await server.suspend_inactive(begin)
         begin += PERIOD
 
 
@@ -92,7 +92,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
         async with served(app) as url, aiohttp.ClientSession() as client:
             await lifecycle.wait_until_ready()
             provider = OneHead()
-            provider.route = HeadRoute(url, TOKEN, "g1")
+            provider.endpoint = HeadEndpoint(url, TOKEN, "g1")
             for name in ("a", "b"):
                 await begin(catalog, lifecycle, name)
             yield World(catalog, Activity(catalog), lifecycle, client, provider)
@@ -178,7 +178,7 @@ async def test_a_machine_that_slept_does_not_take_its_clients_for_silent(world: 
 
 async def test_a_head_that_does_not_answer_keeps_no_other_duty(world: World) -> None:
     start, server = now(), world.server()
-    world.provider.route = HeadRoute("http://127.0.0.1:9", TOKEN, "g0")
+    world.provider.endpoint = HeadEndpoint("http://127.0.0.1:9", TOKEN, "g0")
 
     await listen(server, start, start + SILENCE + PERIOD)
 
@@ -207,12 +207,12 @@ async def test_sessions_without_a_sign_of_their_clients_expire_after_days(world:
 
 async def test_a_run_whose_session_expired_says_so(world: World, tmp_path: Path) -> None:
     checkpoints = Checkpoints(world.catalog, open_store((tmp_path / "store").as_uri()))
-    router = Router(world.catalog, checkpoints, world.provider, world.client)
-    runs = TrainingRuns(world.catalog, world.provider, checkpoints, router)
+    locator = HeadLocator(world.catalog, checkpoints, world.provider, world.client)
+    runs = TrainingRuns(world.catalog, world.provider, checkpoints, locator)
     await age(world.catalog, "a", timedelta(days=91))
 
     await runs.expire_sessions(now(), days=90)
 
     with pytest.raises(StateLost, match=r"no sign of its client for 90 days \(session_expiry_days"):
-        await router.head_of_run("a:train:0")
+        await locator.head_of_run("a:train:0")
     assert set(await world.server().models()) == {"b:train:0"}

@@ -14,8 +14,8 @@ from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Session, TrainingRun
 from tinkercloud_api.checkpoints import Checkpoints, open_store
-from tinkercloud_api.providers.base import HeadRoute, Placement, Waiting
-from tinkercloud_api.router import Router
+from tinkercloud_api.head_locator import HeadLocator
+from tinkercloud_api.providers.base import HeadEndpoint, Pending, Placement
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import StateLost
 from tinkercloud_protocol.hyperparameters import LoraConfig
@@ -53,26 +53,26 @@ class World:
     provider: OneHead
     client: aiohttp.ClientSession
 
-    def server(self) -> Router:
+    def server(self) -> HeadLocator:
         """Return the router of one more API server."""
-        return Router(self.catalog, self.checkpoints, self.provider, self.client)
+        return HeadLocator(self.catalog, self.checkpoints, self.provider, self.client)
 
-    async def call(self, route: HeadRoute, path: str, token: str = TOKEN) -> bytes:
+    async def call(self, endpoint: HeadEndpoint, path: str, token: str = TOKEN) -> bytes:
         headers = {routes.HEAD_TOKEN_HEADER: token}
-        async with self.client.post(route.url + path, headers=headers) as response:
+        async with self.client.post(endpoint.url + path, headers=headers) as response:
             assert response.status == 200, response.status
             return await response.read()
 
-    async def wait_until_created(self, route: HeadRoute) -> None:
+    async def wait_until_created(self, endpoint: HeadEndpoint) -> None:
         """Wait until the run exists in its head."""
         headers = {routes.HEAD_TOKEN_HEADER: TOKEN, routes.TARGET_HEADER: RUN}
         request = {"request_id": f"{RUN}:0"}
-        url = route.url + routes.RETRIEVE_FUTURE
+        url = endpoint.url + routes.RETRIEVE_FUTURE
         async with self.client.post(url, json=request, headers=headers) as response:
             assert response.status == 200
 
     @asynccontextmanager
-    async def head(self, generation: str) -> AsyncIterator[HeadRoute]:
+    async def head(self, generation: str) -> AsyncIterator[HeadEndpoint]:
         """Serve a head, and make it the one that the provider finds."""
         config = HeadConfig(
             head="h",
@@ -97,8 +97,8 @@ class World:
                 headers = {routes.HEAD_TOKEN_HEADER: TOKEN}
                 async with self.client.get(ready, headers=headers) as response:
                     assert response.status == 200
-                route = self.provider.route = HeadRoute(url, TOKEN, generation)
-                yield route
+                endpoint = self.provider.endpoint = HeadEndpoint(url, TOKEN, generation)
+                yield endpoint
 
 
 @pytest.fixture
@@ -133,12 +133,12 @@ async def generation_of_run(world: World) -> str | None:
 async def test_a_suspended_run_goes_on_in_the_next_head(world: World) -> None:
     server = world.server()
     async with world.head("g1") as first, world.head("g2") as second:
-        world.provider.route = first
+        world.provider.endpoint = first
         assert await server.head_of_run(RUN) == first
         status = HeadStatus.model_validate_json(await world.call(first, routes.HEAD_SUSPEND))
         assert status.suspended
 
-        world.provider.route = second
+        world.provider.endpoint = second
         found = await asyncio.gather(*[server.head_of_run(RUN) for _ in range(5)])
 
         assert found == [second] * 5
@@ -157,10 +157,10 @@ async def test_a_server_that_died_before_it_wrote_the_catalog_is_repaired_by_the
     world: World,
 ) -> None:
     async with world.head("g1") as first, world.head("g2") as second:
-        world.provider.route = first
+        world.provider.endpoint = first
         await world.server().head_of_run(RUN)
         await world.call(first, routes.HEAD_SUSPEND)
-        world.provider.route = second
+        world.provider.endpoint = second
         spec = SPEC.model_copy(update={"resume_generation": "g1"}).model_dump_json()
         headers = {routes.HEAD_TOKEN_HEADER: TOKEN}
         url = f"{second.url}{routes.HEAD_MODELS}/{RUN}"
@@ -175,15 +175,15 @@ async def test_a_server_that_died_before_it_wrote_the_catalog_is_repaired_by_the
 async def test_a_server_that_has_missed_a_resumption_does_not_undo_it(world: World) -> None:
     one, other = world.server(), world.server()
     async with world.head("g1") as first, world.head("g2") as second, world.head("g3") as third:
-        world.provider.route = first
+        world.provider.endpoint = first
         await one.head_of_run(RUN)
         await other.head_of_run(RUN)
         await world.call(first, routes.HEAD_SUSPEND)
-        world.provider.route = second
+        world.provider.endpoint = second
         await other.head_of_run(RUN)
 
         assert await one.head_of_run(RUN) == second
-        world.provider.route = third
+        world.provider.endpoint = third
         with pytest.raises(StateLost, match="has stopped"):
             await one.head_of_run(RUN)
         with pytest.raises(StateLost, match="has stopped"):
@@ -205,13 +205,13 @@ async def test_a_head_that_vanishes_loses_the_run_up_to_a_checkpoint_nobody_aske
 ) -> None:
     server = world.server()
     async with world.head("g1") as first, world.head("g2") as second:
-        world.provider.route = first
+        world.provider.endpoint = first
         await server.head_of_run(RUN)
         await world.wait_until_created(first)
         saved = Saved.model_validate_json(await world.call(first, routes.HEAD_CHECKPOINT))
         (path,) = saved.checkpoints
 
-        world.provider.route = second
+        world.provider.endpoint = second
 
         with pytest.raises(StateLost) as raised:
             await server.head_of_run(RUN)
@@ -247,7 +247,7 @@ async def test_what_a_head_suspends_after_the_deletion_of_its_run_is_swept_up_in
         await server.head_of_run(RUN)
         await world.catalog.finish_session("s", "success", None)
         await world.call(first, routes.HEAD_SUSPEND)
-    world.provider.route = None
+    world.provider.endpoint = None
     now = datetime.now(UTC)
 
     await server.release_leftovers(now)
@@ -266,19 +266,19 @@ async def test_runs_that_wait_for_a_head_are_counted_by_what_their_clients_are_t
             super().__init__()
             self.asked = asyncio.Event()
 
-        async def acquire(self, _placement: Placement) -> HeadRoute:
+        async def acquire(self, _placement: Placement) -> HeadEndpoint:
             self.asked.set()
             await asyncio.Event().wait()
             raise AssertionError
 
-        def waiting(self, _placement: Placement) -> Waiting:
-            return Waiting("paused_capacity", "no node is free")
+        def waiting(self, _placement: Placement) -> Pending:
+            return Pending("paused_capacity", "no node is free")
 
     provider = world.provider = Slow()
     server = world.server()
     assert not server.waiting()
 
-    server.begin_run(RUN)
+    server.start_placing(RUN)
     await provider.asked.wait()
 
     assert server.waiting() == {"paused_capacity": 1}

@@ -14,8 +14,8 @@ from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import SamplingSession, Session
 from tinkercloud_api.checkpoints import Checkpoints, open_store
-from tinkercloud_api.providers.base import HeadRoute
-from tinkercloud_api.router import Router
+from tinkercloud_api.head_locator import HeadLocator
+from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_protocol.launch import SamplerSpec
 from tinkercloud_testing.providers import OneHead
 
@@ -44,7 +44,7 @@ def head() -> Head:
 
 
 @pytest.fixture
-async def router(tmp_path: Path, head: Head) -> AsyncIterator[Router]:
+async def locator(tmp_path: Path, head: Head) -> AsyncIterator[HeadLocator]:
     """A router that knows a session of the base model, and two of checkpoints."""
     engine = open_database(f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}")
     await migrate(engine)
@@ -63,19 +63,19 @@ async def router(tmp_path: Path, head: Head) -> AsyncIterator[Router]:
     runner = web.AppRunner(served)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    provider.route = HeadRoute(f"http://127.0.0.1:{runner.addresses[0][1]}", "token", "g1")
+    provider.endpoint = HeadEndpoint(f"http://127.0.0.1:{runner.addresses[0][1]}", "token", "g1")
     checkpoints = Checkpoints(catalog, open_store((tmp_path / "store").as_uri()))
     async with aiohttp.ClientSession() as client:
-        yield Router(catalog, checkpoints, provider, client)
+        yield HeadLocator(catalog, checkpoints, provider, client)
     await runner.cleanup()
     await engine.dispose()
 
 
 async def test_a_head_is_told_which_checkpoint_of_a_path_is_meant(
-    router: Router, head: Head
+    locator: HeadLocator, head: Head
 ) -> None:
     for index in range(3):
-        await router.head_of_sampler(f"s:sample:{index}")
+        await locator.head_of_sampler(f"s:sample:{index}")
 
     assert head.told == [
         SamplerSpec(owner="me"),
@@ -84,10 +84,12 @@ async def test_a_head_is_told_which_checkpoint_of_a_path_is_meant(
     ]
 
 
-async def test_heads_of_releases_before_are_told_what_they_know(router: Router, head: Head) -> None:
+async def test_heads_of_releases_before_are_told_what_they_know(
+    locator: HeadLocator, head: Head
+) -> None:
     head.fields.remove("owner")
     for index in range(3):
-        await router.head_of_sampler(f"s:sample:{index}")
+        await locator.head_of_sampler(f"s:sample:{index}")
     told = [
         SamplerSpec(),
         SamplerSpec(model_path=PATH, saved_at=SAVED_AT),
@@ -97,11 +99,11 @@ async def test_heads_of_releases_before_are_told_what_they_know(router: Router, 
 
 
 async def test_a_head_that_knows_the_path_alone_is_told_the_path(
-    router: Router, head: Head
+    locator: HeadLocator, head: Head
 ) -> None:
     head.fields -= {"owner", "saved_at"}
 
     for index in range(3):
-        await router.head_of_sampler(f"s:sample:{index}")
+        await locator.head_of_sampler(f"s:sample:{index}")
 
     assert head.told == [SamplerSpec(), *[SamplerSpec(model_path=PATH)] * 2]

@@ -26,13 +26,14 @@ from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.checkpoints import Checkpoints, open_store
 from tinkercloud_api.context import Context
 from tinkercloud_api.head_client import open_session
+from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.http import Receive, Scope, Send
-from tinkercloud_api.limits import BodyLimit
-from tinkercloud_api.measuring import Measured, metrics_server
+from tinkercloud_api.limits import BodyLimitMiddleware
+from tinkercloud_api.long_polls import LongPolls
+from tinkercloud_api.measuring import MetricsMiddleware, metrics_server
 from tinkercloud_api.openapi import describe
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.proxy import Proxy
-from tinkercloud_api.router import Router
 from tinkercloud_api.routes import (
     health,
     hot,
@@ -47,7 +48,6 @@ from tinkercloud_api.routes import (
 from tinkercloud_api.settings import Settings
 from tinkercloud_api.shared_heads import SharedHeads
 from tinkercloud_api.training_runs import TrainingRuns
-from tinkercloud_api.waiters import Waiters
 from tinkercloud_protocol.futures import QueueState
 
 log = structlog.get_logger(__name__)
@@ -73,9 +73,11 @@ class Application:
         api.openapi = partial(describe, api)  # type: ignore[method-assign]  # as FastAPI says to
         for module in (sessions, usage, models, unloading, runs, keys, health, hub):
             api.include_router(module.router)
-        api.add_middleware(BodyLimit, max_bytes=JSON_BODY_BYTES)
+        api.add_middleware(BodyLimitMiddleware, max_bytes=JSON_BODY_BYTES)
         errors.install(api)
-        self._asgi = Measured(hot.HotPaths(api, self._running, api.routes), hot.HANDLERS.keys())
+        self._asgi = MetricsMiddleware(
+            hot.HotPaths(api, self._running, api.routes), hot.HANDLERS.keys()
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event (the ASGI entry point)."""
@@ -106,7 +108,7 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
     await register_bootstrap_key(catalog, settings)
     session = open_session()
     checkpoints = Checkpoints(catalog, open_store(settings.checkpoint_url))
-    router = Router(catalog, checkpoints, provider, session)
+    locator = HeadLocator(catalog, checkpoints, provider, session)
     activity = Activity(catalog)
     context = Context(
         settings=settings,
@@ -114,8 +116,8 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
         authenticator=Authenticator(catalog, activity.use_key),
         provider=provider,
         checkpoints=checkpoints,
-        router=router,
-        training_runs=TrainingRuns(catalog, provider, checkpoints, router),
+        locator=locator,
+        training_runs=TrainingRuns(catalog, provider, checkpoints, locator),
         proxy=Proxy(session),
         activity=activity,
         shared_heads=SharedHeads(
@@ -124,12 +126,12 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
             activity,
             session,
             silence=timedelta(seconds=settings.session_silence_seconds),
-            period=_silence_period(settings),
+            period=_inactivity_period(settings),
         ),
-        waiters=Waiters(),
+        long_polls=LongPolls(),
     )
     await provider.start()
-    duties = [_keep_house(context), _suspend_silent(context)]
+    duties = [_run_housekeeping(context), _suspend_inactive(context)]
     tasks = [asyncio.create_task(duty) for duty in duties]
     try:
         yield context
@@ -138,17 +140,17 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await provider.stop()
-        await _report_lost(router)
+        await _report_lost(locator)
         await context.activity.write()
         await session.close()
         await catalog.close()
 
 
-async def _report_lost(router: Router) -> None:
+async def _report_lost(locator: HeadLocator) -> None:
     """Log what the stopped heads have not saved, unless the store keeps that from being known."""
     try:
         async with asyncio.timeout(_REPORT_SECONDS):
-            await router.report_lost()
+            await locator.report_lost()
     except TimeoutError:
         log.warning("the checkpoint store does not say in time which runs are saved")
 
@@ -179,17 +181,17 @@ async def register_bootstrap_key(catalog: Catalog, settings: Settings) -> None:
 
 def _measure(context: Context) -> None:
     """Have what can be counted at any time counted when Prometheus asks."""
-    metrics.LONG_POLLS.set_function(context.waiters.__len__)
+    metrics.LONG_POLLS.set_function(context.long_polls.__len__)
     for state in metrics.QUEUE_STATES:
         waiting = metrics.WAITING_RUNS.labels(state)
-        waiting.set_function(partial(_count_waiting, context.router, state))
+        waiting.set_function(partial(_count_waiting, context.locator, state))
 
 
-def _count_waiting(router: Router, state: QueueState) -> int:
-    return router.waiting()[state]
+def _count_waiting(locator: HeadLocator, state: QueueState) -> int:
+    return locator.waiting()[state]
 
 
-async def _keep_house(context: Context) -> None:
+async def _run_housekeeping(context: Context) -> None:
     """Write down activity and take away what is over, every now and then."""
 
     async def count_sessions() -> None:
@@ -210,8 +212,8 @@ async def _keep_house(context: Context) -> None:
             count_sessions,
             expire_sessions,
             context.checkpoints.delete_expired,
-            context.router.report_lost,
-            lambda: context.router.release_leftovers(now()),
+            context.locator.report_lost,
+            lambda: context.locator.release_leftovers(now()),
         ):
             try:
                 await duty()
@@ -221,17 +223,17 @@ async def _keep_house(context: Context) -> None:
         await asyncio.sleep(_JANITOR_SECONDS)
 
 
-def _silence_period(settings: Settings) -> timedelta:
+def _inactivity_period(settings: Settings) -> timedelta:
     """Return how often is looked for silent clients."""
     return timedelta(seconds=min(_JANITOR_SECONDS, settings.session_silence_seconds))
 
 
-async def _suspend_silent(context: Context) -> None:
+async def _suspend_inactive(context: Context) -> None:
     """Suspend the models of silent clients, a task of its own: writing a model takes long."""
-    period = _silence_period(context.settings).total_seconds()
+    period = _inactivity_period(context.settings).total_seconds()
     while True:
         try:
-            await context.shared_heads.suspend_silent(now())
+            await context.shared_heads.suspend_inactive(now())
         except Exception:
             metrics.HOUSEKEEPING_ERRORS.inc()
             log.exception("models without clients were not suspended; it is tried again")

@@ -59,7 +59,7 @@ class Principal:
         if owner is None or not self.may_see(owner):
             raise NotFound(f"{what} does not exist, or belongs to another owner")
 
-    def listed_owner(self, access_scope: str) -> str | None:
+    def owner_filter(self, access_scope: str) -> str | None:
         """Return whose things a list shows: None for everybody's."""
         return None if access_scope == "accessible" and self.role is Role.ADMIN else self.owner
 

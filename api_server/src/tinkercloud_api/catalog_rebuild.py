@@ -15,7 +15,7 @@ from datetime import datetime
 
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Session, TrainingRun
-from tinkercloud_api.objects import Objects
+from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_protocol.checkpoints import (
     Manifest,
     SuspendedManifest,
@@ -42,7 +42,7 @@ class Rebuilt:
     """What can't be read, and why, one sentence each."""
 
 
-async def rebuild(catalog: Catalog, objects: Objects) -> Rebuilt:
+async def rebuild(catalog: Catalog, objects: ObjectStoreClient) -> Rebuilt:
     """Add to a catalog what it lacks of the runs and checkpoints in a store.
 
     Rows that exist stay as they are, so it may be repeated, also beside a running server.
@@ -61,7 +61,7 @@ async def rebuild(catalog: Catalog, objects: Objects) -> Rebuilt:
     return rebuilt
 
 
-async def has_checkpoints(objects: Objects) -> bool:
+async def has_checkpoints(objects: ObjectStoreClient) -> bool:
     """Whether there is anything in a store that a catalog would have to know.
 
     Raises:
@@ -81,7 +81,7 @@ class _Saved:
     """What is no checkpoint, one sentence each."""
 
 
-async def _saved(model_id: ModelId, objects: Objects) -> _Saved:
+async def _saved(model_id: ModelId, objects: ObjectStoreClient) -> _Saved:
     saved = _Saved()
     for kind in CheckpointKind:
         for name in await objects.folders(f"{run_prefix(str(model_id))}/{kind}/"):
@@ -100,7 +100,7 @@ async def _saved(model_id: ModelId, objects: Objects) -> _Saved:
 
 
 async def _rebuild_run(
-    model_id: ModelId, catalog: Catalog, objects: Objects, rebuilt: Rebuilt
+    model_id: ModelId, catalog: Catalog, objects: ObjectStoreClient, rebuilt: Rebuilt
 ) -> None:
     saved = await _saved(model_id, objects)
     rebuilt.damaged += [*saved.others, *saved.damaged.values()]
@@ -117,14 +117,14 @@ async def _rebuild_run(
             await catalog.index_checkpoint(manifest)
     for path, damage in saved.damaged.items():
         # Whose it is, the run's other manifests say.
-        await catalog.expect_checkpoint(path, described[0].owner)
+        await catalog.record_pending_checkpoint(path, described[0].owner)
         await catalog.mark_damaged(path, damage, is_indexed=True)
     rebuilt.runs += 1
     rebuilt.checkpoints += len(saved.manifests)
 
 
 async def _suspended(
-    model_id: ModelId, objects: Objects, rebuilt: Rebuilt
+    model_id: ModelId, objects: ObjectStoreClient, rebuilt: Rebuilt
 ) -> SuspendedManifest | None:
     content = await objects.read(suspended_key(str(model_id)))
     if content is None:

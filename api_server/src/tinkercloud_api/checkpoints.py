@@ -22,7 +22,7 @@ from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
-from tinkercloud_api.objects import Objects
+from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_protocol.catalogue import CheckpointInfo
 from tinkercloud_protocol.checkpoints import (
     Manifest,
@@ -66,7 +66,7 @@ class Checkpoints:
 
     def __init__(self, catalog: Catalog, store: ObjectStore) -> None:
         self._catalog = catalog
-        self._objects = Objects(store)
+        self._objects = ObjectStoreClient(store)
         self._writable_until = 0.0
 
     async def ping(self) -> None:
@@ -87,9 +87,9 @@ class Checkpoints:
         Returns:
             The moment of the note; None if the checkpoint is waited for already.
         """
-        return await self._catalog.expect_checkpoint(path, owner)
+        return await self._catalog.record_pending_checkpoint(path, owner)
 
-    async def expect_unless_refused(
+    async def record_pending_unless_rejected(
         self, path: CheckpointPath, owner: str, ask: Callable[[], Awaitable[int | None]]
     ) -> None:
         """Ask a head for a checkpoint, of which a note stays unless it refuses at once.
@@ -106,9 +106,9 @@ class Checkpoints:
         if expected is not None and status is not None and 400 <= status < 500:
             # The answer has been sent. A note that stays is looked at in vain for some hours.
             with suppress(Unavailable):
-                await self._catalog.withdraw_checkpoint(path, expected)
+                await self._catalog.cancel_pending_checkpoint(path, expected)
 
-    async def check_room(self, path: CheckpointPath, limit: int | None) -> None:
+    async def check_quota(self, path: CheckpointPath, limit: int | None) -> None:
         """Check that a run's owner may save one more checkpoint.
 
         One that is saved over another needs no room, as the other goes, nor does one that is asked

@@ -22,16 +22,17 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from tinkercloud_api import diagnosis, logs, planning, server, state_folder
+from tinkercloud_api import logs, planning, server, state_folder
 from tinkercloud_api.auth import Role, hash_key, new_key
 from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.catalog_rebuild import rebuild
 from tinkercloud_api.checkpoints import open_store
+from tinkercloud_api.doctor import CheckResult, examine
 from tinkercloud_api.models import ModelNotFoundError
-from tinkercloud_api.objects import Objects
-from tinkercloud_api.settings import Settings, SettingsRefusedError, load_settings
+from tinkercloud_api.object_store import ObjectStoreClient
+from tinkercloud_api.settings import InvalidSettingsError, Settings, load_settings
 from tinkercloud_protocol.errors import WireError
 
 T = TypeVar("T")
@@ -107,7 +108,7 @@ def _fail(message: str) -> NoReturn:
 def _settings(**overrides: Any) -> Settings:  # noqa: ANN401 - any field of Settings
     try:
         return load_settings(**overrides)
-    except SettingsRefusedError as error:
+    except InvalidSettingsError as error:
         _fail(f"settings: {error}")
 
 
@@ -286,7 +287,7 @@ def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> Non
     """
     settings = _settings(state_dir=state_dir)
     try:
-        objects = Objects(open_store(settings.checkpoint_url))
+        objects = ObjectStoreClient(open_store(settings.checkpoint_url))
         rebuilt = _with_catalog(state_dir, lambda catalog: rebuild(catalog, objects))
     except (WireError, BaseError) as error:
         _fail(f"{settings.checkpoint_url}: {error}")
@@ -442,9 +443,9 @@ def plan_model(
 def doctor(state_dir: StateDir = None, *, as_json: Json = False) -> None:
     """Check that this machine can serve, and say what to do where it can't."""
     try:
-        findings = asyncio.run(diagnosis.examine(load_settings(state_dir=state_dir)))
-    except SettingsRefusedError as error:
-        findings = [diagnosis.Finding("settings", is_good=False, detail=str(error))]
+        findings = asyncio.run(examine(load_settings(state_dir=state_dir)))
+    except InvalidSettingsError as error:
+        findings = [CheckResult("settings", is_good=False, detail=str(error))]
     rows = [finding.as_row() for finding in findings]
     _show(rows, ["check", "result", "detail"], as_json=as_json)
     if any(not finding.is_good for finding in findings):

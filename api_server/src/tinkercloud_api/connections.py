@@ -11,7 +11,7 @@ from typing import Any, cast
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tinkercloud_api.http import Receive, Scope, Send, answer
+from tinkercloud_api.http import Receive, Scope, Send, respond
 from tinkercloud_protocol.errors import Unavailable
 
 MAX_HEAD_BYTES = 64 << 10
@@ -146,10 +146,10 @@ _HEAD_TOO_LARGE = (
 
 
 async def _head_too_large(_scope: Scope, _receive: Receive, send: Send) -> None:
-    await answer(send, _LARGE, status=431, headers={"connection": "close"})
+    await respond(send, _LARGE, status=431, headers={"connection": "close"})
 
 
 async def _too_many(_scope: Scope, _receive: Receive, send: Send) -> None:
     body = _detail("the server has as many connections as it takes; try again in a moment")
     headers = {"retry-after": "1", "connection": "close"}
-    await answer(send, body, status=Unavailable.status, headers=headers)
+    await respond(send, body, status=Unavailable.status, headers=headers)

@@ -9,13 +9,13 @@ from tinkercloud_api.activity import Activity
 from tinkercloud_api.auth import Authenticator, Principal
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.head_locator import HeadLocator
+from tinkercloud_api.long_polls import LongPolls
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.proxy import Proxy
-from tinkercloud_api.router import Router
 from tinkercloud_api.settings import Settings
 from tinkercloud_api.shared_heads import SharedHeads
 from tinkercloud_api.training_runs import TrainingRuns
-from tinkercloud_api.waiters import Waiters
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +27,12 @@ class Context:
     authenticator: Authenticator
     provider: SessionProvider
     checkpoints: Checkpoints
-    router: Router
+    locator: HeadLocator
     training_runs: TrainingRuns
     proxy: Proxy
     activity: Activity
     shared_heads: SharedHeads
-    waiters: Waiters
+    long_polls: LongPolls
 
 
 def get_context(request: Request) -> Context:

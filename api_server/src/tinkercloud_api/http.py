@@ -32,7 +32,7 @@ _BEGINNING_BYTES = 64 << 10
 """Of a body that is too long: what it is about stands there."""
 
 
-def refuse_encoding(headers: Mapping[str, str], accepted: Collection[str] = ()) -> None:
+def check_content_encoding(headers: Mapping[str, str], accepted: Collection[str] = ()) -> None:
     """Check that a body comes as it is, or in an encoding that is accepted.
 
     Raises:
@@ -64,7 +64,7 @@ class HotRequest:
             BodyTooLarge: it is longer than `max_bytes`.
             InvalidRequest: it is compressed.
         """
-        refuse_encoding(self.headers)
+        check_content_encoding(self.headers)
         chunks, size = [], 0
         async for chunk in self.chunks():
             chunks.append(chunk)
@@ -91,7 +91,7 @@ class HotRequest:
                 return
 
 
-async def beginning_of(chunks: AsyncIterator[bytes], size: int) -> bytes:
+async def read_prefix(chunks: AsyncIterator[bytes], size: int) -> bytes:
     """Read at least so many bytes, or all there are."""
     beginning = b""
     async for chunk in chunks:
@@ -101,7 +101,7 @@ async def beginning_of(chunks: AsyncIterator[bytes], size: int) -> bytes:
     return beginning
 
 
-def decompressed_beginning(beginning: bytes, size: int) -> bytes:
+def decompress_prefix(beginning: bytes, size: int) -> bytes:
     """Return the first bytes of what a zstd stream that begins so holds.
 
     Raises:
@@ -114,7 +114,7 @@ def decompressed_beginning(beginning: bytes, size: int) -> bytes:
         raise InvalidRequest(f"body is not valid zstd: {error}") from None
 
 
-async def chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Yield what was read already, and the rest."""
     yield first
     async for chunk in rest:
@@ -136,7 +136,7 @@ _ONCE = frozenset({b"content-encoding", b"content-type", b"x-api-key"})
 """Headers that must not come twice: readers differ in which one they take."""
 
 
-def refuse_doubled(headers: Iterable[tuple[bytes, bytes]]) -> None:
+def reject_duplicate_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
     """Check that no header came twice of which there can be one.
 
     Raises:
@@ -148,7 +148,7 @@ def refuse_doubled(headers: Iterable[tuple[bytes, bytes]]) -> None:
             raise InvalidRequest(f"{name.decode()}: sent {count} times; send this header once")
 
 
-def reading_to_the_end(
+def drain_body(
     scope: Scope, receive: Receive, send: Send, discard: Discard
 ) -> tuple[Receive, Send]:
     """Return a connection's two ends such that no answer is sent before the body was read.
@@ -180,7 +180,7 @@ def reading_to_the_end(
     return counted, late
 
 
-async def answer(
+async def respond(
     send: Send, body: bytes, *, status: int = 200, headers: dict[str, str] | None = None
 ) -> None:
     """Send a whole JSON answer. It carries its length: the SDK mistrusts a 400 without one."""
@@ -190,10 +190,10 @@ async def answer(
     await send({"type": "http.response.body", "body": body})
 
 
-async def answer_error(
+async def respond_error(
     send: Send, error: WireError, headers: Mapping[str, str] | None = None
 ) -> None:
     """Send what an error becomes."""
     retry = {"retry-after": "1"} if error.status in {429, 503} else {}
     body = orjson.dumps({"detail": error.message})
-    await answer(send, body, status=error.status, headers={**retry, **(headers or {})})
+    await respond(send, body, status=error.status, headers={**retry, **(headers or {})})

@@ -6,11 +6,11 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from tinkercloud_api.http import Receive, Scope, Send, answer_error, refuse_encoding
+from tinkercloud_api.http import Receive, Scope, Send, check_content_encoding, respond_error
 from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest
 
 
-class BodyLimit:
+class BodyLimitMiddleware:
     """ASGI middleware: a body over the limit is answered 413 and read no further.
 
     One that is compressed is answered 400.
@@ -28,13 +28,13 @@ class BodyLimit:
         headers = dict(scope["headers"])
         if (encoding := headers.get(b"content-encoding")) is not None:
             try:
-                refuse_encoding({"content-encoding": encoding.decode("latin-1")})
+                check_content_encoding({"content-encoding": encoding.decode("latin-1")})
             except InvalidRequest as error:
-                await answer_error(send, error)
+                await respond_error(send, error)
                 return
         declared = headers.get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > self._max_bytes:
-            await answer_error(send, BodyTooLarge(self._message()))
+            await respond_error(send, BodyTooLarge(self._message()))
             return
         size = 0
 

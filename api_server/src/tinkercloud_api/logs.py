@@ -34,7 +34,7 @@ def _plain_traceback(stream: TextIO, exc_info: ExcInfo) -> None:
     stream.write(text.getvalue().translate(_ESCAPED_IN_LINES))
 
 
-class Seldom(logging.Filter):
+class WarningRateLimit(logging.Filter):
     """Lets each warning through once in a while, and says how many of its kind came meanwhile."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -90,8 +90,8 @@ def configure(settings: Settings) -> None:
     handler.setFormatter(formatter)
     logging.basicConfig(handlers=[handler], level=settings.log_level.upper(), force=True)
     http_server = logging.getLogger("uvicorn.error")
-    for earlier in [each for each in http_server.filters if isinstance(each, Seldom)]:
+    for earlier in [each for each in http_server.filters if isinstance(each, WarningRateLimit)]:
         http_server.removeFilter(earlier)
-    http_server.addFilter(Seldom())
+    http_server.addFilter(WarningRateLimit())
     for chatty in ("aiosqlite", "alembic", "asyncio", "uvicorn.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -19,7 +19,7 @@ _UNKNOWN_ROUTE = "other"
 _NO_ANSWER = "aborted"
 
 
-class Measured:
+class MetricsMiddleware:
     """ASGI middleware, outside of everything: counts and times requests by route and status."""
 
     def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:

@@ -9,8 +9,8 @@ import structlog
 
 from tinkercloud_api import head_client, metrics
 from tinkercloud_api.head_client import HeadResponse, HeadUnreachable
-from tinkercloud_api.http import Send, answer
-from tinkercloud_api.providers.base import HeadRoute
+from tinkercloud_api.http import Send, respond
+from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import Unavailable
 
@@ -22,8 +22,8 @@ _TO_HEAD = metrics.PROXY_BYTES.labels("to_head")
 _FROM_HEAD = metrics.PROXY_BYTES.labels("from_head")
 
 
-class StaleRoute(Unavailable):
-    """Another head serves at a route's address by now: the next try must find it."""
+class StaleEndpoint(Unavailable):
+    """Another head serves at a endpoint's address by now: the next try must find it."""
 
 
 class Proxy:
@@ -35,7 +35,7 @@ class Proxy:
     async def forward(
         self,
         send: Send,
-        route: HeadRoute,
+        endpoint: HeadEndpoint,
         path: str,
         *,
         target: str,
@@ -49,7 +49,7 @@ class Proxy:
 
         Args:
             send: where the answer goes (ASGI).
-            route: the head.
+            endpoint: the head.
             path: of the request.
             target: the model or sampling session whose ownership was checked.
             headers: of the client's request; only those about the body go on.
@@ -59,13 +59,13 @@ class Proxy:
             silence_seconds: how long the head may take to begin its answer.
 
         Raises:
-            StaleRoute: another head serves there by now.
+            StaleEndpoint: another head serves there by now.
             Unavailable: the head hung up, can't be reached or is silent for longer, before any part
                 of its answer came. It may have taken the request; to repeat it is safe.
         """
         fields = {
-            routes.HEAD_TOKEN_HEADER: route.token,
-            routes.GENERATION_HEADER: route.generation,
+            routes.HEAD_TOKEN_HEADER: endpoint.token,
+            routes.GENERATION_HEADER: endpoint.generation,
             routes.TARGET_HEADER: target,
         }
         if refusal is not None:
@@ -74,13 +74,13 @@ class Proxy:
         if not isinstance(body, bytes) and "content-length" in headers:
             fields["content-length"] = headers["content-length"]
         with metrics.PROXY_REQUESTS.track_inprogress():
-            async with self._ask(route.url + path, fields, body, silence_seconds) as response:
+            async with self._ask(endpoint.url + path, fields, body, silence_seconds) as response:
                 if response.status == routes.WRONG_GENERATION_STATUS:
                     metrics.PROXY_ERRORS.labels("replaced").inc()
-                    raise StaleRoute("the session head was replaced; send the request again")
+                    raise StaleEndpoint("the session head was replaced; send the request again")
                 substitute = (replace or {}).get(response.status)
                 if substitute is not None:
-                    await answer(send, substitute[1], status=substitute[0])
+                    await respond(send, substitute[1], status=substitute[0])
                 else:
                     await _relay(send, response)
 

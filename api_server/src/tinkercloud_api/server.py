@@ -24,7 +24,7 @@ from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.catalog_rebuild import has_checkpoints
 from tinkercloud_api.checkpoints import open_store
 from tinkercloud_api.models import resolve
-from tinkercloud_api.objects import Objects
+from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.providers.kubernetes import KubernetesProvider
 from tinkercloud_api.providers.local import LocalProvider
@@ -58,7 +58,7 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop (uvicorn's signal handler): let those go who wait for a result."""
         if self._app.context is not None:
-            self._app.context.waiters.dismiss()
+            self._app.context.long_polls.dismiss()
         super().handle_exit(sig, frame)
 
 
@@ -121,7 +121,7 @@ def _alone(settings: Settings, url: str) -> AbstractContextManager[object]:
         state_folder.make(settings.state_dir)
     if settings.provider == "kubernetes":
         return nullcontext()
-    return state_folder.Served(settings.state_dir, url)
+    return state_folder.StateFolderLock(settings.state_dir, url)
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -173,7 +173,7 @@ async def _warn_of_lost_catalog(settings: Settings, catalog: Catalog) -> None:
     """Say it if there are checkpoints that an empty catalog knows nothing of."""
     try:
         is_lost = await catalog.is_empty() and await has_checkpoints(
-            Objects(open_store(settings.checkpoint_url))
+            ObjectStoreClient(open_store(settings.checkpoint_url))
         )
     except (WireError, BaseError) as error:
         log.warning("cannot tell whether there are checkpoints", error=str(error))

@@ -322,7 +322,7 @@ def _instead(name: str) -> str:
     return known.get(name) or known.get(group) or "heads there have its default"
 
 
-class SettingsRefusedError(Exception):
+class InvalidSettingsError(Exception):
     """A setting can't be read, is not acceptable or does not exist; the message names it."""
 
 
@@ -333,20 +333,20 @@ def load_settings(**overrides: Any) -> Settings:  # noqa: ANN401 - any field of 
         overrides: values that are stronger than environment and file; None means not given.
 
     Raises:
-        SettingsRefusedError: the file can't be read, a list or a table of the environment is not
+        InvalidSettingsError: the file can't be read, a list or a table of the environment is not
             JSON, a value is not acceptable, or nobody knows its name.
     """
     known = {*Settings.model_fields, CONFIG_FILE_VARIABLE.removeprefix(ENV_PREFIX).lower()}
     for name in os.environ:
         if name.upper().startswith(ENV_PREFIX) and _path(name).partition(".")[0] not in known:
-            raise SettingsRefusedError(_unknown(_path(name)))
+            raise InvalidSettingsError(_unknown(_path(name)))
     try:
         return Settings(**{name: value for name, value in overrides.items() if value is not None})
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False)
-        raise SettingsRefusedError(sentences([_named(fault) for fault in faults])) from None
+        raise InvalidSettingsError(sentences([_named(fault) for fault in faults])) from None
     except SettingsError as error:
-        raise SettingsRefusedError("; ".join(_wants_of_json()) or str(error)) from None
+        raise InvalidSettingsError("; ".join(_wants_of_json()) or str(error)) from None
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -356,7 +356,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         why = f"can't be read ({error.strerror})"
     except ValueError as error:
         why = f"is no TOML ({error})"
-    raise SettingsRefusedError(
+    raise InvalidSettingsError(
         f"{CONFIG_FILE_VARIABLE} names {path}, which {why}; name a TOML file"
     )
 

@@ -13,7 +13,7 @@ import structlog
 
 from tinkercloud_api.activity import Activity
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.providers.base import HeadRoute, SessionProvider
+from tinkercloud_api.providers.base import HeadEndpoint, SessionProvider
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.launch import HeldModel, HeldModels, ModelSuspended
@@ -48,7 +48,7 @@ class SharedHeads:
             activity: what is not in the catalog yet.
             client: for calls to heads.
             silence: of a client, after which its models are suspended.
-            period: between two rounds of `suspend_silent`.
+            period: between two rounds of `suspend_inactive`.
         """
         self._catalog = catalog
         self._provider = provider
@@ -62,14 +62,14 @@ class SharedHeads:
     async def models(self) -> dict[str, HeldModel]:
         """Return the models of all heads that answer, by id."""
         held: dict[str, HeldModel] = {}
-        for route in self._provider.shared_heads():
+        for endpoint in self._provider.shared_heads():
             try:
-                held.update({model.model_id: model for model in await self._models_of(route)})
+                held.update({model.model_id: model for model in await self._models_of(endpoint)})
             except Unavailable as error:
                 log.warning("a session head does not tell what it holds", error=error.message)
         return held
 
-    async def suspend_silent(self, moment: datetime) -> None:
+    async def suspend_inactive(self, moment: datetime) -> None:
         """Suspend the models whose clients have been silent for long.
 
         Only what this server itself would have heard counts as silence: not the time before its
@@ -82,33 +82,33 @@ class SharedHeads:
         if self._listening_since is None or self._listening_since > since:
             return
         await self._activity.write()
-        for route in self._provider.shared_heads():
+        for endpoint in self._provider.shared_heads():
             try:
-                await self._suspend_silent_in(route, since)
+                await self._suspend_inactive_in(endpoint, since)
             except Unavailable as error:
                 log.warning("models without clients stay in memory", error=error.message)
 
-    async def _suspend_silent_in(self, route: HeadRoute, since: datetime) -> None:
-        in_memory = [m.model_id for m in await self._models_of(route) if not m.is_suspended]
-        for run_id in await self._catalog.silent_runs(in_memory, since) if in_memory else []:
+    async def _suspend_inactive_in(self, endpoint: HeadEndpoint, since: datetime) -> None:
+        in_memory = [m.model_id for m in await self._models_of(endpoint) if not m.is_suspended]
+        for run_id in await self._catalog.inactive_runs(in_memory, since) if in_memory else []:
             path = f"{routes.HEAD_SUSPEND_MODEL}/{run_id}"
-            answer = await self._call("POST", route, path, _SUSPEND_SECONDS)
+            answer = await self._call("POST", endpoint, path, _SUSPEND_SECONDS)
             if ModelSuspended.model_validate_json(answer).is_suspended:
                 log.info("a silent client's model was suspended", run_id=run_id)
 
-    async def _models_of(self, route: HeadRoute) -> Sequence[HeldModel]:
-        answer = await self._call("GET", route, routes.HEAD_MODELS, _LIST_SECONDS)
+    async def _models_of(self, endpoint: HeadEndpoint) -> Sequence[HeldModel]:
+        answer = await self._call("GET", endpoint, routes.HEAD_MODELS, _LIST_SECONDS)
         return HeldModels.model_validate_json(answer).models
 
-    async def _call(self, method: str, route: HeadRoute, path: str, seconds: float) -> bytes:
+    async def _call(self, method: str, endpoint: HeadEndpoint, path: str, seconds: float) -> bytes:
         headers = {
-            routes.HEAD_TOKEN_HEADER: route.token,
-            routes.GENERATION_HEADER: route.generation,
+            routes.HEAD_TOKEN_HEADER: endpoint.token,
+            routes.GENERATION_HEADER: endpoint.generation,
         }
         timeout = aiohttp.ClientTimeout(total=seconds)
         try:
             async with self._client.request(
-                method, route.url + path, headers=headers, timeout=timeout
+                method, endpoint.url + path, headers=headers, timeout=timeout
             ) as response:
                 response.raise_for_status()
                 return await response.read()

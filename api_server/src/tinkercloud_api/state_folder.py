@@ -32,7 +32,7 @@ def make(folder: Path) -> None:
         ) from None
 
 
-class Served:
+class StateFolderLock:
     """A context in which this process alone serves a state folder, and a file says so.
 
     The lock on the file counts, not the file: it ends with the process, however that ends.

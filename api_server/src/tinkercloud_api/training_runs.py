@@ -9,10 +9,10 @@ from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import EXPIRED, Session, TrainingRun
 from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.model_names import is_of, model_of
 from tinkercloud_api.providers.base import Placement, ServedModel, SessionProvider
-from tinkercloud_api.providers.choices import Choices, gathered
-from tinkercloud_api.router import Router
+from tinkercloud_api.providers.session_options import SessionOptions, collect_options
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.ids import ModelId, RequestId
 from tinkercloud_protocol.launch import ModelSpec
@@ -29,7 +29,7 @@ class TrainingRuns:
     catalog: Catalog
     provider: SessionProvider
     checkpoints: Checkpoints
-    router: Router
+    locator: HeadLocator
 
     async def create(self, request: CreateModelRequest, principal: Principal) -> str:
         """Begin a run from a base model; return the id of the request that does it.
@@ -91,10 +91,12 @@ class TrainingRuns:
         principal: Principal,
     ) -> str:
         session = await self.open_session(model_id.session_id, principal)
-        metadata = (user_metadata or {}) | gathered(
+        metadata = (user_metadata or {}) | collect_options(
             session.tags, session.user_metadata, user_metadata
         )
-        wanted = Placement(str(model_id), principal.owner, base_model, spec, Choices.read(metadata))
+        wanted = Placement(
+            str(model_id), principal.owner, base_model, spec, SessionOptions.read(metadata)
+        )
         admitted = await self.provider.admit(wanted)
         if admitted.restore_from not in {None, spec.restore_from}:
             path = CheckpointPath.parse(admitted.restore_from)
@@ -114,9 +116,9 @@ class TrainingRuns:
             raise InvalidRequest(
                 f"model_seq_id {model_id.index} was used before in this session for another model"
             )
-        self.router.learn_run(row)
+        self.locator.cache_run(row)
         if row.generation is None:
-            self.router.begin_run(row.id)
+            self.locator.start_placing(row.id)
         return str(RequestId(model_id, 0))
 
     async def open_session(self, session_id: str, principal: Principal) -> Session:
@@ -156,7 +158,7 @@ class TrainingRuns:
         if (row := await self.catalog.run(run_id)) is not None:
             samplers = await self.catalog.samplers_of_session(row.session_id)
             own = [sampler for sampler in samplers if sampler.run_id == run_id]
-            await self.router.release([row], own)
+            await self.locator.release([row], own)
 
     async def expire_sessions(self, moment: datetime, days: float) -> None:
         """End the sessions that have had no sign of a client for some days."""
@@ -170,4 +172,4 @@ class TrainingRuns:
         await self.catalog.finish_session(session_id, reason, detail)
         runs = await self.catalog.runs_of_session(session_id)
         samplers = await self.catalog.samplers_of_session(session_id)
-        await self.router.release(runs, samplers)
+        await self.locator.release(runs, samplers)

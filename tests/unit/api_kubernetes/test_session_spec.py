@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkercloud_api.providers.base import Placement
-from tinkercloud_api.providers.choices import Choices
+from tinkercloud_api.providers.session_options import SessionOptions
 from tinkercloud_api.providers.session_spec import (
     attached_model,
-    check_choices,
+    check_options,
     is_of,
     owner_label,
     session_name,
     training_session,
 )
 from tinkercloud_api.providers.session_status import (
-    BaseModel,
-    Session,
+    BaseModelView,
+    TrainingSessionView,
     read_base_model,
     read_session,
 )
@@ -40,7 +40,7 @@ SESSION_IDS = st.from_regex(r"[0-9A-Za-z][0-9A-Za-z-]{0,63}", fullmatch=True)
 MODEL_IDS = st.builds("{}:train:{}".format, SESSION_IDS, st.integers(0, 10**19 - 1))
 
 
-def a_base_model(**spec: Any) -> BaseModel:
+def a_base_model(**spec: Any) -> BaseModelView:
     required = {
         "modelName": "tiny/llama",
         "source": {"hub": "tiny/llama"},
@@ -51,7 +51,7 @@ def a_base_model(**spec: Any) -> BaseModel:
     return read_base_model({"metadata": metadata, "spec": {**required, **spec}})
 
 
-def a_session(**spec: Any) -> Session:
+def a_session(**spec: Any) -> TrainingSessionView:
     metadata = {
         "name": "declared",
         "uid": "u",
@@ -106,7 +106,7 @@ def test_a_run_becomes_a_training_session() -> None:
     placement = replace(
         RUN,
         model=MODEL.model_copy(update={"restore_from": "tinker://s:train:0/weights/a"}),
-        choices=Choices(queue="research", idle_action="Delete"),
+        options=SessionOptions(queue="research", idle_action="Delete"),
     )
     base_model = a_base_model(sessions={"idle": {"timeoutSeconds": 900}})
 
@@ -168,24 +168,26 @@ def test_what_no_training_session_can_say_is_refused_by_field() -> None:
 def test_the_base_models_own_queue_and_those_it_lists_may_be_chosen() -> None:
     base_model = a_base_model(placement={"queueName": "own"}, sessions={"queueNames": ["research"]})
 
-    check_choices(Choices(queue="own"), base_model)
-    check_choices(Choices(queue="research"), base_model)
+    check_options(SessionOptions(queue="own"), base_model)
+    check_options(SessionOptions(queue="research"), base_model)
     with pytest.raises(InvalidRequest, match="'other' is not allowed; allowed are 'own', 'res"):
-        check_choices(Choices(queue="other"), base_model)
+        check_options(SessionOptions(queue="other"), base_model)
 
 
 def test_a_priority_that_nobody_offers_and_too_long_an_idle_timeout_are_refused() -> None:
     base_model = a_base_model(sessions={"maxIdleTimeoutSeconds": 600})
 
-    check_choices(Choices(idle_timeout=600), base_model)
+    check_options(SessionOptions(idle_timeout=600), base_model)
     with pytest.raises(InvalidRequest, match="allowed are none: leave it out"):
-        check_choices(Choices(priority="high"), base_model)
+        check_options(SessionOptions(priority="high"), base_model)
     with pytest.raises(InvalidRequest, match="601 is longer than base model 'tiny/llama' allows"):
-        check_choices(Choices(idle_timeout=601), base_model)
+        check_options(SessionOptions(idle_timeout=601), base_model)
 
 
-def attach(session: Session | None, **changes: Any) -> ModelSpec:
-    return attached_model(replace(RUN, choices=Choices(session="declared", **changes)), session)
+def attach(session: TrainingSessionView | None, **changes: Any) -> ModelSpec:
+    return attached_model(
+        replace(RUN, options=SessionOptions(session="declared", **changes)), session
+    )
 
 
 def test_an_attached_run_takes_seed_and_checkpoint_from_the_declaration() -> None:

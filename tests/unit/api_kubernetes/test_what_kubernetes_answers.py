@@ -15,7 +15,7 @@ from tinkercloud_api.providers.cluster_api import (
     ResourceVersionGone,
 )
 from tinkercloud_api.providers.session_cache import Cache
-from tinkercloud_api.providers.session_status import Session, read_session
+from tinkercloud_api.providers.session_status import TrainingSessionView, read_session
 from tinkercloud_testing.cluster.memory_api import Connection, a_memory_api
 from tinkercloud_testing.sessions import Json, a_session_manifest
 
@@ -99,7 +99,9 @@ async def test_a_cluster_that_forgets_what_it_has_just_said_is_not_asked_without
     connection: Connection,
 ) -> None:
     cluster = WithoutPast(connection.client, "default")
-    cache: Cache[Session] = Cache(cluster, "trainingsessions", read_session, lambda _: None)
+    cache: Cache[TrainingSessionView] = Cache(
+        cluster, "trainingsessions", read_session, lambda _: None
+    )
 
     keeping = asyncio.create_task(cache.run())
     await asyncio.sleep(0.5)
@@ -113,7 +115,9 @@ async def test_an_object_that_can_not_be_read_hides_no_other(
 ) -> None:
     a_session(connection, "of-a-later-version", role="Evaluator")
     a_session(connection, "readable")
-    cache: Cache[Session] = Cache(cluster, "trainingsessions", read_session, lambda _: None)
+    cache: Cache[TrainingSessionView] = Cache(
+        cluster, "trainingsessions", read_session, lambda _: None
+    )
 
     keeping = asyncio.create_task(cache.run())
     async with asyncio.timeout(10):

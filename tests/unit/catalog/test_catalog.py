@@ -234,7 +234,7 @@ async def test_the_first_reason_a_session_is_finished_for_stays(catalog: Catalog
 
 
 async def test_a_checkpoint_exists_once_its_manifest_has_been_seen(catalog: Catalog) -> None:
-    await catalog.expect_checkpoint(PATH, "me")
+    await catalog.record_pending_checkpoint(PATH, "me")
     assert await catalog.checkpoints_of_runs([PATH.run_id]) == []
     assert len(await catalog.unindexed_checkpoints(None)) == 1
 
@@ -243,7 +243,7 @@ async def test_a_checkpoint_exists_once_its_manifest_has_been_seen(catalog: Cata
     (row,) = await catalog.checkpoints_of_runs([PATH.run_id])
     assert (row.size_bytes, row.owner) == (3, "me")
     assert await catalog.unindexed_checkpoints(None) == []
-    await catalog.expect_checkpoint(PATH, "me")
+    await catalog.record_pending_checkpoint(PATH, "me")
     assert len(await catalog.checkpoints_of_runs([PATH.run_id])) == 1
     assert len(await catalog.unindexed_checkpoints(None)) == 1
 
@@ -418,9 +418,9 @@ async def test_what_belongs_to_others_does_not_exist_but_for_admins(catalog: Cat
     for owner in ("you", None):
         with pytest.raises(NotFound, match="thing does not exist"):
             user.require(owner, "thing")
-    assert user.listed_owner("accessible") == "me"
-    assert admin.listed_owner("accessible") is None
-    assert admin.listed_owner("owned") == "me"
+    assert user.owner_filter("accessible") == "me"
+    assert admin.owner_filter("accessible") is None
+    assert admin.owner_filter("owned") == "me"
 
 
 async def test_replicas_that_start_together_migrate_one_after_the_other(

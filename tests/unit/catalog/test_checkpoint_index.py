@@ -20,7 +20,7 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
 from tinkercloud_api.catalog_rebuild import Rebuilt, has_checkpoints, rebuild
 from tinkercloud_api.checkpoints import Checkpoints, latest, open_store
-from tinkercloud_api.objects import Objects
+from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_protocol.checkpoints import Manifest, suspended_key
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable
 from tinkercloud_protocol.hyperparameters import LoraConfig
@@ -388,7 +388,7 @@ async def ask(world: World, name: str, status: int | None) -> None:
     async def answer() -> int | None:
         return status
 
-    await world.checkpoints.expect_unless_refused(path(name), "me", answer)
+    await world.checkpoints.record_pending_unless_rejected(path(name), "me", answer)
 
 
 async def waiting(world: World) -> set[str]:
@@ -420,7 +420,7 @@ async def test_a_refusal_takes_nothing_from_a_save_of_the_same_name_that_was_acc
         await ask(world, "meanwhile", 200)
         return 400
 
-    await world.checkpoints.expect_unless_refused(
+    await world.checkpoints.record_pending_unless_rejected(
         path("meanwhile"), "me", another_is_accepted_meanwhile
     )
 
@@ -510,7 +510,7 @@ async def test_a_checkpoint_that_takes_a_damaged_ones_place_is_listed_as_sound(
 async def test_a_catalog_that_was_lost_is_rebuilt_and_one_that_was_not_stays_as_it_is(
     world: World,
 ) -> None:
-    objects = Objects(world.store)
+    objects = ObjectStoreClient(world.store)
     assert await rebuild(world.catalog, objects) == Rebuilt()
     assert not await has_checkpoints(objects)
     adapter = LoraConfig(rank=4)

@@ -45,7 +45,7 @@ def test_a_warning_that_any_client_can_cause_is_logged_once_a_minute_with_a_coun
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moment = 0.0
-    seldom = logs.Seldom(clock=lambda: moment)
+    seldom = logs.WarningRateLimit(clock=lambda: moment)
     logger = logging.getLogger("uvicorn.error.of.this.test")
     logger.addFilter(seldom)
     logs.configure(Settings(state_dir=tmp_path))

@@ -8,8 +8,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from tinkercloud_api.head_client import HeadUnreachable, open_session
-from tinkercloud_api.providers.base import HeadRoute
-from tinkercloud_api.proxy import Proxy, StaleRoute
+from tinkercloud_api.providers.base import HeadEndpoint
+from tinkercloud_api.proxy import Proxy, StaleEndpoint
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_testing.servers import free_port
@@ -19,10 +19,10 @@ async def nowhere(_message: MutableMapping[str, Any]) -> None: ...
 
 
 async def forward(port: int) -> None:
-    route = HeadRoute(f"http://127.0.0.1:{port}", "token", "g1")
+    endpoint = HeadEndpoint(f"http://127.0.0.1:{port}", "token", "g1")
     async with open_session() as session:
         await Proxy(session).forward(
-            nowhere, route, "/x", target="run", headers={}, body=b"{}", silence_seconds=30
+            nowhere, endpoint, "/x", target="run", headers={}, body=b"{}", silence_seconds=30
         )
 
 
@@ -64,7 +64,7 @@ async def test_a_head_that_was_replaced_is_counted() -> None:
     before = counted("replaced")
     refusal = f"HTTP/1.1 {routes.WRONG_GENERATION_STATUS} X\r\ncontent-length: 0\r\n\r\n"
 
-    with pytest.raises(StaleRoute):
+    with pytest.raises(StaleEndpoint):
         await forward_to_one_that_answers(refusal.encode())
 
     assert counted("replaced") == before + 1

@@ -14,7 +14,7 @@ from tinkercloud_api.auth import Principal, Role
 from tinkercloud_api.context import Context
 from tinkercloud_api.head_client import open_session
 from tinkercloud_api.http import HotRequest
-from tinkercloud_api.providers.base import HeadRoute
+from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.routes.call import Call
 from tinkercloud_api.routes.hot import HANDLERS
@@ -33,16 +33,16 @@ class Server:
     def __init__(self, session: aiohttp.ClientSession, port: int) -> None:
         self.settings = SimpleNamespace(limits=SimpleNamespace(max_body_bytes=1 << 20))
         self.activity = SimpleNamespace(touch=lambda _model: None)
-        self.checkpoints = self.router = self
+        self.checkpoints = self.locator = self
         self.proxy = Proxy(session)
-        self._route = HeadRoute(f"http://127.0.0.1:{port}", "token", "g1")
+        self._route = HeadEndpoint(f"http://127.0.0.1:{port}", "token", "g1")
 
     async def manifest(self, *_: object) -> None:
         raise NotFound(WHY)
 
     async def authorize_run(self, *_: object) -> None: ...
 
-    async def head_of_run(self, _model: str) -> HeadRoute:
+    async def head_of_run(self, _model: str) -> HeadEndpoint:
         return self._route
 
 

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tinkercloud_api.cli import app
-from tinkercloud_api.settings import SettingsRefusedError, load_settings
+from tinkercloud_api.settings import InvalidSettingsError, load_settings
 from tinkercloud_protocol.launch import Limits
 
 
@@ -46,7 +46,7 @@ def test_nested_settings_are_set_by_the_environment(monkeypatch: pytest.MonkeyPa
 def test_an_unknown_variable_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKERCLOUD_PROT", "1")
 
-    with pytest.raises(SettingsRefusedError, match="TINKERCLOUD_PROT"):
+    with pytest.raises(InvalidSettingsError, match="TINKERCLOUD_PROT"):
         load_settings()
 
 
@@ -54,7 +54,7 @@ def test_an_unknown_nested_variable_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TINKERCLOUD_LIMITS__MAX_RANK", "1")
 
     with pytest.raises(
-        SettingsRefusedError, match="variable TINKERCLOUD_LIMITS__MAX_RANK is not a"
+        InvalidSettingsError, match="variable TINKERCLOUD_LIMITS__MAX_RANK is not a"
     ):
         load_settings()
 
@@ -66,7 +66,7 @@ def test_an_unknown_key_in_the_file_is_refused(
     file.write_text("prot = 1\n")
     monkeypatch.setenv("TINKERCLOUD_CONFIG_FILE", str(file))
 
-    with pytest.raises(SettingsRefusedError, match=rf"prot in {file} is not a setting; .*docs/"):
+    with pytest.raises(InvalidSettingsError, match=rf"prot in {file} is not a setting; .*docs/"):
         load_settings()
 
 
@@ -87,7 +87,7 @@ def test_a_file_that_can_not_be_read_is_named_with_the_reason(
         file.write_bytes(content)
     monkeypatch.setenv("TINKERCLOUD_CONFIG_FILE", str(file))
 
-    with pytest.raises(SettingsRefusedError, match=f"CONFIG_FILE names {file}, which .*{told}"):
+    with pytest.raises(InvalidSettingsError, match=f"CONFIG_FILE names {file}, which .*{told}"):
         load_settings()
 
 
@@ -100,7 +100,7 @@ def test_a_value_that_is_not_acceptable_is_refused(
 ) -> None:
     monkeypatch.setenv(f"TINKERCLOUD_{name}", value)
 
-    with pytest.raises(SettingsRefusedError, match=f"TINKERCLOUD_{name}|bootstrap_key"):
+    with pytest.raises(InvalidSettingsError, match=f"TINKERCLOUD_{name}|bootstrap_key"):
         load_settings()
 
 
@@ -113,7 +113,7 @@ def test_a_head_that_does_not_train_on_a_gpu_sends_no_models_from_there(
     monkeypatch.setenv("TINKERCLOUD_SAMPLER__BACKEND", "sglang")
     monkeypatch.setenv("TINKERCLOUD_SAMPLER__INFERENCE__URLS", '["http://engine:8000"]')
     monkeypatch.setenv(f"TINKERCLOUD_SAMPLER__INFERENCE__{setting.upper()}", value)
-    with pytest.raises(SettingsRefusedError, match=f"{setting}: {value} wants .*device cpu"):
+    with pytest.raises(InvalidSettingsError, match=f"{setting}: {value} wants .*device cpu"):
         load_settings()
 
     monkeypatch.setenv("TINKERCLOUD_TRAINER__DEVICE", "cuda")
@@ -162,7 +162,7 @@ def test_what_heads_are_told_elsewhere_on_kubernetes_is_refused_with_where(
 ) -> None:
     on_kubernetes(monkeypatch, **{name: value})
 
-    with pytest.raises(SettingsRefusedError, match=told):
+    with pytest.raises(InvalidSettingsError, match=told):
         load_settings()
 
     monkeypatch.setenv("TINKERCLOUD_PROVIDER", "local")
@@ -192,7 +192,7 @@ def test_no_body_is_taken_that_heads_of_kubernetes_would_refuse(
     on_kubernetes(monkeypatch, LIMITS__MAX_BODY_BYTES=str(largest + 1))
 
     with pytest.raises(
-        SettingsRefusedError, match=f"limits.max_body_bytes: is {largest + 1}, .*{largest}"
+        InvalidSettingsError, match=f"limits.max_body_bytes: is {largest + 1}, .*{largest}"
     ):
         load_settings()
 
@@ -301,7 +301,7 @@ def test_a_list_or_table_that_is_not_json_is_told_what_to_write(
 ) -> None:
     monkeypatch.setenv(f"TINKERCLOUD_{name}", "foo")
 
-    with pytest.raises(SettingsRefusedError) as refused:
+    with pytest.raises(InvalidSettingsError) as refused:
         load_settings()
 
     assert str(refused.value) == (
@@ -344,7 +344,7 @@ def test_a_head_is_given_up_no_sooner_than_its_ranks(monkeypatch: pytest.MonkeyP
 def test_ranks_have_some_time_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKERCLOUD_TRAINER__START_TIMEOUT_SECONDS", "0")
 
-    with pytest.raises(SettingsRefusedError, match="TINKERCLOUD_TRAINER__START_TIMEOUT_SECONDS"):
+    with pytest.raises(InvalidSettingsError, match="TINKERCLOUD_TRAINER__START_TIMEOUT_SECONDS"):
         load_settings()
 
 

@@ -44,13 +44,13 @@ class Statements:
 
     @asynccontextmanager
     async def _reading(self) -> AsyncIterator[AsyncSession]:
-        with _an_answer():
+        with _translate_errors():
             async with self._sessions() as session:
                 yield session
 
     @asynccontextmanager
     async def _writing(self) -> AsyncIterator[AsyncSession]:
-        with _an_answer():
+        with _translate_errors():
             async with self._sessions.begin() as session:
                 yield session
 
@@ -86,7 +86,7 @@ class Statements:
 
 
 @contextmanager
-def _an_answer() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     """Tell a database that does not answer from a statement that it refuses.
 
     Raises:

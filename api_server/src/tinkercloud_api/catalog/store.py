@@ -258,7 +258,7 @@ class Catalog(Statements):
                     .values(last_request_at=moment)
                 )
 
-    async def silent_runs(self, run_ids: Collection[str], since: datetime) -> Sequence[str]:
+    async def inactive_runs(self, run_ids: Collection[str], since: datetime) -> Sequence[str]:
         """Return which of some runs had no request, and their sessions no heartbeat, since then."""
         query = select(TrainingRun.id).join(Session, Session.id == TrainingRun.session_id)
         query = query.where(
@@ -321,11 +321,11 @@ class Catalog(Statements):
 
     # Checkpoints
 
-    async def expect_checkpoint(self, path: CheckpointPath, owner: str) -> datetime | None:
+    async def record_pending_checkpoint(self, path: CheckpointPath, owner: str) -> datetime | None:
         """Record that a checkpoint was asked for: its manifest must be looked at.
 
         Returns:
-            The moment that is recorded, with which `withdraw_checkpoint` undoes this; None if
+            The moment that is recorded, with which `cancel_pending_checkpoint` undoes this; None if
             the checkpoint was asked for before, and is still waited for.
         """
         asked_at = now()
@@ -341,8 +341,8 @@ class Catalog(Statements):
         )
         return asked_at if row.is_indexed else None
 
-    async def withdraw_checkpoint(self, path: CheckpointPath, asked_at: datetime) -> None:
-        """Undo `expect_checkpoint`, unless somebody has asked for the checkpoint since."""
+    async def cancel_pending_checkpoint(self, path: CheckpointPath, asked_at: datetime) -> None:
+        """Undo `record_pending_checkpoint`, unless somebody has asked for the checkpoint since."""
         is_asked_for = and_(
             _is(path), Checkpoint.asked_at == asked_at, Checkpoint.is_indexed.is_(False)
         )
@@ -364,7 +364,7 @@ class Catalog(Statements):
 
     async def index_checkpoint(self, manifest: Manifest) -> None:
         """Record what a manifest says, of a checkpoint that nobody may have asked for."""
-        await self.expect_checkpoint(manifest.path, manifest.owner)
+        await self.record_pending_checkpoint(manifest.path, manifest.owner)
         await self.reindex_checkpoint(manifest)
 
     async def reindex_checkpoint(self, manifest: Manifest) -> None:

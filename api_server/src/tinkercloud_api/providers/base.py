@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tinkercloud_api.providers.choices import NOTHING, Choices
+from tinkercloud_api.providers.session_options import NO_OPTIONS, SessionOptions
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.futures import QueueState
 from tinkercloud_protocol.launch import ModelSpec
@@ -34,12 +34,12 @@ class Placement:
     base_model: str
     model: ModelSpec | None = None
     """What is trained; None for samplers of a base model or of a saved checkpoint."""
-    choices: Choices = NOTHING
+    options: SessionOptions = NO_OPTIONS
     """What the run's client chose about its pods."""
 
 
 @dataclass(frozen=True, slots=True)
-class HeadRoute:
+class HeadEndpoint:
     """How to reach a head. A head that is started again has another generation."""
 
     url: str
@@ -47,11 +47,11 @@ class HeadRoute:
     generation: str
 
     def __repr__(self) -> str:
-        return f"HeadRoute(url={self.url!r}, generation={self.generation!r})"
+        return f"HeadEndpoint(url={self.url!r}, generation={self.generation!r})"
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class Pending:
     """Why a head is not there yet, in the SDK's words and in ours."""
 
     queue_state: QueueState
@@ -86,10 +86,10 @@ class SessionProvider(Protocol):
             Unavailable: that can't be told at the moment.
         """
 
-    def find(self, placement: Placement) -> HeadRoute | None:
+    def find(self, placement: Placement) -> HeadEndpoint | None:
         """Return the head that serves a placement now; None if none does. Asking is using."""
 
-    async def acquire(self, placement: Placement) -> HeadRoute:
+    async def acquire(self, placement: Placement) -> HeadEndpoint:
         """Return a head for a placement, starting one if need be; wait until it is ready.
 
         Cancelling gives up the wait, not the start.
@@ -100,10 +100,10 @@ class SessionProvider(Protocol):
             HeadFailed: the head could not be started.
         """
 
-    def waiting(self, placement: Placement) -> Waiting:
+    def waiting(self, placement: Placement) -> Pending:
         """Return why `acquire` has not returned yet."""
 
-    def shared_heads(self) -> list[HeadRoute]:
+    def shared_heads(self) -> list[HeadEndpoint]:
         """Return the running heads that hold many runs, whose idle models this server suspends.
 
         Heads of one run each are none of them: their providers suspend them whole.
@@ -131,8 +131,8 @@ class SessionProvider(Protocol):
     def newly_ended(self) -> list[str]:
         """Return the generations of heads whose end was noticed since the last call."""
 
-    def mistrust(self, route: HeadRoute) -> None:
-        """Look again before this route is returned once more: its head is another one by now."""
+    def invalidate(self, endpoint: HeadEndpoint) -> None:
+        """Look again before this endpoint is returned once more: its head is another one by now."""
 
     async def release(self, placement: Placement) -> None:
         """Take away what `acquire` made for this placement alone. Repeating it is fine.

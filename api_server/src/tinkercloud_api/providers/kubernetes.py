@@ -19,19 +19,19 @@ from pydantic import ValidationError
 
 from tinkercloud_api.head_client import open_session
 from tinkercloud_api.providers import session_spec
-from tinkercloud_api.providers.base import HeadFailed, HeadRoute, Placement, ServedModel, Waiting
+from tinkercloud_api.providers.base import HeadEndpoint, HeadFailed, Pending, Placement, ServedModel
 from tinkercloud_api.providers.cluster_api import ClusterApi, ClusterRefused, ClusterUnreachable
-from tinkercloud_api.providers.head_routes import HeadRoutes, HeadSilent
-from tinkercloud_api.providers.session_activity import Stamps
+from tinkercloud_api.providers.head_endpoints import HeadEndpoints, HeadUnresponsive
+from tinkercloud_api.providers.session_activity import ActivityAnnotator
 from tinkercloud_api.providers.session_cache import Cache, pause_seconds
 from tinkercloud_api.providers.session_status import (
-    BaseModel,
-    Over,
-    Session,
-    Usable,
+    BaseModelView,
+    Ended,
+    Ready,
+    TrainingSessionView,
     read_base_model,
     read_session,
-    standing,
+    readiness,
 )
 from tinkercloud_crds.labels import BASE_MODELS, TRAINING_SESSIONS
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, StateLost, Unavailable
@@ -54,9 +54,9 @@ class KubernetesProvider:
         self._namespace = namespace
         self._models_dir = models_dir
         self._samplers: dict[tuple[str, str], str] = {}
-        """Session that was chosen for samplers of an owner and base model. It stays the choice as
-        long as it serves: results of samples lie in its head."""
-        self._troubles: dict[str, str] = {}
+        """TrainingSession that was chosen for samplers of an owner and base model. It stays the
+        choice as long as it serves: results of samples lie in its head."""
+        self._last_errors: dict[str, str] = {}
         """Why the last step towards a session failed."""
         self._watching: list[asyncio.Task[None]] = []
 
@@ -66,8 +66,8 @@ class KubernetesProvider:
         self._client = open_session()
         self._sessions = Cache(self._api, TRAINING_SESSIONS, read_session, self._forget)
         self._base_models = Cache(self._api, BASE_MODELS, read_base_model, _ignore)
-        self._routes = HeadRoutes(self._api, self._client)
-        self._stamps = Stamps(self._api)
+        self._routes = HeadEndpoints(self._api, self._client)
+        self._activity_annotator = ActivityAnnotator(self._api)
         for cache in (self._sessions, self._base_models):
             self._watching.append(asyncio.create_task(cache.run()))
         log.info("waiting for Kubernetes", namespace=self._namespace)
@@ -80,7 +80,7 @@ class KubernetesProvider:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-        await self._stamps.stop()
+        await self._activity_annotator.stop()
         await self._client.close()
         await self._api.close()
 
@@ -89,16 +89,16 @@ class KubernetesProvider:
         offered = {model.spec.model_name: model for model in self._offered()}
         return [self._served(model) for _, model in sorted(offered.items())]
 
-    def _offered(self) -> list[BaseModel]:
+    def _offered(self) -> list[BaseModelView]:
         """Return what is on offer; of two that offer the same name, the first one comes last."""
         ordered = sorted(self._base_models.objects(), key=lambda model: model.name, reverse=True)
         return [model for model in ordered if model.is_offered]
 
-    def _base_model(self, name: str) -> BaseModel | None:
+    def _base_model(self, name: str) -> BaseModelView | None:
         found = [model for model in self._offered() if model.spec.model_name == name]
         return found[-1] if found else None
 
-    def _served(self, model: BaseModel) -> ServedModel:
+    def _served(self, model: BaseModelView) -> ServedModel:
         spec, folder = model.spec, None
         if self._models_dir is not None and spec.source.volume is not None:
             volume = spec.source.volume
@@ -113,40 +113,40 @@ class KubernetesProvider:
     async def admit(self, placement: Placement) -> ModelSpec:
         """See `SessionProvider.admit`."""
         assert placement.model is not None  # noqa: S101 - only runs are admitted
-        if placement.choices.session is not None:
+        if placement.options.session is not None:
             return session_spec.attached_model(placement, await self._confirmed(placement))
         base_model = self._base_model(placement.base_model)
         if base_model is None:
             raise InvalidRequest(f"base_model {placement.base_model!r} is not served here")
-        session_spec.check_choices(placement.choices, base_model)
+        session_spec.check_options(placement.options, base_model)
         session_spec.training_session(placement, base_model, datetime.now(UTC))
         return placement.model
 
-    def find(self, placement: Placement) -> HeadRoute | None:
+    def find(self, placement: Placement) -> HeadEndpoint | None:
         """See `SessionProvider.find`."""
         session = self._session(placement)
         if session is None or not _belongs(session, placement):
             return None
-        self._stamps.touch(session)
-        state = standing(session)
-        return self._routes.known(session, state) if isinstance(state, Usable) else None
+        self._activity_annotator.touch(session)
+        state = readiness(session)
+        return self._routes.known(session, state) if isinstance(state, Ready) else None
 
-    def _session(self, placement: Placement) -> Session | None:
+    def _session(self, placement: Placement) -> TrainingSessionView | None:
         if placement.model is None:
             return self._session_of_samplers(placement)
         return self._sessions.get(_name(placement))
 
-    def _session_of_samplers(self, placement: Placement) -> Session | None:
+    def _session_of_samplers(self, placement: Placement) -> TrainingSessionView | None:
         """Return the session that was chosen before if it serves, else the oldest that does."""
         key = (placement.owner, placement.base_model)
         chosen = self._sessions.get(self._samplers.get(key, ""))
-        if chosen is not None and isinstance(standing(chosen), Usable):
+        if chosen is not None and isinstance(readiness(chosen), Ready):
             return chosen
         serving = [
             session
             for session in self._sessions.objects()
             if (session.spec.owner, session.spec.base_model) == key
-            and isinstance(standing(session), Usable)
+            and isinstance(readiness(session), Ready)
         ]
         if not serving:
             return self._sessions.get(_name(placement))
@@ -154,29 +154,31 @@ class KubernetesProvider:
         self._samplers[key] = oldest.name
         return oldest
 
-    async def acquire(self, placement: Placement) -> HeadRoute:
+    async def acquire(self, placement: Placement) -> HeadEndpoint:
         """See `SessionProvider.acquire`. Each turn does one step towards a usable session."""
         failures = 0
         while True:
             session = self._session(placement)
             name = session.name if session is not None else _name(placement)
             try:
-                route = await self._step(placement, session)
-            except (ClusterUnreachable, HeadSilent) as error:
+                endpoint = await self._step(placement, session)
+            except (ClusterUnreachable, HeadUnresponsive) as error:
                 failures += 1
-                self._troubles[name] = str(error)
+                self._last_errors[name] = str(error)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause_seconds(failures)):
                         await self._sessions.changed(name, session)
                 continue
-            self._troubles.pop(name, None)
-            if route is not None:
-                return route
+            self._last_errors.pop(name, None)
+            if endpoint is not None:
+                return endpoint
             failures = 0
             await self._sessions.changed(name, session)
 
-    async def _step(self, placement: Placement, session: Session | None) -> HeadRoute | None:
-        """Do what a session needs next; return its route if that is nothing."""
+    async def _step(
+        self, placement: Placement, session: TrainingSessionView | None
+    ) -> HeadEndpoint | None:
+        """Do what a session needs next; return its endpoint if that is nothing."""
         if session is None:
             await self._create(placement)
             return None
@@ -185,19 +187,19 @@ class KubernetesProvider:
                 f"TrainingSession {session.name} was made for {session.spec.model_id!r}, whose name"
                 f" is that of {placement.target!r}: begin another run"
             )
-        state = standing(session)
-        if isinstance(state, Usable):
-            self._stamps.touch(session)
+        state = readiness(session)
+        if isinstance(state, Ready):
+            self._activity_annotator.touch(session)
             return await self._routes.ask(session, state)
-        if isinstance(state, Over):
+        if isinstance(state, Ended):
             await self._replace(placement, session, state)
             return None
-        self._stamps.wake(session)
+        self._activity_annotator.wake(session)
         return None
 
     async def _create(self, placement: Placement) -> None:
-        if placement.choices.session is not None:
-            raise StateLost(f"TrainingSession {placement.choices.session} is not there any more")
+        if placement.options.session is not None:
+            raise StateLost(f"TrainingSession {placement.options.session} is not there any more")
         base_model = self._base_model(placement.base_model)
         if base_model is None:
             raise NotFound(f"base model {placement.base_model!r} is not served here any more")
@@ -205,7 +207,9 @@ class KubernetesProvider:
         await self._api.create(TRAINING_SESSIONS, manifest)
         log.info("training session wanted", session=_name(placement), target=placement.target)
 
-    async def _replace(self, placement: Placement, session: Session, state: Over) -> None:
+    async def _replace(
+        self, placement: Placement, session: TrainingSessionView, state: Ended
+    ) -> None:
         """Delete a session that is over and never ran, or that another can replace (samplers).
 
         What its client is told was refused must not start later, when nobody waits for it.
@@ -218,28 +222,28 @@ class KubernetesProvider:
         if not session.is_deleted:
             await self._api.delete(TRAINING_SESSIONS, session.name, session.uid)
 
-    async def _withdraw(self, placement: Placement, session: Session) -> None:
+    async def _withdraw(self, placement: Placement, session: TrainingSessionView) -> None:
         """Delete a session that was refused, unless it has run or was declared by somebody else."""
-        is_declared = placement.choices.session is not None
+        is_declared = placement.options.session is not None
         if is_declared or session.is_deleted or session.incarnation is not None:
             return
         await self._api.delete(TRAINING_SESSIONS, session.name, session.uid)
 
-    def waiting(self, placement: Placement) -> Waiting:
+    def waiting(self, placement: Placement) -> Pending:
         """See `SessionProvider.waiting`."""
         session = self._session(placement)
-        trouble = self._troubles.get(session.name if session is not None else _name(placement))
+        trouble = self._last_errors.get(session.name if session is not None else _name(placement))
         if trouble is not None:
-            return Waiting("active", trouble)
+            return Pending("active", trouble)
         if session is None:
-            return Waiting("active", f"TrainingSession {_name(placement)} is being created")
-        state = standing(session)
-        if isinstance(state, Waiting):
+            return Pending("active", f"TrainingSession {_name(placement)} is being created")
+        state = readiness(session)
+        if isinstance(state, Pending):
             return state
-        what = "is over" if isinstance(state, Over) else "is being connected to"
-        return Waiting("active", f"TrainingSession {session.name} {what}")
+        what = "is over" if isinstance(state, Ended) else "is being connected to"
+        return Pending("active", f"TrainingSession {session.name} {what}")
 
-    def shared_heads(self) -> list[HeadRoute]:
+    def shared_heads(self) -> list[HeadEndpoint]:
         """See `SessionProvider.shared_heads`: the operator suspends idle sessions."""
         return []
 
@@ -253,10 +257,10 @@ class KubernetesProvider:
         session = await self._confirmed(placement)
         if session is None or not _belongs(session, placement):
             return True
-        state = standing(session)
-        return isinstance(state, Over) and isinstance(state.error, StateLost)
+        state = readiness(session)
+        return isinstance(state, Ended) and isinstance(state.error, StateLost)
 
-    async def _confirmed(self, placement: Placement) -> Session | None:
+    async def _confirmed(self, placement: Placement) -> TrainingSessionView | None:
         name = _name(placement)
         session = self._sessions.get(name)
         if session is not None:
@@ -274,7 +278,7 @@ class KubernetesProvider:
             ) from None
 
     def has_ended(self, placement: Placement, generation: str) -> bool:  # noqa: ARG002 - interface
-        """See `SessionProvider.has_ended`: a pod may write on after its route has gone."""
+        """See `SessionProvider.has_ended`: a pod may write on after its endpoint has gone."""
         return False
 
     def unsaved(self, placement: Placement) -> Path | None:  # noqa: ARG002 - part of the interface
@@ -285,13 +289,13 @@ class KubernetesProvider:
         """See `SessionProvider.newly_ended`: the conditions of sessions say what was lost."""
         return []
 
-    def mistrust(self, route: HeadRoute) -> None:
-        """See `SessionProvider.mistrust`."""
-        self._routes.mistrust(route)
+    def invalidate(self, endpoint: HeadEndpoint) -> None:
+        """See `SessionProvider.invalidate`."""
+        self._routes.invalidate(endpoint)
 
     async def release(self, placement: Placement) -> None:
         """See `SessionProvider.release`: the operator takes a last checkpoint, then the pods."""
-        if placement.model is None or placement.choices.session is not None:
+        if placement.model is None or placement.options.session is not None:
             return
         session = await self._confirmed(placement)
         if session is None or not _belongs(session, placement):
@@ -304,8 +308,8 @@ class KubernetesProvider:
 
     def _forget(self, name: str) -> None:
         self._routes.forget(name)
-        self._stamps.forget(name)
-        self._troubles.pop(name, None)
+        self._activity_annotator.forget(name)
+        self._last_errors.pop(name, None)
 
 
 def _ignore(_name: str) -> None:
@@ -313,11 +317,11 @@ def _ignore(_name: str) -> None:
 
 
 def _name(placement: Placement) -> str:
-    return placement.choices.session or session_spec.session_name(placement)
+    return placement.options.session or session_spec.session_name(placement)
 
 
-def _belongs(session: Session, placement: Placement) -> bool:
+def _belongs(session: TrainingSessionView, placement: Placement) -> bool:
     """Whether a session that was found by its name may serve a placement."""
-    if placement.choices.session is not None:
+    if placement.options.session is not None:
         return session.spec.owner == placement.owner
     return session_spec.is_of(session, placement)

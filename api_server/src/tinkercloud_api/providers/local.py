@@ -33,11 +33,11 @@ import structlog
 
 from tinkercloud_api.head_client import open_session
 from tinkercloud_api.providers.base import (
+    HeadEndpoint,
     HeadFailed,
-    HeadRoute,
+    Pending,
     Placement,
     ServedModel,
-    Waiting,
 )
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol import routes
@@ -106,39 +106,39 @@ class _LocalHead:
         self._client = client
         self._folder = settings.state_dir.absolute() / "heads" / _slug(model.name)
         self._reason = self._folder / "reason"
-        self._starting: asyncio.Task[HeadRoute] | None = None
+        self._starting: asyncio.Task[HeadEndpoint] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._lease: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._backoff = _Backoff()
         self.unsaved = self._folder / "unsaved"
         """Where a stopping head writes what the checkpoint store does not take."""
-        self.route: HeadRoute | None = None
+        self.endpoint: HeadEndpoint | None = None
         self.newly_ended: list[str] = []
         """Generations whose end was noticed since somebody looked."""
 
-    async def acquire(self) -> HeadRoute:
+    async def acquire(self) -> HeadEndpoint:
         """Return the running head; start it if there is none. Callers share one start.
 
         Raises:
             HeadFailed: it could not be started, now or a moment ago: starts that fail are repeated
                 ever more rarely.
         """
-        if self.route is None:
+        if self.endpoint is None:
             self.begin_start()
         if self._starting is not None:
             return await asyncio.shield(self._starting)
-        assert self.route is not None  # noqa: S101 - neither absent nor starting
-        return self.route
+        assert self.endpoint is not None  # noqa: S101 - neither absent nor starting
+        return self.endpoint
 
     def begin_start(self) -> None:
         """Begin to start the head, if it neither runs nor is being started."""
-        if self.route is None and self._starting is None:
+        if self.endpoint is None and self._starting is None:
             self._backoff.check()
             self._starting = asyncio.create_task(self._start())
             self._starting.add_done_callback(self._start_is_over)
 
-    def _start_is_over(self, task: "asyncio.Task[HeadRoute]") -> None:
+    def _start_is_over(self, task: "asyncio.Task[HeadEndpoint]") -> None:
         self._starting = None
         if task.cancelled():
             return
@@ -149,7 +149,7 @@ class _LocalHead:
                 "a session head could not be started", model=self._model.name, error=str(error)
             )
 
-    async def _start(self) -> HeadRoute:
+    async def _start(self) -> HeadEndpoint:
         """Start the head, once more if it is killed meanwhile: for memory, say, or by an admin."""
         try:
             return await self._start_once()
@@ -157,7 +157,7 @@ class _LocalHead:
             log.warning("a session head is started once more", reason=error.message)
             return await self._start_once()
 
-    async def _start_once(self) -> HeadRoute:
+    async def _start_once(self) -> HeadEndpoint:
         self._folder.mkdir(parents=True, exist_ok=True)
         token, generation = secrets.token_urlsafe(32), secrets.token_hex(8)
         self._write_secret("token", token)
@@ -168,13 +168,13 @@ class _LocalHead:
             config = self._config(generation, listener.fileno())
             (self._folder / "config.json").write_text(config.model_dump_json(indent=2))
             self._process = await self._spawn(listener.fileno())
-        route = HeadRoute(url, token, generation)
+        endpoint = HeadEndpoint(url, token, generation)
         log.info("session head started", model=self._model.name, pid=self._process.pid)
-        await self._wait_until_ready(route, self._process)
-        self._adopted(route)
+        await self._wait_until_ready(endpoint, self._process)
+        self._adopted(endpoint)
         record = _Record(self._process.pid, url, generation)
         self._write_secret("head.json", json.dumps(asdict(record)))
-        return route
+        return endpoint
 
     async def _spawn(self, listening_fd: int) -> asyncio.subprocess.Process:
         self._keep_log()
@@ -232,9 +232,9 @@ class _LocalHead:
         )
 
     async def _wait_until_ready(
-        self, route: HeadRoute, process: asyncio.subprocess.Process
+        self, endpoint: HeadEndpoint, process: asyncio.subprocess.Process
     ) -> None:
-        ready = asyncio.create_task(self._get(route, routes.HEAD_WAIT_READY))
+        ready = asyncio.create_task(self._get(endpoint, routes.HEAD_WAIT_READY))
         ended = asyncio.create_task(process.wait())
         seconds = self._settings.head_deadline_seconds
         try:
@@ -277,28 +277,30 @@ class _LocalHead:
             token = (self._folder / "token").read_text()
         except (FileNotFoundError, ValueError, TypeError):
             return False
-        route = HeadRoute(record.url, token, record.generation)
+        endpoint = HeadEndpoint(record.url, token, record.generation)
         try:
             async with asyncio.timeout(_ADOPT_SECONDS):
-                status = HeadStatus.model_validate_json(await self._get(route, routes.HEAD_STATUS))
+                status = HeadStatus.model_validate_json(
+                    await self._get(endpoint, routes.HEAD_STATUS)
+                )
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return False
         if status.generation != record.generation:
             return False
         log.info("session head found running", model=self._model.name, pid=record.pid)
-        self._adopted(route)
+        self._adopted(endpoint)
         return True
 
-    def _adopted(self, route: HeadRoute) -> None:
+    def _adopted(self, endpoint: HeadEndpoint) -> None:
         log.info("the model is ready", model=self._model.name)
-        self.route = route
-        self._lease = asyncio.create_task(self._hold_lease(route))
+        self.endpoint = endpoint
+        self._lease = asyncio.create_task(self._hold_lease(endpoint))
 
-    async def _hold_lease(self, route: HeadRoute) -> None:
+    async def _hold_lease(self, endpoint: HeadEndpoint) -> None:
         """Hold the head's lease; when it can't be held any more, the head is ending."""
         while True:
             try:
-                await self._get(route, routes.HEAD_LEASE)
+                await self._get(endpoint, routes.HEAD_LEASE)
                 await asyncio.sleep(_LEASE_RETRY_SECONDS)
             except aiohttp.ClientConnectorError:
                 break
@@ -308,9 +310,11 @@ class _LocalHead:
         if self._is_stopping:
             log.info("session head has stopped", model=self._model.name)
         else:
-            log.error("session head is gone", model=self._model.name, generation=route.generation)
-        self.route = None
-        self.newly_ended.append(route.generation)
+            log.error(
+                "session head is gone", model=self._model.name, generation=endpoint.generation
+            )
+        self.endpoint = None
+        self.newly_ended.append(endpoint.generation)
 
     async def _ended(self) -> None:
         """Wait until no process of the head is left."""
@@ -327,10 +331,10 @@ class _LocalHead:
                 return int(lock.read() or 0) or None
         return None
 
-    async def _get(self, route: HeadRoute, path: str) -> bytes:
+    async def _get(self, endpoint: HeadEndpoint, path: str) -> bytes:
         async with self._client.get(
-            route.url + path,
-            headers={routes.HEAD_TOKEN_HEADER: route.token},
+            endpoint.url + path,
+            headers={routes.HEAD_TOKEN_HEADER: endpoint.token},
             timeout=aiohttp.ClientTimeout(total=None),
         ) as response:
             if response.status != HTTPStatus.OK:
@@ -406,19 +410,19 @@ class LocalProvider:
     async def admit(self, placement: Placement) -> ModelSpec:
         """See `SessionProvider.admit`. There are no pods here to choose anything about."""
         assert placement.model is not None  # noqa: S101 - only runs are admitted
-        if chosen := placement.choices.named():
+        if chosen := placement.options.named():
             raise InvalidRequest(
                 f"{', '.join(chosen)}: this server runs without Kubernetes; leave it out of tags"
                 " and user_metadata"
             )
         return placement.model
 
-    def find(self, placement: Placement) -> HeadRoute | None:
+    def find(self, placement: Placement) -> HeadEndpoint | None:
         """See `SessionProvider.find`."""
         head = self._heads.get(placement.base_model)
-        return head.route if head is not None else None
+        return head.endpoint if head is not None else None
 
-    async def acquire(self, placement: Placement) -> HeadRoute:
+    async def acquire(self, placement: Placement) -> HeadEndpoint:
         """See `SessionProvider.acquire`."""
         head = self._heads.get(placement.base_model)
         if head is None:
@@ -428,14 +432,14 @@ class LocalProvider:
             )
         return await head.acquire()
 
-    def waiting(self, placement: Placement) -> Waiting:
+    def waiting(self, placement: Placement) -> Pending:
         """See `SessionProvider.waiting`."""
         reason = f"the session head of {placement.base_model!r} is loading the model"
-        return Waiting("paused_capacity", reason)
+        return Pending("paused_capacity", reason)
 
-    def shared_heads(self) -> list[HeadRoute]:
+    def shared_heads(self) -> list[HeadEndpoint]:
         """See `SessionProvider.shared_heads`: all of them are."""
-        return [head.route for head in self._heads.values() if head.route is not None]
+        return [head.endpoint for head in self._heads.values() if head.endpoint is not None]
 
     def runs(self) -> list[str]:
         """See `SessionProvider.runs`: heads are shared by all runs of a base model."""
@@ -447,9 +451,9 @@ class LocalProvider:
 
     def has_ended(self, placement: Placement, generation: str) -> bool:
         """See `SessionProvider.has_ended`."""
-        route = self.find(placement)
-        # A route is there until the head's last process has ended.
-        return route is None or route.generation != generation
+        endpoint = self.find(placement)
+        # An endpoint is there until the head's last process has ended.
+        return endpoint is None or endpoint.generation != generation
 
     def unsaved(self, placement: Placement) -> Path | None:
         """See `SessionProvider.unsaved`."""
@@ -463,8 +467,8 @@ class LocalProvider:
             head.newly_ended.clear()
         return ended
 
-    def mistrust(self, route: HeadRoute) -> None:
-        """See `SessionProvider.mistrust`: the lease tells when a head is gone."""
+    def invalidate(self, endpoint: HeadEndpoint) -> None:
+        """See `SessionProvider.invalidate`: the lease tells when a head is gone."""
 
     async def release(self, placement: Placement) -> None:
         """See `SessionProvider.release`: nothing belongs to one run alone."""

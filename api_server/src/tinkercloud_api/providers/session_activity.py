@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 import structlog
 
 from tinkercloud_api.providers.cluster_api import ClusterApi, ClusterRefused, ClusterUnreachable
-from tinkercloud_api.providers.session_status import Session, asleep_since
+from tinkercloud_api.providers.session_status import TrainingSessionView, idle_since
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import timestamp
 
@@ -24,7 +24,7 @@ _SPREAD_SECONDS = 10.0
 _AFTER_FAILURE_SECONDS = 5.0
 
 
-class Stamps:
+class ActivityAnnotator:
     """Writes of the last-activity annotation. Belongs to one event loop."""
 
     def __init__(self, api: ClusterApi) -> None:
@@ -33,7 +33,7 @@ class Stamps:
         """Monotonic time before which a session is not written again by this process."""
         self._writes: dict[str, asyncio.Task[None]] = {}
 
-    def touch(self, session: Session) -> None:
+    def touch(self, session: TrainingSessionView) -> None:
         """Note that a session is being used; write it if that has not been said for a minute."""
         if time.monotonic() < self._not_before.get(session.name, 0) or session.is_deleted:
             return
@@ -46,9 +46,9 @@ class Stamps:
             return
         self._begin(session.name, moment)
 
-    def wake(self, session: Session) -> None:
+    def wake(self, session: TrainingSessionView) -> None:
         """Say at once that a session suspended for idleness is wanted, unless that was said."""
-        asleep = asleep_since(session)
+        asleep = idle_since(session)
         said = session.last_activity
         if asleep is not None and (said is None or said <= asleep):
             self._begin(session.name, max(datetime.now(UTC), asleep + timedelta(seconds=1)))

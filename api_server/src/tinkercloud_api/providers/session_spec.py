@@ -12,9 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from tinkercloud_api.providers.base import Placement
-from tinkercloud_api.providers.choices import PREFIX, Choices
 from tinkercloud_api.providers.cluster_api import Manifest
-from tinkercloud_api.providers.session_status import BaseModel, Session
+from tinkercloud_api.providers.session_options import PREFIX, SessionOptions
+from tinkercloud_api.providers.session_status import BaseModelView, TrainingSessionView
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import timestamp
 from tinkercloud_crds.shapes import Idle
@@ -47,7 +47,7 @@ def session_name(placement: Placement) -> str:
     return f"ts-{session[:8]}-{model_id.index}-{check[:8]}"
 
 
-def is_of(session: Session, placement: Placement) -> bool:
+def is_of(session: TrainingSessionView, placement: Placement) -> bool:
     """Whether a session of a placement's name was made for it, and not for another of that name."""
     spec = session.spec
     if placement.model is not None:
@@ -60,7 +60,9 @@ def owner_label(owner: str) -> str:
     return owner if _LABEL.fullmatch(owner) else f"sha256-{_digest(owner)[:32]}"
 
 
-def training_session(placement: Placement, base_model: BaseModel | None, now: datetime) -> Manifest:
+def training_session(
+    placement: Placement, base_model: BaseModelView | None, now: datetime
+) -> Manifest:
     """Return the TrainingSession of a placement.
 
     Args:
@@ -76,7 +78,7 @@ def training_session(placement: Placement, base_model: BaseModel | None, now: da
         spec["role"] = "Sampler"
     else:
         spec |= _training(placement.target, placement.model)
-    spec |= _chosen(placement.choices, base_model)
+    spec |= _chosen(placement.options, base_model)
     try:
         declared = TrainingSessionSpec(**spec)
     except ValidationError as error:
@@ -128,34 +130,34 @@ def _lora(lora: LoraConfig) -> Lora:
     )
 
 
-def _chosen(choices: Choices, base_model: BaseModel | None) -> dict[str, Any]:
+def _chosen(options: SessionOptions, base_model: BaseModelView | None) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    if choices.queue is not None:
-        fields["queue_name"] = choices.queue
-    if choices.priority is not None:
-        fields["priority_class_name"] = choices.priority
-    if choices.idle_timeout is not None or choices.idle_action is not None:
+    if options.queue is not None:
+        fields["queue_name"] = options.queue
+    if options.priority is not None:
+        fields["priority_class_name"] = options.priority
+    if options.idle_timeout is not None or options.idle_action is not None:
         default = base_model.spec.sessions.idle if base_model is not None else Idle()
         fields["idle"] = Idle(
-            timeout_seconds=choices.idle_timeout or default.timeout_seconds,
-            action=choices.idle_action or default.action,
+            timeout_seconds=options.idle_timeout or default.timeout_seconds,
+            action=options.idle_action or default.action,
         )
     return fields
 
 
-def check_choices(choices: Choices, base_model: BaseModel) -> None:
+def check_options(options: SessionOptions, base_model: BaseModelView) -> None:
     """Check that a run may choose what it does.
 
     Raises:
         InvalidRequest: its BaseModel does not allow it; the message lists what is allowed.
     """
     policy, own = base_model.spec.sessions, base_model.spec.placement
-    _check_name("queue", choices.queue, own.queue_name, policy.queue_names)
-    _check_name("priority", choices.priority, own.priority_class_name, policy.priority_class_names)
+    _check_name("queue", options.queue, own.queue_name, policy.queue_names)
+    _check_name("priority", options.priority, own.priority_class_name, policy.priority_class_names)
     longest = policy.max_idle_timeout_seconds
-    if choices.idle_timeout is not None and longest is not None and choices.idle_timeout > longest:
+    if options.idle_timeout is not None and longest is not None and options.idle_timeout > longest:
         raise InvalidRequest(
-            f"{PREFIX}idle-timeout: {choices.idle_timeout} is longer than base model"
+            f"{PREFIX}idle-timeout: {options.idle_timeout} is longer than base model"
             f" {base_model.spec.model_name!r} allows ({longest} seconds)"
         )
 
@@ -167,7 +169,7 @@ def _check_name(choice: str, chosen: str | None, own: str | None, others: list[s
         raise InvalidRequest(f"{PREFIX}{choice}: {chosen!r} is not allowed; allowed are {offered}")
 
 
-def attached_model(placement: Placement, session: Session | None) -> ModelSpec:
+def attached_model(placement: Placement, session: TrainingSessionView | None) -> ModelSpec:
     """Return the model that a run becomes in a session declared by somebody else.
 
     A seed and a checkpoint to start from come from the declaration, unless the run states them.
@@ -176,7 +178,7 @@ def attached_model(placement: Placement, session: Session | None) -> ModelSpec:
         NotFound: there is no such session for the run's owner.
         InvalidRequest: the session is not what the run asks for; the message names the difference.
     """
-    name = placement.choices.session
+    name = placement.options.session
     if session is None or session.spec.owner != placement.owner:
         raise NotFound(f"{PREFIX}session: TrainingSession {name!r} does not exist for this owner")
     spec, model = session.spec, placement.model
@@ -186,7 +188,7 @@ def attached_model(placement: Placement, session: Session | None) -> ModelSpec:
             f"{PREFIX}session: TrainingSession {name!r} was not declared to be attached to; leave"
             " spec.modelId out and let spec.role be Trainer"
         )
-    if others := [key for key in placement.choices.named() if key != f"{PREFIX}session"]:
+    if others := [key for key in placement.options.named() if key != f"{PREFIX}session"]:
         raise InvalidRequest(
             f"{', '.join(others)}: TrainingSession {name!r} decides this itself; leave it out"
         )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from tinkercloud_api.providers.base import HeadFailed, Waiting
+from tinkercloud_api.providers.base import HeadFailed, Pending
 from tinkercloud_api.providers.cluster_api import Manifest
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
@@ -24,7 +24,7 @@ _QUEUE_STATES: dict[str, QueueState] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class TrainingSessionView:
     """What the provider keeps of a TrainingSession."""
 
     name: str
@@ -43,7 +43,7 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
-class BaseModel:
+class BaseModelView:
     """What the provider keeps of a BaseModel."""
 
     name: str
@@ -53,7 +53,7 @@ class BaseModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Usable:
+class Ready:
     """Requests are served."""
 
     endpoint: str
@@ -61,19 +61,19 @@ class Usable:
 
 
 @dataclass(frozen=True, slots=True)
-class Over:
+class Ended:
     """It will never be used again; the error says why."""
 
     error: WireError
 
 
-Standing = Usable | Waiting | Over
+Readiness = Ready | Pending | Ended
 
 
-def read_session(manifest: Manifest) -> Session:
+def read_session(manifest: Manifest) -> TrainingSessionView:
     """Read a TrainingSession."""
     metadata, status = manifest["metadata"], manifest.get("status", {})
-    return Session(
+    return TrainingSessionView(
         name=metadata["name"],
         uid=metadata["uid"],
         resource_version=metadata["resourceVersion"],
@@ -88,14 +88,14 @@ def read_session(manifest: Manifest) -> Session:
     )
 
 
-def read_base_model(manifest: Manifest) -> BaseModel:
+def read_base_model(manifest: Manifest) -> BaseModelView:
     """Read a BaseModel. It is on offer unless its Ready condition says False."""
     conditions = [
         Condition.model_validate(condition)
         for condition in manifest.get("status", {}).get("conditions", ())
     ]
     ready = find(conditions, ConditionType.READY)
-    return BaseModel(
+    return BaseModelView(
         name=manifest["metadata"]["name"],
         resource_version=manifest["metadata"]["resourceVersion"],
         spec=BaseModelSpec.model_validate(manifest["spec"]),
@@ -112,19 +112,19 @@ def moment(text: str | None) -> datetime | None:
     return parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)
 
 
-def standing(session: Session) -> Standing:
+def readiness(session: TrainingSessionView) -> Readiness:
     """Return what those who want to use a session have to expect."""
     ready = _current(session, ConditionType.READY)
     stalled = _current(session, ConditionType.STALLED)
     if session.is_deleted or (ready is not None and ready.reason in _OVER):
         why = ready.message if ready is not None and ready.reason in _OVER else ""
-        return Over(StateLost(_said(session, "is over", why)))
+        return Ended(StateLost(_said(session, "is over", why)))
     if stalled is not None and stalled.status == "True" and stalled.reason in NEVER_FITS:
-        return Over(_never_fits(session, stalled))
+        return Ended(_never_fits(session, stalled))
     if ready is not None and ready.reason == Reason.START_FAILED and session.incarnation is None:
-        return Over(HeadFailed(_said(session, ready.reason, ready.message)))
+        return Ended(HeadFailed(_said(session, ready.reason, ready.message)))
     if session.spec.suspend:
-        return Waiting(
+        return Pending(
             "active",
             _said(session, "is suspended by its owner", "set spec.suspend to false to resume it"),
         )
@@ -134,15 +134,15 @@ def standing(session: Session) -> Standing:
         and session.endpoint is not None
         and session.incarnation is not None
     ):
-        return Usable(session.endpoint, session.incarnation)
+        return Ready(session.endpoint, session.incarnation)
     if ready is None or ready.status == "True":
-        return Waiting("active", _said(session, "waits for the operator", ""))
-    return Waiting(
+        return Pending("active", _said(session, "waits for the operator", ""))
+    return Pending(
         _QUEUE_STATES.get(ready.reason, "active"), _said(session, ready.reason, ready.message)
     )
 
 
-def asleep_since(session: Session) -> datetime | None:
+def idle_since(session: TrainingSessionView) -> datetime | None:
     """Return when a session was suspended because nobody used it; None if it is not."""
     suspended = find(session.conditions, ConditionType.SUSPENDED)
     if session.spec.suspend or suspended is None or suspended.status != "True":
@@ -150,17 +150,17 @@ def asleep_since(session: Session) -> datetime | None:
     return moment(suspended.last_transition_time) if suspended.reason == Reason.IDLE else None
 
 
-def _current(session: Session, kind: ConditionType) -> Condition | None:
+def _current(session: TrainingSessionView, kind: ConditionType) -> Condition | None:
     """Return what a condition says of the specification as it is now."""
     condition = find(session.conditions, kind)
     is_current = condition is not None and condition.observed_generation == session.generation
     return condition if is_current else None
 
 
-def _never_fits(session: Session, stalled: Condition) -> WireError:
+def _never_fits(session: TrainingSessionView, stalled: Condition) -> WireError:
     kind = InvalidRequest if stalled.reason in _CLIENTS_FAULT else HeadFailed
     return kind(_said(session, stalled.reason, stalled.message))
 
 
-def _said(session: Session, what: str, detail: str) -> str:
+def _said(session: TrainingSessionView, what: str, detail: str) -> str:
     return f"TrainingSession {session.name}: {what}" + (f": {detail}" if detail else "")

@@ -9,8 +9,8 @@ from urllib.parse import quote
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.context import Context
 from tinkercloud_api.http import HotRequest, Send
-from tinkercloud_api.providers.base import HeadRoute, Waiting
-from tinkercloud_api.proxy import StaleRoute
+from tinkercloud_api.providers.base import HeadEndpoint, Pending
+from tinkercloud_api.proxy import StaleEndpoint
 from tinkercloud_protocol.errors import Unavailable
 
 _HOLD_SECONDS = 45.0
@@ -42,7 +42,7 @@ class Call:
 
     async def forward(
         self,
-        route: HeadRoute,
+        endpoint: HeadEndpoint,
         target: str,
         body: bytes | AsyncIterator[bytes],
         *,
@@ -54,7 +54,7 @@ class Call:
         try:
             await self.server.proxy.forward(
                 self.send,
-                route,
+                endpoint,
                 quote(self.request.path),
                 target=target,
                 headers=self.request.headers,
@@ -63,28 +63,28 @@ class Call:
                 refusal=refusal,
                 silence_seconds=silence_seconds,
             )
-        except StaleRoute:
-            self.server.provider.mistrust(route)
+        except StaleEndpoint:
+            self.server.provider.invalidate(endpoint)
             raise
 
 
 Handler = Callable[[Call], Awaitable[None]]
 
 
-async def route_run(call: Call, model_id: str) -> HeadRoute:
+async def head_for_run(call: Call, model_id: str) -> HeadEndpoint:
     """Return the head of a model that is the caller's.
 
     Raises:
         NotFound: it is not.
         Unavailable: its head is not there yet; the message says why.
     """
-    await call.server.router.authorize_run(model_id, call.principal)
+    await call.server.locator.authorize_run(model_id, call.principal)
     call.server.activity.touch(model_id)
-    router = call.server.router
-    return await held(router.head_of_run(model_id), lambda: router.why_waiting(model_id))
+    locator = call.server.locator
+    return await wait_for_head(locator.head_of_run(model_id), lambda: locator.run_pending(model_id))
 
 
-async def held(head: Awaitable[HeadRoute], why: Callable[[], Waiting]) -> HeadRoute:
+async def wait_for_head(head: Awaitable[HeadEndpoint], why: Callable[[], Pending]) -> HeadEndpoint:
     """Wait for a head as long as a client waits for an answer.
 
     Raises:

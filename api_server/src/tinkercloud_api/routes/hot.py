@@ -23,28 +23,28 @@ from tinkercloud_api.http import (
     Receive,
     Scope,
     Send,
-    answer,
-    answer_error,
-    beginning_of,
-    chained,
-    decompressed_beginning,
-    reading_to_the_end,
-    refuse_doubled,
-    refuse_encoding,
+    chain,
+    check_content_encoding,
+    decompress_prefix,
+    drain_body,
+    read_prefix,
+    reject_duplicate_headers,
+    respond,
+    respond_error,
 )
-from tinkercloud_api.providers.base import HeadRoute, Waiting
+from tinkercloud_api.long_polls import ShuttingDown
+from tinkercloud_api.providers.base import HeadEndpoint, Pending
 from tinkercloud_api.routes import unloading
-from tinkercloud_api.routes.call import Call, Handler, held, route_run
-from tinkercloud_api.routes.refusing import (
+from tinkercloud_api.routes.call import Call, Handler, head_for_run, wait_for_head
+from tinkercloud_api.routes.rejections import (
     OLD_SDK,
     RequestT,
-    forward_refused,
-    not_served,
-    place_of,
-    refuse_in_place,
+    forward_rejection,
+    reject_in_sequence,
+    reject_unknown_call,
+    sequence_position,
 )
 from tinkercloud_api.throttle import Throttle
-from tinkercloud_api.waiters import Dismissed
 from tinkercloud_protocol import envelope, futures, routes
 from tinkercloud_protocol.errors import (
     BodyTooLarge,
@@ -107,7 +107,7 @@ class HotPaths:
             Unauthenticated: the key is missing, unknown or revoked.
             Overloaded: too many unknown ones came from the same address.
         """
-        refuse_doubled(scope["headers"])
+        reject_duplicate_headers(scope["headers"])
         path: str = scope["path"]
         if not path.startswith(routes.PREFIX) or path in _WITHOUT_KEY:
             return None
@@ -131,7 +131,7 @@ class HotPaths:
         handler = HANDLERS.get(path)
         if handler is None and path.startswith(routes.PREFIX):
             is_served = any(route.matches(scope)[0] is Match.FULL for route in self._routed)
-            handler = None if is_served else not_served
+            handler = None if is_served else reject_unknown_call
         return handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -142,12 +142,12 @@ class HotPaths:
         try:
             principal = await self._authenticate(scope)
         except WireError as error:
-            _, send = reading_to_the_end(scope, receive, send, DISCARD_WITHOUT_KEY)
+            _, send = drain_body(scope, receive, send, DISCARD_WITHOUT_KEY)
             # Whoever has no key keeps no connection.
-            await answer_error(send, error, {"connection": "close"})
+            await respond_error(send, error, {"connection": "close"})
             return
         discard = DISCARD_WITHOUT_KEY if principal is None else DISCARD
-        receive, send = reading_to_the_end(scope, receive, send, discard)
+        receive, send = drain_body(scope, receive, send, discard)
         handler = self._handler(scope)
         if handler is None or principal is None:
             await self._app(scope, receive, send)
@@ -156,67 +156,67 @@ class HotPaths:
         try:
             await handler(call)
         except WireError as error:
-            await answer_error(send, error)
+            await respond_error(send, error)
         except Exception:
             log.exception("request failed unexpectedly", path=call.request.path)
             if call.has_answered:
                 raise
-            await answer(send, _INTERNAL_ERROR, status=500)
+            await respond(send, _INTERNAL_ERROR, status=500)
 
 
 async def forward_backward(call: Call) -> None:
     """Stream a protobuf body to the head of its model; JSON of old SDKs fails in its place."""
-    refuse_encoding(call.request.headers, accepted=("zstd",))
+    check_content_encoding(call.request.headers, accepted=("zstd",))
     if call.request.headers.get("content-type", "").startswith(futures.JSON):
-        await refuse_in_place(call, InvalidRequest(OLD_SDK))
+        await reject_in_sequence(call, InvalidRequest(OLD_SDK))
         return
     async with aclosing(call.request.chunks()) as chunks:
-        prefix = await beginning_of(chunks, envelope.PREFIX_BYTES)
+        prefix = await read_prefix(chunks, envelope.PREFIX_BYTES)
         encoding = call.request.headers.get("content-encoding", "identity")
         is_plain = encoding != "zstd"
-        plain = prefix if is_plain else decompressed_beginning(prefix, envelope.PREFIX_BYTES)
+        plain = prefix if is_plain else decompress_prefix(prefix, envelope.PREFIX_BYTES)
         model_id = envelope.peek_training(plain[: envelope.PREFIX_BYTES]).model_id
-        route = await route_run(call, model_id)
-        await call.forward(route, model_id, chained(prefix, chunks))
+        endpoint = await head_for_run(call, model_id)
+        await call.forward(endpoint, model_id, chain(prefix, chunks))
 
 
 async def ordered(call: Call, body: bytes) -> None:
     """Forward a JSON request to the head of its model."""
     model_id = envelope.peek_json(body, "model_id")
-    await call.forward(await route_run(call, model_id), model_id, body)
+    await call.forward(await head_for_run(call, model_id), model_id, body)
 
 
 async def save_weights(call: Call, body: bytes) -> None:
     """Forward a save; note the checkpoint that it may make."""
     model_id = envelope.peek_json(body, "model_id")
-    route = await route_run(call, model_id)
+    endpoint = await head_for_run(call, model_id)
     request = await _read_or_none(SaveWeightsRequest, body)
     if request is not None and request.model_id == model_id:
         path = _path_or_none(model_id, CheckpointKind.TRAINING, request.name())
-        await _forward_save(call, route, request, body, path)
+        await _forward_save(call, endpoint, request, body, path)
         return
-    await call.forward(route, model_id, body)
+    await call.forward(endpoint, model_id, body)
 
 
 async def save_weights_for_sampler(call: Call, body: bytes) -> None:
     """Forward a publication; note the checkpoint or the sampling session that it may make."""
     model_id = envelope.peek_json(body, "model_id")
-    route = await route_run(call, model_id)
+    endpoint = await head_for_run(call, model_id)
     request = await _read_or_none(SaveWeightsForSamplerRequest, body)
     if request is not None and request.model_id == model_id:
         if request.path is not None:
             path = _path_or_none(model_id, CheckpointKind.SAMPLER, request.path)
-            await _forward_save(call, route, request, body, path)
+            await _forward_save(call, endpoint, request, body, path)
             return
         if request.sampling_session_seq_id is not None:
             try:
-                await _expect_sampler(
+                await _record_sampler(
                     call, ModelId.parse(model_id), request.sampling_session_seq_id
                 )
             except InvalidRequest as error:
-                await forward_refused(call, place_of(request), error)
+                await forward_rejection(call, sequence_position(request), error)
                 return
-    await call.forward(route, model_id, body)
+    await call.forward(endpoint, model_id, body)
 
 
 async def load_weights(call: Call, body: bytes) -> None:
@@ -227,19 +227,19 @@ async def load_weights(call: Call, body: bytes) -> None:
     try:
         request = await _read(LoadWeightsRequest, body)
     except InvalidRequest as error:
-        await forward_refused(call, body, error)
+        await forward_rejection(call, body, error)
         return
     if request.model_id is None:
         runs = call.server.training_runs
         request_id = await runs.create_from_checkpoint(request, call.principal)
-        await answer(call.send, futures.promise(request_id))
+        await respond(call.send, futures.promise(request_id))
         return
     try:
         await call.server.checkpoints.manifest(CheckpointPath.parse(request.path), call.principal)
     except (InvalidRequest, NotFound) as error:
-        await forward_refused(call, place_of(request), error)
+        await forward_rejection(call, sequence_position(request), error)
         return
-    await call.forward(await route_run(call, request.model_id), request.model_id, body)
+    await call.forward(await head_for_run(call, request.model_id), request.model_id, body)
 
 
 def _in_order(handle: Callable[[Call, bytes], Awaitable[None]]) -> Handler:
@@ -253,7 +253,7 @@ def _in_order(handle: Callable[[Call, bytes], Awaitable[None]]) -> Handler:
             body = await call.request.body(call.server.settings.limits.max_body_bytes)
         except BodyTooLarge as error:
             place = envelope.peek_json_place(call.request.beginning)
-            await forward_refused(call, place, error)
+            await forward_rejection(call, place, error)
         else:
             await handle(call, body)
 
@@ -264,14 +264,14 @@ async def asample(call: Call) -> None:
     """Forward a sampling request to a head that serves its session."""
     body = await call.request.body(call.server.settings.limits.max_body_bytes)
     sampler_id = envelope.peek_json(body, "sampling_session_id")
-    router = call.server.router
-    await router.authorize_sampler(sampler_id, call.principal)
-    if (run_id := await router.run_of_sampler(sampler_id)) is not None:
+    locator = call.server.locator
+    await locator.authorize_sampler(sampler_id, call.principal)
+    if (run_id := await locator.run_of_sampler(sampler_id)) is not None:
         call.server.activity.touch(run_id)
-    route = await held(
-        router.head_of_sampler(sampler_id), lambda: router.why_sampler_waits(sampler_id)
+    endpoint = await wait_for_head(
+        locator.head_of_sampler(sampler_id), lambda: locator.sampler_pending(sampler_id)
     )
-    await call.forward(route, sampler_id, body)
+    await call.forward(endpoint, sampler_id, body)
 
 
 async def cancel_future(call: Call) -> None:
@@ -281,14 +281,14 @@ async def cancel_future(call: Call) -> None:
     if not isinstance(request_id.target, SamplingSessionId):
         raise InvalidRequest("only sampling requests can be cancelled")
     target = str(request_id.target)
-    await call.server.router.authorize_sampler(target, call.principal)
+    await call.server.locator.authorize_sampler(target, call.principal)
     try:
         async with asyncio.timeout(_RETRY_SECONDS):
-            route = await call.server.router.head_of_sample(target)
+            endpoint = await call.server.locator.head_of_sample(target)
     except (WireError, TimeoutError):
-        await answer(call.send, b"{}")
+        await respond(call.send, b"{}")
         return
-    await call.forward(route, target, body)
+    await call.forward(endpoint, target, body)
 
 
 async def retrieve_future(call: Call) -> None:
@@ -296,58 +296,58 @@ async def retrieve_future(call: Call) -> None:
     body = await call.request.body(_SMALL_BODY_BYTES)
     name = parse_json(RetrieveFutureRequest, body).request_id
     if (model_id := unloading.unloaded_model(name)) is not None:
-        await call.server.router.authorize_run(model_id, call.principal)
-        await answer(call.send, (await unloading.result_of(model_id, call.server)).body)
+        await call.server.locator.authorize_run(model_id, call.principal)
+        await respond(call.send, (await unloading.result_of(model_id, call.server)).body)
         return
     request_id = RequestId.parse(name)
     is_sample = isinstance(request_id.target, SamplingSessionId)
     retrieve = _retrieve_sample if is_sample else _retrieve_training
     try:
-        with call.server.waiters.waiting():
+        with call.server.long_polls.waiting():
             try:
                 await retrieve(call, request_id, body)
             except Unavailable as error:
                 # The SDK asks again without any delay of its own.
                 await asyncio.sleep(_RETRY_SECONDS)
                 pending = futures.pending(str(request_id), reason=error.message)
-                await answer(call.send, pending, status=futures.PENDING_STATUS)
-    except Dismissed:
+                await respond(call.send, pending, status=futures.PENDING_STATUS)
+    except ShuttingDown:
         # This server is stopping: the client asks again, the next one or another replica.
         if not call.has_answered:
             pending = futures.pending(str(request_id))
-            await answer(call.send, pending, status=futures.PENDING_STATUS)
+            await respond(call.send, pending, status=futures.PENDING_STATUS)
 
 
 async def _retrieve_training(call: Call, request_id: RequestId, body: bytes) -> None:
-    target, router = str(request_id.target), call.server.router
-    await router.authorize_run(target, call.principal)
+    target, locator = str(request_id.target), call.server.locator
+    await locator.authorize_run(target, call.principal)
     call.server.activity.touch(target)
     try:
-        route = await _in_a_poll(call, router.head_of_run(target))
+        endpoint = await _in_a_poll(call, locator.head_of_run(target))
     except TimeoutError:
-        await _answer_pending(call, request_id, router.why_waiting(target))
+        await _answer_pending(call, request_id, locator.run_pending(target))
         return
     except WireError as error:
-        await answer(call.send, futures.failed_with(error).body)
+        await respond(call.send, futures.failed_with(error).body)
         return
-    await call.forward(route, target, body, silence_seconds=_poll_seconds(call))
+    await call.forward(endpoint, target, body, silence_seconds=_poll_seconds(call))
 
 
 async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes) -> None:
-    target, router = str(request_id.target), call.server.router
-    await router.authorize_sampler(target, call.principal)
+    target, locator = str(request_id.target), call.server.locator
+    await locator.authorize_sampler(target, call.principal)
     try:
-        route = await _in_a_poll(call, router.head_of_sample(target))
+        endpoint = await _in_a_poll(call, locator.head_of_sample(target))
     except TimeoutError:
-        await _answer_pending(call, request_id, router.why_sampler_waits(target))
+        await _answer_pending(call, request_id, locator.sampler_pending(target))
         return
     except WireError as error:
-        await answer(call.send, futures.failed_with(error).body)
+        await respond(call.send, futures.failed_with(error).body)
         return
     # A head that does not know the request is not the one it was sent to: on 410 the SDK sends
     # the sample again.
-    replace = {404: _GONE} if await router.can_sample_again(target) else None
-    await call.forward(route, target, body, replace=replace, silence_seconds=_poll_seconds(call))
+    replace = {404: _GONE} if await locator.can_sample_again(target) else None
+    await call.forward(endpoint, target, body, replace=replace, silence_seconds=_poll_seconds(call))
 
 
 def _poll_seconds(call: Call) -> float:
@@ -355,7 +355,7 @@ def _poll_seconds(call: Call) -> float:
     return call.server.settings.timings.long_poll_seconds + _POLL_MARGIN_SECONDS
 
 
-async def _in_a_poll(call: Call, head: Awaitable[HeadRoute]) -> HeadRoute:
+async def _in_a_poll(call: Call, head: Awaitable[HeadEndpoint]) -> HeadEndpoint:
     """Wait for a head as long as a long poll lasts.
 
     Raises:
@@ -371,14 +371,14 @@ async def _in_a_poll(call: Call, head: Awaitable[HeadRoute]) -> HeadRoute:
             raise TimeoutError from None
 
 
-async def _answer_pending(call: Call, request_id: RequestId, waiting: Waiting) -> None:
+async def _answer_pending(call: Call, request_id: RequestId, waiting: Pending) -> None:
     body = futures.pending(str(request_id), waiting.queue_state, waiting.reason)
-    await answer(call.send, body, status=futures.PENDING_STATUS)
+    await respond(call.send, body, status=futures.PENDING_STATUS)
 
 
 async def _forward_save(
     call: Call,
-    route: HeadRoute,
+    endpoint: HeadEndpoint,
     request: SaveWeightsRequest | SaveWeightsForSamplerRequest,
     body: bytes,
     path: CheckpointPath | None,
@@ -386,7 +386,7 @@ async def _forward_save(
     """Forward a request to save a checkpoint at a path; None if the head is going to refuse it."""
 
     async def forward() -> int | None:
-        await call.forward(route, request.model_id, body)
+        await call.forward(endpoint, request.model_id, body)
         return call.status
 
     if path is None:
@@ -394,14 +394,14 @@ async def _forward_save(
         return
     checkpoints, settings = call.server.checkpoints, call.server.settings
     try:
-        await checkpoints.check_room(path, settings.max_checkpoint_bytes_per_owner)
+        await checkpoints.check_quota(path, settings.max_checkpoint_bytes_per_owner)
     except InvalidRequest as error:
-        await forward_refused(call, place_of(request), error)
+        await forward_rejection(call, sequence_position(request), error)
         return
-    await checkpoints.expect_unless_refused(path, call.principal.owner, forward)
+    await checkpoints.record_pending_unless_rejected(path, call.principal.owner, forward)
 
 
-async def _expect_sampler(call: Call, model_id: ModelId, index: int) -> None:
+async def _record_sampler(call: Call, model_id: ModelId, index: int) -> None:
     """Note the sampling session that a publication makes.
 
     Raises:
@@ -417,7 +417,7 @@ async def _expect_sampler(call: Call, model_id: ModelId, index: int) -> None:
             model_path=None,
             run_id=run.id,
         )
-        await call.server.router.begin_sampler(row)
+        await call.server.locator.add_sampler(row)
 
 
 def _path_or_none(run_id: str, kind: CheckpointKind, name: str) -> CheckpointPath | None:

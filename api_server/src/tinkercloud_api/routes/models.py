@@ -125,7 +125,7 @@ async def create_sampling_session(
     assert base_model is not None  # noqa: S101 - the request model asks for one of the two
     base_model = server.training_runs.served(base_model).name
     session_id = SamplingSessionId(request.session_id, request.sampling_session_seq_id)
-    row = await server.router.begin_sampler(
+    row = await server.locator.add_sampler(
         SamplingSession(
             id=str(session_id),
             session_id=request.session_id,

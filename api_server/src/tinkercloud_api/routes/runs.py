@@ -44,7 +44,7 @@ async def list_runs(
     project_id: str | None = None,
 ) -> TrainingRunList:
     """List training runs, newest first; those of a project if one is named."""
-    owner = caller.listed_owner(access_scope)
+    owner = caller.owner_filter(access_scope)
     rows, total = await server.catalog.runs(owner, Page(offset, limit), project_id)
     checkpoints = await server.checkpoints.of_runs([row.id for row in rows])
     infos = [_run_info(row, checkpoints[row.id]) for row in rows]
@@ -77,7 +77,7 @@ async def list_checkpoints(
     access_scope: Scope = "owned",
 ) -> CheckpointList:
     """List checkpoints of all runs, newest first."""
-    owner = caller.listed_owner(access_scope)
+    owner = caller.owner_filter(access_scope)
     infos, total = await server.checkpoints.page(owner, Page(offset, limit))
     cursor = Cursor(offset=offset, limit=limit, total_count=total)
     return CheckpointList(checkpoints=infos, cursor=cursor)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.tables import Session
 from tinkercloud_api.context import Caller, Server
-from tinkercloud_api.providers.choices import Choices, gathered
+from tinkercloud_api.providers.session_options import SessionOptions, collect_options
 from tinkercloud_protocol.catalogue import (
     ClientConfig,
     CreateSessionAnswer,
@@ -81,7 +81,7 @@ async def create_session(
     request: CreateSession, server: Server, caller: Caller
 ) -> CreateSessionAnswer:
     """Begin a session."""
-    Choices.read(gathered(request.tags, request.user_metadata))
+    SessionOptions.read(collect_options(request.tags, request.user_metadata))
     session = Session(
         id=new_session_id(),
         owner=caller.owner,
@@ -136,7 +136,7 @@ async def list_sessions(
     access_scope: Literal["owned", "accessible"] = "owned",
 ) -> SessionList:
     """List sessions, newest first."""
-    owner = caller.listed_owner(access_scope)
+    owner = caller.owner_filter(access_scope)
     return SessionList(sessions=list(await server.catalog.sessions(owner, Page(offset, limit))))
 
 

@@ -33,7 +33,7 @@ class UnloadModelRequest(WireModel):
 async def unload_model(request: UnloadModelRequest, server: Server, caller: Caller) -> Response:
     """Free a model. Repeating it is fine."""
     model_id = str(ModelId.parse(request.model_id))
-    await server.router.authorize_run(model_id, caller)
+    await server.locator.authorize_run(model_id, caller)
     await server.training_runs.unload(model_id)
     log.info("model unloaded", model_id=model_id, owner=caller.owner)
     promise = futures.promise(f"{model_id}{_SUFFIX}", model_id=model_id)

@@ -27,7 +27,7 @@ async def list_usage(
     access_scope: Literal["owned", "accessible"] = "owned",
 ) -> SessionUsageList:
     """List sessions and what they hold, newest first."""
-    owner = caller.listed_owner(access_scope)
+    owner = caller.owner_filter(access_scope)
     names = await server.catalog.sessions(owner, Page(offset, limit))
     return SessionUsageList(sessions=await _usage(names, server))
 

@@ -22,7 +22,7 @@ _PROBE = "health-probe"
 _MISSING = (FileNotFoundError, NotFoundError)
 
 
-class Objects:
+class ObjectStoreClient:
     """Objects by their keys. Every method raises `Unavailable` if the store does not do it."""
 
     def __init__(self, store: ObjectStore) -> None:
@@ -30,47 +30,47 @@ class Objects:
 
     async def ping(self) -> None:
         """Return if the store answers."""
-        with _an_answer(), suppress(*_MISSING):
+        with _translate_errors(), suppress(*_MISSING):
             await obstore.head_async(self._store, _PROBE)
 
     async def probe(self) -> None:
         """Return if the store can be written to: a full or read-only one answers all the same."""
-        with _an_answer():
+        with _translate_errors():
             await obstore.put_async(self._store, _PROBE, b"written by health checks\n")
 
     async def upload(self, key: str, file: Path) -> None:
         """Store a local file's content as an object."""
-        with _an_answer():
+        with _translate_errors():
             await obstore.put_async(self._store, key, file)
 
     async def read(self, key: str) -> bytes | None:
         """Return an object; None if there is none."""
-        with _an_answer(), suppress(*_MISSING):
+        with _translate_errors(), suppress(*_MISSING):
             answer = await obstore.get_async(self._store, key)
             return bytes(await answer.bytes_async())
         return None
 
     async def folders(self, prefix: str) -> list[str]:
         """Return the names of the folders in a folder, whose prefix ends with a slash."""
-        with _an_answer():
+        with _translate_errors():
             listed = await obstore.list_with_delimiter_async(self._store, prefix)
             return [found.rstrip("/").rpartition("/")[2] for found in listed["common_prefixes"]]
 
     async def has_any(self, prefix: str) -> bool:
         """Return whether there is an object in a folder, whose prefix ends with a slash."""
-        with _an_answer():
+        with _translate_errors():
             async for batch in obstore.list(self._store, prefix, chunk_size=1):
                 return bool(batch)
         return False
 
     async def delete(self, key: str) -> None:
         """Delete an object. One that is missing is fine."""
-        with _an_answer(), suppress(*_MISSING):
+        with _translate_errors(), suppress(*_MISSING):
             await obstore.delete_async(self._store, key)
 
     async def delete_folder(self, prefix: str) -> None:
         """Delete all objects in a folder, whose prefix has no slash at its end. None is fine."""
-        with _an_answer():
+        with _translate_errors():
             # Somebody else may delete them too, and a folder of files then ends the call with the
             # first one that is missing: what is left is seen in the next round.
             while entries := await obstore.list(self._store, f"{prefix}/").collect_async():
@@ -79,7 +79,7 @@ class Objects:
 
 
 @contextmanager
-def _an_answer() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     try:
         yield
     except (BaseError, OSError) as error:

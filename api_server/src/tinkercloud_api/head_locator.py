@@ -26,8 +26,8 @@ from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import EXPIRED, SamplingSession, TrainingRun
 from tinkercloud_api.checkpoints import Checkpoints, latest
-from tinkercloud_api.providers.base import HeadRoute, Placement, SessionProvider, Waiting
-from tinkercloud_api.providers.choices import Choices
+from tinkercloud_api.providers.base import HeadEndpoint, Pending, Placement, SessionProvider
+from tinkercloud_api.providers.session_options import SessionOptions
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable
 from tinkercloud_protocol.futures import QueueState
@@ -72,7 +72,7 @@ class SamplerLost(InvalidRequest):
     """
 
 
-class Router:
+class HeadLocator:
     """Finds heads, and makes runs and samplers exist on them. Belongs to one event loop."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Router:
         self._samplers: dict[str, _KnownSampler] = {}
         self._registered: set[tuple[str, str]] = set()
         """Generation and sampling session of what a head has been told."""
-        self._creating: dict[str, asyncio.Task[HeadRoute]] = {}
+        self._creating: dict[str, asyncio.Task[HeadEndpoint]] = {}
 
     async def authorize_run(self, run_id: str, principal: Principal) -> None:
         """Check that a run exists for this principal.
@@ -113,10 +113,10 @@ class Router:
     async def _run(self, run_id: str) -> _KnownRun | None:
         run = self._runs.get(run_id)
         if run is None and (row := await self._catalog.run(run_id)) is not None:
-            run = self.learn_run(row)
+            run = self.cache_run(row)
         return run
 
-    def learn_run(self, row: TrainingRun) -> _KnownRun:
+    def cache_run(self, row: TrainingRun) -> _KnownRun:
         """Remember a run from its catalog row."""
         run = _KnownRun(
             row.owner,
@@ -128,7 +128,7 @@ class Router:
         self._runs[row.id] = run
         return run
 
-    async def begin_sampler(self, row: SamplingSession) -> SamplingSession:
+    async def add_sampler(self, row: SamplingSession) -> SamplingSession:
         """Record a sampling session; one that was recorded before is returned as it is.
 
         Raises:
@@ -140,16 +140,16 @@ class Router:
             raise InvalidRequest(
                 f"sampling_session_seq_id {index} was used before in this session for other weights"
             )
-        self.learn_sampler(known)
+        self.cache_sampler(known)
         return known
 
     async def _sampler(self, sampler_id: str) -> _KnownSampler | None:
         sampler = self._samplers.get(sampler_id)
         if sampler is None and (row := await self._catalog.sampler(sampler_id)) is not None:
-            sampler = self.learn_sampler(row)
+            sampler = self.cache_sampler(row)
         return sampler
 
-    def learn_sampler(self, row: SamplingSession) -> _KnownSampler:
+    def cache_sampler(self, row: SamplingSession) -> _KnownSampler:
         """Remember a sampling session from its catalog row."""
         sampler = _KnownSampler(
             row.owner,
@@ -160,7 +160,7 @@ class Router:
         self._samplers[row.id] = sampler
         return sampler
 
-    async def head_of_run(self, run_id: str) -> HeadRoute:
+    async def head_of_run(self, run_id: str) -> HeadEndpoint:
         """Return the head that holds a run, which `authorize_run` has let through.
 
         Raises:
@@ -170,16 +170,16 @@ class Router:
         run = await self._run(run_id)
         if run is None or run.is_deleted:
             raise StateLost(await self._why_deleted(run_id))
-        route = self._provider.find(run.placement)
-        if route is None or route.generation != run.generation:
+        endpoint = self._provider.find(run.placement)
+        if endpoint is None or endpoint.generation != run.generation:
             return await asyncio.shield(self._creation(run_id))
-        return route
+        return endpoint
 
-    def begin_run(self, run_id: str) -> None:
+    def start_placing(self, run_id: str) -> None:
         """Begin to make a run exist on a head; `head_of_run` waits for it."""
         _in_background = self._creation(run_id)
 
-    def _creation(self, run_id: str) -> "asyncio.Task[HeadRoute]":
+    def _creation(self, run_id: str) -> "asyncio.Task[HeadEndpoint]":
         """Return the attempt to make a run exist, which all callers share."""
         task = self._creating.get(run_id)
         if task is None:
@@ -188,36 +188,36 @@ class Router:
             task.add_done_callback(_retrieve_exception)
         return task
 
-    async def _place_run(self, run_id: str) -> HeadRoute:
+    async def _place_run(self, run_id: str) -> HeadEndpoint:
         """Begin a run on a head, or have another head go on with it."""
         # Read again: another server may have placed the run since it was learned here.
         row = await self._catalog.run(run_id)
         if row is None or row.deleted_at is not None:
             raise StateLost(await self._why_deleted(run_id))
-        run, lost = self.learn_run(row), row.generation
+        run, lost = self.cache_run(row), row.generation
         if lost is not None and await self._provider.is_gone(run.placement):
-            raise StateLost(await self._obituary(run_id))
+            raise StateLost(await self._lost_message(run_id))
         if lost is not None and self._provider.has_ended(run.placement, lost):
             # Clients learn of a lost run before another head has loaded its model, if it ever does.
             await self._require_suspended(run_id, run, lost)
-        route = await self._provider.acquire(run.placement)
-        if route.generation == lost:
-            return route
+        endpoint = await self._provider.acquire(run.placement)
+        if endpoint.generation == lost:
+            return endpoint
         if lost is not None:
             await self._require_suspended(run_id, run, lost)
         spec = run.spec.model_copy(update={"resume_generation": lost}).model_dump_json()
-        await self._put(route, f"{routes.HEAD_MODELS}/{run_id}", spec, _RESUME_SECONDS)
-        if not await self._catalog.set_generation(run_id, route.generation, after=lost):
+        await self._put(endpoint, f"{routes.HEAD_MODELS}/{run_id}", spec, _RESUME_SECONDS)
+        if not await self._catalog.set_generation(run_id, endpoint.generation, after=lost):
             if await self._catalog.deleted_runs([run_id]):
                 # Whoever deleted it may have come before the head knew it.
                 run.is_deleted = True
-                await self._let_go(run_id, run, set())
+                await self._release_run(run_id, run, set())
                 raise StateLost(await self._why_deleted(run_id))
             raise Unavailable(f"training run {run_id} was placed elsewhere; send the request again")
-        run.generation = route.generation
+        run.generation = endpoint.generation
         if lost is not None:
-            log.info("training run resumed", run_id=run_id, generation=route.generation)
-        return route
+            log.info("training run resumed", run_id=run_id, generation=endpoint.generation)
+        return endpoint
 
     async def _require_suspended(self, run_id: str, run: _KnownRun, generation: str) -> None:
         """Check that a head has left its state of a run.
@@ -227,13 +227,13 @@ class Router:
         """
         unsaved = self._provider.unsaved(run.placement)
         if not await self._checkpoints.is_suspended(run_id, generation, unsaved):
-            raise StateLost(await self._obituary(run_id))
+            raise StateLost(await self._lost_message(run_id))
 
     async def report_lost(self) -> None:
         """Log the runs that heads which have ended since the last call have not saved."""
         for generation in self._provider.newly_ended():
             for row in await self._catalog.runs_of_generation(generation):
-                run = self.learn_run(row)
+                run = self.cache_run(row)
                 try:
                     await self._require_suspended(row.id, run, generation)
                 except StateLost as error:
@@ -247,7 +247,7 @@ class Router:
                         folder_of_unsaved_runs=str(unsaved),
                     )
 
-    async def head_of_sampler(self, sampler_id: str) -> HeadRoute:
+    async def head_of_sampler(self, sampler_id: str) -> HeadEndpoint:
         """Return a head that samples for a session, which `authorize_sampler` has let through.
 
         Raises:
@@ -264,13 +264,13 @@ class Router:
                     f"the weights of sampling session {sampler_id} were never saved under a name,"
                     f" and {error.message}"
                 ) from None
-        route = await self._provider.acquire(sampler.placement)
-        if (route.generation, sampler_id) not in self._registered:
-            await self._register(route, sampler_id, sampler.spec)
-            self._registered.add((route.generation, sampler_id))
-        return route
+        endpoint = await self._provider.acquire(sampler.placement)
+        if (endpoint.generation, sampler_id) not in self._registered:
+            await self._register(endpoint, sampler_id, sampler.spec)
+            self._registered.add((endpoint.generation, sampler_id))
+        return endpoint
 
-    async def _register(self, route: HeadRoute, sampler_id: str, spec: SamplerSpec) -> None:
+    async def _register(self, endpoint: HeadEndpoint, sampler_id: str, spec: SamplerSpec) -> None:
         """Make a sampling session known to a head."""
         path = f"{routes.HEAD_SAMPLERS}/{sampler_id}"
         *newer, oldest = [
@@ -280,11 +280,11 @@ class Router:
         for body in newer:
             # Heads of releases before refuse fields that they do not know.
             with contextlib.suppress(InvalidRequest):
-                await self._put(route, path, body, _HEAD_CALL_SECONDS)
+                await self._put(endpoint, path, body, _HEAD_CALL_SECONDS)
                 return
-        await self._put(route, path, oldest, _HEAD_CALL_SECONDS)
+        await self._put(endpoint, path, oldest, _HEAD_CALL_SECONDS)
 
-    async def head_of_sample(self, sampler_id: str) -> HeadRoute:
+    async def head_of_sample(self, sampler_id: str) -> HeadEndpoint:
         """Return the head that may hold the result of a sample, or that can draw it again.
 
         Raises:
@@ -306,11 +306,11 @@ class Router:
         sampler = await self._sampler(sampler_id)
         return sampler is not None and sampler.run_id is None
 
-    def why_waiting(self, run_id: str) -> Waiting:
+    def run_pending(self, run_id: str) -> Pending:
         """Return why a run that is being created is not there yet."""
         return self._provider.waiting(self._runs[run_id].placement)
 
-    def why_sampler_waits(self, sampler_id: str) -> Waiting:
+    def sampler_pending(self, sampler_id: str) -> Pending:
         """Return why the head of a sampling session is not there yet."""
         return self._provider.waiting(self._samplers[sampler_id].placement)
 
@@ -326,22 +326,24 @@ class Router:
         What of runs can't be freed now is freed by `release_leftovers`. A head that does not answer
         keeps sampling sessions as long as it lives.
         """
-        silent: set[HeadRoute] = set()
+        silent: set[HeadEndpoint] = set()
         for row in runs:
-            await _attempt(row.id, self._let_go(row.id, self.learn_run(row), silent))
-        await self._retire(samplers, silent)
+            await _attempt(row.id, self._release_run(row.id, self.cache_run(row), silent))
+        await self._remove_samplers(samplers, silent)
 
-    async def _let_go(self, run_id: str, run: _KnownRun, silent: set[HeadRoute]) -> None:
+    async def _release_run(self, run_id: str, run: _KnownRun, silent: set[HeadEndpoint]) -> None:
         await self._provider.release(run.placement)
         await self._forget(run_id, run, silent)
 
-    async def _forget(self, run_id: str, run: _KnownRun, silent: set[HeadRoute]) -> None:
+    async def _forget(self, run_id: str, run: _KnownRun, silent: set[HeadEndpoint]) -> None:
         """Delete a run in its head, if there is one, and what a head has left of it."""
-        if (route := self._provider.find(run.placement)) is not None:
-            await self._delete(route, f"{routes.HEAD_MODELS}/{run_id}", silent)
+        if (endpoint := self._provider.find(run.placement)) is not None:
+            await self._delete(endpoint, f"{routes.HEAD_MODELS}/{run_id}", silent)
         await self._checkpoints.delete_suspended(run_id)
 
-    async def _retire(self, samplers: Sequence[SamplingSession], silent: set[HeadRoute]) -> None:
+    async def _remove_samplers(
+        self, samplers: Sequence[SamplingSession], silent: set[HeadEndpoint]
+    ) -> None:
         """Tell heads to let sampling sessions go.
 
         Those of weights that a run published outlive the run in a head that others share.
@@ -353,10 +355,10 @@ class Router:
                 placement = Placement(row.id, row.owner, row.base_model)
                 if row.run_id is not None:
                     placement = self._runs[row.run_id].placement
-                route = self._provider.find(placement)
-                if route is not None and route not in silent:
+                endpoint = self._provider.find(placement)
+                if endpoint is not None and endpoint not in silent:
                     path = f"{routes.HEAD_SAMPLERS}/{row.id}"
-                    await _attempt(row.id, self._delete(route, path, silent))
+                    await _attempt(row.id, self._delete(endpoint, path, silent))
 
         await asyncio.gather(*[retire(row) for row in samplers])
 
@@ -373,51 +375,51 @@ class Router:
             if (run := await self._run(run_id)) is not None:
                 run.is_deleted = True
                 await _attempt(run_id, self._provider.release(run.placement))
-        silent: set[HeadRoute] = set()
+        silent: set[HeadEndpoint] = set()
         for run_id in await self._catalog.runs_to_sweep(moment - _HEADS_HAVE_ENDED):
             run = await self._run(run_id)
             if run is not None and run_id not in held:
                 await _attempt(run_id, self._sweep(run_id, run, silent))
 
-    async def _sweep(self, run_id: str, run: _KnownRun, silent: set[HeadRoute]) -> None:
+    async def _sweep(self, run_id: str, run: _KnownRun, silent: set[HeadEndpoint]) -> None:
         await self._forget(run_id, run, silent)
         await self._catalog.mark_swept(run_id)
 
     def waiting(self) -> "Counter[QueueState]":
         """Return how many runs wait for a head, by the SDK's words for why."""
         return Counter(
-            self.why_waiting(run_id).queue_state for run_id in self._creating.keys() & self._runs
+            self.run_pending(run_id).queue_state for run_id in self._creating.keys() & self._runs
         )
 
-    async def _delete(self, route: HeadRoute, path: str, silent: set[HeadRoute]) -> None:
+    async def _delete(self, endpoint: HeadEndpoint, path: str, silent: set[HeadEndpoint]) -> None:
         """Tell a head to let go, but none that was `silent` before; one that is now is added."""
-        if route in silent:
+        if endpoint in silent:
             raise Unavailable("the session head did not answer a call before this one")
         try:
-            await self._call("DELETE", route, path, None, _HEAD_CALL_SECONDS)
+            await self._call("DELETE", endpoint, path, None, _HEAD_CALL_SECONDS)
         except Unavailable:
-            silent.add(route)
+            silent.add(endpoint)
             raise
 
-    async def _put(self, route: HeadRoute, path: str, body: str, seconds: float) -> None:
-        await self._call("PUT", route, path, body, seconds)
+    async def _put(self, endpoint: HeadEndpoint, path: str, body: str, seconds: float) -> None:
+        await self._call("PUT", endpoint, path, body, seconds)
 
     async def _call(
-        self, method: str, route: HeadRoute, path: str, body: str | None, seconds: float
+        self, method: str, endpoint: HeadEndpoint, path: str, body: str | None, seconds: float
     ) -> None:
         try:
             async with self._client.request(
                 method,
-                route.url + path,
+                endpoint.url + path,
                 data=body,
                 headers={
-                    routes.HEAD_TOKEN_HEADER: route.token,
-                    routes.GENERATION_HEADER: route.generation,
+                    routes.HEAD_TOKEN_HEADER: endpoint.token,
+                    routes.GENERATION_HEADER: endpoint.generation,
                 },
                 timeout=aiohttp.ClientTimeout(total=seconds),
             ) as response:
                 if response.status == routes.WRONG_GENERATION_STATUS:
-                    self._provider.mistrust(route)
+                    self._provider.invalidate(endpoint)
                 refusal = {400: InvalidRequest, 410: StateLost}.get(response.status)
                 if refusal is not None:
                     raise refusal(str((await response.json())["detail"]))
@@ -432,7 +434,7 @@ class Router:
         why = f" ({session.finish_detail})" if session is not None and expired else ""
         return f"training run {run_id} was deleted{why}; its checkpoints remain"
 
-    async def _obituary(self, run_id: str) -> str:
+    async def _lost_message(self, run_id: str) -> str:
         await self._checkpoints.discover(run_id)
         saved = latest(await self._checkpoints.of_run(run_id), CheckpointKind.TRAINING)
         hint = "no checkpoint of it was saved"
@@ -452,7 +454,7 @@ def placement_of(row: TrainingRun) -> Placement:
         row.owner,
         row.base_model,
         ModelSpec.model_validate(row.spec),
-        Choices.read(row.user_metadata or {}),
+        SessionOptions.read(row.user_metadata or {}),
     )
 
 
@@ -469,7 +471,7 @@ async def _attempt(name: str, release: Awaitable[None]) -> None:
         log.warning("what is over can't be freed yet", of=name, error=error.message)
 
 
-def _retrieve_exception(task: "asyncio.Task[HeadRoute]") -> None:
+def _retrieve_exception(task: "asyncio.Task[HeadEndpoint]") -> None:
     """Mark a failed attempt's exception as seen: whoever waits for it has it, or nobody does."""
     if not task.cancelled():
         task.exception()

@@ -7,7 +7,7 @@ would leave a hole in the order, for which all that follows would wait.
 import asyncio
 from typing import TypeVar
 
-from tinkercloud_api.routes.call import Call, route_run
+from tinkercloud_api.routes.call import Call, head_for_run
 from tinkercloud_protocol import envelope, routes
 from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, NotFound, WireError
 from tinkercloud_protocol.training import (
@@ -33,7 +33,7 @@ _NOT_SERVED_IN_ORDER = {
 """Why, by path."""
 
 
-async def not_served(call: Call) -> None:
+async def reject_unknown_call(call: Call) -> None:
     """Refuse a call that is not served, in its place in its model's order if it names one."""
     path = call.request.path
     reason = _NOT_SERVED_IN_ORDER.get(path)
@@ -41,10 +41,10 @@ async def not_served(call: Call) -> None:
         reason = (
             f"POST {path} is not served here: see what is and what is not in Tinkercloud's README"
         )
-    await refuse_in_place(call, NotFound(reason))
+    await reject_in_sequence(call, NotFound(reason))
 
 
-async def refuse_in_place(call: Call, error: WireError) -> None:
+async def reject_in_sequence(call: Call, error: WireError) -> None:
     """Refuse a request in the place that its JSON body names, wherever in it that stands.
 
     Raises:
@@ -57,10 +57,10 @@ async def refuse_in_place(call: Call, error: WireError) -> None:
     place = await asyncio.to_thread(envelope.peek_json_place, body)
     if not envelope.names_place(place):
         raise error
-    await forward_refused(call, place, error)
+    await forward_rejection(call, place, error)
 
 
-async def forward_refused(call: Call, body: bytes, error: WireError) -> None:
+async def forward_rejection(call: Call, body: bytes, error: WireError) -> None:
     """Let a request that is refused take its place in its model's order, and fail there.
 
     An answer with a status would leave a hole in the order, for which all that follows would wait.
@@ -72,11 +72,11 @@ async def forward_refused(call: Call, body: bytes, error: WireError) -> None:
         model_id = envelope.peek_json(body, "model_id")
     except InvalidRequest:
         raise error from None
-    route = await route_run(call, model_id)
+    route = await head_for_run(call, model_id)
     await call.forward(route, model_id, body, refusal=error.message[:_REFUSAL_CHARACTERS])
 
 
-def place_of(
+def sequence_position(
     request: LoadWeightsRequest | SaveWeightsRequest | SaveWeightsForSamplerRequest,
 ) -> bytes:
     """Return a body that names a request's place in its model's order, and nothing else.

@@ -1,4 +1,4 @@
-"""From a usable TrainingSession to the route of its head: address, token, generation.
+"""From a usable TrainingSession to the endpoint of its head: address, token, generation.
 
 The token lies in a Secret and the generation is the head's own word, so both are read once for
 each process that serves a session (`status.incarnation`), and kept.
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from tinkercloud_api.providers.base import HeadRoute
+from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_api.providers.cluster_api import ClusterApi
-from tinkercloud_api.providers.session_status import Session, Usable
+from tinkercloud_api.providers.session_status import Ready, TrainingSessionView
 from tinkercloud_crds import labels
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.launch import HeadStatus
@@ -19,7 +19,7 @@ from tinkercloud_protocol.launch import HeadStatus
 _STATUS_SECONDS = 10.0
 
 
-class HeadSilent(Exception):
+class HeadUnresponsive(Exception):
     """A head that is said to be ready can't be asked who it is; asking again may help."""
 
 
@@ -27,32 +27,32 @@ class HeadSilent(Exception):
 class _Known:
     uid: str
     incarnation: str
-    route: HeadRoute
+    endpoint: HeadEndpoint
 
 
-class HeadRoutes:
+class HeadEndpoints:
     """Routes of live heads. Belongs to one event loop."""
 
     def __init__(self, api: ClusterApi, client: aiohttp.ClientSession) -> None:
         self._api = api
         self._client = client
         self._known: dict[str, _Known] = {}
-        self._asking: dict[tuple[str, str], asyncio.Task[HeadRoute]] = {}
+        self._asking: dict[tuple[str, str], asyncio.Task[HeadEndpoint]] = {}
 
-    def known(self, session: Session, usable: Usable) -> HeadRoute | None:
-        """Return the route of the process that serves a session now, if it is known already."""
+    def known(self, session: TrainingSessionView, usable: Ready) -> HeadEndpoint | None:
+        """Return the endpoint of the process that serves a session now, if it is known already."""
         known = self._known.get(session.name)
         is_current = known is not None and (known.uid, known.incarnation) == (
             session.uid,
             usable.incarnation,
         )
-        return known.route if known is not None and is_current else None
+        return known.endpoint if known is not None and is_current else None
 
-    async def ask(self, session: Session, usable: Usable) -> HeadRoute:
-        """Return the route of the process that serves a session now.
+    async def ask(self, session: TrainingSessionView, usable: Ready) -> HeadEndpoint:
+        """Return the endpoint of the process that serves a session now.
 
         Raises:
-            HeadSilent: it does not answer, or its token is not there.
+            HeadUnresponsive: it does not answer, or its token is not there.
             ClusterUnreachable: its token can't be read now.
             ClusterRefused: its token may not be read.
         """
@@ -66,15 +66,15 @@ class HeadRoutes:
             task.add_done_callback(lambda _: self._asking.pop(key, None))
         return await asyncio.shield(task)
 
-    async def _ask(self, session: Session, usable: Usable) -> HeadRoute:
+    async def _ask(self, session: TrainingSessionView, usable: Ready) -> HeadEndpoint:
         secret = f"{session.name}-token"
         token = (await self._api.secret(secret)).get(labels.TOKEN_KEY, b"").decode().strip()
         if not token:
-            raise HeadSilent(f"Secret {secret} has no entry {labels.TOKEN_KEY!r}")
+            raise HeadUnresponsive(f"Secret {secret} has no entry {labels.TOKEN_KEY!r}")
         status = await self._status(usable.endpoint, token)
-        route = HeadRoute(usable.endpoint, token, status.generation)
-        self._known[session.name] = _Known(session.uid, usable.incarnation, route)
-        return route
+        endpoint = HeadEndpoint(usable.endpoint, token, status.generation)
+        self._known[session.name] = _Known(session.uid, usable.incarnation, endpoint)
+        return endpoint
 
     async def _status(self, endpoint: str, token: str) -> HeadStatus:
         try:
@@ -87,14 +87,16 @@ class HeadRoutes:
                 return HeadStatus.model_validate_json(await response.read())
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             what = str(error) or type(error).__name__
-            raise HeadSilent(f"the session head at {endpoint} does not answer: {what}") from None
+            raise HeadUnresponsive(
+                f"the session head at {endpoint} does not answer: {what}"
+            ) from None
 
-    def mistrust(self, route: HeadRoute) -> None:
-        """Forget a route, so that its head is asked again."""
+    def invalidate(self, endpoint: HeadEndpoint) -> None:
+        """Forget an endpoint, so that its head is asked again."""
         for name, known in list(self._known.items()):
-            if known.route == route:
+            if known.endpoint == endpoint:
                 del self._known[name]
 
     def forget(self, name: str) -> None:
-        """Forget the route of a session that is no more."""
+        """Forget the endpoint of a session that is no more."""
         self._known.pop(name, None)

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Dismissed(Exception):
+class ShuttingDown(Exception):
     """The wait was ended because the server is stopping."""
 
 
-class Waiters:
+class LongPolls:
     """The tasks that wait. Belongs to one event loop; `dismiss` may be called from anywhere."""
 
     def __init__(self) -> None:
@@ -29,12 +29,12 @@ class Waiters:
         """Count the current task among those who wait, for as long as the context lasts.
 
         Raises:
-            Dismissed: the server is stopping.
+            ShuttingDown: the server is stopping.
         """
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - a request handler always runs in a task
         if self._is_stopping:
-            raise Dismissed
+            raise ShuttingDown
         self._tasks.add(task)
         try:
             yield
@@ -42,7 +42,7 @@ class Waiters:
             if not self._is_stopping:
                 raise
             task.uncancel()
-            raise Dismissed from None
+            raise ShuttingDown from None
         finally:
             self._tasks.discard(task)
 

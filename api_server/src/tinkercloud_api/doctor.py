@@ -25,7 +25,7 @@ _LOW_DISK_BYTES = 5 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """Result of one check."""
 
     check: str
@@ -38,7 +38,7 @@ class Finding:
         return {"check": self.check, "result": result, "detail": self.detail}
 
 
-async def examine(settings: Settings) -> list[Finding]:
+async def examine(settings: Settings) -> list[CheckResult]:
     """Run all checks; none of them changes anything but a temporary file."""
     on_cluster = settings.provider == "kubernetes"
     findings = [_state_dir(settings), _disk(settings)]
@@ -52,26 +52,26 @@ async def examine(settings: Settings) -> list[Finding]:
     return findings
 
 
-def _state_dir(settings: Settings) -> Finding:
+def _state_dir(settings: Settings) -> CheckResult:
     try:
         state_folder.make(settings.state_dir)
     except state_folder.StateFolderError as error:
-        return Finding("state folder", is_good=False, detail=str(error))
-    return Finding("state folder", is_good=True, detail=str(settings.state_dir))
+        return CheckResult("state folder", is_good=False, detail=str(error))
+    return CheckResult("state folder", is_good=True, detail=str(settings.state_dir))
 
 
-def _disk(settings: Settings) -> Finding:
+def _disk(settings: Settings) -> CheckResult:
     folder = settings.state_dir if settings.state_dir.exists() else "/"
     free = shutil.disk_usage(folder).free
-    return Finding("disk", is_good=free >= _LOW_DISK_BYTES, detail=f"{free >> 30} GiB free")
+    return CheckResult("disk", is_good=free >= _LOW_DISK_BYTES, detail=f"{free >> 30} GiB free")
 
 
-def _kept(settings: Settings) -> Finding:
+def _kept(settings: Settings) -> CheckResult:
     """Say what the state folder holds, and for how long."""
     scratch = sum(map(_size, settings.state_dir.glob("heads/*/scratch")))
     heads = f"{_gigabytes(scratch)} of heads' scratch, until they start again"
     if settings.checkpoint_root is not None:
-        return Finding("disk use", is_good=True, detail=heads)
+        return CheckResult("disk use", is_good=True, detail=heads)
     runs = settings.state_dir / "checkpoints" / "runs"
     all_bytes, suspended = _size(runs), list(runs.glob("*/suspended"))
     suspended_bytes = sum(map(_size, suspended))
@@ -84,10 +84,10 @@ def _kept(settings: Settings) -> Finding:
         f" {_gigabytes(all_bytes - suspended_bytes)} of checkpoints, kept until they expire or are"
         f" deleted; {heads}"
     )
-    return Finding("disk use", is_good=True, detail=detail)
+    return CheckResult("disk use", is_good=True, detail=detail)
 
 
-def _heads(settings: Settings) -> Finding:
+def _heads(settings: Settings) -> CheckResult:
     """Say what running heads take, and what bounds it."""
     limits = settings.limits
     detail = (
@@ -102,7 +102,7 @@ def _heads(settings: Settings) -> Finding:
         for record in sorted(settings.state_dir.glob("heads/*/head.json"))
         if (resident := _resident_bytes(record)) is not None
     ]
-    return Finding("memory", is_good=True, detail="; ".join([detail, *running]))
+    return CheckResult("memory", is_good=True, detail="; ".join([detail, *running]))
 
 
 def _size(folder: Path) -> int:
@@ -128,18 +128,20 @@ def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.1f} GB"
 
 
-def _worker() -> Finding:
+def _worker() -> CheckResult:
     missing = [
         name
         for name in ("tinkercloud_worker", "torch", "transformers")
         if importlib.util.find_spec(name) is None
     ]
     if missing:
-        return Finding("session head", is_good=False, detail=f"not installed: {', '.join(missing)}")
-    return Finding("session head", is_good=True, detail="installed")
+        return CheckResult(
+            "session head", is_good=False, detail=f"not installed: {', '.join(missing)}"
+        )
+    return CheckResult("session head", is_good=True, detail="installed")
 
 
-async def _cluster(settings: Settings) -> Finding:
+async def _cluster(settings: Settings) -> CheckResult:
     try:
         api = await ClusterApi.connect(settings.namespace)
         try:
@@ -147,26 +149,26 @@ async def _cluster(settings: Settings) -> Finding:
         finally:
             await api.close()
     except (ClusterRefused, ClusterUnreachable) as error:
-        return Finding("cluster", is_good=False, detail=str(error))
+        return CheckResult("cluster", is_good=False, detail=str(error))
     detail = f"{len(offered.items)} BaseModels in namespace {settings.namespace}"
-    return Finding("cluster", is_good=True, detail=detail)
+    return CheckResult("cluster", is_good=True, detail=detail)
 
 
-async def _catalog(settings: Settings) -> Finding:
+async def _catalog(settings: Settings) -> CheckResult:
     try:
         catalog = Catalog(open_database(settings.catalog_url))
     except CatalogUnreachableError as error:
-        return Finding("catalog", is_good=False, detail=str(error))
+        return CheckResult("catalog", is_good=False, detail=str(error))
     try:
         await catalog.ping()
     except Unavailable as error:
-        return Finding("catalog", is_good=False, detail=str(error.__cause__).splitlines()[0])
+        return CheckResult("catalog", is_good=False, detail=str(error.__cause__).splitlines()[0])
     finally:
         await catalog.close()
-    return Finding("catalog", is_good=True, detail="answers")
+    return CheckResult("catalog", is_good=True, detail="answers")
 
 
-async def _checkpoints(settings: Settings) -> Finding:
+async def _checkpoints(settings: Settings) -> CheckResult:
     url = settings.checkpoint_url
     try:
         await obstore.head_async(open_store(url), "ping")
@@ -174,23 +176,23 @@ async def _checkpoints(settings: Settings) -> Finding:
         pass
     except (obstore.exceptions.BaseError, OSError) as error:
         detail = f"{url} does not answer: {str(error).splitlines()[0]}"
-        return Finding("checkpoints", is_good=False, detail=detail)
-    return Finding("checkpoints", is_good=True, detail=url)
+        return CheckResult("checkpoints", is_good=False, detail=detail)
+    return CheckResult("checkpoints", is_good=True, detail=url)
 
 
-def _model(name: str, where: str) -> Finding:
+def _model(name: str, where: str) -> CheckResult:
     try:
         model = resolve(name, where)
     except ModelNotFoundError as error:
-        return Finding(f"model {name}", is_good=False, detail=str(error))
-    return Finding(f"model {name}", is_good=True, detail=str(model.local_path))
+        return CheckResult(f"model {name}", is_good=False, detail=str(error))
+    return CheckResult(f"model {name}", is_good=True, detail=str(model.local_path))
 
 
-async def _server(settings: Settings) -> Finding:
+async def _server(settings: Settings) -> CheckResult:
     server = state_folder.running_server(settings.state_dir)
     if server is None:
         detail = f"none uses {settings.state_dir}; --state-dir names another folder"
-        return Finding("server", is_good=True, detail=detail)
+        return CheckResult("server", is_good=True, detail=detail)
     where = server.url or f"http://{settings.host}:{settings.port}"
     url = f"{where}/healthz"
     try:
@@ -199,7 +201,7 @@ async def _server(settings: Settings) -> Finding:
             content = await response.json()
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         detail = f"process {server.pid} runs, but {url} does not answer: {error}"
-        return Finding("server", is_good=False, detail=detail)
+        return CheckResult("server", is_good=False, detail=detail)
     is_good = response.status == 200
     detail = f"process {server.pid} at {where}: {content['status']}"
-    return Finding("server", is_good=is_good, detail=detail)
+    return CheckResult("server", is_good=is_good, detail=detail)

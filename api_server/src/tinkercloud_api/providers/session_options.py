@@ -22,8 +22,8 @@ _IDLE_ACTIONS = {"suspend": "Suspend", "delete": "Delete"}
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
-    """Choices of one run; None where nothing was chosen."""
+class SessionOptions:
+    """Options of one run; None where nothing was chosen."""
 
     session: str | None = None
     """TrainingSession to attach to, instead of making one."""
@@ -37,8 +37,8 @@ class Choices:
     """`Suspend` or `Delete`."""
 
     @classmethod
-    def read(cls, metadata: Mapping[str, str]) -> "Choices":
-        """Read the choices among metadata.
+    def read(cls, metadata: Mapping[str, str]) -> "SessionOptions":
+        """Read the options among metadata.
 
         Raises:
             InvalidRequest: a key under the prefix is unknown, or its value is not acceptable.
@@ -60,10 +60,10 @@ class Choices:
         return [PREFIX + name for name in chosen]
 
 
-NOTHING = Choices()
+NO_OPTIONS = SessionOptions()
 
 
-def gathered(tags: Sequence[str], *metadata: Mapping[str, str] | None) -> dict[str, str]:
+def collect_options(tags: Sequence[str], *metadata: Mapping[str, str] | None) -> dict[str, str]:
     """Return all entries under the prefix.
 
     Args:

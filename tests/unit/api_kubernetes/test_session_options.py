@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkercloud_api.providers.choices import Choices, gathered
+from tinkercloud_api.providers.session_options import SessionOptions, collect_options
 from tinkercloud_protocol.errors import InvalidRequest
 
 
@@ -18,9 +18,9 @@ def test_all_choices_are_read() -> None:
         "somebody-elses": "business",
     }
 
-    choices = Choices.read(metadata)
+    options = SessionOptions.read(metadata)
 
-    assert choices == Choices("declared", "research", "high", 600, "Delete")
+    assert options == SessionOptions("declared", "research", "high", 600, "Delete")
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_all_choices_are_read() -> None:
 )
 def test_what_cannot_be_chosen_is_refused_by_name(key: str, value: str, complaint: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^{key}.*{complaint}"):
-        Choices.read({key: value})
+        SessionOptions.read({key: value})
 
 
 def test_a_runs_own_metadata_is_stronger_than_its_sessions_and_that_than_tags() -> None:
@@ -44,22 +44,22 @@ def test_a_runs_own_metadata_is_stronger_than_its_sessions_and_that_than_tags() 
     of_session = {"tinkercloud.dev/queue": "b", "tinkercloud.dev/idle-timeout": "60"}
     of_run = {"tinkercloud.dev/queue": "c", "other": "x"}
 
-    entries = gathered(tags, of_session, None, of_run)
+    entries = collect_options(tags, of_session, None, of_run)
 
-    assert Choices.read(entries) == Choices(queue="c", priority="a", idle_timeout=60)
+    assert SessionOptions.read(entries) == SessionOptions(queue="c", priority="a", idle_timeout=60)
     assert "other" not in entries
 
 
 def test_a_tag_without_a_value_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"write tinkercloud\.dev/queue=VALUE"):
-        gathered(["tinkercloud.dev/queue"])
+        collect_options(["tinkercloud.dev/queue"])
 
 
 def test_tags_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="twice, as 'a' and as 'b'"):
-        gathered(["tinkercloud.dev/queue=a", "tinkercloud.dev/queue=b"])
+        collect_options(["tinkercloud.dev/queue=a", "tinkercloud.dev/queue=b"])
 
 
 @given(st.lists(st.text().filter(lambda tag: not tag.startswith("tinkercloud.dev/"))))
 def test_tags_of_others_choose_nothing(tags: list[str]) -> None:
-    assert gathered(tags) == {}
+    assert collect_options(tags) == {}
