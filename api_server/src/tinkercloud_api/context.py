@@ -1,4 +1,4 @@
-"""What a request handler works with: made once at start-up, passed explicitly from then on."""
+"""The components of a running server, created at startup and passed to request handlers."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -20,7 +20,7 @@ from tinkercloud_api.training_runs import TrainingRuns
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The server's parts."""
+    """The components of a running server."""
 
     settings: Settings
     catalog: Catalog
@@ -36,7 +36,7 @@ class Context:
 
 
 def get_context(request: Request) -> Context:
-    """Return the server's parts (a FastAPI dependency)."""
+    """Return the server's components (a FastAPI dependency)."""
     context: Context = request.app.state.context
     return context
 
@@ -47,7 +47,7 @@ Server = Annotated[Context, Depends(get_context)]
 async def get_principal(
     server: Server, x_api_key: Annotated[str | None, Header()] = None
 ) -> Principal:
-    """Return who is asking (a FastAPI dependency).
+    """Return the caller (a FastAPI dependency).
 
     Raises:
         Unauthenticated: the key is missing, unknown or revoked.

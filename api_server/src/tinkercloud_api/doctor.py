@@ -1,4 +1,4 @@
-"""What `tinkercloud doctor` looks at."""
+"""The checks of `tinkercloud doctor`."""
 
 import contextlib
 import importlib.util
@@ -33,13 +33,13 @@ class CheckResult:
     detail: str
 
     def as_row(self) -> dict[str, str]:
-        """Return it for a table."""
+        """Return the result as a table row."""
         result = "ok" if self.is_good else "FAILED"
         return {"check": self.check, "result": result, "detail": self.detail}
 
 
 async def examine(settings: Settings) -> list[CheckResult]:
-    """Run all checks; none of them changes anything but a temporary file."""
+    """Run all checks. They create the state folder if it is missing, and change nothing else."""
     on_cluster = settings.provider == "kubernetes"
     findings = [_state_dir(settings), _disk(settings)]
     findings.append(await _cluster(settings) if on_cluster else _worker())
@@ -67,9 +67,9 @@ def _disk(settings: Settings) -> CheckResult:
 
 
 def _kept(settings: Settings) -> CheckResult:
-    """Say what the state folder holds, and for how long."""
+    """Report the disk use of the state folder and how long the data is kept."""
     scratch = sum(map(_size, settings.state_dir.glob("heads/*/scratch")))
-    heads = f"{_gigabytes(scratch)} of heads' scratch, until they start again"
+    heads = f"{_gigabytes(scratch)} of session heads' scratch space, kept until they restart"
     if settings.checkpoint_root is not None:
         return CheckResult("disk use", is_good=True, detail=heads)
     runs = settings.state_dir / "checkpoints" / "runs"
@@ -78,7 +78,7 @@ def _kept(settings: Settings) -> CheckResult:
     days = settings.session_expiry_days
     until = "until their sessions are deleted"
     if days is not None:
-        until = f"{days:g} days after the last sign of their clients (session_expiry_days)"
+        until = f"until their clients have been inactive for {days:g} days (session_expiry_days)"
     detail = (
         f"{_gigabytes(suspended_bytes)} of {len(suspended)} suspended runs, kept {until};"
         f" {_gigabytes(all_bytes - suspended_bytes)} of checkpoints, kept until they expire or are"
@@ -88,17 +88,17 @@ def _kept(settings: Settings) -> CheckResult:
 
 
 def _heads(settings: Settings) -> CheckResult:
-    """Say what running heads take, and what bounds it."""
+    """Report the memory of running heads and the limits that apply to it."""
     limits = settings.limits
     detail = (
-        "beside its base model, a head keeps up to"
+        "in addition to its base model, a session head keeps up to"
         f" {_gigabytes(limits.max_sampler_bytes)} of sampler weights (limits.max_sampler_bytes),"
         f" {_gigabytes(limits.max_result_bytes)} of results (limits.max_result_bytes), and each"
-        " model whose client was heard of in the last"
+        " model whose client was active in the last"
         f" {settings.session_silence_seconds:g} s (session_silence_seconds)"
     )
     running = [
-        f"{record.parent.name} takes {_gigabytes(resident)}"
+        f"{record.parent.name} uses {_gigabytes(resident)}"
         for record in sorted(settings.state_dir.glob("heads/*/head.json"))
         if (resident := _resident_bytes(record)) is not None
     ]
@@ -106,7 +106,7 @@ def _heads(settings: Settings) -> CheckResult:
 
 
 def _size(folder: Path) -> int:
-    """Return the bytes of all files in a folder. Some may vanish meanwhile."""
+    """Return the bytes of all files in a folder, ignoring files that are deleted meanwhile."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
@@ -115,7 +115,7 @@ def _size(folder: Path) -> int:
 
 
 def _resident_bytes(record: Path) -> int | None:
-    """Return the memory of the head that a record names; None if it does not run."""
+    """Return the memory of the head that a record names, or None if it is not running."""
     try:
         pid = int(json.loads(record.read_text())["pid"])
         pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
@@ -165,7 +165,7 @@ async def _catalog(settings: Settings) -> CheckResult:
         return CheckResult("catalog", is_good=False, detail=str(error.__cause__).splitlines()[0])
     finally:
         await catalog.close()
-    return CheckResult("catalog", is_good=True, detail="answers")
+    return CheckResult("catalog", is_good=True, detail="reachable")
 
 
 async def _checkpoints(settings: Settings) -> CheckResult:
@@ -175,7 +175,7 @@ async def _checkpoints(settings: Settings) -> CheckResult:
     except FileNotFoundError:
         pass
     except (obstore.exceptions.BaseError, OSError) as error:
-        detail = f"{url} does not answer: {str(error).splitlines()[0]}"
+        detail = f"{url} does not respond: {str(error).splitlines()[0]}"
         return CheckResult("checkpoints", is_good=False, detail=detail)
     return CheckResult("checkpoints", is_good=True, detail=url)
 
@@ -191,7 +191,7 @@ def _model(name: str, where: str) -> CheckResult:
 async def _server(settings: Settings) -> CheckResult:
     server = state_folder.running_server(settings.state_dir)
     if server is None:
-        detail = f"none uses {settings.state_dir}; --state-dir names another folder"
+        detail = f"no server uses {settings.state_dir}; select another folder with --state-dir"
         return CheckResult("server", is_good=True, detail=detail)
     where = server.url or f"http://{settings.host}:{settings.port}"
     url = f"{where}/healthz"
@@ -200,7 +200,7 @@ async def _server(settings: Settings) -> CheckResult:
         async with aiohttp.ClientSession(timeout=timeout) as client, client.get(url) as response:
             content = await response.json()
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        detail = f"process {server.pid} runs, but {url} does not answer: {error}"
+        detail = f"process {server.pid} is running, but {url} does not respond: {error}"
         return CheckResult("server", is_good=False, detail=detail)
     is_good = response.status == 200
     detail = f"process {server.pid} at {where}: {content['status']}"

@@ -1,4 +1,4 @@
-"""What the hot paths need of ASGI: headers, a bounded body, a streamed body, a short answer."""
+"""ASGI helpers of the hot paths: headers, bounded and streamed bodies, short JSON responses."""
 
 import asyncio
 import io
@@ -28,20 +28,20 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
-_BEGINNING_BYTES = 64 << 10
-"""Of a body that is too long: what it is about stands there."""
+_PREFIX_BYTES = 64 << 10
+"""How much is kept of a body that is too long: it contains the fields that identify the request."""
 
 
 def check_content_encoding(headers: Mapping[str, str], accepted: Collection[str] = ()) -> None:
-    """Check that a body comes as it is, or in an encoding that is accepted.
+    """Check that a body is not encoded, or is in an accepted encoding.
 
     Raises:
-        InvalidRequest: it does not.
+        InvalidRequest: the encoding is not accepted.
     """
     encoding = headers.get("content-encoding", "identity")
     if encoding not in {"identity", *accepted}:
         raise InvalidRequest(
-            f"content-encoding {encoding!r} is not accepted: use {' or '.join([*accepted, 'none'])}"
+            f"content-encoding: {encoding!r} is not accepted; use {' or '.join([*accepted, 'none'])}"
         )
 
 
@@ -50,8 +50,8 @@ class HotRequest:
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._receive = receive
-        self.beginning = b""
-        """Of the body, as far as it was read, some chunks at most."""
+        self.prefix = b""
+        """Start of the body, as far as it was read; a few chunks at most."""
         self.path: str = scope["path"]
         self.headers: dict[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
@@ -61,16 +61,16 @@ class HotRequest:
         """Return the whole body.
 
         Raises:
-            BodyTooLarge: it is longer than `max_bytes`.
-            InvalidRequest: it is compressed.
+            BodyTooLarge: the body is longer than `max_bytes`.
+            InvalidRequest: the body is compressed.
         """
         check_content_encoding(self.headers)
         chunks, size = [], 0
         async for chunk in self.chunks():
             chunks.append(chunk)
             size += len(chunk)
-            if len(self.beginning) < _BEGINNING_BYTES:
-                self.beginning += chunk
+            if len(self.prefix) < _PREFIX_BYTES:
+                self.prefix += chunk
             if size > max_bytes:
                 raise BodyTooLarge(f"body is larger than {max_bytes} bytes")
         return b"".join(chunks)
@@ -79,12 +79,12 @@ class HotRequest:
         """Yield the body as it arrives.
 
         Raises:
-            InvalidRequest: the client hung up.
+            InvalidRequest: the client disconnected.
         """
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                raise InvalidRequest("the client hung up before its request was complete")
+                raise InvalidRequest("the client disconnected before its request was complete")
             if chunk := message.get("body", b""):
                 yield chunk
             if not message.get("more_body"):
@@ -92,30 +92,30 @@ class HotRequest:
 
 
 async def read_prefix(chunks: AsyncIterator[bytes], size: int) -> bytes:
-    """Read at least so many bytes, or all there are."""
-    beginning = b""
+    """Read at least `size` bytes, or the whole body if it is shorter."""
+    prefix = b""
     async for chunk in chunks:
-        beginning += chunk
-        if len(beginning) >= size:
+        prefix += chunk
+        if len(prefix) >= size:
             break
-    return beginning
+    return prefix
 
 
-def decompress_prefix(beginning: bytes, size: int) -> bytes:
-    """Return the first bytes of what a zstd stream that begins so holds.
+def decompress_prefix(prefix: bytes, size: int) -> bytes:
+    """Decompress the first `size` bytes of a zstd stream from its first bytes.
 
     Raises:
-        InvalidRequest: it is none.
+        InvalidRequest: the stream is not valid zstd.
     """
     try:
-        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(beginning)) as reader:
+        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(prefix)) as reader:
             return reader.read(size)
     except zstandard.ZstdError as error:
         raise InvalidRequest(f"body is not valid zstd: {error}") from None
 
 
 async def chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield what was read already, and the rest."""
+    """Yield the part of a body that was read already, then the rest."""
     yield first
     async for chunk in rest:
         yield chunk
@@ -123,7 +123,7 @@ async def chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """How much of a body that nobody wants is received all the same, and for how long."""
+    """Limits for reading an unused body to its end, so that the client sees the response."""
 
     max_bytes: int
     max_seconds: float
@@ -133,14 +133,14 @@ DISCARD = Discard(256 << 20, 600.0)
 DISCARD_WITHOUT_KEY = Discard(8 << 20, 10.0)
 """More than the SDK sends in one request."""
 _ONCE = frozenset({b"content-encoding", b"content-type", b"x-api-key"})
-"""Headers that must not come twice: readers differ in which one they take."""
+"""Headers that must not be repeated: HTTP implementations differ in which value they use."""
 
 
 def reject_duplicate_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Check that no header came twice of which there can be one.
+    """Check that headers with a single value were sent once.
 
     Raises:
-        InvalidRequest: one did.
+        InvalidRequest: one was repeated.
     """
     names = Counter(name for name, _ in headers if name in _ONCE)
     for name, count in names.items():
@@ -151,39 +151,39 @@ def reject_duplicate_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
 def drain_body(
     scope: Scope, receive: Receive, send: Send, discard: Discard
 ) -> tuple[Receive, Send]:
-    """Return a connection's two ends such that no answer is sent before the body was read.
+    """Wrap `receive` and `send` so that the body is read before the response is sent.
 
-    A client that uploads when its connection is closed sees a reset, not the answer that says
-    why; so what nobody wants to read is received and thrown away first, within a bound. Beyond it
-    the connection is closed with the answer.
+    A client whose connection is closed while it uploads sees a reset instead of the response. The
+    rest of the body is therefore received and discarded first, up to a limit. Beyond the limit, the
+    connection is closed together with the response.
     """
     names = {name for name, _ in scope["headers"]}
     has_more = bool(names & {b"content-length", b"transfer-encoding"})
     discarded = 0
 
-    async def counted() -> MutableMapping[str, Any]:
+    async def receive_tracked() -> MutableMapping[str, Any]:
         nonlocal has_more
         message = await receive()
         has_more = message["type"] == "http.request" and bool(message.get("more_body"))
         return message
 
-    async def late(message: MutableMapping[str, Any]) -> None:
+    async def send_after_body(message: MutableMapping[str, Any]) -> None:
         nonlocal discarded
         with suppress(TimeoutError):
             async with asyncio.timeout(discard.max_seconds):
                 while has_more and discarded < discard.max_bytes:
-                    discarded += len((await counted()).get("body", b""))
+                    discarded += len((await receive_tracked()).get("body", b""))
         if has_more and message["type"] == "http.response.start":
             message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
         await send(message)
 
-    return counted, late
+    return receive_tracked, send_after_body
 
 
 async def respond(
     send: Send, body: bytes, *, status: int = 200, headers: dict[str, str] | None = None
 ) -> None:
-    """Send a whole JSON answer. It carries its length: the SDK mistrusts a 400 without one."""
+    """Send a JSON response. Its length is stated: the SDK retries a 400 without a length."""
     fields = {"content-type": JSON, "content-length": str(len(body)), **(headers or {})}
     encoded = [(name.encode(), value.encode()) for name, value in fields.items()]
     await send({"type": "http.response.start", "status": status, "headers": encoded})
@@ -193,7 +193,7 @@ async def respond(
 async def respond_error(
     send: Send, error: WireError, headers: Mapping[str, str] | None = None
 ) -> None:
-    """Send what an error becomes."""
+    """Send the response to an error."""
     retry = {"retry-after": "1"} if error.status in {429, 503} else {}
     body = orjson.dumps({"detail": error.message})
     await respond(send, body, status=error.status, headers={**retry, **(headers or {})})

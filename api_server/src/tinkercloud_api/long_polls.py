@@ -1,6 +1,6 @@
-"""Those who wait for a result, and how to let them go when the server stops.
+"""Long polls that are waiting for a result, and how they end when the server shuts down.
 
-A long poll is held for many seconds; a server that is told to stop must not take that long.
+A long poll lasts many seconds; shutting down must not take that long.
 """
 
 import asyncio
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 
 class ShuttingDown(Exception):
-    """The wait was ended because the server is stopping."""
+    """The wait was ended because the server is shutting down."""
 
 
 class LongPolls:
-    """The tasks that wait. Belongs to one event loop; `dismiss` may be called from anywhere."""
+    """Tasks that are waiting for a result. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -21,15 +21,15 @@ class LongPolls:
         self._is_stopping = False
 
     def __len__(self) -> int:
-        """Return how many wait."""
+        """Return the number of waiting tasks."""
         return len(self._tasks)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the current task among those who wait, for as long as the context lasts.
+    def track(self) -> Iterator[None]:
+        """Track the current task as waiting for the duration of the context.
 
         Raises:
-            ShuttingDown: the server is stopping.
+            ShuttingDown: the server is shutting down.
         """
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - a request handler always runs in a task
@@ -46,11 +46,11 @@ class LongPolls:
         finally:
             self._tasks.discard(task)
 
-    def dismiss(self) -> None:
-        """Let everyone go, now and from now on."""
-        self._loop.call_soon_threadsafe(self._dismiss)
+    def shut_down(self) -> None:
+        """End all waits, current and future ones. This may be called from any thread."""
+        self._loop.call_soon_threadsafe(self._shut_down)
 
-    def _dismiss(self) -> None:
+    def _shut_down(self) -> None:
         self._is_stopping = True
         for task in self._tasks:
             task.cancel()

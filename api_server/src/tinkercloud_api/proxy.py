@@ -1,4 +1,4 @@
-"""Forwards a request to a head, and its answer back, as bytes: streamed both ways, parsed never."""
+"""Forwards requests to heads and streams their responses back, as bytes, without parsing them."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -23,11 +23,11 @@ _FROM_HEAD = metrics.PROXY_BYTES.labels("from_head")
 
 
 class StaleEndpoint(Unavailable):
-    """Another head serves at a endpoint's address by now: the next try must find it."""
+    """Another head now serves at the endpoint's address; the endpoint must be looked up again."""
 
 
 class Proxy:
-    """Forwards to heads over kept-alive connections."""
+    """Forwards requests to heads over keep-alive connections."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
@@ -45,23 +45,24 @@ class Proxy:
         refusal: str | None = None,
         silence_seconds: float,
     ) -> None:
-        """Send a request to a head and its answer to the client.
+        """Send a request to a head and stream its response to the client.
 
         Args:
-            send: where the answer goes (ASGI).
-            endpoint: the head.
-            path: of the request.
+            send: sends the response to the client (ASGI).
+            endpoint: endpoint of the head.
+            path: path of the request.
             target: the model or sampling session whose ownership was checked.
-            headers: of the client's request; only those about the body go on.
-            body: whole, or as it arrives.
-            replace: statuses of the head to answer differently, with a status and JSON body.
-            refusal: why the head is to refuse the request, in its place in its model's order.
-            silence_seconds: how long the head may take to begin its answer.
+            headers: headers of the client's request; only those that describe the body are forwarded.
+            body: the whole body, or its chunks as they arrive.
+            replace: responses to substitute, by the head's status: a status and a JSON body.
+            refusal: why the head must reject the request, at its position in its model's sequence;
+                None for a request to execute.
+            silence_seconds: how long the head may take to start its response.
 
         Raises:
-            StaleEndpoint: another head serves there by now.
-            Unavailable: the head hung up, can't be reached or is silent for longer, before any part
-                of its answer came. It may have taken the request; to repeat it is safe.
+            StaleEndpoint: another head now serves at this address.
+            Unavailable: the head disconnected, is unreachable or did not respond in time. It may
+                have accepted the request; repeating the request is safe.
         """
         fields = {
             routes.HEAD_TOKEN_HEADER: endpoint.token,
@@ -74,7 +75,7 @@ class Proxy:
         if not isinstance(body, bytes) and "content-length" in headers:
             fields["content-length"] = headers["content-length"]
         with metrics.PROXY_REQUESTS.track_inprogress():
-            async with self._ask(endpoint.url + path, fields, body, silence_seconds) as response:
+            async with self._post(endpoint.url + path, fields, body, silence_seconds) as response:
                 if response.status == routes.WRONG_GENERATION_STATUS:
                     metrics.PROXY_ERRORS.labels("replaced").inc()
                     raise StaleEndpoint("the session head was replaced; send the request again")
@@ -85,7 +86,7 @@ class Proxy:
                     await _relay(send, response)
 
     @asynccontextmanager
-    async def _ask(
+    async def _post(
         self,
         url: str,
         fields: Mapping[str, str],
@@ -95,25 +96,26 @@ class Proxy:
         if isinstance(body, bytes):
             _TO_HEAD.inc(len(body))
         else:
-            body = _counted(body)
-        has_answered = False
+            body = _count_bytes(body)
+        has_responded = False
         try:
             async with head_client.post(
                 self._session, url, fields, body, silence_seconds=silence_seconds
             ) as response:
-                has_answered = True
+                has_responded = True
                 yield response
         except HeadUnreachable as error:
-            if has_answered:
+            if has_responded:
                 raise
             metrics.PROXY_ERRORS.labels("unreachable").inc()
-            log.warning("a session head does not answer", url=url, error=str(error))
+            log.warning("a session head does not respond", url=url, error=str(error))
             raise Unavailable(
-                "the session head stopped answering; if it is gone, the next try will say so"
+                "the session head stopped responding; send the request again, which reports whether"
+                " the head is gone"
             ) from None
 
 
-async def _counted(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _count_bytes(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     async for chunk in body:
         _TO_HEAD.inc(len(chunk))
         yield chunk

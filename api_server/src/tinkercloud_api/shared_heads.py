@@ -1,8 +1,8 @@
-"""Calls to the heads that many runs share: what they hold, and which models to suspend.
+"""Calls to heads that are shared by many runs: listing their models and suspending inactive ones.
 
-A client that ends without a word leaves its models in such a head. Once its session has had no
-heartbeat, and a model no request, for `session_silence_seconds`, the head suspends the model, which
-the next request brings back. Nothing is lost by silence, however long it lasts.
+A client that disappears without ending its session leaves its models in a shared head. When the
+session has had no heartbeat and a model no request for `session_silence_seconds`, the head suspends
+the model. The next request resumes it; nothing is lost, however long the client is inactive.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,14 @@ log = structlog.get_logger(__name__)
 
 _LIST_SECONDS = 10.0
 _SUSPEND_SECONDS = 600.0
-"""A head answers once it has written all of a model."""
+"""A head responds only after it has written the whole model."""
 _ROUNDS_MISSED = 3
-"""After so many the machine slept, or this process was stopped: its clients were not heard."""
+"""Missed rounds after which this machine or process is assumed to have been paused, so that clients
+could not be heard."""
 
 
 class SharedHeads:
-    """The heads of this server that hold models of many clients."""
+    """The heads of this server that are shared by many clients."""
 
     def __init__(
         self,
@@ -40,15 +41,15 @@ class SharedHeads:
         silence: timedelta,
         period: timedelta,
     ) -> None:
-        """Make it.
+        """Create it.
 
         Args:
-            catalog: knows when sessions and runs were last heard of.
-            provider: knows the heads.
-            activity: what is not in the catalog yet.
-            client: for calls to heads.
-            silence: of a client, after which its models are suspended.
-            period: between two rounds of `suspend_inactive`.
+            catalog: has the last activity of sessions and runs.
+            provider: has the endpoints of the heads.
+            activity: has the activity that is not yet in the catalog.
+            client: HTTP client for calls to heads.
+            silence: client inactivity after which its models are suspended.
+            period: interval between two calls of `suspend_inactive`.
         """
         self._catalog = catalog
         self._provider = provider
@@ -60,20 +61,20 @@ class SharedHeads:
         self._last_round: datetime | None = None
 
     async def models(self) -> dict[str, HeldModel]:
-        """Return the models of all heads that answer, by id."""
+        """Return the models of all heads that respond, by id."""
         held: dict[str, HeldModel] = {}
         for endpoint in self._provider.shared_heads():
             try:
                 held.update({model.model_id: model for model in await self._models_of(endpoint)})
             except Unavailable as error:
-                log.warning("a session head does not tell what it holds", error=error.message)
+                log.warning("cannot list the models of a session head", error=error.message)
         return held
 
     async def suspend_inactive(self, moment: datetime) -> None:
-        """Suspend the models whose clients have been silent for long.
+        """Suspend the models of clients that have been inactive for longer than the limit.
 
-        Only what this server itself would have heard counts as silence: not the time before its
-        start, nor while its machine slept.
+        Only time in which this server was able to receive heartbeats counts, which excludes the
+        time before its start and while its machine was asleep.
         """
         last, self._last_round = self._last_round, moment
         if last is None or moment - last > self._longest_pause:
@@ -86,19 +87,19 @@ class SharedHeads:
             try:
                 await self._suspend_inactive_in(endpoint, since)
             except Unavailable as error:
-                log.warning("models without clients stay in memory", error=error.message)
+                log.warning("cannot suspend models of inactive clients", error=error.message)
 
     async def _suspend_inactive_in(self, endpoint: HeadEndpoint, since: datetime) -> None:
         in_memory = [m.model_id for m in await self._models_of(endpoint) if not m.is_suspended]
         for run_id in await self._catalog.inactive_runs(in_memory, since) if in_memory else []:
             path = f"{routes.HEAD_SUSPEND_MODEL}/{run_id}"
-            answer = await self._call("POST", endpoint, path, _SUSPEND_SECONDS)
-            if ModelSuspended.model_validate_json(answer).is_suspended:
-                log.info("a silent client's model was suspended", run_id=run_id)
+            response = await self._call("POST", endpoint, path, _SUSPEND_SECONDS)
+            if ModelSuspended.model_validate_json(response).is_suspended:
+                log.info("suspended the model of an inactive client", run_id=run_id)
 
     async def _models_of(self, endpoint: HeadEndpoint) -> Sequence[HeldModel]:
-        answer = await self._call("GET", endpoint, routes.HEAD_MODELS, _LIST_SECONDS)
-        return HeldModels.model_validate_json(answer).models
+        response = await self._call("GET", endpoint, routes.HEAD_MODELS, _LIST_SECONDS)
+        return HeldModels.model_validate_json(response).models
 
     async def _call(self, method: str, endpoint: HeadEndpoint, path: str, seconds: float) -> bytes:
         headers = {
@@ -113,6 +114,6 @@ class SharedHeads:
                 response.raise_for_status()
                 return await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            # Not the error's own text, which may show the request's headers, and so the token.
+            # The text of the error may contain the request headers, which include the token.
             why = type(error).__name__
-            raise Unavailable(f"the session head did not answer {path}: {why}") from None
+            raise Unavailable(f"the session head did not respond to {path}: {why}") from None

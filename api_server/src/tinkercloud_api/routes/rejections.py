@@ -1,7 +1,7 @@
-"""Requests that are refused before a head reads them, and what becomes of their places.
+"""Requests that the server rejects before a head reads them, and their sequence positions.
 
-Whatever names a model and a number in its order fails there, by its future: an answer with a status
-would leave a hole in the order, for which all that follows would wait.
+A request that states a model and a sequence number fails at that position, through its future. An
+HTTP error status would leave a gap in the sequence, and all later requests would wait for it.
 """
 
 import asyncio
@@ -18,70 +18,68 @@ from tinkercloud_protocol.training import (
 
 RequestT = TypeVar("RequestT", LoadWeightsRequest, SaveWeightsRequest, SaveWeightsForSamplerRequest)
 
-_REFUSAL_CHARACTERS = 2000
-"""Of a reason, which travels in a header: it may quote what was sent."""
+_MAX_REASON_CHARACTERS = 2000
+"""Limit of a rejection's reason, which is sent in a header and may quote the request."""
 OLD_SDK = (
-    "forward_backward in JSON, as SDKs before 0.25 send it, is not served: it wants protobuf;"
-    " upgrade with pip install -U tinker"
+    "forward_backward with a JSON body, as sent by SDKs before 0.25, is not supported: protobuf is"
+    " required; upgrade with pip install -U tinker"
 )
-_NOT_SERVED_IN_ORDER = {
+_UNSUPPORTED = {
     routes.FORWARD: (
-        "forward in JSON, as SDKs before 0.25 send it, is not served: upgrade with"
-        " pip install -U tinker, whose forward passes are forward_backward requests"
+        "forward with a JSON body, as sent by SDKs before 0.25, is not supported: upgrade with"
+        " pip install -U tinker, which sends forward passes as forward_backward requests"
     ),
 }
-"""Why, by path."""
+"""Reasons for rejecting calls that Tinkercloud does not support, by path."""
 
 
 async def reject_unknown_call(call: Call) -> None:
-    """Refuse a call that is not served, in its place in its model's order if it names one."""
+    """Reject an unsupported call, at its position in its model's sequence if it states one."""
     path = call.request.path
-    reason = _NOT_SERVED_IN_ORDER.get(path)
+    reason = _UNSUPPORTED.get(path)
     if reason is None:
         reason = (
-            f"POST {path} is not served here: see what is and what is not in Tinkercloud's README"
+            f"POST {path} is not served here; Tinkercloud's README lists the supported calls"
         )
     await reject_in_sequence(call, NotFound(reason))
 
 
 async def reject_in_sequence(call: Call, error: WireError) -> None:
-    """Refuse a request in the place that its JSON body names, wherever in it that stands.
+    """Reject a request at the sequence position that its JSON body states, anywhere in the body.
 
     Raises:
-        WireError: the one given; the body names no place.
+        WireError: `error` itself, if the body states no position.
     """
     try:
         body = await call.request.body(call.server.settings.limits.max_body_bytes)
     except BodyTooLarge:
-        body = call.request.beginning
-    place = await asyncio.to_thread(envelope.peek_json_place, body)
-    if not envelope.names_place(place):
+        body = call.request.prefix
+    position = await asyncio.to_thread(envelope.peek_json_place, body)
+    if not envelope.names_place(position):
         raise error
-    await forward_rejection(call, place, error)
+    await forward_rejection(call, position, error)
 
 
 async def forward_rejection(call: Call, body: bytes, error: WireError) -> None:
-    """Let a request that is refused take its place in its model's order, and fail there.
-
-    An answer with a status would leave a hole in the order, for which all that follows would wait.
+    """Have the head fail a request at its position in its model's sequence.
 
     Raises:
-        WireError: the one given; the request names no model.
+        WireError: `error` itself, if the request states no model.
     """
     try:
         model_id = envelope.peek_json(body, "model_id")
     except InvalidRequest:
         raise error from None
-    route = await head_for_run(call, model_id)
-    await call.forward(route, model_id, body, refusal=error.message[:_REFUSAL_CHARACTERS])
+    endpoint = await head_for_run(call, model_id)
+    await call.forward(endpoint, model_id, body, refusal=error.message[:_MAX_REASON_CHARACTERS])
 
 
 def sequence_position(
     request: LoadWeightsRequest | SaveWeightsRequest | SaveWeightsForSamplerRequest,
 ) -> bytes:
-    """Return a body that names a request's place in its model's order, and nothing else.
+    """Return a body that states a request's position in its model's sequence, and nothing else.
 
-    A head that is older than refusals would do what it is told, whoever may ask for it: it is not
-    told.
+    A head from a release without rejections would execute the whole request, even if the caller
+    has no right to it, so the rest of the request is not sent.
     """
     return request.model_dump_json(include={"model_id", "seq_id"}).encode()
