@@ -84,7 +84,7 @@ def test_samples_of_a_saved_checkpoint_survive_a_killed_head(server: Server) -> 
 
     assert all(len(f.result().sequences) == 4 for f in futures)
     assert sampler.compute_logprobs(text).result() == before
-    with pytest.raises(tinker.BadRequestError, match="never saved under a name"):
+    with pytest.raises(tinker.BadRequestError, match="not saved under a name"):
         ephemeral.compute_logprobs(text).result()
 
 

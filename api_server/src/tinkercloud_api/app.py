@@ -74,9 +74,7 @@ class Application:
             api.include_router(module.router)
         api.add_middleware(BodyLimitMiddleware, max_bytes=JSON_BODY_BYTES)
         errors.install(api)
-        self._asgi = MetricsMiddleware(
-            HotPaths(api, self._running, api.routes), HANDLERS.keys()
-        )
+        self._asgi = MetricsMiddleware(HotPaths(api, self._running, api.routes), HANDLERS.keys())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event (the ASGI entry point)."""
@@ -151,7 +149,9 @@ async def _report_lost(locator: HeadLocator) -> None:
         async with asyncio.timeout(_REPORT_SECONDS):
             await locator.report_lost()
     except TimeoutError:
-        log.warning("the checkpoint store did not respond in time; cannot determine which runs were saved")
+        log.warning(
+            "the checkpoint store did not respond in time; cannot determine which runs were saved"
+        )
 
 
 async def register_bootstrap_key(catalog: Catalog, settings: Settings) -> None:
@@ -166,7 +166,7 @@ async def register_bootstrap_key(catalog: Catalog, settings: Settings) -> None:
     )
     if not row.is_valid(now()):
         log.warning(
-            "the configured bootstrap key was revoked or has expired and is still rejected; configure"
+            "the configured bootstrap key was revoked or has expired and stays rejected; configure"
             " a new one",
             key_id=row.id,
         )

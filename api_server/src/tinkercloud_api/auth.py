@@ -114,11 +114,11 @@ class Authenticator:
             Unauthenticated: the key is missing, unknown, revoked or expired.
         """
         if not key:
-            raise Unauthenticated("the X-API-Key header is missing; set TINKER_API_KEY")
+            raise Unauthenticated("X-API-Key: the header is missing; set TINKER_API_KEY")
         principal = await self._holder(hash_key(key))
         if principal.expires_at is not None and principal.expires_at <= now():
             raise Unauthenticated(
-                f"the API key expired at {principal.expires_at.isoformat(timespec='seconds')}; ask"
+                f"X-API-Key: the key expired at {principal.expires_at.isoformat(timespec='seconds')}; ask"
                 " an administrator for a new one"
             )
         self._record_use(principal.key_id)
@@ -138,11 +138,11 @@ class Authenticator:
             row = await self._catalog.key(key_hash)
             if row is None:
                 self._cached.pop(key_hash, None)
-                raise Unauthenticated("the API key is unknown or has been revoked")
+                raise Unauthenticated("X-API-Key: the key is unknown or has been revoked")
             principal = Principal(row.id, row.name, row.owner, Role(row.role), row.expires_at)
             if len(self._cached) >= _MAX_CACHED:
                 self._cached.clear()
             self._cached[key_hash] = (moment + REMEMBERED_SECONDS, principal)
         if principal.key_id in self._revoked:
-            raise Unauthenticated("the API key is unknown or has been revoked")
+            raise Unauthenticated("X-API-Key: the key is unknown or has been revoked")
         return principal

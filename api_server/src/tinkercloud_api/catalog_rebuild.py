@@ -1,9 +1,9 @@
 """Rebuilds the catalog's rows of runs and checkpoints from the manifests in the checkpoint store.
 
-This is for a catalog that was lost while the checkpoints were not. A manifest states the owner, base
-model and training parameters of a checkpoint; runs and their sessions are derived from these. Data
-that was only in the catalog is lost: keys, the public flag of checkpoints, expiry times changed
-after saving, and the metadata of runs and sessions.
+This is for a catalog that was lost while the checkpoints were not. A manifest states the owner,
+base model and training parameters of a checkpoint; runs and their sessions are derived from these.
+Data that was only in the catalog is lost: keys, the public flag of checkpoints, expiry times
+changed after saving, and the metadata of runs and sessions.
 
 A run whose latest manifest belongs to a suspended state resumes with its client's next request. If
 the run had continued after that state, the request's sequence number reveals it. All other runs are

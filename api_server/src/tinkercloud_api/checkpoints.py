@@ -1,9 +1,9 @@
 """Checkpoints as seen by the server: an index in the catalog of manifests in the object store.
 
 Heads write checkpoints. The server records a pending checkpoint when it forwards the save request,
-and reads the manifest when the checkpoint is requested. A checkpoint is therefore listed if and only
-if its manifest exists, even if the server or the head died in between. Only the public flag, and an
-expiry time that was changed after saving, are stored in the catalog alone.
+and reads the manifest when the checkpoint is requested. A checkpoint is therefore listed if and
+only if its manifest exists, even if the server or the head died in between. Only the public flag,
+and an expiry time that was changed after saving, are stored in the catalog alone.
 """
 
 import asyncio
@@ -172,7 +172,9 @@ class Checkpoints:
             try:
                 await self._discover(CheckpointPath(run_id, CheckpointKind.TRAINING, name))
             except InvalidRequest as error:
-                log.warning("skipping an invalid checkpoint folder", path=folder + name, error=error.message)
+                log.warning(
+                    "skipping an invalid checkpoint folder", path=folder + name, error=error.message
+                )
 
     async def _discover(self, path: CheckpointPath) -> None:
         if await self._catalog.checkpoint(path) is None:
@@ -279,7 +281,9 @@ class Checkpoints:
             try:
                 await self._expire(row)
             except WireError as error:
-                log.warning("cannot delete an expired checkpoint", path=_name(row), error=error.message)
+                log.warning(
+                    "cannot delete an expired checkpoint", path=_name(row), error=error.message
+                )
 
     async def _expire(self, row: Checkpoint) -> None:
         """Delete an expired checkpoint, unless another one was saved in its place."""
@@ -334,7 +338,9 @@ class Checkpoints:
                 try:
                     await self._refresh_one(row)
                 except WireError as error:
-                    log.warning("cannot read a checkpoint manifest", path=_name(row), error=error.message)
+                    log.warning(
+                        "cannot read a checkpoint manifest", path=_name(row), error=error.message
+                    )
 
         await asyncio.gather(*[read(row) for row in rows])
 
@@ -360,9 +366,11 @@ class Checkpoints:
         try:
             manifest = await self._read(_path(row))
         except InvalidRequest as error:
-            # The checkpoint is listed as damaged. Until the time limit, an overwrite may replace it.
+            # It is listed as damaged. Until the time limit, an overwrite may replace it.
             if row.damage is None or has_timed_out:
-                await self._catalog.mark_damaged(_path(row), error.message, is_indexed=has_timed_out)
+                await self._catalog.mark_damaged(
+                    _path(row), error.message, is_indexed=has_timed_out
+                )
             raise
         # An overwrite has completed when the manifest has changed. Comparing its time with that of
         # the request would compare the clocks of two machines.

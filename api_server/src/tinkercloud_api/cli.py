@@ -1,7 +1,7 @@
 """The `tinkercloud` command.
 
-`serve`, `keys`, `catalog` and `doctor` use this machine's state folder; `models` and `sessions` call
-a running server, local or remote (TINKER_BASE_URL, TINKER_API_KEY). `plan` needs neither.
+`serve`, `keys`, `catalog` and `doctor` use this machine's state folder; `models` and `sessions`
+call a running server, local or remote (TINKER_BASE_URL, TINKER_API_KEY). `plan` needs neither.
 """
 
 import asyncio
@@ -43,7 +43,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 keys_app = typer.Typer(help="Manage the API keys in this machine's catalog.", no_args_is_help=True)
-catalog_app = typer.Typer(help="Manage the catalog, the index of training runs and checkpoints.", no_args_is_help=True)
+catalog_app = typer.Typer(
+    help="Manage the catalog, the index of training runs and checkpoints.", no_args_is_help=True
+)
 models_app = typer.Typer(help="Inspect the base models of a running server.", no_args_is_help=True)
 sessions_app = typer.Typer(help="Manage the sessions of a running server.", no_args_is_help=True)
 app.add_typer(keys_app, name="keys")
@@ -195,9 +197,7 @@ def _whose_catalog(settings: Settings) -> str:
     if (running := state_folder.running_server(folder)) is not None:
         return f"catalog: in {folder}, used by the server with process id {running.pid}"
     made = " (newly created)" if is_new else ""
-    return (
-        f"catalog: in {folder}{made}; no server uses it; select another folder with --state-dir"
-    )
+    return f"catalog: in {folder}{made}; no server uses it; select another folder with --state-dir"
 
 
 def _lifetime(text: str) -> timedelta:
@@ -218,8 +218,12 @@ def _moment(moment: datetime | None) -> str:
 @keys_app.command("create")
 def create_key(
     name: Annotated[str, typer.Argument(help="Name of the key, such as its purpose.")],
-    owner: Annotated[str | None, typer.Option(help="Owner of everything created with the key. Default: NAME.")] = None,
-    role: Annotated[Role, typer.Option(help="Admins can read and delete the objects of all owners.")] = Role.USER,
+    owner: Annotated[
+        str | None, typer.Option(help="Owner of everything created with the key. Default: NAME.")
+    ] = None,
+    role: Annotated[
+        Role, typer.Option(help="Admins can read and delete the objects of all owners.")
+    ] = Role.USER,
     expires: Annotated[
         timedelta | None,
         typer.Option(
@@ -342,7 +346,9 @@ def list_sessions(
     base_url: BaseUrl = None,
     limit: Annotated[int, typer.Option(help="Maximum number of sessions to list.")] = 20,
     *,
-    everybody: Annotated[bool, typer.Option("--all", help="List the sessions of all owners (admins only).")] = False,
+    everybody: Annotated[
+        bool, typer.Option("--all", help="List the sessions of all owners (admins only).")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """List sessions, newest first, with their owners, client states and resources."""
@@ -413,15 +419,22 @@ def delete_session(session: str, api_key: ApiKey, base_url: BaseUrl = None) -> N
 
 @app.command("plan")
 def plan_model(
-    model: Annotated[str, typer.Argument(help="Folder in Hugging Face format, or model id on the hub.")],
-    gpus: Annotated[str, typer.Option(help="Number and kind of GPUs, such as 8xH100, 4xA100-40 or 2x48GiB.")],
+    model: Annotated[
+        str, typer.Argument(help="Folder in Hugging Face format, or model id on the hub.")
+    ],
+    gpus: Annotated[
+        str, typer.Option(help="Number and kind of GPUs, such as 8xH100, 4xA100-40 or 2x48GiB.")
+    ],
     gpus_per_node: Annotated[int, typer.Option(help="Number of GPUs per node.")] = 8,
     sequence_length: Annotated[
-        int | None, typer.Option(help="Longest sequence, in tokens. Default: the model's, at most 32768.")
+        int | None,
+        typer.Option(help="Longest sequence, in tokens. Default: the model's, at most 32768."),
     ] = None,
     lora_rank: Annotated[int, typer.Option(min=1, max=1024, help="Largest LoRA rank.")] = 32,
     *,
-    full: Annotated[bool, typer.Option("--full", help="Plan full fine-tuning instead of LoRA.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Plan full fine-tuning instead of LoRA.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Plan the training and sampling of a model on GPUs. --json prints a BaseModel manifest."""

@@ -29,7 +29,7 @@ _AUTOMATIC_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 
 
 class HeadUnreachable(ConnectionError):
-    """The head is unreachable, does not respond, or disconnected before its response was complete."""
+    """The head is unreachable, does not respond, or disconnected during its response."""
 
 
 def open_client() -> aiohttp.ClientSession:

@@ -332,11 +332,15 @@ class HeadLocator:
             await _attempt(row.id, self._release_run(row.id, self.cache_run(row), unresponsive))
         await self._remove_samplers(samplers, unresponsive)
 
-    async def _release_run(self, run_id: str, run: _KnownRun, unresponsive: set[HeadEndpoint]) -> None:
+    async def _release_run(
+        self, run_id: str, run: _KnownRun, unresponsive: set[HeadEndpoint]
+    ) -> None:
         await self._provider.release(run.placement)
         await self._delete_state(run_id, run, unresponsive)
 
-    async def _delete_state(self, run_id: str, run: _KnownRun, unresponsive: set[HeadEndpoint]) -> None:
+    async def _delete_state(
+        self, run_id: str, run: _KnownRun, unresponsive: set[HeadEndpoint]
+    ) -> None:
         """Delete a run from its head, if it has one, and its suspended state from the store."""
         if (endpoint := self._provider.find(run.placement)) is not None:
             await self._delete(endpoint, f"{routes.HEAD_MODELS}/{run_id}", unresponsive)
@@ -392,7 +396,9 @@ class HeadLocator:
             self.run_pending(run_id).queue_state for run_id in self._placing.keys() & self._runs
         )
 
-    async def _delete(self, endpoint: HeadEndpoint, path: str, unresponsive: set[HeadEndpoint]) -> None:
+    async def _delete(
+        self, endpoint: HeadEndpoint, path: str, unresponsive: set[HeadEndpoint]
+    ) -> None:
         """Send a DELETE to a head, unless it is `unresponsive`; if it does not respond, add it."""
         if endpoint in unresponsive:
             raise Unavailable("the session head did not respond to an earlier call")
@@ -473,6 +479,6 @@ async def _attempt(name: str, release: Awaitable[None]) -> None:
 
 
 def _retrieve_exception(task: "asyncio.Task[HeadEndpoint]") -> None:
-    """Retrieve a failed task's exception, so that asyncio does not log it when nobody waits for it."""
+    """Retrieve a failed task's exception, so that asyncio does not log it if nobody waits."""
     if not task.cancelled():
         task.exception()

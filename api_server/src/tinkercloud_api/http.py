@@ -29,7 +29,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 _PREFIX_BYTES = 64 << 10
-"""How much is kept of a body that is too long: it contains the fields that identify the request."""
+"""How much of an oversized body is kept; the fields that identify the request are in it."""
 
 
 def check_content_encoding(headers: Mapping[str, str], accepted: Collection[str] = ()) -> None:
@@ -41,7 +41,8 @@ def check_content_encoding(headers: Mapping[str, str], accepted: Collection[str]
     encoding = headers.get("content-encoding", "identity")
     if encoding not in {"identity", *accepted}:
         raise InvalidRequest(
-            f"content-encoding: {encoding!r} is not accepted; use {' or '.join([*accepted, 'none'])}"
+            f"content-encoding: {encoding!r} is not accepted; use"
+            f" {' or '.join([*accepted, 'none'])}"
         )
 
 

@@ -22,25 +22,31 @@ HTTP_SECONDS = Histogram(
 )
 LONG_POLLS = Gauge("tinkercloud_long_polls", "Long polls that are waiting for a result")
 WAITING_RUNS = Gauge(
-    "tinkercloud_waiting_runs", "Training runs for which this replica is waiting for a session head", ["queue_state"]
+    "tinkercloud_waiting_runs",
+    "Training runs for which this replica is waiting for a session head",
+    ["queue_state"],
 )
-PROXY_REQUESTS = Gauge("tinkercloud_proxy_requests_in_flight", "Requests forwarded to session heads that have not completed")
+PROXY_REQUESTS = Gauge(
+    "tinkercloud_proxy_requests_in_flight",
+    "Requests forwarded to session heads that have not completed",
+)
 PROXY_BYTES = Counter(
     "tinkercloud_proxy_bytes", "Bytes of forwarded request and response bodies", ["direction"]
 )
 PROXY_ERRORS = Counter(
-    "tinkercloud_proxy_errors", "Forwarded requests that failed because of the session head", ["reason"]
+    "tinkercloud_proxy_errors",
+    "Forwarded requests that failed because of the session head",
+    ["reason"],
 )
 CATALOG_ERRORS = Counter(
-    "tinkercloud_catalog_errors", "Catalog statements that failed because the database did not respond"
+    "tinkercloud_catalog_errors",
+    "Catalog statements that failed because the database did not respond",
 )
 CLIENT_SESSIONS = Gauge(
     "tinkercloud_client_sessions",
     "SDK sessions with a recent heartbeat, according to the catalog (the same on every replica)",
 )
-HOUSEKEEPING_ERRORS = Counter(
-    "tinkercloud_housekeeping_errors", "Failed housekeeping tasks"
-)
+HOUSEKEEPING_ERRORS = Counter("tinkercloud_housekeeping_errors", "Failed housekeeping tasks")
 
 Direction = Literal["to_head", "from_head"]
 ProxyError = Literal["unreachable", "replaced", "broke_off"]

@@ -22,7 +22,7 @@ _ABORTED = "aborted"
 
 
 class BodyLimitMiddleware:
-    """Reject bodies over the limit with 413, without reading the rest, and compressed ones with 400.
+    """Rejects bodies over the limit with 413, without reading the rest; compressed ones with 400.
 
     It runs before anything parses the body.
     """
@@ -65,7 +65,7 @@ class BodyLimitMiddleware:
 
 
 class MetricsMiddleware:
-    """Count and time requests by route and status. This is the outermost middleware."""
+    """Counts and times requests by route and status. This is the outermost middleware."""
 
     def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
         """Wrap an application.

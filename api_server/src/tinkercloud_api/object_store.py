@@ -33,7 +33,7 @@ class ObjectStoreClient:
             await obstore.head_async(self._store, _PROBE)
 
     async def probe(self) -> None:
-        """Check that the store accepts writes: a full or read-only store still responds to reads."""
+        """Check that the store accepts writes; a full or read-only store still serves reads."""
         with _translate_errors():
             await obstore.put_async(self._store, _PROBE, b"written by health checks\n")
 

@@ -26,10 +26,9 @@ _STATUSES = {
     "401": "The key is missing, unknown or revoked.",
     "404": "The object does not exist, or belongs to another owner.",
     "408": "The result is not ready yet; poll again.",
-    "410": "Permanently gone: a model whose state is lost, a discarded result, or an ended session.",
+    "410": "Permanently gone: a model with lost state, a discarded result, or an ended session.",
     "413": "The body is too large.",
-    "429": "Too many requests are waiting, or too many unknown keys came from this address; try again"
-    " later.",
+    "429": "Too many waiting requests, or unknown keys from this address; try again later.",
     "503": "The session head or the object store is unavailable; try again.",
 }
 _OF_EVERY_CALL = ("400", "401", "429", "503")

@@ -30,8 +30,8 @@ _HEAD_IMAGE = "tinkercloud-worker"
 _MODELS_CLAIM = "models"
 _PACKAGE = "tinkercloud-api"
 _FOR_GPUS = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
-"""Toleration of the usual taint of GPU nodes. Inference engines that share GPUs with trainers do not
-request them as a resource, so Kubernetes does not add this toleration to their pods."""
+"""Toleration of the usual taint of GPU nodes. Inference engines that share GPUs with trainers do
+not request them as a resource, so Kubernetes does not add this toleration to their pods."""
 
 
 class CannotPlan(Exception):

@@ -52,7 +52,7 @@ class Proxy:
             endpoint: endpoint of the head.
             path: path of the request.
             target: the model or sampling session whose ownership was checked.
-            headers: headers of the client's request; only those that describe the body are forwarded.
+            headers: headers of the client's request; only those about the body are forwarded.
             body: the whole body, or its chunks as they arrive.
             replace: responses to substitute, by the head's status: a status and a JSON body.
             refusal: why the head must reject the request, at its position in its model's sequence;

@@ -201,7 +201,12 @@ def _welcome(settings: Settings, port: int, key: str | None) -> str:
     if key is not None:
         lines += ["Created an API key. It is shown only once and stored as a hash:", ""]
     else:
-        lines += ["To create another API key:", "", _command(settings, "keys", "create", "NAME"), ""]
+        lines += [
+            "To create another API key:",
+            "",
+            _command(settings, "keys", "create", "NAME"),
+            "",
+        ]
     lines += [
         f"export TINKER_BASE_URL={url}",
         f"export TINKER_API_KEY={key or 'tml-...'}",

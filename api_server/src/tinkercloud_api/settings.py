@@ -122,11 +122,12 @@ class Settings(BaseSettings):
     with `?ssl=require` for an encrypted connection, or `sqlite+aiosqlite:///FILE`. Default: an
     SQLite file in `state_dir`."""
     checkpoint_root: str | None = None
-    """URL of the object store for checkpoints: file:///..., s3://..., gs://..., az://.... Default: a
-    folder in `state_dir`. Credentials are read from the store's usual environment variables."""
+    """URL of the object store for checkpoints: file:///..., s3://..., gs://... or az://....
+    Default: a folder in `state_dir`. Credentials are read from the store's usual environment
+    variables."""
     max_checkpoint_bytes_per_owner: Annotated[int, Field(ge=0)] | None = None
-    """Maximum total size, in bytes, of the checkpoints of one owner. When it is reached, saves under
-    new names are rejected. Default: no limit."""
+    """Maximum total size, in bytes, of the checkpoints of one owner. When it is reached, saves
+    under new names are rejected. Default: no limit."""
     models: dict[str, str] = Field(
         default_factory=dict, examples=[{"Qwen/Qwen3-0.6B": "/models/qwen3-0.6b"}]
     )
@@ -239,7 +240,7 @@ def _check_key(key: str) -> None:
     if len(rest) < _KEY_CHARACTERS or len(set(rest)) < _KEY_DIFFERENT_CHARACTERS:
         raise ValueError(
             f"bootstrap_key: has {len(rest)} characters after {KEY_PREFIX!r}, {len(set(rest))} of"
-            f" them distinct; at least {_KEY_CHARACTERS} random characters are required, for example"
+            f" them distinct; at least {_KEY_CHARACTERS} random characters are required, such as"
             f" from `echo {KEY_PREFIX}$(openssl rand -hex 32)`"
         )
 

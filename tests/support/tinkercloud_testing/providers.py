@@ -30,7 +30,7 @@ class OneHead:
         assert self.endpoint is not None
         return self.endpoint
 
-    def waiting(self, _placement: Placement) -> Pending:
+    def pending(self, _placement: Placement) -> Pending:
         return Pending("active", "no reason")
 
     def shared_heads(self) -> list[HeadEndpoint]:

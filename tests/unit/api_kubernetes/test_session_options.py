@@ -8,7 +8,7 @@ from tinkercloud_api.providers.session_options import SessionOptions, collect_op
 from tinkercloud_protocol.errors import InvalidRequest
 
 
-def test_all_choices_are_read() -> None:
+def test_all_options_are_read() -> None:
     metadata = {
         "tinkercloud.dev/session": "declared",
         "tinkercloud.dev/queue": "research",
@@ -24,22 +24,22 @@ def test_all_choices_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "complaint"),
+    ("key", "value", "message"),
     [
-        ("tinkercloud.dev/gpus", "8", "accepted are tinkercloud.dev/session, .*idle-action"),
-        ("tinkercloud.dev/queue", "Not A Name", "no name of a Kubernetes object"),
-        ("tinkercloud.dev/session", "", "no name of a Kubernetes object"),
+        ("tinkercloud.dev/gpus", "8", "valid options: tinkercloud.dev/session, .*idle-action"),
+        ("tinkercloud.dev/queue", "Not A Name", "not a valid name of a Kubernetes object"),
+        ("tinkercloud.dev/session", "", "not a valid name of a Kubernetes object"),
         ("tinkercloud.dev/idle-timeout", "10m", "whole number of seconds from 60"),
         ("tinkercloud.dev/idle-timeout", "59", "whole number of seconds from 60"),
-        ("tinkercloud.dev/idle-action", "explode", "neither 'suspend' nor 'delete'"),
+        ("tinkercloud.dev/idle-action", "explode", "expected 'suspend' or 'delete'"),
     ],
 )
-def test_what_cannot_be_chosen_is_refused_by_name(key: str, value: str, complaint: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"^{key}.*{complaint}"):
+def test_invalid_options_are_rejected_by_name(key: str, value: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{key}.*{message}"):
         SessionOptions.read({key: value})
 
 
-def test_a_runs_own_metadata_is_stronger_than_its_sessions_and_that_than_tags() -> None:
+def test_run_metadata_takes_precedence_over_session_metadata_and_tags() -> None:
     tags = ["mine", "tinkercloud.dev/queue=a", "tinkercloud.dev/priority=a"]
     of_session = {"tinkercloud.dev/queue": "b", "tinkercloud.dev/idle-timeout": "60"}
     of_run = {"tinkercloud.dev/queue": "c", "other": "x"}
@@ -50,16 +50,16 @@ def test_a_runs_own_metadata_is_stronger_than_its_sessions_and_that_than_tags() 
     assert "other" not in entries
 
 
-def test_a_tag_without_a_value_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match=r"write tinkercloud\.dev/queue=VALUE"):
+def test_a_tag_without_a_value_is_rejected() -> None:
+    with pytest.raises(InvalidRequest, match=r"use tinkercloud\.dev/queue=VALUE"):
         collect_options(["tinkercloud.dev/queue"])
 
 
-def test_tags_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="twice, as 'a' and as 'b'"):
+def test_contradictory_tags_are_rejected() -> None:
+    with pytest.raises(InvalidRequest, match="to both 'a' and 'b'"):
         collect_options(["tinkercloud.dev/queue=a", "tinkercloud.dev/queue=b"])
 
 
 @given(st.lists(st.text().filter(lambda tag: not tag.startswith("tinkercloud.dev/"))))
-def test_tags_of_others_choose_nothing(tags: list[str]) -> None:
+def test_tags_outside_the_prefix_are_ignored(tags: list[str]) -> None:
     assert collect_options(tags) == {}

@@ -57,21 +57,21 @@ def a_condition(
 READY = a_condition(ConditionType.READY, "True", Reason.READY)
 
 
-def test_a_ready_session_with_an_endpoint_is_usable() -> None:
+def test_a_ready_session_with_an_endpoint_is_ready() -> None:
     assert readiness(a_session(READY, **SERVING)) == Ready("http://head:8000", "pod.0")
 
 
-def test_a_status_of_an_older_specification_says_nothing() -> None:
+def test_a_condition_of_an_earlier_generation_is_ignored() -> None:
     old = a_condition(ConditionType.READY, "True", Reason.READY, generation=1)
 
     state = readiness(a_session(old, **SERVING))
 
-    assert state == Pending("active", "TrainingSession one: waits for the operator")
+    assert state == Pending("active", "TrainingSession one: waiting for the operator")
 
 
-def test_a_session_nobody_has_looked_at_waits_for_the_operator() -> None:
+def test_a_session_without_status_waits_for_the_operator() -> None:
     assert readiness(a_session()) == Pending(
-        "active", "TrainingSession one: waits for the operator"
+        "active", "TrainingSession one: waiting for the operator"
     )
 
 
@@ -86,7 +86,7 @@ def test_a_session_nobody_has_looked_at_waits_for_the_operator() -> None:
         (Reason.IMAGE_PULL_BACK_OFF, "active"),
     ],
 )
-def test_a_session_on_its_way_says_why_it_is_not_there(
+def test_a_starting_session_reports_why_it_is_not_ready(
     reason: Reason, queue_state: QueueState
 ) -> None:
     on_its_way = a_condition(ConditionType.READY, "False", reason, "4 GPUs missing")
@@ -97,7 +97,7 @@ def test_a_session_on_its_way_says_why_it_is_not_there(
 
 
 @pytest.mark.parametrize("reason", sorted(NEVER_FITS))
-def test_what_never_fits_is_over(reason: Reason) -> None:
+def test_a_session_that_can_never_fit_has_ended(reason: Reason) -> None:
     stalled = a_condition(ConditionType.STALLED, "True", reason, "why")
 
     state = readiness(a_session(stalled))
@@ -109,7 +109,7 @@ def test_what_never_fits_is_over(reason: Reason) -> None:
     assert state.error.message == f"TrainingSession one: {reason}: why"
 
 
-def test_a_stall_that_somebody_may_cure_goes_on_waiting() -> None:
+def test_a_stall_that_can_be_resolved_stays_pending() -> None:
     crashing = [
         a_condition(kind, status, Reason.CRASH_LOOP, "exit 1")
         for kind, status in ((ConditionType.STALLED, "True"), (ConditionType.READY, "False"))
@@ -118,20 +118,22 @@ def test_a_stall_that_somebody_may_cure_goes_on_waiting() -> None:
     assert isinstance(readiness(a_session(*crashing)), Pending)
 
 
-@pytest.mark.parametrize(("ran", "standing_of"), [({}, Ended), ({"incarnation": "pod.0"}, Pending)])
-def test_a_start_that_failed_is_told_to_the_client_and_a_run_that_can_be_resumed_waits(
-    ran: dict[str, Any], standing_of: type
+@pytest.mark.parametrize(
+    ("ran", "expected_state"), [({}, Ended), ({"incarnation": "pod.0"}, Pending)]
+)
+def test_a_failed_first_start_is_reported_and_a_run_that_can_be_resumed_waits(
+    ran: dict[str, Any], expected_state: type
 ) -> None:
     failed = a_condition(ConditionType.READY, "False", Reason.START_FAILED, "no such image")
 
     state = readiness(a_session(failed, **ran))
 
-    told = state.error.message if isinstance(state, Ended) else getattr(state, "reason", "")
-    assert isinstance(state, standing_of)
-    assert told == "TrainingSession one: StartFailed: no such image"
+    message = state.error.message if isinstance(state, Ended) else getattr(state, "reason", "")
+    assert isinstance(state, expected_state)
+    assert message == "TrainingSession one: StartFailed: no such image"
 
 
-def test_a_session_that_is_deleted_or_has_lived_long_enough_is_over() -> None:
+def test_a_deleted_or_expired_session_has_ended() -> None:
     deleted = replace(a_session(READY, **SERVING), is_deleted=True)
     expired = a_session(a_condition(ConditionType.READY, "False", Reason.LIFETIME_EXCEEDED))
 
@@ -141,19 +143,19 @@ def test_a_session_that_is_deleted_or_has_lived_long_enough_is_over() -> None:
     assert all(isinstance(state.error, StateLost) for state in states if isinstance(state, Ended))
 
 
-def test_an_owners_suspension_is_told_and_not_overridden() -> None:
+def test_a_suspension_by_the_owner_is_reported_and_not_overridden() -> None:
     idle = a_condition(ConditionType.SUSPENDED, "True", Reason.IDLE)
 
     session = a_session(READY, idle, suspend=True, **SERVING)
 
     assert readiness(session) == Pending(
         "active",
-        "TrainingSession one: is suspended by its owner: set spec.suspend to false to resume it",
+        "TrainingSession one: suspended by its owner: set spec.suspend to false to resume it",
     )
     assert idle_since(session) is None
 
 
-def test_only_a_session_suspended_for_idleness_is_asleep() -> None:
+def test_only_a_session_suspended_for_idleness_is_idle() -> None:
     idle = a_session(a_condition(ConditionType.SUSPENDED, "True", Reason.IDLE))
     running = a_session(a_condition(ConditionType.SUSPENDED, "False", Reason.RUNNING))
 

@@ -117,7 +117,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return keys
 
 
-async def test_a_checkpoint_that_can_not_be_read_hides_no_other(
+async def test_an_unreadable_checkpoint_does_not_hide_others(
     world: World, refused: set[str]
 ) -> None:
     await world.save("good")
@@ -133,7 +133,7 @@ async def test_a_checkpoint_that_can_not_be_read_hides_no_other(
     await world.checkpoints.discover("s:train:0")
 
 
-async def test_a_folder_that_is_no_checkpoint_hides_none(world: World) -> None:
+async def test_a_folder_that_is_not_a_checkpoint_does_not_hide_others(world: World) -> None:
     found = a_manifest(path("found"))
     await world.put(found)
     folder = found.path.prefix.rpartition("/")[0]
@@ -145,7 +145,7 @@ async def test_a_folder_that_is_no_checkpoint_hides_none(world: World) -> None:
     assert await world.names() == {"found"}
 
 
-async def test_a_checkpoint_of_a_newer_format_is_given_up_in_time_and_one_the_store_keeps_is_not(
+async def test_a_pending_checkpoint_of_a_newer_format_times_out_and_one_in_a_failing_store_does_not(
     world: World, refused: set[str]
 ) -> None:
     await world.save_of_a_newer_format("newer")
@@ -161,7 +161,7 @@ async def test_a_checkpoint_of_a_newer_format_is_given_up_in_time_and_one_the_st
     assert {row.name for row in rows} == {"later", "refused"}
 
 
-async def test_checkpoints_expire_though_one_of_them_can_not_be_read(
+async def test_checkpoints_expire_even_if_one_of_them_is_unreadable(
     world: World, refused: set[str]
 ) -> None:
     past = datetime.now(UTC) - HOUR
@@ -182,7 +182,7 @@ class Died(Exception):
 
 
 @pytest.mark.parametrize("last", ["delete", "delete_folder"])
-async def test_a_deletion_that_was_broken_off_is_finished_by_housekeeping(
+async def test_an_interrupted_deletion_is_completed_by_housekeeping(
     world: World, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
     await world.save("a")
@@ -205,7 +205,7 @@ async def test_a_deletion_that_was_broken_off_is_finished_by_housekeeping(
     assert await world.catalog.checkpoint(path("a")) is None
 
 
-async def test_what_a_deletion_has_left_is_its_owners_to_delete(world: World) -> None:
+async def test_the_owner_can_delete_the_rest_of_an_interrupted_deletion(world: World) -> None:
     await world.save("a")
     await obstore.delete_async(world.store, path("a").manifest_key)
 
@@ -218,7 +218,7 @@ async def test_what_a_deletion_has_left_is_its_owners_to_delete(world: World) ->
         await world.checkpoints.delete(path("a"), ME)
 
 
-async def test_a_checkpoint_that_is_being_saved_is_not_deleted_under_its_head(
+async def test_a_checkpoint_cannot_be_deleted_while_it_is_being_saved(
     world: World,
 ) -> None:
     await world.checkpoints.expect(path("a"), "me")
@@ -230,7 +230,7 @@ async def test_a_checkpoint_that_is_being_saved_is_not_deleted_under_its_head(
     assert await world.files() == {"a"}
 
 
-async def test_two_may_delete_a_checkpoint_at_once(world: World) -> None:
+async def test_a_checkpoint_can_be_deleted_concurrently(world: World) -> None:
     await world.save("a")
     for index in range(50):
         await obstore.put_async(world.store, f"{path('a').prefix}/{index}", b"content")
@@ -242,7 +242,7 @@ async def test_two_may_delete_a_checkpoint_at_once(world: World) -> None:
     assert await world.names() == await world.files() == set()
 
 
-async def test_what_is_wrong_with_the_store_is_no_fault_of_the_server(world: World) -> None:
+async def test_a_failure_of_the_store_is_reported_as_unavailable(world: World) -> None:
     away = S3Store(
         "bucket",
         endpoint=f"http://127.0.0.1:{free_port()}",
@@ -270,7 +270,7 @@ async def test_what_is_wrong_with_the_store_is_no_fault_of_the_server(world: Wor
     assert len(await checkpoints.of_run("s:train:0")) == 1
 
 
-async def test_an_expiry_that_is_set_leaves_the_manifest_to_the_head(world: World) -> None:
+async def test_setting_an_expiry_does_not_change_the_manifest(world: World) -> None:
     old = await world.save("a")
     key = old.path.manifest_key
     before = (await obstore.head_async(world.store, key))["e_tag"]
@@ -282,7 +282,7 @@ async def test_an_expiry_that_is_set_leaves_the_manifest_to_the_head(world: Worl
     assert (await obstore.head_async(world.store, key))["e_tag"] == before
 
 
-async def test_an_expiry_that_is_set_counts_more_than_the_one_that_was_saved(world: World) -> None:
+async def test_an_expiry_that_is_set_overrides_the_saved_one(world: World) -> None:
     soon = datetime.now(UTC) + timedelta(milliseconds=1)
     for name in ("longer", "never"):
         await world.put(a_manifest(path(name), expires_at=soon))
@@ -302,7 +302,7 @@ async def test_an_expiry_that_is_set_counts_more_than_the_one_that_was_saved(wor
         await world.checkpoints.manifest(path("shorter"), ME)
 
 
-async def test_a_checkpoint_that_takes_an_expired_ones_place_stays(world: World) -> None:
+async def test_a_checkpoint_that_replaces_an_expired_one_is_kept(world: World) -> None:
     await world.save("a", expires_at=datetime.now(UTC) - HOUR)
     await world.checkpoints.expect(path("a"), "me")
 
@@ -314,7 +314,7 @@ async def test_a_checkpoint_that_takes_an_expired_ones_place_stays(world: World)
     assert await world.names() == await world.files() == {"a"}
 
 
-async def test_what_was_deleted_while_it_was_looked_at_is_not_listed_again(
+async def test_a_checkpoint_deleted_while_its_manifest_is_read_is_not_listed_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await world.checkpoints.expect(path("a"), "me")
@@ -353,7 +353,7 @@ def looked_at(world: World, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return keys
 
 
-async def test_a_list_of_runs_looks_at_each_of_their_new_checkpoints_once(
+async def test_listing_runs_reads_each_pending_manifest_once(
     world: World, looked_at: list[str]
 ) -> None:
     mine = [path(f"n{index}", f"s:train:{index % 5}") for index in range(50)]
@@ -366,7 +366,9 @@ async def test_a_list_of_runs_looks_at_each_of_their_new_checkpoints_once(
     assert listed == {f"s:train:{index}": [] for index in range(5)}
 
 
-async def test_a_list_of_ones_own_looks_at_nobody_elses(world: World, looked_at: list[str]) -> None:
+async def test_listing_own_checkpoints_reads_no_manifests_of_other_owners(
+    world: World, looked_at: list[str]
+) -> None:
     await world.checkpoints.expect(path("mine"), "me")
     await world.checkpoints.expect(path("yours", "other:train:0"), "you")
 
@@ -375,7 +377,7 @@ async def test_a_list_of_ones_own_looks_at_nobody_elses(world: World, looked_at:
     assert looked_at == [path("mine").manifest_key]
 
 
-async def test_a_damaged_manifest_is_refused_with_a_reason(world: World) -> None:
+async def test_a_damaged_manifest_is_rejected_with_a_reason(world: World) -> None:
     await world.save_of_a_newer_format("newer")
 
     with pytest.raises(InvalidRequest, match="newer format"):
@@ -396,7 +398,9 @@ async def waiting(world: World) -> set[str]:
     return {row.name for row in await world.catalog.unindexed_checkpoints(None)}
 
 
-async def test_a_save_that_the_head_refuses_at_once_leaves_nothing_to_look_at(world: World) -> None:
+async def test_a_save_that_the_head_rejects_at_once_leaves_no_pending_checkpoint(
+    world: World,
+) -> None:
     await world.save("kept")
 
     for status in (400, 404, 410, 413, 429):
@@ -410,7 +414,7 @@ async def test_a_save_that_the_head_refuses_at_once_leaves_nothing_to_look_at(wo
     assert await world.names() == {"kept"}
 
 
-async def test_a_refusal_takes_nothing_from_a_save_of_the_same_name_that_was_accepted(
+async def test_a_rejected_save_does_not_affect_an_accepted_save_of_the_same_name(
     world: World,
 ) -> None:
     await ask(world, "before", 200)
@@ -430,7 +434,7 @@ async def test_a_refusal_takes_nothing_from_a_save_of_the_same_name_that_was_acc
     assert await world.names() == {"before", "meanwhile"}
 
 
-async def test_of_thousands_of_saves_that_failed_in_their_turn_no_manifest_is_looked_for(
+async def test_manifests_of_thousands_of_failed_saves_are_not_looked_for(
     world: World, looked_at: list[str]
 ) -> None:
     for index in range(30):
@@ -458,9 +462,7 @@ async def test_a_checkpoint_that_an_admin_saves_belongs_to_the_owner_of_its_run(
     assert await world.checkpoints.page("admin", PAGE) == ([], 0)
 
 
-async def test_folders_of_checkpoints_that_were_deleted_are_gone(
-    world: World, tmp_path: Path
-) -> None:
+async def test_folders_of_deleted_checkpoints_are_removed(world: World, tmp_path: Path) -> None:
     await world.save("a")
     await world.save("b")
 
@@ -471,7 +473,7 @@ async def test_folders_of_checkpoints_that_were_deleted_are_gone(
     assert list((tmp_path / "store").iterdir()) == []
 
 
-async def test_a_checkpoint_that_can_not_be_read_is_listed_with_the_reason_until_it_is_deleted(
+async def test_an_unreadable_checkpoint_is_listed_with_the_reason_until_it_is_deleted(
     world: World,
 ) -> None:
     await world.save("older")
@@ -494,7 +496,7 @@ async def test_a_checkpoint_that_can_not_be_read_is_listed_with_the_reason_until
     assert await world.names() == await world.files() == {"older"}
 
 
-async def test_a_checkpoint_that_takes_a_damaged_ones_place_is_listed_as_sound(
+async def test_a_checkpoint_that_replaces_a_damaged_one_is_listed_as_intact(
     world: World,
 ) -> None:
     await world.save_of_a_newer_format("a")
@@ -507,7 +509,7 @@ async def test_a_checkpoint_that_takes_a_damaged_ones_place_is_listed_as_sound(
     assert info.time is not None
 
 
-async def test_a_catalog_that_was_lost_is_rebuilt_and_one_that_was_not_stays_as_it_is(
+async def test_a_lost_catalog_is_rebuilt_and_an_intact_one_is_unchanged(
     world: World,
 ) -> None:
     objects = ObjectStoreClient(world.store)

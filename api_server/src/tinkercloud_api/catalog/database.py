@@ -59,8 +59,8 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CatalogUnreachableError(
-            f"cannot create the catalog folder {folder} ({error.strerror}); it is set by database_url"
-            " or, if that is not set, by state_dir"
+            f"cannot create the catalog folder {folder} ({error.strerror}); it is set by"
+            " database_url or, if that is not set, by state_dir"
         ) from None
 
 

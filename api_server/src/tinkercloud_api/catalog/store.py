@@ -150,9 +150,7 @@ class Catalog(Statements):
         named = Session.id.in_(session_ids)
         async with self._writing() as db:
             # All replicas lock rows in the same order to prevent deadlocks.
-            await db.execute(
-                select(Session.id).where(named).order_by(Session.id).with_for_update()
-            )
+            await db.execute(select(Session.id).where(named).order_by(Session.id).with_for_update())
             await db.execute(update(Session).where(named).values(last_heartbeat_at=now()))
 
     async def count_live_sessions(self, since: datetime) -> int:
@@ -259,7 +257,7 @@ class Catalog(Statements):
                 )
 
     async def inactive_runs(self, run_ids: Collection[str], since: datetime) -> Sequence[str]:
-        """Return the runs that had no request, and whose sessions had no heartbeat, since a time."""
+        """Return the runs without a request, and without a session heartbeat, since a time."""
         query = select(TrainingRun.id).join(Session, Session.id == TrainingRun.session_id)
         query = query.where(
             TrainingRun.id.in_(run_ids),

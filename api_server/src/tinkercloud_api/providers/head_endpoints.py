@@ -1,7 +1,7 @@
-"""From a usable TrainingSession to the endpoint of its head: address, token, generation.
+"""Resolves a ready TrainingSession to the endpoint of its head: address, token, generation.
 
-The token lies in a Secret and the generation is the head's own word, so both are read once for
-each process that serves a session (`status.incarnation`), and kept.
+The token is read from a Secret and the generation from the head itself, once for each process that
+serves the session (`status.incarnation`), and cached.
 """
 
 import asyncio
@@ -20,66 +20,66 @@ _STATUS_SECONDS = 10.0
 
 
 class HeadUnresponsive(Exception):
-    """A head that is said to be ready can't be asked who it is; asking again may help."""
+    """A head whose session is ready cannot be identified; retrying may help."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _Cached:
     uid: str
     incarnation: str
     endpoint: HeadEndpoint
 
 
 class HeadEndpoints:
-    """Routes of live heads. Belongs to one event loop."""
+    """Endpoints of running heads. Belongs to one event loop."""
 
     def __init__(self, api: ClusterApi, client: aiohttp.ClientSession) -> None:
         self._api = api
         self._client = client
-        self._known: dict[str, _Known] = {}
-        self._asking: dict[tuple[str, str], asyncio.Task[HeadEndpoint]] = {}
+        self._cached: dict[str, _Cached] = {}
+        self._resolving: dict[tuple[str, str], asyncio.Task[HeadEndpoint]] = {}
 
-    def known(self, session: TrainingSessionView, usable: Ready) -> HeadEndpoint | None:
-        """Return the endpoint of the process that serves a session now, if it is known already."""
-        known = self._known.get(session.name)
+    def cached(self, session: TrainingSessionView, ready: Ready) -> HeadEndpoint | None:
+        """Return the cached endpoint of the process that serves a session now, or None."""
+        known = self._cached.get(session.name)
         is_current = known is not None and (known.uid, known.incarnation) == (
             session.uid,
-            usable.incarnation,
+            ready.incarnation,
         )
         return known.endpoint if known is not None and is_current else None
 
-    async def ask(self, session: TrainingSessionView, usable: Ready) -> HeadEndpoint:
+    async def resolve(self, session: TrainingSessionView, ready: Ready) -> HeadEndpoint:
         """Return the endpoint of the process that serves a session now.
 
         Raises:
-            HeadUnresponsive: it does not answer, or its token is not there.
-            ClusterUnreachable: its token can't be read now.
-            ClusterRefused: its token may not be read.
+            HeadUnresponsive: the head does not respond, or its token does not exist.
+            ClusterUnreachable: the token cannot be read now.
+            ClusterRefused: reading the token is not permitted.
         """
-        known = self.known(session, usable)
+        known = self.cached(session, ready)
         if known is not None:
             return known
-        key = (session.uid, usable.incarnation)
-        task = self._asking.get(key)
+        key = (session.uid, ready.incarnation)
+        task = self._resolving.get(key)
         if task is None:
-            task = self._asking[key] = asyncio.create_task(self._ask(session, usable))
-            task.add_done_callback(lambda _: self._asking.pop(key, None))
+            task = self._resolving[key] = asyncio.create_task(self._resolve(session, ready))
+            task.add_done_callback(lambda _: self._resolving.pop(key, None))
         return await asyncio.shield(task)
 
-    async def _ask(self, session: TrainingSessionView, usable: Ready) -> HeadEndpoint:
+    async def _resolve(self, session: TrainingSessionView, ready: Ready) -> HeadEndpoint:
         secret = f"{session.name}-token"
         token = (await self._api.secret(secret)).get(labels.TOKEN_KEY, b"").decode().strip()
         if not token:
             raise HeadUnresponsive(f"Secret {secret} has no entry {labels.TOKEN_KEY!r}")
-        status = await self._status(usable.endpoint, token)
-        endpoint = HeadEndpoint(usable.endpoint, token, status.generation)
-        self._known[session.name] = _Known(session.uid, usable.incarnation, endpoint)
+        status = await self._status(ready.endpoint, token)
+        endpoint = HeadEndpoint(ready.endpoint, token, status.generation)
+        self._cached[session.name] = _Cached(session.uid, ready.incarnation, endpoint)
         return endpoint
 
-    async def _status(self, endpoint: str, token: str) -> HeadStatus:
+    async def _status(self, url: str, token: str) -> HeadStatus:
         try:
             async with self._client.get(
-                endpoint + routes.HEAD_STATUS,
+                url + routes.HEAD_STATUS,
                 headers={routes.HEAD_TOKEN_HEADER: token},
                 timeout=aiohttp.ClientTimeout(total=_STATUS_SECONDS),
                 raise_for_status=True,
@@ -87,16 +87,14 @@ class HeadEndpoints:
                 return HeadStatus.model_validate_json(await response.read())
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             what = str(error) or type(error).__name__
-            raise HeadUnresponsive(
-                f"the session head at {endpoint} does not answer: {what}"
-            ) from None
+            raise HeadUnresponsive(f"the session head at {url} does not respond: {what}") from None
 
     def invalidate(self, endpoint: HeadEndpoint) -> None:
-        """Forget an endpoint, so that its head is asked again."""
-        for name, known in list(self._known.items()):
+        """Drop an endpoint from the cache, so that it is resolved again."""
+        for name, known in list(self._cached.items()):
             if known.endpoint == endpoint:
-                del self._known[name]
+                del self._cached[name]
 
     def forget(self, name: str) -> None:
-        """Forget the endpoint of a session that is no more."""
-        self._known.pop(name, None)
+        """Drop the endpoint of a deleted session."""
+        self._cached.pop(name, None)

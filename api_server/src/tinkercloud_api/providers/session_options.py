@@ -1,10 +1,10 @@
-"""What an SDK user may choose about a run's pods: tags and metadata under `tinkercloud.dev/`.
+"""Options that SDK users may set for a run's pods: tags and metadata under `tinkercloud.dev/`.
 
     TINKER_TAGS=tinkercloud.dev/queue=research,tinkercloud.dev/idle-timeout=7200
     create_lora_training_client(..., user_metadata={"tinkercloud.dev/session": "declared-in-git"})
 
-A run's own metadata is stronger than its session's, which is stronger than tags. What was chosen
-is kept in the run's metadata, so that the catalog alone says how a run is placed.
+The metadata of a run takes precedence over that of its session, which takes precedence over tags.
+The options are stored in the run's metadata, so that the catalog alone determines its placement.
 """
 
 import re
@@ -23,25 +23,25 @@ _IDLE_ACTIONS = {"suspend": "Suspend", "delete": "Delete"}
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """Options of one run; None where nothing was chosen."""
+    """Options of one run; None for options that are not set."""
 
     session: str | None = None
-    """TrainingSession to attach to, instead of making one."""
+    """Existing TrainingSession to attach to, instead of creating one."""
     queue: str | None = None
-    """LocalQueue."""
+    """Name of a Kueue LocalQueue."""
     priority: str | None = None
-    """PriorityClass."""
+    """Name of a PriorityClass."""
     idle_timeout: int | None = None
-    """Seconds."""
+    """Idle timeout in seconds."""
     idle_action: str | None = None
-    """`Suspend` or `Delete`."""
+    """Action after the idle timeout: `Suspend` or `Delete`."""
 
     @classmethod
     def read(cls, metadata: Mapping[str, str]) -> "SessionOptions":
-        """Read the options among metadata.
+        """Read the options from metadata.
 
         Raises:
-            InvalidRequest: a key under the prefix is unknown, or its value is not acceptable.
+            InvalidRequest: a key under the prefix is unknown, or its value is invalid.
         """
         chosen: dict[str, Any] = {}
         for key, value in metadata.items():
@@ -50,12 +50,12 @@ class SessionOptions:
             name = key.removeprefix(PREFIX)
             if name not in _READERS:
                 accepted = ", ".join(PREFIX + known for known in _READERS)
-                raise InvalidRequest(f"{key}: there is no such choice; accepted are {accepted}")
+                raise InvalidRequest(f"{key}: unknown option; valid options: {accepted}")
             chosen[name.replace("-", "_")] = _READERS[name](key, value)
         return cls(**chosen)
 
-    def named(self) -> list[str]:
-        """Return the keys of what was chosen."""
+    def set_keys(self) -> list[str]:
+        """Return the keys of the options that are set."""
         chosen = [name for name in _READERS if getattr(self, name.replace("-", "_")) is not None]
         return [PREFIX + name for name in chosen]
 
@@ -67,11 +67,11 @@ def collect_options(tags: Sequence[str], *metadata: Mapping[str, str] | None) ->
     """Return all entries under the prefix.
 
     Args:
-        tags: `key=value` each, or anything else.
-        metadata: weakest first.
+        tags: tags; those under the prefix have the form `key=value`.
+        metadata: metadata in ascending order of precedence.
 
     Raises:
-        InvalidRequest: a tag under the prefix has no value, or two give a key different ones.
+        InvalidRequest: a tag under the prefix has no value, or two tags set a key differently.
     """
     entries: dict[str, str] = {}
     for tag in tags:
@@ -79,10 +79,10 @@ def collect_options(tags: Sequence[str], *metadata: Mapping[str, str] | None) ->
             continue
         key, equals, value = tag.partition("=")
         if not equals:
-            raise InvalidRequest(f"tag {tag!r} has no value; write {tag}=VALUE")
+            raise InvalidRequest(f"tag {tag!r} has no value; use {tag}=VALUE")
         if entries.setdefault(key, value) != value:
             raise InvalidRequest(
-                f"tags give {key} twice, as {entries[key]!r} and as {value!r}; give it once"
+                f"tags set {key} to both {entries[key]!r} and {value!r}; set it once"
             )
     for part in metadata:
         entries |= {k: v for k, v in (part or {}).items() if k.startswith(PREFIX)}
@@ -92,7 +92,8 @@ def collect_options(tags: Sequence[str], *metadata: Mapping[str, str] | None) ->
 def _object_name(key: str, value: str) -> str:
     if not _OBJECT_NAME.fullmatch(value):
         raise InvalidRequest(
-            f"{key}: {value[:80]!r} is no name of a Kubernetes object (at most 63 of a-z, 0-9, -)"
+            f"{key}: {value[:80]!r} is not a valid name of a Kubernetes object (at most 63 of a-z,"
+            " 0-9, -)"
         )
     return value
 
@@ -101,14 +102,14 @@ def _seconds(key: str, value: str) -> int:
     least, most = _IDLE_SECONDS
     if not re.fullmatch(r"[0-9]{1,9}", value) or not least <= int(value) <= most:
         raise InvalidRequest(
-            f"{key}: {value[:80]!r} is not a whole number of seconds from {least} to {most}"
+            f"{key}: got {value[:80]!r}; expected a whole number of seconds from {least} to {most}"
         )
     return int(value)
 
 
 def _idle_action(key: str, value: str) -> str:
     if value.lower() not in _IDLE_ACTIONS:
-        raise InvalidRequest(f"{key}: {value[:80]!r} is neither 'suspend' nor 'delete'")
+        raise InvalidRequest(f"{key}: got {value[:80]!r}; expected 'suspend' or 'delete'")
     return _IDLE_ACTIONS[value.lower()]
 
 

@@ -1,4 +1,4 @@
-"""What a TrainingSession's status means for those who wait for it. Pure functions."""
+"""Reads TrainingSessions and BaseModels and interprets their status for clients. Pure functions."""
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,29 +12,29 @@ from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_protocol.errors import InvalidRequest, StateLost, WireError
 from tinkercloud_protocol.futures import QueueState
 
-_CLIENTS_FAULT = frozenset({Reason.BASE_MODEL_NOT_FOUND, Reason.NOT_ALLOWED})
-_OVER = frozenset({Reason.LIFETIME_EXCEEDED, Reason.FINISHED, Reason.TERMINATING})
+_CLIENT_ERRORS = frozenset({Reason.BASE_MODEL_NOT_FOUND, Reason.NOT_ALLOWED})
+_ENDED = frozenset({Reason.LIFETIME_EXCEEDED, Reason.FINISHED, Reason.TERMINATING})
 _QUEUE_STATES: dict[str, QueueState] = {
     Reason.QUEUED: "paused_capacity",
     Reason.UNSCHEDULABLE: "paused_capacity",
     Reason.SCHEDULING_GATED: "paused_capacity",
     Reason.QUOTA_EXCEEDED: "paused_rate_limit",
 }
-"""What the SDK calls the reasons that only others can end; all else is progress, `active`."""
+"""SDK queue states of reasons that need external action; all other reasons are `active`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSessionView:
-    """What the provider keeps of a TrainingSession."""
+    """The fields of a TrainingSession that the provider uses."""
 
     name: str
     uid: str
     resource_version: str
     generation: int
-    """Of the specification; what a status says of another one is out of date."""
+    """Generation of the spec; conditions of an earlier generation are stale."""
     created_at: str
     is_deleted: bool
-    """Whether its deletion has been asked for."""
+    """Whether the object is being deleted."""
     last_activity: datetime | None
     spec: TrainingSessionSpec
     conditions: tuple[Condition, ...]
@@ -44,7 +44,7 @@ class TrainingSessionView:
 
 @dataclass(frozen=True, slots=True)
 class BaseModelView:
-    """What the provider keeps of a BaseModel."""
+    """The fields of a BaseModel that the provider uses."""
 
     name: str
     resource_version: str
@@ -54,7 +54,7 @@ class BaseModelView:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Requests are served."""
+    """The session serves requests."""
 
     endpoint: str
     incarnation: str
@@ -62,7 +62,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """It will never be used again; the error says why."""
+    """The session has permanently ended or failed; the error gives the reason."""
 
     error: WireError
 
@@ -89,7 +89,7 @@ def read_session(manifest: Manifest) -> TrainingSessionView:
 
 
 def read_base_model(manifest: Manifest) -> BaseModelView:
-    """Read a BaseModel. It is on offer unless its Ready condition says False."""
+    """Read a BaseModel. It is offered unless its Ready condition is False."""
     conditions = [
         Condition.model_validate(condition)
         for condition in manifest.get("status", {}).get("conditions", ())
@@ -104,7 +104,7 @@ def read_base_model(manifest: Manifest) -> BaseModelView:
 
 
 def moment(text: str | None) -> datetime | None:
-    """Read an RFC 3339 time; None if it is none."""
+    """Parse an RFC 3339 time; return None if it is missing or invalid."""
     try:
         parsed = datetime.fromisoformat(text or "")
     except ValueError:
@@ -113,20 +113,20 @@ def moment(text: str | None) -> datetime | None:
 
 
 def readiness(session: TrainingSessionView) -> Readiness:
-    """Return what those who want to use a session have to expect."""
+    """Return whether a session is ready, pending or has ended."""
     ready = _current(session, ConditionType.READY)
     stalled = _current(session, ConditionType.STALLED)
-    if session.is_deleted or (ready is not None and ready.reason in _OVER):
-        why = ready.message if ready is not None and ready.reason in _OVER else ""
-        return Ended(StateLost(_said(session, "is over", why)))
+    if session.is_deleted or (ready is not None and ready.reason in _ENDED):
+        why = ready.message if ready is not None and ready.reason in _ENDED else ""
+        return Ended(StateLost(_describe(session, "has ended", why)))
     if stalled is not None and stalled.status == "True" and stalled.reason in NEVER_FITS:
         return Ended(_never_fits(session, stalled))
     if ready is not None and ready.reason == Reason.START_FAILED and session.incarnation is None:
-        return Ended(HeadFailed(_said(session, ready.reason, ready.message)))
+        return Ended(HeadFailed(_describe(session, ready.reason, ready.message)))
     if session.spec.suspend:
         return Pending(
             "active",
-            _said(session, "is suspended by its owner", "set spec.suspend to false to resume it"),
+            _describe(session, "suspended by its owner", "set spec.suspend to false to resume it"),
         )
     if (
         ready is not None
@@ -136,14 +136,14 @@ def readiness(session: TrainingSessionView) -> Readiness:
     ):
         return Ready(session.endpoint, session.incarnation)
     if ready is None or ready.status == "True":
-        return Pending("active", _said(session, "waits for the operator", ""))
+        return Pending("active", _describe(session, "waiting for the operator", ""))
     return Pending(
-        _QUEUE_STATES.get(ready.reason, "active"), _said(session, ready.reason, ready.message)
+        _QUEUE_STATES.get(ready.reason, "active"), _describe(session, ready.reason, ready.message)
     )
 
 
 def idle_since(session: TrainingSessionView) -> datetime | None:
-    """Return when a session was suspended because nobody used it; None if it is not."""
+    """Return when a session was suspended for idleness, or None if it was not."""
     suspended = find(session.conditions, ConditionType.SUSPENDED)
     if session.spec.suspend or suspended is None or suspended.status != "True":
         return None
@@ -151,16 +151,16 @@ def idle_since(session: TrainingSessionView) -> datetime | None:
 
 
 def _current(session: TrainingSessionView, kind: ConditionType) -> Condition | None:
-    """Return what a condition says of the specification as it is now."""
+    """Return a condition if it describes the current generation of the spec."""
     condition = find(session.conditions, kind)
     is_current = condition is not None and condition.observed_generation == session.generation
     return condition if is_current else None
 
 
 def _never_fits(session: TrainingSessionView, stalled: Condition) -> WireError:
-    kind = InvalidRequest if stalled.reason in _CLIENTS_FAULT else HeadFailed
-    return kind(_said(session, stalled.reason, stalled.message))
+    kind = InvalidRequest if stalled.reason in _CLIENT_ERRORS else HeadFailed
+    return kind(_describe(session, stalled.reason, stalled.message))
 
 
-def _said(session: TrainingSessionView, what: str, detail: str) -> str:
+def _describe(session: TrainingSessionView, what: str, detail: str) -> str:
     return f"TrainingSession {session.name}: {what}" + (f": {detail}" if detail else "")

@@ -38,9 +38,7 @@ async def reject_unknown_call(call: Call) -> None:
     path = call.request.path
     reason = _UNSUPPORTED.get(path)
     if reason is None:
-        reason = (
-            f"POST {path} is not served here; Tinkercloud's README lists the supported calls"
-        )
+        reason = f"POST {path} is not served here; Tinkercloud's README lists the supported calls"
     await reject_in_sequence(call, NotFound(reason))
 
 

@@ -99,7 +99,9 @@ async def create_session(
 @router.post("/session_heartbeat")
 async def heartbeat(request: Heartbeat, server: Server, caller: Caller) -> dict[str, str]:
     """Record that a session's client is alive; return 410 if the session has ended."""
-    session = caller.require(await server.catalog.session(request.session_id), f"session {request.session_id!r}")
+    session = caller.require(
+        await server.catalog.session(request.session_id), f"session {request.session_id!r}"
+    )
     if session.finished_at is not None:
         raise StateLost(f"session {request.session_id!r} has ended; create a new ServiceClient")
     server.activity.record_heartbeat(request.session_id)

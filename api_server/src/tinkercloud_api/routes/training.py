@@ -38,7 +38,7 @@ from tinkercloud_protocol.wire import parse_json
 
 
 async def forward_backward(call: Call) -> None:
-    """Stream a protobuf body to the model's head; JSON of old SDKs fails in its sequence position."""
+    """Stream a protobuf body to the model's head; reject JSON of old SDKs in sequence."""
     check_content_encoding(call.request.headers, accepted=("zstd",))
     if call.request.headers.get("content-type", "").startswith(futures.JSON):
         await reject_in_sequence(call, InvalidRequest(OLD_SDK))

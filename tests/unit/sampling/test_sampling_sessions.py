@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-async def test_a_sample_that_there_is_no_room_for_is_refused_until_there_is(
+async def test_a_sampling_request_is_rejected_while_the_queue_is_full(
     store: Path, tmp_path: Path
 ) -> None:
     with a_head(
@@ -49,7 +49,7 @@ async def test_a_sample_that_there_is_no_room_for_is_refused_until_there_is(
         assert await head.drawn(0, 2)
 
 
-async def test_samples_that_were_taken_in_go_on_in_a_head_with_less_room(
+async def test_accepted_samples_continue_in_a_head_with_a_smaller_queue(
     store: Path, tmp_path: Path
 ) -> None:
     with a_head(store.as_uri(), tmp_path, "g1", drain_seconds=0.001) as head:
@@ -70,7 +70,7 @@ async def test_samples_that_were_taken_in_go_on_in_a_head_with_less_room(
             assert result.content_type == futures.PROTOBUF, result.body
 
 
-async def test_samples_that_are_none_for_the_next_head_do_not_keep_their_model_from_it(
+async def test_samples_that_the_next_head_rejects_do_not_prevent_their_model_from_resuming(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with a_head(store.as_uri(), tmp_path, "g1", drain_seconds=0.001) as head:
@@ -103,7 +103,7 @@ def as_an_older_head_did(
     return prepare(a_sample(0, 0, 400), limits, end_tokens, random_seed)
 
 
-async def test_samples_of_a_session_that_is_over_are_given_up(store: Path, tmp_path: Path) -> None:
+async def test_samples_of_an_ended_session_are_cancelled(store: Path, tmp_path: Path) -> None:
     with a_head(store.as_uri(), tmp_path, "g1") as head:
         for index in range(2):
             head.service.register_sampler(SamplingSessionId("s", index), SamplerSpec())
@@ -124,9 +124,7 @@ async def test_samples_of_a_session_that_is_over_are_given_up(store: Path, tmp_p
         assert drawn.content_type == futures.PROTOBUF
 
 
-async def test_weights_that_could_not_be_read_are_read_for_the_next_sample(
-    store: Path, tmp_path: Path
-) -> None:
+async def test_loading_weights_is_retried_by_the_next_sample(store: Path, tmp_path: Path) -> None:
     with a_head(store.as_uri(), tmp_path, "g1") as head:
         await head.begin()
         head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 1, path="x")
@@ -143,7 +141,7 @@ async def test_weights_that_could_not_be_read_are_read_for_the_next_sample(
         assert await head.drawn(0, 1)
 
 
-async def test_a_session_samples_from_no_other_checkpoint_that_was_saved_at_its_path(
+async def test_a_session_does_not_sample_from_a_later_checkpoint_at_the_same_path(
     store: Path, tmp_path: Path
 ) -> None:
     with a_head(store.as_uri(), tmp_path, "g1") as head:
@@ -173,7 +171,7 @@ async def test_a_session_samples_from_no_other_checkpoint_that_was_saved_at_its_
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_a_whole_models_checkpoint_is_sampled_from_in_the_dtype_of_passes(
+async def test_a_full_fine_tune_is_sampled_in_the_compute_dtype(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     published: list[WeightsSnapshot] = []

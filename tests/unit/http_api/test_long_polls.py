@@ -14,9 +14,9 @@ from tinkercloud_api import errors
 from tinkercloud_api.app import running_context
 from tinkercloud_api.catalog.tables import Session, TrainingRun
 from tinkercloud_api.context import Context
+from tinkercloud_api.hot_paths import HotPaths
 from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_api.routes import runs
-from tinkercloud_api.routes.hot import HotPaths
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.launch import ModelSpec
@@ -65,7 +65,7 @@ async def poll(client: httpx.AsyncClient) -> httpx.Response:
     return await client.post(routes.RETRIEVE_FUTURE, json={"request_id": f"{RUN}:3"}, timeout=30)
 
 
-async def test_polls_are_held_and_lists_are_refused_while_the_store_is_away(
+async def test_polls_wait_and_lists_fail_while_the_store_is_unreachable(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(*_: object) -> Any:
@@ -82,7 +82,7 @@ async def test_polls_are_held_and_lists_are_refused_while_the_store_is_away(
     assert "object store" in listed.json()["detail"]
 
 
-async def test_polls_are_held_while_a_head_does_not_answer(
+async def test_polls_wait_while_a_head_does_not_respond(
     client: httpx.AsyncClient, server: Context
 ) -> None:
     await server.catalog.set_generation(RUN, "g2", after="g1")
@@ -90,4 +90,4 @@ async def test_polls_are_held_while_a_head_does_not_answer(
     polled = await poll(client)
 
     assert (polled.status_code, polled.json()["type"]) == (408, "try_again")
-    assert "head stopped answering" in polled.json()["queue_state_reason"]
+    assert "head stopped responding" in polled.json()["queue_state_reason"]

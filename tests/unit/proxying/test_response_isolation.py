@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from tinkercloud_api import head_client
-from tinkercloud_api.head_client import HeadResponse, HeadUnreachable, open_session
+from tinkercloud_api.head_client import HeadResponse, HeadUnreachable, open_client
 
 KIB = 1 << 10
 SIZES = (
@@ -172,7 +172,7 @@ async def outcomes(url: str, cases: Sequence[Case]) -> list[str]:
             except asyncio.CancelledError:
                 results[index] = "left"
 
-    async with open_session() as session, asyncio.TaskGroup() as group:
+    async with open_client() as session, asyncio.TaskGroup() as group:
         for _ in range(REQUESTS_AT_ONCE):
             group.create_task(work(session))
     return results
@@ -190,7 +190,7 @@ def may_come_of(case: Case) -> set[str]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_in_any_mixture_of_answers_and_readers_every_request_gets_its_own(seed: int) -> None:
+async def test_every_request_gets_its_own_response_in_any_mixture_of_requests(seed: int) -> None:
     mixture = cases(seed, count=60)
     head = Head(mixture)
     async with await asyncio.start_server(head.serve, "127.0.0.1", 0) as server:
@@ -209,7 +209,7 @@ async def test_in_any_mixture_of_answers_and_readers_every_request_gets_its_own(
 
 
 @pytest.mark.parametrize("size", [270 * KIB, 300 * KIB, 400 * KIB, 600 * KIB, 4 * KIB**2])
-async def test_the_request_after_a_large_answer_is_answered(size: int) -> None:
+async def test_the_request_after_a_large_response_succeeds(size: int) -> None:
     pair = [
         Case(0, size, "whole", "fast", streams=False),
         Case(1, 2, "whole", "fast", streams=False),
@@ -217,7 +217,7 @@ async def test_the_request_after_a_large_answer_is_answered(size: int) -> None:
     head = Head(pair)
     async with await asyncio.start_server(head.serve, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with open_session() as session:
+        async with open_client() as session:
             results = [await request(session, url, case) for case in pair]
 
     assert (results, head.connections) == (["answered", "answered"], 1)

@@ -132,7 +132,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     await catalog.close()
 
 
-async def test_a_run_whose_session_ends_while_its_head_loads_leaves_nothing_in_the_head(
+async def test_a_run_whose_session_ends_while_its_head_starts_leaves_no_state_in_the_head(
     world: World,
 ) -> None:
     run_id, endpoint = await world.begin(0), world.provider.endpoint
@@ -152,7 +152,7 @@ async def test_a_run_whose_session_ends_while_its_head_loads_leaves_nothing_in_t
     assert row.generation is None
 
 
-async def test_what_could_not_be_released_at_the_end_of_a_session_is_released_later(
+async def test_resources_that_cannot_be_released_at_the_end_of_a_session_are_released_later(
     world: World,
 ) -> None:
     run_ids = [await world.begin(index) for index in range(3)]
@@ -169,7 +169,7 @@ async def test_what_could_not_be_released_at_the_end_of_a_session_is_released_la
     assert world.provider.held == []
 
 
-async def test_one_run_that_can_not_be_released_keeps_no_other(world: World) -> None:
+async def test_a_run_that_cannot_be_released_does_not_block_others(world: World) -> None:
     run_ids = [await world.begin(index) for index in range(3)]
     await world.catalog.finish_session("s", "success", None)
     world.provider.away = {run_ids[0]}
@@ -179,7 +179,7 @@ async def test_one_run_that_can_not_be_released_keeps_no_other(world: World) -> 
     assert world.provider.held == run_ids[:1]
 
 
-async def test_another_server_releases_what_the_one_that_ended_the_session_could_not(
+async def test_another_server_releases_what_the_first_one_could_not(
     world: World,
 ) -> None:
     run_id = await world.begin(0)
@@ -193,7 +193,7 @@ async def test_another_server_releases_what_the_one_that_ended_the_session_could
         await world.locator.head_of_run(run_id)
 
 
-async def test_a_run_that_is_begun_as_its_session_ends_is_released_too(world: World) -> None:
+async def test_a_run_created_while_its_session_ends_is_released_too(world: World) -> None:
     await world.runs.finish_session("s", "success", None)
     await world.begin(0)
 
@@ -202,7 +202,7 @@ async def test_a_run_that_is_begun_as_its_session_ends_is_released_too(world: Wo
     assert world.provider.held == []
 
 
-async def test_a_head_that_was_not_told_of_a_deletion_is_told_again(world: World) -> None:
+async def test_a_deletion_that_did_not_reach_a_head_is_repeated(world: World) -> None:
     run_id = await world.begin(0)
     world.head.models = {run_id}
     endpoint, world.provider.endpoint = world.provider.endpoint, None
@@ -215,7 +215,7 @@ async def test_a_head_that_was_not_told_of_a_deletion_is_told_again(world: World
     assert await world.catalog.runs_to_sweep(datetime.now(UTC) + timedelta(days=1)) == []
 
 
-async def test_sampling_sessions_are_let_go_a_few_at_a_time_without_looking_each_up(
+async def test_sampling_sessions_are_removed_in_batches_without_a_lookup_for_each(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_id = await world.begin(0)
@@ -234,7 +234,7 @@ async def test_sampling_sessions_are_let_go_a_few_at_a_time_without_looking_each
     assert 1 < world.head.most_calls_at_once <= 16
 
 
-async def test_a_head_that_fails_is_not_told_of_every_sampling_session(world: World) -> None:
+async def test_a_failing_head_is_not_called_for_every_sampling_session(world: World) -> None:
     for index in range(100):
         await world.sample_from(None, index)
     world.head.is_silent = True
@@ -244,7 +244,7 @@ async def test_a_head_that_fails_is_not_told_of_every_sampling_session(world: Wo
     assert len(world.head.released) <= 16
 
 
-async def test_a_head_that_fails_is_not_told_of_every_run(world: World) -> None:
+async def test_a_failing_head_is_not_called_for_every_run(world: World) -> None:
     for index in range(20):
         await world.begin(index)
         await world.sample_from(None, index)

@@ -62,7 +62,7 @@ async def send_megabytes(writer: asyncio.StreamWriter, count: int) -> None:
         await writer.drain()
 
 
-async def test_headers_without_end_are_cut_off_at_the_bound() -> None:
+async def test_endless_headers_are_cut_off_at_the_limit() -> None:
     async with served(answers_at_once) as port:
         said = await told(port, BEGIN + b"x: ", b"a" * connections.MAX_HEAD_BYTES)
 
@@ -70,7 +70,7 @@ async def test_headers_without_end_are_cut_off_at_the_bound() -> None:
     assert b"longer than 65536 bytes" in said
 
 
-async def test_a_header_of_megabytes_is_not_taken_in() -> None:
+async def test_a_header_of_megabytes_is_not_buffered() -> None:
     async with served(answers_at_once) as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(BEGIN + b"x: ")
@@ -84,7 +84,7 @@ async def test_a_header_of_megabytes_is_not_taken_in() -> None:
     [b"x: " + b"a" * 65_530 + b"\r\n", b"x: y\r\n" * 101],
     ids=["too long", "too many"],
 )
-async def test_whole_headers_beyond_a_bound_are_refused(headers: bytes) -> None:
+async def test_complete_headers_over_a_limit_are_rejected(headers: bytes) -> None:
     async with served(answers_at_once) as port:
         said = await told(port, BEGIN + headers + b"\r\n")
 
@@ -92,7 +92,7 @@ async def test_whole_headers_beyond_a_bound_are_refused(headers: bytes) -> None:
     assert b"connection: close" in said
 
 
-async def test_the_bound_is_for_each_request_of_a_connection() -> None:
+async def test_the_limit_applies_to_each_request_of_a_connection() -> None:
     request = BEGIN + b"x: " + b"a" * 40_000 + b"\r\n\r\n"
     async with served(answers_at_once) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -103,7 +103,7 @@ async def test_the_bound_is_for_each_request_of_a_connection() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET", BEGIN], ids=["nothing", "a word", "half a head"])
-async def test_a_connection_that_asks_for_nothing_is_closed(
+async def test_a_connection_without_a_request_is_closed(
     sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.05)
@@ -111,7 +111,7 @@ async def test_a_connection_that_asks_for_nothing_is_closed(
         assert await told(port, sent) == b""
 
 
-async def test_half_a_head_after_a_whole_request_is_closed_too(
+async def test_incomplete_headers_after_a_complete_request_are_closed_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.05)

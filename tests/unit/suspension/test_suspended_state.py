@@ -20,7 +20,7 @@ def root(tmp_path: Path) -> str:
     return (tmp_path / "store").as_uri()
 
 
-async def test_training_goes_on_bit_for_bit(root: str, tmp_path: Path) -> None:
+async def test_training_continues_bit_for_bit(root: str, tmp_path: Path) -> None:
     with a_head(root, tmp_path, "g0") as whole:
         await whole.begin()
         for seq_id in (1, 3, 6):
@@ -53,7 +53,7 @@ async def test_training_goes_on_bit_for_bit(root: str, tmp_path: Path) -> None:
         assert await after.weights() == weights
 
 
-async def test_while_an_engine_on_the_trainers_gpus_is_away_steps_fail_and_nothing_is_lost(
+async def test_steps_fail_without_loss_while_a_colocated_engine_is_unavailable(
     root: str, tmp_path: Path
 ) -> None:
     is_away = False
@@ -107,7 +107,7 @@ async def test_requests_behind_a_missing_one_are_still_waiting(root: str, tmp_pa
         assert b"metrics" in await after.answer(3)
 
 
-async def test_a_result_can_be_asked_for_and_its_request_repeated(
+async def test_a_result_can_be_retrieved_and_its_request_repeated(
     root: str, tmp_path: Path
 ) -> None:
     with a_head(root, tmp_path, "g1") as before:
@@ -152,9 +152,7 @@ async def test_the_rest_of_a_step_that_failed_is_dropped_in_the_next_head_too(
         assert orjson.loads(await after.answer(7))["metrics"]["step"] == 1
 
 
-async def test_a_refused_request_that_waits_fails_in_the_next_head(
-    root: str, tmp_path: Path
-) -> None:
+async def test_a_waiting_rejected_request_fails_in_the_next_head(root: str, tmp_path: Path) -> None:
     with a_head(root, tmp_path, "g1") as before:
         await before.begin()
         before.send_broken(2)
@@ -168,7 +166,7 @@ async def test_a_refused_request_that_waits_fails_in_the_next_head(
         assert failure == {"error": "broken batch", "category": "user"}
 
 
-async def test_a_waiting_request_that_is_none_for_the_next_head_fails_there_in_its_place(
+async def test_a_waiting_request_that_the_next_head_rejects_fails_at_its_position(
     root: str, tmp_path: Path
 ) -> None:
     with a_head(root, tmp_path, "g1") as before:
@@ -189,7 +187,7 @@ async def test_a_waiting_request_that_is_none_for_the_next_head_fails_there_in_i
         assert orjson.loads(await after.answer(4))["metrics"]["step"] == 1
 
 
-async def test_requests_that_were_taken_in_wait_in_a_head_with_less_room_too(
+async def test_accepted_requests_wait_in_a_head_with_a_smaller_queue(
     root: str, tmp_path: Path
 ) -> None:
     with a_head(root, tmp_path, "g1") as before:
@@ -205,7 +203,7 @@ async def test_requests_that_were_taken_in_wait_in_a_head_with_less_room_too(
         assert orjson.loads(await after.answer(3))["metrics"]["step"] == 1
 
 
-async def test_a_model_that_could_not_be_created_says_so_in_the_next_head(
+async def test_a_model_that_failed_to_create_reports_it_in_the_next_head(
     root: str, tmp_path: Path
 ) -> None:
     with a_head(root, tmp_path, "g1", limits=Limits(max_lora_rank=1)) as before:
@@ -276,7 +274,7 @@ async def test_weights_that_many_sessions_share_are_published_once_in_the_next_h
         assert [await after.drawn(session, 1) for session in range(5)] == drawn
 
 
-async def test_samplers_too_large_to_keep_or_out_of_reach_cost_a_model_nothing_else(
+async def test_oversized_or_unreachable_samplers_do_not_affect_the_rest_of_a_model(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with a_head(root, tmp_path, "g1", limits=Limits(max_sampler_bytes=1)) as before:
@@ -307,9 +305,7 @@ async def test_samplers_too_large_to_keep_or_out_of_reach_cost_a_model_nothing_e
         assert b"metrics" in await after.answer(4)
 
 
-async def test_of_more_samplers_than_there_is_room_for_the_latest_come_back(
-    root: str, tmp_path: Path
-) -> None:
+async def test_the_latest_samplers_are_restored_if_not_all_fit(root: str, tmp_path: Path) -> None:
     with a_head(root, tmp_path, "g1", limits=Limits(max_sampler_bytes=1 << 16)) as before:
         await before.begin()
         for index in range(8):

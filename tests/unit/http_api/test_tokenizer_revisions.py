@@ -8,7 +8,7 @@ import pytest
 from tinkercloud_api.routes import hub
 
 
-def test_the_revision_is_of_the_content(tmp_path: Path) -> None:
+def test_the_revision_depends_on_the_content(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_text("{}")
     first = hub._commit([file])
@@ -23,7 +23,7 @@ def test_the_revision_is_of_the_content(tmp_path: Path) -> None:
     assert hub._commit([file]) == first
 
 
-def test_files_that_stay_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [tmp_path / "tokenizer.json", tmp_path / "vocab.json"]
     for file in files:
         file.write_text("{}")

@@ -71,7 +71,7 @@ async def locator(tmp_path: Path, head: Head) -> AsyncIterator[HeadLocator]:
     await engine.dispose()
 
 
-async def test_a_head_is_told_which_checkpoint_of_a_path_is_meant(
+async def test_a_head_receives_the_save_time_of_a_checkpoint(
     locator: HeadLocator, head: Head
 ) -> None:
     for index in range(3):
@@ -84,7 +84,7 @@ async def test_a_head_is_told_which_checkpoint_of_a_path_is_meant(
     ]
 
 
-async def test_heads_of_releases_before_are_told_what_they_know(
+async def test_heads_of_earlier_releases_receive_only_fields_that_they_know(
     locator: HeadLocator, head: Head
 ) -> None:
     head.fields.remove("owner")
@@ -98,7 +98,7 @@ async def test_heads_of_releases_before_are_told_what_they_know(
     assert head.told == told
 
 
-async def test_a_head_that_knows_the_path_alone_is_told_the_path(
+async def test_a_head_that_knows_only_the_path_receives_only_the_path(
     locator: HeadLocator, head: Head
 ) -> None:
     head.fields -= {"owner", "saved_at"}

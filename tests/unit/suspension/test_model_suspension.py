@@ -63,7 +63,7 @@ def hold_writes(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio
     return is_there, may_go_on
 
 
-async def test_a_suspended_model_takes_no_memory_and_trains_on_bit_for_bit(
+async def test_a_suspended_model_uses_no_memory_and_training_continues_bit_for_bit(
     head: Head, root: str, tmp_path: Path
 ) -> None:
     with a_head(root, tmp_path, "g0") as uninterrupted:
@@ -82,7 +82,7 @@ async def test_a_suspended_model_takes_no_memory_and_trains_on_bit_for_bit(
     assert not held(head).is_suspended
 
 
-async def test_a_whole_model_comes_back_bit_for_bit(root: str, tmp_path: Path) -> None:
+async def test_a_full_fine_tune_resumes_bit_for_bit(root: str, tmp_path: Path) -> None:
     whole = SPEC.model_copy(update={"lora": None})
     losses = []
     for generation in ("g0", "g1"):
@@ -96,7 +96,7 @@ async def test_a_whole_model_comes_back_bit_for_bit(root: str, tmp_path: Path) -
     assert losses[3:] == losses[:3]
 
 
-async def test_other_models_train_while_one_is_being_suspended(
+async def test_other_models_train_while_one_is_suspended(
     head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_there, may_go_on = hold_writes(monkeypatch)
@@ -113,7 +113,7 @@ async def test_other_models_train_while_one_is_being_suspended(
     assert held(head, str(OTHER)).memory_bytes > 0
 
 
-async def test_a_request_that_comes_while_its_model_is_being_suspended_waits_and_is_served(
+async def test_a_request_that_arrives_during_suspension_waits_and_is_served(
     head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_there, may_go_on = hold_writes(monkeypatch)
@@ -150,7 +150,7 @@ async def test_a_model_with_work_is_not_suspended(head: Head, path: str) -> None
     assert await head.loss(4) if path == "train" else True
 
 
-async def test_what_waits_for_a_missing_request_waits_on_in_the_store(head: Head) -> None:
+async def test_requests_behind_a_missing_one_keep_waiting_in_the_store(head: Head) -> None:
     head.apply(4)
 
     assert await head.service.suspend_model(MODEL)
@@ -160,7 +160,7 @@ async def test_what_waits_for_a_missing_request_waits_on_in_the_store(head: Head
     assert orjson.loads(await head.answer(4))["metrics"]["step"] == 2
 
 
-async def test_a_gradient_that_was_not_applied_comes_back(head: Head) -> None:
+async def test_an_unapplied_gradient_is_restored(head: Head) -> None:
     head.add(3)
     await head.answer(3)
     assert await head.service.suspend_model(MODEL)
@@ -173,7 +173,7 @@ async def test_a_gradient_that_was_not_applied_comes_back(head: Head) -> None:
     assert metrics["grad_norm"] > 0
 
 
-async def test_a_result_that_nobody_has_read_brings_its_model_back(head: Head) -> None:
+async def test_retrieving_an_unread_result_resumes_its_model(head: Head) -> None:
     head.add(3)
     head.apply(4)
     await head.answer(4)
@@ -186,7 +186,7 @@ async def test_a_result_that_nobody_has_read_brings_its_model_back(head: Head) -
 
 
 @pytest.mark.parametrize("kind", ["snapshot", "inflight"])
-async def test_a_sampler_that_was_never_saved_brings_its_model_back(head: Head, kind: str) -> None:
+async def test_sampling_from_unsaved_weights_resumes_their_model(head: Head, kind: str) -> None:
     fields = {"kind": "inflight"} if kind == "inflight" else {}
     head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 3, sampling_session_seq_id=1, **fields)
     await head.answer(3)
@@ -200,9 +200,7 @@ async def test_a_sampler_that_was_never_saved_brings_its_model_back(head: Head, 
     assert await head.drawn(1, 2) == drawn
 
 
-async def test_a_model_comes_back_from_a_head_that_died_while_it_was_suspended(
-    root: str, tmp_path: Path
-) -> None:
+async def test_a_suspended_model_survives_the_death_of_its_head(root: str, tmp_path: Path) -> None:
     with a_head(root, tmp_path, "g1") as head:
         await head.begin()
         await train(head, 1)
@@ -213,7 +211,7 @@ async def test_a_model_comes_back_from_a_head_that_died_while_it_was_suspended(
         await train(after, 2)
 
 
-async def test_a_model_that_came_back_is_never_taken_for_what_it_was(
+async def test_a_resumed_model_is_never_replaced_by_its_old_state(
     root: str, tmp_path: Path
 ) -> None:
     with a_head(root, tmp_path, "g1") as head:
@@ -250,7 +248,7 @@ async def test_a_head_that_stops_leaves_its_suspended_models_where_they_are(
 
 
 @pytest.mark.parametrize("moment", ["suspending", "coming back"])
-async def test_a_head_that_stops_meanwhile_loses_nothing(
+async def test_a_head_that_stops_during_a_suspension_loses_nothing(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     with a_head(root, tmp_path, "g1") as head:
@@ -309,7 +307,7 @@ def manifest_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", [store_is_full, manifest_fails])
-async def test_a_model_that_cannot_be_written_continues_as_it_was(
+async def test_a_model_that_cannot_be_written_stays_in_memory(
     head: Head, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     fault(monkeypatch)
@@ -336,7 +334,7 @@ async def test_a_model_whose_samplers_cannot_all_be_kept_stays_in_memory(
         await head.drawn(1, 1)
 
 
-async def test_a_model_that_cannot_be_read_now_comes_back_later(
+async def test_a_model_that_cannot_be_read_now_resumes_later(
     head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await head.service.suspend_model(MODEL)
@@ -352,7 +350,7 @@ async def test_a_model_that_cannot_be_read_now_comes_back_later(
     await train(head, 2)
 
 
-async def test_many_requests_at_once_bring_a_model_back_once(
+async def test_concurrent_requests_resume_a_model_once(
     head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await head.service.suspend_model(MODEL)
@@ -372,7 +370,7 @@ async def test_many_requests_at_once_bring_a_model_back_once(
 
 
 @pytest.mark.parametrize("moment", ["suspending", "suspended", "coming back"])
-async def test_a_model_that_is_deleted_is_gone_at_any_moment(
+async def test_a_model_can_be_deleted_at_any_stage_of_suspension(
     head: Head, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     asking: asyncio.Task[object] | None = None
@@ -398,7 +396,7 @@ async def test_a_model_that_is_deleted_is_gone_at_any_moment(
     assert head.backend.trainer.memory_bytes(NAME) == 0
 
 
-async def test_suspending_repeatedly_and_an_unknown_model_is_fine(head: Head) -> None:
+async def test_suspending_is_idempotent_and_ignores_unknown_models(head: Head) -> None:
     both = [head.service.suspend_model(MODEL), head.service.suspend_model(MODEL)]
 
     assert await asyncio.gather(*both) == [True, True]
@@ -406,7 +404,7 @@ async def test_suspending_repeatedly_and_an_unknown_model_is_fine(head: Head) ->
     assert not await head.service.suspend_model(OTHER)
 
 
-async def test_creating_a_suspended_model_again_is_asking_for_it(head: Head) -> None:
+async def test_creating_a_suspended_model_again_resumes_it(head: Head) -> None:
     await head.service.suspend_model(MODEL)
 
     await head.begin()
@@ -414,7 +412,7 @@ async def test_creating_a_suspended_model_again_is_asking_for_it(head: Head) -> 
     await train(head, 2)
 
 
-async def test_a_failed_model_is_suspended_and_says_why_it_failed_afterwards(
+async def test_a_failed_model_is_suspended_and_still_reports_its_failure(
     root: str, tmp_path: Path
 ) -> None:
     with a_head(root, tmp_path, "g1", limits=Limits(max_lora_rank=1)) as head:

@@ -116,7 +116,7 @@ async def begin(catalog: Catalog, lifecycle: Lifecycle, name: str) -> None:
     await lifecycle.service.retrieve(f"{name}:train:0:0")
 
 
-async def test_nobody_is_silent_before_the_server_has_listened_for_long_enough(
+async def test_no_client_is_inactive_before_the_server_has_run_for_long_enough(
     world: World,
 ) -> None:
     start, server = now() + timedelta(days=30), world.server()
@@ -142,7 +142,7 @@ async def test_a_heartbeat_or_a_request_keeps_models_in_memory(world: World) -> 
     assert await world.suspended() == set()
 
 
-async def test_only_the_models_of_silent_clients_are_suspended(world: World) -> None:
+async def test_only_the_models_of_inactive_clients_are_suspended(world: World) -> None:
     start, server = now() - SILENCE, world.server()
     await listen(server, start, now())
     row = await world.catalog.session("a")
@@ -166,7 +166,7 @@ async def age(catalog: Catalog, session: str, by: timedelta) -> None:
         row.last_heartbeat_at = run.last_request_at = moment
 
 
-async def test_a_machine_that_slept_does_not_take_its_clients_for_silent(world: World) -> None:
+async def test_clients_are_not_inactive_after_the_machine_was_asleep(world: World) -> None:
     start, server = now(), world.server()
     await listen(server, start, start + SILENCE - PERIOD)
 
@@ -176,7 +176,7 @@ async def test_a_machine_that_slept_does_not_take_its_clients_for_silent(world: 
     assert await world.suspended() == set()
 
 
-async def test_a_head_that_does_not_answer_keeps_no_other_duty(world: World) -> None:
+async def test_an_unresponsive_head_does_not_block_others(world: World) -> None:
     start, server = now(), world.server()
     world.provider.endpoint = HeadEndpoint("http://127.0.0.1:9", TOKEN, "g0")
 
@@ -186,7 +186,7 @@ async def test_a_head_that_does_not_answer_keeps_no_other_duty(world: World) -> 
 
 
 @pytest.mark.parametrize("state", ["over", "deleted"])
-async def test_a_run_that_is_over_is_not_brought_up_again(world: World, state: str) -> None:
+async def test_an_ended_run_is_not_suspended(world: World, state: str) -> None:
     start, server = now(), world.server()
     if state == "over":
         await world.catalog.finish_session("a", "success", None)
@@ -198,14 +198,14 @@ async def test_a_run_that_is_over_is_not_brought_up_again(world: World, state: s
     assert await world.suspended() == {"b"}
 
 
-async def test_sessions_without_a_sign_of_their_clients_expire_after_days(world: World) -> None:
+async def test_sessions_of_inactive_clients_expire_after_days(world: World) -> None:
     for name, days in (("a", 91), ("b", 89)):
         await age(world.catalog, name, timedelta(days=days))
 
     assert await world.catalog.expired_sessions(now() - timedelta(days=90)) == ["a"]
 
 
-async def test_a_run_whose_session_expired_says_so(world: World, tmp_path: Path) -> None:
+async def test_a_run_reports_that_its_session_expired(world: World, tmp_path: Path) -> None:
     checkpoints = Checkpoints(world.catalog, open_store((tmp_path / "store").as_uri()))
     locator = HeadLocator(world.catalog, checkpoints, world.provider, world.client)
     runs = TrainingRuns(world.catalog, world.provider, checkpoints, locator)
@@ -213,6 +213,8 @@ async def test_a_run_whose_session_expired_says_so(world: World, tmp_path: Path)
 
     await runs.expire_sessions(now(), days=90)
 
-    with pytest.raises(StateLost, match=r"no sign of its client for 90 days \(session_expiry_days"):
+    with pytest.raises(
+        StateLost, match=r"its client was inactive for 90 days \(session_expiry_days"
+    ):
         await locator.head_of_run("a:train:0")
     assert set(await world.server().models()) == {"b:train:0"}

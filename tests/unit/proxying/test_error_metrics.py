@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from tinkercloud_api.head_client import HeadUnreachable, open_session
+from tinkercloud_api.head_client import HeadUnreachable, open_client
 from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_api.proxy import Proxy, StaleEndpoint
 from tinkercloud_protocol import routes
@@ -20,7 +20,7 @@ async def nowhere(_message: MutableMapping[str, Any]) -> None: ...
 
 async def forward(port: int) -> None:
     endpoint = HeadEndpoint(f"http://127.0.0.1:{port}", "token", "g1")
-    async with open_session() as session:
+    async with open_client() as session:
         await Proxy(session).forward(
             nowhere, endpoint, "/x", target="run", headers={}, body=b"{}", silence_seconds=30
         )
@@ -51,7 +51,7 @@ async def test_a_head_that_cannot_be_reached_is_counted() -> None:
     assert counted("unreachable") == before + 1
 
 
-async def test_an_answer_that_breaks_off_is_counted() -> None:
+async def test_an_interrupted_response_is_counted() -> None:
     before = counted("broke_off")
 
     with pytest.raises(HeadUnreachable):

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from tinkercloud_api import head_client
-from tinkercloud_api.head_client import HeadUnreachable, open_session
+from tinkercloud_api.head_client import HeadUnreachable, open_client
 from tinkercloud_protocol.errors import InvalidRequest
 
 ANSWER = b"HTTP/1.1 %d X\r\ncontent-length: 2\r\n\r\nok"
@@ -45,11 +45,11 @@ async def post(
         return response.status
 
 
-async def test_a_connection_is_used_again() -> None:
+async def test_a_connection_is_reused() -> None:
     head = Head()
     async with (
         await asyncio.start_server(head.serve, "127.0.0.1", 0) as server,
-        open_session() as session,
+        open_client() as session,
     ):
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/fine"
 
@@ -58,11 +58,11 @@ async def test_a_connection_is_used_again() -> None:
     assert (statuses, head.connections, head.read) == ([200, 200], 1, b"abcdefgh")
 
 
-async def test_a_head_is_sent_no_header_that_nobody_asked_for() -> None:
+async def test_no_headers_are_added_to_requests_to_heads() -> None:
     head = Head()
     async with (
         await asyncio.start_server(head.serve, "127.0.0.1", 0) as server,
-        open_session() as session,
+        open_client() as session,
     ):
         await post(session, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/x", b"abcd")
 
@@ -70,7 +70,7 @@ async def test_a_head_is_sent_no_header_that_nobody_asked_for() -> None:
     assert names == {b"host", b"content-length"}
 
 
-async def test_a_connection_with_half_a_body_on_it_is_not_used_again() -> None:
+async def test_a_connection_with_an_incomplete_body_is_not_reused() -> None:
     head = Head()
     answered = asyncio.Event()
 
@@ -81,7 +81,7 @@ async def test_a_connection_with_half_a_body_on_it_is_not_used_again() -> None:
 
     async with (
         await asyncio.start_server(head.serve, "127.0.0.1", 0) as server,
-        open_session() as session,
+        open_client() as session,
     ):
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
@@ -91,7 +91,7 @@ async def test_a_connection_with_half_a_body_on_it_is_not_used_again() -> None:
     assert (refused, accepted, head.connections, head.read) == (413, 200, 2, b"abcd")
 
 
-async def test_a_body_is_not_being_read_when_its_request_is_over() -> None:
+async def test_a_body_is_no_longer_read_after_its_request() -> None:
     asked = asyncio.Event()
 
     async def endless() -> AsyncIterator[bytes]:
@@ -107,7 +107,7 @@ async def test_a_body_is_not_being_read_when_its_request_is_over() -> None:
     body = endless()
     async with (
         await asyncio.start_server(serve, "127.0.0.1", 0) as server,
-        open_session() as session,
+        open_client() as session,
     ):
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         assert await post(session, url, body) == 413
@@ -115,7 +115,7 @@ async def test_a_body_is_not_being_read_when_its_request_is_over() -> None:
             await anext(body)
 
 
-async def test_what_is_wrong_with_a_body_is_not_blamed_on_the_head() -> None:
+async def test_an_error_in_the_request_body_is_not_attributed_to_the_head() -> None:
     async def broken() -> AsyncIterator[bytes]:
         yield b"half"
         raise InvalidRequest("the client hung up")
@@ -123,7 +123,7 @@ async def test_what_is_wrong_with_a_body_is_not_blamed_on_the_head() -> None:
     head = Head()
     async with (
         await asyncio.start_server(head.serve, "127.0.0.1", 0) as server,
-        open_session() as session,
+        open_client() as session,
     ):
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/fine"
         with pytest.raises(InvalidRequest, match="the client hung up"):
@@ -142,30 +142,30 @@ async def endless() -> AsyncIterator[bytes]:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_a_head_that_is_silent_is_given_up(streams: bool) -> None:
+async def test_a_head_that_does_not_respond_times_out(streams: bool) -> None:
     with a_silent_head() as head:
         url = f"http://127.0.0.1:{head.getsockname()[1]}/poll"
 
-        async with open_session() as session:
-            with pytest.raises(HeadUnreachable, match=r"was silent for 0.1 s"):
+        async with open_client() as session:
+            with pytest.raises(HeadUnreachable, match=r"did not respond within 0.1 s"):
                 await post(session, url, endless() if streams else b"abcd", silence_seconds=0.1)
 
 
-async def test_a_head_that_falls_silent_in_the_middle_of_its_answer_is_given_up() -> None:
+async def test_a_head_that_stalls_in_the_middle_of_its_response_times_out() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"abcd")
         writer.write(b"HTTP/1.1 200 X\r\ncontent-length: 9\r\n\r\nhalf")
 
     async with (
         await asyncio.start_server(serve, "127.0.0.1", 0) as server,
-        open_session() as session,
+        open_client() as session,
     ):
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        with pytest.raises(HeadUnreachable, match="in the middle of its answer"):
+        with pytest.raises(HeadUnreachable, match="in the middle of its response"):
             await post(session, url, b"abcd", silence_seconds=0.1)
 
 
-async def test_the_time_a_client_takes_to_send_is_not_a_heads_silence() -> None:
+async def test_the_time_a_client_takes_to_send_does_not_count_towards_the_timeout() -> None:
     head = Head()
 
     async def slow() -> AsyncIterator[bytes]:
@@ -174,7 +174,7 @@ async def test_the_time_a_client_takes_to_send_is_not_a_heads_silence() -> None:
 
     async with (
         await asyncio.start_server(head.serve, "127.0.0.1", 0) as server,
-        open_session() as session,
+        open_client() as session,
     ):
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/fine"
         length = {"content-length": "4"}
@@ -182,7 +182,7 @@ async def test_the_time_a_client_takes_to_send_is_not_a_heads_silence() -> None:
             assert response.status == 200
 
 
-async def test_a_machine_that_is_gone_is_given_up_before_it_is_connected_to(
+async def test_connecting_to_an_unreachable_machine_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(head_client, "_CONNECT_SECONDS", 0.1)
@@ -193,15 +193,15 @@ async def test_a_machine_that_is_gone_is_given_up_before_it_is_connected_to(
             one.setblocking(False)
             one.connect_ex(full.getsockname())
 
-        async with open_session() as session:
-            with pytest.raises(HeadUnreachable, match=r"no answer in 0.1 s"):
+        async with open_client() as session:
+            with pytest.raises(HeadUnreachable, match=r"no connection within 0.1 s"):
                 await post(session, f"http://127.0.0.1:{full.getsockname()[1]}/x", b"abcd")
 
         for one in queued:
             one.close()
 
 
-async def test_connections_notice_when_the_machine_of_a_head_vanishes() -> None:
+async def test_connections_detect_a_dead_machine() -> None:
     made = head_client._kept_alive_socket((socket.AF_INET, socket.SOCK_STREAM, 0))
     with made:
         options = [
@@ -209,13 +209,13 @@ async def test_connections_notice_when_the_machine_of_a_head_vanishes() -> None:
             made.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
         ]
     assert options == [1, 10]
-    async with open_session() as session:
+    async with open_client() as session:
         connector = session.connector
         assert isinstance(connector, aiohttp.TCPConnector)
         assert connector._socket_factory is head_client._kept_alive_socket
 
 
-async def test_connections_that_a_head_has_closed_are_not_used_again() -> None:
+async def test_connections_closed_by_a_head_are_not_reused() -> None:
     open_ends = list[asyncio.StreamWriter]()
     closed = asyncio.Event()
 
@@ -226,7 +226,7 @@ async def test_connections_that_a_head_has_closed_are_not_used_again() -> None:
 
     async with (
         await asyncio.start_server(serve, "127.0.0.1", 0) as server,
-        open_session() as session,
+        open_client() as session,
     ):
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/fine"
         await asyncio.gather(*[post(session, url, b"abcd") for _ in range(20)])

@@ -12,12 +12,12 @@ import pytest
 
 from tinkercloud_api.auth import Principal, Role
 from tinkercloud_api.context import Context
-from tinkercloud_api.head_client import open_session
+from tinkercloud_api.head_client import open_client
+from tinkercloud_api.hot_paths import HANDLERS
 from tinkercloud_api.http import HotRequest
 from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.routes.call import Call
-from tinkercloud_api.routes.hot import HANDLERS
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, NotFound
 from tinkercloud_worker.head import requests
@@ -64,7 +64,7 @@ async def told(path: str, body: bytes) -> tuple[dict[str, str], bytes]:
 
     async with (
         await asyncio.start_server(serve, "127.0.0.1", 0) as listening,
-        open_session() as session,
+        open_client() as session,
     ):
         server = Server(session, listening.sockets[0].getsockname()[1])
         request = HotRequest({"path": path, "headers": []}, receive)
@@ -74,7 +74,7 @@ async def told(path: str, body: bytes) -> tuple[dict[str, str], bytes]:
     return reads[0]
 
 
-async def test_a_head_that_knows_no_refusals_does_not_load_what_is_refused() -> None:
+async def test_a_head_without_support_for_rejections_does_not_execute_a_rejected_load() -> None:
     load = {"model_id": MODEL, "seq_id": 3, "path": OF_ANOTHER, "optimizer": True}
 
     headers, body = await told(routes.LOAD_WEIGHTS, orjson.dumps(load))
@@ -95,7 +95,7 @@ async def test_a_head_that_knows_no_refusals_does_not_load_what_is_refused() -> 
         routes.LOAD_WEIGHTS,
     ],
 )
-async def test_a_request_over_the_limit_is_told_by_its_place_alone(path: str) -> None:
+async def test_an_oversized_request_is_forwarded_as_its_sequence_position_only(path: str) -> None:
     request = {"model_id": MODEL, "seq_id": 3, "user_metadata": {"a": "x" * (1 << 20)}}
 
     headers, body = await told(path, orjson.dumps(request))
@@ -104,6 +104,6 @@ async def test_a_request_over_the_limit_is_told_by_its_place_alone(path: str) ->
     assert orjson.loads(body) == {"model_id": MODEL, "seq_id": 3}
 
 
-async def test_a_request_over_the_limit_that_names_no_model_is_refused_at_once() -> None:
+async def test_an_oversized_request_without_a_model_is_rejected_at_once() -> None:
     with pytest.raises(BodyTooLarge):
         await told(routes.SAVE_WEIGHTS, orjson.dumps({"path": "x" * (1 << 20)}))

@@ -130,7 +130,7 @@ async def generation_of_run(world: World) -> str | None:
     return row.generation
 
 
-async def test_a_suspended_run_goes_on_in_the_next_head(world: World) -> None:
+async def test_a_suspended_run_resumes_in_the_next_head(world: World) -> None:
     server = world.server()
     async with world.head("g1") as first, world.head("g2") as second:
         world.provider.endpoint = first
@@ -172,7 +172,7 @@ async def test_a_server_that_died_before_it_wrote_the_catalog_is_repaired_by_the
         assert await generation_of_run(world) == "g2"
 
 
-async def test_a_server_that_has_missed_a_resumption_does_not_undo_it(world: World) -> None:
+async def test_a_server_that_missed_a_resume_does_not_undo_it(world: World) -> None:
     one, other = world.server(), world.server()
     async with world.head("g1") as first, world.head("g2") as second, world.head("g3") as third:
         world.provider.endpoint = first
@@ -190,7 +190,7 @@ async def test_a_server_that_has_missed_a_resumption_does_not_undo_it(world: Wor
             await other.head_of_run(RUN)
 
 
-async def test_of_two_servers_that_place_a_run_one_gives_way(world: World) -> None:
+async def test_one_of_two_servers_that_place_a_run_yields(world: World) -> None:
     assert await world.catalog.set_generation(RUN, "g1", after=None)
     assert await world.catalog.set_generation(RUN, "g1", after=None)
     assert await world.catalog.set_generation(RUN, "g2", after="g1")
@@ -200,7 +200,7 @@ async def test_of_two_servers_that_place_a_run_one_gives_way(world: World) -> No
     assert await generation_of_run(world) == "g2"
 
 
-async def test_a_head_that_vanishes_loses_the_run_up_to_a_checkpoint_nobody_asked_for(
+async def test_a_run_of_a_vanished_head_is_lost_since_its_automatic_checkpoint(
     world: World,
 ) -> None:
     server = world.server()
@@ -221,7 +221,7 @@ async def test_a_head_that_vanishes_loses_the_run_up_to_a_checkpoint_nobody_aske
         assert listed.checkpoint_type == CheckpointKind.TRAINING.checkpoint_type
 
 
-async def test_a_deleted_run_is_not_brought_back_and_leaves_nothing_suspended(
+async def test_a_deleted_run_is_not_resumed_and_leaves_no_suspended_state(
     world: World,
 ) -> None:
     server = world.server()
@@ -239,7 +239,7 @@ async def test_a_deleted_run_is_not_brought_back_and_leaves_nothing_suspended(
             await world.server().head_of_run(RUN)
 
 
-async def test_what_a_head_suspends_after_the_deletion_of_its_run_is_swept_up_in_time(
+async def test_state_suspended_after_the_deletion_of_its_run_is_removed_later(
     world: World,
 ) -> None:
     server = world.server()
@@ -258,7 +258,7 @@ async def test_what_a_head_suspends_after_the_deletion_of_its_run_is_swept_up_in
     assert await world.catalog.runs_to_sweep(now + timedelta(days=1)) == []
 
 
-async def test_runs_that_wait_for_a_head_are_counted_by_what_their_clients_are_told(
+async def test_pending_runs_are_counted_by_their_queue_state(
     world: World,
 ) -> None:
     class Slow(OneHead):
@@ -271,14 +271,14 @@ async def test_runs_that_wait_for_a_head_are_counted_by_what_their_clients_are_t
             await asyncio.Event().wait()
             raise AssertionError
 
-        def waiting(self, _placement: Placement) -> Pending:
+        def pending(self, _placement: Placement) -> Pending:
             return Pending("paused_capacity", "no node is free")
 
     provider = world.provider = Slow()
     server = world.server()
-    assert not server.waiting()
+    assert not server.pending_counts()
 
     server.start_placing(RUN)
     await provider.asked.wait()
 
-    assert server.waiting() == {"paused_capacity": 1}
+    assert server.pending_counts() == {"paused_capacity": 1}

@@ -27,7 +27,7 @@ def root(tmp_path: Path) -> str:
     return (tmp_path / "store").as_uri()
 
 
-async def test_a_stopping_head_refuses_requests_and_may_be_asked_again(
+async def test_a_stopping_head_rejects_requests_and_suspending_it_is_idempotent(
     root: str, tmp_path: Path
 ) -> None:
     with a_head(root, tmp_path, "g1") as head:
@@ -44,7 +44,7 @@ async def test_a_stopping_head_refuses_requests_and_may_be_asked_again(
             head.add(1)
 
 
-async def test_a_model_whose_gradient_was_lost_is_suspended_and_told_of_it_once(
+async def test_a_model_with_a_lost_gradient_is_suspended_and_reports_it_once(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lose(_: str) -> None:
@@ -70,7 +70,7 @@ async def test_a_model_whose_gradient_was_lost_is_suspended_and_told_of_it_once(
         assert b'"step":1.0' in await after.answer(4)
 
 
-async def test_half_a_gradient_that_is_yet_to_be_dropped_is_not_kept(
+async def test_a_partial_gradient_is_not_saved(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: str) -> None:
@@ -87,7 +87,7 @@ async def test_half_a_gradient_that_is_yet_to_be_dropped_is_not_kept(
         assert GRADIENT not in (await head.manifest()).files
 
 
-async def test_what_a_suspended_head_is_asked_for_is_given_out_by_the_next_one(
+async def test_results_of_a_suspended_head_are_returned_by_the_next_one(
     root: str, tmp_path: Path
 ) -> None:
     with a_head(root, tmp_path, "g1") as head:
@@ -109,7 +109,7 @@ async def test_a_state_of_another_generation_is_never_used(root: str, tmp_path: 
         assert after.service.status().models == []
 
 
-async def test_a_head_that_is_suspended_before_anybody_knew_of_it_is_gone_on_from(
+async def test_a_head_suspended_before_it_was_recorded_is_resumed(
     root: str, tmp_path: Path
 ) -> None:
     for generation, previous in (("g1", None), ("g2", "g1")):
@@ -124,7 +124,9 @@ async def test_a_head_that_is_suspended_before_anybody_knew_of_it_is_gone_on_fro
         assert (await after.manifest()).lineage == ["g1", "g2"]
 
 
-async def test_resuming_twice_at_once_and_again_is_resuming_once(root: str, tmp_path: Path) -> None:
+async def test_resuming_is_idempotent_and_safe_to_repeat_concurrently(
+    root: str, tmp_path: Path
+) -> None:
     with a_head(root, tmp_path, "g1") as before:
         await before.begin()
         before.add(1)
@@ -164,7 +166,7 @@ async def assert_goes_on_with_the_second_step(after: Head) -> None:
     assert orjson.loads(await after.answer(4))["metrics"]["step"] == 2
 
 
-async def test_a_resumption_that_fails_at_its_end_leaves_nothing_in_the_way_of_another(
+async def test_a_resume_that_fails_at_its_end_does_not_block_the_next_attempt(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await train_a_step_and_suspend(root, tmp_path)
@@ -184,7 +186,7 @@ async def test_a_resumption_that_fails_at_its_end_leaves_nothing_in_the_way_of_a
 
 
 @pytest.mark.parametrize("loss", [StateLost("rank 1 died"), GradientLost("rank 1 died")])
-async def test_a_model_that_is_lost_as_it_comes_back_is_where_it_was_and_may_be_asked_for_again(
+async def test_a_model_lost_while_resuming_stays_in_the_store_and_can_be_resumed_again(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: Exception
 ) -> None:
     await train_a_step_and_suspend(root, tmp_path)
@@ -201,7 +203,7 @@ async def test_a_model_that_is_lost_as_it_comes_back_is_where_it_was_and_may_be_
         await assert_goes_on_with_the_second_step(after)
 
 
-async def test_a_model_that_comes_back_as_its_head_stops_is_left_where_it_was(
+async def test_a_model_that_is_resuming_while_its_head_stops_stays_in_the_store(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with a_head(root, tmp_path, "g1") as before:
@@ -222,7 +224,7 @@ async def test_a_model_that_comes_back_as_its_head_stops_is_left_where_it_was(
         assert (await stopping.manifest()).generation == "g1"
 
 
-async def test_a_model_that_is_deleted_as_its_head_suspends_does_not_hold_the_head_up(
+async def test_a_model_deleted_during_suspension_does_not_delay_its_head(
     root: str, tmp_path: Path
 ) -> None:
     release = threading.Event()
@@ -242,7 +244,7 @@ async def test_a_model_that_is_deleted_as_its_head_suspends_does_not_hold_the_he
         assert head.service.status().suspended
 
 
-async def test_an_upload_that_a_stopping_head_gives_up_can_be_sent_again(
+async def test_an_upload_cancelled_by_a_stopping_head_can_be_repeated(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = CheckpointStore.write
@@ -301,7 +303,7 @@ async def suspend_until_death(
     return None
 
 
-async def test_a_head_that_dies_while_it_suspends_leaves_the_state_before_or_the_whole_new_one(
+async def test_a_head_that_dies_while_suspending_leaves_the_old_or_the_complete_new_state(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with a_head(root, tmp_path, "g0") as first:
@@ -326,7 +328,7 @@ async def test_a_head_that_dies_while_it_suspends_leaves_the_state_before_or_the
     assert (False, True) in seen
 
 
-async def test_a_suspension_that_failed_can_be_asked_for_again(
+async def test_a_failed_suspension_can_be_repeated(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with a_head(root, tmp_path, "g1") as head:
@@ -342,7 +344,7 @@ async def test_a_suspension_that_failed_can_be_asked_for_again(
         await after.resume("g1")
 
 
-async def test_a_last_checkpoint_is_an_ordinary_one_and_may_be_asked_for_again(
+async def test_the_last_checkpoint_is_a_normal_one_and_saving_it_is_idempotent(
     root: str, tmp_path: Path
 ) -> None:
     with a_head(root, tmp_path, "g1") as head:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tinkercloud_api.app import Application
-from tinkercloud_api.routes.hot import HANDLERS
+from tinkercloud_api.hot_paths import HANDLERS
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol import routes
 from tinkercloud_testing.providers import OneHead

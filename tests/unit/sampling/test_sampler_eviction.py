@@ -54,7 +54,7 @@ async def refused(head: Head, session: int, seq_id: int) -> dict[str, str]:
     return failure
 
 
-async def test_the_least_recently_used_weights_go_and_who_samples_from_them_is_told_what_to_do(
+async def test_the_least_recently_used_weights_are_evicted_and_their_users_get_instructions(
     head: Head,
 ) -> None:
     await head.begin()
@@ -72,7 +72,7 @@ async def test_the_least_recently_used_weights_go_and_who_samples_from_them_is_t
         await head.backend.sampler.export("s:sample:2")
 
 
-async def test_what_is_sampled_from_at_every_step_outlives_what_was_published_at_each(
+async def test_weights_in_constant_use_outlive_newer_unused_ones(
     tmp_path: Path, adapter: WeightsSnapshot
 ) -> None:
     limits = Limits(max_snapshot_bytes=2 * adapter.size_bytes)
@@ -86,9 +86,7 @@ async def test_what_is_sampled_from_at_every_step_outlives_what_was_published_at
         assert "were let go" in (await refused(head, 3, 1))["error"]
 
 
-async def test_weights_that_are_being_sampled_from_stay(
-    head: Head, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_weights_in_use_are_not_evicted(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
     sample, begun, may_go_on = head.backend.sampler.sample, asyncio.Event(), asyncio.Event()
 
     async def held_up(version: str, request: SamplingRequest) -> SamplingResult:
@@ -111,7 +109,7 @@ async def test_weights_that_are_being_sampled_from_stay(
     assert "were let go" in (await refused(head, 2, 0))["error"]
 
 
-async def test_each_models_latest_weights_stay_however_small_the_room(
+async def test_the_latest_weights_of_each_model_are_never_evicted(
     tmp_path: Path, adapter: WeightsSnapshot
 ) -> None:
     limits = Limits(max_snapshot_bytes=1)
@@ -131,7 +129,7 @@ async def test_each_models_latest_weights_stay_however_small_the_room(
         assert await known(samplers, sessions) == {4}
 
 
-async def test_of_sessions_that_were_let_go_so_many_are_remembered(
+async def test_a_limited_number_of_evicted_sessions_is_remembered(
     head: Head, adapter: WeightsSnapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_samplers, "_REMEMBERED", 2)
@@ -160,7 +158,7 @@ async def known(samplers: Samplers, sessions: list[SamplingSessionId]) -> set[in
     return found
 
 
-async def test_a_checkpoints_weights_that_were_let_go_are_read_again(
+async def test_evicted_weights_of_a_checkpoint_are_loaded_again(
     head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish_there, published = head.backend.sampler.publish, list[str]()
@@ -185,7 +183,7 @@ async def test_a_checkpoints_weights_that_were_let_go_are_read_again(
     assert len(set(published)) == 5
 
 
-async def test_weights_that_could_not_be_published_take_no_room(
+async def test_weights_that_failed_to_publish_use_no_memory(
     head: Head, adapter: WeightsSnapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(version: str, weights: WeightsSnapshot | None) -> None:
@@ -205,7 +203,7 @@ async def test_weights_that_could_not_be_published_take_no_room(
     assert await known(samplers, sessions) == {0, 4, 5}
 
 
-async def test_a_session_that_was_made_is_not_made_again_by_another_request(head: Head) -> None:
+async def test_an_existing_session_is_not_replaced_by_another_request(head: Head) -> None:
     await head.begin()
     await publish(head, 1)
     drawn = await head.drawn(1, 0)
@@ -224,7 +222,7 @@ async def test_a_session_that_was_made_is_not_made_again_by_another_request(head
     assert head.service.status().samplers == 1
 
 
-async def test_what_was_drawn_from_weights_that_were_let_go_can_be_asked_for_in_the_next_head(
+async def test_samples_from_evicted_weights_can_be_retrieved_from_the_next_head(
     head: Head, tmp_path: Path
 ) -> None:
     await head.begin()
@@ -262,7 +260,7 @@ class Elsewhere:
         self.is_removed.set()
 
 
-async def test_of_weights_whose_model_is_deleted_while_they_are_brought_nothing_stays(
+async def test_no_weights_remain_of_a_model_deleted_while_they_are_transferred(
     head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await head.begin()

@@ -39,14 +39,14 @@ async def refusal(method: str, path: str, body: bytes = b"") -> str:
         b'{"tags": []}',
     ],
 )
-async def test_a_body_is_refused_as_on_the_hot_paths(body: bytes) -> None:
+async def test_an_invalid_body_is_rejected_as_on_the_hot_paths(body: bytes) -> None:
     with pytest.raises(InvalidRequest) as raised:
         parse_json(CreateSession, body)
 
     assert await refusal("POST", "/sessions", body) == raised.value.message
 
 
-async def test_what_is_no_json_is_told_of_the_whole_body() -> None:
+async def test_invalid_json_is_reported_for_the_whole_body() -> None:
     assert await refusal("POST", "/sessions", b"{") == "request body: JSON decode error"
 
 
@@ -54,11 +54,11 @@ async def test_what_is_no_json_is_told_of_the_whole_body() -> None:
     ("body", "reason"),
     [(b"[" * 100_000, "nested too deeply"), (b'{"sdk_version": "\xff"}', "not UTF-8")],
 )
-async def test_what_can_not_even_be_parsed_is_told_why(body: bytes, reason: str) -> None:
+async def test_an_unparsable_body_is_rejected_with_the_reason(body: bytes, reason: str) -> None:
     assert reason in await refusal("POST", "/sessions", body)
 
 
-async def test_a_value_of_a_query_is_shown() -> None:
+async def test_an_invalid_query_value_is_shown() -> None:
     detail = await refusal("GET", "/sessions?limit=0")
 
     assert detail == "limit: Input should be greater than or equal to 1 (got '0')"

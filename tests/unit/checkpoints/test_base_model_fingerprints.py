@@ -126,7 +126,7 @@ async def test_weights_are_loaded_into_a_running_model_and_sampled_only_on_their
     assert b"can't be sampled from: the files of the base model hold other weights" in drawn.body
 
 
-async def test_a_whole_model_needs_nothing_of_its_base_but_how_it_computes(
+async def test_a_full_fine_tune_requires_only_the_architecture_of_its_base(
     model: Path, tmp_path: Path
 ) -> None:
     whole = ModelSpec(owner="me", lora=None)
@@ -138,9 +138,7 @@ async def test_a_whole_model_needs_nothing_of_its_base_but_how_it_computes(
         assert "computes otherwise" in await loaded(head, whole)
 
 
-async def test_what_was_saved_before_fingerprints_were_recorded_is_loaded(
-    model: Path, tmp_path: Path
-) -> None:
+async def test_checkpoints_without_fingerprints_are_loaded(model: Path, tmp_path: Path) -> None:
     await a_saved_run(model, tmp_path)
     (file,) = (tmp_path / "store").rglob("weights/one/manifest.json")
     manifest = json.loads(file.read_text())
@@ -173,7 +171,7 @@ FAMILIES = SLOTTED | ONE_BY_ONE | VISION_LANGUAGE
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_that_is_saved_again_in_more_files_is_the_same(tmp_path: Path, family: str) -> None:
+def test_a_model_saved_in_more_files_has_the_same_fingerprint(tmp_path: Path, family: str) -> None:
     model = FAMILIES[family]()
     model.save_pretrained(tmp_path / "one")
 
@@ -194,7 +192,7 @@ def without_effect(model: Path) -> None:
     save_file(tied, model / "model.safetensors", {"format": "pt"})
 
 
-def test_what_changes_no_logits_changes_no_fingerprint(tmp_path: Path) -> None:
+def test_changes_that_do_not_affect_logits_do_not_change_the_fingerprint(tmp_path: Path) -> None:
     model = save(tiny_qwen3(), tmp_path)
     before = fingerprint_of(str(model))
 
@@ -224,7 +222,7 @@ def test_another_model_has_another_fingerprint(
     assert fingerprint_of(str(model)) not in {before, None}
 
 
-def test_a_single_value_of_a_small_tensor_counts(model: Path) -> None:
+def test_a_single_value_of_a_small_tensor_changes_the_fingerprint(model: Path) -> None:
     before = fingerprint_of(str(model))
     tensors = load_file(model / "model.safetensors")
     tensors["model.norm.weight"][5] += 1e-6

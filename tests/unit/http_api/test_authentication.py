@@ -13,9 +13,9 @@ from fastapi import FastAPI
 from tinkercloud_api import errors, throttle
 from tinkercloud_api.app import running_context
 from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.hot_paths import HotPaths
 from tinkercloud_api.http import DISCARD_WITHOUT_KEY
 from tinkercloud_api.routes import health, hot, runs, sessions
-from tinkercloud_api.routes.hot import HotPaths
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import Overloaded
@@ -52,7 +52,7 @@ async def client(asgi: HotPaths) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.mark.parametrize(("method", "path"), CALLS)
-async def test_a_call_without_a_key_is_refused_whatever_it_is(
+async def test_every_call_without_a_key_is_rejected(
     client: httpx.AsyncClient, method: str, path: str
 ) -> None:
     answer = await client.request(method, path, content=b"no json")
@@ -62,7 +62,9 @@ async def test_a_call_without_a_key_is_refused_whatever_it_is(
 
 
 @pytest.mark.parametrize(("method", "path"), CALLS)
-async def test_two_keys_are_one_too_many(client: httpx.AsyncClient, method: str, path: str) -> None:
+async def test_two_keys_in_one_request_are_rejected(
+    client: httpx.AsyncClient, method: str, path: str
+) -> None:
     headers = [("x-api-key", KEY), ("X-API-Key", KEY)]
 
     answer = await client.request(method, path, headers=headers)
@@ -71,7 +73,7 @@ async def test_two_keys_are_one_too_many(client: httpx.AsyncClient, method: str,
     assert answer.json()["detail"] == "x-api-key: sent 2 times; send this header once"
 
 
-async def test_health_is_told_to_anybody(client: httpx.AsyncClient) -> None:
+async def test_health_checks_need_no_key(client: httpx.AsyncClient) -> None:
     assert (await client.get("/livez")).status_code == 200
     assert (await client.get("/api/v1/healthz")).status_code != 401
 
@@ -92,7 +94,7 @@ class Upload:
 
 
 @pytest.mark.parametrize("path", [routes.FORWARD_BACKWARD, "/api/v1/create_session"])
-async def test_little_of_a_body_is_taken_from_whoever_has_no_key(asgi: HotPaths, path: str) -> None:
+async def test_little_of_a_body_is_read_without_a_key(asgi: HotPaths, path: str) -> None:
     upload = Upload()
     headers = [(b"transfer-encoding", b"chunked"), (b"x-api-key", b"tml-none")]
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
@@ -104,7 +106,7 @@ async def test_little_of_a_body_is_taken_from_whoever_has_no_key(asgi: HotPaths,
     assert upload.taken <= DISCARD_WITHOUT_KEY.max_bytes + (1 << 20)
 
 
-async def test_an_address_that_guesses_keys_costs_few_look_ups(
+async def test_an_address_that_guesses_keys_causes_few_lookups(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(throttle, "_ATTEMPTS_PER_SECOND", 0.0)
@@ -128,12 +130,12 @@ async def test_an_address_that_guesses_keys_costs_few_look_ups(
     assert after.status_code == 200
 
 
-def test_an_address_may_try_again_later_and_others_at_once() -> None:
+def test_an_address_may_retry_later_and_others_at_once() -> None:
     now = [0.0]
     counts = throttle.Throttle(lambda: now[0])
     for _ in range(20):
         counts.check("2001:db8::1")
-        counts.note_failure("2001:db8::1")
+        counts.record_failure("2001:db8::1")
 
     with pytest.raises(Overloaded):
         counts.check("2001:db8::ffff")
@@ -143,16 +145,16 @@ def test_an_address_may_try_again_later_and_others_at_once() -> None:
     counts.check("2001:db8::1")
 
 
-def test_of_addresses_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limited_number_of_addresses_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throttle, "_MAX_ADDRESSES", 3)
     counts = throttle.Throttle()
     for last in range(10):
-        counts.note_failure(f"10.0.0.{last}")
+        counts.record_failure(f"10.0.0.{last}")
 
     assert len(counts._tried) == 3
 
 
-async def test_a_body_that_drips_without_a_key_is_not_waited_for(
+async def test_a_slow_body_without_a_key_is_not_awaited(
     asgi: HotPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hot, "DISCARD_WITHOUT_KEY", replace(DISCARD_WITHOUT_KEY, max_seconds=0.05))
@@ -170,7 +172,7 @@ async def test_a_body_that_drips_without_a_key_is_not_waited_for(
     assert upload.answers[0]["status"] == 401
 
 
-async def test_a_good_key_may_ask_many_things_at_once_from_the_beginning(
+async def test_a_valid_key_may_send_many_requests_at_once_from_the_start(
     client: httpx.AsyncClient,
 ) -> None:
     path = "/api/v1/training_runs"

@@ -53,7 +53,7 @@ async def test_a_head_with_work_keeps_them(head: Head) -> None:
     assert kept_prompts(head) == 1
 
 
-async def test_each_time_of_rest_frees_memory_again(head: Head) -> None:
+async def test_every_idle_period_frees_memory(head: Head) -> None:
     memory = IdleMemory(head.backend)
     await memory.look(status(head, idle_seconds=61.0))
     await head.drawn(1, 2)
