@@ -122,7 +122,7 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
             provider,
             activity,
             client,
-            silence=timedelta(seconds=settings.session_silence_seconds),
+            inactivity=timedelta(seconds=settings.session_silence_seconds),
             period=_inactivity_period(settings),
         ),
         long_polls=LongPolls(),

@@ -117,9 +117,9 @@ class Authenticator:
             raise Unauthenticated("X-API-Key: the header is missing; set TINKER_API_KEY")
         principal = await self._holder(hash_key(key))
         if principal.expires_at is not None and principal.expires_at <= now():
+            expired_at = principal.expires_at.isoformat(timespec="seconds")
             raise Unauthenticated(
-                f"X-API-Key: the key expired at {principal.expires_at.isoformat(timespec='seconds')}; ask"
-                " an administrator for a new one"
+                f"X-API-Key: the key expired at {expired_at}; ask an administrator for a new one"
             )
         self._record_use(principal.key_id)
         return principal

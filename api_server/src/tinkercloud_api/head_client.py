@@ -76,7 +76,7 @@ async def post(
     headers: Mapping[str, str],
     body: bytes | AsyncIterator[bytes],
     *,
-    silence_seconds: float,
+    timeout_seconds: float,
 ) -> AsyncIterator[HeadResponse]:
     """Send a POST request; the context provides the response and releases the connection.
 
@@ -85,16 +85,16 @@ async def post(
         url: `http://host:port/path`.
         headers: all headers except Host, including the length of a streamed body if it is known.
         body: the whole body, or its chunks as they arrive. It is no longer read after the context.
-        silence_seconds: timeout for the start of the response after the whole request was sent,
+        timeout_seconds: timeout for the start of the response after the whole request was sent,
             for each part of the request body, and for each part of the response.
 
     Raises:
         HeadUnreachable: the head is unreachable, timed out, or disconnected before it responded.
         Exception: any exception that reading the body raised.
     """
-    upload = _Upload(body, silence_seconds) if not isinstance(body, bytes) else None
+    upload = _Upload(body, timeout_seconds) if not isinstance(body, bytes) else None
     try:
-        response = await _post(client, url, headers, upload or body, silence_seconds)
+        response = await _post(client, url, headers, upload or body, timeout_seconds)
         try:
             chunks = _chunks(response)
             if upload is not None and not upload.has_ended:
@@ -115,12 +115,12 @@ async def _post(
     url: str,
     headers: Mapping[str, str],
     body: "bytes | _Upload | AsyncIterator[bytes]",
-    silence_seconds: float,
+    timeout_seconds: float,
 ) -> aiohttp.ClientResponse:
-    silent = f"the session head did not respond within {silence_seconds:g} s"
+    silent = f"the session head did not respond within {timeout_seconds:g} s"
     upload = body if isinstance(body, _Upload) else None
     try:
-        async with asyncio.timeout(silence_seconds) as timeout:
+        async with asyncio.timeout(timeout_seconds) as timeout:
             if upload is not None:
                 upload.start(timeout)
             return await client.post(
@@ -130,7 +130,7 @@ async def _post(
                 skip_auto_headers=_AUTOMATIC_HEADERS,
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=_CONNECT_SECONDS, sock_read=silence_seconds
+                    total=None, sock_connect=_CONNECT_SECONDS, sock_read=timeout_seconds
                 ),
             )
     except aiohttp.ConnectionTimeoutError:
@@ -176,9 +176,9 @@ class _Upload:
     The head's timeout is paused while the body waits for its sender.
     """
 
-    def __init__(self, chunks: AsyncIterator[bytes], silence_seconds: float) -> None:
+    def __init__(self, chunks: AsyncIterator[bytes], timeout_seconds: float) -> None:
         self._chunks = chunks
-        self._silence_seconds = silence_seconds
+        self._timeout_seconds = timeout_seconds
         self._timeout: asyncio.Timeout | None = None
         self._reading = asyncio.Lock()
         self.has_ended = False
@@ -214,7 +214,7 @@ class _Upload:
                 self.error = error
                 raise
             finally:
-                self._set_timeout(self._silence_seconds)
+                self._set_timeout(self._timeout_seconds)
 
     def _set_timeout(self, seconds: float | None) -> None:
         if self._timeout is not None and not self._timeout.expired():

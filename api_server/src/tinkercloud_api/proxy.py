@@ -43,7 +43,7 @@ class Proxy:
         body: bytes | AsyncIterator[bytes],
         replace: Mapping[int, tuple[int, bytes]] | None = None,
         refusal: str | None = None,
-        silence_seconds: float,
+        timeout_seconds: float,
     ) -> None:
         """Send a request to a head and stream its response to the client.
 
@@ -57,7 +57,7 @@ class Proxy:
             replace: responses to substitute, by the head's status: a status and a JSON body.
             refusal: why the head must reject the request, at its position in its model's sequence;
                 None for a request to execute.
-            silence_seconds: how long the head may take to start its response.
+            timeout_seconds: how long the head may take to start its response.
 
         Raises:
             StaleEndpoint: another head now serves at this address.
@@ -75,7 +75,7 @@ class Proxy:
         if not isinstance(body, bytes) and "content-length" in headers:
             fields["content-length"] = headers["content-length"]
         with metrics.PROXY_REQUESTS.track_inprogress():
-            async with self._post(endpoint.url + path, fields, body, silence_seconds) as response:
+            async with self._post(endpoint.url + path, fields, body, timeout_seconds) as response:
                 if response.status == routes.WRONG_GENERATION_STATUS:
                     metrics.PROXY_ERRORS.labels("replaced").inc()
                     raise StaleEndpoint("the session head was replaced; send the request again")
@@ -91,7 +91,7 @@ class Proxy:
         url: str,
         fields: Mapping[str, str],
         body: bytes | AsyncIterator[bytes],
-        silence_seconds: float,
+        timeout_seconds: float,
     ) -> AsyncIterator[HeadResponse]:
         if isinstance(body, bytes):
             _TO_HEAD.inc(len(body))
@@ -100,7 +100,7 @@ class Proxy:
         has_responded = False
         try:
             async with head_client.post(
-                self._session, url, fields, body, silence_seconds=silence_seconds
+                self._session, url, fields, body, timeout_seconds=timeout_seconds
             ) as response:
                 has_responded = True
                 yield response

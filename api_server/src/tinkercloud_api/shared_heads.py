@@ -38,7 +38,7 @@ class SharedHeads:
         activity: Activity,
         client: aiohttp.ClientSession,
         *,
-        silence: timedelta,
+        inactivity: timedelta,
         period: timedelta,
     ) -> None:
         """Create it.
@@ -48,14 +48,14 @@ class SharedHeads:
             provider: has the endpoints of the heads.
             activity: has the activity that is not yet in the catalog.
             client: HTTP client for calls to heads.
-            silence: client inactivity after which its models are suspended.
+            inactivity: client inactivity after which its models are suspended.
             period: interval between two calls of `suspend_inactive`.
         """
         self._catalog = catalog
         self._provider = provider
         self._activity = activity
         self._client = client
-        self._silence = silence
+        self._inactivity = inactivity
         self._longest_pause = period * _ROUNDS_MISSED
         self._listening_since: datetime | None = None
         self._last_round: datetime | None = None
@@ -79,7 +79,7 @@ class SharedHeads:
         last, self._last_round = self._last_round, moment
         if last is None or moment - last > self._longest_pause:
             self._listening_since = moment
-        since = moment - self._silence
+        since = moment - self._inactivity
         if self._listening_since is None or self._listening_since > since:
             return
         await self._activity.write()

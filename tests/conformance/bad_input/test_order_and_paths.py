@@ -212,7 +212,7 @@ def test_a_load_in_both_forms_or_in_none_is_refused(run: Run) -> None:
 
 NOT_SERVED_IN_ORDER = {
     "forward": "forward with a JSON body, as sent by SDKs before 0.25, is not supported",
-    "forward_backward": "forward_backward with a JSON body, as sent by SDKs before 0.25, is not supported",
+    "forward_backward": "forward_backward with a JSON body, as sent by SDKs before 0.25, is not",
     "create_custom_loss": "POST /api/v1/create_custom_loss is not served here",
     "copy_weights": "POST /api/v1/copy_weights is not served here",
     "a_call_of_next_year": "POST /api/v1/a_call_of_next_year is not served here",

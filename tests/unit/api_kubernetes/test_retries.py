@@ -1,4 +1,4 @@
-"""Pauses between tries."""
+"""Pauses between retries."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Tags and metadata under our prefix: read, refused, and which of them is stronger."""
+"""Tags and metadata under the prefix: parsing, rejection and precedence."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Names and specifications of TrainingSessions, and what may be asked for."""
+"""Names and specs of TrainingSessions, and the options that are allowed."""
 
 import re
 from dataclasses import replace
@@ -206,8 +206,14 @@ def test_an_attached_run_takes_seed_and_checkpoint_from_the_declaration() -> Non
 @pytest.mark.parametrize(
     ("spec", "difference"),
     [
-        ({"baseModel": "tiny/other"}, "baseModel: 'tiny/other' there, 'tiny/llama' here"),
-        ({"lora": {"rank": 64}}, "lora.rank: 64 there, 8 here; lora.trainUnembed: True there"),
+        (
+            {"baseModel": "tiny/other"},
+            "baseModel is 'tiny/other' in the session, but 'tiny/llama' was",
+        ),
+        (
+            {"lora": {"rank": 64}},
+            "lora.rank is 64 in the session, but 8 was requested; lora.trainUnembed is True",
+        ),
         ({"lora": None}, "lora is 'full fine-tuning' in the session, but 'LoRA' was requested"),
         ({"modelId": "x:train:0"}, "it must have no spec.modelId"),
         ({"role": "Sampler", "lora": None}, "Trainer as spec.role"),

@@ -1,4 +1,4 @@
-"""What a status means for those who wait: every reason has an answer, and an old status none."""
+"""Every status of a TrainingSession is interpreted for clients; stale conditions are ignored."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the API server makes of Kubernetes' answers, over a real connection."""
+"""The API server's handling of Kubernetes responses, over a real connection."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -38,7 +38,7 @@ def a_session(connection: Connection, name: str, **spec: Any) -> Json:
     return connection.api.put(f"{SESSIONS}/{name}", manifest, generation=1)
 
 
-async def test_an_object_that_is_there_already_need_not_be_created(
+async def test_creating_an_existing_object_succeeds(
     connection: Connection, cluster: ClusterApi
 ) -> None:
     a_session(connection, "one")
@@ -46,7 +46,7 @@ async def test_an_object_that_is_there_already_need_not_be_created(
     await cluster.create("trainingsessions", a_session_manifest("one"))
 
 
-async def test_a_conflict_with_something_else_is_no_object_that_is_there_already(
+async def test_another_conflict_is_not_taken_for_an_existing_object(
     connection: Connection, cluster: ClusterApi
 ) -> None:
     connection.api.refused["trainingsessions"] = 409
@@ -65,7 +65,7 @@ async def test_a_conflict_with_something_else_is_no_object_that_is_there_already
         ("admission webhook denied the request: label it", None),
     ],
 )
-async def test_a_refusal_says_what_to_do_unless_kubernetes_does(
+async def test_an_error_contains_advice_unless_kubernetes_gives_it(
     connection: Connection, cluster: ClusterApi, explanation: str, remedy: str | None
 ) -> None:
     connection.api.refused["trainingsessions"] = 403
@@ -80,7 +80,7 @@ async def test_a_refusal_says_what_to_do_unless_kubernetes_does(
 
 
 class WithoutPast(ClusterApi):
-    """A cluster of which no watch can begin, whatever was listed just before."""
+    """A cluster in which starting a watch always fails, even right after a list."""
 
     lists = 0
 
@@ -95,7 +95,7 @@ class WithoutPast(ClusterApi):
         yield
 
 
-async def test_a_cluster_that_forgets_what_it_has_just_said_is_not_asked_without_pause(
+async def test_a_failing_watch_is_retried_with_a_pause(
     connection: Connection,
 ) -> None:
     cluster = WithoutPast(connection.client, "default")
@@ -110,7 +110,7 @@ async def test_a_cluster_that_forgets_what_it_has_just_said_is_not_asked_without
     assert 1 <= cluster.lists <= 3
 
 
-async def test_an_object_that_can_not_be_read_hides_no_other(
+async def test_an_unreadable_object_does_not_hide_others(
     connection: Connection, cluster: ClusterApi
 ) -> None:
     a_session(connection, "of-a-later-version", role="Evaluator")

@@ -1,4 +1,4 @@
-"""The catalog: its migrations make its tables, and its statements may be repeated."""
+"""The catalog: migrations create the tables, and all updates are idempotent."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -43,8 +43,8 @@ async def catalog(database_url: str) -> AsyncIterator[Catalog]:
 
 
 @pytest.fixture
-async def of_another_replica(catalog: Catalog, database_url: str) -> AsyncIterator[Catalog]:
-    """The same catalog over connections of its own."""
+async def other(catalog: Catalog, database_url: str) -> AsyncIterator[Catalog]:
+    """The same catalog over its own connections."""
     del catalog
     engine = open_database(database_url)
     yield Catalog(engine)
@@ -190,7 +190,7 @@ async def test_text_that_one_database_cannot_store_is_rejected_by_all(catalog: C
     unstorable.display_name = "a\0b"
     attempts = [
         catalog.session("a\0b"),
-        catalog.beat(["a\0b"]),
+        catalog.record_heartbeats(["a\0b"]),
         catalog.add_session(unstorable),
         catalog.sessions("a\0b", Page(0, 10)),
     ]
@@ -275,7 +275,7 @@ async def test_keys_are_stored_hashed_and_looked_up_by_hash(catalog: Catalog) ->
 
 
 async def add_key(catalog: Catalog, **changes: Any) -> str:
-    """Register a fresh key and return it."""
+    """Register a new key and return it."""
     key = new_key()
     fields = {"name": "n", "owner": "me", "role": Role.USER}
     await catalog.add_key(key_hash=hash_key(key), **(fields | changes))
@@ -334,7 +334,7 @@ async def test_the_last_use_of_a_key_is_written_with_the_next_housekeeping(
 
 
 async def configure_key(catalog: Catalog, key: str, tmp_path: Path) -> list[Mapping[str, Any]]:
-    """Start with a bootstrap key; return what is logged."""
+    """Configure a bootstrap key and return the log events."""
     with structlog.testing.capture_logs() as logged:
         settings = Settings(state_dir=tmp_path, bootstrap_key=SecretStr(key))
         await register_bootstrap_key(catalog, settings)
@@ -359,7 +359,7 @@ async def test_a_bootstrap_key_revokes_its_predecessor_and_no_other_key(
     (line,) = await configure_key(catalog, second, tmp_path)
 
     assert "replaces an earlier one, which was revoked" in line["event"]
-    assert line["other_replicas_refuse_it_within_seconds"] == 10
+    assert line["other_replicas_reject_it_within_seconds"] == 10
     assert not await is_accepted(catalog, first)
     assert await is_accepted(catalog, second)
     assert await is_accepted(catalog, made)
@@ -413,11 +413,12 @@ async def test_objects_of_other_owners_are_visible_only_to_admins(catalog: Catal
     user = await authenticator.principal(keys[Role.USER])
     admin = await authenticator.principal(keys[Role.ADMIN])
 
-    admin.require("you", "thing")
-    user.require("me", "thing")
-    for owner in ("you", None):
+    mine, yours = a_session("mine", "me"), a_session("yours", "you")
+    assert admin.require(yours, "thing") is yours
+    assert user.require(mine, "thing") is mine
+    for found in (yours, None):
         with pytest.raises(NotFound, match="thing does not exist"):
-            user.require(owner, "thing")
+            user.require(found, "thing")
     assert user.owner_filter("accessible") == "me"
     assert admin.owner_filter("accessible") is None
     assert admin.owner_filter("owned") == "me"
@@ -436,27 +437,23 @@ async def test_replicas_that_start_together_migrate_one_after_the_other(
 
 
 async def test_replicas_that_add_a_row_concurrently_create_one_row(
-    catalog: Catalog, of_another_replica: Catalog
+    catalog: Catalog, other: Catalog
 ) -> None:
     await catalog.add_session(a_session())
 
-    added = await asyncio.gather(
-        *[each.add_run(a_run()) for each in (catalog, of_another_replica) * 5]
-    )
+    added = await asyncio.gather(*[each.add_run(a_run()) for each in (catalog, other) * 5])
 
     assert len({run.created_at for run in added}) == 1
     assert (await catalog.runs("me", Page(0, 10)))[1] == 1
 
 
-async def test_only_one_of_two_replicas_places_a_run(
-    catalog: Catalog, of_another_replica: Catalog
-) -> None:
+async def test_only_one_of_two_replicas_places_a_run(catalog: Catalog, other: Catalog) -> None:
     await catalog.add_session(a_session())
     await catalog.add_run(a_run())
 
     placed = await asyncio.gather(
         catalog.set_generation("s:train:0", "one", after=None),
-        of_another_replica.set_generation("s:train:0", "two", after=None),
+        other.set_generation("s:train:0", "two", after=None),
     )
 
     run = await catalog.run("s:train:0")
@@ -466,7 +463,7 @@ async def test_only_one_of_two_replicas_places_a_run(
 
 
 async def test_replicas_that_record_the_same_runs_do_not_deadlock(
-    catalog: Catalog, of_another_replica: Catalog
+    catalog: Catalog, other: Catalog
 ) -> None:
     await catalog.add_session(a_session())
     runs = [await catalog.add_run(a_run(index)) for index in range(30)]
@@ -475,7 +472,7 @@ async def test_replicas_that_record_the_same_runs_do_not_deadlock(
     for _ in range(5):
         await asyncio.gather(
             catalog.touch_runs({run.id: late for run in runs}),
-            of_another_replica.touch_runs({run.id: early for run in reversed(runs)}),
+            other.touch_runs({run.id: early for run in reversed(runs)}),
         )
 
     rows, _ = await catalog.runs("me", Page(0, 30))
@@ -484,7 +481,7 @@ async def test_replicas_that_record_the_same_runs_do_not_deadlock(
 
 @pytest.mark.parametrize("is_over", [False, True])
 async def test_runs_can_be_deleted_while_another_replica_records_their_activity(
-    catalog: Catalog, of_another_replica: Catalog, is_over: bool
+    catalog: Catalog, other: Catalog, is_over: bool
 ) -> None:
     late = datetime(2030, 1, 1, tzinfo=UTC)
     for number in range(4):
@@ -492,7 +489,7 @@ async def test_runs_can_be_deleted_while_another_replica_records_their_activity(
         await catalog.add_session(a_session(name))
         if is_over:
             await catalog.finish_session(name, "success", None)
-        # The last lies first, as rows do once some of them were changed.
+        # The last row is stored first, as happens after updates.
         ids = [f"{name}:train:{index:02}" for index in range(30)]
         for run_id in reversed(ids):
             run = TrainingRun(id=run_id, session_id=name, owner="me", base_model="m", spec={})
@@ -502,7 +499,7 @@ async def test_runs_can_be_deleted_while_another_replica_records_their_activity(
             catalog.delete_runs_of_finished_sessions()
             if is_over
             else catalog.finish_session(name, "success", None),
-            of_another_replica.touch_runs(dict.fromkeys(ids, late)),
+            other.touch_runs(dict.fromkeys(ids, late)),
         )
 
         rows = await catalog.runs_of_session(name)
@@ -511,7 +508,7 @@ async def test_runs_can_be_deleted_while_another_replica_records_their_activity(
 
 
 async def test_replicas_that_record_the_same_heartbeats_do_not_deadlock(
-    catalog: Catalog, of_another_replica: Catalog
+    catalog: Catalog, other: Catalog
 ) -> None:
     names = [f"s{index}" for index in range(100)]
     for name in names:
@@ -520,7 +517,7 @@ async def test_replicas_that_record_the_same_heartbeats_do_not_deadlock(
         await catalog.add_session(session)
 
     for _ in range(5):
-        await asyncio.gather(catalog.beat(names), of_another_replica.beat(names[::-1]))
+        await asyncio.gather(catalog.record_heartbeats(names), other.record_heartbeats(names[::-1]))
 
     assert await catalog.count_live_sessions(datetime(2026, 1, 2, tzinfo=UTC)) == len(names)
 

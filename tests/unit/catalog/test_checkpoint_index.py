@@ -1,4 +1,4 @@
-"""What the server lists, deletes and lets expire, whatever one checkpoint or the store is like."""
+"""Listing, deleting and expiring checkpoints, even with a damaged checkpoint or a failing store."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -62,22 +62,22 @@ class World:
         await obstore.put_async(self.store, key, manifest.model_dump_json().encode())
 
     async def save(self, name: str, **changes: object) -> Manifest:
-        """Ask for a checkpoint, write it, and look at it."""
+        """Record a pending checkpoint, write it, and refresh the index."""
         manifest = a_manifest(path(name), **changes)  # type: ignore[arg-type]
-        await self.checkpoints.expect(manifest.path, "me")
+        await self.checkpoints.record_pending(manifest.path, "me")
         await self.put(manifest)
         await self.names()
         return manifest
 
     async def save_of_a_newer_format(self, name: str) -> None:
-        """Ask for a checkpoint, and write it as a later release might."""
-        await self.checkpoints.expect(path(name), "me")
+        """Record a pending checkpoint, and write it in the format of a later release."""
+        await self.checkpoints.record_pending(path(name), "me")
         content = a_manifest(path(name)).model_dump_json()
         newer = content.replace('"format_version":1', '"format_version":99')
         await obstore.put_async(self.store, path(name).manifest_key, newer.encode())
 
     async def age(self, name: str, by: timedelta) -> None:
-        """Have a checkpoint asked for so long ago."""
+        """Move the time of a save request into the past."""
         async with self.catalog._writing() as session:
             change = update(Checkpoint).where(Checkpoint.name == name)
             await session.execute(change.values(asked_at=datetime.now(UTC) - by))
@@ -87,7 +87,7 @@ class World:
         return {info.checkpoint_id.partition("/")[2] for info in infos}
 
     async def files(self) -> set[str]:
-        """Return the names of the checkpoints of which there are files."""
+        """Return the names of the checkpoints that have files."""
         entries = await obstore.list(self.store).collect_async()
         return {entry["path"].split("/")[-2] for entry in entries}
 
@@ -104,7 +104,7 @@ async def world(database_url: str, tmp_path: Path) -> AsyncIterator[World]:
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Keys that the store refuses to read."""
+    """Keys that the store fails to read."""
     keys: set[str] = set()
     get_async = obstore.get_async
 
@@ -122,7 +122,7 @@ async def test_an_unreadable_checkpoint_does_not_hide_others(
 ) -> None:
     await world.save("good")
     await world.save_of_a_newer_format("newer")
-    await world.checkpoints.expect(path("refused"), "me")
+    await world.checkpoints.record_pending(path("refused"), "me")
     refused.add(path("refused").manifest_key)
 
     assert await world.names() == {"good", "newer"}
@@ -137,7 +137,7 @@ async def test_a_folder_that_is_not_a_checkpoint_does_not_hide_others(world: Wor
     found = a_manifest(path("found"))
     await world.put(found)
     folder = found.path.prefix.rpartition("/")[0]
-    # As file systems that take snapshots have in every folder.
+    # Some file systems have such a snapshot folder in every folder.
     await obstore.put_async(world.store, f"{folder}/.snapshot/daily/f", b"")
 
     await world.checkpoints.discover("s:train:0")
@@ -150,7 +150,7 @@ async def test_a_pending_checkpoint_of_a_newer_format_times_out_and_one_in_a_fai
 ) -> None:
     await world.save_of_a_newer_format("newer")
     await world.save_of_a_newer_format("later")
-    await world.checkpoints.expect(path("refused"), "me")
+    await world.checkpoints.record_pending(path("refused"), "me")
     refused.add(path("refused").manifest_key)
     for name in ("newer", "refused"):
         await world.age(name, timedelta(hours=7))
@@ -178,7 +178,7 @@ async def test_checkpoints_expire_even_if_one_of_them_is_unreadable(
 
 
 class Died(Exception):
-    """Stands for the death of a server."""
+    """Simulates the death of a server."""
 
 
 @pytest.mark.parametrize("last", ["delete", "delete_folder"])
@@ -221,7 +221,7 @@ async def test_the_owner_can_delete_the_rest_of_an_interrupted_deletion(world: W
 async def test_a_checkpoint_cannot_be_deleted_while_it_is_being_saved(
     world: World,
 ) -> None:
-    await world.checkpoints.expect(path("a"), "me")
+    await world.checkpoints.record_pending(path("a"), "me")
     await obstore.put_async(world.store, f"{path('a').prefix}/f", b"content")
 
     with pytest.raises(NotFound):
@@ -290,8 +290,8 @@ async def test_an_expiry_that_is_set_overrides_the_saved_one(world: World) -> No
     await world.checkpoints.set_ttl(path("longer"), ME, 3600)
     await world.checkpoints.set_ttl(path("never"), ME, None)
     await world.checkpoints.set_ttl(path("shorter"), ME, 0)
-    # Asked for once more, and refused by the head as the name is taken: it stays what it was.
-    await world.checkpoints.expect(path("never"), "me")
+    # A repeated save that the head rejects, as the name is taken, changes nothing.
+    await world.checkpoints.record_pending(path("never"), "me")
     await world.age("never", timedelta(hours=7))
 
     await world.checkpoints.delete_expired()
@@ -304,7 +304,7 @@ async def test_an_expiry_that_is_set_overrides_the_saved_one(world: World) -> No
 
 async def test_a_checkpoint_that_replaces_an_expired_one_is_kept(world: World) -> None:
     await world.save("a", expires_at=datetime.now(UTC) - HOUR)
-    await world.checkpoints.expect(path("a"), "me")
+    await world.checkpoints.record_pending(path("a"), "me")
 
     await world.checkpoints.delete_expired()
     assert await world.files() == {"a"}
@@ -317,7 +317,7 @@ async def test_a_checkpoint_that_replaces_an_expired_one_is_kept(world: World) -
 async def test_a_checkpoint_deleted_while_its_manifest_is_read_is_not_listed_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await world.checkpoints.expect(path("a"), "me")
+    await world.checkpoints.record_pending(path("a"), "me")
     await world.put(a_manifest(path("a")))
     read = world.checkpoints._objects.read
 
@@ -358,7 +358,7 @@ async def test_listing_runs_reads_each_pending_manifest_once(
 ) -> None:
     mine = [path(f"n{index}", f"s:train:{index % 5}") for index in range(50)]
     for wanted in [*mine, path("x", "other:train:0")]:
-        await world.checkpoints.expect(wanted, "me")
+        await world.checkpoints.record_pending(wanted, "me")
 
     listed = await world.checkpoints.of_runs([f"s:train:{index}" for index in range(5)])
 
@@ -369,8 +369,8 @@ async def test_listing_runs_reads_each_pending_manifest_once(
 async def test_listing_own_checkpoints_reads_no_manifests_of_other_owners(
     world: World, looked_at: list[str]
 ) -> None:
-    await world.checkpoints.expect(path("mine"), "me")
-    await world.checkpoints.expect(path("yours", "other:train:0"), "you")
+    await world.checkpoints.record_pending(path("mine"), "me")
+    await world.checkpoints.record_pending(path("yours", "other:train:0"), "you")
 
     await world.names()
 
@@ -385,7 +385,7 @@ async def test_a_damaged_manifest_is_rejected_with_a_reason(world: World) -> Non
 
 
 async def ask(world: World, name: str, status: int | None) -> None:
-    """Ask a head for a checkpoint that answers with this status."""
+    """Send a save request to a head that responds with this status."""
 
     async def answer() -> int | None:
         return status
@@ -394,7 +394,7 @@ async def ask(world: World, name: str, status: int | None) -> None:
 
 
 async def waiting(world: World) -> set[str]:
-    """Return the names of the checkpoints whose manifests are still to be looked at."""
+    """Return the names of the pending checkpoints."""
     return {row.name for row in await world.catalog.unindexed_checkpoints(None)}
 
 
@@ -438,8 +438,8 @@ async def test_manifests_of_thousands_of_failed_saves_are_not_looked_for(
     world: World, looked_at: list[str]
 ) -> None:
     for index in range(30):
-        await world.checkpoints.expect(path(f"failed-{index}"), "me")
-    await world.checkpoints.expect(path("saved"), "me")
+        await world.checkpoints.record_pending(path(f"failed-{index}"), "me")
+    await world.checkpoints.record_pending(path("saved"), "me")
     await world.put(a_manifest(path("saved")))
 
     assert await world.names() == {"saved"}
@@ -454,7 +454,7 @@ async def test_manifests_of_thousands_of_failed_saves_are_not_looked_for(
 async def test_a_checkpoint_that_an_admin_saves_belongs_to_the_owner_of_its_run(
     world: World,
 ) -> None:
-    await world.checkpoints.expect(path("a"), "admin")
+    await world.checkpoints.record_pending(path("a"), "admin")
     await world.put(a_manifest(path("a"), owner="me"))
     await world.checkpoints.page("admin", PAGE)
 

@@ -1,4 +1,4 @@
-"""What was trained on one base model does not continue on another that took its name."""
+"""A checkpoint is not loaded on a different base model that was put in place of its own."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def trained_further(model: Path) -> Path:
-    """Put other weights in the folder, as who serves a newer revision under the same name."""
+    """Replace the weights in the folder, as for a newer revision under the same name."""
     tensors = load_file(model / "model.safetensors")
     tensors[UP] = tensors[UP] + 1e-3
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
@@ -83,7 +83,7 @@ async def a_saved_run(model: Path, folder: Path, spec: ModelSpec = SPEC) -> None
 
 
 async def loaded(head: Head, spec: ModelSpec = SPEC) -> str:
-    """Return what becomes of a new model that begins from what was saved."""
+    """Create a model from a saved checkpoint and return the result."""
     asked = spec.model_copy(update={"restore_from": SAVED, "restore_optimizer": True})
     await head.service.create_model(CHILD, asked)
     result = await head.service.retrieve(f"{CHILD}:0")

@@ -1,4 +1,4 @@
-"""Who asks is decided by the headers alone, in the same way for every call."""
+"""Every call is authenticated in the same way, by its headers alone."""
 
 import asyncio
 from collections.abc import AsyncIterator, MutableMapping
@@ -10,18 +10,18 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from tinkercloud_api import errors, throttle
+from tinkercloud_api import errors, hot_paths, throttle
 from tinkercloud_api.app import running_context
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.hot_paths import HotPaths
 from tinkercloud_api.http import DISCARD_WITHOUT_KEY
-from tinkercloud_api.routes import health, hot, runs, sessions
+from tinkercloud_api.routes import health, runs, sessions
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import Overloaded
 from tinkercloud_testing.providers import OneHead
 
-KEY = "tml-of-whoever-may-ask-in-this-test"
+KEY = "tml-a-valid-key-of-these-tests"
 CALLS = [
     ("POST", routes.FORWARD_BACKWARD),
     ("POST", routes.RETRIEVE_FUTURE),
@@ -79,7 +79,7 @@ async def test_health_checks_need_no_key(client: httpx.AsyncClient) -> None:
 
 
 class Upload:
-    """A client that uploads without end, and counts what was taken."""
+    """A client that uploads endlessly and counts the bytes that were read."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -157,7 +157,9 @@ def test_a_limited_number_of_addresses_is_remembered(monkeypatch: pytest.MonkeyP
 async def test_a_slow_body_without_a_key_is_not_awaited(
     asgi: HotPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hot, "DISCARD_WITHOUT_KEY", replace(DISCARD_WITHOUT_KEY, max_seconds=0.05))
+    monkeypatch.setattr(
+        hot_paths, "DISCARD_WITHOUT_KEY", replace(DISCARD_WITHOUT_KEY, max_seconds=0.05)
+    )
     upload = Upload()
 
     async def never() -> MutableMapping[str, Any]:

@@ -1,4 +1,4 @@
-"""What a client can hold of the server without a key: few bytes, for a short time."""
+"""A client without a key can occupy only few bytes of the server, for a short time."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,7 +16,7 @@ BEGIN = b"GET /x HTTP/1.1\r\nhost: a\r\n"
 FINE = BEGIN + b"\r\n"
 
 
-async def answers_at_once(_scope: Scope, _receive: Receive, send: Send) -> None:
+async def responds_at_once(_scope: Scope, _receive: Receive, send: Send) -> None:
     await respond(send, b'"fine"')
 
 
@@ -41,37 +41,37 @@ async def served(app: App, bound: int = 100) -> AsyncIterator[int]:
     await serving
 
 
-async def told(port: int, *parts: bytes) -> bytes:
-    """Return all that the server says until it closes the connection."""
+async def send_raw(port: int, *parts: bytes) -> bytes:
+    """Send bytes, and return everything that the server sends until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     for part in parts:
         writer.write(part)
         await asyncio.sleep(0)
-    said = b""
+    received = b""
     with suppress(ConnectionResetError):
         while chunk := await reader.read(1 << 16):
-            said += chunk
+            received += chunk
     writer.close()
-    return said
+    return received
 
 
 async def send_megabytes(writer: asyncio.StreamWriter, count: int) -> None:
-    """Send far more than the sockets between a client and a server hold."""
+    """Send far more data than socket buffers hold."""
     for _ in range(count):
         writer.write(b"a" * (1 << 20))
         await writer.drain()
 
 
 async def test_endless_headers_are_cut_off_at_the_limit() -> None:
-    async with served(answers_at_once) as port:
-        said = await told(port, BEGIN + b"x: ", b"a" * connections.MAX_HEAD_BYTES)
+    async with served(responds_at_once) as port:
+        received = await send_raw(port, BEGIN + b"x: ", b"a" * connections.MAX_HEAD_BYTES)
 
-    assert said.startswith(b"HTTP/1.1 431 ")
-    assert b"longer than 65536 bytes" in said
+    assert received.startswith(b"HTTP/1.1 431 ")
+    assert b"65536 bytes are accepted" in received
 
 
 async def test_a_header_of_megabytes_is_not_buffered() -> None:
-    async with served(answers_at_once) as port:
+    async with served(responds_at_once) as port:
         _, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(BEGIN + b"x: ")
         with pytest.raises(ConnectionError):
@@ -85,16 +85,16 @@ async def test_a_header_of_megabytes_is_not_buffered() -> None:
     ids=["too long", "too many"],
 )
 async def test_complete_headers_over_a_limit_are_rejected(headers: bytes) -> None:
-    async with served(answers_at_once) as port:
-        said = await told(port, BEGIN + headers + b"\r\n")
+    async with served(responds_at_once) as port:
+        received = await send_raw(port, BEGIN + headers + b"\r\n")
 
-    assert said.startswith(b"HTTP/1.1 431 ")
-    assert b"connection: close" in said
+    assert received.startswith(b"HTTP/1.1 431 ")
+    assert b"connection: close" in received
 
 
 async def test_the_limit_applies_to_each_request_of_a_connection() -> None:
     request = BEGIN + b"x: " + b"a" * 40_000 + b"\r\n\r\n"
-    async with served(answers_at_once) as port:
+    async with served(responds_at_once) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         for _ in range(3):
             writer.write(request)
@@ -102,24 +102,24 @@ async def test_the_limit_applies_to_each_request_of_a_connection() -> None:
         writer.close()
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET", BEGIN], ids=["nothing", "a word", "half a head"])
+@pytest.mark.parametrize("sent", [b"", b"GET", BEGIN], ids=["nothing", "a word", "incomplete"])
 async def test_a_connection_without_a_request_is_closed(
     sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.05)
-    async with served(answers_at_once) as port:
-        assert await told(port, sent) == b""
+    async with served(responds_at_once) as port:
+        assert await send_raw(port, sent) == b""
 
 
 async def test_incomplete_headers_after_a_complete_request_are_closed_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.05)
-    async with served(answers_at_once) as port:
-        assert (await told(port, FINE, BEGIN)).count(b"fine") == 1
+    async with served(responds_at_once) as port:
+        assert (await send_raw(port, FINE, BEGIN)).count(b"fine") == 1
 
 
-async def test_a_body_that_stops_coming_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stalled_body_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "BODY_IDLE_SECONDS", 0.05)
     ended = asyncio.Event()
 
@@ -129,11 +129,11 @@ async def test_a_body_that_stops_coming_is_not_waited_for(monkeypatch: pytest.Mo
         ended.set()
 
     async with served(reads) as port:
-        assert await told(port, BEGIN + b"content-length: 9\r\n\r\nhalf") == b""
+        assert await send_raw(port, BEGIN + b"content-length: 9\r\n\r\nhalf") == b""
         await ended.wait()
 
 
-async def test_a_body_that_the_server_does_not_read_yet_is_waited_for(
+async def test_a_body_that_the_server_is_not_reading_yet_does_not_time_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connections, "BODY_IDLE_SECONDS", 0.05)
@@ -150,29 +150,31 @@ async def test_a_body_that_the_server_does_not_read_yet_is_waited_for(
         writer.close()
 
 
-async def test_an_answer_may_take_longer_than_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_response_may_take_longer_than_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(connections, "HEAD_SECONDS", 0.05)
     monkeypatch.setattr(connections, "BODY_IDLE_SECONDS", 0.05)
 
-    async def answers_late(scope: Scope, receive: Receive, send: Send) -> None:
+    async def responds_late(scope: Scope, receive: Receive, send: Send) -> None:
         await reads_first(scope, receive, send)
         await asyncio.sleep(0.5)
 
-    async with served(answers_late) as port:
+    async with served(responds_late) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(BEGIN + b"content-length: 4\r\n\r\nbody")
         assert b" 200 " in await reader.readuntil(b'"http.request"')
         writer.close()
 
 
-async def test_connections_beyond_the_bound_are_refused_and_the_others_served() -> None:
-    async with served(answers_at_once, bound=20) as port:
+async def test_connections_over_the_limit_are_rejected_and_the_others_served() -> None:
+    async with served(responds_at_once, bound=20) as port:
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
         for reader, writer in held:
             writer.write(FINE)
             await reader.readuntil(b'"fine"')
 
-        refused = await told(port, FINE)
+        refused = await send_raw(port, FINE)
         reader, writer = held[0]
         writer.write(FINE)
         served_on = await reader.readuntil(b"fine")
@@ -184,16 +186,16 @@ async def test_connections_beyond_the_bound_are_refused_and_the_others_served() 
     assert served_on.startswith(b"HTTP/1.1 200 ")
 
 
-async def test_many_more_connections_are_closed_without_an_answer() -> None:
-    async with served(answers_at_once, bound=10) as port:
+async def test_connections_far_over_the_limit_are_closed_without_a_response() -> None:
+    async with served(responds_at_once, bound=10) as port:
         held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(11)]
 
-        assert await told(port, FINE) == b""
+        assert await send_raw(port, FINE) == b""
 
         for _, writer in held:
             writer.close()
 
 
-def test_there_is_room_for_a_connection_to_a_head_for_each_of_a_client() -> None:
+def test_the_default_limit_reserves_a_head_connection_for_each_client_connection() -> None:
     assert connections.default_bound(1024) == 384
     assert connections.default_bound(65_536) == 32_640

@@ -1,4 +1,4 @@
-"""JSON routes say what is wrong with a request in the words that the hot paths have for it."""
+"""JSON routes report invalid requests with the same messages as the hot paths."""
 
 import httpx
 import pytest

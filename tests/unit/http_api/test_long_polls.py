@@ -1,4 +1,4 @@
-"""Polls for results are held whatever is away: on a failure the SDK asks again without a delay."""
+"""Polls for results wait during outages: on a failure the SDK would retry without a delay."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`/openapi.json` describes every call that is served, with the statuses that are answered."""
+"""`/openapi.json` describes every supported call, with its response statuses."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A tokenizer's revision changes with its files, which are read once for as long as they stay."""
+"""A tokenizer's revision changes with its files, which are read again only when they change."""
 
 import os
 from pathlib import Path

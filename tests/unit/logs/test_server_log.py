@@ -1,4 +1,4 @@
-"""What clients send can neither command a terminal nor fill the log."""
+"""Client input can neither control a terminal nor flood the log."""
 
 import logging
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The router tells heads, older ones too, what sampling sessions sample from."""
+"""Sampling sessions are registered with heads, including heads of earlier releases."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -25,16 +25,16 @@ SAVED_AT = datetime(2026, 1, 2, 3, 4, 5, 678901, UTC)
 
 @dataclass
 class Head:
-    """What a head was told, and which fields it knows."""
+    """A head that records registrations, with the fields that it knows."""
 
     fields: set[str] = field(default_factory=lambda: {"owner", "model_path", "saved_at"})
-    told: list[SamplerSpec] = field(default_factory=list)
+    received: list[SamplerSpec] = field(default_factory=list)
 
     async def put(self, request: web.Request) -> web.Response:
         body = await request.read()
         if orjson.loads(body).keys() - self.fields:
             return web.json_response({"detail": "Extra inputs are not permitted"}, status=400)
-        self.told.append(SamplerSpec.model_validate_json(body))
+        self.received.append(SamplerSpec.model_validate_json(body))
         return web.json_response({})
 
 
@@ -45,7 +45,7 @@ def head() -> Head:
 
 @pytest.fixture
 async def locator(tmp_path: Path, head: Head) -> AsyncIterator[HeadLocator]:
-    """A router that knows a session of the base model, and two of checkpoints."""
+    """A locator with a sampling session of the base model and two of checkpoints."""
     engine = open_database(f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}")
     await migrate(engine)
     catalog, provider = Catalog(engine), OneHead()
@@ -77,7 +77,7 @@ async def test_a_head_receives_the_save_time_of_a_checkpoint(
     for index in range(3):
         await locator.head_of_sampler(f"s:sample:{index}")
 
-    assert head.told == [
+    assert head.received == [
         SamplerSpec(owner="me"),
         SamplerSpec(owner="me", model_path=PATH, saved_at=SAVED_AT),
         SamplerSpec(owner="me", model_path=PATH),
@@ -90,12 +90,12 @@ async def test_heads_of_earlier_releases_receive_only_fields_that_they_know(
     head.fields.remove("owner")
     for index in range(3):
         await locator.head_of_sampler(f"s:sample:{index}")
-    told = [
+    received = [
         SamplerSpec(),
         SamplerSpec(model_path=PATH, saved_at=SAVED_AT),
         SamplerSpec(model_path=PATH),
     ]
-    assert head.told == told
+    assert head.received == received
 
 
 async def test_a_head_that_knows_only_the_path_receives_only_the_path(
@@ -106,4 +106,4 @@ async def test_a_head_that_knows_only_the_path_receives_only_the_path(
     for index in range(3):
         await locator.head_of_sampler(f"s:sample:{index}")
 
-    assert head.told == [SamplerSpec(), *[SamplerSpec(model_path=PATH)] * 2]
+    assert head.received == [SamplerSpec(), *[SamplerSpec(model_path=PATH)] * 2]

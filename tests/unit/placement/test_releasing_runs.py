@@ -1,4 +1,4 @@
-"""A session that is over holds nothing, whatever was under way or away when it ended."""
+"""All resources of an ended session are released, even if its heads were busy or unreachable."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -27,14 +27,14 @@ ME = Principal(1, "key", "me", Role.USER)
 
 
 class Cluster(OneHead):
-    """A provider with a head that loads until it is told otherwise, and one for each run."""
+    """A provider whose heads load until `is_loaded` is set, with one head per run."""
 
     def __init__(self) -> None:
         super().__init__()
         self.is_loaded = asyncio.Event()
         self.is_asked = asyncio.Event()
         self.held: list[str] = []
-        self.away: set[str] = set()
+        self.failing: set[str] = set()
         """Runs whose release fails."""
 
     async def acquire(self, placement: Placement) -> HeadEndpoint:
@@ -46,7 +46,7 @@ class Cluster(OneHead):
         return list(self.held)
 
     async def release(self, placement: Placement) -> None:
-        if placement.target in self.away:
+        if placement.target in self.failing:
             raise Unavailable("Kubernetes does not answer")
         if placement.target in self.held:
             self.held.remove(placement.target)
@@ -54,26 +54,26 @@ class Cluster(OneHead):
 
 @dataclass
 class HeadStub:
-    """What a head has been told to hold, and how often it was told to let go."""
+    """A head that records created models and deletions."""
 
     models: set[str] = field(default_factory=set)
     released: list[str] = field(default_factory=list)
-    calls_at_once: int = 0
-    most_calls_at_once: int = 0
-    is_silent: bool = False
+    concurrent_calls: int = 0
+    max_concurrent_calls: int = 0
+    is_failing: bool = False
 
     async def put(self, request: web.Request) -> web.Response:
         self.models.add(request.match_info["id"])
         return web.json_response({})
 
     async def delete(self, request: web.Request) -> web.Response:
-        self.calls_at_once += 1
-        self.most_calls_at_once = max(self.most_calls_at_once, self.calls_at_once)
+        self.concurrent_calls += 1
+        self.max_concurrent_calls = max(self.max_concurrent_calls, self.concurrent_calls)
         await asyncio.sleep(0)
         self.released.append(request.match_info["id"])
         self.models.discard(request.match_info["id"])
-        self.calls_at_once -= 1
-        return web.json_response({}, status=500 if self.is_silent else 200)
+        self.concurrent_calls -= 1
+        return web.json_response({}, status=500 if self.is_failing else 200)
 
 
 @dataclass
@@ -90,7 +90,7 @@ class World:
         self.restart()
 
     def restart(self) -> None:
-        """Go on with another server, which knows what is in the catalog."""
+        """Replace the server by another one with the same catalog."""
         self.locator = HeadLocator(self.catalog, self.checkpoints, self.provider, self.client)
         self.runs = TrainingRuns(self.catalog, self.provider, self.checkpoints, self.locator)
 
@@ -156,13 +156,13 @@ async def test_resources_that_cannot_be_released_at_the_end_of_a_session_are_rel
     world: World,
 ) -> None:
     run_ids = [await world.begin(index) for index in range(3)]
-    world.provider.away = {run_ids[0]}
+    world.provider.failing = {run_ids[0]}
 
     await world.runs.finish_session("s", "success", None)
     assert world.provider.held == run_ids[:1]
     await world.locator.release_leftovers(datetime.now(UTC))
     assert world.provider.held == run_ids[:1]
-    world.provider.away.clear()
+    world.provider.failing.clear()
     world.restart()
     await world.locator.release_leftovers(datetime.now(UTC))
 
@@ -172,7 +172,7 @@ async def test_resources_that_cannot_be_released_at_the_end_of_a_session_are_rel
 async def test_a_run_that_cannot_be_released_does_not_block_others(world: World) -> None:
     run_ids = [await world.begin(index) for index in range(3)]
     await world.catalog.finish_session("s", "success", None)
-    world.provider.away = {run_ids[0]}
+    world.provider.failing = {run_ids[0]}
 
     await world.locator.release_leftovers(datetime.now(UTC))
 
@@ -231,13 +231,13 @@ async def test_sampling_sessions_are_removed_in_batches_without_a_lookup_for_eac
     assert sorted(world.head.released) == sorted(
         [run_id, *(f"s:sample:{index}" for index in range(100))]
     )
-    assert 1 < world.head.most_calls_at_once <= 16
+    assert 1 < world.head.max_concurrent_calls <= 16
 
 
 async def test_a_failing_head_is_not_called_for_every_sampling_session(world: World) -> None:
     for index in range(100):
         await world.sample_from(None, index)
-    world.head.is_silent = True
+    world.head.is_failing = True
 
     await world.runs.finish_session("s", "success", None)
 
@@ -248,13 +248,13 @@ async def test_a_failing_head_is_not_called_for_every_run(world: World) -> None:
     for index in range(20):
         await world.begin(index)
         await world.sample_from(None, index)
-    world.head.is_silent = True
+    world.head.is_failing = True
 
     await world.runs.finish_session("s", "success", None)
     assert len(world.head.released) == 1
     await world.locator.release_leftovers(datetime.now(UTC) + timedelta(days=1))
     assert len(world.head.released) == 2
 
-    world.head.is_silent = False
+    world.head.is_failing = False
     await world.locator.release_leftovers(datetime.now(UTC) + timedelta(days=1))
     assert set(world.head.released) >= {f"s:train:{index}" for index in range(20)}

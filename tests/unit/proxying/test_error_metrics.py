@@ -1,4 +1,4 @@
-"""What a head does not answer to the end is counted, by what became of it."""
+"""Forwarded requests that fail because of the head are counted by reason."""
 
 import asyncio
 from collections.abc import MutableMapping
@@ -22,7 +22,7 @@ async def forward(port: int) -> None:
     endpoint = HeadEndpoint(f"http://127.0.0.1:{port}", "token", "g1")
     async with open_client() as session:
         await Proxy(session).forward(
-            nowhere, endpoint, "/x", target="run", headers={}, body=b"{}", silence_seconds=30
+            nowhere, endpoint, "/x", target="run", headers={}, body=b"{}", timeout_seconds=30
         )
 
 

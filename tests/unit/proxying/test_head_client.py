@@ -1,4 +1,4 @@
-"""Connections to heads are kept for the next request, unless something of the last is left."""
+"""Connections to heads are reused, unless a request or response on them was incomplete."""
 
 import asyncio
 import socket
@@ -15,7 +15,7 @@ ANSWER = b"HTTP/1.1 %d X\r\ncontent-length: 2\r\n\r\nok"
 
 
 class Head:
-    """A server that answers each request line it reads, and counts its connections."""
+    """A server that responds to each request line and counts its connections."""
 
     def __init__(self) -> None:
         self.connections = 0
@@ -36,10 +36,10 @@ async def post(
     session: aiohttp.ClientSession,
     url: str,
     body: bytes | AsyncIterator[bytes],
-    silence_seconds: float = 30,
+    timeout_seconds: float = 30,
 ) -> int:
     async with head_client.post(
-        session, url, {}, body, silence_seconds=silence_seconds
+        session, url, {}, body, timeout_seconds=timeout_seconds
     ) as response:
         assert b"".join([chunk async for chunk in response.chunks]) == b"ok"
         return response.status
@@ -127,12 +127,12 @@ async def test_an_error_in_the_request_body_is_not_attributed_to_the_head() -> N
     ):
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/fine"
         with pytest.raises(InvalidRequest, match="the client hung up"):
-            async with head_client.post(session, url, {}, broken(), silence_seconds=30):
+            async with head_client.post(session, url, {}, broken(), timeout_seconds=30):
                 pytest.fail("the head answered half a request")
 
 
 def a_silent_head() -> socket.socket:
-    """A machine that vanished: connections are made by its address, and nothing ever answers."""
+    """The address of a vanished machine, which never responds."""
     return socket.create_server(("127.0.0.1", 0))
 
 
@@ -148,7 +148,7 @@ async def test_a_head_that_does_not_respond_times_out(streams: bool) -> None:
 
         async with open_client() as session:
             with pytest.raises(HeadUnreachable, match=r"did not respond within 0.1 s"):
-                await post(session, url, endless() if streams else b"abcd", silence_seconds=0.1)
+                await post(session, url, endless() if streams else b"abcd", timeout_seconds=0.1)
 
 
 async def test_a_head_that_stalls_in_the_middle_of_its_response_times_out() -> None:
@@ -162,7 +162,7 @@ async def test_a_head_that_stalls_in_the_middle_of_its_response_times_out() -> N
     ):
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         with pytest.raises(HeadUnreachable, match="in the middle of its response"):
-            await post(session, url, b"abcd", silence_seconds=0.1)
+            await post(session, url, b"abcd", timeout_seconds=0.1)
 
 
 async def test_the_time_a_client_takes_to_send_does_not_count_towards_the_timeout() -> None:
@@ -178,7 +178,7 @@ async def test_the_time_a_client_takes_to_send_does_not_count_towards_the_timeou
     ):
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/fine"
         length = {"content-length": "4"}
-        async with head_client.post(session, url, length, slow(), silence_seconds=0.5) as response:
+        async with head_client.post(session, url, length, slow(), timeout_seconds=0.5) as response:
             assert response.status == 200
 
 
@@ -187,7 +187,7 @@ async def test_connecting_to_an_unreachable_machine_times_out(
 ) -> None:
     monkeypatch.setattr(head_client, "_CONNECT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
-        # With its queue full, the system drops what else wants to connect.
+        # The system drops further connections while the accept queue is full.
         queued = [socket.socket() for _ in range(4)]
         for one in queued:
             one.setblocking(False)

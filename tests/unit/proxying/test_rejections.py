@@ -1,4 +1,4 @@
-"""What the API server refuses goes to the head for its place in the order, and not to be done."""
+"""Requests that the API server rejects are sent to the head only for their sequence position."""
 
 import asyncio
 from collections.abc import MutableMapping
@@ -28,7 +28,7 @@ WHY = f"checkpoint {OF_ANOTHER} does not exist, or belongs to another owner"
 
 
 class Server:
-    """What a load needs of the API server: no checkpoint is the caller's, and one head has all."""
+    """A server on which the caller has no checkpoints, with one head for all runs."""
 
     def __init__(self, session: aiohttp.ClientSession, port: int) -> None:
         self.settings = SimpleNamespace(limits=SimpleNamespace(max_body_bytes=1 << 20))
@@ -46,8 +46,8 @@ class Server:
         return self._route
 
 
-async def told(path: str, body: bytes) -> tuple[dict[str, str], bytes]:
-    """Return the headers and the body with which the head is asked for something."""
+async def forwarded(path: str, body: bytes) -> tuple[dict[str, str], bytes]:
+    """Send a request and return the headers and body that the head receives."""
     reads: list[tuple[dict[str, str], bytes]] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -77,7 +77,7 @@ async def told(path: str, body: bytes) -> tuple[dict[str, str], bytes]:
 async def test_a_head_without_support_for_rejections_does_not_execute_a_rejected_load() -> None:
     load = {"model_id": MODEL, "seq_id": 3, "path": OF_ANOTHER, "optimizer": True}
 
-    headers, body = await told(routes.LOAD_WEIGHTS, orjson.dumps(load))
+    headers, body = await forwarded(routes.LOAD_WEIGHTS, orjson.dumps(load))
 
     assert unquote(headers[routes.REFUSAL_HEADER]) == WHY
     assert orjson.loads(body) == {"model_id": MODEL, "seq_id": 3}
@@ -98,7 +98,7 @@ async def test_a_head_without_support_for_rejections_does_not_execute_a_rejected
 async def test_an_oversized_request_is_forwarded_as_its_sequence_position_only(path: str) -> None:
     request = {"model_id": MODEL, "seq_id": 3, "user_metadata": {"a": "x" * (1 << 20)}}
 
-    headers, body = await told(path, orjson.dumps(request))
+    headers, body = await forwarded(path, orjson.dumps(request))
 
     assert unquote(headers[routes.REFUSAL_HEADER]) == f"body is larger than {1 << 20} bytes"
     assert orjson.loads(body) == {"model_id": MODEL, "seq_id": 3}
@@ -106,4 +106,4 @@ async def test_an_oversized_request_is_forwarded_as_its_sequence_position_only(p
 
 async def test_an_oversized_request_without_a_model_is_rejected_at_once() -> None:
     with pytest.raises(BodyTooLarge):
-        await told(routes.SAVE_WEIGHTS, orjson.dumps({"path": "x" * (1 << 20)}))
+        await forwarded(routes.SAVE_WEIGHTS, orjson.dumps({"path": "x" * (1 << 20)}))

@@ -1,4 +1,4 @@
-"""Whatever became of the requests before it, a request gets its own answer, whole, or an error."""
+"""A request gets its own complete response or an error, whatever happened to earlier requests."""
 
 import asyncio
 import random
@@ -31,12 +31,12 @@ SAYS_IT_CLOSES = {"half_closes", "refuses"}
 READERS = ("fast", "slow", "late", "leaves", "cancelled")
 REQUESTS_AT_ONCE = 4
 SILENCE_SECONDS = 120
-"""Longer than all of a test takes: nobody here is silent."""
+"""Timeout that is longer than a whole test."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A request, and what happens to it."""
+    """A request, and how its connection behaves."""
 
     number: int
     size: int
@@ -68,7 +68,7 @@ def cases(seed: int, count: int) -> list[Case]:
 
 
 class Head:
-    """Answers each request as its path says, on the bare socket."""
+    """Responds to each request as its path specifies, on the raw socket."""
 
     def __init__(self, cases: Sequence[Case]) -> None:
         self._cases = cases
@@ -98,7 +98,7 @@ async def _read_body(reader: asyncio.StreamReader, head: bytes, case: Case) -> N
 
 
 async def _answer(writer: asyncio.StreamWriter, case: Case) -> bool:
-    """Answer, and return whether the connection stays open."""
+    """Respond, and return whether the connection stays open."""
     status = b"413" if case.answer == "refuses" else b"200"
     writer.write(b"HTTP/1.1 %b X\r\nx-number: %d\r\n" % (status, case.number))
     content = case.content
@@ -125,11 +125,11 @@ async def _answer(writer: asyncio.StreamWriter, case: Case) -> bool:
 
 
 async def request(session: aiohttp.ClientSession, url: str, case: Case) -> str:
-    """Make a request and return what came of it: "answered", "failed", or "left" by its reader."""
+    """Send a request and return its outcome: "answered", "failed", or "left" by its reader."""
     body = _streamed(case.body) if case.streams else case.body
     try:
         async with head_client.post(
-            session, f"{url}/{case.number}", {}, body, silence_seconds=SILENCE_SECONDS
+            session, f"{url}/{case.number}", {}, body, timeout_seconds=SILENCE_SECONDS
         ) as response:
             assert dict(response.headers)[b"x-number"] == b"%d" % case.number
             return await _read(response, case)
@@ -160,7 +160,7 @@ async def _read(response: HeadResponse, case: Case) -> str:
 
 
 async def outcomes(url: str, cases: Sequence[Case]) -> list[str]:
-    """Make all requests, some at once, and return what came of each."""
+    """Send all requests, some concurrently, and return their outcomes."""
     waiting = list(enumerate(cases))
     results = [""] * len(cases)
 
@@ -179,11 +179,11 @@ async def outcomes(url: str, cases: Sequence[Case]) -> list[str]:
 
 
 def may_come_of(case: Case) -> set[str]:
-    """Return what a reader may come to know of its own request."""
+    """Return the outcomes that a reader may see for its request."""
     reads_all = case.reader in {"fast", "slow", "late"} or case.size == 0
     if case.answer in ENDS_EARLY:
         return {"failed"} if reads_all else {"failed", "left"}
-    # Whoever is refused while it still sends may hear of the closing before the answer.
+    # A client that is rejected while it is still sending may see the close before the response.
     return {"answered" if reads_all else "left"} | (
         {"failed"} if case.answer == "refuses" else set()
     )
@@ -202,7 +202,7 @@ async def test_every_request_gets_its_own_response_in_any_mixture_of_requests(se
         for case, result in zip(mixture, results, strict=True)
         if result not in may_come_of(case)
     ]
-    # A connection may be closed without a word just as it is used again.
+    # A connection may be closed at the moment when it is reused.
     assert {result for _, result in unexplained} <= {"failed"}, unexplained
     assert len(unexplained) <= sum(case.answer == "hangs_up" for case in mixture), unexplained
     assert head.connections < len(mixture)

@@ -1,4 +1,4 @@
-"""A head that has nothing to do keeps no memory for what might come, and is none the worse."""
+"""An idle head frees its caches, without any effect on later results."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

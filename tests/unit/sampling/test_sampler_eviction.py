@@ -1,4 +1,4 @@
-"""Weights to sample from do not gather without end: the least recently used are let go."""
+"""Memory for sampler weights is limited: the least recently used ones are evicted."""
 
 import asyncio
 import threading
@@ -40,7 +40,7 @@ async def head(tmp_path: Path, adapter: WeightsSnapshot) -> AsyncIterator[Head]:
 
 
 async def publish(head: Head, *sessions: int) -> None:
-    """Make snapshots of a model that has begun; each is also the number of its request."""
+    """Publish snapshots of a created model; each index is also its request number."""
     for session in sessions:
         head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, session, sampling_session_seq_id=session)
         assert b"sampling_session_id" in await head.answer(session)
@@ -87,11 +87,11 @@ async def test_weights_in_constant_use_outlive_newer_unused_ones(
 
 
 async def test_weights_in_use_are_not_evicted(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample, begun, may_go_on = head.backend.sampler.sample, asyncio.Event(), asyncio.Event()
+    sample, started, may_continue = head.backend.sampler.sample, asyncio.Event(), asyncio.Event()
 
     async def held_up(version: str, request: SamplingRequest) -> SamplingResult:
-        begun.set()
-        await may_go_on.wait()
+        started.set()
+        await may_continue.wait()
         return await sample(version, request)
 
     await head.begin()
@@ -99,9 +99,9 @@ async def test_weights_in_use_are_not_evicted(head: Head, monkeypatch: pytest.Mo
     with monkeypatch.context() as held:
         held.setattr(head.backend.sampler, "sample", held_up)
         waiting = head.sample(1, 0)
-        await begun.wait()
+        await started.wait()
         await publish(head, 2, 3, 4, 5)
-        may_go_on.set()
+        may_continue.set()
         drawn = await head.service.retrieve(waiting)
 
     assert drawn is not None
@@ -147,7 +147,7 @@ async def test_a_limited_number_of_evicted_sessions_is_remembered(
 
 
 async def known(samplers: Samplers, sessions: list[SamplingSessionId]) -> set[int]:
-    """Return which sessions can be sampled from."""
+    """Return the sessions that can be sampled from."""
     found = set()
     for session in sessions:
         try:
@@ -242,7 +242,7 @@ async def test_samples_from_evicted_weights_can_be_retrieved_from_the_next_head(
 
 
 class Elsewhere:
-    """A whole model where a trainer's ranks are, which is not asked for."""
+    """A full model on the trainer's ranks, whose values are not needed."""
 
     name = "elsewhere"
     size_bytes = 1
@@ -256,7 +256,7 @@ class Elsewhere:
         raise NotFound(str(folder))
 
     def remove(self) -> None:
-        """Take note."""
+        """Record the call."""
         self.is_removed.set()
 
 
@@ -264,18 +264,18 @@ async def test_no_weights_remain_of_a_model_deleted_while_they_are_transferred(
     head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await head.begin()
-    is_bringing, may_go_on, there = threading.Event(), threading.Event(), Elsewhere()
+    is_transferring, may_continue, there = threading.Event(), threading.Event(), Elsewhere()
 
     def bring() -> Elsewhere:
-        is_bringing.set()
-        may_go_on.wait()
+        is_transferring.set()
+        may_continue.wait()
         return there
 
     monkeypatch.setattr(head.backend.trainer, "publication", lambda _: bring)
     head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 1, sampling_session_seq_id=1)
-    await asyncio.to_thread(is_bringing.wait)
+    await asyncio.to_thread(is_transferring.wait)
     await head.service.delete_model(MODEL)
 
-    may_go_on.set()
+    may_continue.set()
 
     assert await asyncio.to_thread(there.is_removed.wait, 60)

@@ -1,4 +1,4 @@
-"""Sampling sessions of a head: when a sample is taken in, and what weights it is drawn with."""
+"""Sampling sessions of a head: which requests are accepted, and which weights they use."""
 
 import asyncio
 import shutil
@@ -46,7 +46,7 @@ async def test_a_sampling_request_is_rejected_while_the_queue_is_full(
 
         for request_id in taken_in:
             await head.service.retrieve(request_id)
-        assert await head.drawn(0, 2)
+        assert await head.sampled(0, 2)
 
 
 async def test_accepted_samples_continue_in_a_head_with_a_smaller_queue(
@@ -93,13 +93,13 @@ async def test_samples_that_the_next_head_rejects_do_not_prevent_their_model_fro
         assert "max_tokens" in orjson.loads(refused.body)["error"]
         with pytest.raises(ResultGone, match="send the sample again"):
             await head.service.retrieve(unreadable)
-        assert await head.drawn(0, 2)
+        assert await head.sampled(0, 2)
 
 
 def as_an_older_head_did(
     _request: SampleRequest, limits: TokenLimits, end_tokens: frozenset[int], random_seed: int
 ) -> SamplingRequest:
-    """Take any request, and draw what takes some time."""
+    """Accept any request, with samples that take some time."""
     return prepare(a_sample(0, 0, 400), limits, end_tokens, random_seed)
 
 
@@ -107,21 +107,21 @@ async def test_samples_of_an_ended_session_are_cancelled(store: Path, tmp_path: 
     with a_head(store.as_uri(), tmp_path, "g1") as head:
         for index in range(2):
             head.service.register_sampler(SamplingSessionId("s", index), SamplerSpec())
-        given_up = [head.sample(0, 0, max_tokens=500)]
+        cancelled = [head.sample(0, 0, max_tokens=500)]
         await asyncio.sleep(0.1)
-        given_up.append(head.sample(0, 1, max_tokens=500))
-        going_on = head.sample(1, 0, max_tokens=100)
+        cancelled.append(head.sample(0, 1, max_tokens=500))
+        running = head.sample(1, 0, max_tokens=100)
 
         await head.service.retire_sampler(SESSION)
 
-        for request_id in given_up:
+        for request_id in cancelled:
             result = await head.service.retrieve(request_id)
             assert result is not None
             assert orjson.loads(result.body)["error"] == "the request was cancelled"
         assert head.service.status().pending_requests == 1
-        drawn = await head.service.retrieve(going_on)
-        assert drawn is not None
-        assert drawn.content_type == futures.PROTOBUF
+        sampled = await head.service.retrieve(running)
+        assert sampled is not None
+        assert sampled.content_type == futures.PROTOBUF
 
 
 async def test_loading_weights_is_retried_by_the_next_sample(store: Path, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ async def test_loading_weights_is_retried_by_the_next_sample(store: Path, tmp_pa
 
         assert failed is not None
         assert "does not exist" in orjson.loads(failed.body)["error"]
-        assert await head.drawn(0, 1)
+        assert await head.sampled(0, 1)
 
 
 async def test_a_session_does_not_sample_from_a_later_checkpoint_at_the_same_path(
@@ -167,7 +167,7 @@ async def test_a_session_does_not_sample_from_a_later_checkpoint_at_the_same_pat
         assert failure["category"] == "user"
         assert "are gone" in failure["error"]
         assert "create a new sampling client" in failure["error"]
-        assert await head.drawn(1, 0) == await head.drawn(2, 0)
+        assert await head.sampled(1, 0) == await head.sampled(2, 0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

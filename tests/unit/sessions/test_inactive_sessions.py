@@ -1,4 +1,4 @@
-"""A server suspends the models of clients that it has not heard of, and no others."""
+"""The server suspends the models of inactive clients, and no others."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.lifecycle import Lifecycle
 from tinkercloud_worker.head.token import HeadToken
 
-SILENCE, PERIOD = timedelta(minutes=10), timedelta(seconds=30)
+INACTIVITY, PERIOD = timedelta(minutes=10), timedelta(seconds=30)
 SPEC = ModelSpec(owner="me", lora=LoraConfig(rank=2, seed=1))
 
 
@@ -46,13 +46,13 @@ class World:
     provider: OneHead
 
     def server(self) -> SharedHeads:
-        """Return one more server's view of the head."""
+        """Return another server's view of the head."""
         return SharedHeads(
             self.catalog,
             self.provider,
             self.activity,
             self.client,
-            silence=SILENCE,
+            inactivity=INACTIVITY,
             period=PERIOD,
         )
 
@@ -63,7 +63,7 @@ class World:
 
 
 async def listen(server: SharedHeads, begin: datetime, end: datetime) -> None:
-    """Do a server's rounds from one moment to another."""
+    """Run the periodic checks of a server over a period of time."""
     while begin <= end:
         await server.suspend_inactive(begin)
         begin += PERIOD
@@ -100,7 +100,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 
 async def begin(catalog: Catalog, lifecycle: Lifecycle, name: str) -> None:
-    """Begin a session with one model."""
+    """Create a session with one model."""
     await catalog.add_session(
         Session(id=name, owner="me", sdk_version="1", tags=[], user_metadata={})
     )
@@ -121,20 +121,20 @@ async def test_no_client_is_inactive_before_the_server_has_run_for_long_enough(
 ) -> None:
     start, server = now() + timedelta(days=30), world.server()
 
-    await listen(server, start, start + SILENCE - PERIOD)
+    await listen(server, start, start + INACTIVITY - PERIOD)
     assert await world.suspended() == set()
 
-    await listen(server, start + SILENCE, start + SILENCE + PERIOD)
+    await listen(server, start + INACTIVITY, start + INACTIVITY + PERIOD)
     assert await world.suspended() == {"a", "b"}
 
 
 async def test_a_heartbeat_or_a_request_keeps_models_in_memory(world: World) -> None:
-    start, server = now() - SILENCE, world.server()
+    start, server = now() - INACTIVITY, world.server()
     await listen(server, start, now())
-    end = now() + SILENCE
+    end = now() + INACTIVITY
     await listen(server, now(), end - PERIOD)
     assert await world.suspended() == set()
-    world.activity.beat("a")
+    world.activity.record_heartbeat("a")
     world.activity.touch("b:train:0")
 
     await listen(server, end, end)
@@ -143,12 +143,12 @@ async def test_a_heartbeat_or_a_request_keeps_models_in_memory(world: World) -> 
 
 
 async def test_only_the_models_of_inactive_clients_are_suspended(world: World) -> None:
-    start, server = now() - SILENCE, world.server()
+    start, server = now() - INACTIVITY, world.server()
     await listen(server, start, now())
     row = await world.catalog.session("a")
     assert row is not None
-    await world.catalog.beat(["a"])
-    await age(world.catalog, "b", SILENCE)
+    await world.catalog.record_heartbeats(["a"])
+    await age(world.catalog, "b", INACTIVITY)
 
     await listen(server, now(), now())
 
@@ -156,7 +156,7 @@ async def test_only_the_models_of_inactive_clients_are_suspended(world: World) -
 
 
 async def age(catalog: Catalog, session: str, by: timedelta) -> None:
-    """Have a session be silent for some time."""
+    """Make a session inactive for some time."""
     moment = now() - by - timedelta(seconds=1)
     async with catalog._writing() as connection:
         row = await connection.get(Session, session)
@@ -168,10 +168,10 @@ async def age(catalog: Catalog, session: str, by: timedelta) -> None:
 
 async def test_clients_are_not_inactive_after_the_machine_was_asleep(world: World) -> None:
     start, server = now(), world.server()
-    await listen(server, start, start + SILENCE - PERIOD)
+    await listen(server, start, start + INACTIVITY - PERIOD)
 
     awake = start + timedelta(hours=8)
-    await listen(server, awake, awake + SILENCE - PERIOD)
+    await listen(server, awake, awake + INACTIVITY - PERIOD)
 
     assert await world.suspended() == set()
 
@@ -180,7 +180,7 @@ async def test_an_unresponsive_head_does_not_block_others(world: World) -> None:
     start, server = now(), world.server()
     world.provider.endpoint = HeadEndpoint("http://127.0.0.1:9", TOKEN, "g0")
 
-    await listen(server, start, start + SILENCE + PERIOD)
+    await listen(server, start, start + INACTIVITY + PERIOD)
 
     assert await server.models() == {}
 
@@ -193,7 +193,7 @@ async def test_an_ended_run_is_not_suspended(world: World, state: str) -> None:
     else:
         await world.catalog.delete_run("a:train:0")
 
-    await listen(server, start, start + SILENCE + PERIOD)
+    await listen(server, start, start + INACTIVITY + PERIOD)
 
     assert await world.suspended() == {"b"}
 

@@ -1,4 +1,4 @@
-"""Settings: sources and their order, and that nothing unknown passes."""
+"""Settings: sources, precedence and the rejection of unknown settings."""
 
 import importlib.metadata
 import json
@@ -124,7 +124,7 @@ def test_gpu_weight_transfer_requires_a_trainer_on_the_gpu(
 
 
 def on_kubernetes(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
-    """Set what the chart does, and more."""
+    """Set the environment variables that the chart sets, and additional ones."""
     chosen = {"PROVIDER": "kubernetes", "CHECKPOINT_ROOT": "s3://checkpoints/x", **variables}
     for name, value in chosen.items():
         monkeypatch.setenv(f"TINKERCLOUD_{name}", value)

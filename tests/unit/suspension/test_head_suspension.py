@@ -1,4 +1,4 @@
-"""A model is suspended as a whole or not at all, and comes back from its latest head only."""
+"""Suspending a head saves each model completely or not at all; only the latest state resumes."""
 
 import asyncio
 import threading
@@ -145,11 +145,11 @@ async def test_resuming_is_idempotent_and_safe_to_repeat_concurrently(
 
 
 class Death(Exception):
-    """Stands for the end of the process."""
+    """Simulates the end of the process."""
 
 
 async def train_a_step_and_suspend(root: str, tmp_path: Path) -> None:
-    """Have a head of generation g1 train one step, and suspend the model."""
+    """Train one step on a head of generation g1, and suspend the model."""
     with a_head(root, tmp_path, "g1") as before:
         await before.begin()
         before.add(1)
@@ -158,8 +158,8 @@ async def train_a_step_and_suspend(root: str, tmp_path: Path) -> None:
         await before.service.suspend()
 
 
-async def assert_goes_on_with_the_second_step(after: Head) -> None:
-    """Bring that model back, and train it on."""
+async def assert_second_step_continues(after: Head) -> None:
+    """Resume the model and continue training."""
     await after.resume("g1")
     after.add(3)
     after.apply(4)
@@ -182,7 +182,7 @@ async def test_a_resume_that_fails_at_its_end_does_not_block_the_next_attempt(
         with pytest.raises(KeyError):
             after.backend.trainer.export_state(str(MODEL))
 
-        await assert_goes_on_with_the_second_step(after)
+        await assert_second_step_continues(after)
 
 
 @pytest.mark.parametrize("loss", [StateLost("rank 1 died"), GradientLost("rank 1 died")])
@@ -200,7 +200,7 @@ async def test_a_model_lost_while_resuming_stays_in_the_store_and_can_be_resumed
             await after.resume("g1")
         monkeypatch.undo()
 
-        await assert_goes_on_with_the_second_step(after)
+        await assert_second_step_continues(after)
 
 
 async def test_a_model_that_is_resuming_while_its_head_stops_stays_in_the_store(
@@ -270,7 +270,7 @@ async def test_an_upload_cancelled_by_a_stopping_head_can_be_repeated(
 
 
 class DyingObstore:
-    """The obstore module, until a number of writes have been made."""
+    """The obstore module, which fails after a number of writes."""
 
     def __init__(self, writes_until_death: int) -> None:
         self.left = writes_until_death

@@ -1,4 +1,4 @@
-"""A living head suspends single models to free their memory, and brings them back when needed."""
+"""A running head suspends single models to free memory, and resumes them on demand."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -50,17 +50,17 @@ def held(head: Head, name: str = NAME) -> HeldModel:
 
 
 def hold_writes(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
-    """Stop in front of a suspended state's manifest; return what says so, and what continues."""
-    is_there, may_go_on = asyncio.Event(), asyncio.Event()
+    """Block before a suspended state's manifest is written; return events for reaching it and continuing."""
+    has_arrived, may_continue = asyncio.Event(), asyncio.Event()
     commit = CheckpointStore.commit_suspended
 
     async def held_commit(self: CheckpointStore, manifest: SuspendedManifest) -> None:
-        is_there.set()
-        await may_go_on.wait()
+        has_arrived.set()
+        await may_continue.wait()
         await commit(self, manifest)
 
     monkeypatch.setattr(CheckpointStore, "commit_suspended", held_commit)
-    return is_there, may_go_on
+    return has_arrived, may_continue
 
 
 async def test_a_suspended_model_uses_no_memory_and_training_continues_bit_for_bit(
@@ -99,16 +99,16 @@ async def test_a_full_fine_tune_resumes_bit_for_bit(root: str, tmp_path: Path) -
 async def test_other_models_train_while_one_is_suspended(
     head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_there, may_go_on = hold_writes(monkeypatch)
+    has_arrived, may_continue = hold_writes(monkeypatch)
     suspending = asyncio.create_task(head.service.suspend_model(MODEL))
-    await is_there.wait()
+    await has_arrived.wait()
 
     await head.service.create_model(OTHER, SPEC)
     result = await head.service.retrieve(f"{OTHER}:0")
 
     assert result is not None
     assert b"error" not in result.body
-    may_go_on.set()
+    may_continue.set()
     assert await suspending
     assert held(head, str(OTHER)).memory_bytes > 0
 
@@ -116,15 +116,15 @@ async def test_other_models_train_while_one_is_suspended(
 async def test_a_request_that_arrives_during_suspension_waits_and_is_served(
     head: Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_there, may_go_on = hold_writes(monkeypatch)
+    has_arrived, may_continue = hold_writes(monkeypatch)
     suspending = asyncio.create_task(head.service.suspend_model(MODEL))
-    await is_there.wait()
+    await has_arrived.wait()
 
     training = asyncio.create_task(train(head, 2))
     reading = asyncio.create_task(head.service.retrieve(f"{NAME}:2"))
     await asyncio.sleep(0)
     assert not training.done()
-    may_go_on.set()
+    may_continue.set()
 
     assert await suspending
     await training
@@ -256,16 +256,16 @@ async def test_a_head_that_stops_during_a_suspension_loses_nothing(
         await train(head, 1)
         other: asyncio.Task[object]
         if moment == "suspending":
-            is_there, may_go_on = hold_writes(monkeypatch)
+            has_arrived, may_continue = hold_writes(monkeypatch)
             other = asyncio.create_task(head.service.suspend_model(MODEL))
         else:
             await head.service.suspend_model(MODEL)
-            is_there, may_go_on = hold_withdrawal(monkeypatch)
+            has_arrived, may_continue = hold_withdrawal(monkeypatch)
             other = asyncio.create_task(head.service.recall(NAME))
-        await is_there.wait()
+        await has_arrived.wait()
         stopping = asyncio.create_task(head.service.suspend())
         await asyncio.sleep(0.05)
-        may_go_on.set()
+        may_continue.set()
 
         await asyncio.gather(other, return_exceptions=True)
         await stopping
@@ -276,17 +276,17 @@ async def test_a_head_that_stops_during_a_suspension_loses_nothing(
 
 
 def hold_withdrawal(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
-    """Stop a model that comes back in front of the end of its suspended state."""
-    is_there, may_go_on = asyncio.Event(), asyncio.Event()
+    """Block a resuming model before it withdraws its suspended state."""
+    has_arrived, may_continue = asyncio.Event(), asyncio.Event()
     withdraw = CheckpointStore.withdraw_suspended
 
     async def held_withdraw(self: CheckpointStore, manifest: SuspendedManifest) -> None:
-        is_there.set()
-        await may_go_on.wait()
+        has_arrived.set()
+        await may_continue.wait()
         await withdraw(self, manifest)
 
     monkeypatch.setattr(CheckpointStore, "withdraw_suspended", held_withdraw)
-    return is_there, may_go_on
+    return has_arrived, may_continue
 
 
 Fault = Callable[[pytest.MonkeyPatch], None]
@@ -375,15 +375,15 @@ async def test_a_model_can_be_deleted_at_any_stage_of_suspension(
 ) -> None:
     asking: asyncio.Task[object] | None = None
     if moment == "suspending":
-        is_there, _ = hold_writes(monkeypatch)
+        has_arrived, _ = hold_writes(monkeypatch)
         asking = asyncio.create_task(head.service.suspend_model(MODEL))
-        await is_there.wait()
+        await has_arrived.wait()
     else:
         await head.service.suspend_model(MODEL)
     if moment == "coming back":
-        is_there, _ = hold_withdrawal(monkeypatch)
+        has_arrived, _ = hold_withdrawal(monkeypatch)
         asking = asyncio.create_task(head.service.recall(NAME))
-        await is_there.wait()
+        await has_arrived.wait()
 
     await head.service.delete_model(MODEL)
 

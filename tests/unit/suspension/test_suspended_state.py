@@ -1,4 +1,4 @@
-"""A suspended model goes on in another head exactly where it was, with all that waited."""
+"""A suspended model resumes in another head exactly where it was, with all waiting requests."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

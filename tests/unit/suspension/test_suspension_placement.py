@@ -1,4 +1,4 @@
-"""The router brings back what a head has suspended, once, and never anything older."""
+"""A suspended run is resumed once, on one head, and never from an older state."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -54,7 +54,7 @@ class World:
     client: aiohttp.ClientSession
 
     def server(self) -> HeadLocator:
-        """Return the router of one more API server."""
+        """Return the head locator of another API server."""
         return HeadLocator(self.catalog, self.checkpoints, self.provider, self.client)
 
     async def call(self, endpoint: HeadEndpoint, path: str, token: str = TOKEN) -> bytes:

@@ -50,7 +50,7 @@ class Call:
         *,
         replace: Mapping[int, tuple[int, bytes]] | None = None,
         refusal: str | None = None,
-        silence_seconds: float = _RESPONSE_SECONDS,
+        timeout_seconds: float = _RESPONSE_SECONDS,
     ) -> None:
         """Forward to a head, as `Proxy.forward` does."""
         try:
@@ -63,7 +63,7 @@ class Call:
                 body=body,
                 replace=replace,
                 refusal=refusal,
-                silence_seconds=silence_seconds,
+                timeout_seconds=timeout_seconds,
             )
         except StaleEndpoint:
             self.server.provider.invalidate(endpoint)

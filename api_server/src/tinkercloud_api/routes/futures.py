@@ -62,7 +62,7 @@ async def _retrieve_training(call: Call, request_id: RequestId, body: bytes) -> 
     except WireError as error:
         await respond(call.send, futures.failed_with(error).body)
         return
-    await call.forward(endpoint, target, body, silence_seconds=_poll_seconds(call))
+    await call.forward(endpoint, target, body, timeout_seconds=_poll_seconds(call))
 
 
 async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes) -> None:
@@ -79,7 +79,7 @@ async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes) -> No
     # A head that does not know the request is not the one that received it. On 410 the SDK sends
     # the sampling request again.
     replace = {404: _GONE} if await locator.can_sample_again(target) else None
-    await call.forward(endpoint, target, body, replace=replace, silence_seconds=_poll_seconds(call))
+    await call.forward(endpoint, target, body, replace=replace, timeout_seconds=_poll_seconds(call))
 
 
 async def cancel_future(call: Call) -> None:

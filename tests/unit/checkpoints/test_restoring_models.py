@@ -1,4 +1,4 @@
-"""A model that can't begin from what it is to begin from does not take its place."""
+"""A model that fails to restore its checkpoint does not stay in memory."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_testing.bare_heads import MODEL, a_head
 
 
-async def test_a_model_that_does_not_fit_its_checkpoint_takes_no_memory(tmp_path: Path) -> None:
+async def test_a_model_that_does_not_match_its_checkpoint_uses_no_memory(tmp_path: Path) -> None:
     other = ModelId("s", 1)
     spec = ModelSpec(
         owner="me", lora=LoraConfig(rank=4), restore_from=f"tinker://{MODEL}/weights/a"
@@ -20,8 +20,8 @@ async def test_a_model_that_does_not_fit_its_checkpoint_takes_no_memory(tmp_path
         await head.answer(1)
 
         await head.service.create_model(other, spec)
-        refused = await head.service.retrieve(f"{other}:0")
+        failed = await head.service.retrieve(f"{other}:0")
 
-        assert refused is not None
-        assert b'"category":"user"' in refused.body
+        assert failed is not None
+        assert b'"category":"user"' in failed.body
         assert list(head.backend.trainer._models) == [str(MODEL)]  # type: ignore[attr-defined]
