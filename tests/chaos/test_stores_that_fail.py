@@ -104,13 +104,13 @@ def test_a_lost_run_is_told_and_logged_although_no_other_head_can_start(
         with pytest.raises((tinker.TinkerError, ValueError)) as raised:
             step(training)
 
-        assert "has stopped" in str(raised.value)
+        assert "session head stopped" in str(raised.value)
         assert path in str(raised.value)
         wait_until(lambda: "training run lost" in server.log, "the run's loss")
         assert training.model_id in server.log.partition("training run lost")[2]
         # No other head was wanted for that. One that is cannot start, and says why, at once again.
         for _ in range(2):
-            with pytest.raises((tinker.TinkerError, ValueError), match="while starting"):
+            with pytest.raises((tinker.TinkerError, ValueError), match="failed to start"):
                 a_training_client(server)
         assert words.with_name("head.log.1").read_text() == before
 

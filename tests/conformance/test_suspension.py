@@ -203,7 +203,7 @@ def test_a_run_that_was_resumed_and_then_killed_is_lost_and_says_from_where_to_g
 
     own_server.kill_heads()
 
-    with pytest.raises((tinker.TinkerError, ValueError), match="has stopped") as raised:
+    with pytest.raises((tinker.TinkerError, ValueError), match="session head stopped") as raised:
         training.forward_backward([a_datum(5)], "cross_entropy").result()
     assert path in str(raised.value)
 

@@ -136,7 +136,7 @@ class HeadLocator:
         if _weights(known) != _weights(row):
             index = SamplingSessionId.parse(row.id).index
             raise InvalidRequest(
-                f"sampling_session_seq_id: {index} was already used in this session for other"
+                f"sampling_session_seq_id: {index} was used before in this session for other"
                 " weights; use the next unused number"
             )
         self.cache_sampler(known)

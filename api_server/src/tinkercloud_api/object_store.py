@@ -84,5 +84,5 @@ def _translate_errors() -> Iterator[None]:
     except (BaseError, OSError) as error:
         log.warning("object store request failed", error=str(error))
         raise Unavailable(
-            "the checkpoint store failed or did not respond; send the request again"
+            "the object store for checkpoints failed or did not respond; send the request again"
         ) from error

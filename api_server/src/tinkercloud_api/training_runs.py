@@ -119,7 +119,7 @@ class TrainingRuns:
         )
         if (row.base_model, row.spec) != (base_model, content):
             raise InvalidRequest(
-                f"model_seq_id: {model_id.index} was already used in this session for another"
+                f"model_seq_id: {model_id.index} was used before in this session for another"
                 " model; use the next unused number"
             )
         self.locator.cache_run(row)

@@ -49,7 +49,7 @@ def test_a_head_that_was_replaced_unnoticed_never_gets_its_predecessors_requests
     head.kill()
     head.start()
 
-    with pytest.raises((tinker.TinkerError, ValueError), match="has stopped") as caught:
+    with pytest.raises((tinker.TinkerError, ValueError), match="session head stopped") as caught:
         step(training)
     assert saved in str(caught.value)
 

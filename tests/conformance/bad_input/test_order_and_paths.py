@@ -72,7 +72,7 @@ def test_a_request_over_the_limit_fails_in_its_place(run: Run) -> None:
 
 
 BAD_CREATIONS: dict[str, tuple[dict[str, object], int, str]] = {
-    "unknown model": ({"base_model": "gpt-17"}, 400, "served are: 'tiny/llama'"),
+    "unknown model": ({"base_model": "gpt-17"}, 400, "served base models: 'tiny/llama'"),
     "rank of zero": ({"lora_config": {"rank": 0}}, 400, "lora_config.rank"),
     "nothing to train": (
         {

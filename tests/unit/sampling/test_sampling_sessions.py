@@ -46,7 +46,7 @@ async def test_a_sampling_request_is_rejected_while_the_queue_is_full(
 
         for request_id in taken_in:
             await head.service.retrieve(request_id)
-        assert await head.sampled(0, 2)
+        assert await head.drawn(0, 2)
 
 
 async def test_accepted_samples_continue_in_a_head_with_a_smaller_queue(
@@ -93,7 +93,7 @@ async def test_samples_that_the_next_head_rejects_do_not_prevent_their_model_fro
         assert "max_tokens" in orjson.loads(refused.body)["error"]
         with pytest.raises(ResultGone, match="send the sample again"):
             await head.service.retrieve(unreadable)
-        assert await head.sampled(0, 2)
+        assert await head.drawn(0, 2)
 
 
 def as_an_older_head_did(
@@ -138,7 +138,7 @@ async def test_loading_weights_is_retried_by_the_next_sample(store: Path, tmp_pa
 
         assert failed is not None
         assert "does not exist" in orjson.loads(failed.body)["error"]
-        assert await head.sampled(0, 1)
+        assert await head.drawn(0, 1)
 
 
 async def test_a_session_does_not_sample_from_a_later_checkpoint_at_the_same_path(
@@ -167,7 +167,7 @@ async def test_a_session_does_not_sample_from_a_later_checkpoint_at_the_same_pat
         assert failure["category"] == "user"
         assert "are gone" in failure["error"]
         assert "create a new sampling client" in failure["error"]
-        assert await head.sampled(1, 0) == await head.sampled(2, 0)
+        assert await head.drawn(1, 0) == await head.drawn(2, 0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -50,7 +50,7 @@ def held(head: Head, name: str = NAME) -> HeldModel:
 
 
 def hold_writes(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
-    """Block before a suspended state's manifest is written; return events for reaching it and continuing."""
+    """Block before a suspended state's manifest is written; return events to control it."""
     has_arrived, may_continue = asyncio.Event(), asyncio.Event()
     commit = CheckpointStore.commit_suspended
 

@@ -184,9 +184,9 @@ async def test_a_server_that_missed_a_resume_does_not_undo_it(world: World) -> N
 
         assert await one.head_of_run(RUN) == second
         world.provider.endpoint = third
-        with pytest.raises(StateLost, match="has stopped"):
+        with pytest.raises(StateLost, match="session head stopped"):
             await one.head_of_run(RUN)
-        with pytest.raises(StateLost, match="has stopped"):
+        with pytest.raises(StateLost, match="session head stopped"):
             await other.head_of_run(RUN)
 
 
