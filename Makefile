@@ -21,7 +21,7 @@ TRAINER_TESTS := $(SHARDED_TESTS) $(addprefix tests/conformance/,bad_input test_
 PYTHON_FILES := $(wildcard pyproject.toml uv.lock */pyproject.toml)
 # TINKERCLOUD_TEST_CLUSTER=existing runs the cluster tests on the cluster of KUBECONFIG, from which they load images with
 # the command in TINKERCLOUD_TEST_IMAGE_LOADER. All tests share that cluster, so one worker runs them. Otherwise most tests
-# wait for programs they have started, so that two workers suit even two cores. See docs/cluster-tests.md.
+# wait for programs they have started, so that two workers suit even two cores. See docs/contribute/cluster-tests.md.
 WORKERS ?= $(if $(filter existing,$(TINKERCLOUD_TEST_CLUSTER)),0,2)
 CLUSTER_PROGRAMS := $(if $(filter existing,$(TINKERCLOUD_TEST_CLUSTER)),kubectl ray-operator kwok kueue helm)
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

@@ -104,13 +104,13 @@ def test_a_lost_run_is_reported_and_logged_even_if_no_other_head_can_start(
         with pytest.raises((tinker.TinkerError, ValueError)) as raised:
             step(training)
 
-        assert "has stopped" in str(raised.value)
+        assert "session head stopped" in str(raised.value)
         assert path in str(raised.value)
-        wait_until(lambda: "a training run is lost" in server.log, "the run's loss")
-        assert training.model_id in server.log.partition("a training run is lost")[2]
-        # Reporting the loss needs no other head. A new one cannot start; each attempt says why.
+        wait_until(lambda: "training run lost" in server.log, "the run's loss")
+        assert training.model_id in server.log.partition("training run lost")[2]
+        # No other head was wanted for that. One that is cannot start, and says why, at once again.
         for _ in range(2):
-            with pytest.raises((tinker.TinkerError, ValueError), match="while starting"):
+            with pytest.raises((tinker.TinkerError, ValueError), match="failed to start"):
                 a_training_client(server)
         assert words.with_name("head.log.1").read_text() == before
 
@@ -125,5 +125,5 @@ def test_a_head_killed_during_startup_is_started_a_second_time(
 
         training = a_training_client(server)
 
-        assert "a session head is started once more" in server.log
+        assert "restarting a session head" in server.log
         step(training)

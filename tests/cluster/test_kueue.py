@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_api.providers.base import Waiting
-from tinkercloud_api.providers.session_status import read_session, standing
+from tinkercloud_api.providers.base import Pending
+from tinkercloud_api.providers.session_status import read_session, readiness
 from tinkercloud_crds.labels import OPERATOR_FIELD_MANAGER
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.control_plane import ControlPlane
@@ -121,10 +121,10 @@ def test_a_session_waits_until_another_releases_its_quota(sessions: Sessions) ->
     sessions.make("second")
     sessions.wait_for_reason("second", "Queued")
 
-    waiting = standing(read_session(sessions.cluster.get("tsess", "second", sessions.namespace)))
+    waiting = readiness(read_session(sessions.cluster.get("tsess", "second", sessions.namespace)))
     assert sessions.status("second")["phase"] == "Queued"
     assert sessions.condition("second", "QuotaReserved")["status"] == "False"
-    assert isinstance(waiting, Waiting)
+    assert isinstance(waiting, Pending)
     assert waiting.queue_state == "paused_capacity"
     assert "LocalQueue 'gpus'" in waiting.reason
     assert pods(sessions, "second") == set()

@@ -33,7 +33,7 @@ def test_an_owner_at_the_limit_learns_what_to_delete_and_can_still_train(bounded
 
     message = str(refused.value)
     size = bounded.rest(key).list_checkpoints(training.model_id).result().checkpoints[0].size_bytes
-    assert f"'alice' have {size} bytes, and may have 1 (max_checkpoint_bytes_per_owner)" in message
+    assert f"'alice' use {size} of 1 bytes (max_checkpoint_bytes_per_owner)" in message
     assert f"the largest are {first} ({size} bytes)" in message
     training.save_state("first", overwrite=True).result()
     bounded.rest(key).delete_checkpoint_from_tinker_path(first).result()

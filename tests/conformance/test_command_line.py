@@ -74,9 +74,9 @@ def test_a_key_command_names_its_state_folder_and_the_server_using_it(
     again = tinkercloud(server, "keys", "list", "--state-dir", str(tmp_path / "new"))
 
     pid = server.process.pid
-    assert f"in {server.state_dir}, of the server that is process {pid}" in served.stderr
+    assert f"in {server.state_dir}, used by the server with process id {pid}" in served.stderr
     assert made.stdout.startswith("tml-")
-    assert f"in {tmp_path / 'new'}, made just now; no server uses it" in made.stderr
+    assert f"in {tmp_path / 'new'} (newly created); no server uses it" in made.stderr
     assert f"in {tmp_path / 'new'}; no server uses it" in again.stderr
 
 
@@ -84,14 +84,14 @@ def test_an_unusable_state_folder_is_reported_in_one_sentence(server: Server) ->
     refused = tinkercloud(server, "serve", "--port", "0", "--state-dir", "/etc/hostname")
 
     assert refused.returncode == 1
-    assert refused.stderr.startswith("error: state_dir: /etc/hostname can't be used (")
+    assert refused.stderr.startswith("error: state_dir: cannot use /etc/hostname (")
 
 
 def test_a_key_that_does_not_exist_cannot_be_revoked(server: Server) -> None:
     result = tinkercloud(server, "keys", "revoke", "999999")
 
     assert result.returncode == 1
-    assert "there is no key 999999" in result.stderr
+    assert "key 999999 does not exist or is already revoked" in result.stderr
 
 
 def test_models_are_listed_for_people_and_for_scripts(server: Server) -> None:
@@ -135,7 +135,7 @@ def test_an_unreachable_server_is_named(server: Server) -> None:
     result = tinkercloud(server, "models", "list", TINKER_BASE_URL="http://127.0.0.1:9")
 
     assert result.returncode == 1
-    assert "no server answers at http://127.0.0.1:9" in result.stderr
+    assert "no server responds at http://127.0.0.1:9" in result.stderr
 
 
 def test_a_rejected_key_is_reported(server: Server) -> None:
@@ -182,7 +182,7 @@ def test_the_doctor_names_the_missing_model(server: Server) -> None:
 
     assert result.returncode == 1
     assert finding["result"] == "FAILED"
-    assert "there is no folder '/nowhere/at/all'" in finding["detail"]
+    assert "'/nowhere/at/all' is neither a local folder nor" in finding["detail"]
 
 
 def test_a_second_server_with_the_same_state_folder_is_rejected(server: Server) -> None:
@@ -197,7 +197,7 @@ def test_a_port_in_use_is_named(server: Server, tmp_path: Path) -> None:
     result = tinkercloud(server, "serve", "--state-dir", str(tmp_path))
 
     assert result.returncode == 1
-    assert f"127.0.0.1:{server.port} can't be listened on" in result.stderr
+    assert f"cannot listen on 127.0.0.1:{server.port}" in result.stderr
 
 
 def test_an_unreachable_database_is_named_without_its_password(server: Server) -> None:
@@ -206,7 +206,7 @@ def test_an_unreachable_database_is_named_without_its_password(server: Server) -
     refused = tinkercloud(server, "keys", "list", TINKERCLOUD_DATABASE_URL=away)
 
     assert refused.returncode == 1
-    assert "database_url: the catalog at" in refused.stderr
+    assert "database_url: cannot open the catalog at" in refused.stderr
     assert "secret" not in refused.stderr
 
 
@@ -270,7 +270,7 @@ def test_readiness_is_reported_in_the_terminal_of_the_server(
 ) -> None:
     absent = {"TINKERCLOUD_TRAINER__DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""}
     with a_server(tmp_path / "failed", {MODEL: model_folder}, absent) as failed:
-        wait_until(lambda: "a session head could not be started" in failed.log, "its failure")
+        wait_until(lambda: "session head failed to start" in failed.log, "its failure")
 
     assert "the model is ready" in log
     assert "the model is ready" not in failed.log
@@ -286,7 +286,7 @@ def test_a_graceful_stop_logs_no_error_and_no_token(
         (token,) = (tmp_path / "loading").glob("heads/*/token")
         secret = token.read_text()
 
-    assert "session head has stopped" in log
+    assert "session head stopped" in log
     for output in (log, loading.log):
         assert "[error" not in output
         assert "was never retrieved" not in output

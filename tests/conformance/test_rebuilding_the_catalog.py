@@ -56,7 +56,7 @@ def test_a_rebuilt_catalog_lists_runs_and_checkpoints_and_suspended_runs_resume(
     manifest = own_server.state_dir / "checkpoints/runs" / other.model_id / "weights/damaged"
     (manifest / "manifest.json").write_text("{")
 
-    assert "the catalog is empty and there are checkpoints" in own_server.log
+    assert "the catalog is empty, but the store contains checkpoints" in own_server.log
     assert "catalog rebuild --state-dir" in own_server.log
     assert listed(own_server) == {"runs": set(), "checkpoints": set()}
     printed = own_server.command("catalog", "rebuild")

@@ -201,7 +201,7 @@ def test_a_run_killed_after_resuming_is_lost_and_names_the_checkpoint_to_resume_
 
     own_server.kill_heads()
 
-    with pytest.raises((tinker.TinkerError, ValueError), match="has stopped") as raised:
+    with pytest.raises((tinker.TinkerError, ValueError), match="session head stopped") as raised:
         training.forward_backward([a_datum(5)], "cross_entropy").result()
     assert path in str(raised.value)
 

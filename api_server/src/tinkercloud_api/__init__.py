@@ -1,1 +1,1 @@
-"""The API server: stateless replicas that know keys, owners and routes, and never a tensor."""
+"""The API server: stateless replicas that authenticate and route requests, but read no tensors."""

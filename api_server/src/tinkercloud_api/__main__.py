@@ -2,10 +2,10 @@
 
 import gc
 
-# What is imported stays: to seek garbage among it took an eighth of the time of a start.
+# Imported modules are never freed; collecting them took an eighth of the startup time.
 gc.disable()
 
-from tinkercloud_api.cli import main  # noqa: E402 - after the collector's rest has begun
+from tinkercloud_api.cli import main  # noqa: E402 - after the garbage collector is disabled
 
 gc.freeze()
 gc.enable()

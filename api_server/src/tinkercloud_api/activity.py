@@ -1,7 +1,7 @@
-"""When sessions, runs and keys were last used: noted in memory, written to the catalog at times.
+"""Last use of sessions, runs and keys: recorded in memory and written to the catalog in batches.
 
-A heartbeat every ten seconds from every client, every request of every run and every use of a key
-must not each become a write.
+Heartbeats (one per client every ten seconds), requests and uses of keys must not each cause a
+write.
 """
 
 from datetime import datetime
@@ -12,7 +12,7 @@ from tinkercloud_protocol.errors import Unavailable
 
 
 class Activity:
-    """Moments not yet written. Belongs to one event loop."""
+    """Times of last use that are not yet in the catalog. Belongs to one event loop."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -20,29 +20,29 @@ class Activity:
         self._runs: dict[str, datetime] = {}
         self._keys: dict[int, datetime] = {}
 
-    def beat(self, session_id: str) -> None:
-        """Note that a session's client is alive."""
+    def record_heartbeat(self, session_id: str) -> None:
+        """Record that a session's client is alive."""
         self._sessions.add(session_id)
 
     def touch(self, run_id: str) -> None:
-        """Note that a run was used."""
+        """Record that a run was used."""
         self._runs[run_id] = now()
 
     def use_key(self, key_id: int) -> None:
-        """Note that a key was used."""
+        """Record that a key was used."""
         self._keys[key_id] = now()
 
     async def write(self) -> None:
-        """Write what has been noted since the last time.
+        """Write everything recorded since the last call to the catalog.
 
         Raises:
-            Unavailable: the catalog does not answer; nothing is forgotten.
+            Unavailable: the catalog does not respond; all records are kept.
         """
         sessions, self._sessions = self._sessions, set()
         runs, self._runs = self._runs, {}
         keys, self._keys = self._keys, {}
         try:
-            await self._catalog.beat(sessions)
+            await self._catalog.record_heartbeats(sessions)
             await self._catalog.touch_runs(runs)
             await self._catalog.touch_keys(keys)
         except Unavailable:

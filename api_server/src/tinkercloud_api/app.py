@@ -1,11 +1,11 @@
-"""The API server as data: its routes, its middleware, and what it is made of.
+"""The API server: its routes, its middleware and its components.
 
-/api/v1/<hot paths>      routes.hot, forwarded to session heads as bytes
-/api/v1/...              routes.sessions, models, runs, keys: answered here
+/api/v1/<hot paths>      hot_paths; routes.training, sampling, futures: forwarded to session heads
+/api/v1/...              routes.sessions, models, runs, keys: served by this process
 /hf/...                  routes.hub: the tokenizer mirror
 /healthz /livez          routes.health
-/openapi.json            openapi: what is served, as data
-/metrics                 measuring, on a port of its own
+/openapi.json            openapi: the API description
+/metrics                 middleware.metrics_server, on a port of its own
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.context import Context
-from tinkercloud_api.head_client import open_session
-from tinkercloud_api.limits import BodyLimit
-from tinkercloud_api.measuring import Measured, metrics_server
+from tinkercloud_api.head_client import open_client
+from tinkercloud_api.head_locator import HeadLocator
+from tinkercloud_api.hot_paths import HANDLERS, HotPaths
+from tinkercloud_api.long_polls import LongPolls
+from tinkercloud_api.middleware import BodyLimitMiddleware, MetricsMiddleware, metrics_server
 from tinkercloud_api.openapi import describe
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.proxy import Proxy
-from tinkercloud_api.router import Router
 from tinkercloud_api.routes import (
     health,
-    hot,
     hub,
     keys,
     models,
@@ -46,7 +46,6 @@ from tinkercloud_api.routes import (
 from tinkercloud_api.settings import Settings
 from tinkercloud_api.shared_heads import SharedHeads
 from tinkercloud_api.training_runs import TrainingRuns
-from tinkercloud_api.waiters import Waiters
 from tinkercloud_protocol.asgi import Receive, Scope, Send
 from tinkercloud_protocol.futures import QueueState
 from tinkercloud_protocol.object_store import open_store
@@ -54,29 +53,29 @@ from tinkercloud_protocol.object_store import open_store
 log = structlog.get_logger(__name__)
 
 JSON_BODY_BYTES = 1 << 20
-_JANITOR_SECONDS = 30.0
+_HOUSEKEEPING_SECONDS = 30.0
 _REPORT_SECONDS = 10.0
-"""Of a stopping server, for finding out which runs its heads have not saved."""
+"""Time limit at shutdown for determining which runs the heads did not save."""
 _UP_FOR_EXPIRY = timedelta(days=1)
-"""A server that was away gives clients this time to come back, before it ends their sessions."""
+"""Time that clients have to reconnect after a server start before their sessions can expire."""
 
 
 class Application:
-    """The ASGI application; it opens its catalog and starts its provider when it is served."""
+    """The ASGI application. It opens its catalog and starts its provider at startup."""
 
     def __init__(self, settings: Settings, provider: SessionProvider) -> None:
         self._settings = settings
         self._provider = provider
         self.context: Context | None = None
-        """The server's parts, while it runs."""
-        # The pages that show the description would load scripts from elsewhere.
+        """The components of the server while it is running."""
+        # The documentation pages would load scripts from third-party servers.
         api = FastAPI(title="Tinkercloud", lifespan=self._lifespan, docs_url=None, redoc_url=None)
-        api.openapi = partial(describe, api)  # type: ignore[method-assign]  # as FastAPI says to
+        api.openapi = partial(describe, api)  # type: ignore[method-assign]  # documented by FastAPI
         for module in (sessions, usage, models, unloading, runs, keys, health, hub):
             api.include_router(module.router)
-        api.add_middleware(BodyLimit, max_bytes=JSON_BODY_BYTES)
+        api.add_middleware(BodyLimitMiddleware, max_bytes=JSON_BODY_BYTES)
         errors.install(api)
-        self._asgi = Measured(hot.HotPaths(api, self._running, api.routes), hot.HANDLERS.keys())
+        self._asgi = MetricsMiddleware(HotPaths(api, self._running, api.routes), HANDLERS.keys())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event (the ASGI entry point)."""
@@ -94,20 +93,20 @@ class Application:
             yield
 
     def _running(self) -> Context:
-        assert self.context is not None  # noqa: S101 - requests come after start-up
+        assert self.context is not None  # noqa: S101 - requests arrive after startup
         return self.context
 
 
 @asynccontextmanager
 async def running_context(settings: Settings, provider: SessionProvider) -> AsyncIterator[Context]:
-    """Open everything a server needs, and close it again."""
+    """Open the components of a server for the duration of the context."""
     engine = open_database(settings.catalog_url)
     await migrate(engine)
     catalog = Catalog(engine)
     await register_bootstrap_key(catalog, settings)
-    session = open_session()
+    client = open_client()
     checkpoints = Checkpoints(catalog, open_store(settings.checkpoint_url))
-    router = Router(catalog, checkpoints, provider, session)
+    locator = HeadLocator(catalog, checkpoints, provider, client)
     activity = Activity(catalog)
     context = Context(
         settings=settings,
@@ -115,23 +114,23 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
         authenticator=Authenticator(catalog, activity.use_key),
         provider=provider,
         checkpoints=checkpoints,
-        router=router,
-        training_runs=TrainingRuns(catalog, provider, checkpoints, router),
-        proxy=Proxy(session),
+        locator=locator,
+        training_runs=TrainingRuns(catalog, provider, checkpoints, locator),
+        proxy=Proxy(client),
         activity=activity,
         shared_heads=SharedHeads(
             catalog,
             provider,
             activity,
-            session,
-            silence=timedelta(seconds=settings.session_silence_seconds),
-            period=_silence_period(settings),
+            client,
+            inactivity=timedelta(seconds=settings.session_silence_seconds),
+            period=_inactivity_period(settings),
         ),
-        waiters=Waiters(),
+        long_polls=LongPolls(),
     )
     await provider.start()
-    duties = [_keep_house(context), _suspend_silent(context)]
-    tasks = [asyncio.create_task(duty) for duty in duties]
+    loops = [_run_housekeeping(context), _suspend_inactive(context)]
+    tasks = [asyncio.create_task(loop) for loop in loops]
     try:
         yield context
     finally:
@@ -139,23 +138,25 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await provider.stop()
-        await _report_lost(router)
+        await _report_lost(locator)
         await context.activity.write()
-        await session.close()
+        await client.close()
         await catalog.close()
 
 
-async def _report_lost(router: Router) -> None:
-    """Log what the stopped heads have not saved, unless the store keeps that from being known."""
+async def _report_lost(locator: HeadLocator) -> None:
+    """Log the runs that stopped heads did not save, unless the checkpoint store is too slow."""
     try:
         async with asyncio.timeout(_REPORT_SECONDS):
-            await router.report_lost()
+            await locator.report_lost()
     except TimeoutError:
-        log.warning("the checkpoint store does not say in time which runs are saved")
+        log.warning(
+            "the checkpoint store did not respond in time; cannot determine which runs were saved"
+        )
 
 
 async def register_bootstrap_key(catalog: Catalog, settings: Settings) -> None:
-    """Register the key of the settings, if there is one; the one it replaces is revoked."""
+    """Register the configured bootstrap key, if any, and revoke the one that it replaces."""
     if settings.bootstrap_key is None:
         return
     row, replaced = await catalog.add_bootstrap_key(
@@ -166,32 +167,32 @@ async def register_bootstrap_key(catalog: Catalog, settings: Settings) -> None:
     )
     if not row.is_valid(now()):
         log.warning(
-            "the configured bootstrap key was revoked or has expired, and stays refused: configure"
-            " another one",
+            "the configured bootstrap key was revoked or has expired and stays rejected; configure"
+            " a new one",
             key_id=row.id,
         )
     for key_id in replaced:
         log.warning(
-            "the configured bootstrap key replaces an earlier one, which is revoked",
+            "the configured bootstrap key replaces an earlier one, which was revoked",
             revoked_key_id=key_id,
-            other_replicas_refuse_it_within_seconds=REMEMBERED_SECONDS,
+            other_replicas_reject_it_within_seconds=REMEMBERED_SECONDS,
         )
 
 
 def _measure(context: Context) -> None:
-    """Have what can be counted at any time counted when Prometheus asks."""
-    metrics.LONG_POLLS.set_function(context.waiters.__len__)
+    """Register the gauges that are computed when Prometheus scrapes them."""
+    metrics.LONG_POLLS.set_function(context.long_polls.__len__)
     for state in metrics.QUEUE_STATES:
         waiting = metrics.WAITING_RUNS.labels(state)
-        waiting.set_function(partial(_count_waiting, context.router, state))
+        waiting.set_function(partial(_count_waiting, context.locator, state))
 
 
-def _count_waiting(router: Router, state: QueueState) -> int:
-    return router.waiting()[state]
+def _count_waiting(locator: HeadLocator, state: QueueState) -> int:
+    return locator.pending_counts()[state]
 
 
-async def _keep_house(context: Context) -> None:
-    """Write down activity and take away what is over, every now and then."""
+async def _run_housekeeping(context: Context) -> None:
+    """Periodically write activity to the catalog and free the resources of ended sessions."""
 
     async def count_sessions() -> None:
         since = now() - usage.LIVE
@@ -206,34 +207,34 @@ async def _keep_house(context: Context) -> None:
             await context.training_runs.expire_sessions(moment, days)
 
     while True:
-        for duty in (
+        for task in (
             context.activity.write,
             count_sessions,
             expire_sessions,
             context.checkpoints.delete_expired,
-            context.router.report_lost,
-            lambda: context.router.release_leftovers(now()),
+            context.locator.report_lost,
+            lambda: context.locator.release_leftovers(now()),
         ):
             try:
-                await duty()
+                await task()
             except Exception:
                 metrics.HOUSEKEEPING_ERRORS.inc()
-                log.exception("housekeeping failed; it is tried again")
-        await asyncio.sleep(_JANITOR_SECONDS)
+                log.exception("housekeeping task failed; will retry")
+        await asyncio.sleep(_HOUSEKEEPING_SECONDS)
 
 
-def _silence_period(settings: Settings) -> timedelta:
-    """Return how often is looked for silent clients."""
-    return timedelta(seconds=min(_JANITOR_SECONDS, settings.session_silence_seconds))
+def _inactivity_period(settings: Settings) -> timedelta:
+    """Return the interval between checks for inactive clients."""
+    return timedelta(seconds=min(_HOUSEKEEPING_SECONDS, settings.session_silence_seconds))
 
 
-async def _suspend_silent(context: Context) -> None:
-    """Suspend the models of silent clients, a task of its own: writing a model takes long."""
-    period = _silence_period(context.settings).total_seconds()
+async def _suspend_inactive(context: Context) -> None:
+    """Periodically suspend the models of inactive clients; a separate task, as writing is slow."""
+    period = _inactivity_period(context.settings).total_seconds()
     while True:
         try:
-            await context.shared_heads.suspend_silent(now())
+            await context.shared_heads.suspend_inactive(now())
         except Exception:
             metrics.HOUSEKEEPING_ERRORS.inc()
-            log.exception("models without clients were not suspended; it is tried again")
+            log.exception("failed to suspend models of inactive clients; will retry")
         await asyncio.sleep(period)

@@ -1,13 +1,13 @@
-"""The catalog's rows of runs and checkpoints, made again from the manifests in the object store.
+"""Rebuilds the catalog's rows of runs and checkpoints from the manifests in the checkpoint store.
 
-For a catalog that was lost while the checkpoints were not. Manifests say whose a checkpoint is, of
-which base model and how it was trained; the runs, and the sessions they belong to, follow from
-that. What only the catalog knew is lost: keys, which checkpoints were public, expiries that were
-changed after saving, and metadata of runs and sessions.
+This is for a catalog that was lost while the checkpoints were not. A manifest states the owner,
+base model and training parameters of a checkpoint; runs and their sessions are derived from these.
+Data that was only in the catalog is lost: keys, the public flag of checkpoints, expiry times
+changed after saving, and the metadata of runs and sessions.
 
-A run whose latest manifest is that of a suspended state resumes with its client's next request; if
-it had gone on since, that request's number tells. For any other run the answer is that it was lost,
-with the checkpoint to resume from: its generation names no head.
+A run whose latest manifest belongs to a suspended state resumes with its client's next request. If
+the run had continued after that state, the request's sequence number reveals it. All other runs are
+reported as lost, with the checkpoint to resume from, because their generation matches no head.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from datetime import datetime
 
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Session, TrainingRun
-from tinkercloud_api.objects import Objects
+from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_protocol.checkpoints import (
     Manifest,
     SuspendedManifest,
@@ -34,21 +34,21 @@ _UNKNOWN = "unknown"
 
 @dataclass(slots=True)
 class Rebuilt:
-    """What a rebuild has found in the object store."""
+    """Result of a rebuild."""
 
     runs: int = 0
     checkpoints: int = 0
     damaged: list[str] = field(default_factory=list)
-    """What can't be read, and why, one sentence each."""
+    """One sentence for each item that cannot be read, with the reason."""
 
 
-async def rebuild(catalog: Catalog, objects: Objects) -> Rebuilt:
-    """Add to a catalog what it lacks of the runs and checkpoints in a store.
+async def rebuild(catalog: Catalog, objects: ObjectStoreClient) -> Rebuilt:
+    """Add the runs and checkpoints in a store that are missing from a catalog.
 
-    Rows that exist stay as they are, so it may be repeated, also beside a running server.
+    Existing rows are kept, so a rebuild can be repeated, even while a server is running.
 
     Raises:
-        Unavailable: the store or the database does not answer; repeating it continues.
+        Unavailable: the store or the database does not respond; repeat the call to continue.
     """
     rebuilt = Rebuilt()
     for run_id in await objects.folders(_RUNS):
@@ -61,11 +61,11 @@ async def rebuild(catalog: Catalog, objects: Objects) -> Rebuilt:
     return rebuilt
 
 
-async def has_checkpoints(objects: Objects) -> bool:
-    """Whether there is anything in a store that a catalog would have to know.
+async def has_checkpoints(objects: ObjectStoreClient) -> bool:
+    """Whether a store contains checkpoints or suspended runs.
 
     Raises:
-        Unavailable: the store does not answer.
+        Unavailable: the store does not respond.
     """
     return await objects.has_any(_RUNS)
 
@@ -76,12 +76,12 @@ class _Saved:
 
     manifests: list[Manifest] = field(default_factory=list)
     damaged: dict[CheckpointPath, str] = field(default_factory=dict)
-    """Those that can't be read, and why."""
+    """Unreadable checkpoints, with the reason."""
     others: list[str] = field(default_factory=list)
-    """What is no checkpoint, one sentence each."""
+    """One sentence for each folder that is not a checkpoint."""
 
 
-async def _saved(model_id: ModelId, objects: Objects) -> _Saved:
+async def _saved(model_id: ModelId, objects: ObjectStoreClient) -> _Saved:
     saved = _Saved()
     for kind in CheckpointKind:
         for name in await objects.folders(f"{run_prefix(str(model_id))}/{kind}/"):
@@ -100,7 +100,7 @@ async def _saved(model_id: ModelId, objects: Objects) -> _Saved:
 
 
 async def _rebuild_run(
-    model_id: ModelId, catalog: Catalog, objects: Objects, rebuilt: Rebuilt
+    model_id: ModelId, catalog: Catalog, objects: ObjectStoreClient, rebuilt: Rebuilt
 ) -> None:
     saved = await _saved(model_id, objects)
     rebuilt.damaged += [*saved.others, *saved.damaged.values()]
@@ -116,15 +116,15 @@ async def _rebuild_run(
         if row is None or row.damage is not None:
             await catalog.index_checkpoint(manifest)
     for path, damage in saved.damaged.items():
-        # Whose it is, the run's other manifests say.
-        await catalog.expect_checkpoint(path, described[0].owner)
+        # The owner is taken from another manifest of the run.
+        await catalog.record_pending_checkpoint(path, described[0].owner)
         await catalog.mark_damaged(path, damage, is_indexed=True)
     rebuilt.runs += 1
     rebuilt.checkpoints += len(saved.manifests)
 
 
 async def _suspended(
-    model_id: ModelId, objects: Objects, rebuilt: Rebuilt
+    model_id: ModelId, objects: ObjectStoreClient, rebuilt: Rebuilt
 ) -> SuspendedManifest | None:
     content = await objects.read(suspended_key(str(model_id)))
     if content is None:
@@ -140,17 +140,17 @@ async def _suspended(
 async def _add_run(
     model_id: ModelId, described: list[Manifest | SuspendedManifest], catalog: Catalog
 ) -> None:
-    """Add the row of a run, and that of its session, as its manifests describe them."""
+    """Add the rows of a run and its session, as described by the run's manifests."""
     if await catalog.run(str(model_id)) is not None:
         return
     last = max(described, key=_moment)
-    begun, used = min(map(_moment, described)), _moment(last)
+    created, used = min(map(_moment, described)), _moment(last)
     if await catalog.session(model_id.session_id) is None:
         await catalog.add_session(
             Session(
                 id=model_id.session_id,
                 owner=last.owner,
-                created_at=begun,
+                created_at=created,
                 last_heartbeat_at=used,
                 sdk_version=_UNKNOWN,
                 tags=[],
@@ -167,7 +167,7 @@ async def _add_run(
             owner=last.owner,
             base_model=last.base_model,
             spec=spec.model_dump(mode="json"),
-            created_at=begun,
+            created_at=created,
             last_request_at=used,
             generation=last.generation if isinstance(last, SuspendedManifest) else _NO_HEAD,
         )

@@ -1,9 +1,9 @@
-"""The server's view of checkpoints: an index in the catalog, the truth in the object store.
+"""Checkpoints as seen by the server: an index in the catalog of manifests in the object store.
 
-The head writes checkpoints; the server learns of one when it forwards the request for it, and
-looks at the manifest when somebody asks. So a checkpoint is listed if and only if its manifest
-exists, whichever of the two processes died in between. Two things are in the catalog alone: whether
-everybody may read a checkpoint, and when it expires, if that was changed after it was saved.
+Heads write checkpoints. The server records a pending checkpoint when it forwards the save request,
+and reads the manifest when the checkpoint is requested. A checkpoint is therefore listed if and
+only if its manifest exists, even if the server or the head died in between. Only the public flag,
+and an expiry time that was changed after saving, are stored in the catalog alone.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
-from tinkercloud_api.objects import Objects
+from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_protocol.checkpoints import (
     Manifest,
     SuspendedManifest,
@@ -39,32 +39,32 @@ from tinkercloud_protocol.paths import (
 
 log = structlog.get_logger(__name__)
 
-_GIVE_UP = timedelta(hours=6)
-"""How long the manifest of a requested checkpoint is looked for."""
-_NAMED_TO_DELETE = 3
-"""Checkpoints that the refusal of a save names."""
-_LOOKS_AT_ONCE = 16
-"""Manifests that one request reads at a time. If more of one folder are to be looked at, the folder
-is listed first."""
+_PENDING_LIMIT = timedelta(hours=6)
+"""How long the manifest of a pending checkpoint is looked for."""
+_LARGEST_LISTED = 3
+"""Number of large checkpoints that the error message of the quota lists."""
+_CONCURRENT_READS = 16
+"""Limit of manifests that one request reads concurrently. If a folder has more pending checkpoints
+than this, the folder is listed first."""
 
 
 _PROBE_SECONDS = 30.0
-"""Between two health checks that write: they cost requests of an object store."""
+"""Interval between health checks that write, as object stores charge for requests."""
 
 
 class Checkpoints:
-    """All checkpoints of all owners."""
+    """The checkpoints of all owners."""
 
     def __init__(self, catalog: Catalog, store: ObjectStore) -> None:
         self._catalog = catalog
-        self._objects = Objects(store)
+        self._objects = ObjectStoreClient(store)
         self._writable_until = 0.0
 
     async def ping(self) -> None:
-        """Return if the object store answers, and has taken a write within `_PROBE_SECONDS`.
+        """Check that the store responds and has accepted a write within `_PROBE_SECONDS`.
 
         Raises:
-            Unavailable: it does not; every other method may raise it too.
+            Unavailable: the store fails; all other methods may raise this as well.
         """
         if time.monotonic() < self._writable_until:
             await self._objects.ping()
@@ -72,46 +72,45 @@ class Checkpoints:
         await self._objects.probe()
         self._writable_until = time.monotonic() + _PROBE_SECONDS
 
-    async def expect(self, path: CheckpointPath, owner: str) -> datetime | None:
-        """Note that a head is about to be asked for a checkpoint.
+    async def record_pending(self, path: CheckpointPath, owner: str) -> datetime | None:
+        """Record that a head is about to receive a request to save a checkpoint.
 
         Returns:
-            The moment of the note; None if the checkpoint is waited for already.
+            The time of the record; None if the checkpoint was already pending.
         """
-        return await self._catalog.expect_checkpoint(path, owner)
+        return await self._catalog.record_pending_checkpoint(path, owner)
 
-    async def expect_unless_refused(
-        self, path: CheckpointPath, owner: str, ask: Callable[[], Awaitable[int | None]]
+    async def record_pending_unless_rejected(
+        self, path: CheckpointPath, owner: str, send: Callable[[], Awaitable[int | None]]
     ) -> None:
-        """Ask a head for a checkpoint, of which a note stays unless it refuses at once.
+        """Send a save request to a head, and record its checkpoint unless the head rejects it.
 
-        The note comes first, so that the checkpoint is found whichever process dies.
+        The record is written first, so that the checkpoint is found even if a process dies.
 
         Args:
-            path: of the checkpoint.
-            owner: of the key that asks.
-            ask: asks, and returns the status of the answer.
+            path: path of the checkpoint.
+            owner: owner of the caller's key.
+            send: sends the request and returns the status of the response.
         """
-        expected = await self.expect(path, owner)
-        status = await ask()
-        if expected is not None and status is not None and 400 <= status < 500:
-            # The answer has been sent. A note that stays is looked at in vain for some hours.
+        recorded_at = await self.record_pending(path, owner)
+        status = await send()
+        if recorded_at is not None and status is not None and 400 <= status < 500:
+            # The response has been sent. A record that remains is checked in vain for some hours.
             with suppress(Unavailable):
-                await self._catalog.withdraw_checkpoint(path, expected)
+                await self._catalog.cancel_pending_checkpoint(path, recorded_at)
 
-    async def check_room(self, path: CheckpointPath, limit: int | None) -> None:
-        """Check that a run's owner may save one more checkpoint.
+    async def check_quota(self, path: CheckpointPath, limit: int | None) -> None:
+        """Check that a run's owner has quota for another checkpoint.
 
-        One that is saved over another needs no room, as the other goes, nor does one that is asked
-        for again. Saves under way are not counted: those that began below the limit may end above
-        it.
+        Overwriting a checkpoint and repeating a request are always allowed. Saves in progress are
+        not counted: saves that start below the limit may end above it.
 
         Args:
-            path: of the checkpoint.
-            limit: bytes of all checkpoints of one owner; None means any number.
+            path: path of the checkpoint.
+            limit: maximum bytes of all checkpoints of one owner; None means no limit.
 
         Raises:
-            InvalidRequest: the owner's checkpoints have as many bytes as they may have.
+            InvalidRequest: the owner's checkpoints have reached the limit.
         """
         run = await self._catalog.run(path.run_id) if limit is not None else None
         if limit is None or run is None or await self._catalog.is_known(path):
@@ -120,19 +119,19 @@ class Checkpoints:
         await self._refresh(await self._catalog.unindexed_checkpoints(owner))
         size = await self._catalog.size_of_checkpoints(owner)
         if size >= limit:
-            largest = await self._catalog.largest_checkpoints(owner, _NAMED_TO_DELETE)
+            largest = await self._catalog.largest_checkpoints(owner, _LARGEST_LISTED)
             named = ", ".join(f"{_name(row)} ({row.size_bytes} bytes)" for row in largest)
             raise InvalidRequest(
-                f"the checkpoints of {owner!r} have {size} bytes, and may have {limit}"
-                " (max_checkpoint_bytes_per_owner): delete some, or give those you save a"
-                f" ttl_seconds; the largest are {named}"
+                f"the checkpoints of {owner!r} use {size} of {limit} bytes"
+                " (max_checkpoint_bytes_per_owner); delete some, or save with ttl_seconds; the"
+                f" largest are {named}"
             )
 
     async def manifest(self, path: CheckpointPath, principal: Principal) -> Manifest:
         """Return the manifest of a checkpoint that exists for this principal.
 
         Raises:
-            NotFound: it does not.
+            NotFound: the checkpoint does not exist for this principal.
             InvalidRequest: the manifest was written by a newer release, or is damaged.
         """
         manifest = await self._required(path)
@@ -142,7 +141,7 @@ class Checkpoints:
         if manifest.is_expired(datetime.now(UTC)):
             raise _not_found(path)
         if row is None or not row.is_public:
-            principal.require(manifest.owner, f"checkpoint {path}")
+            principal.require(manifest, f"checkpoint {path}")
         return manifest
 
     async def of_run(self, run_id: str) -> list[CheckpointInfo]:
@@ -150,7 +149,7 @@ class Checkpoints:
         return (await self.of_runs([run_id]))[run_id]
 
     async def of_runs(self, run_ids: Sequence[str]) -> dict[str, list[CheckpointInfo]]:
-        """Return the checkpoints of each of some runs, oldest first."""
+        """Return the checkpoints of each run, oldest first."""
         await self._refresh(await self._catalog.unindexed_checkpoints_of_runs(run_ids))
         found: dict[str, list[CheckpointInfo]] = {run_id: [] for run_id in run_ids}
         for row in await self._catalog.checkpoints_of_runs(run_ids):
@@ -158,13 +157,15 @@ class Checkpoints:
         return found
 
     async def discover(self, run_id: str) -> None:
-        """Note the training checkpoints that a head has written of its own accord."""
+        """Index the training checkpoints that a head has written without a request."""
         folder = f"{run_prefix(run_id)}/{CheckpointKind.TRAINING}/"
         for name in await self._objects.folders(folder):
             try:
                 await self._discover(CheckpointPath(run_id, CheckpointKind.TRAINING, name))
             except InvalidRequest as error:
-                log.warning("a folder can't be listed", path=folder + name, error=error.message)
+                log.warning(
+                    "skipping an invalid checkpoint folder", path=folder + name, error=error.message
+                )
 
     async def _discover(self, path: CheckpointPath) -> None:
         if await self._catalog.checkpoint(path) is None:
@@ -173,13 +174,13 @@ class Checkpoints:
                 await self._catalog.index_checkpoint(manifest)
 
     async def is_suspended(self, run_id: str, generation: str, unsaved: Path | None) -> bool:
-        """Whether the head of that generation has left what a run had become in it.
+        """Whether the head of a generation suspended a run with its latest state.
 
         Args:
             run_id: the run.
-            generation: of the head that held it last.
-            unsaved: folder of states that the store did not take. This run's goes into the store
-                now; it stays in the folder if that fails.
+            generation: generation of the head that held the run last.
+            unsaved: folder of suspended states that could not be uploaded to the store. The state
+                of this run is uploaded now; it stays in the folder if that fails.
         """
         stored = _suspended(run_id, await self._objects.read(suspended_key(run_id)))
         if stored is not None and stored.continues_from(generation):
@@ -187,7 +188,7 @@ class Checkpoints:
         if unsaved is None:
             return False
         local = unsaved / suspended_key(run_id)
-        content = await asyncio.to_thread(_read_if_there, local)
+        content = await asyncio.to_thread(_read_if_exists, local)
         kept = _suspended(run_id, content)
         if content is None or kept is None or not kept.continues_from(generation):
             return False
@@ -195,22 +196,22 @@ class Checkpoints:
             await self._objects.upload(kept.key_of(name), unsaved / kept.key_of(name))
         await self._objects.upload(suspended_key(run_id), local)
         await asyncio.to_thread(shutil.rmtree, unsaved / suspended_prefix(run_id))
-        log.info("a run that its head could not save is in the checkpoint store", run_id=run_id)
+        log.info("uploaded a suspended run that its head could not upload", run_id=run_id)
         return True
 
     async def delete_suspended(self, run_id: str) -> None:
-        """Delete what a head has left of a run, its manifest first. Nothing is fine."""
+        """Delete the suspended state of a run, manifest first. A missing state is not an error."""
         await self._objects.delete(suspended_key(run_id))
         await self._objects.delete_folder(suspended_prefix(run_id))
 
     async def page(self, owner: str | None, page: Page) -> tuple[list[CheckpointInfo], int]:
-        """Return checkpoints, newest first, and how many there are; owner None: everybody's."""
+        """Return checkpoints, newest first, and their total number; owner None means all owners."""
         await self._refresh(await self._catalog.unindexed_checkpoints(owner))
         rows, total = await self._catalog.checkpoints(owner, page)
         return [info(row) for row in rows], total
 
     async def delete(self, path: CheckpointPath, principal: Principal) -> None:
-        """Delete a checkpoint, a damaged one too, or what is left of one half deleted.
+        """Delete a checkpoint, including damaged and partially deleted ones.
 
         Raises:
             NotFound: it does not exist for this principal.
@@ -223,38 +224,38 @@ class Checkpoints:
                 raise
             manifest = None
         if manifest is not None:
-            principal.require(manifest.owner, f"checkpoint {path}")
+            principal.require(manifest, f"checkpoint {path}")
             await self._index(manifest)
         elif row is not None and (row.is_indexed or row.damage is not None):
-            principal.require(row.owner, f"checkpoint {path}")
+            principal.require(row, f"checkpoint {path}")
         else:
-            # Nothing, or one that is being saved.
+            # The checkpoint does not exist, or is still being saved.
             raise _not_found(path)
         await self._delete(path)
 
     async def publish(self, path: CheckpointPath, principal: Principal, *, is_public: bool) -> None:
-        """Let everybody read a checkpoint, or only its owner.
+        """Make a checkpoint readable by everybody, or only by its owner.
 
         Raises:
             NotFound: it does not exist for this principal.
         """
         manifest = await self._required(path)
-        principal.require(manifest.owner, f"checkpoint {path}")
+        principal.require(manifest, f"checkpoint {path}")
         await self._index(manifest)
         await self._catalog.set_public(path, is_public=is_public)
 
     async def set_ttl(
         self, path: CheckpointPath, principal: Principal, ttl_seconds: int | None
     ) -> None:
-        """Let a checkpoint expire so many seconds from now; None means never.
+        """Set a checkpoint to expire in `ttl_seconds`; None means never.
 
-        Only the catalog knows: a head may be about to replace the manifest.
+        The expiry time is stored only in the catalog, as a head may be replacing the manifest.
 
         Raises:
             NotFound: it does not exist for this principal.
         """
         manifest = await self._required(path)
-        principal.require(manifest.owner, f"checkpoint {path}")
+        principal.require(manifest, f"checkpoint {path}")
         expires_at = None
         if ttl_seconds is not None:
             expires_at = datetime.now(UTC) + timedelta(seconds=ttl_seconds)
@@ -262,19 +263,21 @@ class Checkpoints:
         await self._catalog.set_expiry(path, expires_at)
 
     async def delete_expired(self) -> None:
-        """Delete the checkpoints whose time to live has passed.
+        """Delete expired checkpoints.
 
-        One that can't be deleted now keeps no other from it, and is tried again the next time.
+        A failure does not affect the other checkpoints and is retried the next time.
         """
         await self._refresh(await self._catalog.unindexed_checkpoints(None))
         for row in await self._catalog.expired_checkpoints(datetime.now(UTC)):
             try:
-                await self._end(row)
+                await self._expire(row)
             except WireError as error:
-                log.warning("can't let a checkpoint expire", path=_name(row), error=error.message)
+                log.warning(
+                    "cannot delete an expired checkpoint", path=_name(row), error=error.message
+                )
 
-    async def _end(self, row: Checkpoint) -> None:
-        """Delete a checkpoint that has expired, unless another was saved in its place."""
+    async def _expire(self, row: Checkpoint) -> None:
+        """Delete an expired checkpoint, unless another one was saved in its place."""
         path = _path(row)
         manifest = await self._read(path)
         if manifest is not None and manifest.created_at != row.created_at:
@@ -294,18 +297,19 @@ class Checkpoints:
         return None if content is None else decode_manifest(Manifest, content, str(path))
 
     async def _index(self, manifest: Manifest) -> None:
-        """Have the index say what a manifest says.
+        """Update the index from a manifest.
 
-        If it does already, it goes on to wait for the checkpoint that is saved in its place.
+        If the index is already up to date, a pending overwrite of the checkpoint stays pending.
         """
         row = await self._catalog.checkpoint(manifest.path)
         if row is None or row.created_at != manifest.created_at:
             await self._catalog.index_checkpoint(manifest)
 
     async def _delete(self, path: CheckpointPath) -> None:
-        """Delete the manifest, with which the checkpoint ends, and then the files.
+        """Delete the manifest, after which the checkpoint no longer exists, and then the files.
 
-        It has expired from then on: if this process dies before the end, `delete_expired` goes on.
+        The checkpoint is marked as expired first, so that `delete_expired` completes the deletion
+        if this process dies.
         """
         await self._catalog.set_expiry(path, datetime.now(UTC))
         await self._objects.delete(path.manifest_key)
@@ -313,58 +317,62 @@ class Checkpoints:
         await self._catalog.forget_checkpoint(path)
 
     async def _refresh(self, rows: Sequence[Checkpoint]) -> None:
-        """Look at the manifests of checkpoints that were asked for and not seen yet.
+        """Read the manifests of pending checkpoints.
 
-        One that can't be looked at now keeps no other from it, and is looked at the next time.
+        A failure does not affect the other checkpoints and is retried the next time.
         """
-        limit = asyncio.Semaphore(_LOOKS_AT_ONCE)
-        rows = await self._without_those_never_begun(rows)
+        limit = asyncio.Semaphore(_CONCURRENT_READS)
+        rows = await self._with_files(rows)
 
-        async def look_at(row: Checkpoint) -> None:
+        async def read(row: Checkpoint) -> None:
             async with limit:
                 try:
-                    await self._look_at(row)
+                    await self._refresh_one(row)
                 except WireError as error:
-                    log.warning("can't look at a checkpoint", path=_name(row), error=error.message)
+                    log.warning(
+                        "cannot read a checkpoint manifest", path=_name(row), error=error.message
+                    )
 
-        await asyncio.gather(*[look_at(row) for row in rows])
+        await asyncio.gather(*[read(row) for row in rows])
 
-    async def _without_those_never_begun(self, rows: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Leave out checkpoints of which there is no file, where there are many to look at.
+    async def _with_files(self, rows: Sequence[Checkpoint]) -> list[Checkpoint]:
+        """Skip checkpoints without files in folders with many pending checkpoints.
 
-        Those are of saves that wait for their turn or failed in it, which may be thousands.
+        These belong to saves that are queued or have failed, of which there may be thousands.
         """
         folders: dict[str, list[Checkpoint]] = {}
         for row in rows:
             folders.setdefault(f"{run_prefix(row.run_id)}/{row.kind}/", []).append(row)
         kept = []
         for folder, inside in folders.items():
-            begun = {row.name for row in inside}
-            if len(inside) > _LOOKS_AT_ONCE:
+            names = {row.name for row in inside}
+            if len(inside) > _CONCURRENT_READS:
                 with suppress(Unavailable):
-                    begun &= set(await self._objects.folders(folder))
-            kept += [row for row in inside if row.name in begun or _is_given_up(row)]
+                    names &= set(await self._objects.folders(folder))
+            kept += [row for row in inside if row.name in names or _has_timed_out(row)]
         return kept
 
-    async def _look_at(self, row: Checkpoint) -> None:
-        is_given_up = _is_given_up(row)
+    async def _refresh_one(self, row: Checkpoint) -> None:
+        has_timed_out = _has_timed_out(row)
         try:
             manifest = await self._read(_path(row))
         except InvalidRequest as error:
-            # It is listed as such. Until it is given up, another one may take its place.
-            if row.damage is None or is_given_up:
-                await self._catalog.mark_damaged(_path(row), error.message, is_indexed=is_given_up)
+            # It is listed as damaged. Until the time limit, an overwrite may replace it.
+            if row.damage is None or has_timed_out:
+                await self._catalog.mark_damaged(
+                    _path(row), error.message, is_indexed=has_timed_out
+                )
             raise
-        # An overwrite is over when the manifest is another one; comparing it with the time of the
-        # request would compare the clocks of two machines.
-        if manifest is not None and (is_given_up or manifest.created_at != row.created_at):
+        # An overwrite has completed when the manifest has changed. Comparing its time with that of
+        # the request would compare the clocks of two machines.
+        if manifest is not None and (has_timed_out or manifest.created_at != row.created_at):
             await self._catalog.reindex_checkpoint(manifest)
-        elif manifest is None and is_given_up:
+        elif manifest is None and has_timed_out:
             await self._catalog.forget_checkpoint(_path(row))
 
 
-def _is_given_up(row: Checkpoint) -> bool:
-    return datetime.now(UTC) - row.asked_at > _GIVE_UP
+def _has_timed_out(row: Checkpoint) -> bool:
+    return datetime.now(UTC) - row.asked_at > _PENDING_LIMIT
 
 
 def _not_found(path: CheckpointPath) -> NotFound:
@@ -380,7 +388,7 @@ def _path(row: Checkpoint) -> CheckpointPath:
 
 
 def info(row: Checkpoint) -> CheckpointInfo:
-    """Return what a list shows of a checkpoint."""
+    """Return the list entry of a checkpoint."""
     path = _path(row)
     return CheckpointInfo(
         checkpoint_id=path.checkpoint_id,
@@ -396,7 +404,7 @@ def info(row: Checkpoint) -> CheckpointInfo:
 
 
 def latest(infos: Sequence[CheckpointInfo], kind: CheckpointKind) -> CheckpointInfo | None:
-    """Return the newest checkpoint of a kind that can be read."""
+    """Return the newest readable checkpoint of a kind."""
     of_kind = [
         entry
         for entry in infos
@@ -406,18 +414,18 @@ def latest(infos: Sequence[CheckpointInfo], kind: CheckpointKind) -> CheckpointI
 
 
 def _suspended(run_id: str, content: bytes | None) -> SuspendedManifest | None:
-    """Read what a head has left of a run; None if that is nothing that can be read."""
+    """Decode a run's suspended state; return None if it is missing or unreadable."""
     if content is None:
         return None
     try:
         name = f"the suspended state of training run {run_id}"
         return decode_manifest(SuspendedManifest, content, name)
     except InvalidRequest as error:
-        log.warning("a suspended state can't be read", run_id=run_id, error=error.message)
+        log.warning("cannot read a suspended state", run_id=run_id, error=error.message)
         return None
 
 
-def _read_if_there(file: Path) -> bytes | None:
+def _read_if_exists(file: Path) -> bytes | None:
     try:
         return file.read_bytes()
     except FileNotFoundError:

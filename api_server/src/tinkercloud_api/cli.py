@@ -1,7 +1,7 @@
 """The `tinkercloud` command.
 
-`serve`, `keys`, `catalog` and `doctor` work on this machine's state folder; `models` and `sessions`
-ask a running server, this one or another (TINKER_BASE_URL, TINKER_API_KEY). `plan` needs neither.
+`serve`, `keys`, `catalog` and `doctor` use this machine's state folder; `models` and `sessions`
+call a running server, local or remote (TINKER_BASE_URL, TINKER_API_KEY). `plan` needs neither.
 """
 
 import asyncio
@@ -22,15 +22,16 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from tinkercloud_api import diagnosis, logs, planning, server, state_folder
+from tinkercloud_api import logs, planning, server, state_folder
 from tinkercloud_api.auth import Role, hash_key, new_key
 from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.catalog_rebuild import rebuild
+from tinkercloud_api.doctor import CheckResult, examine
 from tinkercloud_api.models import ModelNotFoundError
-from tinkercloud_api.objects import Objects
-from tinkercloud_api.settings import Settings, SettingsRefusedError, load_settings
+from tinkercloud_api.object_store import ObjectStoreClient
+from tinkercloud_api.settings import InvalidSettingsError, Settings, load_settings
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.object_store import open_store
 
@@ -41,10 +42,12 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-keys_app = typer.Typer(help="API keys of this machine's catalog.", no_args_is_help=True)
-catalog_app = typer.Typer(help="The index of runs and checkpoints.", no_args_is_help=True)
-models_app = typer.Typer(help="Base models of a running server.", no_args_is_help=True)
-sessions_app = typer.Typer(help="Sessions of a running server.", no_args_is_help=True)
+keys_app = typer.Typer(help="Manage the API keys in this machine's catalog.", no_args_is_help=True)
+catalog_app = typer.Typer(
+    help="Manage the catalog, the index of training runs and checkpoints.", no_args_is_help=True
+)
+models_app = typer.Typer(help="Inspect the base models of a running server.", no_args_is_help=True)
+sessions_app = typer.Typer(help="Manage the sessions of a running server.", no_args_is_help=True)
 app.add_typer(keys_app, name="keys")
 app.add_typer(catalog_app, name="catalog")
 app.add_typer(models_app, name="models")
@@ -55,23 +58,24 @@ BaseUrl = Annotated[
     str | None,
     typer.Option(
         envvar="TINKER_BASE_URL",
-        help="The server to ask; by default the one that runs with this machine's state folder, or"
-        " at port 8000.",
+        help="URL of the server. Default: the server that uses this machine's state folder, or"
+        " else port 8000 of this machine.",
         show_default=False,
     ),
 ]
-ApiKey = Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="Your key.")]
+ApiKey = Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="API key.")]
 StateDir = Annotated[
     Path | None,
     typer.Option(
-        help="Folder that holds all state: that of a server, if it is for one.", show_default=False
+        help="State folder, the same as the server's. Default: the state_dir setting.",
+        show_default=False,
     ),
 ]
 _UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
 _LIFETIME = re.compile(r"(?P<number>[1-9][0-9]{0,6})(?P<unit>[dhms])")
 DEFAULT_URL = "http://127.0.0.1:8000"
 _FOLDED_WIDTH = 40
-"""Characters of a table's last column, which may be folded, at least."""
+"""Minimum width, in characters, of a table's last column, which may wrap."""
 
 
 def main() -> None:
@@ -79,8 +83,8 @@ def main() -> None:
     app()
 
 
-def _print_version(is_wanted: bool) -> None:  # noqa: FBT001 - typer's callbacks are called so
-    if is_wanted:
+def _print_version(is_requested: bool) -> None:  # noqa: FBT001 - required by typer
+    if is_requested:
         typer.echo(f"tinkercloud {importlib.metadata.version('tinkercloud-api')}")
         raise typer.Exit
 
@@ -91,7 +95,7 @@ def tinkercloud(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", help="Print the version.", is_eager=True, callback=_print_version
+            "--version", help="Print the version and exit.", is_eager=True, callback=_print_version
         ),
     ] = False,
 ) -> None:
@@ -107,7 +111,7 @@ def _fail(message: str) -> NoReturn:
 def _settings(**overrides: Any) -> Settings:  # noqa: ANN401 - any field of Settings
     try:
         return load_settings(**overrides)
-    except SettingsRefusedError as error:
+    except InvalidSettingsError as error:
         _fail(f"settings: {error}")
 
 
@@ -122,9 +126,9 @@ def _show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: bo
         table.add_column(column, no_wrap=True)
     table.add_column(columns[-1], overflow="fold")
     for texts in cells:
-        # As they are: `:train:`, a part of ids, is also the name of an emoji.
+        # Plain text: `:train:`, a part of ids, is also the name of an emoji.
         table.add_row(*map(Text, texts))
-    # Ids are there to be copied: rather than cut one, a line is longer than the terminal.
+    # Ids are meant to be copied, so lines exceed the terminal width rather than truncate one.
     needed = sum(widths[:-1]) + min(widths[-1], _FOLDED_WIDTH)
     Console(width=max(Console().width, needed)).print(table)
 
@@ -134,15 +138,16 @@ def serve(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=WHERE: serve the Hugging Face folder, or the model of the local Hugging"
-            " Face cache, at WHERE under NAME. May be repeated. NAME alone means NAME=NAME."
+            help="NAME=WHERE: serve a model under NAME. WHERE is a folder in Hugging Face format"
+            " or the id of a model in the local Hugging Face cache. May be repeated. NAME alone"
+            " means NAME=NAME."
         ),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     state_dir: StateDir = None,
 ) -> None:
-    """Serve the Tinker API: with session heads as child processes, or as pods of a cluster."""
+    """Serve the Tinker API, with session heads as child processes or as Kubernetes pods."""
     models = {}
     for entry in model or []:
         name, _, where = entry.partition("=")
@@ -161,7 +166,7 @@ def serve(
 
 
 def _with_catalog(state_dir: Path | None, work: Callable[[Catalog], Awaitable[T]]) -> T:
-    """Do something with the catalog, and say on standard error which one that was."""
+    """Apply a function to the catalog, and print on standard error which catalog was used."""
     settings = _settings(state_dir=state_dir)
 
     async def run() -> T:
@@ -183,25 +188,25 @@ def _with_catalog(state_dir: Path | None, work: Callable[[Catalog], Awaitable[T]
 
 
 def _whose_catalog(settings: Settings) -> str:
-    """Return which catalog the settings name, and who serves it; make its folder."""
+    """Return a description of the configured catalog and its server; create its folder."""
     if settings.database_url is not None:
-        return "catalog: that of database_url"
+        return "catalog: the database of the database_url setting"
     folder = settings.state_dir.absolute()
     is_new = not (folder / "catalog.db").exists()
     state_folder.make(folder)
     if (running := state_folder.running_server(folder)) is not None:
-        return f"catalog: in {folder}, of the server that is process {running.pid}"
-    made = ", made just now" if is_new else ""
-    return f"catalog: in {folder}{made}; no server uses it, --state-dir names another"
+        return f"catalog: in {folder}, used by the server with process id {running.pid}"
+    made = " (newly created)" if is_new else ""
+    return f"catalog: in {folder}{made}; no server uses it; select another folder with --state-dir"
 
 
 def _lifetime(text: str) -> timedelta:
-    """Read a number of days, hours, minutes or seconds, such as `30d`."""
+    """Parse a lifetime in days, hours, minutes or seconds, such as `30d`."""
     found = _LIFETIME.fullmatch(text)
     if found is None:
         raise typer.BadParameter(
-            f"{text!r} is not a lifetime: write a number of days, hours, minutes or seconds, such"
-            " as 30d, 12h, 90m or 600s"
+            f"{text!r} is not a valid lifetime; expected a number of days, hours, minutes or"
+            " seconds, such as 30d, 12h, 90m or 600s"
         )
     return timedelta(**{_UNITS[found["unit"]]: int(found["number"])})
 
@@ -212,15 +217,19 @@ def _moment(moment: datetime | None) -> str:
 
 @keys_app.command("create")
 def create_key(
-    name: Annotated[str, typer.Argument(help="What the key is for.")],
-    owner: Annotated[str | None, typer.Option(help="Whose it is; by default NAME.")] = None,
-    role: Annotated[Role, typer.Option(help="admin sees what belongs to others.")] = Role.USER,
+    name: Annotated[str, typer.Argument(help="Name of the key, such as its purpose.")],
+    owner: Annotated[
+        str | None, typer.Option(help="Owner of everything created with the key. Default: NAME.")
+    ] = None,
+    role: Annotated[
+        Role, typer.Option(help="Admins can read and delete the objects of all owners.")
+    ] = Role.USER,
     expires: Annotated[
         timedelta | None,
         typer.Option(
             parser=_lifetime,
             metavar="LIFETIME",
-            help="Refuse the key after 30d, 12h, ...; by default never.",
+            help="Expire the key after this time, such as 30d or 12h. Default: never.",
             show_default=False,
         ),
     ] = None,
@@ -228,7 +237,7 @@ def create_key(
     *,
     as_json: Json = False,
 ) -> None:
-    """Make a key and show it, this once."""
+    """Create an API key and print it. It is not shown again."""
     key = new_key()
     row = _with_catalog(
         state_dir,
@@ -249,7 +258,7 @@ def create_key(
 
 @keys_app.command("list")
 def list_keys(state_dir: StateDir = None, *, as_json: Json = False) -> None:
-    """List all keys, without the keys themselves."""
+    """List all API keys, without their secrets."""
     rows = [
         {
             "id": row.id,
@@ -269,24 +278,24 @@ def list_keys(state_dir: StateDir = None, *, as_json: Json = False) -> None:
 
 @keys_app.command("revoke")
 def revoke_key(
-    key_id: Annotated[int, typer.Argument(help="Its id, as `keys list` shows it.")],
+    key_id: Annotated[int, typer.Argument(help="Id of the key, from `keys list`.")],
     state_dir: StateDir = None,
 ) -> None:
-    """Revoke a key. A running server refuses it within ten seconds."""
+    """Revoke an API key. Running servers reject it within ten seconds."""
     if not _with_catalog(state_dir, lambda catalog: catalog.revoke_key(key_id)):
-        _fail(f"there is no key {key_id} that is not revoked already")
+        _fail(f"key {key_id} does not exist or is already revoked; see `tinkercloud keys list`")
 
 
 @catalog_app.command("rebuild")
 def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> None:
-    """List runs and checkpoints again whose catalog was lost, from what is in the object store.
+    """Restore the runs and checkpoints of a lost catalog from the checkpoint store.
 
-    What the catalog knows stays as it is. Keys, public checkpoints and metadata of runs are not in
-    the object store.
+    Existing entries are kept. API keys, the public flag of checkpoints and the metadata of runs
+    cannot be restored, as they are not in the checkpoint store.
     """
     settings = _settings(state_dir=state_dir)
     try:
-        objects = Objects(open_store(settings.checkpoint_url))
+        objects = ObjectStoreClient(open_store(settings.checkpoint_url))
         rebuilt = _with_catalog(state_dir, lambda catalog: rebuild(catalog, objects))
     except (WireError, BaseError) as error:
         _fail(f"{settings.checkpoint_url}: {error}")
@@ -303,7 +312,7 @@ def _url_of_running_server() -> str:
     return (server.url if server is not None else None) or DEFAULT_URL
 
 
-def _ask(method: str, base_url: str | None, api_key: str, path: str) -> Any:  # noqa: ANN401 - any JSON
+def _request(method: str, base_url: str | None, api_key: str, path: str) -> Any:  # noqa: ANN401 - any JSON
     url = (base_url or _url_of_running_server()).rstrip("/")
 
     async def run() -> Any:  # noqa: ANN401 - any JSON
@@ -320,13 +329,13 @@ def _ask(method: str, base_url: str | None, api_key: str, path: str) -> Any:  # 
     try:
         return asyncio.run(run())
     except aiohttp.ClientError as error:
-        _fail(f"no server answers at {url} ({error}); start one or set TINKER_BASE_URL")
+        _fail(f"no server responds at {url} ({error}); start a server or set TINKER_BASE_URL")
 
 
 @models_app.command("list")
 def list_models(api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False) -> None:
-    """List the base models on offer."""
-    answer = _ask("GET", base_url, api_key, "get_server_capabilities")
+    """List the served base models."""
+    answer = _request("GET", base_url, api_key, "get_server_capabilities")
     columns = ["model_name", "max_context_length", "trainable", "sampleable"]
     _show(answer["supported_models"], columns, as_json=as_json)
 
@@ -335,14 +344,16 @@ def list_models(api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = Fa
 def list_sessions(
     api_key: ApiKey,
     base_url: BaseUrl = None,
-    limit: Annotated[int, typer.Option(help="Show this many of the newest.")] = 20,
+    limit: Annotated[int, typer.Option(help="Maximum number of sessions to list.")] = 20,
     *,
-    everybody: Annotated[bool, typer.Option("--all", help="Everybody's (admins).")] = False,
+    everybody: Annotated[
+        bool, typer.Option("--all", help="List the sessions of all owners (admins only).")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """List sessions, newest first: whose they are, whether their clients live, what they hold."""
+    """List sessions, newest first, with their owners, client states and resources."""
     scope = "accessible" if everybody else "owned"
-    answer = _ask("GET", base_url, api_key, f"session_usage?limit={limit}&access_scope={scope}")
+    answer = _request("GET", base_url, api_key, f"session_usage?limit={limit}&access_scope={scope}")
     if as_json:
         typer.echo(json.dumps([{"session": s["session_id"], **s} for s in answer["sessions"]]))
         return
@@ -375,9 +386,9 @@ def _megabytes(size: int | None) -> str:
 def show_session(
     session: str, api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False
 ) -> None:
-    """Show a session: whose it is, whether its client lives, its training runs and samplers."""
-    answer = _ask("GET", base_url, api_key, f"sessions/{session}")
-    usage = _ask("GET", base_url, api_key, f"session_usage/{session}")
+    """Show a session: its owner, client state, training runs and samplers."""
+    answer = _request("GET", base_url, api_key, f"sessions/{session}")
+    usage = _request("GET", base_url, api_key, f"session_usage/{session}")
     if as_json:
         typer.echo(json.dumps({**answer, **usage}))
         return
@@ -402,24 +413,31 @@ def show_session(
 
 @sessions_app.command("delete")
 def delete_session(session: str, api_key: ApiKey, base_url: BaseUrl = None) -> None:
-    """End a session and free what it holds. Its checkpoints stay."""
-    _ask("DELETE", base_url, api_key, f"sessions/{session}")
+    """End a session and free its resources. Its checkpoints are kept."""
+    _request("DELETE", base_url, api_key, f"sessions/{session}")
 
 
 @app.command("plan")
 def plan_model(
-    model: Annotated[str, typer.Argument(help="Folder in Hugging Face layout, or hub id.")],
-    gpus: Annotated[str, typer.Option(help="All GPUs to use: 8xH100, 4xA100-40, 2x48GiB.")],
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs of one node.")] = 8,
+    model: Annotated[
+        str, typer.Argument(help="Folder in Hugging Face format, or model id on the hub.")
+    ],
+    gpus: Annotated[
+        str, typer.Option(help="Number and kind of GPUs, such as 8xH100, 4xA100-40 or 2x48GiB.")
+    ],
+    gpus_per_node: Annotated[int, typer.Option(help="Number of GPUs per node.")] = 8,
     sequence_length: Annotated[
-        int | None, typer.Option(help="Longest sequence; by default the model's, at most 32768.")
+        int | None,
+        typer.Option(help="Longest sequence, in tokens. Default: the model's, at most 32768."),
     ] = None,
-    lora_rank: Annotated[int, typer.Option(min=1, max=1024, help="Largest rank.")] = 32,
+    lora_rank: Annotated[int, typer.Option(min=1, max=1024, help="Largest LoRA rank.")] = 32,
     *,
-    full: Annotated[bool, typer.Option("--full", help="Full fine-tunes instead of LoRA.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Plan full fine-tuning instead of LoRA.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Plan how to train and sample a model on GPUs. JSON is a BaseModel that does so."""
+    """Plan the training and sampling of a model on GPUs. --json prints a BaseModel manifest."""
     try:
         plan = planning.plan(
             model,
@@ -440,12 +458,12 @@ def plan_model(
 
 @app.command()
 def doctor(state_dir: StateDir = None, *, as_json: Json = False) -> None:
-    """Check that this machine can serve, and say what to do where it can't."""
+    """Check that this machine is ready to serve, and say how to fix problems."""
     try:
-        findings = asyncio.run(diagnosis.examine(load_settings(state_dir=state_dir)))
-    except SettingsRefusedError as error:
-        findings = [diagnosis.Finding("settings", is_good=False, detail=str(error))]
-    rows = [finding.as_row() for finding in findings]
+        results = asyncio.run(examine(load_settings(state_dir=state_dir)))
+    except InvalidSettingsError as error:
+        results = [CheckResult("settings", is_good=False, detail=str(error))]
+    rows = [result.as_row() for result in results]
     _show(rows, ["check", "result", "detail"], as_json=as_json)
-    if any(not finding.is_good for finding in findings):
+    if any(not result.is_good for result in results):
         raise typer.Exit(1)

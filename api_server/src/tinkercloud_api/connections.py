@@ -1,7 +1,7 @@
-"""Connections of clients, within bounds: how many, how large a request's head, how slow.
+"""Limits of client connections: their number, and the size and speed of request headers.
 
-uvicorn's protocol on httptools has none of these. Its other one, on h11, bounds heads only, and
-takes twice as long for a small call.
+uvicorn's httptools protocol has none of these limits. Its h11 protocol limits the size of headers
+only, and takes twice as long for a small call.
 """
 
 import asyncio
@@ -15,29 +15,29 @@ from tinkercloud_protocol.asgi import Receive, Scope, Send, respond
 from tinkercloud_protocol.errors import Unavailable
 
 MAX_HEAD_BYTES = 64 << 10
-"""Of a request's first line and headers."""
+"""Size limit of a request line and its headers."""
 MAX_HEADERS = 100
 HEAD_SECONDS = 20.0
-"""For a request's head to arrive, from its first byte or from the connection's beginning."""
+"""Time limit for receiving the headers, from their first byte or from the connection's start."""
 BODY_IDLE_SECONDS = 60.0
-"""Without any byte of a body that is being read."""
+"""Time limit without any byte of a body that is being read."""
 _DESCRIPTORS_OF_OTHERS = 256
-"""Files, the catalog, children: not connections."""
+"""File descriptors that are not client connections: files, the catalog, child processes."""
 _DESCRIPTORS_OF_ONE = 2
-"""A connection to a head may belong to each connection of a client."""
+"""Each client connection may need a connection to a head as well."""
 _REFUSED_AT_ONCE = 1.1
-"""Times the bound of connections: beyond, they are closed without an answer."""
+"""Multiple of the connection limit beyond which connections are closed without a response."""
 
 App = Callable[[Scope, Receive, Send], Any]
 
 
 def default_bound(num_descriptors: int) -> int:
-    """Return how many connections of clients there is room for."""
+    """Return the default limit of client connections for a number of file descriptors."""
     return max(16, (num_descriptors - _DESCRIPTORS_OF_OTHERS) // _DESCRIPTORS_OF_ONE)
 
 
 def bounded(max_connections: int) -> type[asyncio.Protocol]:
-    """Return the protocol, for uvicorn to make one of for each connection."""
+    """Return a protocol class with this limit, which uvicorn instantiates for each connection."""
 
     class Bounded(BoundedProtocol):
         bound = max_connections
@@ -46,12 +46,12 @@ def bounded(max_connections: int) -> type[asyncio.Protocol]:
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A client's connection. What is out of bounds is answered with a status and closed."""
+    """A client connection. Requests over a limit receive an error status and are closed."""
 
     bound: int
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request, if there is room for another connection."""
+        """Wait for a request if the number of connections is below the limit."""
         super().connection_made(transport)
         self._served = self.app
         self._is_in_head = True
@@ -70,7 +70,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes of a client."""
+        """Receive bytes from the client."""
         self._last_byte = self.loop.time()
         if self._is_in_head:
             self._head_bytes += len(data)
@@ -80,26 +80,26 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def on_message_begin(self) -> None:
-        """Begin to wait for the rest of a request's head."""
+        """Start the timer for the rest of the headers."""
         super().on_message_begin()
         if self._timer is None:
             self._time_head()
 
     def on_headers_complete(self) -> None:
-        """Have a request served, or refused."""
+        """Serve or reject a request."""
         self._is_in_head, self._head_bytes = False, 0
         self._stop_timer()
-        self.app = cast("Any", self._refusal() or self._served)
+        self.app = cast("Any", self._rejection() or self._served)
         super().on_headers_complete()
         self._timer = self.loop.call_later(BODY_IDLE_SECONDS, self._check_body)
 
     def on_message_complete(self) -> None:
-        """Be ready for the head of another request."""
+        """Prepare for the headers of another request."""
         super().on_message_complete()
         self._stop_timer()
         self._is_in_head, self._head_bytes = True, 0
 
-    def _refusal(self) -> App | None:
+    def _rejection(self) -> App | None:
         if self._is_surplus:
             return _too_many
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
@@ -107,13 +107,13 @@ class BoundedProtocol(HttpToolsProtocol):
         return _head_too_large if is_too_large else None
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Log nothing: whoever asks for an upgrade is answered as if he had not."""
+        """Log nothing: a request for a protocol upgrade is served as a normal request."""
 
     def _time_head(self) -> None:
         self._timer = self.loop.call_later(HEAD_SECONDS, self._close)
 
     def _check_body(self) -> None:
-        """Close the connection if a body has stopped coming, though it is being read."""
+        """Close the connection if a body that is being read has stalled."""
         now = self.loop.time()
         if self.flow.read_paused:
             self._last_byte = now
@@ -137,7 +137,8 @@ def _detail(message: str) -> bytes:
 
 
 _LARGE = _detail(
-    f"the request's headers are more than {MAX_HEADERS} or longer than {MAX_HEAD_BYTES} bytes"
+    f"request headers are too large: at most {MAX_HEADERS} headers and {MAX_HEAD_BYTES} bytes are"
+    " accepted"
 )
 _HEAD_TOO_LARGE = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
@@ -150,6 +151,6 @@ async def _head_too_large(_scope: Scope, _receive: Receive, send: Send) -> None:
 
 
 async def _too_many(_scope: Scope, _receive: Receive, send: Send) -> None:
-    body = _detail("the server has as many connections as it takes; try again in a moment")
+    body = _detail("the server has reached its connection limit (max_connections); try again later")
     headers = {"retry-after": "1", "connection": "close"}
     await respond(send, body, status=Unavailable.status, headers=headers)

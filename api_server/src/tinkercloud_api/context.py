@@ -1,4 +1,4 @@
-"""What a request handler works with: made once at start-up, passed explicitly from then on."""
+"""The components of a running server, created at startup and passed to request handlers."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -9,34 +9,34 @@ from tinkercloud_api.activity import Activity
 from tinkercloud_api.auth import Authenticator, Principal
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.head_locator import HeadLocator
+from tinkercloud_api.long_polls import LongPolls
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.proxy import Proxy
-from tinkercloud_api.router import Router
 from tinkercloud_api.settings import Settings
 from tinkercloud_api.shared_heads import SharedHeads
 from tinkercloud_api.training_runs import TrainingRuns
-from tinkercloud_api.waiters import Waiters
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The server's parts."""
+    """The components of a running server."""
 
     settings: Settings
     catalog: Catalog
     authenticator: Authenticator
     provider: SessionProvider
     checkpoints: Checkpoints
-    router: Router
+    locator: HeadLocator
     training_runs: TrainingRuns
     proxy: Proxy
     activity: Activity
     shared_heads: SharedHeads
-    waiters: Waiters
+    long_polls: LongPolls
 
 
 def get_context(request: Request) -> Context:
-    """Return the server's parts (a FastAPI dependency)."""
+    """Return the server's components (a FastAPI dependency)."""
     context: Context = request.app.state.context
     return context
 
@@ -47,7 +47,7 @@ Server = Annotated[Context, Depends(get_context)]
 async def get_principal(
     server: Server, x_api_key: Annotated[str | None, Header()] = None
 ) -> Principal:
-    """Return who is asking (a FastAPI dependency).
+    """Return the caller (a FastAPI dependency).
 
     Raises:
         Unauthenticated: the key is missing, unknown or revoked.

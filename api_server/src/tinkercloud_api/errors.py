@@ -1,4 +1,4 @@
-"""Exceptions to answers, for the JSON routes; the hot paths do the same in `routes.hot`."""
+"""Exception handlers of the JSON routes; the hot paths handle theirs in `hot_paths`."""
 
 import structlog
 from fastapi import FastAPI, Request
@@ -14,7 +14,7 @@ log = structlog.get_logger(__name__)
 
 
 def install(app: FastAPI) -> None:
-    """Make an application answer our errors, and others, in the SDK's form: `{"detail": ...}`."""
+    """Install handlers that respond to all errors in the SDK's format, `{"detail": ...}`."""
     app.add_exception_handler(WireError, _wire_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
@@ -29,7 +29,8 @@ async def _wire_error(_request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)  # noqa: S101 - registered for this class
-    # FastAPI puts first where a field came from; of what is no JSON it tells the position.
+    # The first part of a location is where a field came from (body, query). For invalid JSON, the
+    # location is a character position.
     faults = [
         {**fault, "loc": () if fault["type"] == "json_invalid" else fault["loc"][1:]}
         for fault in error.errors()
@@ -40,22 +41,22 @@ async def _invalid(_request: Request, error: Exception) -> JSONResponse:
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)  # noqa: S101 - registered for this class
     if error.status_code in {404, 405}:
-        # Of a path that is served for another method, this call is none the less unknown.
+        # A path that is served with another method is an unknown call as well.
         detail = (
-            f"{request.method} {request.url.path} is not served here: see what is and what is not"
-            " in Tinkercloud's README"
+            f"{request.method} {request.url.path} is not served here; Tinkercloud's README lists"
+            " the supported calls"
         )
         return JSONResponse({"detail": detail}, 404)
     detail = error.detail
     if isinstance(error.__cause__, RecursionError):
-        detail = "request body: JSON that is nested too deeply: send the fields of this call alone"
+        detail = "request body: JSON is nested too deeply; send only the fields of this call"
     elif isinstance(error.__cause__, UnicodeDecodeError):
-        detail = "request body: not UTF-8: send JSON as it is, neither compressed nor encoded"
+        detail = "request body: not UTF-8; send plain JSON, neither compressed nor encoded"
     return JSONResponse({"detail": detail}, error.status_code, error.headers)
 
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, ValidationError):
         return JSONResponse({"detail": describe(error, "request body")}, 400)
-    log.error("request failed unexpectedly", path=request.url.path, exc_info=error)
-    return JSONResponse({"detail": "internal error; the server's log has the details"}, 500)
+    log.error("unexpected error while handling a request", path=request.url.path, exc_info=error)
+    return JSONResponse({"detail": "internal error; see the server log for details"}, 500)

@@ -1,8 +1,8 @@
-"""HTTP to session heads: aiohttp's client, and what forwarding needs besides.
+"""HTTP client for session heads: aiohttp, plus streaming and timeouts that forwarding needs.
 
-Request bodies are sent as they arrive and answers are read as they come, both with backpressure and
-as the bytes they are. How long a head may be silent is counted without the time that the sender of
-a body takes. Nothing is repeated here: whoever asked may, and to do so is safe.
+Request and response bodies are streamed as raw bytes, with backpressure. The time that the client
+takes to send a body does not count towards the head's timeout. Nothing is retried here; the caller
+may repeat any request safely.
 """
 
 import asyncio
@@ -16,29 +16,29 @@ import aiohttp
 _CONNECT_SECONDS = 5.0
 _KEEPALIVE = {
     "TCP_KEEPIDLE": 30,
-    # What macOS calls the same.
+    # Name of the same option on macOS.
     "TCP_KEEPALIVE": 30,
     "TCP_KEEPINTVL": 10,
     "TCP_KEEPCNT": 3,
 }
-"""Break connections within a minute of silence from a machine; systems lack some of these."""
+"""Options that detect a dead peer within a minute; not every system has all of them."""
 _IDLE_SECONDS = 30.0
-"""Less than the head keeps an idle connection open (75 s), so that none is used as it closes."""
+"""Shorter than the head's keep-alive (75 s), so that no connection is reused while it closes."""
 _AUTOMATIC_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
-"""Which aiohttp would add: a head is sent what the client sent."""
+"""Headers that aiohttp must not add: a head receives the client's headers unchanged."""
 
 
 class HeadUnreachable(ConnectionError):
-    """The head can't be connected to, is silent, or hung up before its answer was complete."""
+    """The head is unreachable, does not respond, or disconnected during its response."""
 
 
-def open_session() -> aiohttp.ClientSession:
-    """Return a client for calls to heads, with a pool of connections. Belongs to one event loop."""
+def open_client() -> aiohttp.ClientSession:
+    """Return an HTTP client for heads, with a connection pool. It belongs to one event loop."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
             limit=0,
             keepalive_timeout=_IDLE_SECONDS,
-            # The name of a head leads to another address as soon as its pod was replaced.
+            # The address behind a head's name changes when its pod is replaced.
             use_dns_cache=False,
             socket_factory=_kept_alive_socket,
         ),
@@ -48,7 +48,7 @@ def open_session() -> aiohttp.ClientSession:
 
 
 def _kept_alive_socket(address: tuple[object, ...]) -> socket.socket:
-    """Return a socket that notices when the machine at its other end is gone."""
+    """Return a socket that detects when its peer's machine is gone."""
     family, kind, protocol = address[:3]
     made = socket.socket(family, kind, protocol)  # type: ignore[arg-type]  # as getaddrinfo gave it
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -60,47 +60,46 @@ def _kept_alive_socket(address: tuple[object, ...]) -> socket.socket:
 
 @dataclass(frozen=True, slots=True)
 class HeadResponse:
-    """The answer of a head, of which status and headers have come."""
+    """Response of a head whose status and headers have been received."""
 
     status: int
     headers: Sequence[tuple[bytes, bytes]]
-    """Names in lower case."""
+    """Header names are in lower case."""
     chunks: AsyncIterator[bytes]
-    """The body as it arrives; raises HeadUnreachable if the head hangs up or falls silent."""
+    """The body as it arrives; raises HeadUnreachable if the head disconnects or stalls."""
 
 
 @asynccontextmanager
 async def post(
-    session: aiohttp.ClientSession,
+    client: aiohttp.ClientSession,
     url: str,
     headers: Mapping[str, str],
     body: bytes | AsyncIterator[bytes],
     *,
-    silence_seconds: float,
+    timeout_seconds: float,
 ) -> AsyncIterator[HeadResponse]:
-    """Send a request; the context is its answer, whose connection is free again afterwards.
+    """Send a POST request; the context provides the response and releases the connection.
 
     Args:
-        session: as made by `open_session`.
+        client: made by `open_client`.
         url: `http://host:port/path`.
-        headers: besides Host; one of them gives the length of a streamed body, if it is known.
-        body: whole, or as it arrives. It is not being read any more when the context ends.
-        silence_seconds: how long the head may take to begin its answer to all of the request, to
-            take more of its body, and to continue its answer.
+        headers: all headers except Host, including the length of a streamed body if it is known.
+        body: the whole body, or its chunks as they arrive. It is no longer read after the context.
+        timeout_seconds: timeout for the start of the response after the whole request was sent,
+            for each part of the request body, and for each part of the response.
 
     Raises:
-        HeadUnreachable: the head can't be connected to, is silent for longer, or hung up before it
-            answered.
-        Exception: what the body raised while it was read.
+        HeadUnreachable: the head is unreachable, timed out, or disconnected before it responded.
+        Exception: any exception that reading the body raised.
     """
-    upload = _Upload(body, silence_seconds) if not isinstance(body, bytes) else None
+    upload = _Upload(body, timeout_seconds) if not isinstance(body, bytes) else None
     try:
-        response = await _ask(session, url, headers, upload or body, silence_seconds)
+        response = await _post(client, url, headers, upload or body, timeout_seconds)
         try:
             chunks = _chunks(response)
             if upload is not None and not upload.has_ended:
-                # Once it has answered, the head wants no more of the body; aiohttp stops sending it
-                # when the answer is complete. Only then may somebody else read the body's rest.
+                # After its response, the head needs no more of the body, but aiohttp stops sending
+                # it only when the response is complete. Until then nobody else may read the body.
                 chunks = _whole([chunk async for chunk in chunks])
             fields = [(name.lower(), value) for name, value in response.raw_headers]
             yield HeadResponse(response.status, fields, chunks)
@@ -111,49 +110,49 @@ async def post(
             await upload.wait_until_unread()
 
 
-async def _ask(
-    session: aiohttp.ClientSession,
+async def _post(
+    client: aiohttp.ClientSession,
     url: str,
     headers: Mapping[str, str],
     body: "bytes | _Upload | AsyncIterator[bytes]",
-    silence_seconds: float,
+    timeout_seconds: float,
 ) -> aiohttp.ClientResponse:
-    silent = f"the session head was silent for {silence_seconds:g} s"
+    silent = f"the session head did not respond within {timeout_seconds:g} s"
     upload = body if isinstance(body, _Upload) else None
     try:
-        async with asyncio.timeout(silence_seconds) as patience:
+        async with asyncio.timeout(timeout_seconds) as timeout:
             if upload is not None:
-                upload.start(patience)
-            return await session.post(
+                upload.start(timeout)
+            return await client.post(
                 url,
                 data=body,
                 headers=headers,
                 skip_auto_headers=_AUTOMATIC_HEADERS,
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=_CONNECT_SECONDS, sock_read=silence_seconds
+                    total=None, sock_connect=_CONNECT_SECONDS, sock_read=timeout_seconds
                 ),
             )
     except aiohttp.ConnectionTimeoutError:
         raise HeadUnreachable(
-            f"the session head can't be reached: no answer in {_CONNECT_SECONDS:g} s"
+            f"the session head is unreachable: no connection within {_CONNECT_SECONDS:g} s"
         ) from None
     except aiohttp.ClientConnectorError as error:
-        raise HeadUnreachable(f"the session head can't be reached: {error.os_error}") from None
+        raise HeadUnreachable(f"the session head is unreachable: {error.os_error}") from None
     except TimeoutError:
         raise HeadUnreachable(silent) from None
     except aiohttp.ClientError as error:
         if upload is not None and upload.error is not None:
             raise upload.error from None
-        raise _hung_up(error) from None
+        raise _disconnected(error) from None
     finally:
         if upload is not None:
-            upload.stop_counting()
+            upload.detach_timeout()
 
 
-def _hung_up(error: Exception) -> HeadUnreachable:
-    # Some of aiohttp's messages show the request's headers, and so the token.
-    return HeadUnreachable(f"the session head hung up ({type(error).__name__})")
+def _disconnected(error: Exception) -> HeadUnreachable:
+    # Some aiohttp messages contain the request headers, which include the token.
+    return HeadUnreachable(f"the session head disconnected ({type(error).__name__})")
 
 
 async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
@@ -161,9 +160,9 @@ async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         async for chunk in response.content.iter_any():
             yield chunk
     except TimeoutError:
-        raise HeadUnreachable("the session head fell silent in the middle of its answer") from None
+        raise HeadUnreachable("the session head stalled in the middle of its response") from None
     except aiohttp.ClientError as error:
-        raise _hung_up(error) from None
+        raise _disconnected(error) from None
 
 
 async def _whole(chunks: Sequence[bytes]) -> AsyncIterator[bytes]:
@@ -172,31 +171,31 @@ async def _whole(chunks: Sequence[bytes]) -> AsyncIterator[bytes]:
 
 
 class _Upload:
-    """A body that aiohttp sends, in a task of its own, as it arrives.
+    """A streamed body, which aiohttp sends in a task of its own.
 
-    While its sender is waited for, the head's time to answer does not pass.
+    The head's timeout is paused while the body waits for its sender.
     """
 
-    def __init__(self, chunks: AsyncIterator[bytes], silence_seconds: float) -> None:
+    def __init__(self, chunks: AsyncIterator[bytes], timeout_seconds: float) -> None:
         self._chunks = chunks
-        self._silence_seconds = silence_seconds
-        self._patience: asyncio.Timeout | None = None
+        self._timeout_seconds = timeout_seconds
+        self._timeout: asyncio.Timeout | None = None
         self._reading = asyncio.Lock()
         self.has_ended = False
-        """Whether all of it has arrived."""
+        """Whether the whole body has arrived."""
         self.error: Exception | None = None
-        """What reading it raised."""
+        """The exception that reading the body raised."""
 
-    def start(self, patience: asyncio.Timeout) -> None:
-        """Have the time in which a head may be silent counted by `patience`."""
-        self._patience = patience
+    def start(self, timeout: asyncio.Timeout) -> None:
+        """Set the timeout to pause and resume."""
+        self._timeout = timeout
 
-    def stop_counting(self) -> None:
-        """Have nothing counted any more."""
-        self._patience = None
+    def detach_timeout(self) -> None:
+        """Stop pausing and resuming the timeout."""
+        self._timeout = None
 
     async def wait_until_unread(self) -> None:
-        """Wait until aiohttp, which was done with the request, has stopped reading."""
+        """Wait until aiohttp, which has finished the request, has stopped reading the body."""
         async with self._reading:
             pass
 
@@ -205,7 +204,7 @@ class _Upload:
 
     async def __anext__(self) -> bytes:
         async with self._reading:
-            self._allow(None)
+            self._set_timeout(None)
             try:
                 return await anext(self._chunks)
             except StopAsyncIteration:
@@ -215,9 +214,9 @@ class _Upload:
                 self.error = error
                 raise
             finally:
-                self._allow(self._silence_seconds)
+                self._set_timeout(self._timeout_seconds)
 
-    def _allow(self, seconds: float | None) -> None:
-        if self._patience is not None and not self._patience.expired():
+    def _set_timeout(self, seconds: float | None) -> None:
+        if self._timeout is not None and not self._timeout.expired():
             when = None if seconds is None else asyncio.get_running_loop().time() + seconds
-            self._patience.reschedule(when)
+            self._timeout.reschedule(when)

@@ -1,4 +1,4 @@
-"""HTTP of the API server's hot paths: bounded bodies, streamed bodies, and answers to errors."""
+"""ASGI helpers of the hot paths: headers, bounded and streamed bodies, short JSON responses."""
 
 import asyncio
 from collections import Counter
@@ -10,8 +10,8 @@ from tinkercloud_protocol import asgi
 from tinkercloud_protocol.asgi import Message, Receive, Scope, Send
 from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, WireError
 
-_BEGINNING_BYTES = 64 << 10
-"""How much of a body is kept when the body is too long: it names what the request is about."""
+_PREFIX_BYTES = 64 << 10
+"""How much of an oversized body is kept; the fields that identify the request are in it."""
 
 
 class HotRequest(asgi.Request):
@@ -19,40 +19,40 @@ class HotRequest(asgi.Request):
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         super().__init__(scope, receive)
-        self.beginning = b""
-        """Beginning of the body as far as it has been read, at most a few chunks."""
+        self.prefix = b""
+        """Start of the body, as far as it was read; a few chunks at most."""
 
     async def body(self, max_bytes: int) -> bytes:
         """Return the whole body.
 
         Raises:
-            BodyTooLarge: it is longer than `max_bytes`.
-            InvalidRequest: it is compressed.
+            BodyTooLarge: the body is longer than `max_bytes`.
+            InvalidRequest: the body is compressed.
         """
         asgi.check_encoding(self.headers)
         chunks, size = [], 0
         async for chunk in self.chunks():
             chunks.append(chunk)
             size += len(chunk)
-            if len(self.beginning) < _BEGINNING_BYTES:
-                self.beginning += chunk
+            if len(self.prefix) < _PREFIX_BYTES:
+                self.prefix += chunk
             if size > max_bytes:
                 raise BodyTooLarge(f"body is larger than {max_bytes} bytes")
         return b"".join(chunks)
 
 
-async def beginning_of(chunks: AsyncIterator[bytes], size: int) -> bytes:
-    """Read at least `size` bytes, or everything if there are fewer."""
-    beginning = b""
+async def read_prefix(chunks: AsyncIterator[bytes], size: int) -> bytes:
+    """Read at least `size` bytes, or the whole body if it is shorter."""
+    prefix = b""
     async for chunk in chunks:
-        beginning += chunk
-        if len(beginning) >= size:
+        prefix += chunk
+        if len(prefix) >= size:
             break
-    return beginning
+    return prefix
 
 
-async def chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield what has been read already, then the rest."""
+async def chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the part of a body that was read already, then the rest."""
     yield first
     async for chunk in rest:
         yield chunk
@@ -60,7 +60,7 @@ async def chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byt
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """How much of an unwanted body is received anyway, and for how long."""
+    """Limits for reading an unused body to its end, so that the client sees the response."""
 
     max_bytes: int
     max_seconds: float
@@ -70,14 +70,14 @@ DISCARD = Discard(256 << 20, 600.0)
 DISCARD_WITHOUT_KEY = Discard(8 << 20, 10.0)
 """More than the SDK sends in one request."""
 _ONCE = frozenset({b"content-encoding", b"content-type", b"x-api-key"})
-"""Headers that must not be repeated: readers differ in which one they use."""
+"""Headers that must not be repeated: HTTP implementations differ in which value they use."""
 
 
-def check_repeated_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Check that no header is repeated that may occur only once.
+def reject_duplicate_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Check that headers with a single value were sent once.
 
     Raises:
-        InvalidRequest: one is.
+        InvalidRequest: one was repeated.
     """
     names = Counter(name for name, _ in headers if name in _ONCE)
     for name, count in names.items():
@@ -85,42 +85,42 @@ def check_repeated_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
             raise InvalidRequest(f"{name.decode()}: sent {count} times; send this header once")
 
 
-def drain_before_answering(
+def drain_body(
     scope: Scope, receive: Receive, send: Send, discard: Discard
 ) -> tuple[Receive, Send]:
-    """Wrap a connection so that no answer is sent before the body has been read.
+    """Wrap `receive` and `send` so that the body is read before the response is sent.
 
-    A client that is still uploading when its connection is closed sees a reset instead of the
-    answer. So the rest of an unwanted body is received and discarded first, within a bound. Beyond
-    that bound the connection is closed together with the answer.
+    A client whose connection is closed while it uploads sees a reset instead of the response. The
+    rest of the body is therefore received and discarded first, up to a limit. Beyond the limit, the
+    connection is closed together with the response.
     """
     names = {name for name, _ in scope["headers"]}
     has_more = bool(names & {b"content-length", b"transfer-encoding"})
     discarded = 0
 
-    async def counted() -> Message:
+    async def receive_tracked() -> Message:
         nonlocal has_more
         message = await receive()
         has_more = message["type"] == "http.request" and bool(message.get("more_body"))
         return message
 
-    async def late(message: Message) -> None:
+    async def send_after_body(message: Message) -> None:
         nonlocal discarded
         with suppress(TimeoutError):
             async with asyncio.timeout(discard.max_seconds):
                 while has_more and discarded < discard.max_bytes:
-                    discarded += len((await counted()).get("body", b""))
+                    discarded += len((await receive_tracked()).get("body", b""))
         if has_more and message["type"] == "http.response.start":
             message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
         await send(message)
 
-    return counted, late
+    return receive_tracked, send_after_body
 
 
-async def answer_error(
+async def respond_error(
     send: Send, error: WireError, headers: Mapping[str, str] | None = None
 ) -> None:
-    """Send the answer that an error becomes."""
+    """Send the response to an error."""
     retry = {"retry-after": "1"} if error.status in {429, 503} else {}
     await asgi.respond(
         send, asgi.error_body(error), status=error.status, headers={**retry, **(headers or {})}

@@ -1,4 +1,4 @@
-"""Structured logs: one event a line, for people at a terminal or for machines."""
+"""Structured logging: one event per line, as text for a terminal or as JSON."""
 
 import io
 import logging
@@ -13,14 +13,14 @@ from structlog.typing import EventDict, ExcInfo, WrappedLogger
 from tinkercloud_api.settings import Settings
 
 _QUIET_SECONDS = 60.0
-"""In which a warning of the HTTP server is logged once: anybody can cause one with each request."""
+"""Interval at which each kind of HTTP server warning is logged; any client can provoke one."""
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
-"""Control characters, among them those that begin a terminal's commands."""
+"""Control characters, including those that start terminal escape sequences."""
 _ESCAPED_IN_LINES = {code: text for code, text in _ESCAPED.items() if chr(code) not in "\n\t"}
 
 
 def escape_controls(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Escape control characters in what is logged, some of which clients send (a processor)."""
+    """Escape control characters in log events, which may contain client input (a processor)."""
     for name, value in event.items():
         if isinstance(value, str):
             event[name] = value.translate(_ESCAPED_IN_LINES if name == "event" else _ESCAPED)
@@ -28,37 +28,37 @@ def escape_controls(_logger: WrappedLogger, _method: str, event: EventDict) -> E
 
 
 def _plain_traceback(stream: TextIO, exc_info: ExcInfo) -> None:
-    # Plain: the default ones show local variables, and with them keys.
+    # The default formatters show local variables, which may contain API keys.
     text = io.StringIO()
     structlog.dev.plain_traceback(text, exc_info)
     stream.write(text.getvalue().translate(_ESCAPED_IN_LINES))
 
 
-class Seldom(logging.Filter):
-    """Lets each warning through once in a while, and says how many of its kind came meanwhile."""
+class WarningRateLimit(logging.Filter):
+    """Limits the rate of each kind of warning, and reports how many were suppressed."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._begun: dict[str, float] = {}
-        self._left_out: dict[str, int] = {}
+        self._last_logged: dict[str, float] = {}
+        self._suppressed: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is to be logged."""
+        """Return whether to log a record."""
         if record.levelno != logging.WARNING:
             return True
         kind = str(record.msg)
-        if self._clock() < self._begun.get(kind, float("-inf")) + _QUIET_SECONDS:
-            self._left_out[kind] = self._left_out.get(kind, 0) + 1
+        if self._clock() < self._last_logged.get(kind, float("-inf")) + _QUIET_SECONDS:
+            self._suppressed[kind] = self._suppressed.get(kind, 0) + 1
             return False
-        self._begun[kind] = self._clock()
-        if left_out := self._left_out.pop(kind, 0):
-            record.msg = f"{kind} ({left_out} more since the last line)"
+        self._last_logged[kind] = self._clock()
+        if suppressed := self._suppressed.pop(kind, 0):
+            record.msg = f"{kind} ({suppressed} similar warnings suppressed)"
         return True
 
 
 def configure(settings: Settings) -> None:
-    """Send every log line, the libraries' too, through structlog to standard error."""
+    """Send all log records, including those of libraries, through structlog to standard error."""
     processors: list[structlog.types.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -90,8 +90,8 @@ def configure(settings: Settings) -> None:
     handler.setFormatter(formatter)
     logging.basicConfig(handlers=[handler], level=settings.log_level.upper(), force=True)
     http_server = logging.getLogger("uvicorn.error")
-    for earlier in [each for each in http_server.filters if isinstance(each, Seldom)]:
+    for earlier in [each for each in http_server.filters if isinstance(each, WarningRateLimit)]:
         http_server.removeFilter(earlier)
-    http_server.addFilter(Seldom())
-    for chatty in ("aiosqlite", "alembic", "asyncio", "uvicorn.access"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    http_server.addFilter(WarningRateLimit())
+    for verbose in ("aiosqlite", "alembic", "asyncio", "uvicorn.access"):
+        logging.getLogger(verbose).setLevel(logging.WARNING)

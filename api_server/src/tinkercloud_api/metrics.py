@@ -1,6 +1,6 @@
-"""What the API server counts. Named once, here; the dashboards and rules of the chart use these.
+"""Prometheus metrics of the API server, which the chart's dashboards and rules use.
 
-Gauges are of one replica unless they say otherwise.
+Gauges describe one replica unless stated otherwise.
 """
 
 from typing import Literal, get_args
@@ -11,41 +11,47 @@ from tinkercloud_protocol.futures import QueueState
 
 HTTP_REQUESTS = Counter(
     "tinkercloud_http_requests",
-    "Requests that ended; status is `aborted` where the client hung up before the answer began",
+    "Completed HTTP requests; status is `aborted` if the client disconnected before a response",
     ["route", "status"],
 )
 HTTP_SECONDS = Histogram(
     "tinkercloud_http_request_seconds",
-    "From a request's headers to the end of its answer; long polls are held on purpose",
+    "Duration of HTTP requests until the end of the response; long polls wait by design",
     ["route"],
     buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
 )
-LONG_POLLS = Gauge("tinkercloud_long_polls", "Requests that wait for a result")
+LONG_POLLS = Gauge("tinkercloud_long_polls", "Long polls that are waiting for a result")
 WAITING_RUNS = Gauge(
-    "tinkercloud_waiting_runs", "Runs that this replica finds or makes a head for", ["queue_state"]
+    "tinkercloud_waiting_runs",
+    "Training runs for which this replica is waiting for a session head",
+    ["queue_state"],
 )
-PROXY_REQUESTS = Gauge("tinkercloud_proxy_requests_in_flight", "Requests that heads are working on")
+PROXY_REQUESTS = Gauge(
+    "tinkercloud_proxy_requests_in_flight",
+    "Requests forwarded to session heads that have not completed",
+)
 PROXY_BYTES = Counter(
-    "tinkercloud_proxy_bytes", "Bytes of bodies that were forwarded", ["direction"]
+    "tinkercloud_proxy_bytes", "Bytes of forwarded request and response bodies", ["direction"]
 )
 PROXY_ERRORS = Counter(
-    "tinkercloud_proxy_errors", "Requests that a head did not answer to the end", ["reason"]
+    "tinkercloud_proxy_errors",
+    "Forwarded requests that failed because of the session head",
+    ["reason"],
 )
 CATALOG_ERRORS = Counter(
-    "tinkercloud_catalog_errors", "Statements that the catalog's database did not answer"
+    "tinkercloud_catalog_errors",
+    "Catalog statements that failed because the database did not respond",
 )
 CLIENT_SESSIONS = Gauge(
     "tinkercloud_client_sessions",
-    "SDK sessions with a recent heartbeat, by the catalog: the same for every replica",
+    "SDK sessions with a recent heartbeat, according to the catalog (the same on every replica)",
 )
-HOUSEKEEPING_ERRORS = Counter(
-    "tinkercloud_housekeeping_errors", "Rounds of housekeeping that failed"
-)
+HOUSEKEEPING_ERRORS = Counter("tinkercloud_housekeeping_errors", "Failed housekeeping tasks")
 
 Direction = Literal["to_head", "from_head"]
 ProxyError = Literal["unreachable", "replaced", "broke_off"]
 
-# A series that is not there before its first error can't be seen to rise.
+# Initialize the series: an increase from a missing series is not visible to `rate`.
 for _direction in get_args(Direction):
     PROXY_BYTES.labels(_direction)
 for _reason in get_args(ProxyError):

@@ -1,8 +1,8 @@
-"""The names by which clients ask for a served model and its tokenizer, besides its own.
+"""Alternative names by which clients request a served model and its tokenizer.
 
-NAME:peft:<length>        Tinker's names of long-context variants: NAME is meant
+NAME:peft:<length>        a long-context variant in Tinker's naming; refers to NAME
 ORG/MODEL of ORG/MODEL/VARIANT, NAME of NAME:...
-the tokenizer, as the SDK shortens the name of a model
+the tokenizer, under the model name as the SDK shortens it
 thinkingmachineslabinc/meta-llama-3-instruct-tokenizer
 the tokenizer, as the SDK and the cookbook rename meta-llama/Llama-3...
 """
@@ -18,38 +18,38 @@ LLAMA_3_TOKENIZER = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 
 
 def without_context_length(name: str) -> str:
-    """Return a model's name without the context length that Tinker's names may end with.
+    """Return a model's name without the context length suffix that Tinker's names may have.
 
-    The length is what the hosted service bills a variant by. Here a model has one context length,
-    that of `get_server_capabilities`, and longer sequences are refused whatever the name.
+    The hosted service bills variants by this length. Here, a model has a single context length, as
+    reported by `get_server_capabilities`, and longer sequences are rejected under any name.
     """
     return _CONTEXT_LENGTH.sub("", name)
 
 
 def is_of(name: str, base_model: str) -> bool:
-    """Whether a name that a client sends means a base model."""
+    """Whether a name sent by a client refers to a base model."""
     return base_model in {name, without_context_length(name)}
 
 
 def model_of(name: str, models: Sequence[ServedModel]) -> ServedModel | None:
-    """Return the served model that a name means; None if there is none."""
+    """Return the served model that a name refers to, or None."""
     by_name = {model.name: model for model in models}
     return by_name.get(name) or by_name.get(without_context_length(name))
 
 
 def model_with_tokenizer(repo: str, models: Sequence[ServedModel]) -> ServedModel | None:
-    """Return the served model whose tokenizer a client asks the hub for; None if there is none."""
+    """Return the served model whose tokenizer a hub repository name refers to, or None."""
     for model in models:
         if repo in {model.name, model.tokenizer}:
             return model
     if repo == LLAMA_3_TOKENIZER:
         llamas = [model for model in models if model.name.startswith(_LLAMA_3)]
-        # All have one vocabulary; those of instruct models have the chat template.
+        # All of them share a vocabulary; only instruct models have the chat template.
         return max(llamas, key=lambda model: "Instruct" in model.name, default=None)
     return next((model for model in models if repo == _shortened(model.name)), None)
 
 
 def _shortened(name: str) -> str:
-    """Return the repository that the SDK asks for the tokenizer of a model of this name."""
+    """Return the repository from which the SDK loads the tokenizer of a model."""
     name = name.partition(":")[0]
     return name.rpartition("/")[0] if name.count("/") == 2 else name

@@ -1,4 +1,4 @@
-"""From `--model NAME=WHERE` to a served model."""
+"""Resolves `--model NAME=WHERE` to a served model."""
 
 import json
 from pathlib import Path
@@ -10,14 +10,14 @@ from tinkercloud_api.providers.base import ServedModel
 
 
 class ModelNotFoundError(Exception):
-    """A model that was to be served is not on this machine; the message says what to do."""
+    """A configured model is not on this machine; the message says how to fix it."""
 
 
-def no_such_folder(where: str) -> str:
-    """Return what is wrong with a model that is no folder, and can't be one of the hub either."""
+def unknown_model(where: str) -> str:
+    """Return an error message for a name that is neither a local folder nor a valid model id."""
     return (
-        f"there is no folder {where!r}, nor has the hub models of such a name, which would be NAME"
-        " or OWNER/NAME; name a folder that is there, or a model's id"
+        f"{where!r} is neither a local folder nor a valid Hugging Face model id (NAME or"
+        " OWNER/NAME); pass an existing folder or a model id"
     )
 
 
@@ -25,28 +25,28 @@ def resolve(name: str, where: str) -> ServedModel:
     """Find a model on this machine.
 
     Args:
-        name: what SDK users ask for.
-        where: a folder in Hugging Face layout, or the id of a model in the local hub cache.
+        name: name of the model in the API.
+        where: folder in Hugging Face format, or id of a model in the local Hugging Face cache.
 
     Raises:
-        ModelNotFoundError: it is neither.
+        ModelNotFoundError: `where` is neither.
     """
     folder = Path(where).expanduser()
     if not folder.is_dir():
         try:
             folder = Path(snapshot_download(where, local_files_only=True))
         except HFValidationError:
-            raise ModelNotFoundError(f"model {name!r}: {no_such_folder(where)}") from None
+            raise ModelNotFoundError(f"model {name!r}: {unknown_model(where)}") from None
         except (LocalEntryNotFoundError, FileNotFoundError):
             raise ModelNotFoundError(
-                f"model {name!r}: {where!r} is neither a folder nor a model in the local Hugging"
-                f" Face cache. Fetch it first (`hf download {where}`) or name a folder:"
+                f"model {name!r}: {where!r} is neither a local folder nor in the local Hugging Face"
+                f" cache; download it first (`hf download {where}`) or pass a folder:"
                 f" --model {name}=/path/to/model"
             ) from None
     config = folder / "config.json"
     if not config.is_file():
         raise ModelNotFoundError(
-            f"model {name!r}: {folder} has no config.json; name a folder in Hugging Face layout"
+            f"model {name!r}: {folder} has no config.json; pass a folder in Hugging Face format"
         )
     content = json.loads(config.read_text())
     return ServedModel(

@@ -1,7 +1,7 @@
-"""What `/openapi.json` says: every call that is served, with the statuses that are answered.
+"""The OpenAPI document, `/openapi.json`: every supported call with its response statuses.
 
-FastAPI describes its own routes; it does not know the hot paths, nor that our errors have other
-statuses than its own. Nothing here is needed to serve a call.
+FastAPI describes its own routes, but knows neither the hot paths nor the statuses of our errors.
+Nothing here is needed to serve a call.
 """
 
 from collections.abc import Iterator
@@ -22,18 +22,18 @@ from tinkercloud_protocol.training import (
 
 _REFERENCE = "#/components/schemas/"
 _STATUSES = {
-    "400": "The request can't be right, whenever it is sent.",
+    "400": "The request is invalid; repeating it does not help.",
     "401": "The key is missing, unknown or revoked.",
-    "404": "It does not exist, or belongs to another owner.",
-    "408": "Not finished yet: ask again.",
-    "410": "It is gone for good: a model whose state is lost, a result, a session that is over.",
+    "404": "The object does not exist, or belongs to another owner.",
+    "408": "The result is not ready yet; poll again.",
+    "410": "Permanently gone: a model with lost state, a discarded result, or an ended session.",
     "413": "The body is too large.",
-    "429": "Too much waits already, or too many unknown keys came from this address: try later.",
-    "503": "The session head or the object store is away: try again.",
+    "429": "Too many waiting requests, or unknown keys from this address; try again later.",
+    "503": "The session head or the object store is unavailable; try again.",
 }
 _OF_EVERY_CALL = ("400", "401", "429", "503")
-_NAME_NOTHING = {"/api/v1/client/config", "/api/v1/client/dynamic_config", "/api/v1/telemetry"}
-"""Calls with a body that is about nothing that may not exist."""
+_WITHOUT_OBJECT = {"/api/v1/client/config", "/api/v1/client/dynamic_config", "/api/v1/telemetry"}
+"""Calls with a body that refers to no object, so that they never return 404."""
 _GONE = {
     "/api/v1/session_heartbeat",
     routes.ASAMPLE,
@@ -55,11 +55,11 @@ _JSON_BODIES: dict[str, type[BaseModel]] = {
     routes.CANCEL_FUTURE: CancelFutureRequest,
 }
 _SUMMARIES = {
-    routes.FORWARD_BACKWARD: "Compute losses, and add to the gradient",
-    routes.OPTIM_STEP: "Apply the gradient",
+    routes.FORWARD_BACKWARD: "Compute losses and accumulate gradients",
+    routes.OPTIM_STEP: "Apply the accumulated gradients",
     routes.SAVE_WEIGHTS: "Save a training checkpoint",
     routes.SAVE_WEIGHTS_FOR_SAMPLER: "Save weights for sampling",
-    routes.LOAD_WEIGHTS: "Load a checkpoint, into a model or as a new one",
+    routes.LOAD_WEIGHTS: "Load a checkpoint into a model or as a new model",
     routes.ASAMPLE: "Sample",
     routes.RETRIEVE_FUTURE: "Wait for the result of a request",
     routes.CANCEL_FUTURE: "Cancel a sampling request",
@@ -67,7 +67,7 @@ _SUMMARIES = {
 
 
 def describe(api: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document of an application and of the hot paths beside it."""
+    """Return the OpenAPI document of an application, including the hot paths."""
     if api.openapi_schema is None:
         document = get_openapi(title=api.title, version=api.version, routes=api.routes)
         schemas = document["components"]["schemas"]
@@ -79,7 +79,7 @@ def describe(api: FastAPI) -> dict[str, Any]:
         for path in _SUMMARIES:
             document["paths"][path] = {"post": _hot_operation(path, schemas)}
         for path, method, operation in _operations(document):
-            _say_what_is_answered(path, method, operation)
+            _add_error_responses(path, method, operation)
         for name in ("HTTPValidationError", "ValidationError"):
             schemas.pop(name, None)
         api.openapi_schema = document
@@ -92,16 +92,16 @@ def _operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, 
             yield path, method, operation
 
 
-def _say_what_is_answered(path: str, method: str, operation: dict[str, Any]) -> None:
+def _add_error_responses(path: str, method: str, operation: dict[str, Any]) -> None:
     answers = operation["responses"]
     answers.pop("422", None)
     if not path.startswith(routes.PREFIX) or path == "/api/v1/healthz":
         return
     has_body = "requestBody" in operation
-    names_something = "{" in path or (has_body and path not in _NAME_NOTHING)
+    has_object = "{" in path or (has_body and path not in _WITHOUT_OBJECT)
     statuses = [
         *_OF_EVERY_CALL,
-        *(["404"] if names_something else []),
+        *(["404"] if has_object else []),
         *(["408"] if path == routes.RETRIEVE_FUTURE else []),
         *(["410"] if path in _GONE else []),
         *(["413"] if has_body else []),
@@ -116,7 +116,7 @@ def _say_what_is_answered(path: str, method: str, operation: dict[str, Any]) -> 
 
 
 def _hot_operation(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
-    """Return the description of a hot path; what its body refers to is added to `schemas`."""
+    """Return the operation of a hot path, and add the schemas of its body to `schemas`."""
     body = {futures.PROTOBUF: {"schema": {"type": "string", "format": "binary"}}}
     if (model := _JSON_BODIES.get(path)) is not None:
         schema = model.model_json_schema(ref_template=_REFERENCE + "{model}")
@@ -129,7 +129,7 @@ def _hot_operation(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
         content[futures.PROTOBUF] = {"schema": {"type": "string", "format": "binary"}}
     elif path != routes.CANCEL_FUTURE:
         content = {futures.JSON: {"schema": {"$ref": f"{_REFERENCE}Promise"}}}
-    description = "The result, or why there is none." if is_result else "Accepted."
+    description = "The result, or the reason for the failure." if is_result else "Accepted."
     return {
         "tags": ["training and sampling"],
         "summary": _SUMMARIES[path],

@@ -1,4 +1,4 @@
-"""What `tinkercloud plan` reads and shows; the planning itself is `tinkercloud_planning`."""
+"""Input and output of `tinkercloud plan`; the planner itself is `tinkercloud_planning`."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import RenderableType
 from rich.table import Table
 
-from tinkercloud_api.models import no_such_folder
+from tinkercloud_api.models import unknown_model
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import ModelName
 from tinkercloud_planning import architecture, families
@@ -30,30 +30,30 @@ _HEAD_IMAGE = "tinkercloud-worker"
 _MODELS_CLAIM = "models"
 _PACKAGE = "tinkercloud-api"
 _FOR_GPUS = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
-"""The usual taint of nodes with GPUs, accepted: engines that share GPUs with trainers claim them as
-devices, and Kubernetes adds this to pods that ask for GPUs only, and not in every cluster."""
+"""Toleration of the usual taint of GPU nodes. Inference engines that share GPUs with trainers do
+not request them as a resource, so Kubernetes does not add this toleration to their pods."""
 
 
 class CannotPlan(Exception):
-    """There is no plan; the message says why and what to do."""
+    """No plan is possible; the message says why and what to change."""
 
 
 def plan(
     model: str, gpus: str, *, gpus_per_node: int, sequence_length: int | None, lora_rank: int | None
 ) -> Plan:
-    """Return how to train and sample a model.
+    """Plan the training and sampling of a model.
 
     Args:
-        model: a folder in Hugging Face layout, or a model's id on the hub.
-        gpus: such as `8xH100`; see `fleet.parse`.
-        gpus_per_node: how many share a node.
-        sequence_length: tokens of the longest sequence; None means the model's own limit, at most
+        model: folder in Hugging Face format, or model id on the Hugging Face hub.
+        gpus: number and kind of GPUs, such as `8xH100`; see `gpus.parse`.
+        gpus_per_node: number of GPUs per node.
+        sequence_length: longest sequence, in tokens; None means the model's own limit, at most
             32768.
-        lora_rank: the largest rank of an adapter; None for full fine-tunes.
+        lora_rank: largest LoRA rank; None for full fine-tuning.
 
     Raises:
-        CannotPlan: the model's configuration can't be had or read, the GPUs are not known, or
-            nothing fits.
+        CannotPlan: the model's configuration cannot be read, the kind of GPU is unknown, or the
+            model does not fit.
     """
     try:
         described = families.read(read_config(model))
@@ -69,17 +69,17 @@ def plan(
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """Return the configuration of a model: in a folder, in the local hub cache, or on the hub.
+    """Read a model's configuration from a folder, the local Hugging Face cache or the hub.
 
     Raises:
-        CannotPlan: it is in none of them, or not a JSON object.
+        CannotPlan: the configuration is in none of them, or is not a JSON object.
     """
     folder = Path(model).expanduser()
     path = folder / _CONFIG if folder.is_dir() else _from_hub(model)
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise CannotPlan(f"{path} can't be read: {error}") from error
+        raise CannotPlan(f"cannot read {path}: {error}") from error
     if not isinstance(content, dict):
         raise CannotPlan(f"{path}: expected a JSON object, got {type(content).__name__}")
     return content
@@ -91,24 +91,24 @@ def _from_hub(model: str) -> Path:
     try:
         return Path(hf_hub_download(model, _CONFIG))
     except HFValidationError:
-        raise CannotPlan(no_such_folder(model)) from None
+        raise CannotPlan(unknown_model(model)) from None
     except OSError as error:
         raise CannotPlan(
-            f"{model!r} is neither a folder nor a model in the local Hugging Face cache, and the"
-            f" hub does not give its {_CONFIG} ({type(error).__name__}). Name a folder that holds"
-            " one; for a gated model set HF_TOKEN"
+            f"{model!r} is neither a local folder nor in the local Hugging Face cache, and its"
+            f" {_CONFIG} cannot be downloaded from the hub ({type(error).__name__}); pass a folder"
+            " that contains it, or set HF_TOKEN for a gated model"
         ) from error
 
 
 def base_model(plan: Plan, model: str) -> dict[str, Any]:
-    """Return a BaseModel that runs as planned, as in YAML.
+    """Return the manifest of a BaseModel that implements a plan.
 
     Args:
-        plan: of the model.
-        model: as it was given to `plan`. A folder is taken for one of the same name on a volume.
+        plan: plan of the model.
+        model: as passed to `plan`. A local folder becomes a folder of the same name on a volume.
 
     Raises:
-        CannotPlan: no BaseModel can offer a model of this name.
+        CannotPlan: the name is not valid as the model name of a BaseModel.
     """
     path = Path(model).expanduser()
     name, source = model, dict[str, Any](hub=model)
@@ -117,8 +117,9 @@ def base_model(plan: Plan, model: str) -> dict[str, Any]:
         source = {"volume": {"claimName": _MODELS_CLAIM, "path": name}}
     if not _is_model_name(name):
         raise CannotPlan(
-            f"spec.modelName: {name!r} can't be offered; accepted: 1 to 200 of A-Z a-z 0-9 . _ -"
-            " from a letter or a digit on. Put the model in a folder of such a name"
+            f"spec.modelName: {name!r} is not a valid model name; it must have 1 to 200 of the"
+            " characters A-Z a-z 0-9 . _ - and start with a letter or digit. Rename the model's"
+            " folder"
         )
     spec = plan.spec()
     return {
@@ -144,12 +145,12 @@ def _is_model_name(name: str) -> bool:
 
 
 def _object_name(model: str) -> str:
-    """Return the last part of a model's name as Kubernetes takes names."""
+    """Return the last part of a model's name as a valid Kubernetes object name."""
     return re.sub(r"[^a-z0-9]+", "-", model.rpartition("/")[2].lower()).strip("-")[:63].rstrip("-")
 
 
 def report(plan: Plan) -> Iterator[RenderableType]:
-    """Yield what people read of a plan."""
+    """Yield the parts of a plan's human-readable report."""
     demand, division = plan.demand, plan.division
     trained = "full fine-tuning" if demand.lora_rank is None else f"LoRA rank {demand.lora_rank}"
     yield (
@@ -160,7 +161,7 @@ def report(plan: Plan) -> Iterator[RenderableType]:
     for reason in plan.reasons:
         choices.add_row(reason.choice, reason.value, reason.why)
     yield choices
-    yield f"\nestimated memory of the fullest GPU, of {gib(plan.fleet.gpu.memory)}:\n"
+    yield f"\nestimated peak memory of the most loaded GPU, out of {gib(plan.fleet.gpu.memory)}:\n"
     yield _memory(division.trainer.memory, division.sampler.memory)
 
 

@@ -1,4 +1,4 @@
-"""Forwards a request to a head, and its answer back, as bytes: streamed both ways, parsed never."""
+"""Forwards requests to heads and streams their responses back, as bytes, without parsing them."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -9,7 +9,7 @@ import structlog
 
 from tinkercloud_api import head_client, metrics
 from tinkercloud_api.head_client import HeadResponse, HeadUnreachable
-from tinkercloud_api.providers.base import HeadRoute
+from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.asgi import Send, respond
 from tinkercloud_protocol.errors import Unavailable
@@ -22,12 +22,12 @@ _TO_HEAD = metrics.PROXY_BYTES.labels("to_head")
 _FROM_HEAD = metrics.PROXY_BYTES.labels("from_head")
 
 
-class StaleRoute(Unavailable):
-    """Another head serves at a route's address by now: the next try must find it."""
+class StaleEndpoint(Unavailable):
+    """Another head now serves at the endpoint's address; the endpoint must be looked up again."""
 
 
 class Proxy:
-    """Forwards to heads over kept-alive connections."""
+    """Forwards requests to heads over keep-alive connections."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
@@ -35,7 +35,7 @@ class Proxy:
     async def forward(
         self,
         send: Send,
-        route: HeadRoute,
+        endpoint: HeadEndpoint,
         path: str,
         *,
         target: str,
@@ -43,29 +43,30 @@ class Proxy:
         body: bytes | AsyncIterator[bytes],
         replace: Mapping[int, tuple[int, bytes]] | None = None,
         refusal: str | None = None,
-        silence_seconds: float,
+        timeout_seconds: float,
     ) -> None:
-        """Send a request to a head and its answer to the client.
+        """Send a request to a head and stream its response to the client.
 
         Args:
-            send: where the answer goes (ASGI).
-            route: the head.
-            path: of the request.
+            send: sends the response to the client (ASGI).
+            endpoint: endpoint of the head.
+            path: path of the request.
             target: the model or sampling session whose ownership was checked.
-            headers: of the client's request; only those about the body go on.
-            body: whole, or as it arrives.
-            replace: statuses of the head to answer differently, with a status and JSON body.
-            refusal: why the head is to refuse the request, in its place in its model's order.
-            silence_seconds: how long the head may take to begin its answer.
+            headers: headers of the client's request; only those about the body are forwarded.
+            body: the whole body, or its chunks as they arrive.
+            replace: responses to substitute, by the head's status: a status and a JSON body.
+            refusal: why the head must reject the request, at its position in its model's sequence;
+                None for a request to execute.
+            timeout_seconds: how long the head may take to start its response.
 
         Raises:
-            StaleRoute: another head serves there by now.
-            Unavailable: the head hung up, can't be reached or is silent for longer, before any part
-                of its answer came. It may have taken the request; to repeat it is safe.
+            StaleEndpoint: another head now serves at this address.
+            Unavailable: the head disconnected, is unreachable or did not respond in time. It may
+                have accepted the request; repeating the request is safe.
         """
         fields = {
-            routes.HEAD_TOKEN_HEADER: route.token,
-            routes.GENERATION_HEADER: route.generation,
+            routes.HEAD_TOKEN_HEADER: endpoint.token,
+            routes.GENERATION_HEADER: endpoint.generation,
             routes.TARGET_HEADER: target,
         }
         if refusal is not None:
@@ -74,10 +75,10 @@ class Proxy:
         if not isinstance(body, bytes) and "content-length" in headers:
             fields["content-length"] = headers["content-length"]
         with metrics.PROXY_REQUESTS.track_inprogress():
-            async with self._ask(route.url + path, fields, body, silence_seconds) as response:
+            async with self._post(endpoint.url + path, fields, body, timeout_seconds) as response:
                 if response.status == routes.WRONG_GENERATION_STATUS:
                     metrics.PROXY_ERRORS.labels("replaced").inc()
-                    raise StaleRoute("the session head was replaced; send the request again")
+                    raise StaleEndpoint("the session head was replaced; send the request again")
                 substitute = (replace or {}).get(response.status)
                 if substitute is not None:
                     await respond(send, substitute[1], status=substitute[0])
@@ -85,35 +86,36 @@ class Proxy:
                     await _relay(send, response)
 
     @asynccontextmanager
-    async def _ask(
+    async def _post(
         self,
         url: str,
         fields: Mapping[str, str],
         body: bytes | AsyncIterator[bytes],
-        silence_seconds: float,
+        timeout_seconds: float,
     ) -> AsyncIterator[HeadResponse]:
         if isinstance(body, bytes):
             _TO_HEAD.inc(len(body))
         else:
-            body = _counted(body)
-        has_answered = False
+            body = _count_bytes(body)
+        has_responded = False
         try:
             async with head_client.post(
-                self._session, url, fields, body, silence_seconds=silence_seconds
+                self._session, url, fields, body, timeout_seconds=timeout_seconds
             ) as response:
-                has_answered = True
+                has_responded = True
                 yield response
         except HeadUnreachable as error:
-            if has_answered:
+            if has_responded:
                 raise
             metrics.PROXY_ERRORS.labels("unreachable").inc()
-            log.warning("a session head does not answer", url=url, error=str(error))
+            log.warning("a session head does not respond", url=url, error=str(error))
             raise Unavailable(
-                "the session head stopped answering; if it is gone, the next try will say so"
+                "the session head stopped responding; send the request again, which reports whether"
+                " the head is gone"
             ) from None
 
 
-async def _counted(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _count_bytes(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     async for chunk in body:
         _TO_HEAD.inc(len(chunk))
         yield chunk

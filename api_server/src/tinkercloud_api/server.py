@@ -1,4 +1,4 @@
-"""Runs the API server in this process, until a signal ends or restarts it."""
+"""Runs the API server in this process until a signal stops or restarts it."""
 
 import asyncio
 import getpass
@@ -23,7 +23,7 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.catalog_rebuild import has_checkpoints
 from tinkercloud_api.models import resolve
-from tinkercloud_api.objects import Objects
+from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.providers.kubernetes import KubernetesProvider
 from tinkercloud_api.providers.local import LocalProvider
@@ -38,11 +38,11 @@ _GRACE_SECONDS = 10
 
 
 class PortTakenError(Exception):
-    """The address can't be listened on, as when another program does."""
+    """The address is not available, for example because another program listens on it."""
 
 
 class _Server(uvicorn.Server):
-    """A server that can be told to start over (SIGHUP), as daemons are."""
+    """A server that restarts on SIGHUP."""
 
     restart_wanted = False
 
@@ -51,34 +51,34 @@ class _Server(uvicorn.Server):
         self._app = app
 
     def restart(self, number: int, frame: FrameType | None) -> None:
-        """Stop, and have `run` start again (a signal handler)."""
+        """Stop, and have `run` restart the process (a signal handler)."""
         self.restart_wanted = True
         self.handle_exit(number, frame)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop (uvicorn's signal handler): let those go who wait for a result."""
+        """Stop, and end all long polls (uvicorn's signal handler)."""
         if self._app.context is not None:
-            self._app.context.waiters.dismiss()
+            self._app.context.long_polls.shut_down()
         super().handle_exit(sig, frame)
 
 
 def run(settings: Settings) -> None:
     """Serve until stopped.
 
-    SIGINT and SIGTERM end the server and its session heads, SIGHUP starts it over.
+    SIGINT and SIGTERM stop the server and its session heads; SIGHUP restarts the server.
 
     Raises:
-        PortTakenError: another program has the port.
-        StateFolderError: the state folder can't be used, or another server uses it.
-        CatalogUnreachableError: the catalog does not answer.
-        ModelNotFoundError: a model that is to be served is not on this machine.
+        PortTakenError: the port is not available.
+        StateFolderError: the state folder is unusable, or another server uses it.
+        CatalogUnreachableError: the catalog does not respond.
+        ModelNotFoundError: a configured model is not on this machine.
     """
     os.umask(0o077)
     bound = settings.max_connections or connections.default_bound(descriptors.raise_limit())
     app = Application(settings, _provider(settings))
     listener = _listen(settings)
-    with _alone(settings, _url(settings, listener.getsockname()[1])):
-        asyncio.run(_introduce(settings, listener.getsockname()[1]))
+    with _exclusive(settings, _url(settings, listener.getsockname()[1])):
+        asyncio.run(_print_welcome(settings, listener.getsockname()[1]))
         config = uvicorn.Config(
             app,
             loop="auto",
@@ -93,7 +93,7 @@ def run(settings: Settings) -> None:
         signal.signal(signal.SIGHUP, server.restart)
         server.run(sockets=[listener])
     if server.restart_wanted:
-        log.info("starting over")
+        log.info("restarting")
         listener.close()
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - ourselves
 
@@ -106,22 +106,22 @@ def _provider(settings: Settings) -> SessionProvider:
 
 
 def _url(settings: Settings, port: int) -> str:
-    """Return where clients on this machine reach the server."""
+    """Return the URL of the server for clients on this machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _alone(settings: Settings, url: str) -> AbstractContextManager[object]:
+def _exclusive(settings: Settings, url: str) -> AbstractContextManager[object]:
     """Return a context in which no other server uses the state folder.
 
-    On Kubernetes a server needs none, unless the catalog lies in it; then its volume keeps a
-    second pod out.
+    On Kubernetes a server needs no state folder unless it contains the catalog, and then its volume
+    prevents a second pod.
     """
     if settings.database_url is None or settings.provider == "local":
         state_folder.make(settings.state_dir)
     if settings.provider == "kubernetes":
         return nullcontext()
-    return state_folder.Served(settings.state_dir, url)
+    return state_folder.StateFolderLock(settings.state_dir, url)
 
 
 def _listen(settings: Settings) -> socket.socket:
@@ -131,17 +131,17 @@ def _listen(settings: Settings) -> socket.socket:
         listener.bind((settings.host, settings.port))
     except OSError as error:
         raise PortTakenError(
-            f"{settings.host}:{settings.port} can't be listened on ({error.strerror}): choose"
-            " another with --port or TINKERCLOUD_PORT"
+            f"cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose another"
+            " port with --port or TINKERCLOUD_PORT"
         ) from None
     listener.listen(2048)
     return listener
 
 
-async def _introduce(settings: Settings, port: int) -> None:
-    """Make the first key if there is none, and tell the user how to begin.
+async def _print_welcome(settings: Settings, port: int) -> None:
+    """Create the first API key if there is none, and print how to connect.
 
-    On Kubernetes no key is made: what a pod prints is kept by whoever collects logs.
+    On Kubernetes no key is created, because the output of pods is usually collected as logs.
     """
     engine = open_database(settings.catalog_url)
     await migrate(engine)
@@ -152,13 +152,13 @@ async def _introduce(settings: Settings, port: int) -> None:
     has_keys = settings.bootstrap_key is not None or bool(keys)
     if settings.bootstrap_key is None and keys and not any(each.is_valid(now()) for each in keys):
         log.warning(
-            "all API keys are revoked or have expired: make another one",
+            "all API keys are revoked or have expired; create a new one",
             command=_command(settings, "keys", "create", "NAME"),
         )
     if settings.provider == "kubernetes":
         await catalog.close()
         if not has_keys:
-            log.warning("there is no API key: set TINKERCLOUD_BOOTSTRAP_KEY from a Secret")
+            log.warning("there is no API key; set TINKERCLOUD_BOOTSTRAP_KEY from a Secret")
         return
     if not has_keys:
         key = new_key()
@@ -170,18 +170,18 @@ async def _introduce(settings: Settings, port: int) -> None:
 
 
 async def _warn_of_lost_catalog(settings: Settings, catalog: Catalog) -> None:
-    """Say it if there are checkpoints that an empty catalog knows nothing of."""
+    """Log a warning if the catalog is empty but the checkpoint store is not."""
     try:
         is_lost = await catalog.is_empty() and await has_checkpoints(
-            Objects(open_store(settings.checkpoint_url))
+            ObjectStoreClient(open_store(settings.checkpoint_url))
         )
     except (WireError, BaseError) as error:
-        log.warning("cannot tell whether there are checkpoints", error=str(error))
+        log.warning("cannot determine whether the store contains checkpoints", error=str(error))
         return
     if is_lost:
         log.warning(
-            "the catalog is empty and there are checkpoints: they load by path and are in no list,"
-            " until the catalog is rebuilt from them",
+            "the catalog is empty, but the store contains checkpoints: they can be loaded by path"
+            " but are not listed until the catalog is rebuilt",
             checkpoints=settings.checkpoint_url,
             command=_command(settings, "catalog", "rebuild"),
         )
@@ -199,13 +199,18 @@ def _welcome(settings: Settings, port: int, key: str | None) -> str:
     model = next(iter(settings.models), None)
     lines = [f"Serving {', '.join(settings.models) or 'no models'} at {url}", ""]
     if key is not None:
-        lines += ["An API key was made. It is shown this once and stored hashed:", ""]
+        lines += ["Created an API key. It is shown only once and stored as a hash:", ""]
     else:
-        lines += ["Another API key:", "", _command(settings, "keys", "create", "NAME"), ""]
+        lines += [
+            "To create another API key:",
+            "",
+            _command(settings, "keys", "create", "NAME"),
+            "",
+        ]
     lines += [
         f"export TINKER_BASE_URL={url}",
         f"export TINKER_API_KEY={key or 'tml-...'}",
-        f"export HF_ENDPOINT={url}/hf    # tokenizers from here instead of the public hub",
+        f"export HF_ENDPOINT={url}/hf    # tokenizers from this server, not the public hub",
     ]
     if model is not None:
         lines += [
@@ -219,9 +224,9 @@ def _welcome(settings: Settings, port: int, key: str | None) -> str:
 
 
 def _command(settings: Settings, *arguments: str) -> str:
-    """Return a command about this server's catalog, typed wherever."""
-    beside_python = Path(sys.executable).with_name("tinkercloud")
-    program = str(beside_python) if beside_python.exists() else "tinkercloud"
+    """Return a command for this server's catalog that works in any folder."""
+    installed = Path(sys.executable).with_name("tinkercloud")
+    program = str(installed) if installed.exists() else "tinkercloud"
     if settings.database_url is None:
         state_dir = str(settings.state_dir.absolute())
         return shlex.join([program, *arguments, "--state-dir", state_dir])

@@ -1,9 +1,9 @@
-"""All settings of the API server and the `tinkercloud` command, in one place.
+"""The settings of the API server and the `tinkercloud` command.
 
-Sources, strongest first: arguments of the command, environment variables (`TINKERCLOUD_PORT=8001`;
-nested ones with two underscores, `TINKERCLOUD_LIMITS__MAX_LORA_RANK=64`), then the TOML file named
-by `TINKERCLOUD_CONFIG_FILE`. A key nobody knows is refused wherever it stands: a setting that does
-nothing must not pass for one that works.
+Sources, in order of precedence: command-line arguments, environment variables
+(`TINKERCLOUD_PORT=8001`; nested settings with two underscores,
+`TINKERCLOUD_LIMITS__MAX_LORA_RANK=64`), and the TOML file named by `TINKERCLOUD_CONFIG_FILE`.
+Unknown settings are errors in every source, so that a misspelled setting is not silently ignored.
 """
 
 import importlib
@@ -40,44 +40,41 @@ ENV_PREFIX = "TINKERCLOUD_"
 CONFIG_FILE_VARIABLE = f"{ENV_PREFIX}CONFIG_FILE"
 KEY_PREFIX = "tml-"
 _KEY_CHARACTERS = 22
-"""Of a configured key, behind the prefix: 128 random bits in base64. It is stored under a fast
-hash, which is safe for random keys only."""
+"""Minimum length of a configured key after the prefix: 128 random bits in base64. Keys are stored
+with a fast hash, which is safe for random keys only."""
 _KEY_DIFFERENT_CHARACTERS = 8
-"""Among them: fewer are no random key."""
+"""Minimum number of distinct characters; a key with fewer is not random."""
 
 _POSTGRESQL, _SQLITE = "postgresql+asyncpg", "sqlite+aiosqlite"
-_OF_LIBPQ = {"sslmode": "ssl"}
-"""What PostgreSQL's own clients call an option, and what its driver here does."""
-_OF_ENVIRONMENT = {"sslrootcert", "sslcert", "sslkey", "sslcrl"}
-"""Options of libpq that the driver reads from the environment alone, as libpq does too."""
-_OF_SQLALCHEMY = {"prepared_statement_cache_size"}
-"""Options of a URL that are not handed to the driver."""
+_LIBPQ_OPTIONS = {"sslmode": "ssl"}
+"""Options of libpq, and the names of the same options in asyncpg."""
+_ENVIRONMENT_OPTIONS = {"sslrootcert", "sslcert", "sslkey", "sslcrl"}
+"""Options of libpq that asyncpg reads from environment variables only."""
+_SQLALCHEMY_OPTIONS = {"prepared_statement_cache_size"}
+"""URL options that SQLAlchemy consumes and does not pass to the driver."""
 _HEAD_BODY_BYTES = Limits().max_body_bytes
-"""What heads of TrainingSessions take in one request."""
+"""Body size limit of session heads on Kubernetes."""
 _USED_ON_KUBERNETES = {"limits.max_body_bytes", "timings.long_poll_seconds"}
-"""Of what else is for the heads that a server starts itself."""
+"""Head settings that are also used with provider=kubernetes."""
 _INSTEAD_ON_KUBERNETES = {
-    "models": "it serves the BaseModels of its namespace",
-    "preload": "heads start when clients ask for them",
-    "orphan_grace_seconds": "heads outlive every server",
-    "session_expiry_days": "sessions have a lifetime of their own: set"
-    " `sessions.maxLifetimeSeconds` of the BaseModel",
-    "session_silence_seconds": "sessions have idle rules of their own: set"
-    " `sessions.idle` of the BaseModel",
-    "head_start_seconds": "heads have half an hour, and trainers `trainer.startTimeoutSeconds` of"
-    " the BaseModel",
+    "models": "the server serves the BaseModels of its namespace",
+    "preload": "heads start when clients need them",
+    "orphan_grace_seconds": "heads do not depend on the API server",
+    "session_expiry_days": "set `sessions.maxLifetimeSeconds` of the BaseModel",
+    "session_silence_seconds": "set `sessions.idle` of the BaseModel",
+    "head_start_seconds": "heads have half an hour to start, and trainers have"
+    " `trainer.startTimeoutSeconds` of the BaseModel",
     "trainer": "set `trainer` of the BaseModel",
     "sampler": "set `sampler` of the BaseModel",
     "limits.max_lora_rank": "set `limits.maxLoraRank` of the BaseModel",
     "limits.max_context_length": "set `maxContextLength` of the BaseModel",
-    "limits.max_snapshot_bytes": "set `head.resources.scratch` of the BaseModel, half of which it"
-    " is",
+    "limits.max_snapshot_bytes": "it is half of `head.resources.scratch` of the BaseModel",
     "timings.drain_seconds": "set `sessions.drainSeconds` of the chart"
     " (TINKERCLOUD_OPERATOR_DRAIN_SECONDS)",
     "timings.suspend_seconds": "set `sessions.suspendSeconds` of the chart"
     " (TINKERCLOUD_OPERATOR_SUSPEND_SECONDS)",
 }
-"""What is for the heads that a server starts itself, and where the same is said of others."""
+"""Settings of local heads, and what to use instead with provider=kubernetes."""
 
 
 def _default_state_dir() -> Path:
@@ -86,94 +83,96 @@ def _default_state_dir() -> Path:
 
 
 class Settings(BaseSettings):
-    """What an operator may decide. Immutable once read."""
+    """Settings of the API server. They are immutable."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
         env_nested_delimiter="__",
         extra="forbid",
         frozen=True,
-        # Among what came there are a key and a password.
+        # The input contains an API key and a database password.
         hide_input_in_errors=True,
         use_attribute_docstrings=True,
     )
 
     provider: Literal["local", "kubernetes"] = "local"
-    """Where session heads come from: `local` starts child processes of the server, `kubernetes`
-    makes TrainingSessions, whose models are BaseModels of the cluster."""
+    """How session heads run: `local` starts them as child processes of the server; `kubernetes`
+    creates TrainingSessions and serves the BaseModels of the cluster."""
     namespace: Annotated[str, Field(min_length=1, max_length=63)] = "default"
-    """Kubernetes namespace of TrainingSessions and BaseModels, with `provider` kubernetes."""
+    """Kubernetes namespace of TrainingSessions and BaseModels (provider kubernetes)."""
     models_dir: Path | None = None
-    """Folder in which volumes of BaseModels are mounted, each under its claim's name, for /hf to
-    serve tokenizers from, with `provider` kubernetes."""
+    """Folder with the mounted volumes of BaseModels, each under the name of its claim. /hf serves
+    tokenizers from them (provider kubernetes)."""
     host: str = "127.0.0.1"
-    """Address to listen on. The service speaks plain HTTP: put TLS in front of any other."""
+    """Address to listen on. The server speaks plain HTTP: terminate TLS in front of it when it
+    listens on any other address than localhost."""
     port: Annotated[int, Field(ge=0, lt=65536)] = 8000
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 selects a free port."""
     metrics_port: Annotated[int, Field(gt=0, lt=65536)] | None = None
-    """Port for Prometheus to read /metrics at, without a key, on the same address; by default
-    nowhere."""
+    """Port on which /metrics is served for Prometheus, without an API key, on the same address.
+    Default: metrics are not served."""
     max_connections: Annotated[int, Field(gt=0)] | None = None
-    """How many connections of clients are served at once; more are answered 503. A result that is
-    waited for takes one. By default what there are file descriptors for (`ulimit -Hn`)."""
+    """Maximum number of concurrent client connections; further ones receive status 503. Waiting for
+    a result occupies one connection. Default: derived from the limit of file descriptors
+    (`ulimit -Hn`)."""
     state_dir: Path = Field(default_factory=_default_state_dir)
-    """Folder for everything that must survive: catalog, checkpoints, heads."""
+    """Folder for persistent state: the catalog, checkpoints and session heads."""
     database_url: SecretStr | None = None
-    """SQLAlchemy URL of the catalog, `postgresql+asyncpg://USER:PASSWORD@HOST/DATABASE`, with
-    `?ssl=require` for a connection that is encrypted, or `sqlite+aiosqlite:///FILE`; by default an
+    """SQLAlchemy URL of the catalog database: `postgresql+asyncpg://USER:PASSWORD@HOST/DATABASE`,
+    with `?ssl=require` for an encrypted connection, or `sqlite+aiosqlite:///FILE`. Default: an
     SQLite file in `state_dir`."""
     checkpoint_root: str | None = None
-    """URL of the object store for checkpoints: file:///..., s3://..., gs://..., az://...; by
-    default a folder in `state_dir`. Credentials come from the environment as usual for the store.
-    """
+    """URL of the object store for checkpoints: file:///..., s3://..., gs://... or az://....
+    Default: a folder in `state_dir`. Credentials are read from the store's usual environment
+    variables."""
     max_checkpoint_bytes_per_owner: Annotated[int, Field(ge=0)] | None = None
-    """Bytes that the checkpoints of one owner may have, all runs together; absent means no limit. A
-    save under a new name is refused once they have as many."""
+    """Maximum total size, in bytes, of the checkpoints of one owner. When it is reached, saves
+    under new names are rejected. Default: no limit."""
     models: dict[str, str] = Field(
         default_factory=dict, examples=[{"Qwen/Qwen3-0.6B": "/models/qwen3-0.6b"}]
     )
-    """Served models: the name SDK users ask for, and a local Hugging Face folder or the id of a
-    model in the local Hugging Face cache."""
+    """Served models: maps each model's name in the API to a local folder in Hugging Face format or
+    the id of a model in the local Hugging Face cache."""
     bootstrap_key: SecretStr | None = None
-    """An API key to register at start, for scripts and charts: `tml-` and at least 22 random
-    characters. Another one in its place revokes it; one that was revoked stays refused."""
+    """API key to register at startup, for scripts and charts: `tml-` and at least 22 random
+    characters. Changing it revokes the previous key; a revoked key cannot be registered again."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe messages to log: debug, info, warning or error."""
+    """Minimum severity of log messages: debug, info, warning or error."""
     log_format: Literal["console", "json"] = "console"
-    """`console` for people, `json` for machines: one object a line."""
+    """Log format: `console` for terminals, or `json` with one object per line."""
     hf_mirror: bool = True
-    """Whether the tokenizers of the served models can be read, without a key, under /hf."""
+    """Whether /hf serves the tokenizers of the served models. It requires no API key."""
     compress_uploads: bool = False
-    """Whether clients compress forward_backward bodies: worth it over a slow network only."""
+    """Whether clients compress forward_backward bodies; useful only on slow networks."""
     orphan_grace_seconds: Annotated[float, Field(gt=0)] = 120.0
-    """How long session heads outlive a server that was killed; one started within this time finds
-    their models as they were."""
+    """How long session heads keep running, in seconds, after their server was killed. A server that
+    starts within this time takes them over, with their models unchanged."""
     session_silence_seconds: Annotated[float, Field(gt=0)] = 900.0
-    """How long after the last heartbeat of a client, and the last request for a model of it, the
-    session head writes the model to the checkpoint store and frees its memory. The next request
-    brings it back as it was, however much later."""
+    """Client inactivity, in seconds, after which a model is suspended: when neither a heartbeat of
+    the client nor a request for the model has arrived for this time, the session head writes the
+    model to the checkpoint store and frees its memory. The next request resumes the model."""
     session_expiry_days: Annotated[float, Field(gt=0)] | None = 90.0
-    """How many days after the last heartbeat of a client, and the last request for a model of it,
-    its session ends, if it has not been closed: what its models had become is deleted then, and its
-    checkpoints stay. The server must have been up for the last day of them. None: never."""
+    """Client inactivity, in days, after which an open session ends. The states of its models are
+    deleted, but its checkpoints are kept. Sessions end only after the server has been running for
+    at least one day. None: never."""
     preload: bool = True
-    """Whether session heads are started with the server rather than when first needed. Each holds
-    its whole model in memory."""
+    """Whether session heads start together with the server, rather than on first use. Each head
+    holds its whole model in memory."""
     head_start_seconds: Annotated[float, Field(gt=0)] = 600.0
-    """How long a session head may take to load its model, beside the time that its ranks have, if
-    it has any, to start (`trainer.start_timeout_seconds`)."""
+    """Timeout, in seconds, for a session head to load its model. If the head has trainer ranks, the
+    time that they have to start (`trainer.start_timeout_seconds`) is added."""
     trainer: TrainerConfig = TrainerConfig()
-    """How session heads train."""
+    """Trainer of the session heads."""
     sampler: SamplerConfig = SamplerConfig()
-    """How session heads sample."""
+    """Sampler of the session heads."""
     limits: Limits = Limits()
-    """What clients may ask for."""
+    """Limits of client requests."""
     timings: Timings = Timings()
-    """Durations of session heads."""
+    """Timeouts and intervals of the session heads."""
 
-    # Not of the fields alone: what is said of a field shows what came for it.
+    # A validator of the model rather than of the fields, whose errors would show the secret values.
     @model_validator(mode="after")
-    def _has_secrets_that_can_be_used(self) -> "Settings":
+    def _check_secrets(self) -> "Settings":
         if self.bootstrap_key is not None:
             _check_key(self.bootstrap_key.get_secret_value())
         if self.database_url is not None:
@@ -181,16 +180,16 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
-    def _fits_its_provider(self) -> "Settings":
+    def _check_provider(self) -> "Settings":
         if self.provider == "kubernetes":
-            _refuse_what_heads_are_told_elsewhere(self)
+            _reject_head_settings(self)
         if self.provider == "kubernetes" and self.checkpoint_root is None:
             raise ValueError(
-                "checkpoint_root: required with provider=kubernetes; give the object store that"
-                " the operator's checkpoint_root names"
+                "checkpoint_root: required with provider=kubernetes; set it to the operator's"
+                " checkpoint_root"
             )
         if self.provider == "local" and self.models_dir is not None:
-            raise ValueError("models_dir: only used with provider=kubernetes; leave it out")
+            raise ValueError("models_dir: only used with provider=kubernetes; remove it")
         check_gpu_of_trainer(self.trainer, self.sampler)
         return self
 
@@ -203,14 +202,14 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - part of the interface
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - as above
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Say which sources there are, strongest first (called by pydantic-settings)."""
+        """Return the sources in order of precedence (called by pydantic-settings)."""
         file = os.environ.get(CONFIG_FILE_VARIABLE)
         toml = (InitSettingsSource(settings_cls, _read_file(Path(file))),) if file else ()
         return (init_settings, env_settings, *toml)
 
     @property
     def head_deadline_seconds(self) -> float:
-        """How long a head may take to be ready: more than it gives its ranks."""
+        """Timeout for a head to become ready, longer than that of its ranks."""
         ranks = self.trainer.start_timeout_seconds if self.trainer.ranks else 0.0
         return self.head_start_seconds + ranks
 
@@ -223,46 +222,46 @@ class Settings(BaseSettings):
 
     @property
     def checkpoint_url(self) -> str:
-        """URL of the checkpoints' object store."""
+        """URL of the object store for checkpoints."""
         return self.checkpoint_root or (self.state_dir.absolute() / "checkpoints").as_uri()
 
 
 def _check_key(key: str) -> None:
-    """Refuse a key that the SDK does not send or that can be guessed; it is not shown.
+    """Check that the SDK accepts a key and that it cannot be guessed, without showing the key.
 
     Raises:
-        ValueError: the message names the field, and says what to write.
+        ValueError: the message names the field and what is accepted.
     """
     if not key.startswith(KEY_PREFIX):
         raise ValueError(
-            f"bootstrap_key: must begin with {KEY_PREFIX!r}: the SDK refuses other keys"
+            f"bootstrap_key: must start with {KEY_PREFIX!r}; the SDK rejects other keys"
         )
     rest = key.removeprefix(KEY_PREFIX)
     if len(rest) < _KEY_CHARACTERS or len(set(rest)) < _KEY_DIFFERENT_CHARACTERS:
         raise ValueError(
-            f"bootstrap_key: has {len(rest)} characters behind {KEY_PREFIX!r}, {len(set(rest))} of"
-            f" them different; at least {_KEY_CHARACTERS} random ones are needed, as from"
-            f" `echo {KEY_PREFIX}$(openssl rand -hex 32)`"
+            f"bootstrap_key: has {len(rest)} characters after {KEY_PREFIX!r}, {len(set(rest))} of"
+            f" them distinct; at least {_KEY_CHARACTERS} random characters are required, such as"
+            f" from `echo {KEY_PREFIX}$(openssl rand -hex 32)`"
         )
 
 
 def _check_database_url(text: str) -> None:
-    """Refuse what no driver here takes; what came is not shown, since it holds a password.
+    """Check that a driver supports a URL, without showing the URL, which contains a password.
 
     Raises:
-        ValueError: the message names the field, and says what to write.
+        ValueError: the message names the field and what is accepted.
     """
     try:
         url = make_url(text)
     except (ArgumentError, ValueError):
         raise ValueError(
-            f"database_url: is no URL; write {_POSTGRESQL}://USER:PASSWORD@HOST/DATABASE, where"
-            " signs such as @ : / of a password are %40 %3A %2F"
+            f"database_url: not a valid URL; expected {_POSTGRESQL}://USER:PASSWORD@HOST/DATABASE,"
+            " with special characters such as @ : / in the password escaped as %40 %3A %2F"
         ) from None
     if url.drivername not in {_POSTGRESQL, _SQLITE}:
         raise ValueError(
-            f"database_url: begins with {url.drivername}://, and {_POSTGRESQL}:// and {_SQLITE}://"
-            " are accepted; the rest of the URL stays as it is"
+            f"database_url: unsupported scheme {url.drivername!r}; use {_POSTGRESQL}:// or"
+            f" {_SQLITE}://"
         )
     if url.drivername == _SQLITE:
         return
@@ -270,43 +269,43 @@ def _check_database_url(text: str) -> None:
         driver = importlib.import_module("asyncpg")
     except ImportError:
         raise ValueError(
-            "database_url: PostgreSQL's driver is not installed; it comes with"
+            "database_url: the PostgreSQL driver is not installed; install it with"
             " `pip install 'tinkercloud-api[postgres]'`"
         ) from None
-    known = {*inspect.signature(driver.connect).parameters, *_OF_SQLALCHEMY}
+    known = {*inspect.signature(driver.connect).parameters, *_SQLALCHEMY_OPTIONS}
     for name in url.query:
         if name not in known:
-            instead = "leave it out"
-            if name in _OF_LIBPQ:
-                instead = f"write {_OF_LIBPQ[name]}={url.query[name]} in its place"
-            elif name in _OF_ENVIRONMENT:
-                instead = f"set PG{name.upper()} in the environment in its place"
+            instead = "remove it"
+            if name in _LIBPQ_OPTIONS:
+                instead = f"use {_LIBPQ_OPTIONS[name]}={url.query[name]} instead"
+            elif name in _ENVIRONMENT_OPTIONS:
+                instead = f"set the environment variable PG{name.upper()} instead"
             raise ValueError(
-                f"database_url: asyncpg, PostgreSQL's driver, has no option {name}; {instead}"
+                f"database_url: the PostgreSQL driver asyncpg has no option {name}; {instead}"
             )
 
 
-def _refuse_what_heads_are_told_elsewhere(settings: Settings) -> None:
-    """Refuse settings of heads that a server with provider=kubernetes does not start.
+def _reject_head_settings(settings: Settings) -> None:
+    """Reject settings of local heads, which have no effect with provider=kubernetes.
 
     Raises:
-        ValueError: the message names each, and says where it is set.
+        ValueError: the message names each setting and what to use instead.
     """
-    unused = [name for name in _given(settings) if name not in _USED_ON_KUBERNETES]
+    unused = [name for name in _explicit(settings) if name not in _USED_ON_KUBERNETES]
     if unused:
         instead = [
             f"{name}: not used with provider=kubernetes: {_instead(name)}" for name in unused
         ]
-        raise ValueError("; ".join([*instead, "leave it out here"]))
+        raise ValueError("; ".join([*instead, "remove it here"]))
     if settings.limits.max_body_bytes > _HEAD_BODY_BYTES:
         raise ValueError(
-            f"limits.max_body_bytes: is {settings.limits.max_body_bytes}, and session heads take"
-            f" {_HEAD_BODY_BYTES} with provider=kubernetes; give that or less"
+            f"limits.max_body_bytes: is {settings.limits.max_body_bytes}, but session heads accept"
+            f" at most {_HEAD_BODY_BYTES} with provider=kubernetes; set at most that"
         )
 
 
-def _given(settings: Settings) -> Iterator[str]:
-    """Yield the settings of heads that somebody has set, nested ones as `limits.max_lora_rank`."""
+def _explicit(settings: Settings) -> Iterator[str]:
+    """Yield the names of explicitly set head settings; nested ones as `limits.max_lora_rank`."""
     heads = {name.partition(".")[0] for name in (*_INSTEAD_ON_KUBERNETES, *_USED_ON_KUBERNETES)}
     for name in sorted(heads & settings.model_fields_set):
         value = getattr(settings, name)
@@ -319,50 +318,50 @@ def _given(settings: Settings) -> Iterator[str]:
 def _instead(name: str) -> str:
     group = name.partition(".")[0]
     known = _INSTEAD_ON_KUBERNETES
-    return known.get(name) or known.get(group) or "heads there have its default"
+    return known.get(name) or known.get(group) or "heads on Kubernetes use the default"
 
 
-class SettingsRefusedError(Exception):
-    """A setting can't be read, is not acceptable or does not exist; the message names it."""
+class InvalidSettingsError(Exception):
+    """A setting is unreadable, invalid or unknown; the message names it."""
 
 
 def load_settings(**overrides: Any) -> Settings:  # noqa: ANN401 - any field of Settings
     """Read the settings.
 
     Args:
-        overrides: values that are stronger than environment and file; None means not given.
+        overrides: values that take precedence over environment and file; None is ignored.
 
     Raises:
-        SettingsRefusedError: the file can't be read, a list or a table of the environment is not
-            JSON, a value is not acceptable, or nobody knows its name.
+        InvalidSettingsError: the file is unreadable, a list or table in an environment variable is
+            not JSON, or a setting is invalid or unknown.
     """
     known = {*Settings.model_fields, CONFIG_FILE_VARIABLE.removeprefix(ENV_PREFIX).lower()}
     for name in os.environ:
         if name.upper().startswith(ENV_PREFIX) and _path(name).partition(".")[0] not in known:
-            raise SettingsRefusedError(_unknown(_path(name)))
+            raise InvalidSettingsError(_unknown(_path(name)))
     try:
         return Settings(**{name: value for name, value in overrides.items() if value is not None})
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False)
-        raise SettingsRefusedError(sentences([_named(fault) for fault in faults])) from None
+        raise InvalidSettingsError(sentences([_named(fault) for fault in faults])) from None
     except SettingsError as error:
-        raise SettingsRefusedError("; ".join(_wants_of_json()) or str(error)) from None
+        raise InvalidSettingsError("; ".join(_json_errors()) or str(error)) from None
 
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except OSError as error:
-        why = f"can't be read ({error.strerror})"
+        why = f"cannot be read ({error.strerror})"
     except ValueError as error:
-        why = f"is no TOML ({error})"
-    raise SettingsRefusedError(
-        f"{CONFIG_FILE_VARIABLE} names {path}, which {why}; name a TOML file"
+        why = f"is not valid TOML ({error})"
+    raise InvalidSettingsError(
+        f"{CONFIG_FILE_VARIABLE}: {path} {why}; set it to the path of a TOML file"
     )
 
 
 def _path(variable: str) -> str:
-    """Return which setting a variable is, as `limits.max_lora_rank`."""
+    """Return the setting of an environment variable, such as `limits.max_lora_rank`."""
     return variable[len(ENV_PREFIX) :].lower().replace("__", ".")
 
 
@@ -371,7 +370,7 @@ def _variable(path: str) -> str:
 
 
 def _field(path: str) -> FieldInfo | None:
-    """Return a setting; None if there is none of this name."""
+    """Return the field of a setting, or None if it does not exist."""
     fields: Mapping[str, FieldInfo] = Settings.model_fields
     field = None
     for name in path.split("."):
@@ -382,7 +381,7 @@ def _field(path: str) -> FieldInfo | None:
 
 
 def _table_of(field: FieldInfo | None) -> type[BaseModel] | None:
-    """Return the settings of which a field is a table; None if it is not one."""
+    """Return the model of a field that is a table of settings, or None for other fields."""
     annotation = field.annotation if field is not None else None
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
@@ -390,13 +389,13 @@ def _table_of(field: FieldInfo | None) -> type[BaseModel] | None:
 
 
 def _named(fault: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a fault told by the name that its setting has where it, or one beside it, is set."""
+    """Return a fault whose setting is named as the user wrote it: variable or key in the file."""
     path = ".".join(map(str, fault["loc"]))
     if fault["type"] == "extra_forbidden":
         return {"type": fault["type"], "loc": (), "msg": _unknown(path)}
     if not path:
         return fault
-    # What is said of a table begins with which of its settings it is about.
+    # Messages about a table start with the name of the affected setting in it.
     first, _, rest = fault["msg"].removeprefix("Value error, ").partition(": ")
     within = f"{path}.{first}"
     if _table_of(_field(path)) is not None and _field(within) is not None:
@@ -406,20 +405,20 @@ def _named(fault: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _name(path: str) -> str:
     group = _variable(path.partition(".")[0])
-    is_by_variable = any(name.upper().partition("__")[0] == group for name in os.environ)
-    return _variable(path) if is_by_variable else path
+    is_from_environment = any(name.upper().partition("__")[0] == group for name in os.environ)
+    return _variable(path) if is_from_environment else path
 
 
 def _unknown(path: str) -> str:
-    given = next((name for name in os.environ if name.upper() == _variable(path)), None)
+    variable = next((name for name in os.environ if name.upper() == _variable(path)), None)
     file = os.environ.get(CONFIG_FILE_VARIABLE)
     where = f"{path} in {file}" if file else path
-    name = f"environment variable {given}" if given else where
-    return f"{name} is not a setting; the settings are listed in docs/operate/configuration.md"
+    name = f"environment variable {variable}" if variable else where
+    return f"{name} is not a known setting; see docs/operate/configuration.md for all settings"
 
 
-def _wants_of_json() -> Iterator[str]:
-    """Yield what to write for each variable that must be JSON and is not."""
+def _json_errors() -> Iterator[str]:
+    """Yield an error message for each variable that must contain JSON and does not."""
     for variable, value in os.environ.items():
         is_ours = variable.upper().startswith(ENV_PREFIX)
         field = _field(_path(variable)) if is_ours else None
@@ -429,8 +428,8 @@ def _wants_of_json() -> Iterator[str]:
             json.loads(value)
         except ValueError:
             yield (
-                f"{variable} is not JSON, as lists and tables are in variables; write for example"
-                f" {variable}='{json.dumps(_example(field))}'"
+                f"{variable}: not valid JSON; lists and tables must be JSON in environment"
+                f" variables, for example {variable}='{json.dumps(_example(field))}'"
             )
 
 

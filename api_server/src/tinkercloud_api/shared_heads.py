@@ -1,8 +1,8 @@
-"""Calls to the heads that many runs share: what they hold, and which models to suspend.
+"""Calls to heads that are shared by many runs: listing their models and suspending inactive ones.
 
-A client that ends without a word leaves its models in such a head. Once its session has had no
-heartbeat, and a model no request, for `session_silence_seconds`, the head suspends the model, which
-the next request brings back. Nothing is lost by silence, however long it lasts.
+A client that disappears without ending its session leaves its models in a shared head. When the
+session has had no heartbeat and a model no request for `session_silence_seconds`, the head suspends
+the model. The next request resumes it; nothing is lost, however long the client is inactive.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import structlog
 
 from tinkercloud_api.activity import Activity
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.providers.base import HeadRoute, SessionProvider
+from tinkercloud_api.providers.base import HeadEndpoint, SessionProvider
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.launch import HeldModel, HeldModels, ModelSuspended
@@ -22,13 +22,14 @@ log = structlog.get_logger(__name__)
 
 _LIST_SECONDS = 10.0
 _SUSPEND_SECONDS = 600.0
-"""A head answers once it has written all of a model."""
+"""A head responds only after it has written the whole model."""
 _ROUNDS_MISSED = 3
-"""After so many the machine slept, or this process was stopped: its clients were not heard."""
+"""Missed rounds after which this machine or process is assumed to have been paused, so that clients
+could not be heard."""
 
 
 class SharedHeads:
-    """The heads of this server that hold models of many clients."""
+    """The heads of this server that are shared by many clients."""
 
     def __init__(
         self,
@@ -37,82 +38,82 @@ class SharedHeads:
         activity: Activity,
         client: aiohttp.ClientSession,
         *,
-        silence: timedelta,
+        inactivity: timedelta,
         period: timedelta,
     ) -> None:
-        """Make it.
+        """Create it.
 
         Args:
-            catalog: knows when sessions and runs were last heard of.
-            provider: knows the heads.
-            activity: what is not in the catalog yet.
-            client: for calls to heads.
-            silence: of a client, after which its models are suspended.
-            period: between two rounds of `suspend_silent`.
+            catalog: has the last activity of sessions and runs.
+            provider: has the endpoints of the heads.
+            activity: has the activity that is not yet in the catalog.
+            client: HTTP client for calls to heads.
+            inactivity: client inactivity after which its models are suspended.
+            period: interval between two calls of `suspend_inactive`.
         """
         self._catalog = catalog
         self._provider = provider
         self._activity = activity
         self._client = client
-        self._silence = silence
+        self._inactivity = inactivity
         self._longest_pause = period * _ROUNDS_MISSED
         self._listening_since: datetime | None = None
         self._last_round: datetime | None = None
 
     async def models(self) -> dict[str, HeldModel]:
-        """Return the models of all heads that answer, by id."""
+        """Return the models of all heads that respond, by id."""
         held: dict[str, HeldModel] = {}
-        for route in self._provider.shared_heads():
+        for endpoint in self._provider.shared_heads():
             try:
-                held.update({model.model_id: model for model in await self._models_of(route)})
+                held.update({model.model_id: model for model in await self._models_of(endpoint)})
             except Unavailable as error:
-                log.warning("a session head does not tell what it holds", error=error.message)
+                log.warning("cannot list the models of a session head", error=error.message)
         return held
 
-    async def suspend_silent(self, moment: datetime) -> None:
-        """Suspend the models whose clients have been silent for long.
+    async def suspend_inactive(self, moment: datetime) -> None:
+        """Suspend the models of clients that have been inactive for longer than the limit.
 
-        Only what this server itself would have heard counts as silence: not the time before its
-        start, nor while its machine slept.
+        Only time in which this server was able to receive heartbeats counts, which excludes the
+        time before its start and while its machine was asleep.
         """
         last, self._last_round = self._last_round, moment
         if last is None or moment - last > self._longest_pause:
             self._listening_since = moment
-        since = moment - self._silence
+        since = moment - self._inactivity
         if self._listening_since is None or self._listening_since > since:
             return
         await self._activity.write()
-        for route in self._provider.shared_heads():
+        for endpoint in self._provider.shared_heads():
             try:
-                await self._suspend_silent_in(route, since)
+                await self._suspend_inactive_in(endpoint, since)
             except Unavailable as error:
-                log.warning("models without clients stay in memory", error=error.message)
+                log.warning("cannot suspend models of inactive clients", error=error.message)
 
-    async def _suspend_silent_in(self, route: HeadRoute, since: datetime) -> None:
-        in_memory = [m.model_id for m in await self._models_of(route) if not m.is_suspended]
-        for run_id in await self._catalog.silent_runs(in_memory, since) if in_memory else []:
+    async def _suspend_inactive_in(self, endpoint: HeadEndpoint, since: datetime) -> None:
+        in_memory = [m.model_id for m in await self._models_of(endpoint) if not m.is_suspended]
+        for run_id in await self._catalog.inactive_runs(in_memory, since) if in_memory else []:
             path = f"{routes.HEAD_SUSPEND_MODEL}/{run_id}"
-            answer = await self._call("POST", route, path, _SUSPEND_SECONDS)
-            if ModelSuspended.model_validate_json(answer).is_suspended:
-                log.info("a silent client's model was suspended", run_id=run_id)
+            response = await self._call("POST", endpoint, path, _SUSPEND_SECONDS)
+            if ModelSuspended.model_validate_json(response).is_suspended:
+                log.info("suspended the model of an inactive client", run_id=run_id)
 
-    async def _models_of(self, route: HeadRoute) -> Sequence[HeldModel]:
-        answer = await self._call("GET", route, routes.HEAD_MODELS, _LIST_SECONDS)
-        return HeldModels.model_validate_json(answer).models
+    async def _models_of(self, endpoint: HeadEndpoint) -> Sequence[HeldModel]:
+        response = await self._call("GET", endpoint, routes.HEAD_MODELS, _LIST_SECONDS)
+        return HeldModels.model_validate_json(response).models
 
-    async def _call(self, method: str, route: HeadRoute, path: str, seconds: float) -> bytes:
+    async def _call(self, method: str, endpoint: HeadEndpoint, path: str, seconds: float) -> bytes:
         headers = {
-            routes.HEAD_TOKEN_HEADER: route.token,
-            routes.GENERATION_HEADER: route.generation,
+            routes.HEAD_TOKEN_HEADER: endpoint.token,
+            routes.GENERATION_HEADER: endpoint.generation,
         }
         timeout = aiohttp.ClientTimeout(total=seconds)
         try:
             async with self._client.request(
-                method, route.url + path, headers=headers, timeout=timeout
+                method, endpoint.url + path, headers=headers, timeout=timeout
             ) as response:
                 response.raise_for_status()
                 return await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
-            # Not the error's own text, which may show the request's headers, and so the token.
+            # The text of the error may contain the request headers, which include the token.
             why = type(error).__name__
-            raise Unavailable(f"the session head did not answer {path}: {why}") from None
+            raise Unavailable(f"the session head did not respond to {path}: {why}") from None

@@ -1,4 +1,4 @@
-"""The folder for what must survive: that it is there, and which server of this machine uses it."""
+"""The state folder: creating it, and finding and locking out other servers that use it."""
 
 import fcntl
 import os
@@ -11,42 +11,43 @@ PID_FILE = "server.pid"
 
 
 class StateFolderError(Exception):
-    """A state folder can't be used, or is used already; the message says why, and what to do."""
+    """The state folder is unusable or already in use; the message says why and what to do."""
 
 
 def make(folder: Path) -> None:
-    """Make a state folder if it is not there.
+    """Create a state folder if it does not exist.
 
     Raises:
-        StateFolderError: it can't be made, or nothing can be written there.
+        StateFolderError: the folder cannot be created or is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        why = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
+        why = "not a folder" if isinstance(error, FileExistsError) else error.strerror
         raise StateFolderError(
-            f"state_dir: {folder} can't be used ({why}): choose a folder that can be written, with"
-            " --state-dir or TINKERCLOUD_STATE_DIR"
+            f"state_dir: cannot use {folder} ({why}); choose a writable folder with --state-dir or"
+            " TINKERCLOUD_STATE_DIR"
         ) from None
 
 
-class Served:
-    """A context in which this process alone serves a state folder, and a file says so.
+class StateFolderLock:
+    """A context in which this process has exclusive use of a state folder.
 
-    The lock on the file counts, not the file: it ends with the process, however that ends.
+    A lock on the PID file enforces this, not the file itself: the lock ends with the process, even
+    if the process is killed.
 
     Raises:
-        StateFolderError: another process serves it.
+        StateFolderError: another process uses the folder.
     """
 
     def __init__(self, folder: Path, url: str) -> None:
-        """Make it.
+        """Create a lock.
 
         Args:
-            folder: the state folder, which exists.
-            url: where this process serves, as clients on this machine reach it.
+            folder: the state folder, which must exist.
+            url: URL of this server for clients on this machine.
         """
         self._folder = folder
         self._url = url
@@ -56,8 +57,8 @@ class Served:
         self._file = (self._folder / PID_FILE).open("a+")
         if not _lock(self._file):
             raise StateFolderError(
-                f"process {_pid(self._folder)} serves {self._folder} already: stop it,"
-                " or choose another folder with --state-dir or TINKERCLOUD_STATE_DIR"
+                f"process {_pid(self._folder)} already serves {self._folder}; stop it or choose"
+                " another folder with --state-dir or TINKERCLOUD_STATE_DIR"
             )
         self._file.truncate(0)
         self._file.write(f"{os.getpid()}\n{self._url}\n")
@@ -70,15 +71,15 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """The process that serves a state folder."""
+    """The server process that uses a state folder."""
 
     pid: int
     url: str | None
-    """Where; None if it is of a release that did not write it down."""
+    """URL of the server; None if it is from a release that did not record it."""
 
 
 def running_server(folder: Path) -> RunningServer | None:
-    """Return the process that serves a state folder; None if none does."""
+    """Return the server that uses a state folder, or None."""
     try:
         with (folder / PID_FILE).open() as file:
             if _lock(file):
@@ -91,7 +92,7 @@ def running_server(folder: Path) -> RunningServer | None:
 
 def _pid(folder: Path) -> str:
     server = running_server(folder)
-    return str(server.pid) if server is not None else "of another"
+    return str(server.pid) if server is not None else "(unknown)"
 
 
 def _lock(file: IO[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Bounds what keys that nobody knows cost: each address may try some, and then few a second."""
+"""Rate limit for unknown API keys: each address has a burst allowance, then one try a second."""
 
 import ipaddress
 import time
@@ -8,34 +8,34 @@ from collections.abc import Callable
 from tinkercloud_protocol.errors import Overloaded
 
 _ATTEMPTS = 20
-"""That an address has at once."""
+"""Burst of failed attempts that an address may make."""
 _ATTEMPTS_PER_SECOND = 1.0
 _MAX_ADDRESSES = 10_000
-"""That are remembered; the one that was seen first is forgotten for another."""
+"""Limit of remembered addresses; the least recent one is dropped first."""
 
 
 class Throttle:
-    """Counts what addresses have tried in vain (a token bucket for each)."""
+    """Counts failed attempts by address, with a token bucket for each."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._tried: OrderedDict[str, tuple[float, float]] = OrderedDict()
-        """By address, attempts that count and when that was."""
+        """Current number of attempts and its time, by address."""
 
     def check(self, address: str) -> None:
         """Check that an address may try another key.
 
         Raises:
-            Overloaded: it has tried too many.
+            Overloaded: the address has made too many failed attempts.
         """
         if self._count(_network(address)) > _ATTEMPTS - 1:
-            raise Overloaded("too many unknown keys came from this address; try again in a moment")
+            raise Overloaded("too many unknown API keys from this address; try again later")
 
-    def note_failure(self, address: str) -> None:
-        """Count an attempt that failed.
+    def record_failure(self, address: str) -> None:
+        """Count a failed attempt.
 
-        One that is being looked up does not count yet: a client that comes back with a good key
-        may ask many things at once.
+        Attempts that are still being looked up do not count: a client with a valid key may send
+        many requests at once.
         """
         network = _network(address)
         self._tried[network] = (min(self._count(network) + 1, _ATTEMPTS), self._clock())
@@ -49,7 +49,7 @@ class Throttle:
 
 
 def _network(address: str) -> str:
-    """Return what one client can choose no other address outside of."""
+    """Return the network that one client can choose its address from: a /64 for IPv6."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Begins training runs, and releases what sessions hold once they are over."""
+"""Creates training runs, and releases the resources of sessions that have ended."""
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -9,10 +9,15 @@ from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import EXPIRED, Session, TrainingRun
 from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.model_names import is_of, model_of
-from tinkercloud_api.providers.base import Placement, ServedModel, SessionProvider
-from tinkercloud_api.providers.choices import Choices, gathered
-from tinkercloud_api.router import Router
+from tinkercloud_api.providers.base import (
+    Placement,
+    ServedModel,
+    SessionProvider,
+    unknown_base_model,
+)
+from tinkercloud_api.providers.session_options import SessionOptions, collect_options
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.ids import ModelId, RequestId
 from tinkercloud_protocol.launch import ModelSpec
@@ -24,49 +29,49 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TrainingRuns:
-    """Everything about runs that no head can do."""
+    """Operations on training runs that do not need a head."""
 
     catalog: Catalog
     provider: SessionProvider
     checkpoints: Checkpoints
-    router: Router
+    locator: HeadLocator
 
     async def create(self, request: CreateModelRequest, principal: Principal) -> str:
-        """Begin a run from a base model; return the id of the request that does it.
+        """Create a run from a base model and return the request id of its creation.
 
         Raises:
             NotFound: the session does not exist for this principal.
-            InvalidRequest: the base model is not served, or the id was used for another run.
+            InvalidRequest: the base model is not served, or the id is already used by another run.
         """
         base_model = self.served(request.base_model).name
         spec = ModelSpec(
             owner=principal.owner, lora=request.lora_config, optimizer=request.optimizer_config
         )
         model_id = ModelId(request.session_id, request.model_seq_id)
-        return await self._begin(model_id, base_model, spec, request.user_metadata, principal)
+        return await self._create(model_id, base_model, spec, request.user_metadata, principal)
 
     async def create_from_checkpoint(
         self, request: LoadWeightsRequest, principal: Principal
     ) -> str:
-        """Begin a run from a checkpoint; return the id of the request that does it.
+        """Create a run from a checkpoint and return the request id of its creation.
 
         Raises:
             NotFound: the session or the checkpoint does not exist for this principal.
-            InvalidRequest: the base model is another one or not served, or the id was used.
+            InvalidRequest: the base model differs or is not served, or the id is already used.
         """
         path = CheckpointPath.parse(request.path)
         manifest = await self.checkpoints.manifest(path, principal)
-        asked_for = request.base_model
-        if asked_for is not None and not is_of(asked_for, manifest.base_model):
+        requested = request.base_model
+        if requested is not None and not is_of(requested, manifest.base_model):
             raise InvalidRequest(
-                f"base_model: {path} was trained on {manifest.base_model!r}, it can't be loaded"
-                f" into {asked_for!r}"
+                f"base_model: {path} was trained on {manifest.base_model!r} and cannot be loaded"
+                f" into {requested!r}"
             )
         if request.optimizer and request.optimizer_config not in {None, manifest.optimizer}:
             raise InvalidRequest(
-                f"optimizer_config: {path} has the state of {manifest.optimizer.type!r}, which is"
-                f" to be restored (optimizer is true), not {request.optimizer_config.type!r}; leave"
-                " it out, or load without the optimizer's state"
+                f"optimizer_config: got {request.optimizer_config.type!r}, but {path} contains the"
+                f" state of {manifest.optimizer.type!r}, which is to be restored (optimizer is"
+                " true); omit optimizer_config, or load without the optimizer state"
             )
         self.served(manifest.base_model)
         optimizer = request.optimizer_config or OptimizerConfig()
@@ -78,11 +83,11 @@ class TrainingRuns:
             restore_optimizer=request.optimizer,
         )
         model_id = ModelId(request.session_id or "", request.model_seq_id or 0)
-        return await self._begin(
+        return await self._create(
             model_id, manifest.base_model, spec, request.user_metadata, principal
         )
 
-    async def _begin(
+    async def _create(
         self,
         model_id: ModelId,
         base_model: str,
@@ -90,11 +95,13 @@ class TrainingRuns:
         user_metadata: dict[str, str] | None,
         principal: Principal,
     ) -> str:
-        session = await self.open_session(model_id.session_id, principal)
-        metadata = (user_metadata or {}) | gathered(
+        session = await self.active_session(model_id.session_id, principal)
+        metadata = (user_metadata or {}) | collect_options(
             session.tags, session.user_metadata, user_metadata
         )
-        wanted = Placement(str(model_id), principal.owner, base_model, spec, Choices.read(metadata))
+        wanted = Placement(
+            str(model_id), principal.owner, base_model, spec, SessionOptions.read(metadata)
+        )
         admitted = await self.provider.admit(wanted)
         if admitted.restore_from not in {None, spec.restore_from}:
             path = CheckpointPath.parse(admitted.restore_from)
@@ -112,62 +119,62 @@ class TrainingRuns:
         )
         if (row.base_model, row.spec) != (base_model, content):
             raise InvalidRequest(
-                f"model_seq_id {model_id.index} was used before in this session for another model"
+                f"model_seq_id: {model_id.index} was used before in this session for another"
+                " model; use the next unused number"
             )
-        self.router.learn_run(row)
+        self.locator.cache_run(row)
         if row.generation is None:
-            self.router.begin_run(row.id)
+            self.locator.start_placing(row.id)
         return str(RequestId(model_id, 0))
 
-    async def open_session(self, session_id: str, principal: Principal) -> Session:
-        """Return a session that exists for this principal and is not over.
+    async def active_session(self, session_id: str, principal: Principal) -> Session:
+        """Return a session that exists for this principal and has not ended.
 
         Raises:
             NotFound: it does not exist for this principal.
-            InvalidRequest: it is over.
+            InvalidRequest: it has ended.
         """
-        session = await self.catalog.session(session_id)
-        principal.require(session.owner if session else None, f"session {session_id!r}")
-        assert session is not None  # noqa: S101 - `require` has just checked it
+        session = principal.require(
+            await self.catalog.session(session_id), f"session {session_id!r}"
+        )
         if session.finished_at is not None:
             is_expired = session.finish_reason == EXPIRED
             why = session.finish_detail if is_expired else session.finish_reason
             raise InvalidRequest(
-                f"session {session_id!r} was finished ({why}); create a new ServiceClient"
+                f"session {session_id!r} has ended ({why}); create a new ServiceClient"
             )
         return session
 
     def served(self, name: str) -> ServedModel:
-        """Return the served base model that a client's name for it means.
+        """Return the served base model that a client's name refers to.
 
         Raises:
-            InvalidRequest: it is not served; the message lists those that are.
+            InvalidRequest: it is not served; the message lists the served base models.
         """
         models = self.provider.models()
         model = model_of(name, models)
         if model is None:
-            offered = ", ".join(repr(each.name) for each in models) or "none"
-            raise InvalidRequest(f"base_model {name!r} is not served here; served are: {offered}")
+            raise InvalidRequest(unknown_base_model(name, models))
         return model
 
     async def unload(self, run_id: str) -> None:
-        """Delete a run and free what it holds; its checkpoints stay. Repeating it is fine."""
+        """Delete a run and free its resources, but keep its checkpoints. This is idempotent."""
         await self.catalog.delete_run(run_id)
         if (row := await self.catalog.run(run_id)) is not None:
             samplers = await self.catalog.samplers_of_session(row.session_id)
             own = [sampler for sampler in samplers if sampler.run_id == run_id]
-            await self.router.release([row], own)
+            await self.locator.release([row], own)
 
     async def expire_sessions(self, moment: datetime, days: float) -> None:
-        """End the sessions that have had no sign of a client for some days."""
-        detail = f"there was no sign of its client for {days:g} days (session_expiry_days)"
+        """End the sessions whose clients have been inactive for a number of days."""
+        detail = f"its client was inactive for {days:g} days (session_expiry_days)"
         for session_id in await self.catalog.expired_sessions(moment - timedelta(days=days)):
-            log.warning("a session expired", session_id=session_id, days=days)
+            log.warning("session expired", session_id=session_id, days=days)
             await self.finish_session(session_id, EXPIRED, detail)
 
     async def finish_session(self, session_id: str, reason: str, detail: str | None) -> None:
-        """Mark a session as over and free what it holds. Repeating it is fine."""
+        """End a session and free its resources. This is idempotent."""
         await self.catalog.finish_session(session_id, reason, detail)
         runs = await self.catalog.runs_of_session(session_id)
         samplers = await self.catalog.samplers_of_session(session_id)
-        await self.router.release(runs, samplers)
+        await self.locator.release(runs, samplers)

@@ -45,7 +45,7 @@ def test_a_replaced_head_never_receives_requests_for_its_predecessor(
     head.kill()
     head.start()
 
-    with pytest.raises((tinker.TinkerError, ValueError), match="has stopped") as caught:
+    with pytest.raises((tinker.TinkerError, ValueError), match="session head stopped") as caught:
         step(training)
     assert saved in str(caught.value)
 

@@ -124,7 +124,7 @@ def test_an_unknown_option_is_rejected_with_the_valid_ones(server: Server) -> No
     answer = server.post("create_session", {"sdk_version": "1", "tags": ["tinkercloud.dev/gpus=8"]})
 
     assert answer.status == 400
-    assert "accepted are tinkercloud.dev/session, tinkercloud.dev/queue" in answer.detail
+    assert "valid options: tinkercloud.dev/session, tinkercloud.dev/queue" in answer.detail
 
 
 def test_a_deleted_session_ends_its_run(world: World, server: Server) -> None:
@@ -137,7 +137,7 @@ def test_a_deleted_session_ends_its_run(world: World, server: Server) -> None:
     world.cluster.kubectl("delete", "trainingsession", name, f"--namespace={world.namespace}")
     head.kill()
 
-    with pytest.raises((tinker.TinkerError, ValueError), match="has stopped"):
+    with pytest.raises((tinker.TinkerError, ValueError), match="session head stopped"):
         step(training)
     assert name not in world.sessions()
 

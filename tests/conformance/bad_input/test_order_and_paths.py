@@ -72,7 +72,7 @@ def test_a_request_over_the_limit_fails_in_sequence(run: Run) -> None:
 
 
 BAD_CREATIONS: dict[str, tuple[dict[str, object], int, str]] = {
-    "unknown model": ({"base_model": "gpt-17"}, 400, "served are: 'tiny/llama'"),
+    "unknown model": ({"base_model": "gpt-17"}, 400, "served base models: 'tiny/llama'"),
     "rank of zero": ({"lora_config": {"rank": 0}}, 400, "lora_config.rank"),
     "nothing to train": (
         {
@@ -211,8 +211,8 @@ def test_a_load_in_both_forms_or_in_neither_is_rejected(run: Run) -> None:
 
 
 NOT_SERVED_IN_ORDER = {
-    "forward": "forward in JSON, as SDKs before 0.25 send it, is not served",
-    "forward_backward": "forward_backward in JSON, as SDKs before 0.25 send it, is not served",
+    "forward": "forward with a JSON body, as sent by SDKs before 0.25, is not supported",
+    "forward_backward": "forward_backward with a JSON body, as sent by SDKs before 0.25, is not",
     "create_custom_loss": "POST /api/v1/create_custom_loss is not served here",
     "copy_weights": "POST /api/v1/copy_weights is not served here",
     "a_call_of_next_year": "POST /api/v1/a_call_of_next_year is not served here",

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tinkercloud_api.providers.base import HeadRoute, Placement, ServedModel, Waiting
+from tinkercloud_api.providers.base import HeadEndpoint, Pending, Placement, ServedModel
 from tinkercloud_protocol.launch import ModelSpec
 
 
@@ -10,7 +10,7 @@ class OneHead:
     """A provider (`providers.base.SessionProvider`) that returns a fixed head."""
 
     def __init__(self) -> None:
-        self.route: HeadRoute | None = None
+        self.endpoint: HeadEndpoint | None = None
 
     async def start(self) -> None: ...
 
@@ -23,18 +23,18 @@ class OneHead:
         assert placement.model is not None
         return placement.model
 
-    def find(self, _placement: Placement) -> HeadRoute | None:
-        return self.route
+    def find(self, _placement: Placement) -> HeadEndpoint | None:
+        return self.endpoint
 
-    async def acquire(self, _placement: Placement) -> HeadRoute:
-        assert self.route is not None
-        return self.route
+    async def acquire(self, _placement: Placement) -> HeadEndpoint:
+        assert self.endpoint is not None
+        return self.endpoint
 
-    def waiting(self, _placement: Placement) -> Waiting:
-        return Waiting("active", "no reason")
+    def pending(self, _placement: Placement) -> Pending:
+        return Pending("active", "no reason")
 
-    def shared_heads(self) -> list[HeadRoute]:
-        return [self.route] if self.route is not None else []
+    def shared_heads(self) -> list[HeadEndpoint]:
+        return [self.endpoint] if self.endpoint is not None else []
 
     def runs(self) -> list[str]:
         return []
@@ -51,6 +51,6 @@ class OneHead:
     def newly_ended(self) -> list[str]:
         return []
 
-    def mistrust(self, route: HeadRoute) -> None: ...
+    def invalidate(self, endpoint: HeadEndpoint) -> None: ...
 
     async def release(self, _placement: Placement) -> None: ...

@@ -1,4 +1,4 @@
-"""Names and specifications of TrainingSessions, and what may be asked for."""
+"""Names and specs of TrainingSessions, and the options that are allowed."""
 
 import re
 from dataclasses import replace
@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkercloud_api.providers.base import Placement
-from tinkercloud_api.providers.choices import Choices
+from tinkercloud_api.providers.session_options import SessionOptions
 from tinkercloud_api.providers.session_spec import (
     attached_model,
-    check_choices,
+    check_options,
     is_of,
     owner_label,
     session_name,
     training_session,
 )
 from tinkercloud_api.providers.session_status import (
-    BaseModel,
-    Session,
+    BaseModelView,
+    TrainingSessionView,
     read_base_model,
     read_session,
 )
@@ -40,7 +40,7 @@ SESSION_IDS = st.from_regex(r"[0-9A-Za-z][0-9A-Za-z-]{0,63}", fullmatch=True)
 MODEL_IDS = st.builds("{}:train:{}".format, SESSION_IDS, st.integers(0, 10**19 - 1))
 
 
-def a_base_model(**spec: Any) -> BaseModel:
+def a_base_model(**spec: Any) -> BaseModelView:
     required = {
         "modelName": "tiny/llama",
         "source": {"hub": "tiny/llama"},
@@ -51,7 +51,7 @@ def a_base_model(**spec: Any) -> BaseModel:
     return read_base_model({"metadata": metadata, "spec": {**required, **spec}})
 
 
-def a_session(**spec: Any) -> Session:
+def a_session(**spec: Any) -> TrainingSessionView:
     metadata = {
         "name": "declared",
         "uid": "u",
@@ -87,7 +87,7 @@ def test_all_samplers_of_an_owner_and_base_model_have_one_name() -> None:
     assert session_name(SAMPLER) not in {session_name(placement) for placement in of_another}
 
 
-def test_a_session_made_for_another_run_of_the_same_name_is_not_this_ones() -> None:
+def test_a_session_of_another_run_with_a_colliding_name_is_not_used() -> None:
     mine, other = a_session(modelId=RUN.target), a_session(modelId="other:train:0")
 
     assert is_of(mine, RUN)
@@ -106,7 +106,7 @@ def test_a_run_becomes_a_training_session() -> None:
     placement = replace(
         RUN,
         model=MODEL.model_copy(update={"restore_from": "tinker://s:train:0/weights/a"}),
-        choices=Choices(queue="research", idle_action="Delete"),
+        options=SessionOptions(queue="research", idle_action="Delete"),
     )
     base_model = a_base_model(sessions={"idle": {"timeoutSeconds": 900}})
 
@@ -158,34 +158,36 @@ def test_a_run_from_a_samplers_weights_states_no_training_checkpoint() -> None:
     assert "restoreFrom" not in made["spec"]
 
 
-def test_what_no_training_session_can_say_is_refused_by_field() -> None:
+def test_a_request_that_makes_an_invalid_training_session_is_rejected_by_field() -> None:
     model = MODEL.model_copy(update={"optimizer": OptimizerConfig(type="dimuon")})
 
     with pytest.raises(InvalidRequest, match=r"optimizer: .*'adamw'"):
         training_session(replace(RUN, model=model), a_base_model(), NOW)
 
 
-def test_the_base_models_own_queue_and_those_it_lists_may_be_chosen() -> None:
+def test_the_queues_of_the_base_model_are_allowed() -> None:
     base_model = a_base_model(placement={"queueName": "own"}, sessions={"queueNames": ["research"]})
 
-    check_choices(Choices(queue="own"), base_model)
-    check_choices(Choices(queue="research"), base_model)
-    with pytest.raises(InvalidRequest, match="'other' is not allowed; allowed are 'own', 'res"):
-        check_choices(Choices(queue="other"), base_model)
+    check_options(SessionOptions(queue="own"), base_model)
+    check_options(SessionOptions(queue="research"), base_model)
+    with pytest.raises(InvalidRequest, match="'other' is not allowed; allowed values: 'own', 'res"):
+        check_options(SessionOptions(queue="other"), base_model)
 
 
-def test_a_priority_that_nobody_offers_and_too_long_an_idle_timeout_are_refused() -> None:
+def test_an_unlisted_priority_and_a_too_long_idle_timeout_are_rejected() -> None:
     base_model = a_base_model(sessions={"maxIdleTimeoutSeconds": 600})
 
-    check_choices(Choices(idle_timeout=600), base_model)
-    with pytest.raises(InvalidRequest, match="allowed are none: leave it out"):
-        check_choices(Choices(priority="high"), base_model)
+    check_options(SessionOptions(idle_timeout=600), base_model)
+    with pytest.raises(InvalidRequest, match="allowed values: none; remove the option"):
+        check_options(SessionOptions(priority="high"), base_model)
     with pytest.raises(InvalidRequest, match="601 is longer than base model 'tiny/llama' allows"):
-        check_choices(Choices(idle_timeout=601), base_model)
+        check_options(SessionOptions(idle_timeout=601), base_model)
 
 
-def attach(session: Session | None, **changes: Any) -> ModelSpec:
-    return attached_model(replace(RUN, choices=Choices(session="declared", **changes)), session)
+def attach(session: TrainingSessionView | None, **changes: Any) -> ModelSpec:
+    return attached_model(
+        replace(RUN, options=SessionOptions(session="declared", **changes)), session
+    )
 
 
 def test_an_attached_run_takes_seed_and_checkpoint_from_the_declaration() -> None:
@@ -204,21 +206,27 @@ def test_an_attached_run_takes_seed_and_checkpoint_from_the_declaration() -> Non
 @pytest.mark.parametrize(
     ("spec", "difference"),
     [
-        ({"baseModel": "tiny/other"}, "baseModel: 'tiny/other' there, 'tiny/llama' here"),
-        ({"lora": {"rank": 64}}, "lora.rank: 64 there, 8 here; lora.trainUnembed: True there"),
-        ({"lora": None}, "lora: 'the whole model' there, 'an adapter' here"),
-        ({"modelId": "x:train:0"}, "leave spec.modelId out"),
-        ({"role": "Sampler", "lora": None}, "let spec.role be Trainer"),
+        (
+            {"baseModel": "tiny/other"},
+            "baseModel is 'tiny/other' in the session, but 'tiny/llama' was",
+        ),
+        (
+            {"lora": {"rank": 64}},
+            "lora.rank is 64 in the session, but 8 was requested; lora.trainUnembed is True",
+        ),
+        ({"lora": None}, "lora is 'full fine-tuning' in the session, but 'LoRA' was requested"),
+        ({"modelId": "x:train:0"}, "it must have no spec.modelId"),
+        ({"role": "Sampler", "lora": None}, "Trainer as spec.role"),
     ],
 )
-def test_a_declaration_that_differs_is_refused_with_the_difference(
+def test_a_declaration_that_does_not_match_is_rejected_with_the_differences(
     spec: dict[str, Any], difference: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(difference)):
         attach(a_session(**spec))
 
 
-def test_a_missing_session_and_another_owners_are_told_apart_by_nobody() -> None:
+def test_a_missing_session_and_one_of_another_owner_give_the_same_error() -> None:
     with pytest.raises(NotFound) as missing:
         attach(None)
     with pytest.raises(NotFound) as theirs:
@@ -227,6 +235,8 @@ def test_a_missing_session_and_another_owners_are_told_apart_by_nobody() -> None
     assert str(missing.value) == str(theirs.value)
 
 
-def test_an_attached_run_chooses_nothing_else() -> None:
-    with pytest.raises(InvalidRequest, match=r"tinkercloud\.dev/queue: .*decides this itself"):
+def test_an_attached_run_cannot_set_other_options() -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"tinkercloud\.dev/queue: .*itself; remove the option"
+    ):
         attach(a_session(), queue="research")

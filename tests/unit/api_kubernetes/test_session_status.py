@@ -1,19 +1,19 @@
-"""What a status means for those who wait: every reason has an answer, and an old status none."""
+"""Every status of a TrainingSession is interpreted for clients; stale conditions are ignored."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tinkercloud_api.providers.base import HeadFailed, Waiting
+from tinkercloud_api.providers.base import HeadFailed, Pending
 from tinkercloud_api.providers.session_status import (
-    Over,
-    Session,
-    Usable,
-    asleep_since,
+    Ended,
+    Ready,
+    TrainingSessionView,
+    idle_since,
     read_base_model,
     read_session,
-    standing,
+    readiness,
 )
 from tinkercloud_crds.conditions import NEVER_FITS, ConditionType, Reason
 from tinkercloud_crds.times import parse_time
@@ -23,7 +23,9 @@ from tinkercloud_protocol.futures import QueueState
 SERVING: dict[str, Any] = {"endpoint": "http://head:8000", "incarnation": "pod.0"}
 
 
-def a_session(*conditions: dict[str, Any], suspend: bool = False, **status: Any) -> Session:
+def a_session(
+    *conditions: dict[str, Any], suspend: bool = False, **status: Any
+) -> TrainingSessionView:
     return read_session(
         {
             "metadata": {
@@ -55,20 +57,22 @@ def a_condition(
 READY = a_condition(ConditionType.READY, "True", Reason.READY)
 
 
-def test_a_ready_session_with_an_endpoint_is_usable() -> None:
-    assert standing(a_session(READY, **SERVING)) == Usable("http://head:8000", "pod.0")
+def test_a_ready_session_with_an_endpoint_is_ready() -> None:
+    assert readiness(a_session(READY, **SERVING)) == Ready("http://head:8000", "pod.0")
 
 
-def test_a_status_of_an_older_specification_says_nothing() -> None:
+def test_a_condition_of_an_earlier_generation_is_ignored() -> None:
     old = a_condition(ConditionType.READY, "True", Reason.READY, generation=1)
 
-    state = standing(a_session(old, **SERVING))
+    state = readiness(a_session(old, **SERVING))
 
-    assert state == Waiting("active", "TrainingSession one: waits for the operator")
+    assert state == Pending("active", "TrainingSession one: waiting for the operator")
 
 
-def test_a_session_nobody_has_looked_at_waits_for_the_operator() -> None:
-    assert standing(a_session()) == Waiting("active", "TrainingSession one: waits for the operator")
+def test_a_session_without_status_waits_for_the_operator() -> None:
+    assert readiness(a_session()) == Pending(
+        "active", "TrainingSession one: waiting for the operator"
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,79 +86,81 @@ def test_a_session_nobody_has_looked_at_waits_for_the_operator() -> None:
         (Reason.IMAGE_PULL_BACK_OFF, "active"),
     ],
 )
-def test_a_session_on_its_way_says_why_it_is_not_there(
+def test_a_starting_session_reports_why_it_is_not_ready(
     reason: Reason, queue_state: QueueState
 ) -> None:
     on_its_way = a_condition(ConditionType.READY, "False", reason, "4 GPUs missing")
 
-    state = standing(a_session(on_its_way))
+    state = readiness(a_session(on_its_way))
 
-    assert state == Waiting(queue_state, f"TrainingSession one: {reason}: 4 GPUs missing")
+    assert state == Pending(queue_state, f"TrainingSession one: {reason}: 4 GPUs missing")
 
 
 @pytest.mark.parametrize("reason", sorted(NEVER_FITS))
-def test_what_never_fits_is_over(reason: Reason) -> None:
+def test_a_session_that_can_never_fit_has_ended(reason: Reason) -> None:
     stalled = a_condition(ConditionType.STALLED, "True", reason, "why")
 
-    state = standing(a_session(stalled))
+    state = readiness(a_session(stalled))
 
-    assert isinstance(state, Over)
+    assert isinstance(state, Ended)
     assert isinstance(state.error, InvalidRequest | HeadFailed)
     clients_fault = {Reason.NOT_ALLOWED, Reason.BASE_MODEL_NOT_FOUND}
     assert (state.error.category == "user") == (reason in clients_fault)
     assert state.error.message == f"TrainingSession one: {reason}: why"
 
 
-def test_a_stall_that_somebody_may_cure_goes_on_waiting() -> None:
+def test_a_stall_that_can_be_resolved_stays_pending() -> None:
     crashing = [
         a_condition(kind, status, Reason.CRASH_LOOP, "exit 1")
         for kind, status in ((ConditionType.STALLED, "True"), (ConditionType.READY, "False"))
     ]
 
-    assert isinstance(standing(a_session(*crashing)), Waiting)
+    assert isinstance(readiness(a_session(*crashing)), Pending)
 
 
-@pytest.mark.parametrize(("ran", "standing_of"), [({}, Over), ({"incarnation": "pod.0"}, Waiting)])
-def test_a_start_that_failed_is_told_to_the_client_and_a_run_that_can_be_resumed_waits(
-    ran: dict[str, Any], standing_of: type
+@pytest.mark.parametrize(
+    ("ran", "expected_state"), [({}, Ended), ({"incarnation": "pod.0"}, Pending)]
+)
+def test_a_failed_first_start_is_reported_and_a_run_that_can_be_resumed_waits(
+    ran: dict[str, Any], expected_state: type
 ) -> None:
     failed = a_condition(ConditionType.READY, "False", Reason.START_FAILED, "no such image")
 
-    state = standing(a_session(failed, **ran))
+    state = readiness(a_session(failed, **ran))
 
-    told = state.error.message if isinstance(state, Over) else getattr(state, "reason", "")
-    assert isinstance(state, standing_of)
-    assert told == "TrainingSession one: StartFailed: no such image"
+    message = state.error.message if isinstance(state, Ended) else getattr(state, "reason", "")
+    assert isinstance(state, expected_state)
+    assert message == "TrainingSession one: StartFailed: no such image"
 
 
-def test_a_session_that_is_deleted_or_has_lived_long_enough_is_over() -> None:
+def test_a_deleted_or_expired_session_has_ended() -> None:
     deleted = replace(a_session(READY, **SERVING), is_deleted=True)
     expired = a_session(a_condition(ConditionType.READY, "False", Reason.LIFETIME_EXCEEDED))
 
-    states = [standing(deleted), standing(expired)]
+    states = [readiness(deleted), readiness(expired)]
 
-    assert all(isinstance(state, Over) for state in states)
-    assert all(isinstance(state.error, StateLost) for state in states if isinstance(state, Over))
+    assert all(isinstance(state, Ended) for state in states)
+    assert all(isinstance(state.error, StateLost) for state in states if isinstance(state, Ended))
 
 
-def test_an_owners_suspension_is_told_and_not_overridden() -> None:
+def test_a_suspension_by_the_owner_is_reported_and_not_overridden() -> None:
     idle = a_condition(ConditionType.SUSPENDED, "True", Reason.IDLE)
 
     session = a_session(READY, idle, suspend=True, **SERVING)
 
-    assert standing(session) == Waiting(
+    assert readiness(session) == Pending(
         "active",
-        "TrainingSession one: is suspended by its owner: set spec.suspend to false to resume it",
+        "TrainingSession one: suspended by its owner: set spec.suspend to false to resume it",
     )
-    assert asleep_since(session) is None
+    assert idle_since(session) is None
 
 
-def test_only_a_session_suspended_for_idleness_is_asleep() -> None:
+def test_only_a_session_suspended_for_idleness_is_idle() -> None:
     idle = a_session(a_condition(ConditionType.SUSPENDED, "True", Reason.IDLE))
     running = a_session(a_condition(ConditionType.SUSPENDED, "False", Reason.RUNNING))
 
-    assert asleep_since(idle) == parse_time("2026-01-02T00:00:00Z")
-    assert asleep_since(running) is None
+    assert idle_since(idle) == parse_time("2026-01-02T00:00:00Z")
+    assert idle_since(running) is None
 
 
 def test_a_base_model_is_offered_unless_it_is_known_not_to_be_ready() -> None:

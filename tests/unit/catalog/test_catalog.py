@@ -1,4 +1,4 @@
-"""The catalog: its migrations make its tables, and its statements may be repeated."""
+"""The catalog: migrations create the tables, and all updates are idempotent."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -43,8 +43,8 @@ async def catalog(database_url: str) -> AsyncIterator[Catalog]:
 
 
 @pytest.fixture
-async def of_another_replica(catalog: Catalog, database_url: str) -> AsyncIterator[Catalog]:
-    """The same catalog over connections of its own."""
+async def other(catalog: Catalog, database_url: str) -> AsyncIterator[Catalog]:
+    """The same catalog over its own connections."""
     del catalog
     engine = open_database(database_url)
     yield Catalog(engine)
@@ -185,12 +185,12 @@ async def test_runs_of_a_project_are_those_of_its_sessions(catalog: Catalog) -> 
     assert (await catalog.runs("you", Page(0, 10), "p")) == ([], 0)
 
 
-async def test_text_that_one_database_can_not_hold_is_refused_by_all(catalog: Catalog) -> None:
+async def test_text_that_one_database_cannot_store_is_rejected_by_all(catalog: Catalog) -> None:
     unstorable = a_session()
     unstorable.display_name = "a\0b"
     attempts = [
         catalog.session("a\0b"),
-        catalog.beat(["a\0b"]),
+        catalog.record_heartbeats(["a\0b"]),
         catalog.add_session(unstorable),
         catalog.sessions("a\0b", Page(0, 10)),
     ]
@@ -200,7 +200,7 @@ async def test_text_that_one_database_can_not_hold_is_refused_by_all(catalog: Ca
             await attempt
 
 
-async def test_metadata_comes_back_whatever_it_holds(catalog: Catalog) -> None:
+async def test_any_metadata_is_stored_unchanged(catalog: Catalog) -> None:
     session = a_session()
     session.user_metadata = {"a\0b": "c\0d \U0001f600"}
 
@@ -211,7 +211,7 @@ async def test_metadata_comes_back_whatever_it_holds(catalog: Catalog) -> None:
     assert found.user_metadata == {"a\0b": "c\0d \U0001f600"}
 
 
-async def test_times_come_back_with_their_zone(catalog: Catalog) -> None:
+async def test_times_are_returned_with_their_time_zone(catalog: Catalog) -> None:
     session = a_session()
     session.created_at = datetime(2026, 1, 1, 12, tzinfo=UTC)
     await catalog.add_session(session)
@@ -223,7 +223,7 @@ async def test_times_come_back_with_their_zone(catalog: Catalog) -> None:
     assert row.created_at.tzinfo is not None
 
 
-async def test_the_first_reason_a_session_is_finished_for_stays(catalog: Catalog) -> None:
+async def test_the_first_finish_reason_of_a_session_is_kept(catalog: Catalog) -> None:
     await catalog.add_session(a_session())
 
     assert await catalog.finish_session("s", "success", None) is True
@@ -234,7 +234,7 @@ async def test_the_first_reason_a_session_is_finished_for_stays(catalog: Catalog
 
 
 async def test_a_checkpoint_exists_once_its_manifest_has_been_seen(catalog: Catalog) -> None:
-    await catalog.expect_checkpoint(PATH, "me")
+    await catalog.record_pending_checkpoint(PATH, "me")
     assert await catalog.checkpoints_of_runs([PATH.run_id]) == []
     assert len(await catalog.unindexed_checkpoints(None)) == 1
 
@@ -243,7 +243,7 @@ async def test_a_checkpoint_exists_once_its_manifest_has_been_seen(catalog: Cata
     (row,) = await catalog.checkpoints_of_runs([PATH.run_id])
     assert (row.size_bytes, row.owner) == (3, "me")
     assert await catalog.unindexed_checkpoints(None) == []
-    await catalog.expect_checkpoint(PATH, "me")
+    await catalog.record_pending_checkpoint(PATH, "me")
     assert len(await catalog.checkpoints_of_runs([PATH.run_id])) == 1
     assert len(await catalog.unindexed_checkpoints(None)) == 1
 
@@ -275,14 +275,14 @@ async def test_keys_are_stored_hashed_and_looked_up_by_hash(catalog: Catalog) ->
 
 
 async def add_key(catalog: Catalog, **changes: Any) -> str:
-    """Register a fresh key and return it."""
+    """Register a new key and return it."""
     key = new_key()
     fields = {"name": "n", "owner": "me", "role": Role.USER}
     await catalog.add_key(key_hash=hash_key(key), **(fields | changes))
     return key
 
 
-async def test_a_key_is_refused_once_it_has_expired_though_it_was_looked_up_before(
+async def test_a_cached_key_is_rejected_once_it_has_expired(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expires_at = datetime(2026, 1, 2, tzinfo=UTC)
@@ -297,7 +297,7 @@ async def test_a_key_is_refused_once_it_has_expired_though_it_was_looked_up_befo
         await authenticator.principal(key)
 
 
-async def test_a_key_revoked_while_it_is_looked_up_is_refused_from_then_on(
+async def test_a_key_revoked_during_a_lookup_is_rejected_from_then_on(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = await add_key(catalog)
@@ -334,7 +334,7 @@ async def test_the_last_use_of_a_key_is_written_with_the_next_housekeeping(
 
 
 async def configure_key(catalog: Catalog, key: str, tmp_path: Path) -> list[Mapping[str, Any]]:
-    """Start with a bootstrap key; return what is logged."""
+    """Configure a bootstrap key and return the log events."""
     with structlog.testing.capture_logs() as logged:
         settings = Settings(state_dir=tmp_path, bootstrap_key=SecretStr(key))
         await register_bootstrap_key(catalog, settings)
@@ -349,7 +349,7 @@ async def is_accepted(catalog: Catalog, key: str) -> bool:
     return True
 
 
-async def test_a_bootstrap_key_ends_the_one_before_it_and_no_other_key(
+async def test_a_bootstrap_key_revokes_its_predecessor_and_no_other_key(
     catalog: Catalog, tmp_path: Path
 ) -> None:
     first, second, made = new_key(), new_key(), await add_key(catalog, role=Role.ADMIN)
@@ -358,14 +358,14 @@ async def test_a_bootstrap_key_ends_the_one_before_it_and_no_other_key(
 
     (line,) = await configure_key(catalog, second, tmp_path)
 
-    assert "replaces an earlier one, which is revoked" in line["event"]
-    assert line["other_replicas_refuse_it_within_seconds"] == 10
+    assert "replaces an earlier one, which was revoked" in line["event"]
+    assert line["other_replicas_reject_it_within_seconds"] == 10
     assert not await is_accepted(catalog, first)
     assert await is_accepted(catalog, second)
     assert await is_accepted(catalog, made)
 
 
-async def test_a_replica_that_still_has_the_old_bootstrap_key_does_not_end_the_new_one(
+async def test_a_replica_with_the_old_bootstrap_key_does_not_revoke_the_new_one(
     catalog: Catalog, tmp_path: Path
 ) -> None:
     old, new = new_key(), new_key()
@@ -374,7 +374,7 @@ async def test_a_replica_that_still_has_the_old_bootstrap_key_does_not_end_the_n
 
     (line,) = await configure_key(catalog, old, tmp_path)
 
-    assert "stays refused: configure another one" in line["event"]
+    assert "stays rejected; configure a new one" in line["event"]
     assert await is_accepted(catalog, new)
     assert not await is_accepted(catalog, old)
 
@@ -404,7 +404,7 @@ async def test_a_bootstrap_key_of_an_earlier_release_is_rotated_too(
     assert not await is_accepted(catalog, old)
 
 
-async def test_what_belongs_to_others_does_not_exist_but_for_admins(catalog: Catalog) -> None:
+async def test_objects_of_other_owners_are_visible_only_to_admins(catalog: Catalog) -> None:
     keys = {}
     for role in Role:
         keys[role] = new_key()
@@ -413,14 +413,15 @@ async def test_what_belongs_to_others_does_not_exist_but_for_admins(catalog: Cat
     user = await authenticator.principal(keys[Role.USER])
     admin = await authenticator.principal(keys[Role.ADMIN])
 
-    admin.require("you", "thing")
-    user.require("me", "thing")
-    for owner in ("you", None):
+    mine, yours = a_session("mine", "me"), a_session("yours", "you")
+    assert admin.require(yours, "thing") is yours
+    assert user.require(mine, "thing") is mine
+    for found in (yours, None):
         with pytest.raises(NotFound, match="thing does not exist"):
-            user.require(owner, "thing")
-    assert user.listed_owner("accessible") == "me"
-    assert admin.listed_owner("accessible") is None
-    assert admin.listed_owner("owned") == "me"
+            user.require(found, "thing")
+    assert user.owner_filter("accessible") == "me"
+    assert admin.owner_filter("accessible") is None
+    assert admin.owner_filter("owned") == "me"
 
 
 async def test_replicas_that_start_together_migrate_one_after_the_other(
@@ -435,28 +436,24 @@ async def test_replicas_that_start_together_migrate_one_after_the_other(
     await asyncio.gather(*[engine.dispose() for engine in engines])
 
 
-async def test_a_row_that_replicas_add_at_once_is_one_row(
-    catalog: Catalog, of_another_replica: Catalog
+async def test_replicas_that_add_a_row_concurrently_create_one_row(
+    catalog: Catalog, other: Catalog
 ) -> None:
     await catalog.add_session(a_session())
 
-    added = await asyncio.gather(
-        *[each.add_run(a_run()) for each in (catalog, of_another_replica) * 5]
-    )
+    added = await asyncio.gather(*[each.add_run(a_run()) for each in (catalog, other) * 5])
 
     assert len({run.created_at for run in added}) == 1
     assert (await catalog.runs("me", Page(0, 10)))[1] == 1
 
 
-async def test_of_two_replicas_that_place_a_run_one_does(
-    catalog: Catalog, of_another_replica: Catalog
-) -> None:
+async def test_only_one_of_two_replicas_places_a_run(catalog: Catalog, other: Catalog) -> None:
     await catalog.add_session(a_session())
     await catalog.add_run(a_run())
 
     placed = await asyncio.gather(
         catalog.set_generation("s:train:0", "one", after=None),
-        of_another_replica.set_generation("s:train:0", "two", after=None),
+        other.set_generation("s:train:0", "two", after=None),
     )
 
     run = await catalog.run("s:train:0")
@@ -465,8 +462,8 @@ async def test_of_two_replicas_that_place_a_run_one_does(
     assert run.generation == ("one" if placed[0] else "two")
 
 
-async def test_replicas_that_note_the_same_runs_do_not_wait_for_each_other_for_ever(
-    catalog: Catalog, of_another_replica: Catalog
+async def test_replicas_that_record_the_same_runs_do_not_deadlock(
+    catalog: Catalog, other: Catalog
 ) -> None:
     await catalog.add_session(a_session())
     runs = [await catalog.add_run(a_run(index)) for index in range(30)]
@@ -475,7 +472,7 @@ async def test_replicas_that_note_the_same_runs_do_not_wait_for_each_other_for_e
     for _ in range(5):
         await asyncio.gather(
             catalog.touch_runs({run.id: late for run in runs}),
-            of_another_replica.touch_runs({run.id: early for run in reversed(runs)}),
+            other.touch_runs({run.id: early for run in reversed(runs)}),
         )
 
     rows, _ = await catalog.runs("me", Page(0, 30))
@@ -483,8 +480,8 @@ async def test_replicas_that_note_the_same_runs_do_not_wait_for_each_other_for_e
 
 
 @pytest.mark.parametrize("is_over", [False, True])
-async def test_runs_end_while_another_replica_notes_what_they_did(
-    catalog: Catalog, of_another_replica: Catalog, is_over: bool
+async def test_runs_can_be_deleted_while_another_replica_records_their_activity(
+    catalog: Catalog, other: Catalog, is_over: bool
 ) -> None:
     late = datetime(2030, 1, 1, tzinfo=UTC)
     for number in range(4):
@@ -492,7 +489,7 @@ async def test_runs_end_while_another_replica_notes_what_they_did(
         await catalog.add_session(a_session(name))
         if is_over:
             await catalog.finish_session(name, "success", None)
-        # The last lies first, as rows do once some of them were changed.
+        # The last row is stored first, as happens after updates.
         ids = [f"{name}:train:{index:02}" for index in range(30)]
         for run_id in reversed(ids):
             run = TrainingRun(id=run_id, session_id=name, owner="me", base_model="m", spec={})
@@ -502,7 +499,7 @@ async def test_runs_end_while_another_replica_notes_what_they_did(
             catalog.delete_runs_of_finished_sessions()
             if is_over
             else catalog.finish_session(name, "success", None),
-            of_another_replica.touch_runs(dict.fromkeys(ids, late)),
+            other.touch_runs(dict.fromkeys(ids, late)),
         )
 
         rows = await catalog.runs_of_session(name)
@@ -510,8 +507,8 @@ async def test_runs_end_while_another_replica_notes_what_they_did(
         assert {row.last_request_at for row in rows} == {late}
 
 
-async def test_replicas_that_note_the_same_heartbeats_do_not_wait_for_each_other_for_ever(
-    catalog: Catalog, of_another_replica: Catalog
+async def test_replicas_that_record_the_same_heartbeats_do_not_deadlock(
+    catalog: Catalog, other: Catalog
 ) -> None:
     names = [f"s{index}" for index in range(100)]
     for name in names:
@@ -520,12 +517,12 @@ async def test_replicas_that_note_the_same_heartbeats_do_not_wait_for_each_other
         await catalog.add_session(session)
 
     for _ in range(5):
-        await asyncio.gather(catalog.beat(names), of_another_replica.beat(names[::-1]))
+        await asyncio.gather(catalog.record_heartbeats(names), other.record_heartbeats(names[::-1]))
 
     assert await catalog.count_live_sessions(datetime(2026, 1, 2, tzinfo=UTC)) == len(names)
 
 
-async def test_while_the_database_is_away_requests_are_to_be_sent_again(
+async def test_requests_fail_as_retryable_while_the_database_is_unreachable(
     postgresql: PostgreSQL,
 ) -> None:
     engine = open_database(postgresql.new_database())
@@ -544,7 +541,7 @@ async def test_while_the_database_is_away_requests_are_to_be_sent_again(
     await engine.dispose()
 
 
-async def test_a_database_that_hangs_is_taken_for_away(
+async def test_a_hanging_database_counts_as_unreachable(
     postgresql: PostgreSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "_STATEMENT_SECONDS", 0.5)
@@ -560,7 +557,7 @@ async def test_a_database_that_hangs_is_taken_for_away(
     await engine.dispose()
 
 
-async def test_what_was_used_while_the_database_was_away_is_written_afterwards(
+async def test_activity_during_a_database_outage_is_written_afterwards(
     postgresql: PostgreSQL,
 ) -> None:
     engine = open_database(postgresql.new_database())
@@ -583,7 +580,7 @@ async def test_what_was_used_while_the_database_was_away_is_written_afterwards(
     await engine.dispose()
 
 
-async def test_a_session_is_live_until_it_is_over_or_its_client_falls_silent(
+async def test_a_session_is_live_until_it_ends_or_its_client_becomes_inactive(
     catalog: Catalog,
 ) -> None:
     moment = datetime(2026, 1, 1, tzinfo=UTC)

@@ -1,4 +1,4 @@
-"""What the server lists, deletes and lets expire, whatever one checkpoint or the store is like."""
+"""Listing, deleting and expiring checkpoints, even with a damaged checkpoint or a failing store."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
 from tinkercloud_api.catalog_rebuild import Rebuilt, has_checkpoints, rebuild
 from tinkercloud_api.checkpoints import Checkpoints, latest
-from tinkercloud_api.objects import Objects
+from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_protocol.checkpoints import Manifest, suspended_key
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable
 from tinkercloud_protocol.hyperparameters import LoraConfig
@@ -63,22 +63,22 @@ class World:
         await obstore.put_async(self.store, key, manifest.model_dump_json().encode())
 
     async def save(self, name: str, **changes: object) -> Manifest:
-        """Ask for a checkpoint, write it, and look at it."""
+        """Record a pending checkpoint, write it, and refresh the index."""
         manifest = a_manifest(path(name), **changes)  # type: ignore[arg-type]
-        await self.checkpoints.expect(manifest.path, "me")
+        await self.checkpoints.record_pending(manifest.path, "me")
         await self.put(manifest)
         await self.names()
         return manifest
 
     async def save_of_a_newer_format(self, name: str) -> None:
-        """Ask for a checkpoint, and write it as a later release might."""
-        await self.checkpoints.expect(path(name), "me")
+        """Record a pending checkpoint, and write it in the format of a later release."""
+        await self.checkpoints.record_pending(path(name), "me")
         content = a_manifest(path(name)).model_dump_json()
         newer = content.replace('"format_version":1', '"format_version":99')
         await obstore.put_async(self.store, path(name).manifest_key, newer.encode())
 
     async def age(self, name: str, by: timedelta) -> None:
-        """Have a checkpoint asked for so long ago."""
+        """Move the time of a save request into the past."""
         async with self.catalog._writing() as session:
             change = update(Checkpoint).where(Checkpoint.name == name)
             await session.execute(change.values(asked_at=datetime.now(UTC) - by))
@@ -88,7 +88,7 @@ class World:
         return {info.checkpoint_id.partition("/")[2] for info in infos}
 
     async def files(self) -> set[str]:
-        """Return the names of the checkpoints of which there are files."""
+        """Return the names of the checkpoints that have files."""
         entries = await obstore.list(self.store).collect_async()
         return {entry["path"].split("/")[-2] for entry in entries}
 
@@ -105,7 +105,7 @@ async def world(database_url: str, tmp_path: Path) -> AsyncIterator[World]:
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Keys that the store refuses to read."""
+    """Keys that the store fails to read."""
     keys: set[str] = set()
     get_async = obstore.get_async
 
@@ -118,12 +118,12 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return keys
 
 
-async def test_a_checkpoint_that_can_not_be_read_hides_no_other(
+async def test_an_unreadable_checkpoint_does_not_hide_others(
     world: World, refused: set[str]
 ) -> None:
     await world.save("good")
     await world.save_of_a_newer_format("newer")
-    await world.checkpoints.expect(path("refused"), "me")
+    await world.checkpoints.record_pending(path("refused"), "me")
     refused.add(path("refused").manifest_key)
 
     assert await world.names() == {"good", "newer"}
@@ -134,11 +134,11 @@ async def test_a_checkpoint_that_can_not_be_read_hides_no_other(
     await world.checkpoints.discover("s:train:0")
 
 
-async def test_a_folder_that_is_no_checkpoint_hides_none(world: World) -> None:
+async def test_a_folder_that_is_not_a_checkpoint_does_not_hide_others(world: World) -> None:
     found = a_manifest(path("found"))
     await world.put(found)
     folder = found.path.prefix.rpartition("/")[0]
-    # As file systems that take snapshots have in every folder.
+    # Some file systems have such a snapshot folder in every folder.
     await obstore.put_async(world.store, f"{folder}/.snapshot/daily/f", b"")
 
     await world.checkpoints.discover("s:train:0")
@@ -146,12 +146,12 @@ async def test_a_folder_that_is_no_checkpoint_hides_none(world: World) -> None:
     assert await world.names() == {"found"}
 
 
-async def test_a_checkpoint_of_a_newer_format_is_given_up_in_time_and_one_the_store_keeps_is_not(
+async def test_a_pending_checkpoint_of_a_newer_format_times_out_and_one_in_a_failing_store_does_not(
     world: World, refused: set[str]
 ) -> None:
     await world.save_of_a_newer_format("newer")
     await world.save_of_a_newer_format("later")
-    await world.checkpoints.expect(path("refused"), "me")
+    await world.checkpoints.record_pending(path("refused"), "me")
     refused.add(path("refused").manifest_key)
     for name in ("newer", "refused"):
         await world.age(name, timedelta(hours=7))
@@ -162,7 +162,7 @@ async def test_a_checkpoint_of_a_newer_format_is_given_up_in_time_and_one_the_st
     assert {row.name for row in rows} == {"later", "refused"}
 
 
-async def test_checkpoints_expire_though_one_of_them_can_not_be_read(
+async def test_checkpoints_expire_even_if_one_of_them_is_unreadable(
     world: World, refused: set[str]
 ) -> None:
     past = datetime.now(UTC) - HOUR
@@ -179,11 +179,11 @@ async def test_checkpoints_expire_though_one_of_them_can_not_be_read(
 
 
 class Died(Exception):
-    """Stands for the death of a server."""
+    """Simulates the death of a server."""
 
 
 @pytest.mark.parametrize("last", ["delete", "delete_folder"])
-async def test_a_deletion_that_was_broken_off_is_finished_by_housekeeping(
+async def test_an_interrupted_deletion_is_completed_by_housekeeping(
     world: World, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
     await world.save("a")
@@ -206,7 +206,7 @@ async def test_a_deletion_that_was_broken_off_is_finished_by_housekeeping(
     assert await world.catalog.checkpoint(path("a")) is None
 
 
-async def test_what_a_deletion_has_left_is_its_owners_to_delete(world: World) -> None:
+async def test_the_owner_can_delete_the_rest_of_an_interrupted_deletion(world: World) -> None:
     await world.save("a")
     await obstore.delete_async(world.store, path("a").manifest_key)
 
@@ -219,10 +219,10 @@ async def test_what_a_deletion_has_left_is_its_owners_to_delete(world: World) ->
         await world.checkpoints.delete(path("a"), ME)
 
 
-async def test_a_checkpoint_that_is_being_saved_is_not_deleted_under_its_head(
+async def test_a_checkpoint_cannot_be_deleted_while_it_is_being_saved(
     world: World,
 ) -> None:
-    await world.checkpoints.expect(path("a"), "me")
+    await world.checkpoints.record_pending(path("a"), "me")
     await obstore.put_async(world.store, f"{path('a').prefix}/f", b"content")
 
     with pytest.raises(NotFound):
@@ -231,7 +231,7 @@ async def test_a_checkpoint_that_is_being_saved_is_not_deleted_under_its_head(
     assert await world.files() == {"a"}
 
 
-async def test_two_may_delete_a_checkpoint_at_once(world: World) -> None:
+async def test_a_checkpoint_can_be_deleted_concurrently(world: World) -> None:
     await world.save("a")
     for index in range(50):
         await obstore.put_async(world.store, f"{path('a').prefix}/{index}", b"content")
@@ -243,7 +243,7 @@ async def test_two_may_delete_a_checkpoint_at_once(world: World) -> None:
     assert await world.names() == await world.files() == set()
 
 
-async def test_what_is_wrong_with_the_store_is_no_fault_of_the_server(world: World) -> None:
+async def test_a_failure_of_the_store_is_reported_as_unavailable(world: World) -> None:
     away = S3Store(
         "bucket",
         endpoint=f"http://127.0.0.1:{free_port()}",
@@ -271,7 +271,7 @@ async def test_what_is_wrong_with_the_store_is_no_fault_of_the_server(world: Wor
     assert len(await checkpoints.of_run("s:train:0")) == 1
 
 
-async def test_an_expiry_that_is_set_leaves_the_manifest_to_the_head(world: World) -> None:
+async def test_setting_an_expiry_does_not_change_the_manifest(world: World) -> None:
     old = await world.save("a")
     key = old.path.manifest_key
     before = (await obstore.head_async(world.store, key))["e_tag"]
@@ -283,7 +283,7 @@ async def test_an_expiry_that_is_set_leaves_the_manifest_to_the_head(world: Worl
     assert (await obstore.head_async(world.store, key))["e_tag"] == before
 
 
-async def test_an_expiry_that_is_set_counts_more_than_the_one_that_was_saved(world: World) -> None:
+async def test_an_expiry_that_is_set_overrides_the_saved_one(world: World) -> None:
     soon = datetime.now(UTC) + timedelta(milliseconds=1)
     for name in ("longer", "never"):
         await world.put(a_manifest(path(name), expires_at=soon))
@@ -291,8 +291,8 @@ async def test_an_expiry_that_is_set_counts_more_than_the_one_that_was_saved(wor
     await world.checkpoints.set_ttl(path("longer"), ME, 3600)
     await world.checkpoints.set_ttl(path("never"), ME, None)
     await world.checkpoints.set_ttl(path("shorter"), ME, 0)
-    # Asked for once more, and refused by the head as the name is taken: it stays what it was.
-    await world.checkpoints.expect(path("never"), "me")
+    # A repeated save that the head rejects, as the name is taken, changes nothing.
+    await world.checkpoints.record_pending(path("never"), "me")
     await world.age("never", timedelta(hours=7))
 
     await world.checkpoints.delete_expired()
@@ -303,9 +303,9 @@ async def test_an_expiry_that_is_set_counts_more_than_the_one_that_was_saved(wor
         await world.checkpoints.manifest(path("shorter"), ME)
 
 
-async def test_a_checkpoint_that_takes_an_expired_ones_place_stays(world: World) -> None:
+async def test_a_checkpoint_that_replaces_an_expired_one_is_kept(world: World) -> None:
     await world.save("a", expires_at=datetime.now(UTC) - HOUR)
-    await world.checkpoints.expect(path("a"), "me")
+    await world.checkpoints.record_pending(path("a"), "me")
 
     await world.checkpoints.delete_expired()
     assert await world.files() == {"a"}
@@ -315,10 +315,10 @@ async def test_a_checkpoint_that_takes_an_expired_ones_place_stays(world: World)
     assert await world.names() == await world.files() == {"a"}
 
 
-async def test_what_was_deleted_while_it_was_looked_at_is_not_listed_again(
+async def test_a_checkpoint_deleted_while_its_manifest_is_read_is_not_listed_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await world.checkpoints.expect(path("a"), "me")
+    await world.checkpoints.record_pending(path("a"), "me")
     await world.put(a_manifest(path("a")))
     read = world.checkpoints._objects.read
 
@@ -354,12 +354,12 @@ def looked_at(world: World, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return keys
 
 
-async def test_a_list_of_runs_looks_at_each_of_their_new_checkpoints_once(
+async def test_listing_runs_reads_each_pending_manifest_once(
     world: World, looked_at: list[str]
 ) -> None:
     mine = [path(f"n{index}", f"s:train:{index % 5}") for index in range(50)]
     for wanted in [*mine, path("x", "other:train:0")]:
-        await world.checkpoints.expect(wanted, "me")
+        await world.checkpoints.record_pending(wanted, "me")
 
     listed = await world.checkpoints.of_runs([f"s:train:{index}" for index in range(5)])
 
@@ -367,16 +367,18 @@ async def test_a_list_of_runs_looks_at_each_of_their_new_checkpoints_once(
     assert listed == {f"s:train:{index}": [] for index in range(5)}
 
 
-async def test_a_list_of_ones_own_looks_at_nobody_elses(world: World, looked_at: list[str]) -> None:
-    await world.checkpoints.expect(path("mine"), "me")
-    await world.checkpoints.expect(path("yours", "other:train:0"), "you")
+async def test_listing_own_checkpoints_reads_no_manifests_of_other_owners(
+    world: World, looked_at: list[str]
+) -> None:
+    await world.checkpoints.record_pending(path("mine"), "me")
+    await world.checkpoints.record_pending(path("yours", "other:train:0"), "you")
 
     await world.names()
 
     assert looked_at == [path("mine").manifest_key]
 
 
-async def test_a_damaged_manifest_is_refused_with_a_reason(world: World) -> None:
+async def test_a_damaged_manifest_is_rejected_with_a_reason(world: World) -> None:
     await world.save_of_a_newer_format("newer")
 
     with pytest.raises(InvalidRequest, match="newer format"):
@@ -384,20 +386,22 @@ async def test_a_damaged_manifest_is_refused_with_a_reason(world: World) -> None
 
 
 async def ask(world: World, name: str, status: int | None) -> None:
-    """Ask a head for a checkpoint that answers with this status."""
+    """Send a save request to a head that responds with this status."""
 
     async def answer() -> int | None:
         return status
 
-    await world.checkpoints.expect_unless_refused(path(name), "me", answer)
+    await world.checkpoints.record_pending_unless_rejected(path(name), "me", answer)
 
 
 async def waiting(world: World) -> set[str]:
-    """Return the names of the checkpoints whose manifests are still to be looked at."""
+    """Return the names of the pending checkpoints."""
     return {row.name for row in await world.catalog.unindexed_checkpoints(None)}
 
 
-async def test_a_save_that_the_head_refuses_at_once_leaves_nothing_to_look_at(world: World) -> None:
+async def test_a_save_that_the_head_rejects_at_once_leaves_no_pending_checkpoint(
+    world: World,
+) -> None:
     await world.save("kept")
 
     for status in (400, 404, 410, 413, 429):
@@ -411,7 +415,7 @@ async def test_a_save_that_the_head_refuses_at_once_leaves_nothing_to_look_at(wo
     assert await world.names() == {"kept"}
 
 
-async def test_a_refusal_takes_nothing_from_a_save_of_the_same_name_that_was_accepted(
+async def test_a_rejected_save_does_not_affect_an_accepted_save_of_the_same_name(
     world: World,
 ) -> None:
     await ask(world, "before", 200)
@@ -421,7 +425,7 @@ async def test_a_refusal_takes_nothing_from_a_save_of_the_same_name_that_was_acc
         await ask(world, "meanwhile", 200)
         return 400
 
-    await world.checkpoints.expect_unless_refused(
+    await world.checkpoints.record_pending_unless_rejected(
         path("meanwhile"), "me", another_is_accepted_meanwhile
     )
 
@@ -431,12 +435,12 @@ async def test_a_refusal_takes_nothing_from_a_save_of_the_same_name_that_was_acc
     assert await world.names() == {"before", "meanwhile"}
 
 
-async def test_of_thousands_of_saves_that_failed_in_their_turn_no_manifest_is_looked_for(
+async def test_manifests_of_thousands_of_failed_saves_are_not_looked_for(
     world: World, looked_at: list[str]
 ) -> None:
     for index in range(30):
-        await world.checkpoints.expect(path(f"failed-{index}"), "me")
-    await world.checkpoints.expect(path("saved"), "me")
+        await world.checkpoints.record_pending(path(f"failed-{index}"), "me")
+    await world.checkpoints.record_pending(path("saved"), "me")
     await world.put(a_manifest(path("saved")))
 
     assert await world.names() == {"saved"}
@@ -451,7 +455,7 @@ async def test_of_thousands_of_saves_that_failed_in_their_turn_no_manifest_is_lo
 async def test_a_checkpoint_that_an_admin_saves_belongs_to_the_owner_of_its_run(
     world: World,
 ) -> None:
-    await world.checkpoints.expect(path("a"), "admin")
+    await world.checkpoints.record_pending(path("a"), "admin")
     await world.put(a_manifest(path("a"), owner="me"))
     await world.checkpoints.page("admin", PAGE)
 
@@ -459,9 +463,7 @@ async def test_a_checkpoint_that_an_admin_saves_belongs_to_the_owner_of_its_run(
     assert await world.checkpoints.page("admin", PAGE) == ([], 0)
 
 
-async def test_folders_of_checkpoints_that_were_deleted_are_gone(
-    world: World, tmp_path: Path
-) -> None:
+async def test_folders_of_deleted_checkpoints_are_removed(world: World, tmp_path: Path) -> None:
     await world.save("a")
     await world.save("b")
 
@@ -472,7 +474,7 @@ async def test_folders_of_checkpoints_that_were_deleted_are_gone(
     assert list((tmp_path / "store").iterdir()) == []
 
 
-async def test_a_checkpoint_that_can_not_be_read_is_listed_with_the_reason_until_it_is_deleted(
+async def test_an_unreadable_checkpoint_is_listed_with_the_reason_until_it_is_deleted(
     world: World,
 ) -> None:
     await world.save("older")
@@ -495,7 +497,7 @@ async def test_a_checkpoint_that_can_not_be_read_is_listed_with_the_reason_until
     assert await world.names() == await world.files() == {"older"}
 
 
-async def test_a_checkpoint_that_takes_a_damaged_ones_place_is_listed_as_sound(
+async def test_a_checkpoint_that_replaces_a_damaged_one_is_listed_as_intact(
     world: World,
 ) -> None:
     await world.save_of_a_newer_format("a")
@@ -508,10 +510,10 @@ async def test_a_checkpoint_that_takes_a_damaged_ones_place_is_listed_as_sound(
     assert info.time is not None
 
 
-async def test_a_catalog_that_was_lost_is_rebuilt_and_one_that_was_not_stays_as_it_is(
+async def test_a_lost_catalog_is_rebuilt_and_an_intact_one_is_unchanged(
     world: World,
 ) -> None:
-    objects = Objects(world.store)
+    objects = ObjectStoreClient(world.store)
     assert await rebuild(world.catalog, objects) == Rebuilt()
     assert not await has_checkpoints(objects)
     adapter = LoraConfig(rank=4)

@@ -7,11 +7,11 @@ from tinkercloud_kube.informer import pause_seconds
 
 
 @given(st.integers(1, 10_000))
-def test_a_pause_is_never_long_and_never_zero(failures: int) -> None:
+def test_a_pause_is_neither_zero_nor_longer_than_the_limit(failures: int) -> None:
     assert 0.2 < pause_seconds(failures) <= 30
 
 
-def test_pauses_differ_so_that_replicas_do_not_retry_together() -> None:
+def test_pauses_have_jitter_so_that_replicas_do_not_retry_together() -> None:
     assert len({pause_seconds(5) for _ in range(20)}) > 10
 
 

@@ -248,7 +248,7 @@ def test_a_folder_whose_name_no_model_can_have_is_refused(name: str, tmp_path: P
 
     assert refused.exit_code == 1
     assert f"spec.modelName: {name!r}" in refused.output
-    assert "Put the model in a folder of such a name" in " ".join(refused.output.split())
+    assert "Rename the model's" in " ".join(refused.output.split())
 
 
 def test_engines_make_room_for_the_adapters_that_a_base_model_takes_and_no_others(
@@ -346,7 +346,7 @@ def test_a_model_that_is_nowhere_is_refused_with_what_to_do(hub: str, tmp_path: 
     result = run_with_hub(hub, tmp_path, "acme/absent", "--gpus", "1xL4")
 
     assert result.returncode == 1
-    assert "'acme/absent' is neither a folder nor a model in the local" in result.stderr
+    assert "'acme/absent' is neither a local folder nor in the local" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -354,4 +354,4 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     result = run(str(tmp_path / "nope"), "--gpus", "1xL4")
 
     assert result.exit_code == 1
-    assert f"there is no folder '{tmp_path}/nope'" in " ".join(result.output.split())
+    assert f"'{tmp_path}/nope' is neither a local folder nor" in " ".join(result.output.split())

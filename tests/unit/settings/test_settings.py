@@ -1,4 +1,4 @@
-"""Settings: sources and their order, and that nothing unknown passes."""
+"""Settings: sources, precedence and the rejection of unknown settings."""
 
 import importlib.metadata
 import json
@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tinkercloud_api.cli import app
-from tinkercloud_api.settings import SettingsRefusedError, load_settings
+from tinkercloud_api.settings import InvalidSettingsError, load_settings
 from tinkercloud_protocol.launch import Limits
 
 
@@ -43,51 +43,53 @@ def test_nested_settings_are_set_by_the_environment(monkeypatch: pytest.MonkeyPa
     assert load_settings().timings.long_poll_seconds == 3
 
 
-def test_an_unknown_variable_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_variable_is_rejected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKERCLOUD_PROT", "1")
 
-    with pytest.raises(SettingsRefusedError, match="TINKERCLOUD_PROT"):
+    with pytest.raises(InvalidSettingsError, match="TINKERCLOUD_PROT"):
         load_settings()
 
 
-def test_an_unknown_nested_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_nested_variable_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKERCLOUD_LIMITS__MAX_RANK", "1")
 
     with pytest.raises(
-        SettingsRefusedError, match="variable TINKERCLOUD_LIMITS__MAX_RANK is not a"
+        InvalidSettingsError, match="variable TINKERCLOUD_LIMITS__MAX_RANK is not a known"
     ):
         load_settings()
 
 
-def test_an_unknown_key_in_the_file_is_refused(
+def test_an_unknown_key_in_the_file_is_rejected(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "settings.toml"
     file.write_text("prot = 1\n")
     monkeypatch.setenv("TINKERCLOUD_CONFIG_FILE", str(file))
 
-    with pytest.raises(SettingsRefusedError, match=rf"prot in {file} is not a setting; .*docs/"):
+    with pytest.raises(
+        InvalidSettingsError, match=rf"prot in {file} is not a known setting; .*docs/"
+    ):
         load_settings()
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("missing.toml", None, "No such file"),
         ("", None, "Is a directory"),
-        ("wrong.toml", b"port = = 3", "is no TOML .*line 1"),
-        ("binary.toml", b"\xff\xfe", "is no TOML .*utf-8"),
+        ("wrong.toml", b"port = = 3", "is not valid TOML .*line 1"),
+        ("binary.toml", b"\xff\xfe", "is not valid TOML .*utf-8"),
     ],
 )
-def test_a_file_that_can_not_be_read_is_named_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, content: bytes | None, told: str
+def test_an_unreadable_file_is_named_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, content: bytes | None, message: str
 ) -> None:
     file = tmp_path / name
     if content is not None:
         file.write_bytes(content)
     monkeypatch.setenv("TINKERCLOUD_CONFIG_FILE", str(file))
 
-    with pytest.raises(SettingsRefusedError, match=f"CONFIG_FILE names {file}, which .*{told}"):
+    with pytest.raises(InvalidSettingsError, match=f"CONFIG_FILE: {file} .*{message}"):
         load_settings()
 
 
@@ -95,25 +97,25 @@ def test_a_file_that_can_not_be_read_is_named_with_the_reason(
     ("name", "value"),
     [("PORT", "x"), ("PORT", "70000"), ("LOG_LEVEL", "loud"), ("BOOTSTRAP_KEY", "secret")],
 )
-def test_a_value_that_is_not_acceptable_is_refused(
+def test_an_invalid_value_is_rejected(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(f"TINKERCLOUD_{name}", value)
 
-    with pytest.raises(SettingsRefusedError, match=f"TINKERCLOUD_{name}|bootstrap_key"):
+    with pytest.raises(InvalidSettingsError, match=f"TINKERCLOUD_{name}|bootstrap_key"):
         load_settings()
 
 
 @pytest.mark.parametrize(
     ("setting", "value"), [("process_group", "nccl"), ("shared_memory", "cuda")]
 )
-def test_a_head_that_does_not_train_on_a_gpu_sends_no_models_from_there(
+def test_gpu_weight_transfer_requires_a_trainer_on_the_gpu(
     monkeypatch: pytest.MonkeyPatch, setting: str, value: str
 ) -> None:
     monkeypatch.setenv("TINKERCLOUD_SAMPLER__BACKEND", "sglang")
     monkeypatch.setenv("TINKERCLOUD_SAMPLER__INFERENCE__URLS", '["http://engine:8000"]')
     monkeypatch.setenv(f"TINKERCLOUD_SAMPLER__INFERENCE__{setting.upper()}", value)
-    with pytest.raises(SettingsRefusedError, match=f"{setting}: {value} requires .*device is cpu"):
+    with pytest.raises(InvalidSettingsError, match=f"{setting}: {value} wants .*device cpu"):
         load_settings()
 
     monkeypatch.setenv("TINKERCLOUD_TRAINER__DEVICE", "cuda")
@@ -122,25 +124,25 @@ def test_a_head_that_does_not_train_on_a_gpu_sends_no_models_from_there(
 
 
 def on_kubernetes(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
-    """Set what the chart does, and more."""
+    """Set the environment variables that the chart sets, and additional ones."""
     chosen = {"PROVIDER": "kubernetes", "CHECKPOINT_ROOT": "s3://checkpoints/x", **variables}
     for name, value in chosen.items():
         monkeypatch.setenv(f"TINKERCLOUD_{name}", value)
 
 
-def refusal(*arguments: str) -> str:
-    """Return what the command says of settings that it does not take, on one line."""
+def rejection(*arguments: str) -> str:
+    """Run a command with invalid settings and return its error message, on one line."""
     result = CliRunner().invoke(app, ["keys", "list", *arguments])
     assert result.exit_code == 1
     return " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "message"),
     [
         ("MODELS", '{"a": "b"}', "models: .*the BaseModels of its namespace"),
-        ("PRELOAD", "false", "preload: .*when clients ask for them"),
-        ("ORPHAN_GRACE_SECONDS", "9", "orphan_grace_seconds: .*outlive every server"),
+        ("PRELOAD", "false", "preload: .*when clients need them"),
+        ("ORPHAN_GRACE_SECONDS", "9", "orphan_grace_seconds: .*do not depend on the API server"),
         ("HEAD_START_SECONDS", "9", "head_start_seconds: .*trainer.startTimeoutSeconds"),
         ("TRAINER__DTYPE", "bfloat16", "trainer.dtype: .*set `trainer` of the BaseModel"),
         ("SAMPLER__MAX_QUEUED_REQUESTS", "9", "sampler.max_queued_requests: .*set `sampler` of"),
@@ -150,26 +152,26 @@ def refusal(*arguments: str) -> str:
         (
             "LIMITS__MAX_RESULT_BYTES",
             "9",
-            "limits.max_result_bytes: .*heads there have its default",
+            "limits.max_result_bytes: .*heads on Kubernetes use the default",
         ),
         ("TIMINGS__DRAIN_SECONDS", "9", "timings.drain_seconds: .*sessions.drainSeconds"),
         ("TIMINGS__SUSPEND_SECONDS", "9", "timings.suspend_seconds: .*sessions.suspendSeconds"),
-        ("TIMINGS__GAP_SECONDS", "9", "timings.gap_seconds: .*heads there have its default"),
+        ("TIMINGS__GAP_SECONDS", "9", "timings.gap_seconds: .*heads on Kubernetes use the default"),
     ],
 )
-def test_what_heads_are_told_elsewhere_on_kubernetes_is_refused_with_where(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str
+def test_head_settings_are_rejected_on_kubernetes_with_a_pointer_to_the_right_place(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
 ) -> None:
     on_kubernetes(monkeypatch, **{name: value})
 
-    with pytest.raises(SettingsRefusedError, match=told):
+    with pytest.raises(InvalidSettingsError, match=message):
         load_settings()
 
     monkeypatch.setenv("TINKERCLOUD_PROVIDER", "local")
     load_settings()
 
 
-def test_what_the_server_itself_uses_is_taken_on_kubernetes_too(
+def test_settings_that_the_server_itself_uses_are_accepted_on_kubernetes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     on_kubernetes(
@@ -185,14 +187,14 @@ def test_what_the_server_itself_uses_is_taken_on_kubernetes_too(
     assert settings.limits.max_body_bytes == 1000
 
 
-def test_no_body_is_taken_that_heads_of_kubernetes_would_refuse(
+def test_the_body_limit_cannot_exceed_that_of_heads_on_kubernetes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     largest = Limits().max_body_bytes
     on_kubernetes(monkeypatch, LIMITS__MAX_BODY_BYTES=str(largest + 1))
 
     with pytest.raises(
-        SettingsRefusedError, match=f"limits.max_body_bytes: is {largest + 1}, .*{largest}"
+        InvalidSettingsError, match=f"limits.max_body_bytes: is {largest + 1}, .*{largest}"
     ):
         load_settings()
 
@@ -217,73 +219,81 @@ def test_a_catalog_is_named_by_the_drivers_that_are_there(
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "message"),
     [
-        ("postgresql://u:hush@host/d", r"postgresql://, and postgresql\+asyncpg:// and sqlite"),
-        ("postgres://u:hush@host/d", r"begins with postgres://, and postgresql\+asyncpg://"),
-        ("sqlite:///catalog.db", r"begins with sqlite://, .*sqlite\+aiosqlite:// are accepted"),
-        ("postgresql+asyncpg://u:hush@h/d?sslmode=require", "write ssl=require in its place"),
+        (
+            "postgresql://u:hush@host/d",
+            r"unsupported scheme 'postgresql'; use postgresql\+asyncpg:// or sqlite",
+        ),
+        ("postgres://u:hush@host/d", r"unsupported scheme 'postgres'; use postgresql\+asyncpg://"),
+        ("sqlite:///catalog.db", r"unsupported scheme 'sqlite'; use .* or sqlite\+aiosqlite://"),
+        ("postgresql+asyncpg://u:hush@h/d?sslmode=require", "use ssl=require instead"),
         (
             "postgresql+asyncpg://u:hush@h/d?ssl=verify-full&sslrootcert=/ca.pem",
-            "sslrootcert; set PGSSLROOTCERT in the environment in its place",
+            "sslrootcert; set the environment variable PGSSLROOTCERT instead",
         ),
         (
             "postgresql+asyncpg://u:hush@h/d?channel_binding=require",
-            "channel_binding; leave it out",
+            "channel_binding; remove it",
         ),
-        ("postgresql+asyncpg://u@host:hush/d", r"no URL; write postgresql\+asyncpg://USER"),
-        ("hush", r"is no URL; write postgresql\+asyncpg://USER"),
+        (
+            "postgresql+asyncpg://u@host:hush/d",
+            r"not a valid URL; expected postgresql\+asyncpg://USER",
+        ),
+        ("hush", r"not a valid URL; expected postgresql\+asyncpg://USER"),
     ],
 )
-def test_a_catalog_that_no_driver_opens_is_refused_with_what_to_write_and_no_password(
-    monkeypatch: pytest.MonkeyPatch, url: str, told: str
+def test_an_unsupported_database_url_is_rejected_with_the_supported_ones_and_no_password(
+    monkeypatch: pytest.MonkeyPatch, url: str, message: str
 ) -> None:
     monkeypatch.setenv("TINKERCLOUD_DATABASE_URL", url)
 
-    message = refusal()
+    printed = rejection()
 
-    assert message.startswith("error: settings: database_url: ")
-    assert re.search(told, message)
-    assert "hush" not in message
+    assert printed.startswith("error: settings: database_url: ")
+    assert re.search(message, printed)
+    assert "hush" not in printed
 
 
 def test_a_missing_driver_is_named_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "asyncpg", None)
     monkeypatch.setenv("TINKERCLOUD_DATABASE_URL", "postgresql+asyncpg://u:p@h/d")
 
-    assert "pip install 'tinkercloud-api[postgres]'" in refusal()
+    assert "pip install 'tinkercloud-api[postgres]'" in rejection()
 
 
-def test_a_fault_of_several_settings_is_told_in_its_own_words_and_shows_no_secret(
+def test_an_error_about_several_settings_is_clear_and_shows_no_secret(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TINKERCLOUD_PROVIDER", "kubernetes")
     monkeypatch.setenv("TINKERCLOUD_BOOTSTRAP_KEY", "tml-hush-this-is-the-secret-key")
 
-    message = refusal()
+    message = rejection()
 
     assert message.startswith("error: settings: checkpoint_root: required with provider=kubernetes")
     assert "hush" not in message
 
 
 @pytest.mark.parametrize("weak", ["x", "random-8fK2q", "abab" * 16])
-def test_a_key_that_can_be_guessed_is_refused_with_what_to_write_and_not_shown(
+def test_a_guessable_key_is_rejected_with_instructions_and_is_not_shown(
     monkeypatch: pytest.MonkeyPatch, weak: str
 ) -> None:
     monkeypatch.setenv("TINKERCLOUD_BOOTSTRAP_KEY", f"tml-{weak}")
 
-    message = refusal()
+    message = rejection()
 
-    assert message.startswith(f"error: settings: bootstrap_key: has {len(weak)} characters behind")
+    assert message.startswith(f"error: settings: bootstrap_key: has {len(weak)} characters after")
     assert "`echo tml-$(openssl rand -hex 32)`" in message
     assert f"tml-{weak}" not in message
 
 
-def test_a_key_that_is_none_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_without_the_prefix_is_rejected_and_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TINKERCLOUD_BOOTSTRAP_KEY", "hush")
 
-    assert refusal() == (
-        "error: settings: bootstrap_key: must begin with 'tml-': the SDK refuses other keys"
+    assert rejection() == (
+        "error: settings: bootstrap_key: must start with 'tml-'; the SDK rejects other keys"
     )
 
 
@@ -296,33 +306,33 @@ def test_a_key_that_is_none_is_refused_and_not_shown(monkeypatch: pytest.MonkeyP
         ("SAMPLER__INFERENCE", '{"kind": "sglang"}'),
     ],
 )
-def test_a_list_or_table_that_is_not_json_is_told_what_to_write(
+def test_a_list_or_table_that_is_not_json_is_rejected_with_an_example(
     monkeypatch: pytest.MonkeyPatch, name: str, example: str
 ) -> None:
     monkeypatch.setenv(f"TINKERCLOUD_{name}", "foo")
 
-    with pytest.raises(SettingsRefusedError) as refused:
+    with pytest.raises(InvalidSettingsError) as refused:
         load_settings()
 
     assert str(refused.value) == (
-        f"TINKERCLOUD_{name} is not JSON, as lists and tables are in variables; write for example"
-        f" TINKERCLOUD_{name}='{example}'"
+        f"TINKERCLOUD_{name}: not valid JSON; lists and tables must be JSON in environment"
+        f" variables, for example TINKERCLOUD_{name}='{example}'"
     )
     monkeypatch.setenv(f"TINKERCLOUD_{name}", example)
     if name != "SAMPLER__INFERENCE__URLS":
         load_settings()
 
 
-def test_a_fault_of_a_table_names_the_setting_as_where_the_others_are_set(
+def test_an_error_in_a_table_names_the_setting_in_the_source_where_the_table_is_set(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told = "0, but backend megatron requires ranks; set ranks to 1 or more"
+    message = "0, but backend megatron requires ranks; set ranks to 1 or more"
     (tmp_path / "settings.toml").write_text('[trainer]\nbackend = "megatron"\n')
 
     monkeypatch.setenv("TINKERCLOUD_CONFIG_FILE", str(tmp_path / "settings.toml"))
-    assert refusal() == f"error: settings: trainer.ranks: {told}"
+    assert rejection() == f"error: settings: trainer.ranks: {message}"
     monkeypatch.setenv("TINKERCLOUD_TRAINER__BACKEND", "megatron")
-    assert refusal() == f"error: settings: TINKERCLOUD_TRAINER__RANKS: {told}"
+    assert rejection() == f"error: settings: TINKERCLOUD_TRAINER__RANKS: {message}"
 
 
 def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +342,9 @@ def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "hush" not in repr(load_settings())
 
 
-def test_a_head_is_given_up_no_sooner_than_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_timeout_of_a_head_includes_that_of_its_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TINKERCLOUD_HEAD_START_SECONDS", "10")
     monkeypatch.setenv("TINKERCLOUD_TRAINER__START_TIMEOUT_SECONDS", "7200")
 
@@ -341,31 +353,31 @@ def test_a_head_is_given_up_no_sooner_than_its_ranks(monkeypatch: pytest.MonkeyP
     assert load_settings().head_deadline_seconds == 7210
 
 
-def test_ranks_have_some_time_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_timeout_of_ranks_must_be_positive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKERCLOUD_TRAINER__START_TIMEOUT_SECONDS", "0")
 
-    with pytest.raises(SettingsRefusedError, match="TINKERCLOUD_TRAINER__START_TIMEOUT_SECONDS"):
+    with pytest.raises(InvalidSettingsError, match="TINKERCLOUD_TRAINER__START_TIMEOUT_SECONDS"):
         load_settings()
 
 
 def findings(*arguments: str) -> dict[str, dict[str, str]]:
-    """Return what the doctor finds wrong, by what it looked at."""
+    """Return the failed checks of `tinkercloud doctor`, by name."""
     result = CliRunner().invoke(app, ["doctor", "--json", *arguments])
     assert result.exit_code == 1
     return {row["check"]: row for row in json.loads(result.stdout) if row["result"] == "FAILED"}
 
 
 @pytest.mark.parametrize("folder", ["/proc/nope", "/etc/hostname"])
-def test_a_state_folder_that_can_not_be_used_is_told_in_a_sentence(folder: str) -> None:
-    told = f"state_dir: {folder} can't be used ("
+def test_an_unusable_state_folder_is_reported_in_one_sentence(folder: str) -> None:
+    message = f"state_dir: cannot use {folder} ("
 
-    assert refusal("--state-dir", folder).startswith(f"error: {told}")
+    assert rejection("--state-dir", folder).startswith(f"error: {message}")
     found = findings("--state-dir", folder)
-    assert found["state folder"]["detail"].startswith(told)
-    assert f"folder {folder} can't be made" in found["catalog"]["detail"]
+    assert found["state folder"]["detail"].startswith(message)
+    assert f"cannot create the catalog folder {folder}" in found["catalog"]["detail"]
 
 
-def test_the_doctor_finds_what_is_wrong_with_the_settings(
+def test_the_doctor_reports_invalid_settings(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "wrong.toml"
@@ -375,7 +387,7 @@ def test_the_doctor_finds_what_is_wrong_with_the_settings(
     (finding,) = findings().values()
 
     assert finding["check"] == "settings"
-    assert f"{file}, which is no TOML" in finding["detail"]
+    assert f"{file} is not valid TOML" in finding["detail"]
 
 
 def test_the_version_is_printed() -> None:

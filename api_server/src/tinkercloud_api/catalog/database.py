@@ -1,4 +1,4 @@
-"""The catalog's connection and schema."""
+"""Connection to the catalog database, and its schema migrations."""
 
 from pathlib import Path
 
@@ -13,26 +13,26 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _MIGRATION_LOCK = int.from_bytes(b"tinker")
-"""Number of PostgreSQL's advisory lock. Any will do that nobody else takes in this database."""
+"""Number of the PostgreSQL advisory lock for migrations, unique in this database."""
 _CONNECT_SECONDS = 10.0
 _STATEMENT_SECONDS = 30.0
-"""A server that hangs, or a network that swallows packets, is taken for away after this time."""
+"""Timeout after which a hanging server or network counts as unreachable."""
 
 WRONG_STATEMENT = (IntegrityError, ProgrammingError, DataError)
-"""A database has answered, and refuses."""
+"""Errors in a statement, reported by a reachable database."""
 NO_ANSWER = (DBAPIError, NoConnectionFreeError, OSError)
-"""Otherwise it is away or gave up, and the same statement may succeed later."""
+"""Errors of an unreachable or overloaded database; the same statement may succeed later."""
 
 
 class CatalogUnreachableError(Exception):
-    """The catalog's database can't be opened; the message says which and why."""
+    """The catalog database cannot be opened; the message says which and why."""
 
 
 def open_database(url: str) -> AsyncEngine:
-    """Return an engine for a database URL; the folder of an SQLite file is made if needed.
+    """Return an engine for a database URL; create the folder of an SQLite file if needed.
 
     Raises:
-        CatalogUnreachableError: it can't be made.
+        CatalogUnreachableError: the folder cannot be created.
     """
     return _open(make_url(url), _STATEMENT_SECONDS)
 
@@ -43,7 +43,7 @@ def _open(url: URL, statement_seconds: float | None) -> AsyncEngine:
     engine = create_async_engine(
         url,
         pool_pre_ping=is_postgresql,
-        # Parameters are users' words, and hashes of keys: nothing for a log.
+        # Parameters include user input and hashes of keys, which must not be logged.
         hide_parameters=True,
         connect_args=bounds if is_postgresql else {},
     )
@@ -59,17 +59,17 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CatalogUnreachableError(
-            f"the catalog's folder {folder} can't be made ({error.strerror}): it is that of"
-            " database_url or, without one, state_dir"
+            f"cannot create the catalog folder {folder} ({error.strerror}); it is set by"
+            " database_url or, if that is not set, by state_dir"
         ) from None
 
 
 def _configure_sqlite(connection: DBAPIConnection, _record: ConnectionPoolEntry) -> None:
     cursor = connection.cursor()
-    # Readers and one writer at a time, each waiting for the other rather than failing.
+    # Allow readers alongside one writer, and wait for locks instead of failing.
     cursor.execute("PRAGMA journal_mode=WAL")
     cursor.execute("PRAGMA busy_timeout=10000")
-    # A key that was shown and a checkpoint that was acknowledged survive a loss of power.
+    # Issued keys and acknowledged checkpoints must survive a power loss.
     cursor.execute("PRAGMA synchronous=FULL")
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.close()
@@ -84,10 +84,10 @@ def migration_config() -> alembic.config.Config:
 
 
 async def migrate(engine: AsyncEngine) -> None:
-    """Bring the schema up to date, however long it takes. Replicas wait for each other.
+    """Migrate the schema to the current version, without a timeout. Replicas migrate in turn.
 
     Raises:
-        CatalogUnreachableError: the database does not answer.
+        CatalogUnreachableError: the database does not respond.
     """
 
     def upgrade(connection: Connection) -> None:
@@ -98,9 +98,9 @@ async def migrate(engine: AsyncEngine) -> None:
         config.attributes["connection"] = connection
         alembic.command.upgrade(config, "head")
 
-    patient = _open(engine.url, statement_seconds=None)
+    unlimited = _open(engine.url, statement_seconds=None)
     try:
-        async with patient.begin() as connection:
+        async with unlimited.begin() as connection:
             await connection.run_sync(upgrade)
     except WRONG_STATEMENT:
         raise
@@ -108,7 +108,7 @@ async def migrate(engine: AsyncEngine) -> None:
         where = engine.url.render_as_string(hide_password=True)
         reason = str(error).splitlines()[0]
         raise CatalogUnreachableError(
-            f"database_url: the catalog at {where} can't be opened ({reason})"
+            f"database_url: cannot open the catalog at {where} ({reason})"
         ) from error
     finally:
-        await patient.dispose()
+        await unlimited.dispose()

@@ -1,4 +1,4 @@
-"""How the catalog talks to its database: sessions, and what becomes of one that does not answer."""
+"""Database access of the catalog: transactions, and the handling of an unreachable database."""
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -22,16 +22,16 @@ RowT = TypeVar("RowT", bound=Table)
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A part of a list."""
+    """A page of a list."""
 
     offset: int
     limit: int
 
 
 class Statements:
-    """Statements over one database, each in a transaction of its own.
+    """Executes statements on one database, each in its own transaction.
 
-    Each raises `Unavailable` if the database does not answer.
+    All methods raise `Unavailable` if the database does not respond.
     """
 
     def __init__(self, engine: AsyncEngine) -> None:
@@ -44,20 +44,20 @@ class Statements:
 
     @asynccontextmanager
     async def _reading(self) -> AsyncIterator[AsyncSession]:
-        with _an_answer():
-            async with self._sessions() as session:
-                yield session
+        with _translate_errors():
+            async with self._sessions() as db:
+                yield db
 
     @asynccontextmanager
     async def _writing(self) -> AsyncIterator[AsyncSession]:
-        with _an_answer():
-            async with self._sessions.begin() as session:
-                yield session
+        with _translate_errors():
+            async with self._sessions.begin() as db:
+                yield db
 
     async def _insert(self, row: RowT, existing: Select[RowT]) -> RowT:
         try:
-            async with self._writing() as session:
-                session.add(row)
+            async with self._writing() as db:
+                db.add(row)
         except IntegrityError:
             found = await self._one(existing)
             if found is None:
@@ -66,31 +66,31 @@ class Statements:
         return row
 
     async def _one(self, query: Select[RowT]) -> RowT | None:
-        async with self._reading() as session:
-            return await session.scalar(query)
+        async with self._reading() as db:
+            return await db.scalar(query)
 
     async def _all(self, query: Select[RowT]) -> Sequence[RowT]:
-        async with self._reading() as session:
-            return (await session.scalars(query)).all()
+        async with self._reading() as db:
+            return (await db.scalars(query)).all()
 
     async def _page(self, query: Select[RowT], page: Page) -> tuple[Sequence[RowT], int]:
-        async with self._reading() as session:
+        async with self._reading() as db:
             count = select(func.count()).select_from(query.order_by(None).subquery())
-            rows = await session.scalars(query.offset(page.offset).limit(page.limit))
-            return rows.all(), await session.scalar(count) or 0
+            rows = await db.scalars(query.offset(page.offset).limit(page.limit))
+            return rows.all(), await db.scalar(count) or 0
 
     async def _change(self, statement: Update | Delete) -> bool:
-        async with self._writing() as session:
-            result = await session.execute(statement)
+        async with self._writing() as db:
+            result = await db.execute(statement)
             return isinstance(result, CursorResult) and bool(result.rowcount)
 
 
 @contextmanager
-def _an_answer() -> Iterator[None]:
-    """Tell a database that does not answer from a statement that it refuses.
+def _translate_errors() -> Iterator[None]:
+    """Translate errors of an unreachable database; errors in statements are raised unchanged.
 
     Raises:
-        Unavailable: it does not answer.
+        Unavailable: the database does not respond.
     """
     try:
         yield
@@ -98,5 +98,5 @@ def _an_answer() -> Iterator[None]:
         raise
     except NO_ANSWER as error:
         metrics.CATALOG_ERRORS.inc()
-        log.warning("the catalog's database did not answer", error=str(error))
-        raise Unavailable("the catalog does not answer; send the request again") from error
+        log.warning("the catalog database did not respond", error=str(error))
+        raise Unavailable("the catalog does not respond; send the request again") from error

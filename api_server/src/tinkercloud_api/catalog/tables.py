@@ -1,7 +1,8 @@
 """The catalog's tables. Every change here needs a migration (`migrations/versions`).
 
-While replicas are replaced, those of the last version go on with tables that the first of the next
-has migrated: a migration adds what they can leave out, and takes away only what they have not used.
+During a rolling update, replicas of the previous version continue with tables that the first new
+replica has migrated. A migration may therefore only add optional columns, and remove only columns
+that the previous version does not use.
 """
 
 from datetime import UTC, datetime
@@ -17,7 +18,7 @@ from tinkercloud_protocol.errors import InvalidRequest
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """A point in time with its zone, also on SQLite, which knows none."""
+    """A point in time with its time zone, even on SQLite, which has no time zones."""
 
     impl = SqlDateTime(timezone=True)
     cache_ok = True
@@ -36,29 +37,29 @@ class UtcDateTime(TypeDecorator[datetime]):
 
 
 class UnstorableText(InvalidRequest, DontWrapMixin):
-    """A text holds U+0000, which PostgreSQL has no room for."""
+    """A text contains U+0000, which PostgreSQL cannot store."""
 
 
 class Text(TypeDecorator[str]):
-    """A text that every database can hold: what one of them refuses is refused with all."""
+    """Text that every supported database can store, checked in the same way on all of them."""
 
     impl = String
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
-        """Check a text that is stored or looked for.
+        """Check a text that is stored or queried.
 
         Raises:
-            UnstorableText: it holds U+0000.
+            UnstorableText: the text contains U+0000.
         """
         del dialect
         if value is not None and "\0" in value:
-            raise UnstorableText(f"{value[:80]!r} holds the character U+0000: send it without")
+            raise UnstorableText(f"{value[:80]!r} contains the character U+0000; remove it")
         return value
 
 
 def now() -> datetime:
-    """Return the current time, with its zone."""
+    """Return the current time in UTC."""
     return datetime.now(UTC)
 
 
@@ -88,24 +89,24 @@ class ApiKey(Table):
     created_at: Mapped[datetime] = mapped_column(default=now)
     revoked_at: Mapped[datetime | None]
     expires_at: Mapped[datetime | None]
-    """None means never."""
+    """When the key expires; None means never."""
     last_used_at: Mapped[datetime | None]
-    """To within a minute; None if it was never used."""
+    """Time of the last use, to within a minute; None if the key was never used."""
     is_bootstrap: Mapped[bool] = mapped_column(default=False)
-    """Whether it came from the setting `bootstrap_key`."""
+    """Whether the key comes from the setting `bootstrap_key`."""
 
     def is_valid(self, moment: datetime) -> bool:
-        """Whether requests with it are accepted at a moment."""
+        """Whether the key is accepted at a given time."""
         is_expired = self.expires_at is not None and self.expires_at <= moment
         return self.revoked_at is None and not is_expired
 
 
 EXPIRED = "expired"
-"""Reason of a session's end that no client gave: there was no sign of one for long."""
+"""Finish reason of sessions that the server ended because their client was inactive."""
 
 
 class Session(Table):
-    """What one `ServiceClient` created."""
+    """An SDK session: everything that one `ServiceClient` created."""
 
     __tablename__ = "sessions"
 
@@ -124,7 +125,7 @@ class Session(Table):
 
 
 class TrainingRun(Table):
-    """A model that was asked for. Its id is the model id."""
+    """A training run. Its id is the model id."""
 
     __tablename__ = "training_runs"
     __table_args__ = (Index("training_runs_to_sweep", "is_swept", "deleted_at"),)
@@ -134,19 +135,19 @@ class TrainingRun(Table):
     owner: Mapped[str] = mapped_column(index=True)
     base_model: Mapped[str]
     spec: Mapped[dict[str, Any]]
-    """`launch.ModelSpec`, as the head was told."""
+    """The `launch.ModelSpec` that was sent to the head."""
     user_metadata: Mapped[dict[str, str] | None]
     created_at: Mapped[datetime] = mapped_column(default=now)
     last_request_at: Mapped[datetime] = mapped_column(default=now)
     generation: Mapped[str | None]
-    """Generation of the head that holds the model; None until it has been created there."""
+    """Generation of the head that holds the model; None until the model has been created."""
     deleted_at: Mapped[datetime | None]
     is_swept: Mapped[bool] = mapped_column(default=False)
-    """Whether what its head may have written after the deletion has been removed."""
+    """Whether state that the head may have written after the deletion has been removed."""
 
 
 class SamplingSession(Table):
-    """What one `SamplingClient` samples from."""
+    """A sampling session: the weights that one `SamplingClient` samples from."""
 
     __tablename__ = "sampling_sessions"
 
@@ -156,15 +157,15 @@ class SamplingSession(Table):
     base_model: Mapped[str]
     model_path: Mapped[str | None]
     run_id: Mapped[str | None]
-    """The run whose weights it holds, if they were never saved under a name."""
+    """The run whose weights it uses, if they were not saved under a name."""
     saved_at: Mapped[datetime | None]
-    """When the checkpoint at `model_path` was saved; one saved there later is another. None also in
-    rows from before this was noted."""
+    """When the checkpoint at `model_path` was saved; a checkpoint saved there later is a different
+    one. None also in rows of earlier releases, which did not record it."""
     created_at: Mapped[datetime] = mapped_column(default=now)
 
 
 class Checkpoint(Table):
-    """A checkpoint that was asked for; an index of the manifests in the object store."""
+    """A pending or existing checkpoint; this table indexes the manifests in the object store."""
 
     __tablename__ = "checkpoints"
     __table_args__ = (Index("checkpoints_by_owner", "owner", "created_at"),)
@@ -174,14 +175,14 @@ class Checkpoint(Table):
     name: Mapped[str] = mapped_column(primary_key=True)
     owner: Mapped[str]
     asked_at: Mapped[datetime] = mapped_column(default=now)
-    """When it was last asked for."""
+    """When a client last requested to save it."""
     is_indexed: Mapped[bool] = mapped_column(default=False)
-    """Whether what follows is of the manifest that was last asked for."""
+    """Whether the following columns match the last requested save; False while it is pending."""
     created_at: Mapped[datetime | None]
-    """Of the manifest; None while there is none, and then the checkpoint does not exist."""
+    """Creation time in the manifest; None as long as there is no manifest and no checkpoint."""
     size_bytes: Mapped[int | None] = mapped_column(BigInteger)
     user_metadata: Mapped[dict[str, str] | None]
     expires_at: Mapped[datetime | None]
     is_public: Mapped[bool] = mapped_column(default=False)
     damage: Mapped[str | None]
-    """Why the manifest can't be read; what follows from it is that of the one before, if any."""
+    """Why the manifest cannot be read; the other columns are from the previous manifest, if any."""

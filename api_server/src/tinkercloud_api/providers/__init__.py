@@ -1,1 +1,1 @@
-"""Where session heads come from: child processes here, pods on a cluster."""
+"""Providers of session heads: as local child processes or as Kubernetes pods."""

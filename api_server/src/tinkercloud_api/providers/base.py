@@ -1,10 +1,11 @@
-"""What a provider of session heads does."""
+"""Interface of the providers of session heads."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tinkercloud_api.providers.choices import NOTHING, Choices
+from tinkercloud_api.providers.session_options import NO_OPTIONS, SessionOptions
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.futures import QueueState
 from tinkercloud_protocol.launch import ModelSpec
@@ -18,48 +19,54 @@ class ServedModel:
     max_context_length: int
     architecture: str | None = None
     local_path: str | None = None
-    """Its folder, if it lies on this machine."""
+    """Folder of the model, if it is on this machine."""
     tokenizer: str | None = None
-    """Under which name clients, wherever they are, find its tokenizer; None if `name` or, on this
-    machine, `local_path` will do."""
+    """Name under which clients on any machine can load the tokenizer; None if they can use `name`
+    or, on this machine, `local_path`."""
+
+
+def unknown_base_model(name: str, models: Iterable[ServedModel]) -> str:
+    """Return the error message for a base model that is not among the served ones."""
+    served = ", ".join(repr(model.name) for model in models) or "none"
+    return f"base_model {name!r} is not served here; served base models: {served}"
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What a head is needed for."""
+    """A training run or sampling session that needs a head."""
 
     target: str
-    """The training run or sampling session."""
+    """Id of the training run or sampling session."""
     owner: str
     base_model: str
     model: ModelSpec | None = None
-    """What is trained; None for samplers of a base model or of a saved checkpoint."""
-    choices: Choices = NOTHING
-    """What the run's client chose about its pods."""
+    """The model to train; None for samplers of a base model or of a saved checkpoint."""
+    options: SessionOptions = NO_OPTIONS
+    """Options that the run's client set for its pods."""
 
 
 @dataclass(frozen=True, slots=True)
-class HeadRoute:
-    """How to reach a head. A head that is started again has another generation."""
+class HeadEndpoint:
+    """Address and token of a head. A restarted head has another generation."""
 
     url: str
     token: str
     generation: str
 
     def __repr__(self) -> str:
-        return f"HeadRoute(url={self.url!r}, generation={self.generation!r})"
+        return f"HeadEndpoint(url={self.url!r}, generation={self.generation!r})"
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """Why a head is not there yet, in the SDK's words and in ours."""
+class Pending:
+    """A head that is not ready yet: the SDK's queue state, and a human-readable reason."""
 
     queue_state: QueueState
     reason: str
 
 
 class HeadFailed(WireError):
-    """A head could not be started; the message says what was seen. Asking again tries again."""
+    """A head failed to start; the message describes the failure. Repeating the request retries."""
 
     status = 503
     category = "server"
@@ -69,74 +76,74 @@ class SessionProvider(Protocol):
     """Starts, finds and stops session heads."""
 
     async def start(self) -> None:
-        """Find the heads that run already, and begin to watch."""
+        """Find running heads and start watching them."""
 
     async def stop(self) -> None:
-        """Stop what this process must not leave behind."""
+        """Stop everything that must not outlive this process."""
 
     def models(self) -> list[ServedModel]:
-        """Return the base models on offer."""
+        """Return the served base models."""
 
     async def admit(self, placement: Placement) -> ModelSpec:
-        """Return the model that a run is going to be: as it was asked for, unless chosen otherwise.
+        """Return the spec of a new run: as requested, completed from the session it attaches to.
 
         Raises:
-            NotFound: what it chose does not exist for its owner.
-            InvalidRequest: it may not choose what it does.
-            Unavailable: that can't be told at the moment.
+            NotFound: the session to attach to does not exist for the run's owner.
+            InvalidRequest: the base model is not served, or an option is not allowed.
+            Unavailable: this cannot be determined now.
         """
 
-    def find(self, placement: Placement) -> HeadRoute | None:
-        """Return the head that serves a placement now; None if none does. Asking is using."""
+    def find(self, placement: Placement) -> HeadEndpoint | None:
+        """Return the head that serves a placement now, or None. The call counts as activity."""
 
-    async def acquire(self, placement: Placement) -> HeadRoute:
-        """Return a head for a placement, starting one if need be; wait until it is ready.
+    async def acquire(self, placement: Placement) -> HeadEndpoint:
+        """Return a head for a placement; start one if needed, and wait until it is ready.
 
-        Cancelling gives up the wait, not the start.
+        Cancelling this call ends the wait, but not the start of the head.
 
         Raises:
-            NotFound: the base model is not on offer.
-            StateLost: the placement's head was taken away for good.
-            HeadFailed: the head could not be started.
+            NotFound: the base model is not served.
+            StateLost: the placement's head was permanently removed.
+            HeadFailed: the head failed to start.
         """
 
-    def waiting(self, placement: Placement) -> Waiting:
+    def pending(self, placement: Placement) -> Pending:
         """Return why `acquire` has not returned yet."""
 
-    def shared_heads(self) -> list[HeadRoute]:
-        """Return the running heads that hold many runs, whose idle models this server suspends.
+    def shared_heads(self) -> list[HeadEndpoint]:
+        """Return the running heads that are shared by many runs, whose idle models are suspended.
 
-        Heads of one run each are none of them: their providers suspend them whole.
+        Heads that serve a single run are not included; their providers suspend the whole head.
         """
 
     def runs(self) -> list[str]:
-        """Return the runs that something was acquired for alone."""
+        """Return the runs that have a head of their own."""
 
     async def is_gone(self, placement: Placement) -> bool:
-        """Whether what `acquire` once made for a placement was taken away for good.
+        """Whether the head that `acquire` created for a placement was permanently removed.
 
         Raises:
-            Unavailable: that can't be told at the moment.
+            Unavailable: this cannot be determined now.
         """
 
     def has_ended(self, placement: Placement, generation: str) -> bool:
-        """Whether no process of that head is left, so that it writes nothing any more.
+        """Whether all processes of the head with this generation have ended.
 
-        False if that is not known.
+        An ended head cannot write any more. False if this is not known.
         """
 
     def unsaved(self, placement: Placement) -> Path | None:
-        """Return the folder to which heads write what the checkpoint store does not take."""
+        """Return the folder for suspended runs that could not be uploaded, or None."""
 
     def newly_ended(self) -> list[str]:
-        """Return the generations of heads whose end was noticed since the last call."""
+        """Return the generations of the heads that have ended since the last call."""
 
-    def mistrust(self, route: HeadRoute) -> None:
-        """Look again before this route is returned once more: its head is another one by now."""
+    def invalidate(self, endpoint: HeadEndpoint) -> None:
+        """Look up this endpoint again before its next use: another head now serves there."""
 
     async def release(self, placement: Placement) -> None:
-        """Take away what `acquire` made for this placement alone. Repeating it is fine.
+        """Remove the head that `acquire` created for this placement alone. This is idempotent.
 
         Raises:
-            Unavailable: it could not be done now.
+            Unavailable: the head cannot be removed now.
         """

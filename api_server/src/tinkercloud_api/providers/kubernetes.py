@@ -1,12 +1,12 @@
-"""Session heads as pods: a TrainingSession for each run, which the operator turns into them.
+"""Session heads as pods: creates a TrainingSession per run, for which the operator runs the pods.
 
-Nothing is kept here that the resource, the catalog or the session's Secret could not give again,
-so any replica answers any request. The resource is created and annotated here and read from an
-informer's copy; its status is the operator's word and is taken as such.
+All state here can be restored from the resource, the catalog and the session's Secret, so any
+replica can serve any request. The provider creates and annotates the resource and reads it from an
+informer's copy; the status is written by the operator alone.
 
-A run is served by its own session, or by one declared in Git that its client attached to. Samplers
-of a base model or of a saved checkpoint are served by a live session of the same owner and base
-model, else by one that all such samplers of the owner share.
+A run is served by its own session, or by a session declared in Git to which its client attached.
+Samplers of a base model or of a saved checkpoint are served by a running session of the same owner
+and base model, or else by a session that all such samplers of the owner share.
 """
 
 import asyncio
@@ -19,20 +19,27 @@ from typing import TypeVar
 import structlog
 from pydantic import ValidationError
 
-from tinkercloud_api.head_client import open_session
+from tinkercloud_api.head_client import open_client
 from tinkercloud_api.providers import session_spec
-from tinkercloud_api.providers.base import HeadFailed, HeadRoute, Placement, ServedModel, Waiting
+from tinkercloud_api.providers.base import (
+    HeadEndpoint,
+    HeadFailed,
+    Pending,
+    Placement,
+    ServedModel,
+    unknown_base_model,
+)
 from tinkercloud_api.providers.cluster_errors import wire_error
-from tinkercloud_api.providers.head_routes import HeadRoutes, HeadSilent
-from tinkercloud_api.providers.session_activity import Stamps
+from tinkercloud_api.providers.head_endpoints import HeadEndpoints, HeadUnresponsive
+from tinkercloud_api.providers.session_activity import ActivityAnnotator
 from tinkercloud_api.providers.session_status import (
-    BaseModel,
-    Over,
-    Session,
-    Usable,
+    BaseModelView,
+    Ended,
+    Ready,
+    TrainingSessionView,
     read_base_model,
     read_session,
-    standing,
+    readiness,
 )
 from tinkercloud_crds import labels
 from tinkercloud_kube import errors
@@ -48,47 +55,47 @@ ObjectT = TypeVar("ObjectT")
 
 
 class KubernetesProvider:
-    """See `providers.base.SessionProvider`, whose contract this class fulfils."""
+    """Implements `providers.base.SessionProvider`."""
 
     def __init__(self, namespace: str, models_dir: Path | None) -> None:
-        """Prepare; `start` connects.
+        """Create a provider; `start` connects it.
 
         Args:
-            namespace: where the resources are.
-            models_dir: folder in which volumes of models are mounted, each under its claim's name.
+            namespace: namespace of the resources.
+            models_dir: folder with the mounted volumes of models, each under its claim's name.
         """
         self._namespace = namespace
         self._models_dir = models_dir
         self._samplers: dict[tuple[str, str], str] = {}
-        """Session that was chosen for samplers of an owner and base model. It stays the choice as
-        long as it serves: results of samples lie in its head."""
-        self._troubles: dict[str, str] = {}
-        """Why the last step towards a session failed."""
+        """TrainingSession that serves the samplers of an owner and base model. It is used for as
+        long as it is ready, because its head holds the results of sampling requests."""
+        self._last_errors: dict[str, str] = {}
+        """Error of the last failed step of `acquire`, by name of the TrainingSession."""
         self._watching: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """See `SessionProvider.start`. Returns once everything has been listed."""
+        """See `SessionProvider.start`. Returns when all objects have been listed."""
         self._api = await Client.connect(self._namespace, labels.API_FIELD_MANAGER)
-        self._client = open_session()
+        self._client = open_client()
         self._sessions = Informer(
             self._api, "TrainingSession", readable(read_session), self._forget
         )
         self._base_models = Informer(self._api, "BaseModel", readable(read_base_model))
-        self._routes = HeadRoutes(self._api, self._client)
-        self._stamps = Stamps(self._api)
+        self._endpoints = HeadEndpoints(self._api, self._client)
+        self._activity_annotator = ActivityAnnotator(self._api)
         for informer in (self._sessions, self._base_models):
             self._watching.append(asyncio.create_task(informer.run()))
-        log.info("waiting for Kubernetes", namespace=self._namespace)
+        log.info("waiting for the Kubernetes API", namespace=self._namespace)
         await self._sessions.is_filled.wait()
         await self._base_models.is_filled.wait()
 
     async def stop(self) -> None:
-        """See `SessionProvider.stop`. Sessions go on: another replica or process takes over."""
+        """See `SessionProvider.stop`. Sessions keep running for other replicas and processes."""
         for task in self._watching:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-        await self._stamps.stop()
+        await self._activity_annotator.stop()
         await self._client.close()
         await self._api.close()
 
@@ -97,16 +104,19 @@ class KubernetesProvider:
         offered = {model.spec.model_name: model for model in self._offered()}
         return [self._served(model) for _, model in sorted(offered.items())]
 
-    def _offered(self) -> list[BaseModel]:
-        """Return what is on offer; of two that offer the same name, the first one comes last."""
+    def _offered(self) -> list[BaseModelView]:
+        """Return the offered BaseModels in descending order of name.
+
+        If two offer the same model name, the last one, with the smaller object name, is used.
+        """
         ordered = sorted(self._base_models.objects(), key=lambda model: model.name, reverse=True)
         return [model for model in ordered if model.is_offered]
 
-    def _base_model(self, name: str) -> BaseModel | None:
+    def _base_model(self, name: str) -> BaseModelView | None:
         found = [model for model in self._offered() if model.spec.model_name == name]
         return found[-1] if found else None
 
-    def _served(self, model: BaseModel) -> ServedModel:
+    def _served(self, model: BaseModelView) -> ServedModel:
         spec, folder = model.spec, None
         if self._models_dir is not None and spec.source.volume is not None:
             volume = spec.source.volume
@@ -121,40 +131,40 @@ class KubernetesProvider:
     async def admit(self, placement: Placement) -> ModelSpec:
         """See `SessionProvider.admit`."""
         assert placement.model is not None  # noqa: S101 - only runs are admitted
-        if placement.choices.session is not None:
+        if placement.options.session is not None:
             return session_spec.attached_model(placement, await self._confirmed(placement))
         base_model = self._base_model(placement.base_model)
         if base_model is None:
-            raise InvalidRequest(f"base_model {placement.base_model!r} is not served here")
-        session_spec.check_choices(placement.choices, base_model)
+            raise InvalidRequest(unknown_base_model(placement.base_model, self.models()))
+        session_spec.check_options(placement.options, base_model)
         session_spec.training_session(placement, base_model, datetime.now(UTC))
         return placement.model
 
-    def find(self, placement: Placement) -> HeadRoute | None:
+    def find(self, placement: Placement) -> HeadEndpoint | None:
         """See `SessionProvider.find`."""
         session = self._session(placement)
         if session is None or not _belongs(session, placement):
             return None
-        self._stamps.touch(session)
-        state = standing(session)
-        return self._routes.known(session, state) if isinstance(state, Usable) else None
+        self._activity_annotator.touch(session)
+        state = readiness(session)
+        return self._endpoints.cached(session, state) if isinstance(state, Ready) else None
 
-    def _session(self, placement: Placement) -> Session | None:
+    def _session(self, placement: Placement) -> TrainingSessionView | None:
         if placement.model is None:
             return self._session_of_samplers(placement)
         return self._sessions.get(_name(placement))
 
-    def _session_of_samplers(self, placement: Placement) -> Session | None:
-        """Return the session that was chosen before if it serves, else the oldest that does."""
+    def _session_of_samplers(self, placement: Placement) -> TrainingSessionView | None:
+        """Return the session that was used before if it is ready, else the oldest ready one."""
         key = (placement.owner, placement.base_model)
         chosen = self._sessions.get(self._samplers.get(key, ""))
-        if chosen is not None and isinstance(standing(chosen), Usable):
+        if chosen is not None and isinstance(readiness(chosen), Ready):
             return chosen
         serving = [
             session
             for session in self._sessions.objects()
             if (session.spec.owner, session.spec.base_model) == key
-            and isinstance(standing(session), Usable)
+            and isinstance(readiness(session), Ready)
         ]
         if not serving:
             return self._sessions.get(_name(placement))
@@ -162,64 +172,66 @@ class KubernetesProvider:
         self._samplers[key] = oldest.name
         return oldest
 
-    async def acquire(self, placement: Placement) -> HeadRoute:
-        """See `SessionProvider.acquire`. Each turn does one step towards a usable session."""
+    async def acquire(self, placement: Placement) -> HeadEndpoint:
+        """See `SessionProvider.acquire`. Each iteration is one step towards a ready session."""
         failures = 0
         while True:
             session = self._session(placement)
             name = session.name if session is not None else _name(placement)
             try:
-                route = await self._step(placement, session)
-            except (errors.Unavailable, errors.Conflict, HeadSilent) as error:
+                endpoint = await self._step(placement, session)
+            except (errors.Unavailable, errors.Conflict, HeadUnresponsive) as error:
                 failures += 1
-                self._troubles[name] = str(error)
+                self._last_errors[name] = str(error)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause_seconds(failures)):
                         await self._sessions.changed(name, session)
                 continue
-            except errors.KubernetesError as error:
-                raise wire_error(error) from None
-            self._troubles.pop(name, None)
-            if route is not None:
-                return route
+            self._last_errors.pop(name, None)
+            if endpoint is not None:
+                return endpoint
             failures = 0
             await self._sessions.changed(name, session)
 
-    async def _step(self, placement: Placement, session: Session | None) -> HeadRoute | None:
-        """Do what a session needs next; return its route if that is nothing."""
+    async def _step(
+        self, placement: Placement, session: TrainingSessionView | None
+    ) -> HeadEndpoint | None:
+        """Perform the next step for a session; return its endpoint if it is ready."""
         if session is None:
             await self._create(placement)
             return None
         if not _belongs(session, placement):
             raise HeadFailed(
-                f"TrainingSession {session.name} was made for {session.spec.model_id!r}, whose name"
-                f" is that of {placement.target!r}: begin another run"
+                f"TrainingSession {session.name} already belongs to {session.spec.model_id!r},"
+                f" whose name collides with that of {placement.target!r}; create another run"
             )
-        state = standing(session)
-        if isinstance(state, Usable):
-            self._stamps.touch(session)
-            return await self._routes.ask(session, state)
-        if isinstance(state, Over):
+        state = readiness(session)
+        if isinstance(state, Ready):
+            self._activity_annotator.touch(session)
+            return await self._endpoints.resolve(session, state)
+        if isinstance(state, Ended):
             await self._replace(placement, session, state)
             return None
-        self._stamps.wake(session)
+        self._activity_annotator.wake(session)
         return None
 
     async def _create(self, placement: Placement) -> None:
-        if placement.choices.session is not None:
-            raise StateLost(f"TrainingSession {placement.choices.session} is not there any more")
+        if placement.options.session is not None:
+            raise StateLost(f"TrainingSession {placement.options.session} no longer exists")
         base_model = self._base_model(placement.base_model)
         if base_model is None:
-            raise NotFound(f"base model {placement.base_model!r} is not served here any more")
+            raise NotFound(unknown_base_model(placement.base_model, self.models()))
         manifest = session_spec.training_session(placement, base_model, datetime.now(UTC))
         with suppress(errors.AlreadyExists):
             await self._api.create(manifest, is_strict=True)
-        log.info("training session wanted", session=_name(placement), target=placement.target)
+        log.info("TrainingSession created", session=_name(placement), target=placement.target)
 
-    async def _replace(self, placement: Placement, session: Session, state: Over) -> None:
-        """Delete a session that is over and never ran, or that another can replace (samplers).
+    async def _replace(
+        self, placement: Placement, session: TrainingSessionView, state: Ended
+    ) -> None:
+        """Delete an ended session that never ran, or that can be replaced (samplers).
 
-        What its client is told was refused must not start later, when nobody waits for it.
+        A session that was reported to its client as failed must not start later.
         """
         if not isinstance(state.error, StateLost):
             await self._withdraw(placement, session)
@@ -229,33 +241,35 @@ class KubernetesProvider:
         if not session.is_deleted:
             await self._delete(session)
 
-    async def _withdraw(self, placement: Placement, session: Session) -> None:
-        """Delete a session that was refused, unless it has run or was declared by somebody else."""
-        is_declared = placement.choices.session is not None
+    async def _withdraw(self, placement: Placement, session: TrainingSessionView) -> None:
+        """Delete a failed session, unless it has run or was declared by somebody else."""
+        is_declared = placement.options.session is not None
         if is_declared or session.is_deleted or session.incarnation is not None:
             return
         await self._delete(session)
 
-    async def _delete(self, session: Session) -> None:
+    async def _delete(self, session: TrainingSessionView) -> None:
         """Delete a session, unless a newer one has its name by now."""
         with suppress(errors.Conflict):
             await self._api.delete(ObjectRef("TrainingSession", session.name), session.uid)
 
-    def waiting(self, placement: Placement) -> Waiting:
-        """See `SessionProvider.waiting`."""
+    def pending(self, placement: Placement) -> Pending:
+        """See `SessionProvider.pending`."""
         session = self._session(placement)
-        trouble = self._troubles.get(session.name if session is not None else _name(placement))
-        if trouble is not None:
-            return Waiting("active", trouble)
+        error_message = self._last_errors.get(
+            session.name if session is not None else _name(placement)
+        )
+        if error_message is not None:
+            return Pending("active", error_message)
         if session is None:
-            return Waiting("active", f"TrainingSession {_name(placement)} is being created")
-        state = standing(session)
-        if isinstance(state, Waiting):
+            return Pending("active", f"TrainingSession {_name(placement)} is being created")
+        state = readiness(session)
+        if isinstance(state, Pending):
             return state
-        what = "is over" if isinstance(state, Over) else "is being connected to"
-        return Waiting("active", f"TrainingSession {session.name} {what}")
+        what = "has ended" if isinstance(state, Ended) else "is ready; connecting to its head"
+        return Pending("active", f"TrainingSession {session.name} {what}")
 
-    def shared_heads(self) -> list[HeadRoute]:
+    def shared_heads(self) -> list[HeadEndpoint]:
         """See `SessionProvider.shared_heads`: the operator suspends idle sessions."""
         return []
 
@@ -265,14 +279,14 @@ class KubernetesProvider:
         return [s.spec.model_id for s in sessions if s.spec.model_id and not s.is_deleted]
 
     async def is_gone(self, placement: Placement) -> bool:
-        """See `SessionProvider.is_gone`. Asks Kubernetes where the copy may lag behind."""
+        """See `SessionProvider.is_gone`. Queries Kubernetes if the informer's copy may be stale."""
         session = await self._confirmed(placement)
         if session is None or not _belongs(session, placement):
             return True
-        state = standing(session)
-        return isinstance(state, Over) and isinstance(state.error, StateLost)
+        state = readiness(session)
+        return isinstance(state, Ended) and isinstance(state.error, StateLost)
 
-    async def _confirmed(self, placement: Placement) -> Session | None:
+    async def _confirmed(self, placement: Placement) -> TrainingSessionView | None:
         name = _name(placement)
         session = self._sessions.get(name)
         if session is not None:
@@ -285,29 +299,29 @@ class KubernetesProvider:
             return read_session(manifest) if manifest is not None else None
         except ValidationError as error:
             raise Unavailable(
-                f"TrainingSession {name}: this version of the server can't read it:"
+                f"TrainingSession {name} cannot be read by this version of the server:"
                 f" {describe(error)}"
             ) from None
 
-    def has_ended(self, placement: Placement, generation: str) -> bool:  # noqa: ARG002 - interface
-        """See `SessionProvider.has_ended`: a pod may write on after its route has gone."""
+    def has_ended(self, placement: Placement, generation: str) -> bool:  # noqa: ARG002 - part of the interface
+        """See `SessionProvider.has_ended`: a pod may still write after its endpoint is gone."""
         return False
 
     def unsaved(self, placement: Placement) -> Path | None:  # noqa: ARG002 - part of the interface
-        """See `SessionProvider.unsaved`: a pod's disk goes with it."""
+        """See `SessionProvider.unsaved`: the disk of a pod is deleted together with the pod."""
         return None
 
     def newly_ended(self) -> list[str]:
-        """See `SessionProvider.newly_ended`: the conditions of sessions say what was lost."""
+        """See `SessionProvider.newly_ended`: the conditions of sessions report lost runs."""
         return []
 
-    def mistrust(self, route: HeadRoute) -> None:
-        """See `SessionProvider.mistrust`."""
-        self._routes.mistrust(route)
+    def invalidate(self, endpoint: HeadEndpoint) -> None:
+        """See `SessionProvider.invalidate`."""
+        self._endpoints.invalidate(endpoint)
 
     async def release(self, placement: Placement) -> None:
-        """See `SessionProvider.release`: the operator takes a last checkpoint, then the pods."""
-        if placement.model is None or placement.choices.session is not None:
+        """See `SessionProvider.release`: the operator saves a checkpoint and deletes the pods."""
+        if placement.model is None or placement.options.session is not None:
             return
         session = await self._confirmed(placement)
         if session is None or not _belongs(session, placement):
@@ -319,9 +333,9 @@ class KubernetesProvider:
         self._sessions.forget(session.name)
 
     def _forget(self, name: str) -> None:
-        self._routes.forget(name)
-        self._stamps.forget(name)
-        self._troubles.pop(name, None)
+        self._endpoints.forget(name)
+        self._activity_annotator.forget(name)
+        self._last_errors.pop(name, None)
 
 
 def readable(read: Callable[[Manifest], ObjectT]) -> Callable[[Manifest], ObjectT | None]:
@@ -342,11 +356,11 @@ def readable(read: Callable[[Manifest], ObjectT]) -> Callable[[Manifest], Object
 
 
 def _name(placement: Placement) -> str:
-    return placement.choices.session or session_spec.session_name(placement)
+    return placement.options.session or session_spec.session_name(placement)
 
 
-def _belongs(session: Session, placement: Placement) -> bool:
-    """Whether a session that was found by its name may serve a placement."""
-    if placement.choices.session is not None:
+def _belongs(session: TrainingSessionView, placement: Placement) -> bool:
+    """Whether a session found by its name may serve a placement."""
+    if placement.options.session is not None:
         return session.spec.owner == placement.owner
     return session_spec.is_of(session, placement)

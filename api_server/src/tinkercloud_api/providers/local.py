@@ -1,12 +1,12 @@
-"""Session heads as child processes of this server: one for each base model, shared by all runs.
+"""Session heads as child processes of this server: one per base model, shared by all runs.
 
-A head outlives a server that is killed (its lease says for how long), so that the next server
-finds it by the file it left, `heads/<name>/head.json`, and the runs in it go on. A server that is
-stopped properly stops its heads too, which suspend their runs; they go on in the next server's.
+A head outlives a server that is killed, for as long as its lease allows. The next server finds it
+through the file `heads/<name>/head.json`, and its runs continue. A server that is stopped normally
+stops its heads as well. They suspend their runs, which the next server's heads resume.
 
-A head holds the lock on `heads/<name>/head.lock` for as long as its process lives (it inherits the
-open file), so that it is known to have ended, also by a server that did not start it. Until then it
-may be writing what it suspends, and no other head may take its place.
+A head holds a lock on `heads/<name>/head.lock` while its process lives (it inherits the open file),
+so that every server can detect its end, even one that did not start it. Until then the head may
+still be writing suspended runs, and no other head may replace it.
 """
 
 import asyncio
@@ -31,13 +31,14 @@ from typing import IO
 import aiohttp
 import structlog
 
-from tinkercloud_api.head_client import open_session
+from tinkercloud_api.head_client import open_client
 from tinkercloud_api.providers.base import (
+    HeadEndpoint,
     HeadFailed,
-    HeadRoute,
+    Pending,
     Placement,
     ServedModel,
-    Waiting,
+    unknown_base_model,
 )
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol import routes
@@ -49,16 +50,16 @@ log = structlog.get_logger(__name__)
 _ADOPT_SECONDS = 5.0
 _LEASE_RETRY_SECONDS = 0.2
 _STOP_MARGIN_SECONDS = 10.0
-"""Between the end of what a stopping head may do and its end."""
+"""Time for a head to exit after its own shutdown timeout, before it is killed."""
 _LOG_TAIL_BYTES = 4096
 _BACKOFF_SECONDS = 1.0
 _MAX_BACKOFF_SECONDS = 60.0
-"""After a start that failed, until the next one; twice as long after each."""
+"""Limit of the delay between failed starts, which doubles after each failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What a server leaves for the next one about a running head."""
+    """Record of a running head in `head.json`, from which the next server takes it over."""
 
     pid: int
     url: str
@@ -66,11 +67,11 @@ class _Record:
 
 
 class _Killed(HeadFailed):
-    """A head was killed while it started."""
+    """A head was killed while it was starting."""
 
 
 class _Backoff:
-    """When a head whose starts fail may be started again."""
+    """Exponential backoff between failed starts of a head."""
 
     def __init__(self) -> None:
         self._failures = 0
@@ -81,14 +82,14 @@ class _Backoff:
         """Check that a start may begin now.
 
         Raises:
-            HeadFailed: the last one failed a moment ago; the message says why and when the next is.
+            HeadFailed: a start failed recently; the message says why, and when to retry.
         """
         left = self._not_before - time.monotonic()
         if left > 0:
-            raise HeadFailed(f"{self._reason}; the next start is tried in {left:.0f} s")
+            raise HeadFailed(f"{self._reason}; retrying is possible in {left:.0f} s")
 
     def record(self, error: BaseException | None) -> None:
-        """Take note of how a start ended."""
+        """Record the outcome of a start; None means success."""
         self._failures = self._failures + 1 if error is not None else 0
         self._reason = str(error)
         pause = min(_BACKOFF_SECONDS * 2.0 ** (self._failures - 1), _MAX_BACKOFF_SECONDS)
@@ -96,7 +97,7 @@ class _Backoff:
 
 
 class _LocalHead:
-    """One base model's head: absent, starting or running."""
+    """The head of one base model: stopped, starting or running."""
 
     def __init__(
         self, model: ServedModel, settings: Settings, client: aiohttp.ClientSession
@@ -106,58 +107,58 @@ class _LocalHead:
         self._client = client
         self._folder = settings.state_dir.absolute() / "heads" / _slug(model.name)
         self._reason = self._folder / "reason"
-        self._starting: asyncio.Task[HeadRoute] | None = None
+        self._starting: asyncio.Task[HeadEndpoint] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._lease: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._backoff = _Backoff()
         self.unsaved = self._folder / "unsaved"
-        """Where a stopping head writes what the checkpoint store does not take."""
-        self.route: HeadRoute | None = None
+        """Folder for suspended runs that the head could not upload to the checkpoint store."""
+        self.endpoint: HeadEndpoint | None = None
         self.newly_ended: list[str] = []
-        """Generations whose end was noticed since somebody looked."""
+        """Generations that have ended and were not yet returned by `LocalProvider.newly_ended`."""
 
-    async def acquire(self) -> HeadRoute:
-        """Return the running head; start it if there is none. Callers share one start.
+    async def acquire(self) -> HeadEndpoint:
+        """Return the running head; start it if needed. Concurrent callers share one start.
 
         Raises:
-            HeadFailed: it could not be started, now or a moment ago: starts that fail are repeated
-                ever more rarely.
+            HeadFailed: the head failed to start, now or recently: failed starts are retried with
+                exponential backoff.
         """
-        if self.route is None:
+        if self.endpoint is None:
             self.begin_start()
         if self._starting is not None:
             return await asyncio.shield(self._starting)
-        assert self.route is not None  # noqa: S101 - neither absent nor starting
-        return self.route
+        assert self.endpoint is not None  # noqa: S101 - neither stopped nor starting
+        return self.endpoint
 
     def begin_start(self) -> None:
-        """Begin to start the head, if it neither runs nor is being started."""
-        if self.route is None and self._starting is None:
+        """Start the head in the background, unless it is running or starting."""
+        if self.endpoint is None and self._starting is None:
             self._backoff.check()
             self._starting = asyncio.create_task(self._start())
-            self._starting.add_done_callback(self._start_is_over)
+            self._starting.add_done_callback(self._start_finished)
 
-    def _start_is_over(self, task: "asyncio.Task[HeadRoute]") -> None:
+    def _start_finished(self, task: "asyncio.Task[HeadEndpoint]") -> None:
         self._starting = None
         if task.cancelled():
             return
         error = task.exception()
         self._backoff.record(error)
         if error is not None:
-            log.error(
-                "a session head could not be started", model=self._model.name, error=str(error)
-            )
+            log.error("session head failed to start", model=self._model.name, error=str(error))
 
-    async def _start(self) -> HeadRoute:
-        """Start the head, once more if it is killed meanwhile: for memory, say, or by an admin."""
+    async def _start(self) -> HeadEndpoint:
+        """Start the head; retry once if it is killed meanwhile, for example for lack of memory."""
         try:
             return await self._start_once()
         except _Killed as error:
-            log.warning("a session head is started once more", reason=error.message)
+            log.warning(
+                "restarting a session head that was killed during its start", reason=error.message
+            )
             return await self._start_once()
 
-    async def _start_once(self) -> HeadRoute:
+    async def _start_once(self) -> HeadEndpoint:
         self._folder.mkdir(parents=True, exist_ok=True)
         token, generation = secrets.token_urlsafe(32), secrets.token_hex(8)
         self._write_secret("token", token)
@@ -168,20 +169,20 @@ class _LocalHead:
             config = self._config(generation, listener.fileno())
             (self._folder / "config.json").write_text(config.model_dump_json(indent=2))
             self._process = await self._spawn(listener.fileno())
-        route = HeadRoute(url, token, generation)
+        endpoint = HeadEndpoint(url, token, generation)
         log.info("session head started", model=self._model.name, pid=self._process.pid)
-        await self._wait_until_ready(route, self._process)
-        self._adopted(route)
+        await self._wait_until_ready(endpoint, self._process)
+        self._adopted(endpoint)
         record = _Record(self._process.pid, url, generation)
         self._write_secret("head.json", json.dumps(asdict(record)))
-        return route
+        return endpoint
 
     async def _spawn(self, listening_fd: int) -> asyncio.subprocess.Process:
         self._keep_log()
         with self._lock_file() as lock, (self._folder / "head.log").open("wb") as output:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._reason.unlink(missing_ok=True)
-            # Of heads that were killed: the lock says that none of them lives.
+            # Left behind by killed heads; the lock guarantees that none of them is running.
             await asyncio.to_thread(shutil.rmtree, self._folder / "scratch", ignore_errors=True)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -198,9 +199,9 @@ class _LocalHead:
             return process
 
     def _keep_log(self) -> None:
-        """Keep the log of the last head that was ready, whose last words say why it ended.
+        """Keep the log of the last head that was ready, which may show why it ended.
 
-        Starts that failed since then do not replace it: the server's own log says why.
+        Failed starts do not replace it: their reasons are in the server's own log.
         """
         with contextlib.suppress(FileNotFoundError):
             (self._folder / "head.json").unlink()
@@ -232,9 +233,9 @@ class _LocalHead:
         )
 
     async def _wait_until_ready(
-        self, route: HeadRoute, process: asyncio.subprocess.Process
+        self, endpoint: HeadEndpoint, process: asyncio.subprocess.Process
     ) -> None:
-        ready = asyncio.create_task(self._get(route, routes.HEAD_WAIT_READY))
+        ready = asyncio.create_task(self._get(endpoint, routes.HEAD_WAIT_READY))
         ended = asyncio.create_task(process.wait())
         seconds = self._settings.head_deadline_seconds
         try:
@@ -242,7 +243,7 @@ class _LocalHead:
                 {ready, ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
             )
         finally:
-            # Also when the start is given up: a task that nobody awaits has its error logged.
+            # Also on cancellation: asyncio logs the exceptions of tasks that nobody awaits.
             ready.cancel()
             ended.cancel()
             await asyncio.gather(ready, ended, return_exceptions=True)
@@ -251,23 +252,24 @@ class _LocalHead:
         if process.returncode is None:
             process.kill()
             await process.wait()
-        what = "ended" if done else f"was not ready within {seconds:.0f} s"
+        what = "exited" if done else f"was not ready within {seconds:.0f} s"
         message = (
-            f"the session head of {self._model.name!r} {what} while starting: {self._last_words()}"
+            f"the session head of {self._model.name!r} failed to start: it {what}:"
+            f" {self._failure_reason()}"
         )
-        # A negative code is a signal that this server did not send.
+        # A negative exit code means that the process was killed by somebody else.
         raise (_Killed if done and (process.returncode or 0) < 0 else HeadFailed)(message)
 
-    def _last_words(self) -> str:
+    def _failure_reason(self) -> str:
         with contextlib.suppress(FileNotFoundError):
             return self._reason.read_text().strip()
         tail = (self._folder / "head.log").read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
         lines = [line for line in tail.splitlines() if line.strip()]
         errors = [line for line in lines if '"level": "error"' in line or "Error" in line]
-        return (errors or lines or ["no output"])[-1][:500]
+        return (errors or lines or ["no output in its log"])[-1][:500]
 
     async def adopt(self) -> None:
-        """Take over the head a previous server left running, or see it to its end."""
+        """Take over a head that a previous server left running, or stop it."""
         if not await self._adopt():
             await self.stop()
 
@@ -277,28 +279,30 @@ class _LocalHead:
             token = (self._folder / "token").read_text()
         except (FileNotFoundError, ValueError, TypeError):
             return False
-        route = HeadRoute(record.url, token, record.generation)
+        endpoint = HeadEndpoint(record.url, token, record.generation)
         try:
             async with asyncio.timeout(_ADOPT_SECONDS):
-                status = HeadStatus.model_validate_json(await self._get(route, routes.HEAD_STATUS))
+                status = HeadStatus.model_validate_json(
+                    await self._get(endpoint, routes.HEAD_STATUS)
+                )
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return False
         if status.generation != record.generation:
             return False
-        log.info("session head found running", model=self._model.name, pid=record.pid)
-        self._adopted(route)
+        log.info("took over a running session head", model=self._model.name, pid=record.pid)
+        self._adopted(endpoint)
         return True
 
-    def _adopted(self, route: HeadRoute) -> None:
+    def _adopted(self, endpoint: HeadEndpoint) -> None:
         log.info("the model is ready", model=self._model.name)
-        self.route = route
-        self._lease = asyncio.create_task(self._hold_lease(route))
+        self.endpoint = endpoint
+        self._lease = asyncio.create_task(self._hold_lease(endpoint))
 
-    async def _hold_lease(self, route: HeadRoute) -> None:
-        """Hold the head's lease; when it can't be held any more, the head is ending."""
+    async def _hold_lease(self, endpoint: HeadEndpoint) -> None:
+        """Hold the head's lease. If the connection is refused, the head is terminating."""
         while True:
             try:
-                await self._get(route, routes.HEAD_LEASE)
+                await self._get(endpoint, routes.HEAD_LEASE)
                 await asyncio.sleep(_LEASE_RETRY_SECONDS)
             except aiohttp.ClientConnectorError:
                 break
@@ -306,19 +310,23 @@ class _LocalHead:
                 continue
         await self._ended()
         if self._is_stopping:
-            log.info("session head has stopped", model=self._model.name)
+            log.info("session head stopped", model=self._model.name)
         else:
-            log.error("session head is gone", model=self._model.name, generation=route.generation)
-        self.route = None
-        self.newly_ended.append(route.generation)
+            log.error(
+                "session head ended unexpectedly",
+                model=self._model.name,
+                generation=endpoint.generation,
+            )
+        self.endpoint = None
+        self.newly_ended.append(endpoint.generation)
 
     async def _ended(self) -> None:
-        """Wait until no process of the head is left."""
+        """Wait until all processes of the head have ended."""
         with self._lock_file() as lock:
             await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
 
     def _running_pid(self) -> int | None:
-        """Return the head's process, whoever started it; None if there is none."""
+        """Return the process id of the head, started by any server, or None if there is none."""
         with self._lock_file() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -327,19 +335,19 @@ class _LocalHead:
                 return int(lock.read() or 0) or None
         return None
 
-    async def _get(self, route: HeadRoute, path: str) -> bytes:
+    async def _get(self, endpoint: HeadEndpoint, path: str) -> bytes:
         async with self._client.get(
-            route.url + path,
-            headers={routes.HEAD_TOKEN_HEADER: route.token},
+            endpoint.url + path,
+            headers={routes.HEAD_TOKEN_HEADER: endpoint.token},
             timeout=aiohttp.ClientTimeout(total=None),
         ) as response:
             if response.status != HTTPStatus.OK:
-                # Not aiohttp's error, which shows the request's headers, and so the token.
-                raise aiohttp.ClientError(f"{path} was answered with status {response.status}")
+                # aiohttp's own error contains the request headers, which include the token.
+                raise aiohttp.ClientError(f"{path} returned status {response.status}")
             return await response.read()
 
     async def stop(self) -> None:
-        """Stop the head and wait for its end."""
+        """Stop the head and wait until it has ended."""
         self._is_stopping = True
         try:
             await self._stop()
@@ -357,7 +365,9 @@ class _LocalHead:
         seconds = self._settings.timings.stop_seconds + _STOP_MARGIN_SECONDS
         done, _ = await asyncio.wait({ended}, timeout=seconds)
         if not done:
-            log.error("a session head does not end and is killed", model=self._model.name, pid=pid)
+            log.error(
+                "killing a session head that does not stop in time", model=self._model.name, pid=pid
+            )
             _signal(pid, signal.SIGKILL)
             await ended
         if self._lease is not None:
@@ -366,7 +376,7 @@ class _LocalHead:
             await self._process.wait()
 
     def _write_secret(self, name: str, content: str) -> None:
-        """Write a file only this user can read, whole or not at all."""
+        """Atomically write a file that only this user can read."""
         temporary = self._folder / f".{name}.{os.getpid()}"
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
@@ -375,7 +385,7 @@ class _LocalHead:
 
 
 class LocalProvider:
-    """See `providers.base.SessionProvider`, whose contract this class fulfils."""
+    """Implements `providers.base.SessionProvider`."""
 
     def __init__(self, models: list[ServedModel], settings: Settings) -> None:
         self._models = {model.name: model for model in models}
@@ -385,7 +395,7 @@ class LocalProvider:
 
     async def start(self) -> None:
         """See `SessionProvider.start`."""
-        self._client = open_session()
+        self._client = open_client()
         for model in self._models.values():
             head = _LocalHead(model, self._settings, self._client)
             self._heads[model.name] = head
@@ -404,52 +414,49 @@ class LocalProvider:
         return list(self._models.values())
 
     async def admit(self, placement: Placement) -> ModelSpec:
-        """See `SessionProvider.admit`. There are no pods here to choose anything about."""
+        """See `SessionProvider.admit`. Options for pods have no effect here and are rejected."""
         assert placement.model is not None  # noqa: S101 - only runs are admitted
-        if chosen := placement.choices.named():
+        if keys := placement.options.set_keys():
             raise InvalidRequest(
-                f"{', '.join(chosen)}: this server runs without Kubernetes; leave it out of tags"
-                " and user_metadata"
+                f"{', '.join(keys)}: not supported by a server without Kubernetes; remove it from"
+                " tags and user_metadata"
             )
         return placement.model
 
-    def find(self, placement: Placement) -> HeadRoute | None:
+    def find(self, placement: Placement) -> HeadEndpoint | None:
         """See `SessionProvider.find`."""
         head = self._heads.get(placement.base_model)
-        return head.route if head is not None else None
+        return head.endpoint if head is not None else None
 
-    async def acquire(self, placement: Placement) -> HeadRoute:
+    async def acquire(self, placement: Placement) -> HeadEndpoint:
         """See `SessionProvider.acquire`."""
         head = self._heads.get(placement.base_model)
         if head is None:
-            raise NotFound(
-                f"base model {placement.base_model!r} is not served here; the served ones are"
-                f" {', '.join(map(repr, self._models))}"
-            )
+            raise NotFound(unknown_base_model(placement.base_model, self.models()))
         return await head.acquire()
 
-    def waiting(self, placement: Placement) -> Waiting:
-        """See `SessionProvider.waiting`."""
+    def pending(self, placement: Placement) -> Pending:
+        """See `SessionProvider.pending`."""
         reason = f"the session head of {placement.base_model!r} is loading the model"
-        return Waiting("paused_capacity", reason)
+        return Pending("paused_capacity", reason)
 
-    def shared_heads(self) -> list[HeadRoute]:
-        """See `SessionProvider.shared_heads`: all of them are."""
-        return [head.route for head in self._heads.values() if head.route is not None]
+    def shared_heads(self) -> list[HeadEndpoint]:
+        """See `SessionProvider.shared_heads`: all local heads are shared."""
+        return [head.endpoint for head in self._heads.values() if head.endpoint is not None]
 
     def runs(self) -> list[str]:
         """See `SessionProvider.runs`: heads are shared by all runs of a base model."""
         return []
 
     async def is_gone(self, placement: Placement) -> bool:  # noqa: ARG002 - part of the interface
-        """See `SessionProvider.is_gone`: a head can always be started again."""
+        """See `SessionProvider.is_gone`: a local head can always be restarted."""
         return False
 
     def has_ended(self, placement: Placement, generation: str) -> bool:
         """See `SessionProvider.has_ended`."""
-        route = self.find(placement)
-        # A route is there until the head's last process has ended.
-        return route is None or route.generation != generation
+        endpoint = self.find(placement)
+        # The endpoint is set until the head's last process has ended.
+        return endpoint is None or endpoint.generation != generation
 
     def unsaved(self, placement: Placement) -> Path | None:
         """See `SessionProvider.unsaved`."""
@@ -463,22 +470,22 @@ class LocalProvider:
             head.newly_ended.clear()
         return ended
 
-    def mistrust(self, route: HeadRoute) -> None:
-        """See `SessionProvider.mistrust`: the lease tells when a head is gone."""
+    def invalidate(self, endpoint: HeadEndpoint) -> None:
+        """See `SessionProvider.invalidate`: not needed, as the lease detects the end of a head."""
 
     async def release(self, placement: Placement) -> None:
-        """See `SessionProvider.release`: nothing belongs to one run alone."""
+        """See `SessionProvider.release`: local heads are shared, so there is nothing to remove."""
 
 
 def _slug(name: str) -> str:
-    """Return a folder name that is readable, and different for different model names."""
+    """Return a readable folder name that is unique to a model name."""
     readable = re.sub(r"[^0-9A-Za-z.-]+", "-", name).strip("-.")[:48]
     return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def _head_environment() -> Mapping[str, str]:
-    # OpenMP's threads must sleep when they have nothing to do: spinning ones starve the server
-    # and each other on a small machine.
+    # Idle OpenMP threads must sleep: on a small machine, spinning threads starve the server and
+    # each other.
     defaults = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
     own = {name for name in os.environ if name.startswith("TINKERCLOUD_")}
     return defaults | {name: value for name, value in os.environ.items() if name not in own}

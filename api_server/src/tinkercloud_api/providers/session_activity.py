@@ -1,7 +1,7 @@
-"""Tells the operator when sessions were last used: an annotation, at most once a minute each.
+"""Records the last use of sessions for the operator in an annotation, at most once a minute each.
 
-The annotation itself says when it was written last, by whichever replica, so replicas do not
-multiply the writes.
+The annotation itself shows when a replica last wrote it, so several replicas do not write more
+often.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 
 import structlog
 
-from tinkercloud_api.providers.session_status import Session, asleep_since
+from tinkercloud_api.providers.session_status import TrainingSessionView, idle_since
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import timestamp
 from tinkercloud_kube.client import Client, ObjectRef
@@ -21,38 +21,38 @@ log = structlog.get_logger(__name__)
 
 _SHORTEST = timedelta(seconds=labels.LAST_ACTIVITY_SECONDS)
 _SPREAD_SECONDS = 10.0
-"""Replicas write at different moments, so that the first one's word keeps the others quiet."""
+"""Random delay, so that one replica writes first and the others see its annotation."""
 _AFTER_FAILURE_SECONDS = 5.0
 
 
-class Stamps:
-    """Writes of the last-activity annotation. Belongs to one event loop."""
+class ActivityAnnotator:
+    """Writes the last-activity annotation. Belongs to one event loop."""
 
     def __init__(self, api: Client) -> None:
         self._api = api
         self._not_before: dict[str, float] = {}
-        """Monotonic time before which a session is not written again by this process."""
+        """Monotonic time before which this process does not annotate a session again."""
         self._writes: dict[str, asyncio.Task[None]] = {}
 
-    def touch(self, session: Session) -> None:
-        """Note that a session is being used; write it if that has not been said for a minute."""
+    def touch(self, session: TrainingSessionView) -> None:
+        """Record that a session is in use; annotate it if the annotation is older than a minute."""
         if time.monotonic() < self._not_before.get(session.name, 0) or session.is_deleted:
             return
         moment = datetime.now(UTC)
-        said = session.last_activity
-        if said is not None and moment - said < _SHORTEST:
+        recorded = session.last_activity
+        if recorded is not None and moment - recorded < _SHORTEST:
             spread = random.uniform(0, _SPREAD_SECONDS)  # noqa: S311 - guards nothing
-            rest = (said + _SHORTEST - moment).total_seconds() + spread
+            rest = (recorded + _SHORTEST - moment).total_seconds() + spread
             self._not_before[session.name] = time.monotonic() + rest
             return
         self._begin(session.name, moment)
 
-    def wake(self, session: Session) -> None:
-        """Say at once that a session suspended for idleness is wanted, unless that was said."""
-        asleep = asleep_since(session)
-        said = session.last_activity
-        if asleep is not None and (said is None or said <= asleep):
-            self._begin(session.name, max(datetime.now(UTC), asleep + timedelta(seconds=1)))
+    def wake(self, session: TrainingSessionView) -> None:
+        """Annotate a session that was suspended for idleness, so that the operator resumes it."""
+        idle = idle_since(session)
+        recorded = session.last_activity
+        if idle is not None and (recorded is None or recorded <= idle):
+            self._begin(session.name, max(datetime.now(UTC), idle + timedelta(seconds=1)))
 
     def _begin(self, name: str, moment: datetime) -> None:
         if name in self._writes:
@@ -70,12 +70,14 @@ class Stamps:
             return
         except KubernetesError as error:
             self._not_before[name] = time.monotonic() + _AFTER_FAILURE_SECONDS
-            log.warning("could not say that a session is used", session=name, error=str(error))
+            log.warning(
+                "cannot annotate a session with its last activity", session=name, error=str(error)
+            )
 
     def forget(self, name: str) -> None:
-        """Drop what is known of a session that is no more."""
+        """Drop the state of a deleted session."""
         self._not_before.pop(name, None)
 
     async def stop(self) -> None:
-        """Finish the writes that have begun."""
+        """Wait for the writes in progress."""
         await asyncio.gather(*self._writes.values())

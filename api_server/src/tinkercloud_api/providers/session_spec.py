@@ -1,7 +1,4 @@
-"""TrainingSessions as the API server declares them: names, objects and what may be asked for.
-
-Pure functions.
-"""
+"""Builds TrainingSession manifests and checks the options of runs. Pure functions."""
 
 import hashlib
 import re
@@ -12,8 +9,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from tinkercloud_api.providers.base import Placement
-from tinkercloud_api.providers.choices import PREFIX, Choices
-from tinkercloud_api.providers.session_status import BaseModel, Session
+from tinkercloud_api.providers.session_options import PREFIX, SessionOptions
+from tinkercloud_api.providers.session_status import BaseModelView, TrainingSessionView
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import timestamp
 from tinkercloud_crds.shapes import Idle
@@ -31,14 +28,14 @@ _LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 
 
 def session_name(placement: Placement) -> str:
-    """Return the name of the TrainingSession that serves a placement unless another one does.
+    """Return the name of the TrainingSession that is created for a placement.
 
-    `ts-<client session>-<index>-<check>` for a run, such as `ts-4f9c2a71-0-b81c09de`: 8 hex digits
-    of the client session's hash and 8 of the whole model id's, so that the runs of one client stand
-    together in a list and two ids share a name only if two independent hashes collide at once. A
-    head must never get another run's bytes, so even then nothing is shared: `is_of` compares the
-    model id that the specification states, which cannot be changed. `sampler-<hash>` for samplers
-    of one owner and base model. At most 40 characters, begins with a letter.
+    For a run: `ts-<client session>-<index>-<check>`, such as `ts-4f9c2a71-0-b81c09de`, with 8 hex
+    digits of the client session's hash and 8 of the model id's hash. The runs of one client are
+    adjacent in a list, and two ids share a name only if two independent hashes collide. A head must
+    never receive another run's data, so `is_of` also compares the model id in the spec, which is
+    immutable. For samplers of one owner and base model: `sampler-<hash>`. Names have at most 40
+    characters and start with a letter.
     """
     if placement.model is None:
         return f"sampler-{_digest(placement.owner, placement.base_model)[:16]}"
@@ -47,8 +44,8 @@ def session_name(placement: Placement) -> str:
     return f"ts-{session[:8]}-{model_id.index}-{check[:8]}"
 
 
-def is_of(session: Session, placement: Placement) -> bool:
-    """Whether a session of a placement's name was made for it, and not for another of that name."""
+def is_of(session: TrainingSessionView, placement: Placement) -> bool:
+    """Whether a session with a placement's name was created for it, and not for a colliding one."""
     spec = session.spec
     if placement.model is not None:
         return spec.model_id == placement.target and spec.owner == placement.owner
@@ -56,31 +53,35 @@ def is_of(session: Session, placement: Placement) -> bool:
 
 
 def owner_label(owner: str) -> str:
-    """Return an owner as a label's value: as it is if it can be one, else its hash."""
+    """Return an owner as a label value: unchanged if it is valid, otherwise its hash."""
     return owner if _LABEL.fullmatch(owner) else f"sha256-{_digest(owner)[:32]}"
 
 
-def training_session(placement: Placement, base_model: BaseModel | None, now: datetime) -> Manifest:
+def training_session(
+    placement: Placement, base_model: BaseModelView | None, now: datetime
+) -> Manifest:
     """Return the TrainingSession of a placement.
 
     Args:
-        placement: what it is for.
-        base_model: what is offered under the placement's base model, if it still is.
-        now: when it was asked for.
+        placement: the run or samplers that the session serves.
+        base_model: the BaseModel of the placement, if it still exists.
+        now: time of the request.
 
     Raises:
-        InvalidRequest: no TrainingSession can say this; the message names the field.
+        InvalidRequest: the TrainingSession would be invalid; the message names the field.
     """
     spec: dict[str, Any] = {"base_model": placement.base_model, "owner": placement.owner}
     if placement.model is None:
         spec["role"] = "Sampler"
     else:
         spec |= _training(placement.target, placement.model)
-    spec |= _chosen(placement.choices, base_model)
+    spec |= _options(placement.options, base_model)
     try:
         declared = TrainingSessionSpec(**spec)
     except ValidationError as error:
-        raise InvalidRequest(f"no TrainingSession can be made of this: {describe(error)}") from None
+        raise InvalidRequest(
+            f"cannot create a TrainingSession for this request: {describe(error)}"
+        ) from None
     return {
         "apiVersion": labels.API_VERSION,
         "kind": "TrainingSession",
@@ -113,14 +114,14 @@ def _training(model_id: str, model: ModelSpec) -> dict[str, Any]:
 
 
 def _is_training_checkpoint(path: str) -> bool:
-    # The only kind that the resource can state; the head is told of any.
+    # The resource accepts only this kind; the head receives any kind in its model spec.
     return CheckpointPath.parse(path).kind is CheckpointKind.TRAINING
 
 
 def _lora(lora: LoraConfig) -> Lora:
     return Lora(
         rank=lora.rank,
-        # The resource states what a JSON number can; the head is told the seed itself.
+        # Larger seeds are not exact as JSON numbers; the head receives the seed in its model spec.
         seed=lora.seed if lora.seed is not None and lora.seed <= _MAX_SEED else None,
         train_attention=lora.train_attn,
         train_mlp=lora.train_mlp,
@@ -128,86 +129,89 @@ def _lora(lora: LoraConfig) -> Lora:
     )
 
 
-def _chosen(choices: Choices, base_model: BaseModel | None) -> dict[str, Any]:
+def _options(options: SessionOptions, base_model: BaseModelView | None) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    if choices.queue is not None:
-        fields["queue_name"] = choices.queue
-    if choices.priority is not None:
-        fields["priority_class_name"] = choices.priority
-    if choices.idle_timeout is not None or choices.idle_action is not None:
+    if options.queue is not None:
+        fields["queue_name"] = options.queue
+    if options.priority is not None:
+        fields["priority_class_name"] = options.priority
+    if options.idle_timeout is not None or options.idle_action is not None:
         default = base_model.spec.sessions.idle if base_model is not None else Idle()
         fields["idle"] = Idle(
-            timeout_seconds=choices.idle_timeout or default.timeout_seconds,
-            action=choices.idle_action or default.action,
+            timeout_seconds=options.idle_timeout or default.timeout_seconds,
+            action=options.idle_action or default.action,
         )
     return fields
 
 
-def check_choices(choices: Choices, base_model: BaseModel) -> None:
-    """Check that a run may choose what it does.
+def check_options(options: SessionOptions, base_model: BaseModelView) -> None:
+    """Check that a run's options are allowed.
 
     Raises:
-        InvalidRequest: its BaseModel does not allow it; the message lists what is allowed.
+        InvalidRequest: the BaseModel does not allow an option; the message lists allowed values.
     """
     policy, own = base_model.spec.sessions, base_model.spec.placement
-    _check_name("queue", choices.queue, own.queue_name, policy.queue_names)
-    _check_name("priority", choices.priority, own.priority_class_name, policy.priority_class_names)
+    _check_name("queue", options.queue, own.queue_name, policy.queue_names)
+    _check_name("priority", options.priority, own.priority_class_name, policy.priority_class_names)
     longest = policy.max_idle_timeout_seconds
-    if choices.idle_timeout is not None and longest is not None and choices.idle_timeout > longest:
+    if options.idle_timeout is not None and longest is not None and options.idle_timeout > longest:
         raise InvalidRequest(
-            f"{PREFIX}idle-timeout: {choices.idle_timeout} is longer than base model"
+            f"{PREFIX}idle-timeout: {options.idle_timeout} is longer than base model"
             f" {base_model.spec.model_name!r} allows ({longest} seconds)"
         )
 
 
-def _check_name(choice: str, chosen: str | None, own: str | None, others: list[str]) -> None:
+def _check_name(option: str, value: str | None, own: str | None, others: list[str]) -> None:
     allowed = [*([own] if own is not None else []), *others]
-    if chosen is not None and chosen not in allowed:
-        offered = ", ".join(map(repr, allowed)) or "none: leave it out"
-        raise InvalidRequest(f"{PREFIX}{choice}: {chosen!r} is not allowed; allowed are {offered}")
+    if value is not None and value not in allowed:
+        values = ", ".join(map(repr, allowed)) or "none; remove the option"
+        raise InvalidRequest(
+            f"{PREFIX}{option}: {value!r} is not allowed; allowed values: {values}"
+        )
 
 
-def attached_model(placement: Placement, session: Session | None) -> ModelSpec:
-    """Return the model that a run becomes in a session declared by somebody else.
+def attached_model(placement: Placement, session: TrainingSessionView | None) -> ModelSpec:
+    """Return the model spec of a run that attaches to a session declared by somebody else.
 
-    A seed and a checkpoint to start from come from the declaration, unless the run states them.
+    The seed and the checkpoint to start from default to those of the declaration.
 
     Raises:
-        NotFound: there is no such session for the run's owner.
-        InvalidRequest: the session is not what the run asks for; the message names the difference.
+        NotFound: the session does not exist for the run's owner.
+        InvalidRequest: the session does not match the run; the message names the differences.
     """
-    name = placement.choices.session
+    name = placement.options.session
     if session is None or session.spec.owner != placement.owner:
         raise NotFound(f"{PREFIX}session: TrainingSession {name!r} does not exist for this owner")
     spec, model = session.spec, placement.model
     assert model is not None  # noqa: S101 - only runs are admitted
     if spec.model_id is not None or spec.role != "Trainer":
         raise InvalidRequest(
-            f"{PREFIX}session: TrainingSession {name!r} was not declared to be attached to; leave"
-            " spec.modelId out and let spec.role be Trainer"
+            f"{PREFIX}session: TrainingSession {name!r} does not allow attaching; it must have no"
+            " spec.modelId, and Trainer as spec.role"
         )
-    if others := [key for key in placement.choices.named() if key != f"{PREFIX}session"]:
+    if others := [key for key in placement.options.set_keys() if key != f"{PREFIX}session"]:
         raise InvalidRequest(
-            f"{', '.join(others)}: TrainingSession {name!r} decides this itself; leave it out"
+            f"{', '.join(others)}: set by TrainingSession {name!r} itself; remove the option"
         )
     if differences := _differences(placement, model, spec):
         raise InvalidRequest(
-            f"{PREFIX}session: TrainingSession {name!r} differs in {'; '.join(differences)}"
+            f"{PREFIX}session: TrainingSession {name!r} does not match this run:"
+            f" {'; '.join(differences)}"
         )
     return _completed(model, spec)
 
 
 def _differences(placement: Placement, model: ModelSpec, spec: TrainingSessionSpec) -> list[str]:
-    declared, asked = spec.lora, _lora(model.lora) if model.lora is not None else None
+    declared, requested = spec.lora, _lora(model.lora) if model.lora is not None else None
     pairs: list[tuple[str, object, object]] = [
         ("baseModel", spec.base_model, placement.base_model),
         ("optimizer", spec.optimizer, model.optimizer.type),
     ]
-    if declared is None or asked is None:
-        pairs.append(("lora", _kind(declared), _kind(asked)))
+    if declared is None or requested is None:
+        pairs.append(("lora", _kind(declared), _kind(requested)))
     else:
         pairs += [
-            (f"lora.{field}", getattr(declared, attribute), getattr(asked, attribute))
+            (f"lora.{field}", getattr(declared, attribute), getattr(requested, attribute))
             for field, attribute in (
                 ("rank", "rank"),
                 ("trainAttention", "train_attention"),
@@ -215,13 +219,17 @@ def _differences(placement: Placement, model: ModelSpec, spec: TrainingSessionSp
                 ("trainUnembed", "train_unembed"),
             )
         ]
-        if declared.seed is not None and asked.seed is not None:
-            pairs.append(("lora.seed", declared.seed, asked.seed))
-    return [f"{name}: {has!r} there, {wants!r} here" for name, has, wants in pairs if has != wants]
+        if declared.seed is not None and requested.seed is not None:
+            pairs.append(("lora.seed", declared.seed, requested.seed))
+    return [
+        f"{name} is {has!r} in the session, but {wants!r} was requested"
+        for name, has, wants in pairs
+        if has != wants
+    ]
 
 
 def _kind(lora: Lora | None) -> str:
-    return "the whole model" if lora is None else "an adapter"
+    return "full fine-tuning" if lora is None else "LoRA"
 
 
 def _completed(model: ModelSpec, spec: TrainingSessionSpec) -> ModelSpec:

@@ -1,1 +1,1 @@
-"""HTTP: each handler reads a request, checks whose it is, asks the parts, and answers."""
+"""HTTP request handlers, grouped by the SDK's nouns."""

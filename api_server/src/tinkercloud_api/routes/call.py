@@ -1,4 +1,4 @@
-"""One request on a hot path, and the way to the head that it is for."""
+"""One request on a hot path, and how it reaches its session head."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
@@ -9,90 +9,92 @@ from urllib.parse import quote
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.context import Context
 from tinkercloud_api.http import HotRequest
-from tinkercloud_api.providers.base import HeadRoute, Waiting
-from tinkercloud_api.proxy import StaleRoute
+from tinkercloud_api.providers.base import HeadEndpoint, Pending
+from tinkercloud_api.proxy import StaleEndpoint
 from tinkercloud_protocol.asgi import Send
 from tinkercloud_protocol.errors import Unavailable
 
-_HOLD_SECONDS = 45.0
-"""How long a request waits for a head that is on its way: less than the SDK's own 60."""
-_SILENCE_SECONDS = 60.0
-"""Of a head that was sent all of a request: what takes long is a future, and the SDK waits no
-longer."""
+SMALL_BODY_BYTES = 1 << 20
+"""Limit of bodies that name a request, and of what is parsed on the event loop."""
+_WAIT_SECONDS = 45.0
+"""How long a request waits for a head that is starting: less than the SDK's own 60 s."""
+_RESPONSE_SECONDS = 60.0
+"""How long a head that has received a whole request may take to respond. Long operations return
+futures, and the SDK waits no longer than this."""
 
 
 @dataclass(slots=True)
 class Call:
-    """One request and what is known of it."""
+    """One request, its caller, and the state of its response."""
 
     server: Context
     request: HotRequest
     raw_send: Send
     principal: Principal
-    """Who is asking."""
+    """The caller."""
     has_answered: bool = False
-    """Whether any part of an answer has been sent."""
+    """Whether any part of the response has been sent."""
     status: int | None = None
-    """Of the answer, once it has begun."""
+    """Status of the response; None until the response has started."""
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Send a part of the answer (ASGI)."""
+        """Send a part of the response (ASGI)."""
         self.has_answered = True
         self.status = message.get("status", self.status)
         await self.raw_send(message)
 
     async def forward(
         self,
-        route: HeadRoute,
+        endpoint: HeadEndpoint,
         target: str,
         body: bytes | AsyncIterator[bytes],
         *,
         replace: Mapping[int, tuple[int, bytes]] | None = None,
         refusal: str | None = None,
-        silence_seconds: float = _SILENCE_SECONDS,
+        timeout_seconds: float = _RESPONSE_SECONDS,
     ) -> None:
         """Forward to a head, as `Proxy.forward` does."""
         try:
             await self.server.proxy.forward(
                 self.send,
-                route,
+                endpoint,
                 quote(self.request.path),
                 target=target,
                 headers=self.request.headers,
                 body=body,
                 replace=replace,
                 refusal=refusal,
-                silence_seconds=silence_seconds,
+                timeout_seconds=timeout_seconds,
             )
-        except StaleRoute:
-            self.server.provider.mistrust(route)
+        except StaleEndpoint:
+            self.server.provider.invalidate(endpoint)
             raise
 
 
 Handler = Callable[[Call], Awaitable[None]]
 
 
-async def route_run(call: Call, model_id: str) -> HeadRoute:
-    """Return the head of a model that is the caller's.
+async def head_for_run(call: Call, model_id: str) -> HeadEndpoint:
+    """Return the head of a model that the caller owns.
 
     Raises:
-        NotFound: it is not.
-        Unavailable: its head is not there yet; the message says why.
+        NotFound: the model does not exist for this caller.
+        Unavailable: its head is not ready yet; the message states the reason.
     """
-    await call.server.router.authorize_run(model_id, call.principal)
+    await call.server.locator.authorize_run(model_id, call.principal)
     call.server.activity.touch(model_id)
-    router = call.server.router
-    return await held(router.head_of_run(model_id), lambda: router.why_waiting(model_id))
+    locator = call.server.locator
+    return await wait_for_head(locator.head_of_run(model_id), lambda: locator.run_pending(model_id))
 
 
-async def held(head: Awaitable[HeadRoute], why: Callable[[], Waiting]) -> HeadRoute:
-    """Wait for a head as long as a client waits for an answer.
+async def wait_for_head(head: Awaitable[HeadEndpoint], why: Callable[[], Pending]) -> HeadEndpoint:
+    """Wait for a head for as long as a client waits for a response.
 
     Raises:
-        Unavailable: it is not there yet; the message says why.
+        Unavailable: the head is not ready yet; the message states the reason.
     """
     try:
-        async with asyncio.timeout(_HOLD_SECONDS):
+        async with asyncio.timeout(_WAIT_SECONDS):
             return await head
     except TimeoutError:
         raise Unavailable(why().reason) from None

@@ -1,4 +1,4 @@
-"""Health that means ready: the catalog and the object store answer."""
+"""Health checks. The server is healthy if the catalog and the checkpoint store respond."""
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
@@ -11,14 +11,14 @@ router = APIRouter(tags=["health"])
 
 @router.get("/livez")
 async def live() -> dict[str, str]:
-    """Answer as long as the process serves."""
+    """Respond as long as the process serves requests."""
     return {"status": "ok"}
 
 
 @router.get("/healthz")
 @router.get("/api/v1/healthz")
 async def healthy(server: Server) -> JSONResponse:
-    """Answer 200 if requests can be served, 503 with the reason if not."""
+    """Return 200 if the server is ready, otherwise 503 with the reason."""
     try:
         await server.catalog.ping()
         await server.checkpoints.ping()

@@ -1,8 +1,8 @@
-"""A read-only mirror of the served models' tokenizers, in the Hugging Face hub's own protocol.
+"""A read-only mirror of the served models' tokenizers, with the API of the Hugging Face hub.
 
-The SDK loads tokenizers from the hub, on the client. With `HF_ENDPOINT=http://<server>/hf` it
-gets those of the served models from here instead, without a network. Only the files a tokenizer
-consists of are served; weights never.
+The SDK loads tokenizers from the hub on the client. With `HF_ENDPOINT=http://<server>/hf`, it loads
+those of the served models from this server instead, without internet access. Only the files of
+tokenizers are served, never weights.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ _SERVED_FILES = (
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of a model's folder that belong to its tokenizer."""
+    """Return the tokenizer files in a model's folder."""
     return sorted(
         file
         for file in folder.iterdir()
@@ -53,7 +53,7 @@ def _find(server: Server, repo: str) -> ServedModel | None:
 
 
 def _commit(files: list[Path]) -> str:
-    """Return a revision that changes with the content, in the form of a git commit id."""
+    """Return a revision derived from the files' content, in the format of a git commit id."""
     digest = hashlib.sha1(usedforsecurity=False)
     for file in files:
         known = file.stat()
@@ -63,12 +63,12 @@ def _commit(files: list[Path]) -> str:
 
 @lru_cache(maxsize=4096)
 def _digest(file: Path, _mtime_ns: int, _size: int) -> bytes:
-    """Return a digest of a file's content, which is read again when the file was changed."""
+    """Return a digest of a file's content; the file is read again when it has changed."""
     return hashlib.sha1(file.read_bytes(), usedforsecurity=False).digest()
 
 
 def _missing(code: str) -> Response:
-    """Return the hub's own kind of 404; clients tell a missing file from a missing repository."""
+    """Return a 404 in the hub's format, which distinguishes missing files and repositories."""
     return JSONResponse({"error": code}, 404, {"X-Error-Code": code})
 
 
@@ -89,14 +89,14 @@ def tree(repo: str, revision: str, server: Server) -> Response:
 
 @router.get("/api/models/{repo:path}/tree/{revision}/{folder:path}")
 def subtree(repo: str, revision: str, folder: str, server: Server) -> Response:
-    """Say that a model has no folders."""
+    """Report that a model has no subfolders."""
     del revision, folder
     return _missing("RepoNotFound" if _find(server, repo) is None else "EntryNotFound")
 
 
 @router.get("/api/models/{repo:path}/revision/{revision}")
 def revision(repo: str, revision: str, server: Server) -> Response:
-    """Describe a model at a revision; there is only one."""
+    """Describe a model at a revision; a model has only one."""
     del revision
     return describe(repo, server)
 

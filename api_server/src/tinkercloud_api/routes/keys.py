@@ -10,7 +10,7 @@ router = APIRouter(prefix="/api/v1/auth", tags=["keys"])
 
 @router.get("/apikey/me")
 async def show_key(server: Server, caller: Caller) -> ApiKeyInfo:
-    """Return what is known of the key that was sent."""
+    """Describe the key of the request."""
     details = {"org_details": {"name": "tinkercloud"}, "user_details": {"email": caller.owner}}
     return ApiKeyInfo(
         key_id=caller.key_id,
@@ -24,6 +24,6 @@ async def show_key(server: Server, caller: Caller) -> ApiKeyInfo:
 
 @router.delete("/apikey/me")
 async def revoke_key(server: Server, caller: Caller) -> dict[str, str]:
-    """Revoke the key that was sent, here at once, at other replicas within ten seconds."""
+    """Revoke the key of the request; other replicas reject it within ten seconds."""
     await server.authenticator.revoke(caller)
     return {}

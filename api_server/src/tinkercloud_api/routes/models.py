@@ -1,4 +1,4 @@
-"""Models and samplers: what there is, what was made, and beginning new ones."""
+"""Models and sampling sessions: creating and describing them."""
 
 import ipaddress
 from pathlib import Path
@@ -40,7 +40,7 @@ class WeightsInfoRequest(WireModel):
 
 @router.get("/get_server_capabilities")
 async def capabilities(server: Server, _caller: Caller) -> ServerCapabilities:
-    """List the base models on offer."""
+    """List the served base models."""
     return ServerCapabilities(
         supported_models=[
             SupportedModel(model_name=model.name, max_context_length=model.max_context_length)
@@ -51,9 +51,9 @@ async def capabilities(server: Server, _caller: Caller) -> ServerCapabilities:
 
 @router.post("/create_model")
 async def create_model(request: CreateModelRequest, server: Server, caller: Caller) -> Response:
-    """Begin a training run."""
+    """Create a training run."""
     request_id = await server.training_runs.create(request, caller)
-    log.info("training run begun", request_id=request_id, base_model=request.base_model)
+    log.info("training run created", request_id=request_id, base_model=request.base_model)
     model_id = request_id.rpartition(":")[0]
     return Response(futures.promise(request_id, model_id=model_id), media_type=futures.JSON)
 
@@ -62,10 +62,9 @@ async def create_model(request: CreateModelRequest, server: Server, caller: Call
 async def get_info(
     request: GetInfoRequest, http: Request, server: Server, caller: Caller
 ) -> ModelInfo:
-    """Return what a model is."""
-    run = await server.catalog.run(request.model_id)
-    caller.require(run.owner if run else None, f"model {request.model_id!r}")
-    assert run is not None  # noqa: S101 - `require` has just checked it
+    """Describe a model."""
+    row = await server.catalog.run(request.model_id)
+    run = caller.require(row, f"model {request.model_id!r}")
     served = {model.name: model for model in server.provider.models()}.get(run.base_model)
     return _model_info(run, served, http.client.host if http.client else "")
 
@@ -87,10 +86,11 @@ def _model_info(run: TrainingRun, served: ServedModel | None, client_host: str) 
 
 
 def tokenizer_id(name: str, served: ServedModel | None, client_host: str) -> str:
-    """Return what a client can load the tokenizer by.
+    """Return the name or path from which a client can load the tokenizer.
 
-    A client on this machine can read the model's folder, with or without the mirror under /hf. Any
-    other has to ask by name: the mirror, if its HF_ENDPOINT points there, or the public hub.
+    A client on this machine can read the model's folder, with or without the mirror under /hf. All
+    others load it by name from the mirror, if their HF_ENDPOINT refers to it, or from the public
+    hub.
     """
     if served is not None and served.tokenizer is not None:
         return served.tokenizer
@@ -111,8 +111,8 @@ def _is_this_machine(host: str) -> bool:
 async def create_sampling_session(
     request: CreateSamplingSessionRequest, server: Server, caller: Caller
 ) -> SamplingSessionAnswer:
-    """Begin to sample from a base model or a saved checkpoint."""
-    await server.training_runs.open_session(request.session_id, caller)
+    """Create a sampling session for a base model or a saved checkpoint."""
+    await server.training_runs.active_session(request.session_id, caller)
     base_model, path, saved_at = request.base_model, None, None
     if request.model_path is not None:
         path = CheckpointPath.parse(request.model_path)
@@ -122,10 +122,10 @@ async def create_sampling_session(
                 f"base_model: {path} was trained on {manifest.base_model!r}, not {base_model!r}"
             )
         base_model, saved_at = manifest.base_model, manifest.created_at
-    assert base_model is not None  # noqa: S101 - the request model asks for one of the two
+    assert base_model is not None  # noqa: S101 - the request model requires one of them
     base_model = server.training_runs.served(base_model).name
     session_id = SamplingSessionId(request.session_id, request.sampling_session_seq_id)
-    row = await server.router.begin_sampler(
+    row = await server.locator.add_sampler(
         SamplingSession(
             id=str(session_id),
             session_id=request.session_id,
@@ -141,16 +141,15 @@ async def create_sampling_session(
 
 @router.get("/samplers/{sampler_id}", response_model_exclude_none=True)
 async def show_sampler(sampler_id: str, server: Server, caller: Caller) -> SamplerInfo:
-    """Return what a sampling session samples from."""
-    row = await server.catalog.sampler(sampler_id)
-    caller.require(row.owner if row else None, f"sampling session {sampler_id!r}")
-    assert row is not None  # noqa: S101 - `require` has just checked it
+    """Describe the weights of a sampling session."""
+    found = await server.catalog.sampler(sampler_id)
+    row = caller.require(found, f"sampling session {sampler_id!r}")
     return SamplerInfo(sampler_id=row.id, base_model=row.base_model, model_path=row.model_path)
 
 
 @router.post("/weights_info", response_model_exclude_none=True)
 async def weights_info(request: WeightsInfoRequest, server: Server, caller: Caller) -> WeightsInfo:
-    """Return what a checkpoint holds."""
+    """Describe the weights of a checkpoint."""
     path = CheckpointPath.parse(request.tinker_path)
     manifest = await server.checkpoints.manifest(path, caller)
     lora = manifest.lora

@@ -1,4 +1,4 @@
-"""Training runs and their checkpoints: list, show, delete, publish, let expire."""
+"""Training runs and their checkpoints: list, show, delete, publish and expire."""
 
 from typing import Annotated, Literal
 
@@ -43,8 +43,8 @@ async def list_runs(
     access_scope: Scope = "owned",
     project_id: str | None = None,
 ) -> TrainingRunList:
-    """List training runs, newest first; those of a project if one is named."""
-    owner = caller.listed_owner(access_scope)
+    """List training runs, newest first, optionally of one project."""
+    owner = caller.owner_filter(access_scope)
     rows, total = await server.catalog.runs(owner, Page(offset, limit), project_id)
     checkpoints = await server.checkpoints.of_runs([row.id for row in rows])
     infos = [_run_info(row, checkpoints[row.id]) for row in rows]
@@ -62,7 +62,7 @@ async def show_run(run_id: str, server: Server, caller: Caller) -> TrainingRunIn
 
 @router.get("/training_runs/{run_id}/checkpoints", response_model_exclude_none=True)
 async def list_run_checkpoints(run_id: str, server: Server, caller: Caller) -> CheckpointList:
-    """List a run's checkpoints, oldest first, without pages."""
+    """List all checkpoints of a run, oldest first."""
     await _visible_run(run_id, server, caller)
     await server.checkpoints.discover(run_id)
     return CheckpointList(checkpoints=await server.checkpoints.of_run(run_id))
@@ -77,7 +77,7 @@ async def list_checkpoints(
     access_scope: Scope = "owned",
 ) -> CheckpointList:
     """List checkpoints of all runs, newest first."""
-    owner = caller.listed_owner(access_scope)
+    owner = caller.owner_filter(access_scope)
     infos, total = await server.checkpoints.page(owner, Page(offset, limit))
     cursor = Cursor(offset=offset, limit=limit, total_count=total)
     return CheckpointList(checkpoints=infos, cursor=cursor)
@@ -87,7 +87,7 @@ async def list_checkpoints(
 async def unpublish(
     run_id: str, checkpoint_id: str, server: Server, caller: Caller
 ) -> dict[str, str]:
-    """Let only its owner read a checkpoint."""
+    """Make a checkpoint readable only by its owner."""
     path = CheckpointPath.of_checkpoint_id(run_id, checkpoint_id)
     await server.checkpoints.publish(path, caller, is_public=False)
     return {}
@@ -97,7 +97,7 @@ async def unpublish(
 async def publish(
     run_id: str, checkpoint_id: str, server: Server, caller: Caller
 ) -> dict[str, str]:
-    """Let everybody with a key read a checkpoint."""
+    """Make a checkpoint readable by everybody with an API key."""
     path = CheckpointPath.of_checkpoint_id(run_id, checkpoint_id)
     await server.checkpoints.publish(path, caller, is_public=True)
     return {}
@@ -107,7 +107,7 @@ async def publish(
 async def set_ttl(
     run_id: str, checkpoint_id: str, request: Ttl, server: Server, caller: Caller
 ) -> dict[str, str]:
-    """Let a checkpoint expire some time from now, or never."""
+    """Set when a checkpoint expires; null means never."""
     path = CheckpointPath.of_checkpoint_id(run_id, checkpoint_id)
     await server.checkpoints.set_ttl(path, caller, request.ttl_seconds)
     return {}
@@ -124,10 +124,7 @@ async def delete_checkpoint(
 
 
 async def _visible_run(run_id: str, server: Context, caller: Principal) -> TrainingRun:
-    row = await server.catalog.run(run_id)
-    caller.require(row.owner if row else None, f"training run {run_id!r}")
-    assert row is not None  # noqa: S101 - `require` has just checked it
-    return row
+    return caller.require(await server.catalog.run(run_id), f"training run {run_id!r}")
 
 
 def _run_info(row: TrainingRun, checkpoints: list[CheckpointInfo]) -> TrainingRunInfo:

@@ -1,4 +1,4 @@
-"""Sessions: one for each `ServiceClient`, with its flags, heartbeat and end."""
+"""SDK sessions, one per `ServiceClient`: creation, configuration, heartbeats and end."""
 
 from typing import Annotated, Any, Literal
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.tables import Session
 from tinkercloud_api.context import Caller, Server
-from tinkercloud_api.providers.choices import Choices, gathered
+from tinkercloud_api.providers.session_options import SessionOptions, collect_options
 from tinkercloud_protocol.errors import StateLost
 from tinkercloud_protocol.ids import new_session_id
 from tinkercloud_protocol.listings import (
@@ -44,7 +44,7 @@ class Heartbeat(WireModel):
 
 
 class FinishReason(WireModel):
-    """Why a client is done."""
+    """Why a client ended its session."""
 
     type: Literal["success", "errored", "interrupted"]
 
@@ -57,22 +57,22 @@ class Finish(WireModel):
 
 
 class Telemetry(BaseModel):
-    """POST telemetry: what the SDK reports about itself. Only crashes are of interest here."""
+    """POST telemetry: events that the SDK reports. Only crashes are logged."""
 
     session_id: str = ""
     events: Annotated[Items[dict[str, Any]], Field(max_length=1000)] = []
-    """The SDK sends 100 at most."""
+    """Events of one report; the SDK sends at most 100."""
 
 
 @router.post("/client/config")
 async def client_config(server: Server, _caller: Caller) -> ClientConfig:
-    """Return the flags the SDK asks for before anything else."""
+    """Return the flags that the SDK requests at startup."""
     return ClientConfig(proto_compress_fwdbwd=server.settings.compress_uploads)
 
 
 @router.post("/client/dynamic_config")
 async def dynamic_config(_caller: Caller) -> DynamicConfig:
-    """Return the flags the SDK asks for again and again."""
+    """Return the flags that the SDK requests periodically."""
     return DynamicConfig()
 
 
@@ -80,8 +80,8 @@ async def dynamic_config(_caller: Caller) -> DynamicConfig:
 async def create_session(
     request: CreateSession, server: Server, caller: Caller
 ) -> CreateSessionAnswer:
-    """Begin a session."""
-    Choices.read(gathered(request.tags, request.user_metadata))
+    """Create a session."""
+    SessionOptions.read(collect_options(request.tags, request.user_metadata))
     session = Session(
         id=new_session_id(),
         owner=caller.owner,
@@ -98,12 +98,13 @@ async def create_session(
 
 @router.post("/session_heartbeat")
 async def heartbeat(request: Heartbeat, server: Server, caller: Caller) -> dict[str, str]:
-    """Note that a session's client is alive; tell it if the session is over."""
-    session = await server.catalog.session(request.session_id)
-    caller.require(session.owner if session else None, f"session {request.session_id!r}")
-    if session is None or session.finished_at is not None:
-        raise StateLost(f"session {request.session_id!r} is over")
-    server.activity.beat(request.session_id)
+    """Record that a session's client is alive; return 410 if the session has ended."""
+    session = caller.require(
+        await server.catalog.session(request.session_id), f"session {request.session_id!r}"
+    )
+    if session.finished_at is not None:
+        raise StateLost(f"session {request.session_id!r} has ended; create a new ServiceClient")
+    server.activity.record_heartbeat(request.session_id)
     return {}
 
 
@@ -111,18 +112,16 @@ async def heartbeat(request: Heartbeat, server: Server, caller: Caller) -> dict[
 async def finish(
     session_id: str, request: Finish, server: Server, caller: Caller
 ) -> dict[str, str]:
-    """End a session and free what it holds; the first reason given stays."""
-    session = await server.catalog.session(session_id)
-    caller.require(session.owner if session else None, f"session {session_id!r}")
+    """End a session and free its resources; the first reason is kept."""
+    caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
     await server.training_runs.finish_session(session_id, request.reason.type, request.detail)
     return {}
 
 
 @router.delete("/sessions/{session_id}")
 async def delete_session(session_id: str, server: Server, caller: Caller) -> dict[str, str]:
-    """End a session from outside (not an SDK call). Its checkpoints stay."""
-    session = await server.catalog.session(session_id)
-    caller.require(session.owner if session else None, f"session {session_id!r}")
+    """End a session administratively (not an SDK call), but keep its checkpoints."""
+    caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
     await server.training_runs.finish_session(session_id, "interrupted", "deleted")
     return {}
 
@@ -136,16 +135,14 @@ async def list_sessions(
     access_scope: Literal["owned", "accessible"] = "owned",
 ) -> SessionList:
     """List sessions, newest first."""
-    owner = caller.listed_owner(access_scope)
+    owner = caller.owner_filter(access_scope)
     return SessionList(sessions=list(await server.catalog.sessions(owner, Page(offset, limit))))
 
 
 @router.get("/sessions/{session_id}")
 async def show_session(session_id: str, server: Server, caller: Caller) -> SessionInfo:
-    """Return what a session has made."""
-    session = await server.catalog.session(session_id)
-    caller.require(session.owner if session else None, f"session {session_id!r}")
-    assert session is not None  # noqa: S101 - `require` has just checked it
+    """List the training runs and sampling sessions of a session."""
+    session = caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
     runs = await server.catalog.runs_of_session(session_id)
     samplers = await server.catalog.samplers_of_session(session_id)
     return SessionInfo(
@@ -158,11 +155,11 @@ async def show_session(session_id: str, server: Server, caller: Caller) -> Sessi
 
 @router.post("/telemetry")
 async def telemetry(request: Telemetry, _caller: Caller) -> dict[str, str]:
-    """Take the SDK's reports; crashes of clients are worth a line in the log."""
+    """Accept the SDK's reports and log the crashes of clients."""
     for event in request.events:
         if event.get("event") == "UNHANDLED_EXCEPTION":
             log.info(
-                "a client reports an exception",
+                "client reported an unhandled exception",
                 session_id=request.session_id[:64],
                 error_type=str(event.get("error_type"))[:200],
                 error_message=str(event.get("error_message"))[:500],

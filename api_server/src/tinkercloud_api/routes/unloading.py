@@ -1,7 +1,7 @@
-"""unload_model, a call of SDKs before 0.30: frees one model for good.
+"""unload_model, a call of SDKs before 0.30 that deletes one model but keeps its checkpoints.
 
-Its checkpoints stay. The answer is a future, as of any request about a model, whose result the head
-can't keep, since it forgets the model: the catalog knows that it is over.
+Like all requests for a model, it returns a future. The head deletes the model and cannot keep the
+result, so the result is derived from the catalog.
 """
 
 from typing import Literal
@@ -31,9 +31,9 @@ class UnloadModelRequest(WireModel):
 
 @router.post("/unload_model")
 async def unload_model(request: UnloadModelRequest, server: Server, caller: Caller) -> Response:
-    """Free a model. Repeating it is fine."""
+    """Delete a model. This is idempotent."""
     model_id = str(ModelId.parse(request.model_id))
-    await server.router.authorize_run(model_id, caller)
+    await server.locator.authorize_run(model_id, caller)
     await server.training_runs.unload(model_id)
     log.info("model unloaded", model_id=model_id, owner=caller.owner)
     promise = futures.promise(f"{model_id}{_SUFFIX}", model_id=model_id)
@@ -41,7 +41,7 @@ async def unload_model(request: UnloadModelRequest, server: Server, caller: Call
 
 
 def unloaded_model(request_id: str) -> str | None:
-    """Return the model that an id of an unload_model request names; None for other ids."""
+    """Return the model of an unload_model request id, or None for other request ids."""
     model_id = request_id.removesuffix(_SUFFIX)
     return model_id if model_id != request_id else None
 

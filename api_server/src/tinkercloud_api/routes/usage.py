@@ -1,4 +1,4 @@
-"""What sessions hold, for the people who look after a server (no SDK calls)."""
+"""Resource usage of sessions, for administrators (not SDK calls)."""
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
@@ -15,7 +15,7 @@ from tinkercloud_protocol.listings import ModelUsage, SessionUsage, SessionUsage
 router = APIRouter(prefix="/api/v1", tags=["sessions"])
 
 LIVE = timedelta(minutes=2)
-"""A session is live whose last heartbeat, of one every ten seconds, was written since then."""
+"""A session is live if a heartbeat, sent every ten seconds, was recorded within this time."""
 
 
 @router.get("/session_usage")
@@ -26,17 +26,16 @@ async def list_usage(
     offset: Annotated[int, Query(ge=0, lt=1 << 63)] = 0,
     access_scope: Literal["owned", "accessible"] = "owned",
 ) -> SessionUsageList:
-    """List sessions and what they hold, newest first."""
-    owner = caller.listed_owner(access_scope)
+    """List sessions with their resource usage, newest first."""
+    owner = caller.owner_filter(access_scope)
     names = await server.catalog.sessions(owner, Page(offset, limit))
     return SessionUsageList(sessions=await _usage(names, server))
 
 
 @router.get("/session_usage/{session_id}")
 async def show_usage(session_id: str, server: Server, caller: Caller) -> SessionUsage:
-    """Return what a session holds."""
-    session = await server.catalog.session(session_id)
-    caller.require(session.owner if session else None, f"session {session_id!r}")
+    """Return the resource usage of a session."""
+    caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
     (usage,) = await _usage([session_id], server)
     return usage
 

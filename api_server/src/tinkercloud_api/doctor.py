@@ -1,0 +1,208 @@
+"""The checks of `tinkercloud doctor`."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import obstore
+
+from tinkercloud_api import state_folder
+from tinkercloud_api.catalog.database import CatalogUnreachableError, open_database
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.models import ModelNotFoundError, resolve
+from tinkercloud_api.settings import Settings
+from tinkercloud_crds import labels
+from tinkercloud_kube.client import Client
+from tinkercloud_kube.errors import KubernetesError
+from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.object_store import open_store
+
+_LOW_DISK_BYTES = 5 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """Result of one check."""
+
+    check: str
+    is_good: bool
+    detail: str
+
+    def as_row(self) -> dict[str, str]:
+        """Return the result as a table row."""
+        result = "ok" if self.is_good else "FAILED"
+        return {"check": self.check, "result": result, "detail": self.detail}
+
+
+async def examine(settings: Settings) -> list[CheckResult]:
+    """Run all checks. They create the state folder if it is missing, and change nothing else."""
+    on_cluster = settings.provider == "kubernetes"
+    findings = [_state_dir(settings), _disk(settings)]
+    findings.append(await _cluster(settings) if on_cluster else _worker())
+    findings.append(await _catalog(settings))
+    findings.append(await _checkpoints(settings))
+    if not on_cluster:
+        findings += [_kept(settings), _heads(settings)]
+    findings += [_model(name, where) for name, where in settings.models.items()]
+    findings.append(await _server(settings))
+    return findings
+
+
+def _state_dir(settings: Settings) -> CheckResult:
+    try:
+        state_folder.make(settings.state_dir)
+    except state_folder.StateFolderError as error:
+        return CheckResult("state folder", is_good=False, detail=str(error))
+    return CheckResult("state folder", is_good=True, detail=str(settings.state_dir))
+
+
+def _disk(settings: Settings) -> CheckResult:
+    folder = settings.state_dir if settings.state_dir.exists() else "/"
+    free = shutil.disk_usage(folder).free
+    return CheckResult("disk", is_good=free >= _LOW_DISK_BYTES, detail=f"{free >> 30} GiB free")
+
+
+def _kept(settings: Settings) -> CheckResult:
+    """Report the disk use of the state folder and how long the data is kept."""
+    scratch = sum(map(_size, settings.state_dir.glob("heads/*/scratch")))
+    heads = f"{_gigabytes(scratch)} of session heads' scratch space, kept until they restart"
+    if settings.checkpoint_root is not None:
+        return CheckResult("disk use", is_good=True, detail=heads)
+    runs = settings.state_dir / "checkpoints" / "runs"
+    all_bytes, suspended = _size(runs), list(runs.glob("*/suspended"))
+    suspended_bytes = sum(map(_size, suspended))
+    days = settings.session_expiry_days
+    until = "until their sessions are deleted"
+    if days is not None:
+        until = f"until their clients have been inactive for {days:g} days (session_expiry_days)"
+    detail = (
+        f"{_gigabytes(suspended_bytes)} of {len(suspended)} suspended runs, kept {until};"
+        f" {_gigabytes(all_bytes - suspended_bytes)} of checkpoints, kept until they expire or are"
+        f" deleted; {heads}"
+    )
+    return CheckResult("disk use", is_good=True, detail=detail)
+
+
+def _heads(settings: Settings) -> CheckResult:
+    """Report the memory of running heads and the limits that apply to it."""
+    limits = settings.limits
+    detail = (
+        "in addition to its base model, a session head keeps up to"
+        f" {_gigabytes(limits.max_sampler_bytes)} of sampler weights (limits.max_sampler_bytes),"
+        f" {_gigabytes(limits.max_result_bytes)} of results (limits.max_result_bytes), and each"
+        " model whose client was active in the last"
+        f" {settings.session_silence_seconds:g} s (session_silence_seconds)"
+    )
+    running = [
+        f"{record.parent.name} uses {_gigabytes(resident)}"
+        for record in sorted(settings.state_dir.glob("heads/*/head.json"))
+        if (resident := _resident_bytes(record)) is not None
+    ]
+    return CheckResult("memory", is_good=True, detail="; ".join([detail, *running]))
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of all files in a folder, ignoring files that are deleted meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def _resident_bytes(record: Path) -> int | None:
+    """Return the memory of the head that a record names, or None if it is not running."""
+    try:
+        pid = int(json.loads(record.read_text())["pid"])
+        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    except (OSError, ValueError, KeyError):
+        return None
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
+
+
+def _worker() -> CheckResult:
+    missing = [
+        name
+        for name in ("tinkercloud_worker", "torch", "transformers")
+        if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        return CheckResult(
+            "session head", is_good=False, detail=f"not installed: {', '.join(missing)}"
+        )
+    return CheckResult("session head", is_good=True, detail="installed")
+
+
+async def _cluster(settings: Settings) -> CheckResult:
+    try:
+        api = await Client.connect(settings.namespace, labels.API_FIELD_MANAGER)
+        try:
+            offered = await api.list_all("BaseModel")
+        finally:
+            await api.close()
+    except KubernetesError as error:
+        return CheckResult("cluster", is_good=False, detail=str(error))
+    detail = f"{len(offered.items)} BaseModels in namespace {settings.namespace}"
+    return CheckResult("cluster", is_good=True, detail=detail)
+
+
+async def _catalog(settings: Settings) -> CheckResult:
+    try:
+        catalog = Catalog(open_database(settings.catalog_url))
+    except CatalogUnreachableError as error:
+        return CheckResult("catalog", is_good=False, detail=str(error))
+    try:
+        await catalog.ping()
+    except Unavailable as error:
+        return CheckResult("catalog", is_good=False, detail=str(error.__cause__).splitlines()[0])
+    finally:
+        await catalog.close()
+    return CheckResult("catalog", is_good=True, detail="reachable")
+
+
+async def _checkpoints(settings: Settings) -> CheckResult:
+    url = settings.checkpoint_url
+    try:
+        await obstore.head_async(open_store(url), "ping")
+    except FileNotFoundError:
+        pass
+    except (obstore.exceptions.BaseError, OSError) as error:
+        detail = f"{url} does not respond: {str(error).splitlines()[0]}"
+        return CheckResult("checkpoints", is_good=False, detail=detail)
+    return CheckResult("checkpoints", is_good=True, detail=url)
+
+
+def _model(name: str, where: str) -> CheckResult:
+    try:
+        model = resolve(name, where)
+    except ModelNotFoundError as error:
+        return CheckResult(f"model {name}", is_good=False, detail=str(error))
+    return CheckResult(f"model {name}", is_good=True, detail=str(model.local_path))
+
+
+async def _server(settings: Settings) -> CheckResult:
+    server = state_folder.running_server(settings.state_dir)
+    if server is None:
+        detail = f"no server uses {settings.state_dir}; select another folder with --state-dir"
+        return CheckResult("server", is_good=True, detail=detail)
+    where = server.url or f"http://{settings.host}:{settings.port}"
+    url = f"{where}/healthz"
+    try:
+        timeout = aiohttp.ClientTimeout(total=5)
+        async with aiohttp.ClientSession(timeout=timeout) as client, client.get(url) as response:
+            content = await response.json()
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        detail = f"process {server.pid} is running, but {url} does not respond: {error}"
+        return CheckResult("server", is_good=False, detail=detail)
+    is_good = response.status == 200
+    detail = f"process {server.pid} at {where}: {content['status']}"
+    return CheckResult("server", is_good=is_good, detail=detail)

@@ -1,0 +1,484 @@
+"""Finds the session head of a run or sampling session, and places runs and samplers on heads.
+
+A model is created on a head once, and the catalog records the head's generation. If the head of
+that generation is gone, the checkpoint store shows whether it suspended the run. If it did, another
+head resumes the run under its own generation. If not, the model is lost and all further requests
+for it fail: an empty or older model under the same id would silently lose training. Sampling
+sessions of base models and saved checkpoints have no state to lose and are registered with any head
+that serves them; all others are restored with their run.
+
+Every step can be repeated, so if a process dies between two steps, the next request completes the
+work. The catalog is written last, and only if it still names the expected generation: if two
+servers resume the same run, neither can undo what was trained through the other.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+import aiohttp
+import structlog
+
+from tinkercloud_api.auth import Principal
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.tables import EXPIRED, SamplingSession, TrainingRun
+from tinkercloud_api.checkpoints import Checkpoints, latest
+from tinkercloud_api.providers.base import HeadEndpoint, Pending, Placement, SessionProvider
+from tinkercloud_api.providers.session_options import SessionOptions
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable
+from tinkercloud_protocol.futures import QueueState
+from tinkercloud_protocol.ids import SamplingSessionId
+from tinkercloud_protocol.launch import ModelSpec, SamplerSpec
+from tinkercloud_protocol.paths import CheckpointKind
+
+log = structlog.get_logger(__name__)
+
+_HEAD_CALL_SECONDS = 30.0
+_RESUME_SECONDS = 600.0
+"""A head responds only after it has read the whole suspended run."""
+_CONCURRENT_CALLS = 16
+"""Limit of concurrent calls to heads for the sampling sessions of one session."""
+_HEAD_STOP_LIMIT = timedelta(hours=1)
+"""Time after a run's deletion by which its head has certainly stopped."""
+
+
+@dataclass(slots=True)
+class _KnownRun:
+    """The cached part of a run's catalog row. Only the generation and the deletion change."""
+
+    owner: str
+    placement: Placement
+    spec: ModelSpec
+    generation: str | None
+    is_deleted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownSampler:
+    owner: str
+    placement: Placement
+    spec: SamplerSpec
+    run_id: str | None
+
+
+class SamplerLost(InvalidRequest):
+    """A sampling session's weights existed only in a head that is gone.
+
+    The status is 400 rather than 410, on which the SDK would repeat the sampling request forever.
+    """
+
+
+class HeadLocator:
+    """Locates heads, and places runs and samplers on them. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        checkpoints: Checkpoints,
+        provider: SessionProvider,
+        client: aiohttp.ClientSession,
+    ) -> None:
+        self._catalog = catalog
+        self._checkpoints = checkpoints
+        self._provider = provider
+        self._client = client
+        self._runs: dict[str, _KnownRun] = {}
+        self._samplers: dict[str, _KnownSampler] = {}
+        self._registered: set[tuple[str, str]] = set()
+        """Generations of heads, with the sampling sessions that were registered with them."""
+        self._placing: dict[str, asyncio.Task[HeadEndpoint]] = {}
+
+    async def authorize_run(self, run_id: str, principal: Principal) -> None:
+        """Check that a run exists for this principal.
+
+        Raises:
+            NotFound: the run does not exist, or belongs to another owner.
+        """
+        principal.require(await self._run(run_id), f"training run {run_id!r}")
+
+    async def authorize_sampler(self, sampler_id: str, principal: Principal) -> None:
+        """Check that a sampling session exists for this principal.
+
+        Raises:
+            NotFound: the session does not exist, or belongs to another owner.
+        """
+        principal.require(await self._sampler(sampler_id), f"sampling session {sampler_id!r}")
+
+    async def _run(self, run_id: str) -> _KnownRun | None:
+        run = self._runs.get(run_id)
+        if run is None and (row := await self._catalog.run(run_id)) is not None:
+            run = self.cache_run(row)
+        return run
+
+    def cache_run(self, row: TrainingRun) -> _KnownRun:
+        """Cache a run's catalog row."""
+        run = _KnownRun(
+            row.owner,
+            placement_of(row),
+            spec=ModelSpec.model_validate(row.spec),
+            generation=row.generation,
+            is_deleted=row.deleted_at is not None,
+        )
+        self._runs[row.id] = run
+        return run
+
+    async def add_sampler(self, row: SamplingSession) -> SamplingSession:
+        """Record a sampling session; if it was recorded before, return the existing row.
+
+        Raises:
+            InvalidRequest: its sequence number was already used for other weights.
+        """
+        known = await self._catalog.add_sampler(row)
+        if _weights(known) != _weights(row):
+            index = SamplingSessionId.parse(row.id).index
+            raise InvalidRequest(
+                f"sampling_session_seq_id: {index} was used before in this session for other"
+                " weights; use the next unused number"
+            )
+        self.cache_sampler(known)
+        return known
+
+    async def _sampler(self, sampler_id: str) -> _KnownSampler | None:
+        sampler = self._samplers.get(sampler_id)
+        if sampler is None and (row := await self._catalog.sampler(sampler_id)) is not None:
+            sampler = self.cache_sampler(row)
+        return sampler
+
+    def cache_sampler(self, row: SamplingSession) -> _KnownSampler:
+        """Cache a sampling session's catalog row."""
+        sampler = _KnownSampler(
+            row.owner,
+            Placement(row.run_id or row.id, row.owner, row.base_model),
+            SamplerSpec(owner=row.owner, model_path=row.model_path, saved_at=row.saved_at),
+            row.run_id,
+        )
+        self._samplers[row.id] = sampler
+        return sampler
+
+    async def head_of_run(self, run_id: str) -> HeadEndpoint:
+        """Return the head that holds a run, after `authorize_run` has accepted the caller.
+
+        Raises:
+            StateLost: the run was deleted, or its head is gone without having suspended it.
+        """
+        run = await self._run(run_id)
+        if run is None or run.is_deleted:
+            raise StateLost(await self._why_deleted(run_id))
+        endpoint = self._provider.find(run.placement)
+        if endpoint is None or endpoint.generation != run.generation:
+            return await asyncio.shield(self._placement_task(run_id))
+        return endpoint
+
+    def start_placing(self, run_id: str) -> None:
+        """Start placing a run on a head in the background; `head_of_run` waits for the result."""
+        _in_background = self._placement_task(run_id)
+
+    def _placement_task(self, run_id: str) -> "asyncio.Task[HeadEndpoint]":
+        """Return the task that places a run on a head, which all callers share."""
+        task = self._placing.get(run_id)
+        if task is None:
+            task = self._placing[run_id] = asyncio.create_task(self._place_run(run_id))
+            task.add_done_callback(lambda _: self._placing.pop(run_id, None))
+            task.add_done_callback(_retrieve_exception)
+        return task
+
+    async def _place_run(self, run_id: str) -> HeadEndpoint:
+        """Create a run on a head, or resume it on another head."""
+        # The cached row may be stale: another server may have placed the run in the meantime.
+        row = await self._catalog.run(run_id)
+        if row is None or row.deleted_at is not None:
+            raise StateLost(await self._why_deleted(run_id))
+        run, lost = self.cache_run(row), row.generation
+        if lost is not None and await self._provider.is_gone(run.placement):
+            raise StateLost(await self._lost_message(run_id))
+        if lost is not None and self._provider.has_ended(run.placement, lost):
+            # Report a lost run without waiting for another head, which may take long to start.
+            await self._require_suspended(run_id, run, lost)
+        endpoint = await self._provider.acquire(run.placement)
+        if endpoint.generation == lost:
+            return endpoint
+        if lost is not None:
+            await self._require_suspended(run_id, run, lost)
+        spec = run.spec.model_copy(update={"resume_generation": lost}).model_dump_json()
+        await self._put(endpoint, f"{routes.HEAD_MODELS}/{run_id}", spec, _RESUME_SECONDS)
+        if not await self._catalog.set_generation(run_id, endpoint.generation, after=lost):
+            if await self._catalog.deleted_runs([run_id]):
+                # The run may have been deleted before it was created on the head.
+                run.is_deleted = True
+                await self._release_run(run_id, run, set())
+                raise StateLost(await self._why_deleted(run_id))
+            raise Unavailable(
+                f"training run {run_id} was placed on another session head at the same time; send"
+                " the request again"
+            )
+        run.generation = endpoint.generation
+        if lost is not None:
+            log.info("training run resumed", run_id=run_id, generation=endpoint.generation)
+        return endpoint
+
+    async def _require_suspended(self, run_id: str, run: _KnownRun, generation: str) -> None:
+        """Check that a head suspended a run before it ended.
+
+        Raises:
+            StateLost: it did not; the message names the checkpoint to resume from.
+        """
+        unsaved = self._provider.unsaved(run.placement)
+        if not await self._checkpoints.is_suspended(run_id, generation, unsaved):
+            raise StateLost(await self._lost_message(run_id))
+
+    async def report_lost(self) -> None:
+        """Log the runs that were not saved by the heads that have ended since the last call."""
+        for generation in self._provider.newly_ended():
+            for row in await self._catalog.runs_of_generation(generation):
+                run = self.cache_run(row)
+                try:
+                    await self._require_suspended(row.id, run, generation)
+                except StateLost as error:
+                    log.error("training run lost", run_id=row.id, reason=error.message)  # noqa: TRY400 - nothing is wrong here
+                except Unavailable as error:
+                    unsaved = self._provider.unsaved(run.placement)
+                    log.warning(
+                        "cannot determine yet whether a training run was saved",
+                        run_id=row.id,
+                        reason=error.message,
+                        folder_of_unsaved_runs=str(unsaved),
+                    )
+
+    async def head_of_sampler(self, sampler_id: str) -> HeadEndpoint:
+        """Return a head for a sampling session, after `authorize_sampler` has accepted the caller.
+
+        Raises:
+            SamplerLost: the session's weights existed only in a head that is gone.
+        """
+        sampler = await self._sampler(sampler_id)
+        if sampler is None:
+            raise SamplerLost(f"sampling session {sampler_id} was deleted")
+        if sampler.run_id is not None:
+            try:
+                return await self.head_of_run(sampler.run_id)
+            except StateLost as error:
+                raise SamplerLost(
+                    f"the weights of sampling session {sampler_id} were not saved under a name, and"
+                    f" {error.message}"
+                ) from None
+        endpoint = await self._provider.acquire(sampler.placement)
+        if (endpoint.generation, sampler_id) not in self._registered:
+            await self._register(endpoint, sampler_id, sampler.spec)
+            self._registered.add((endpoint.generation, sampler_id))
+        return endpoint
+
+    async def _register(self, endpoint: HeadEndpoint, sampler_id: str, spec: SamplerSpec) -> None:
+        """Register a sampling session with a head."""
+        path = f"{routes.HEAD_SAMPLERS}/{sampler_id}"
+        *newer, oldest = [
+            spec.model_dump_json(exclude_none=True, exclude=unknown)
+            for unknown in (set(), {"owner"}, {"owner", "saved_at"})
+        ]
+        for body in newer:
+            # Heads of earlier releases reject fields that they do not know.
+            with contextlib.suppress(InvalidRequest):
+                await self._put(endpoint, path, body, _HEAD_CALL_SECONDS)
+                return
+        await self._put(endpoint, path, oldest, _HEAD_CALL_SECONDS)
+
+    async def head_of_sample(self, sampler_id: str) -> HeadEndpoint:
+        """Return the head that may hold the result of a sampling request, or can compute it again.
+
+        Raises:
+            SamplerLost: no head can ever serve the session again.
+        """
+        sampler = await self._sampler(sampler_id)
+        if sampler is None or sampler.run_id is not None:
+            return await self.head_of_sampler(sampler_id)
+        found = self._provider.find(sampler.placement)
+        return found if found is not None else await self._provider.acquire(sampler.placement)
+
+    async def run_of_sampler(self, sampler_id: str) -> str | None:
+        """Return the run whose unsaved weights a sampling session uses, or None if it uses none."""
+        sampler = await self._sampler(sampler_id)
+        return sampler.run_id if sampler is not None else None
+
+    async def can_sample_again(self, sampler_id: str) -> bool:
+        """Whether a sampling request whose result is gone can simply be executed again."""
+        sampler = await self._sampler(sampler_id)
+        return sampler is not None and sampler.run_id is None
+
+    def run_pending(self, run_id: str) -> Pending:
+        """Return why the head of a run is not ready yet."""
+        return self._provider.pending(self._runs[run_id].placement)
+
+    def sampler_pending(self, sampler_id: str) -> Pending:
+        """Return why the head of a sampling session is not ready yet."""
+        return self._provider.pending(self._samplers[sampler_id].placement)
+
+    async def release(
+        self, runs: Sequence[TrainingRun], samplers: Sequence[SamplingSession]
+    ) -> None:
+        """Free the resources of deleted runs and sampling sessions. This is idempotent.
+
+        Args:
+            runs: all runs of one or more SDK sessions.
+            samplers: the sampling sessions of the same SDK sessions.
+
+        Runs that cannot be released now are released later by `release_leftovers`. A head that does
+        not respond keeps its sampling sessions for as long as it runs.
+        """
+        unresponsive: set[HeadEndpoint] = set()
+        for row in runs:
+            await _attempt(row.id, self._release_run(row.id, self.cache_run(row), unresponsive))
+        await self._remove_samplers(samplers, unresponsive)
+
+    async def _release_run(
+        self, run_id: str, run: _KnownRun, unresponsive: set[HeadEndpoint]
+    ) -> None:
+        await self._provider.release(run.placement)
+        await self._delete_state(run_id, run, unresponsive)
+
+    async def _delete_state(
+        self, run_id: str, run: _KnownRun, unresponsive: set[HeadEndpoint]
+    ) -> None:
+        """Delete a run from its head, if it has one, and its suspended state from the store."""
+        if (endpoint := self._provider.find(run.placement)) is not None:
+            await self._delete(endpoint, f"{routes.HEAD_MODELS}/{run_id}", unresponsive)
+        await self._checkpoints.delete_suspended(run_id)
+
+    async def _remove_samplers(
+        self, samplers: Sequence[SamplingSession], unresponsive: set[HeadEndpoint]
+    ) -> None:
+        """Remove sampling sessions from their heads.
+
+        On a shared head, the sampling sessions of a run's unsaved weights outlive the run.
+        """
+        limit = asyncio.Semaphore(_CONCURRENT_CALLS)
+
+        async def remove(row: SamplingSession) -> None:
+            async with limit:
+                placement = Placement(row.id, row.owner, row.base_model)
+                if row.run_id is not None:
+                    placement = self._runs[row.run_id].placement
+                endpoint = self._provider.find(placement)
+                if endpoint is not None and endpoint not in unresponsive:
+                    path = f"{routes.HEAD_SAMPLERS}/{row.id}"
+                    await _attempt(row.id, self._delete(endpoint, path, unresponsive))
+
+        await asyncio.gather(*[remove(row) for row in samplers])
+
+    async def release_leftovers(self, moment: datetime) -> None:
+        """Free resources of deleted runs that could not be freed when the runs were deleted.
+
+        A stopping head suspends all runs that it holds, including a deleted run if the deletion did
+        not reach it. The store is therefore cleaned once more when the head must have stopped. A
+        failure does not affect the other runs and is retried the next time.
+        """
+        await self._catalog.delete_runs_of_finished_sessions()
+        held = self._provider.runs()
+        for run_id in await self._catalog.deleted_runs(held):
+            if (run := await self._run(run_id)) is not None:
+                run.is_deleted = True
+                await _attempt(run_id, self._provider.release(run.placement))
+        unresponsive: set[HeadEndpoint] = set()
+        for run_id in await self._catalog.runs_to_sweep(moment - _HEAD_STOP_LIMIT):
+            run = await self._run(run_id)
+            if run is not None and run_id not in held:
+                await _attempt(run_id, self._sweep(run_id, run, unresponsive))
+
+    async def _sweep(self, run_id: str, run: _KnownRun, unresponsive: set[HeadEndpoint]) -> None:
+        await self._delete_state(run_id, run, unresponsive)
+        await self._catalog.mark_swept(run_id)
+
+    def pending_counts(self) -> "Counter[QueueState]":
+        """Return the number of runs that are waiting for a head, by the SDK's queue state."""
+        return Counter(
+            self.run_pending(run_id).queue_state for run_id in self._placing.keys() & self._runs
+        )
+
+    async def _delete(
+        self, endpoint: HeadEndpoint, path: str, unresponsive: set[HeadEndpoint]
+    ) -> None:
+        """Send a DELETE to a head, unless it is `unresponsive`; if it does not respond, add it."""
+        if endpoint in unresponsive:
+            raise Unavailable("the session head did not respond to an earlier call")
+        try:
+            await self._call("DELETE", endpoint, path, None, _HEAD_CALL_SECONDS)
+        except Unavailable:
+            unresponsive.add(endpoint)
+            raise
+
+    async def _put(self, endpoint: HeadEndpoint, path: str, body: str, seconds: float) -> None:
+        await self._call("PUT", endpoint, path, body, seconds)
+
+    async def _call(
+        self, method: str, endpoint: HeadEndpoint, path: str, body: str | None, seconds: float
+    ) -> None:
+        try:
+            async with self._client.request(
+                method,
+                endpoint.url + path,
+                data=body,
+                headers={
+                    routes.HEAD_TOKEN_HEADER: endpoint.token,
+                    routes.GENERATION_HEADER: endpoint.generation,
+                },
+                timeout=aiohttp.ClientTimeout(total=seconds),
+            ) as response:
+                if response.status == routes.WRONG_GENERATION_STATUS:
+                    self._provider.invalidate(endpoint)
+                rejection = {400: InvalidRequest, 410: StateLost}.get(response.status)
+                if rejection is not None:
+                    raise rejection(str((await response.json())["detail"]))
+                response.raise_for_status()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise Unavailable(f"the session head did not respond: {error}") from None
+
+    async def _why_deleted(self, run_id: str) -> str:
+        row = await self._catalog.run(run_id)
+        session = await self._catalog.session(row.session_id) if row is not None else None
+        expired = session is not None and session.finish_reason == EXPIRED
+        why = f" ({session.finish_detail})" if session is not None and expired else ""
+        return f"training run {run_id} was deleted{why}; its checkpoints remain"
+
+    async def _lost_message(self, run_id: str) -> str:
+        await self._checkpoints.discover(run_id)
+        saved = latest(await self._checkpoints.of_run(run_id), CheckpointKind.TRAINING)
+        hint = "the run has no checkpoint"
+        if saved is not None:
+            path = saved.tinker_path
+            hint = f"resume with create_training_client_from_state_with_optimizer({path!r})"
+        return (
+            f"training run {run_id} is lost: its session head stopped without saving it, and all"
+            f" training since the last checkpoint is lost; {hint}"
+        )
+
+
+def placement_of(row: TrainingRun) -> Placement:
+    """Return the placement of a run, which any replica can derive from the catalog."""
+    return Placement(
+        row.id,
+        row.owner,
+        row.base_model,
+        ModelSpec.model_validate(row.spec),
+        SessionOptions.read(row.user_metadata or {}),
+    )
+
+
+def _weights(row: SamplingSession) -> tuple[str, str | None, str | None]:
+    """Return the fields of a sampling session that identify its weights."""
+    return row.base_model, row.model_path, row.run_id
+
+
+async def _attempt(name: str, release: Awaitable[None]) -> None:
+    """Release one run or sampling session; log a failure, so that the others are still released."""
+    try:
+        await release
+    except Unavailable as error:
+        log.warning("cannot release resources yet; will retry", target=name, error=error.message)
+
+
+def _retrieve_exception(task: "asyncio.Task[HeadEndpoint]") -> None:
+    """Retrieve a failed task's exception, so that asyncio does not log it if nobody waits."""
+    if not task.cancelled():
+        task.exception()

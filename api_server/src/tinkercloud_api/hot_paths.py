@@ -1,0 +1,136 @@
+"""The hot paths: dispatch of the requests that are forwarded to session heads as bytes.
+
+Plain ASGI, without FastAPI: bodies are read only as far as routing needs them. The API key and the
+ownership of the run or sampling session are checked before anything is sent to a head.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import structlog
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp
+
+from tinkercloud_api.auth import Principal
+from tinkercloud_api.context import Context
+from tinkercloud_api.http import (
+    DISCARD,
+    DISCARD_WITHOUT_KEY,
+    HotRequest,
+    drain_body,
+    reject_duplicate_headers,
+    respond_error,
+)
+from tinkercloud_api.routes import futures, sampling, training
+from tinkercloud_api.routes.call import Call, Handler
+from tinkercloud_api.routes.rejections import reject_unknown_call
+from tinkercloud_api.throttle import Throttle
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.asgi import Receive, Scope, Send, respond
+from tinkercloud_protocol.errors import Unauthenticated, WireError
+
+log = structlog.get_logger(__name__)
+
+_KEY_HEADER = routes.API_KEY_HEADER.encode()
+_WITHOUT_KEY = {"/api/v1/healthz"}
+"""API paths that need no key, in addition to all paths outside the API: probes, the tokenizer
+mirror and the OpenAPI document."""
+_INTERNAL_ERROR = b'{"detail": "internal error; see the server log for details"}'
+
+HANDLERS: Mapping[str, Handler] = {
+    routes.FORWARD_BACKWARD: training.forward_backward,
+    routes.OPTIM_STEP: training.in_order(training.forward_in_order),
+    routes.SAVE_WEIGHTS: training.in_order(training.save_weights),
+    routes.SAVE_WEIGHTS_FOR_SAMPLER: training.in_order(training.save_weights_for_sampler),
+    routes.SAVE_WEIGHTS_EXTERNAL: training.in_order(training.forward_in_order),
+    routes.LOAD_WEIGHTS: training.in_order(training.load_weights),
+    routes.ASAMPLE: sampling.asample,
+    routes.RETRIEVE_FUTURE: futures.retrieve_future,
+    routes.CANCEL_FUTURE: futures.cancel_future,
+}
+
+
+class HotPaths:
+    """ASGI middleware that authenticates every request and serves the hot paths itself.
+
+    A dictionary lookup dispatches to the handlers: the framework's own routing costs more than all
+    that they do. All other requests are passed on to the application.
+    """
+
+    def __init__(
+        self, app: ASGIApp, server: Callable[[], Context], routed: Sequence[BaseRoute]
+    ) -> None:
+        """Wrap an application.
+
+        Args:
+            app: serves all other paths.
+            server: returns the server's components, which exist once the server is running.
+            routed: the application's routes.
+        """
+        self._app = app
+        self._server = server
+        self._routed = routed
+        self._throttle = Throttle()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection event."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            principal = await self._authenticate(scope)
+        except WireError as error:
+            _, send = drain_body(scope, receive, send, DISCARD_WITHOUT_KEY)
+            # Connections of callers without a valid key are not kept open.
+            await respond_error(send, error, {"connection": "close"})
+            return
+        discard = DISCARD_WITHOUT_KEY if principal is None else DISCARD
+        receive, send = drain_body(scope, receive, send, discard)
+        handler = self._handler(scope)
+        if handler is None or principal is None:
+            await self._app(scope, receive, send)
+            return
+        call = Call(self._server(), HotRequest(scope, receive), send, principal)
+        try:
+            await handler(call)
+        except WireError as error:
+            await respond_error(send, error)
+        except Exception:
+            log.exception("unexpected error while handling a request", path=call.request.path)
+            if call.has_answered:
+                raise
+            await respond(send, _INTERNAL_ERROR, status=500)
+
+    async def _authenticate(self, scope: Scope) -> Principal | None:
+        """Return the caller, or None for paths that need no key, without reading the body.
+
+        Raises:
+            InvalidRequest: a header was sent more than once.
+            Unauthenticated: the key is missing, unknown or revoked.
+            Overloaded: too many unknown keys came from the same address.
+        """
+        reject_duplicate_headers(scope["headers"])
+        path: str = scope["path"]
+        if not path.startswith(routes.PREFIX) or path in _WITHOUT_KEY:
+            return None
+        authenticator = self._server().authenticator
+        key = dict(scope["headers"]).get(_KEY_HEADER, b"").decode("latin-1") or None
+        address = (scope.get("client") or ("",))[0]
+        if key is None or authenticator.has_known(key):
+            return await authenticator.principal(key)
+        self._throttle.check(address)
+        try:
+            return await authenticator.principal(key)
+        except Unauthenticated:
+            self._throttle.record_failure(address)
+            raise
+
+    def _handler(self, scope: Scope) -> Handler | None:
+        """Return the handler of a hot path, or None for requests that the application serves."""
+        path: str = scope["path"]
+        if scope["method"] != "POST":
+            return None
+        handler = HANDLERS.get(path)
+        if handler is None and path.startswith(routes.PREFIX):
+            is_served = any(route.matches(scope)[0] is Match.FULL for route in self._routed)
+            handler = None if is_served else reject_unknown_call
+        return handler

@@ -1,0 +1,88 @@
+"""Object store client: reads small objects, lists folders, and deletes both.
+
+All failures of the store (unreachable, credentials rejected, too slow) are raised as `Unavailable`:
+the client may repeat its request, and a long poll continues. A missing object is not an error.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import obstore
+import structlog
+from obstore.exceptions import BaseError, NotFoundError
+from obstore.store import ObjectStore
+
+from tinkercloud_protocol.errors import Unavailable
+
+log = structlog.get_logger(__name__)
+
+_PROBE = "health-probe"
+_MISSING = (FileNotFoundError, NotFoundError)
+
+
+class ObjectStoreClient:
+    """Accesses objects by key. Every method raises `Unavailable` if the store fails."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    async def ping(self) -> None:
+        """Check that the store responds."""
+        with _translate_errors(), suppress(*_MISSING):
+            await obstore.head_async(self._store, _PROBE)
+
+    async def probe(self) -> None:
+        """Check that the store accepts writes; a full or read-only store still serves reads."""
+        with _translate_errors():
+            await obstore.put_async(self._store, _PROBE, b"written by health checks\n")
+
+    async def upload(self, key: str, file: Path) -> None:
+        """Upload a local file as an object."""
+        with _translate_errors():
+            await obstore.put_async(self._store, key, file)
+
+    async def read(self, key: str) -> bytes | None:
+        """Return the content of an object, or None if it does not exist."""
+        with _translate_errors(), suppress(*_MISSING):
+            result = await obstore.get_async(self._store, key)
+            return bytes(await result.bytes_async())
+        return None
+
+    async def folders(self, prefix: str) -> list[str]:
+        """Return the names of the subfolders of a folder. The prefix must end with a slash."""
+        with _translate_errors():
+            listed = await obstore.list_with_delimiter_async(self._store, prefix)
+            return [found.rstrip("/").rpartition("/")[2] for found in listed["common_prefixes"]]
+
+    async def has_any(self, prefix: str) -> bool:
+        """Return whether a folder contains any object. The prefix must end with a slash."""
+        with _translate_errors():
+            async for batch in obstore.list(self._store, prefix, chunk_size=1):
+                return bool(batch)
+        return False
+
+    async def delete(self, key: str) -> None:
+        """Delete an object. A missing object is not an error."""
+        with _translate_errors(), suppress(*_MISSING):
+            await obstore.delete_async(self._store, key)
+
+    async def delete_folder(self, prefix: str) -> None:
+        """Delete all objects of a folder. The prefix must not end with a slash."""
+        with _translate_errors():
+            # With concurrent deletes, a local file store stops at the first missing file; the next
+            # iteration deletes the rest.
+            while entries := await obstore.list(self._store, f"{prefix}/").collect_async():
+                with suppress(*_MISSING):
+                    await obstore.delete_async(self._store, [entry["path"] for entry in entries])
+
+
+@contextmanager
+def _translate_errors() -> Iterator[None]:
+    try:
+        yield
+    except (BaseError, OSError) as error:
+        log.warning("object store request failed", error=str(error))
+        raise Unavailable(
+            "the object store for checkpoints failed or did not respond; send the request again"
+        ) from error

@@ -1,0 +1,125 @@
+"""Futures: retrieving the result of a request by long polling, and cancelling it."""
+
+import asyncio
+from collections.abc import Awaitable
+
+import orjson
+
+from tinkercloud_api.long_polls import ShuttingDown
+from tinkercloud_api.providers.base import HeadEndpoint, Pending
+from tinkercloud_api.routes import unloading
+from tinkercloud_api.routes.call import SMALL_BODY_BYTES, Call
+from tinkercloud_protocol import futures
+from tinkercloud_protocol.asgi import respond
+from tinkercloud_protocol.errors import InvalidRequest, Unavailable, WireError
+from tinkercloud_protocol.ids import RequestId, SamplingSessionId
+from tinkercloud_protocol.sampling import RetrieveFutureRequest
+from tinkercloud_protocol.wire import parse_json
+
+_RETRY_SECONDS = 1.0
+_POLL_MARGIN_SECONDS = 20.0
+"""Time that a head may take to respond after the end of a long poll. The SDK itself waits 25 s
+longer than polls last by default."""
+_GONE = (410, orjson.dumps({"detail": "this result no longer exists; send the request again"}))
+
+
+async def retrieve_future(call: Call) -> None:
+    """Wait for a result at the head that computes it; a permanent loss is returned as a failure."""
+    body = await call.request.body(SMALL_BODY_BYTES)
+    name = parse_json(RetrieveFutureRequest, body).request_id
+    if (model_id := unloading.unloaded_model(name)) is not None:
+        await call.server.locator.authorize_run(model_id, call.principal)
+        await respond(call.send, (await unloading.result_of(model_id, call.server)).body)
+        return
+    request_id = RequestId.parse(name)
+    is_sample = isinstance(request_id.target, SamplingSessionId)
+    retrieve = _retrieve_sample if is_sample else _retrieve_training
+    try:
+        with call.server.long_polls.track():
+            try:
+                await retrieve(call, request_id, body)
+            except Unavailable as error:
+                # The SDK retries without any delay of its own.
+                await asyncio.sleep(_RETRY_SECONDS)
+                pending = futures.pending(str(request_id), reason=error.message)
+                await respond(call.send, pending, status=futures.PENDING_STATUS)
+    except ShuttingDown:
+        # The client polls again and reaches another replica or the next server process.
+        if not call.has_answered:
+            pending = futures.pending(str(request_id))
+            await respond(call.send, pending, status=futures.PENDING_STATUS)
+
+
+async def _retrieve_training(call: Call, request_id: RequestId, body: bytes) -> None:
+    target, locator = str(request_id.target), call.server.locator
+    await locator.authorize_run(target, call.principal)
+    call.server.activity.touch(target)
+    try:
+        endpoint = await _wait_while_polling(call, locator.head_of_run(target))
+    except TimeoutError:
+        await _respond_pending(call, request_id, locator.run_pending(target))
+        return
+    except WireError as error:
+        await respond(call.send, futures.failed_with(error).body)
+        return
+    await call.forward(endpoint, target, body, timeout_seconds=_poll_seconds(call))
+
+
+async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes) -> None:
+    target, locator = str(request_id.target), call.server.locator
+    await locator.authorize_sampler(target, call.principal)
+    try:
+        endpoint = await _wait_while_polling(call, locator.head_of_sample(target))
+    except TimeoutError:
+        await _respond_pending(call, request_id, locator.sampler_pending(target))
+        return
+    except WireError as error:
+        await respond(call.send, futures.failed_with(error).body)
+        return
+    # A head that does not know the request is not the one that received it. On 410 the SDK sends
+    # the sampling request again.
+    replace = {404: _GONE} if await locator.can_sample_again(target) else None
+    await call.forward(endpoint, target, body, replace=replace, timeout_seconds=_poll_seconds(call))
+
+
+async def cancel_future(call: Call) -> None:
+    """Forward a cancellation. Cancelling a request that has already finished is not an error."""
+    body = await call.request.body(SMALL_BODY_BYTES)
+    request_id = RequestId.parse(parse_json(RetrieveFutureRequest, body).request_id)
+    if not isinstance(request_id.target, SamplingSessionId):
+        raise InvalidRequest("request_id: only sampling requests can be cancelled")
+    target = str(request_id.target)
+    await call.server.locator.authorize_sampler(target, call.principal)
+    try:
+        async with asyncio.timeout(_RETRY_SECONDS):
+            endpoint = await call.server.locator.head_of_sample(target)
+    except (WireError, TimeoutError):
+        await respond(call.send, b"{}")
+        return
+    await call.forward(endpoint, target, body)
+
+
+def _poll_seconds(call: Call) -> float:
+    """Return how long a head may take to respond to a poll."""
+    return call.server.settings.timings.long_poll_seconds + _POLL_MARGIN_SECONDS
+
+
+async def _wait_while_polling(call: Call, head: Awaitable[HeadEndpoint]) -> HeadEndpoint:
+    """Wait for a head for the duration of a long poll.
+
+    Raises:
+        TimeoutError: the head is not ready or could not be reached; the client should poll again.
+    """
+    seconds = call.server.settings.timings.long_poll_seconds
+    async with asyncio.timeout(seconds):
+        try:
+            return await head
+        except Unavailable:
+            # The SDK retries without any delay of its own.
+            await asyncio.sleep(min(seconds, _RETRY_SECONDS))
+            raise TimeoutError from None
+
+
+async def _respond_pending(call: Call, request_id: RequestId, pending: Pending) -> None:
+    body = futures.pending(str(request_id), pending.queue_state, pending.reason)
+    await respond(call.send, body, status=futures.PENDING_STATUS)

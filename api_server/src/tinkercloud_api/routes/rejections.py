@@ -1,0 +1,83 @@
+"""Requests that the server rejects before a head reads them, and their sequence positions.
+
+A request that states a model and a sequence number fails at that position, through its future. An
+HTTP error status would leave a gap in the sequence, and all later requests would wait for it.
+"""
+
+import asyncio
+from typing import TypeVar
+
+from tinkercloud_api.routes.call import Call, head_for_run
+from tinkercloud_protocol import envelope, routes
+from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, NotFound, WireError
+from tinkercloud_protocol.training import (
+    LoadWeightsRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+
+RequestT = TypeVar("RequestT", LoadWeightsRequest, SaveWeightsRequest, SaveWeightsForSamplerRequest)
+
+_MAX_REASON_CHARACTERS = 2000
+"""Limit of a rejection's reason, which is sent in a header and may quote the request."""
+OLD_SDK = (
+    "forward_backward with a JSON body, as sent by SDKs before 0.25, is not supported: protobuf is"
+    " required; upgrade with pip install -U tinker"
+)
+_UNSUPPORTED = {
+    routes.FORWARD: (
+        "forward with a JSON body, as sent by SDKs before 0.25, is not supported: upgrade with"
+        " pip install -U tinker, which sends forward passes as forward_backward requests"
+    ),
+}
+"""Reasons for rejecting calls that Tinkercloud does not support, by path."""
+
+
+async def reject_unknown_call(call: Call) -> None:
+    """Reject an unsupported call, at its position in its model's sequence if it states one."""
+    path = call.request.path
+    reason = _UNSUPPORTED.get(path)
+    if reason is None:
+        reason = f"POST {path} is not served here; Tinkercloud's README lists the supported calls"
+    await reject_in_sequence(call, NotFound(reason))
+
+
+async def reject_in_sequence(call: Call, error: WireError) -> None:
+    """Reject a request at the sequence position that its JSON body states, anywhere in the body.
+
+    Raises:
+        WireError: `error` itself, if the body states no position.
+    """
+    try:
+        body = await call.request.body(call.server.settings.limits.max_body_bytes)
+    except BodyTooLarge:
+        body = call.request.prefix
+    position = await asyncio.to_thread(envelope.peek_json_place, body)
+    if not envelope.names_place(position):
+        raise error
+    await forward_rejection(call, position, error)
+
+
+async def forward_rejection(call: Call, body: bytes, error: WireError) -> None:
+    """Have the head fail a request at its position in its model's sequence.
+
+    Raises:
+        WireError: `error` itself, if the request states no model.
+    """
+    try:
+        model_id = envelope.peek_json(body, "model_id")
+    except InvalidRequest:
+        raise error from None
+    endpoint = await head_for_run(call, model_id)
+    await call.forward(endpoint, model_id, body, refusal=error.message[:_MAX_REASON_CHARACTERS])
+
+
+def sequence_position(
+    request: LoadWeightsRequest | SaveWeightsRequest | SaveWeightsForSamplerRequest,
+) -> bytes:
+    """Return a body that states a request's position in its model's sequence, and nothing else.
+
+    A head from a release without rejections would execute the whole request, even if the caller
+    has no right to it, so the rest of the request is not sent.
+    """
+    return request.model_dump_json(include={"model_id", "seq_id"}).encode()

@@ -1,0 +1,199 @@
+"""Training requests: forward_backward, optim_step, and saving and loading weights.
+
+The session head of the model executes them. The server reads only as much of a body as it needs to
+find that head and to record the checkpoints and sampling sessions that the request creates.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+from tinkercloud_api.catalog.tables import SamplingSession
+from tinkercloud_api.http import chain, read_prefix
+from tinkercloud_api.providers.base import HeadEndpoint
+from tinkercloud_api.routes.call import SMALL_BODY_BYTES, Call, Handler, head_for_run
+from tinkercloud_api.routes.rejections import (
+    OLD_SDK,
+    RequestT,
+    forward_rejection,
+    reject_in_sequence,
+    sequence_position,
+)
+from tinkercloud_protocol import envelope, futures
+from tinkercloud_protocol.asgi import check_encoding, decompress, respond
+from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, NotFound
+from tinkercloud_protocol.ids import ModelId, SamplingSessionId
+from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+from tinkercloud_protocol.training import (
+    LoadWeightsRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+from tinkercloud_protocol.wire import parse_json
+
+
+async def forward_backward(call: Call) -> None:
+    """Stream a protobuf body to the model's head; reject JSON of old SDKs in sequence."""
+    check_encoding(call.request.headers, accepted=("zstd",))
+    if call.request.headers.get("content-type", "").startswith(futures.JSON):
+        await reject_in_sequence(call, InvalidRequest(OLD_SDK))
+        return
+    async with aclosing(call.request.chunks()) as chunks:
+        prefix = await read_prefix(chunks, envelope.PREFIX_BYTES)
+        encoding = call.request.headers.get("content-encoding", "identity")
+        is_plain = encoding != "zstd"
+        plain = prefix if is_plain else decompress(prefix, envelope.PREFIX_BYTES)
+        model_id = envelope.peek_training(plain[: envelope.PREFIX_BYTES]).model_id
+        endpoint = await head_for_run(call, model_id)
+        await call.forward(endpoint, model_id, chain(prefix, chunks))
+
+
+async def forward_in_order(call: Call, body: bytes) -> None:
+    """Forward a JSON request to the head of its model."""
+    model_id = envelope.peek_json(body, "model_id")
+    await call.forward(await head_for_run(call, model_id), model_id, body)
+
+
+async def save_weights(call: Call, body: bytes) -> None:
+    """Forward a save request and record the checkpoint that it may create."""
+    model_id = envelope.peek_json(body, "model_id")
+    endpoint = await head_for_run(call, model_id)
+    request = await _parse_or_none(SaveWeightsRequest, body)
+    if request is not None and request.model_id == model_id:
+        path = _path_or_none(model_id, CheckpointKind.TRAINING, request.name())
+        await _forward_save(call, endpoint, request, body, path)
+        return
+    await call.forward(endpoint, model_id, body)
+
+
+async def save_weights_for_sampler(call: Call, body: bytes) -> None:
+    """Forward a save for sampling and record the checkpoint or sampling session it may create."""
+    model_id = envelope.peek_json(body, "model_id")
+    endpoint = await head_for_run(call, model_id)
+    request = await _parse_or_none(SaveWeightsForSamplerRequest, body)
+    if request is not None and request.model_id == model_id:
+        if request.path is not None:
+            path = _path_or_none(model_id, CheckpointKind.SAMPLER, request.path)
+            await _forward_save(call, endpoint, request, body, path)
+            return
+        if request.sampling_session_seq_id is not None:
+            try:
+                await _record_sampler(
+                    call, ModelId.parse(model_id), request.sampling_session_seq_id
+                )
+            except InvalidRequest as error:
+                await forward_rejection(call, sequence_position(request), error)
+                return
+    await call.forward(endpoint, model_id, body)
+
+
+async def load_weights(call: Call, body: bytes) -> None:
+    """Create a run from a checkpoint, or forward a load into an existing model.
+
+    In both cases the caller must have read access to the checkpoint.
+    """
+    try:
+        request = await _parse(LoadWeightsRequest, body)
+    except InvalidRequest as error:
+        await forward_rejection(call, body, error)
+        return
+    if request.model_id is None:
+        runs = call.server.training_runs
+        request_id = await runs.create_from_checkpoint(request, call.principal)
+        await respond(call.send, futures.promise(request_id))
+        return
+    try:
+        await call.server.checkpoints.manifest(CheckpointPath.parse(request.path), call.principal)
+    except (InvalidRequest, NotFound) as error:
+        await forward_rejection(call, sequence_position(request), error)
+        return
+    await call.forward(await head_for_run(call, request.model_id), request.model_id, body)
+
+
+def in_order(handle: Callable[[Call, bytes], Awaitable[None]]) -> Handler:
+    """Return a handler of JSON requests that have a position in their model's sequence.
+
+    A request that is too long fails in its position, if the start of its body states one.
+    """
+
+    async def handler(call: Call) -> None:
+        try:
+            body = await call.request.body(call.server.settings.limits.max_body_bytes)
+        except BodyTooLarge as error:
+            position = envelope.peek_json_place(call.request.prefix)
+            await forward_rejection(call, position, error)
+        else:
+            await handle(call, body)
+
+    return handler
+
+
+async def _forward_save(
+    call: Call,
+    endpoint: HeadEndpoint,
+    request: SaveWeightsRequest | SaveWeightsForSamplerRequest,
+    body: bytes,
+    path: CheckpointPath | None,
+) -> None:
+    """Forward a save request; `path` is None if the head is going to reject the request."""
+
+    async def forward() -> int | None:
+        await call.forward(endpoint, request.model_id, body)
+        return call.status
+
+    if path is None:
+        await forward()
+        return
+    checkpoints, settings = call.server.checkpoints, call.server.settings
+    try:
+        await checkpoints.check_quota(path, settings.max_checkpoint_bytes_per_owner)
+    except InvalidRequest as error:
+        await forward_rejection(call, sequence_position(request), error)
+        return
+    await checkpoints.record_pending_unless_rejected(path, call.principal.owner, forward)
+
+
+async def _record_sampler(call: Call, model_id: ModelId, index: int) -> None:
+    """Record the sampling session that a save without a name creates.
+
+    Raises:
+        InvalidRequest: its sequence number was already used for other weights.
+    """
+    run = await call.server.catalog.run(str(model_id))
+    if run is not None:
+        row = SamplingSession(
+            id=str(SamplingSessionId(model_id.session_id, index)),
+            session_id=model_id.session_id,
+            owner=run.owner,
+            base_model=run.base_model,
+            model_path=None,
+            run_id=run.id,
+        )
+        await call.server.locator.add_sampler(row)
+
+
+def _path_or_none(run_id: str, kind: CheckpointKind, name: str) -> CheckpointPath | None:
+    """Return a path, or None if it is invalid, in which case the head rejects the request."""
+    try:
+        return CheckpointPath(run_id, kind, name)
+    except InvalidRequest:
+        return None
+
+
+async def _parse(model: type[RequestT], body: bytes) -> RequestT:
+    """Parse a request; long ones are parsed in a thread, off the event loop.
+
+    Raises:
+        InvalidRequest: the body is not a valid request.
+    """
+    if len(body) > SMALL_BODY_BYTES:
+        return await asyncio.to_thread(parse_json, model, body)
+    return parse_json(model, body)
+
+
+async def _parse_or_none(model: type[RequestT], body: bytes) -> RequestT | None:
+    """Parse a request; return None if it is invalid, in which case the head rejects it."""
+    try:
+        return await _parse(model, body)
+    except InvalidRequest:
+        return None

@@ -1,0 +1,27 @@
+"""A model that fails to restore its checkpoint does not stay in memory."""
+
+from pathlib import Path
+
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.ids import ModelId
+from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_testing.bare_heads import MODEL, a_head
+
+
+async def test_a_model_that_does_not_match_its_checkpoint_uses_no_memory(tmp_path: Path) -> None:
+    other = ModelId("s", 1)
+    spec = ModelSpec(
+        owner="me", lora=LoraConfig(rank=4), restore_from=f"tinker://{MODEL}/weights/a"
+    )
+    with a_head((tmp_path / "store").as_uri(), tmp_path, "g1") as head:
+        await head.begin()
+        head.send(routes.SAVE_WEIGHTS, 1, path="a")
+        await head.answer(1)
+
+        await head.service.create_model(other, spec)
+        failed = await head.service.retrieve(f"{other}:0")
+
+        assert failed is not None
+        assert b'"category":"user"' in failed.body
+        assert list(head.backend.trainer._models) == [str(MODEL)]  # type: ignore[attr-defined]

@@ -1,0 +1,75 @@
+"""`/openapi.json` describes every supported call, with its response statuses."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tinkercloud_api.app import Application
+from tinkercloud_api.hot_paths import HANDLERS
+from tinkercloud_api.settings import Settings
+from tinkercloud_protocol import routes
+from tinkercloud_testing.providers import OneHead
+
+NOT_SERVED = {routes.SAVE_WEIGHTS_EXTERNAL}
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> httpx.AsyncClient:
+    app = Application(Settings(state_dir=tmp_path), OneHead())
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://t")
+
+
+@pytest.fixture
+async def document(client: httpx.AsyncClient) -> dict[str, Any]:
+    described: dict[str, Any] = (await client.get("/openapi.json")).json()
+    return described
+
+
+async def test_the_hot_paths_are_in_it(document: dict[str, Any]) -> None:
+    described = {path for path, methods in document["paths"].items() if "post" in methods}
+
+    assert set(HANDLERS) - NOT_SERVED <= described
+
+
+async def test_calls_have_the_statuses_that_are_answered(document: dict[str, Any]) -> None:
+    def statuses(path: str, method: str = "post") -> set[str]:
+        return set(document["paths"][path][method]["responses"])
+
+    assert statuses(routes.RETRIEVE_FUTURE) == {
+        *("200", "400", "401", "404", "408", "410", "413", "429", "503")
+    }
+    assert statuses("/api/v1/telemetry") == {"200", "400", "401", "413", "429", "503"}
+    assert statuses("/api/v1/training_runs/{run_id}", "get") == {
+        *("200", "400", "401", "404", "429", "503")
+    }
+    assert statuses("/livez", "get") == {"200"}
+
+
+async def test_422_is_never_answered(document: dict[str, Any]) -> None:
+    assert '"422"' not in json.dumps(document)
+
+
+async def test_what_it_refers_to_is_in_it(document: dict[str, Any]) -> None:
+    names = re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document))
+
+    assert names
+    assert set(names) <= set(document["components"]["schemas"])
+
+
+async def test_what_it_says_needs_a_key_does(
+    client: httpx.AsyncClient, document: dict[str, Any]
+) -> None:
+    needs_key = {path for path, each in document["paths"].items() if "security" in str(each)}
+
+    assert {path for path in document["paths"] if path.startswith(routes.PREFIX)} - needs_key == {
+        "/api/v1/healthz"
+    }
+
+
+async def test_no_page_loads_scripts_from_elsewhere(client: httpx.AsyncClient) -> None:
+    for page in ("/docs", "/redoc"):
+        assert (await client.get(page)).status_code == 404

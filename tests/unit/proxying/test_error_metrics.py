@@ -1,0 +1,70 @@
+"""Forwarded requests that fail because of the head are counted by reason."""
+
+import asyncio
+from collections.abc import MutableMapping
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+
+from tinkercloud_api.head_client import HeadUnreachable, open_client
+from tinkercloud_api.providers.base import HeadEndpoint
+from tinkercloud_api.proxy import Proxy, StaleEndpoint
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_testing.servers import free_port
+
+
+async def nowhere(_message: MutableMapping[str, Any]) -> None: ...
+
+
+async def forward(port: int) -> None:
+    endpoint = HeadEndpoint(f"http://127.0.0.1:{port}", "token", "g1")
+    async with open_client() as session:
+        await Proxy(session).forward(
+            nowhere, endpoint, "/x", target="run", headers={}, body=b"{}", timeout_seconds=30
+        )
+
+
+async def forward_to_one_that_answers(answer: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n{}")
+        writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        await forward(server.sockets[0].getsockname()[1])
+
+
+def counted(reason: str) -> float:
+    value = REGISTRY.get_sample_value("tinkercloud_proxy_errors_total", {"reason": reason})
+    assert value is not None
+    return value
+
+
+async def test_a_head_that_cannot_be_reached_is_counted() -> None:
+    before = counted("unreachable")
+
+    with pytest.raises(Unavailable):
+        await forward(free_port())
+
+    assert counted("unreachable") == before + 1
+
+
+async def test_an_interrupted_response_is_counted() -> None:
+    before = counted("broke_off")
+
+    with pytest.raises(HeadUnreachable):
+        await forward_to_one_that_answers(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf")
+
+    assert counted("broke_off") == before + 1
+
+
+async def test_a_head_that_was_replaced_is_counted() -> None:
+    before = counted("replaced")
+    refusal = f"HTTP/1.1 {routes.WRONG_GENERATION_STATUS} X\r\ncontent-length: 0\r\n\r\n"
+
+    with pytest.raises(StaleEndpoint):
+        await forward_to_one_that_answers(refusal.encode())
+
+    assert counted("replaced") == before + 1

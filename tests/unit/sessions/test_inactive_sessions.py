@@ -1,0 +1,224 @@
+"""The server suspends the models of inactive clients, and no others."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tinkercloud_api.activity import Activity
+from tinkercloud_api.catalog.database import migrate, open_database
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.tables import Session, TrainingRun, now
+from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.head_locator import HeadLocator
+from tinkercloud_api.providers.base import HeadEndpoint
+from tinkercloud_api.shared_heads import SharedHeads
+from tinkercloud_api.training_runs import TrainingRuns
+from tinkercloud_protocol.errors import StateLost
+from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.ids import ModelId
+from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Limits, ModelSpec, Timings
+from tinkercloud_protocol.object_store import open_store
+from tinkercloud_testing.engines import an_engine
+from tinkercloud_testing.models import tiny_llama
+from tinkercloud_testing.providers import OneHead
+from tinkercloud_testing.served_heads import TOKEN, served
+from tinkercloud_worker.checkpoints.store import CheckpointStore
+from tinkercloud_worker.head.app import HeadApp
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.lifecycle import Lifecycle
+from tinkercloud_worker.head.token import HeadToken
+
+pytestmark = pytest.mark.timeout(120)
+
+SILENCE, PERIOD = timedelta(minutes=10), timedelta(seconds=30)
+INACTIVITY, PERIOD = timedelta(minutes=10), timedelta(seconds=30)
+SPEC = ModelSpec(owner="me", lora=LoraConfig(rank=2, seed=1))
+
+
+@dataclass
+class World:
+    """A catalog, and a head with a model of each of two sessions."""
+
+    catalog: Catalog
+    activity: Activity
+    lifecycle: Lifecycle
+    client: aiohttp.ClientSession
+    provider: OneHead
+
+    def server(self) -> SharedHeads:
+        """Return another server's view of the head."""
+        return SharedHeads(
+            self.catalog,
+            self.provider,
+            self.activity,
+            self.client,
+            inactivity=INACTIVITY,
+            period=PERIOD,
+        )
+
+    async def suspended(self) -> set[str]:
+        """Return the sessions whose models the head has suspended."""
+        held = await self.server().models()
+        return {name[0] for name, model in held.items() if model.is_suspended}
+
+
+async def listen(server: SharedHeads, begin: datetime, end: datetime) -> None:
+    """Run the periodic checks of a server over a period of time."""
+    while begin <= end:
+        await server.suspend_inactive(begin)
+        begin += PERIOD
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    engine = open_database(f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}")
+    await migrate(engine)
+    catalog = Catalog(engine)
+    config = HeadConfig(
+        head="h",
+        generation="g1",
+        model=BaseModelSource(name="tiny", path=""),
+        token_file="",
+        checkpoint_root=(tmp_path / "store").as_uri(),
+        scratch_dir=str(tmp_path / "scratch"),
+        timings=Timings(drain_seconds=1, suspend_seconds=1),
+    )
+    (tmp_path / "token").write_text(TOKEN)
+    with an_engine(tiny_llama(), tmp_path / "scratch") as parts:
+        store = CheckpointStore(open_store(config.checkpoint_root))
+        backend = Backend(config, parts.trainer, parts.sampler, parts.thread, store, frozenset())
+        lifecycle = Lifecycle(config.timings, lambda: backend)
+        app = HeadApp(lifecycle, Limits(), HeadToken(tmp_path / "token"), "g1")
+        async with served(app) as url, aiohttp.ClientSession() as client:
+            await lifecycle.wait_until_ready()
+            provider = OneHead()
+            provider.endpoint = HeadEndpoint(url, TOKEN, "g1")
+            for name in ("a", "b"):
+                await begin(catalog, lifecycle, name)
+            yield World(catalog, Activity(catalog), lifecycle, client, provider)
+    await catalog.close()
+
+
+async def begin(catalog: Catalog, lifecycle: Lifecycle, name: str) -> None:
+    """Create a session with one model."""
+    await catalog.add_session(
+        Session(id=name, owner="me", sdk_version="1", tags=[], user_metadata={})
+    )
+    run = TrainingRun(
+        id=f"{name}:train:0",
+        session_id=name,
+        owner="me",
+        base_model="tiny",
+        spec=SPEC.model_dump(mode="json"),
+    )
+    await catalog.add_run(run)
+    await lifecycle.service.create_model(ModelId(name, 0), SPEC)
+    await lifecycle.service.retrieve(f"{name}:train:0:0")
+
+
+async def test_no_client_is_inactive_before_the_server_has_run_for_long_enough(
+    world: World,
+) -> None:
+    start, server = now() + timedelta(days=30), world.server()
+
+    await listen(server, start, start + INACTIVITY - PERIOD)
+    assert await world.suspended() == set()
+
+    await listen(server, start + INACTIVITY, start + INACTIVITY + PERIOD)
+    assert await world.suspended() == {"a", "b"}
+
+
+async def test_a_heartbeat_or_a_request_keeps_models_in_memory(world: World) -> None:
+    start, server = now() - INACTIVITY, world.server()
+    await listen(server, start, now())
+    end = now() + INACTIVITY
+    await listen(server, now(), end - PERIOD)
+    assert await world.suspended() == set()
+    world.activity.record_heartbeat("a")
+    world.activity.touch("b:train:0")
+
+    await listen(server, end, end)
+
+    assert await world.suspended() == set()
+
+
+async def test_only_the_models_of_inactive_clients_are_suspended(world: World) -> None:
+    start, server = now() - INACTIVITY, world.server()
+    await listen(server, start, now())
+    row = await world.catalog.session("a")
+    assert row is not None
+    await world.catalog.record_heartbeats(["a"])
+    await age(world.catalog, "b", INACTIVITY)
+
+    await listen(server, now(), now())
+
+    assert await world.suspended() == {"b"}
+
+
+async def age(catalog: Catalog, session: str, by: timedelta) -> None:
+    """Make a session inactive for some time."""
+    moment = now() - by - timedelta(seconds=1)
+    async with catalog._writing() as connection:
+        row = await connection.get(Session, session)
+        run = await connection.get(TrainingRun, f"{session}:train:0")
+        assert row is not None
+        assert run is not None
+        row.last_heartbeat_at = run.last_request_at = moment
+
+
+async def test_clients_are_not_inactive_after_the_machine_was_asleep(world: World) -> None:
+    start, server = now(), world.server()
+    await listen(server, start, start + INACTIVITY - PERIOD)
+
+    awake = start + timedelta(hours=8)
+    await listen(server, awake, awake + INACTIVITY - PERIOD)
+
+    assert await world.suspended() == set()
+
+
+async def test_an_unresponsive_head_does_not_block_others(world: World) -> None:
+    start, server = now(), world.server()
+    world.provider.endpoint = HeadEndpoint("http://127.0.0.1:9", TOKEN, "g0")
+
+    await listen(server, start, start + INACTIVITY + PERIOD)
+
+    assert await server.models() == {}
+
+
+@pytest.mark.parametrize("state", ["over", "deleted"])
+async def test_an_ended_run_is_not_suspended(world: World, state: str) -> None:
+    start, server = now(), world.server()
+    if state == "over":
+        await world.catalog.finish_session("a", "success", None)
+    else:
+        await world.catalog.delete_run("a:train:0")
+
+    await listen(server, start, start + INACTIVITY + PERIOD)
+
+    assert await world.suspended() == {"b"}
+
+
+async def test_sessions_of_inactive_clients_expire_after_days(world: World) -> None:
+    for name, days in (("a", 91), ("b", 89)):
+        await age(world.catalog, name, timedelta(days=days))
+
+    assert await world.catalog.expired_sessions(now() - timedelta(days=90)) == ["a"]
+
+
+async def test_a_run_reports_that_its_session_expired(world: World, tmp_path: Path) -> None:
+    checkpoints = Checkpoints(world.catalog, open_store((tmp_path / "store").as_uri()))
+    locator = HeadLocator(world.catalog, checkpoints, world.provider, world.client)
+    runs = TrainingRuns(world.catalog, world.provider, checkpoints, locator)
+    await age(world.catalog, "a", timedelta(days=91))
+
+    await runs.expire_sessions(now(), days=90)
+
+    with pytest.raises(
+        StateLost, match=r"its client was inactive for 90 days \(session_expiry_days"
+    ):
+        await locator.head_of_run("a:train:0")
+    assert set(await world.server().models()) == {"b:train:0"}

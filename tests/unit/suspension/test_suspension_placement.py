@@ -1,0 +1,285 @@
+"""A suspended run is resumed once, on one head, and never from an older state."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tinkercloud_api.catalog.database import migrate, open_database
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.tables import Session, TrainingRun
+from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.head_locator import HeadLocator
+from tinkercloud_api.providers.base import HeadEndpoint, Pending, Placement
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.errors import StateLost
+from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.launch import (
+    BaseModelSource,
+    HeadConfig,
+    HeadStatus,
+    Limits,
+    ModelSpec,
+    Saved,
+    Timings,
+)
+from tinkercloud_protocol.object_store import open_store
+from tinkercloud_protocol.paths import CheckpointKind
+from tinkercloud_testing.engines import an_engine
+from tinkercloud_testing.models import tiny_llama
+from tinkercloud_testing.providers import OneHead
+from tinkercloud_testing.served_heads import TOKEN, served
+from tinkercloud_worker.checkpoints.store import CheckpointStore
+from tinkercloud_worker.head.app import HeadApp
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.lifecycle import Lifecycle
+from tinkercloud_worker.head.token import HeadToken
+
+RUN = "s:train:0"
+SPEC = ModelSpec(owner="me", lora=LoraConfig(rank=2, seed=1))
+
+
+@dataclass
+class World:
+    """A catalog, an object store, and the heads and servers that share them."""
+
+    folder: Path
+    catalog: Catalog
+    checkpoints: Checkpoints
+    provider: OneHead
+    client: aiohttp.ClientSession
+
+    def server(self) -> HeadLocator:
+        """Return the head locator of another API server."""
+        return HeadLocator(self.catalog, self.checkpoints, self.provider, self.client)
+
+    async def call(self, endpoint: HeadEndpoint, path: str, token: str = TOKEN) -> bytes:
+        headers = {routes.HEAD_TOKEN_HEADER: token}
+        async with self.client.post(endpoint.url + path, headers=headers) as response:
+            assert response.status == 200, response.status
+            return await response.read()
+
+    async def wait_until_created(self, endpoint: HeadEndpoint) -> None:
+        """Wait until the run exists in its head."""
+        headers = {routes.HEAD_TOKEN_HEADER: TOKEN, routes.TARGET_HEADER: RUN}
+        request = {"request_id": f"{RUN}:0"}
+        url = endpoint.url + routes.RETRIEVE_FUTURE
+        async with self.client.post(url, json=request, headers=headers) as response:
+            assert response.status == 200
+
+    @asynccontextmanager
+    async def head(self, generation: str) -> AsyncIterator[HeadEndpoint]:
+        """Serve a head, and make it the one that the provider finds."""
+        config = HeadConfig(
+            head="h",
+            generation=generation,
+            model=BaseModelSource(name="tiny", path=""),
+            token_file="",
+            checkpoint_root=(self.folder / "store").as_uri(),
+            scratch_dir=str(self.folder / generation),
+            timings=Timings(drain_seconds=1, suspend_seconds=1),
+        )
+        with an_engine(tiny_llama(), self.folder / generation) as engine:
+            store = CheckpointStore(open_store(config.checkpoint_root))
+            backend = Backend(
+                config, engine.trainer, engine.sampler, engine.thread, store, frozenset()
+            )
+            lifecycle = Lifecycle(config.timings, lambda: backend)
+            token_file = self.folder / "token"
+            token_file.write_text(TOKEN)
+            app = HeadApp(lifecycle, Limits(), HeadToken(token_file), generation)
+            async with served(app) as url:
+                ready = url + routes.HEAD_WAIT_READY
+                headers = {routes.HEAD_TOKEN_HEADER: TOKEN}
+                async with self.client.get(ready, headers=headers) as response:
+                    assert response.status == 200
+                endpoint = self.provider.endpoint = HeadEndpoint(url, TOKEN, generation)
+                yield endpoint
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    engine = open_database(f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}")
+    await migrate(engine)
+    catalog = Catalog(engine)
+    await catalog.add_session(
+        Session(id="s", owner="me", sdk_version="1", tags=[], user_metadata={})
+    )
+    await catalog.add_run(
+        TrainingRun(
+            id=RUN,
+            session_id="s",
+            owner="me",
+            base_model="tiny",
+            spec=SPEC.model_dump(mode="json"),
+        )
+    )
+    checkpoints = Checkpoints(catalog, open_store((tmp_path / "store").as_uri()))
+    async with aiohttp.ClientSession() as client:
+        yield World(tmp_path, catalog, checkpoints, OneHead(), client)
+    await catalog.close()
+
+
+async def generation_of_run(world: World) -> str | None:
+    row = await world.catalog.run(RUN)
+    assert row is not None
+    return row.generation
+
+
+async def test_a_suspended_run_resumes_in_the_next_head(world: World) -> None:
+    server = world.server()
+    async with world.head("g1") as first, world.head("g2") as second:
+        world.provider.endpoint = first
+        assert await server.head_of_run(RUN) == first
+        status = HeadStatus.model_validate_json(await world.call(first, routes.HEAD_SUSPEND))
+        assert status.suspended
+
+        world.provider.endpoint = second
+        found = await asyncio.gather(*[server.head_of_run(RUN) for _ in range(5)])
+
+        assert found == [second] * 5
+        assert await generation_of_run(world) == "g2"
+
+
+async def test_a_head_suspends_for_its_own_server_only(world: World) -> None:
+    async with world.head("g1") as head:
+        headers = {routes.HEAD_TOKEN_HEADER: "guessed"}
+        for path in (routes.HEAD_SUSPEND, routes.HEAD_CHECKPOINT):
+            async with world.client.post(head.url + path, headers=headers) as response:
+                assert response.status == 401
+
+
+async def test_a_server_that_died_before_it_wrote_the_catalog_is_repaired_by_the_next_request(
+    world: World,
+) -> None:
+    async with world.head("g1") as first, world.head("g2") as second:
+        world.provider.endpoint = first
+        await world.server().head_of_run(RUN)
+        await world.call(first, routes.HEAD_SUSPEND)
+        world.provider.endpoint = second
+        spec = SPEC.model_copy(update={"resume_generation": "g1"}).model_dump_json()
+        headers = {routes.HEAD_TOKEN_HEADER: TOKEN}
+        url = f"{second.url}{routes.HEAD_MODELS}/{RUN}"
+        async with world.client.put(url, data=spec, headers=headers) as response:
+            assert response.status == 200
+        assert await generation_of_run(world) == "g1"
+
+        assert await world.server().head_of_run(RUN) == second
+        assert await generation_of_run(world) == "g2"
+
+
+async def test_a_server_that_missed_a_resume_does_not_undo_it(world: World) -> None:
+    one, other = world.server(), world.server()
+    async with world.head("g1") as first, world.head("g2") as second, world.head("g3") as third:
+        world.provider.endpoint = first
+        await one.head_of_run(RUN)
+        await other.head_of_run(RUN)
+        await world.call(first, routes.HEAD_SUSPEND)
+        world.provider.endpoint = second
+        await other.head_of_run(RUN)
+
+        assert await one.head_of_run(RUN) == second
+        world.provider.endpoint = third
+        with pytest.raises(StateLost, match="session head stopped"):
+            await one.head_of_run(RUN)
+        with pytest.raises(StateLost, match="session head stopped"):
+            await other.head_of_run(RUN)
+
+
+async def test_one_of_two_servers_that_place_a_run_yields(world: World) -> None:
+    assert await world.catalog.set_generation(RUN, "g1", after=None)
+    assert await world.catalog.set_generation(RUN, "g1", after=None)
+    assert await world.catalog.set_generation(RUN, "g2", after="g1")
+
+    assert not await world.catalog.set_generation(RUN, "g3", after="g1")
+
+    assert await generation_of_run(world) == "g2"
+
+
+async def test_a_run_of_a_vanished_head_is_lost_since_its_automatic_checkpoint(
+    world: World,
+) -> None:
+    server = world.server()
+    async with world.head("g1") as first, world.head("g2") as second:
+        world.provider.endpoint = first
+        await server.head_of_run(RUN)
+        await world.wait_until_created(first)
+        saved = Saved.model_validate_json(await world.call(first, routes.HEAD_CHECKPOINT))
+        (path,) = saved.checkpoints
+
+        world.provider.endpoint = second
+
+        with pytest.raises(StateLost) as raised:
+            await server.head_of_run(RUN)
+        assert path in raised.value.message
+        (listed,) = await world.checkpoints.of_run(RUN)
+        assert listed.tinker_path == path
+        assert listed.checkpoint_type == CheckpointKind.TRAINING.checkpoint_type
+
+
+async def test_a_deleted_run_is_not_resumed_and_leaves_no_suspended_state(
+    world: World,
+) -> None:
+    server = world.server()
+    async with world.head("g1") as first:
+        await server.head_of_run(RUN)
+        await world.call(first, routes.HEAD_SUSPEND)
+        assert await world.checkpoints.is_suspended(RUN, "g1", None)
+
+        await world.catalog.finish_session("s", "success", None)
+        await server.release(await world.catalog.runs_of_session("s"), [])
+
+        assert not await world.checkpoints.is_suspended(RUN, "g1", None)
+        assert list((world.folder / "store").rglob("*.safetensors")) == []
+        with pytest.raises(StateLost, match="was deleted"):
+            await world.server().head_of_run(RUN)
+
+
+async def test_state_suspended_after_the_deletion_of_its_run_is_removed_later(
+    world: World,
+) -> None:
+    server = world.server()
+    async with world.head("g1") as first:
+        await server.head_of_run(RUN)
+        await world.catalog.finish_session("s", "success", None)
+        await world.call(first, routes.HEAD_SUSPEND)
+    world.provider.endpoint = None
+    now = datetime.now(UTC)
+
+    await server.release_leftovers(now)
+    assert await world.checkpoints.is_suspended(RUN, "g1", None)
+    await server.release_leftovers(now + timedelta(days=1))
+
+    assert not await world.checkpoints.is_suspended(RUN, "g1", None)
+    assert await world.catalog.runs_to_sweep(now + timedelta(days=1)) == []
+
+
+async def test_pending_runs_are_counted_by_their_queue_state(
+    world: World,
+) -> None:
+    class Slow(OneHead):
+        def __init__(self) -> None:
+            super().__init__()
+            self.asked = asyncio.Event()
+
+        async def acquire(self, _placement: Placement) -> HeadEndpoint:
+            self.asked.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        def pending(self, _placement: Placement) -> Pending:
+            return Pending("paused_capacity", "no node is free")
+
+    provider = world.provider = Slow()
+    server = world.server()
+    assert not server.pending_counts()
+
+    server.start_placing(RUN)
+    await provider.asked.wait()
+
+    assert server.pending_counts() == {"paused_capacity": 1}
