@@ -117,7 +117,9 @@ def install_requirements() -> None:
         PermissionError: This process is not root.
     """
     if os.geteuid() != 0:
-        raise PermissionError("a real node needs root; docs/contribute/cluster-tests.md lists alternatives")
+        raise PermissionError(
+            "a real node needs root; docs/contribute/cluster-tests.md lists alternatives"
+        )
     subprocess.run([str(ROOT / "tools" / "cluster" / "install_node.sh")], check=True)
 
 

@@ -61,8 +61,8 @@ def engines(**others: Any) -> Json:
 
 
 def colocated(sampler: Json | None = None, trainer: Json | None = None, **engines: Any) -> Json:
-    beside = COLOCATED | {"engines": COLOCATED["engines"] | engines} | (sampler or {})
-    return base_model(trainer=TRAINERS | (trainer or {}), sampler=beside)
+    sampler_spec = COLOCATED | {"engines": COLOCATED["engines"] | engines} | (sampler or {})
+    return base_model(trainer=TRAINERS | (trainer or {}), sampler=sampler_spec)
 
 
 def in_one_pod(sampler: Json | None = None, **engines: Any) -> Json:
@@ -138,7 +138,7 @@ BASE_MODEL_RULES = (
             "many replicas alone": trainer(4, 0),
             "GPUs alone": trainer(0, 8),
             "ranks alone": cpu_trainer(0, 1, backend="torch"),
-            "ranks besides GPUs": cpu_trainer(1, 2, gpus=2),
+            "ranks in addition to GPUs": cpu_trainer(1, 2, gpus=2),
         },
     ),
     Rule(
@@ -168,7 +168,7 @@ BASE_MODEL_RULES = (
         },
         {
             "more experts' ranks than there are": trainer(1, 4, "megatron", expert=64),
-            "besides tensor": trainer(1, 4, "megatron", tensor=2, expert=4),
+            "in addition to tensor": trainer(1, 4, "megatron", tensor=2, expert=4),
             "no divisor": cpu_trainer(4, 1, expert=3),
         },
     ),
@@ -292,7 +292,7 @@ BASE_MODEL_RULES = (
         {
             "backend alone": base_model(sampler={"backend": "external"}),
             "servers alone": external(backend="torch"),
-            "servers beside engines": engines(external=EXTERNAL["external"]),
+            "servers in addition to engines": engines(external=EXTERNAL["external"]),
         },
     ),
     Rule(
@@ -471,7 +471,7 @@ BASE_MODEL_RULES = (
         },
         {
             "without trainers": base_model(sampler={**SAMPLERS, "colocated": True}),
-            "beside a CPU trainer": base_model(
+            "alongside a CPU trainer": base_model(
                 trainer={"replicas": 2, "cpuRanksPerReplica": 1},
                 sampler={**SAMPLERS, "colocated": True},
             ),

@@ -186,14 +186,14 @@ def broadcast_from_gpu(store: Store, ranks: int, timeout: timedelta) -> Callable
         ranks: the size of the group, including this rank.
         timeout: the time limit of a broadcast.
     """
-    whence = dist.BroadcastOptions()
-    whence.rootRank, whence.rootTensor = 0, 0
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
     settings = dist.ProcessGroupNCCL.Options()
     settings._timeout = timeout
     nccl = dist.ProcessGroupNCCL(store, 0, ranks, settings)
 
     def broadcast(run: Tensor) -> None:
-        nccl.broadcast([run.to("cuda")], whence).wait()  # type: ignore[attr-defined] # not in stubs
+        nccl.broadcast([run.to("cuda")], options).wait()  # type: ignore[attr-defined] # not in stubs
         # So far only the stream has waited.
         torch.cuda.synchronize()
 
