@@ -10,7 +10,7 @@ out=$1
 uv=.uv/bin/uv
 mkdir -p "$out"
 
-# What the Dockerfiles install.
+# What the Dockerfile installs.
 declare -A images=(
   [api]="--package tinkercloud-api --extra postgres --extra sdk"
   [operator]="--package tinkercloud-operator"
