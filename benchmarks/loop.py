@@ -22,7 +22,7 @@ from tinkercloud_protocol.payloads import decode_forward_backward
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.servers import Server, a_server
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 MODEL = "measured/model"
@@ -49,7 +49,7 @@ def _request(data: list[types.Datum]) -> bytes:
 
 def _loop(server: Server, folder: str) -> Measurement:
     data = [a_datum(128)] * 4
-    trainer = TorchTrainer(BaseModel.load(folder, torch.float32), max_batch_tokens=2048)
+    trainer = TorchTrainer(TorchBaseModel.load(folder, torch.float32), max_batch_tokens=2048)
     trainer.add_model("m", LORA)
     batch = prepare(decode_forward_backward(_request(data)), trainer.limits)
     training = server.client().create_lora_training_client(MODEL, RANK, train_unembed=False)

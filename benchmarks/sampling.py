@@ -17,7 +17,7 @@ from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_protocol.tensors import Datum
 from tinkercloud_worker.engine.sampler import SamplingRequest, StopRules
 from tinkercloud_worker.engine.thread import EngineThread
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainerWithSampler
@@ -29,7 +29,7 @@ class Bench:
     """A sampler on its engine thread, and a plain model to compare with."""
 
     def __init__(self, folder: str) -> None:
-        self.base = BaseModel.load(folder, torch.float32)
+        self.base = TorchBaseModel.load(folder, torch.float32)
         self.thread = EngineThread(on_crash=lambda error: print("engine failed:", error))
         self.sampler = TorchSampler(
             self.base,

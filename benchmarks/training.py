@@ -15,7 +15,7 @@ from tinkercloud_protocol.tensors import Datum, ForwardBackwardRequest
 from tinkercloud_worker.device.frozen_linear import FrozenLinear
 from tinkercloud_worker.engine.batch import Batch, prepare
 from tinkercloud_worker.engine.trainer import TrainingPass
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer.logprobs import logprobs_and_gradient
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -43,7 +43,7 @@ def random_data(lengths: Sequence[int], vocab_size: int) -> list[Datum]:
 
 
 def measure(folder: str) -> Iterator[Measurement]:
-    trainer = TorchTrainer(BaseModel.load(folder, torch.float32), max_batch_tokens=2048)
+    trainer = TorchTrainer(TorchBaseModel.load(folder, torch.float32), max_batch_tokens=2048)
     trainer.add_model("m", LORA)
     bare = BareLoop(AutoModelForCausalLM.from_pretrained(folder), RANK)
     vocab_size = trainer.limits.vocab_size

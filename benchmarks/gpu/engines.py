@@ -21,7 +21,7 @@ from tinkercloud_worker.engine.batch import Batch, prepare
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult, StopRules
 from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.engine.trainer import Trainer, TrainingState, WeightsSnapshot
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
@@ -30,15 +30,15 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerW
 MODEL = "m"
 _SAMPLER_BYTES = 8 << 30
 
-_held: dict[tuple[str, torch.dtype], BaseModel] = {}
+_held: dict[tuple[str, torch.dtype], TorchBaseModel] = {}
 
 
-def base_of(bench: Bench, shape: Shape, dtype: torch.dtype = torch.bfloat16) -> BaseModel:
+def base_of(bench: Bench, shape: Shape, dtype: torch.dtype = torch.bfloat16) -> TorchBaseModel:
     """Return a base model, releasing the previous one if it is different."""
     key = (shape.name, dtype)
     if key not in _held:
         release_base(bench)
-        _held[key] = BaseModel(shape.build(bench.device, dtype), packed=False)
+        _held[key] = TorchBaseModel(shape.build(bench.device, dtype), packed=False)
     return _held[key]
 
 
@@ -83,7 +83,7 @@ def fill(trainer: Trainer, model_id: str, seed: int = 1) -> dict[str, torch.Tens
 
 
 def a_trainer(
-    base: BaseModel, rank: int, max_batch_tokens: int, max_kept_tokens: int | None = None
+    base: TorchBaseModel, rank: int, max_batch_tokens: int, max_kept_tokens: int | None = None
 ) -> TorchTrainer:
     """Return a trainer with one model, an adapter of random weights."""
     trainer = TorchTrainerWithSampler(
@@ -136,7 +136,7 @@ class RunningSampler:
 
 @contextmanager
 def a_sampler(
-    base: BaseModel, max_running_sequences: int, graph_capturer: GraphCapturer | None
+    base: TorchBaseModel, max_running_sequences: int, graph_capturer: GraphCapturer | None
 ) -> Iterator[RunningSampler]:
     """Run a sampler over a base model."""
     thread = EngineThread(on_crash=lambda error: print("the engine failed:", repr(error)))

@@ -25,7 +25,7 @@ from benchmarks.measuring import Measurement, largest_error
 from tinkercloud_protocol.tensors import Datum, SampledSequence
 from tinkercloud_worker.device.accelerator import graph_capturer_for
 from tinkercloud_worker.lora import adapters
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -39,7 +39,7 @@ class Merged:
         self,
         bench: Bench,
         shape: Shape,
-        base: BaseModel,
+        base: TorchBaseModel,
         trainer: TorchTrainer,
         dtype: torch.dtype,
     ) -> None:
@@ -191,7 +191,7 @@ def sampling(bench: Bench) -> Iterator[Measurement]:
 
 
 def _recorded(
-    bench: Bench, base: BaseModel, trainer: TorchTrainer, graph_capturer: GraphCapturer
+    bench: Bench, base: TorchBaseModel, trainer: TorchTrainer, graph_capturer: GraphCapturer
 ) -> Measurement:
     """N7: sequences of an adapter, alone and in a batch with the base's."""
     recorded, computed = (
@@ -214,7 +214,7 @@ def _gap(drawn: Sequence[SampledSequence], others: Sequence[np.ndarray]) -> np.n
 
 def _sampled(
     bench: Bench,
-    base: BaseModel,
+    base: TorchBaseModel,
     trainer: TorchTrainer,
     graph_capturer: GraphCapturer | None,
     versions: Sequence[str] = ("v1",),

@@ -60,7 +60,7 @@ from tinkercloud_worker.inference.sglang import weights as sglang_weights
 from tinkercloud_worker.inference.sglang.dialect import SglangDialect
 from tinkercloud_worker.inference.weight_host import HeadWeightHost
 from tinkercloud_worker.metrics import Way, What
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 SHAPE = Shape("small", "llama", 1024, 8, 16, 8, 64, 3072, VOCAB_SIZE, tied=False)
@@ -235,7 +235,7 @@ def a_proof(
         raise Skipped(f"sglang is not installed (pip install sglang, or set {SGLANG_PYTHON})")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        base = BaseModel(_saved(build(bench.device, dtype), folder / "model"), packed=False)
+        base = TorchBaseModel(_saved(build(bench.device, dtype), folder / "model"), packed=False)
         server = stack.enter_context(
             a_server(
                 folder / "model",
@@ -289,7 +289,7 @@ def _saved(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return model
 
 
-def _trainer(base: BaseModel) -> TorchTrainer:
+def _trainer(base: TorchBaseModel) -> TorchTrainer:
     """Return a trainer with the base, two adapters, one with too high a rank, and a full model."""
     trainer = TorchTrainer(base, max_batch_tokens=1024)
     trainer.add_model(BASE, LoraConfig(rank=RANK, seed=1))

@@ -16,7 +16,7 @@ from benchmarks.measuring import Measurement
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.tensors import Datum
 from tinkercloud_worker.engine.trainer import Trainer, TrainingPass
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer.logprobs import logprobs_and_gradient
 
@@ -118,7 +118,7 @@ def bare(bench: Bench) -> Iterator[Measurement]:
 
 
 def _compared(
-    bench: Bench, base: BaseModel, loop: BareLoop, data: Sequence[Datum], max_batch_tokens: int
+    bench: Bench, base: TorchBaseModel, loop: BareLoop, data: Sequence[Datum], max_batch_tokens: int
 ) -> list[float]:
     trainer = a_trainer(base, bench.work.rank, max_batch_tokens)
     batch = a_batch(trainer, data)
@@ -173,7 +173,7 @@ def adapter_cost(bench: Bench) -> Iterator[Measurement]:
     yield Measurement("G9", what, with_adapter / frozen, "x", "<= 1.20", "<= 1.08")
 
 
-def _frozen_step(base: BaseModel, ids: torch.Tensor, targets: torch.Tensor) -> None:
+def _frozen_step(base: TorchBaseModel, ids: torch.Tensor, targets: torch.Tensor) -> None:
     embedding = base.named_weights()["model.embed_tokens.weight"]
     inputs = torch.nn.functional.embedding(ids, embedding).requires_grad_()
     # The backbone alone: engine passes start from token ids, which have no gradient.
@@ -202,7 +202,7 @@ def longest_context(bench: Bench) -> Iterator[Measurement]:
     yield Measurement("G10", what, found, "tokens", ">= 65536", ">= 131072", note)
 
 
-def _long_step_seconds(bench: Bench, base: BaseModel, length: int) -> float:
+def _long_step_seconds(bench: Bench, base: TorchBaseModel, length: int) -> float:
     trainer = a_trainer(base, bench.work.rank, length, max_kept_tokens=0)
     batch = a_batch(trainer, random_data(bench.work.large, [length]))
     return bench.first_seconds(lambda: step(trainer, batch))

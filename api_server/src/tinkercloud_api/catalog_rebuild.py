@@ -17,7 +17,7 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Session, TrainingRun
 from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_protocol.checkpoints import (
-    Manifest,
+    CheckpointManifest,
     SuspendedManifest,
     decode_manifest,
     suspended_key,
@@ -74,7 +74,7 @@ async def has_checkpoints(objects: ObjectStoreClient) -> bool:
 class _Saved:
     """The checkpoints in a run's folder."""
 
-    manifests: list[Manifest] = field(default_factory=list)
+    manifests: list[CheckpointManifest] = field(default_factory=list)
     damaged: dict[CheckpointPath, str] = field(default_factory=dict)
     """Unreadable checkpoints, with the reason."""
     others: list[str] = field(default_factory=list)
@@ -93,7 +93,7 @@ async def _saved(model_id: ModelId, objects: ObjectStoreClient) -> _Saved:
             content = await objects.read(path.manifest_key)
             try:
                 if content is not None:
-                    saved.manifests.append(decode_manifest(Manifest, content, str(path)))
+                    saved.manifests.append(decode_manifest(CheckpointManifest, content, str(path)))
             except InvalidRequest as error:
                 saved.damaged[path] = error.message
     return saved
@@ -105,7 +105,7 @@ async def _rebuild_run(
     saved = await _saved(model_id, objects)
     rebuilt.damaged += [*saved.others, *saved.damaged.values()]
     suspended = await _suspended(model_id, objects, rebuilt)
-    described: list[Manifest | SuspendedManifest] = [*saved.manifests]
+    described: list[CheckpointManifest | SuspendedManifest] = [*saved.manifests]
     if suspended is not None:
         described.append(suspended)
     if not described:
@@ -138,7 +138,7 @@ async def _suspended(
 
 
 async def _add_run(
-    model_id: ModelId, described: list[Manifest | SuspendedManifest], catalog: Catalog
+    model_id: ModelId, described: list[CheckpointManifest | SuspendedManifest], catalog: Catalog
 ) -> None:
     """Add the rows of a run and its session, as described by the run's manifests."""
     if await catalog.run(str(model_id)) is not None:
@@ -158,7 +158,7 @@ async def _add_run(
             )
         )
     spec = ModelSpec(owner=last.owner, lora=last.lora)
-    if isinstance(last, Manifest):
+    if isinstance(last, CheckpointManifest):
         spec = spec.model_copy(update={"optimizer": last.optimizer})
     await catalog.add_run(
         TrainingRun(
@@ -174,5 +174,5 @@ async def _add_run(
     )
 
 
-def _moment(manifest: Manifest | SuspendedManifest) -> datetime:
+def _moment(manifest: CheckpointManifest | SuspendedManifest) -> datetime:
     return manifest.created_at

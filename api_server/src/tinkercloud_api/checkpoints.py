@@ -23,7 +23,7 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
 from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_protocol.checkpoints import (
-    Manifest,
+    CheckpointManifest,
     SuspendedManifest,
     decode_manifest,
     suspended_key,
@@ -127,7 +127,7 @@ class Checkpoints:
                 f" largest are {named}"
             )
 
-    async def manifest(self, path: CheckpointPath, principal: Principal) -> Manifest:
+    async def manifest(self, path: CheckpointPath, principal: Principal) -> CheckpointManifest:
         """Return the manifest of a checkpoint that exists for this principal.
 
         Raises:
@@ -286,17 +286,17 @@ class Checkpoints:
         log.info("checkpoint expired", path=str(path))
         await self._delete(path)
 
-    async def _required(self, path: CheckpointPath) -> Manifest:
+    async def _required(self, path: CheckpointPath) -> CheckpointManifest:
         manifest = await self._read(path)
         if manifest is None:
             raise _not_found(path)
         return manifest
 
-    async def _read(self, path: CheckpointPath) -> Manifest | None:
+    async def _read(self, path: CheckpointPath) -> CheckpointManifest | None:
         content = await self._objects.read(path.manifest_key)
-        return None if content is None else decode_manifest(Manifest, content, str(path))
+        return None if content is None else decode_manifest(CheckpointManifest, content, str(path))
 
-    async def _index(self, manifest: Manifest) -> None:
+    async def _index(self, manifest: CheckpointManifest) -> None:
         """Update the index from a manifest.
 
         If the index is already up to date, a pending overwrite of the checkpoint stays pending.

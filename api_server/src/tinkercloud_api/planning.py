@@ -20,7 +20,7 @@ from tinkercloud_crds.base_model import ModelName
 from tinkercloud_planning import architecture, families
 from tinkercloud_planning.gpus import UnknownGpus, parse
 from tinkercloud_planning.memory import GpuMemory
-from tinkercloud_planning.plan import Plan
+from tinkercloud_planning.plan import ModelPlan
 from tinkercloud_planning.plan import plan as make_plan
 from tinkercloud_planning.refusal import DoesNotFit, gib
 
@@ -40,7 +40,7 @@ class CannotPlan(Exception):
 
 def plan(
     model: str, gpus: str, *, gpus_per_node: int, sequence_length: int | None, lora_rank: int | None
-) -> Plan:
+) -> ModelPlan:
     """Plan the training and sampling of a model.
 
     Args:
@@ -100,7 +100,7 @@ def _from_hub(model: str) -> Path:
         ) from error
 
 
-def base_model(plan: Plan, model: str) -> dict[str, Any]:
+def base_model(plan: ModelPlan, model: str) -> dict[str, Any]:
     """Return the manifest of a BaseModel that implements a plan.
 
     Args:
@@ -149,7 +149,7 @@ def _object_name(model: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", model.rpartition("/")[2].lower()).strip("-")[:63].rstrip("-")
 
 
-def report(plan: Plan) -> Iterator[RenderableType]:
+def report(plan: ModelPlan) -> Iterator[RenderableType]:
     """Yield the parts of a plan's human-readable report."""
     demand, division = plan.demand, plan.division
     trained = "full fine-tuning" if demand.lora_rank is None else f"LoRA rank {demand.lora_rank}"

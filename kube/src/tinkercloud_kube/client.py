@@ -25,9 +25,9 @@ from tinkercloud_kube.errors import (
     Unavailable,
     error_of,
 )
+from tinkercloud_kube.objects import Manifest
 
 Json = dict[str, Any]
-Manifest = Mapping[str, Any]
 Verb = Literal["GET", "POST", "PATCH", "DELETE"]
 Query = list[tuple[str, str]]
 

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 Manifest = Mapping[str, Any]
+"""A Kubernetes object as JSON."""
 
 
 @dataclass(frozen=True, slots=True)

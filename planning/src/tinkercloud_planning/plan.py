@@ -74,7 +74,7 @@ class Reason:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ModelPlan:
     """How to train and sample a model."""
 
     demand: Demand
@@ -193,7 +193,7 @@ class TrainerPlan:
 
 def plan(
     architecture: Architecture, fleet: Fleet, *, sequence_length: int, lora_rank: int | None
-) -> Plan:
+) -> ModelPlan:
     """Return how to train and sample a model on all of the given GPUs.
 
     Args:
@@ -216,7 +216,7 @@ def plan(
     division = divide(demand, fleet)
     if division is None:
         raise refusal(demand, fleet)
-    return Plan(demand, fleet, division, tuple(_reasons(demand, fleet, division)))
+    return ModelPlan(demand, fleet, division, tuple(_reasons(demand, fleet, division)))
 
 
 def plan_trainer(demand: Demand, fleet: Fleet, *, engine: Engine | None) -> TrainerPlan:

@@ -12,7 +12,7 @@ Layout of `<root>/runs/<run id>/<kind>/<name>/`:
     gradient.safetensors           gradient that was not applied yet, float32, named like the
                                    weights; if present, format 2          (kind `weights`)
 
-`Manifest.data_prefix` is the sub-folder that the files are read from. It is empty except during an
+`CheckpointManifest.data_prefix` is the sub-folder of the files. It is empty except during an
 overwrite: the new files are written to a new sub-folder, the manifest is switched to it, the files
 are written to their final place, and the manifest is switched back. So a reader sees the old
 checkpoint or the new one, never a mixture, wherever the writer crashes.
@@ -71,7 +71,7 @@ class StoredFile(BaseModel):
     """Lower-case hex digest, checked on every load."""
 
 
-class Manifest(BaseModel):
+class CheckpointManifest(BaseModel):
     """Metadata of a checkpoint, and the list of its files."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
@@ -133,7 +133,7 @@ class SuspendedManifest(BaseModel):
     owner: str
     base_model: str
     base_fingerprint: str | None = None
-    """See `Manifest.base_fingerprint`."""
+    """See `CheckpointManifest.base_fingerprint`."""
     lora: LoraConfig | None
     created_at: AwareDatetime
     data_prefix: str
@@ -156,10 +156,10 @@ class SuspendedManifest(BaseModel):
         return f"the suspended state of training run {self.run_id}"
 
 
-ManifestT = TypeVar("ManifestT", Manifest, SuspendedManifest)
+ManifestT = TypeVar("ManifestT", CheckpointManifest, SuspendedManifest)
 
 
-def encode_manifest(manifest: Manifest | SuspendedManifest) -> bytes:
+def encode_manifest(manifest: CheckpointManifest | SuspendedManifest) -> bytes:
     """Return the encoded manifest, including its checksum."""
     fields = manifest.model_dump(mode="json")
     return orjson.dumps({**fields, _CHECKSUM: _checksum(fields)}, option=orjson.OPT_INDENT_2)
@@ -206,7 +206,7 @@ def suspended_key(run_id: str) -> str:
     return f"{suspended_prefix(run_id)}/{MANIFEST_NAME}"
 
 
-def base_mismatch(saved: Manifest | SuspendedManifest, served: str | None) -> str | None:
+def base_mismatch(saved: CheckpointManifest | SuspendedManifest, served: str | None) -> str | None:
     """Return how the base model of a saved run differs from the served one, as a sentence.
 
     Returns None if it does not differ, or if this is unknown, as for runs that were saved before
@@ -214,7 +214,7 @@ def base_mismatch(saved: Manifest | SuspendedManifest, served: str | None) -> st
     the same computation.
 
     Args:
-        saved: Manifest of the run's checkpoint.
+        saved: CheckpointManifest of the run's checkpoint.
         served: `BaseFingerprint` of the model that the head serves; None if unknown.
     """
     if saved.base_fingerprint is None or served is None:

@@ -33,7 +33,7 @@ from tinkercloud_worker.megatron_trainer.deepseek import check, choose, routing_
 from tinkercloud_worker.megatron_trainer.model import load
 from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.model.architecture import UnsupportedModelError
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [
@@ -62,7 +62,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 def pair(make: Callable[[], PreTrainedModel], folder: Path) -> tuple[MegatronRank, TorchTrainer]:
     """Return both trainers with the same adapter, whose B has moved off zero."""
-    torch_trainer = TorchTrainer(BaseModel(make()), max_batch_tokens=32)
+    torch_trainer = TorchTrainer(TorchBaseModel(make()), max_batch_tokens=32)
     torch_trainer.add_model("m", LORA)
     run(torch_trainer, random_data([6, 9], seed=9))
     torch_trainer.optim_step("m", AdamParams(learning_rate=5e-2))
@@ -155,7 +155,7 @@ def test_layers_that_predict_further_tokens_are_not_read(alone: timedelta, tmp_p
     save_file(weights | further, folder / "model.safetensors", {"format": "pt"})
     megatron = megatron_trainer(str(folder), 1, 1)
     megatron.add_model("m", LORA)
-    torch_trainer = TorchTrainer(BaseModel(tiny_deepseek_v3()), max_batch_tokens=32)
+    torch_trainer = TorchTrainer(TorchBaseModel(tiny_deepseek_v3()), max_batch_tokens=32)
     torch_trainer.add_model("m", LORA)
 
     got, expected = (run(trainer, random_data([9])) for trainer in (megatron, torch_trainer))
@@ -212,7 +212,9 @@ def test_weights_in_blocks_of_float8_are_what_torch_reads_them_as(
     quantize(folder, (24, 32))
     megatron = megatron_trainer(str(folder), 1, 1)
     megatron.add_model("m", LORA)
-    torch_trainer = TorchTrainer(BaseModel.load(str(folder), torch.float32), max_batch_tokens=32)
+    torch_trainer = TorchTrainer(
+        TorchBaseModel.load(str(folder), torch.float32), max_batch_tokens=32
+    )
     torch_trainer.add_model("m", LORA)
     data = random_data(LENGTHS)
 

@@ -24,7 +24,7 @@ from tinkercloud_worker.megatron_trainer.model import load
 from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
 from tinkercloud_worker.model import lm_head
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -99,7 +99,7 @@ def test_the_lm_heads_logits_are_bit_for_bit_the_torch_trainers(
     batch = prepare(a_request(random_data(LENGTHS)), trainer.limits)
     trainer.forward("m", batch, lambda: None)
     torch_trainer = TorchTrainer(
-        BaseModel(in_dtype(tiny_qwen3(), torch.bfloat16), packed=False), max_batch_tokens=32
+        TorchBaseModel(in_dtype(tiny_qwen3(), torch.bfloat16), packed=False), max_batch_tokens=32
     )
     torch_trainer.add_model("m", ADAPTER)
     torch_trainer.import_state("m", trainer.export_state("m"))

@@ -29,7 +29,7 @@ from tinkercloud_worker.megatron_trainer.mixtures import Mixture, check
 from tinkercloud_worker.megatron_trainer.model import load
 from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.model.architecture import UnsupportedModelError
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [
@@ -57,7 +57,7 @@ DEEPSEEKS: dict[str, Callable[[], PreTrainedModel]] = {
 def test_logprobs_and_every_lora_gradient_equal_the_torch_trainers(
     alone: timedelta, tmp_path: Path, name: str
 ) -> None:
-    torch_trainer = TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=32)
+    torch_trainer = TorchTrainer(TorchBaseModel(MODELS[name]()), max_batch_tokens=32)
     torch_trainer.add_model("m", LORA)
     run(torch_trainer, random_data([6, 9], seed=9))
     torch_trainer.optim_step("m", AdamParams(learning_rate=5e-2))
@@ -101,7 +101,7 @@ def test_ten_steps_equal_the_torch_trainers_which_then_continues_from_their_stat
 ) -> None:
     trainers: list[Trainer] = [
         megatron_trainer(str(save(MODELS[name](), tmp_path)), 1, 1),
-        TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=32),
+        TorchTrainer(TorchBaseModel(MODELS[name]()), max_batch_tokens=32),
     ]
     losses: list[list[float]] = []
     for trainer in trainers:
@@ -129,7 +129,7 @@ def test_ten_steps_of_a_fully_fine_tuned_mixture_go_as_the_torch_trainers(
 ) -> None:
     trainers: list[Trainer] = [
         megatron_trainer(str(save(make(), tmp_path)), 1, 1),
-        TorchTrainer(BaseModel(make()), max_batch_tokens=32),
+        TorchTrainer(TorchBaseModel(make()), max_batch_tokens=32),
     ]
     gradients: list[Gradient] = []
     losses: list[list[float]] = []

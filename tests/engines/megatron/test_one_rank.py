@@ -52,7 +52,7 @@ from tinkercloud_worker.megatron_trainer.model import blank
 from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.select_device import device_of
 from tinkercloud_worker.model.architecture import UnsupportedModelError
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [
@@ -90,7 +90,7 @@ def pair(
     make: Callable[[], PreTrainedModel], folder: Path, lora: LoraConfig = LORA
 ) -> tuple[MegatronRank, TorchTrainer]:
     """Return both trainers with the same adapter, whose B has moved off zero."""
-    torch_trainer = TorchTrainer(BaseModel(make()), max_batch_tokens=32)
+    torch_trainer = TorchTrainer(TorchBaseModel(make()), max_batch_tokens=32)
     torch_trainer.add_model("m", lora)
     run(torch_trainer, FIRST_BATCH)
     torch_trainer.optim_step("m", FIRST_STEP)
@@ -224,7 +224,7 @@ def test_a_full_models_weights_are_huggingfaces_and_have_the_torch_trainers_grad
     alone: timedelta, tmp_path: Path, name: str
 ) -> None:
     megatron = megatron_trainer(str(save(MODELS[name](), tmp_path)), 1, 1)
-    torch_trainer = TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=32)
+    torch_trainer = TorchTrainer(TorchBaseModel(MODELS[name]()), max_batch_tokens=32)
     for trainer in (megatron, torch_trainer):
         trainer.add_model("m", None)
         run(trainer, random_data(LENGTHS))

@@ -23,7 +23,7 @@ from tinkercloud_worker.actors.group import (
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import GradientLost, Trainer
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -42,7 +42,7 @@ def ranked(cluster: None) -> Iterator[RankedTrainer]:
 
 @pytest.fixture
 def single() -> TorchTrainer:
-    return TorchTrainer(BaseModel(tiny_llama()), max_batch_tokens=BATCH_TOKENS)
+    return TorchTrainer(TorchBaseModel(tiny_llama()), max_batch_tokens=BATCH_TOKENS)
 
 
 def step(trainer: Trainer, model_id: str, lengths: list[int], seed: int) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from tinkercloud_protocol.launch import (
 )
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.run_head import build_backend
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
@@ -39,7 +39,7 @@ def test_the_weights_are_loaded_by_the_rank_alone(
         sampler=SamplerConfig(backend="external", inference=servers),
     )
     # In this process, which is the head's, and not in the rank's.
-    monkeypatch.setattr(BaseModel, "load", refuse)
+    monkeypatch.setattr(TorchBaseModel, "load", refuse)
 
     backend = build_backend(config)
 

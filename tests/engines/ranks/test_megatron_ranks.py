@@ -36,7 +36,7 @@ from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [
@@ -127,7 +127,7 @@ def trainers(
 
 
 def a_torch_trainer(name: str) -> TorchTrainer:
-    return TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=BATCH_TOKENS)
+    return TorchTrainer(TorchBaseModel(MODELS[name]()), max_batch_tokens=BATCH_TOKENS)
 
 
 def move(single: TorchTrainer) -> None:

@@ -22,7 +22,7 @@ from tinkercloud_testing.ranks import BATCH_TOKENS, TrainerOf, Trainers
 from tinkercloud_testing.trainers import assert_close, gradient_of, moments_of, run
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [
@@ -93,7 +93,7 @@ def trainers(
     factory = megatron_factory(
         str(folder), tensor, pipeline, context, expert, max_kept_tokens=KEPT[ranks]
     )
-    single = TorchTrainer(BaseModel(MODELS[name]()), max_batch_tokens=BATCH_TOKENS)
+    single = TorchTrainer(TorchBaseModel(MODELS[name]()), max_batch_tokens=BATCH_TOKENS)
     return trainer_of(ranks, factory), single
 
 

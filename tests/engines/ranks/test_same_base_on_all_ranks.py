@@ -11,7 +11,7 @@ from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.ranks import BATCH_TOKENS, TrainerOf
 from tinkercloud_testing.wrong_folders import UP, value
 from tinkercloud_worker.actors.group import RanksUnavailable
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.fingerprint import fingerprint_of
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 def rank_of(folders: list[str]) -> DataParallelTrainer:
     """Return the trainer of a rank that has a folder of its own."""
-    base = BaseModel.load(folders[dist.get_rank()], torch.float32)
+    base = TorchBaseModel.load(folders[dist.get_rank()], torch.float32)
     return DataParallelTrainer(base, max_batch_tokens=BATCH_TOKENS)
 
 

@@ -31,7 +31,7 @@ from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.build_trainer import build_trainer, torch_rank
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -44,7 +44,7 @@ CLIPPED = AdamParams(learning_rate=1e-3, eps=1e-8, grad_clip_norm=5)
 @pytest.fixture(scope="module", params=[None, 0], ids=["activations kept", "computed again"])
 def trainers(request: pytest.FixtureRequest, trainer_of: TrainerOf) -> Trainers:
     sharded = trainer_of(2, partial(MeasuredTrainer, request.param))
-    return sharded, TorchTrainer(BaseModel(tiny_llama()), max_batch_tokens=BATCH_TOKENS)
+    return sharded, TorchTrainer(TorchBaseModel(tiny_llama()), max_batch_tokens=BATCH_TOKENS)
 
 
 def step(
@@ -149,7 +149,7 @@ def test_a_model_thon_one_rank_reads_is_the_same_at_all(
         trainer=TrainerConfig(ranks=2, sharded=True, max_batch_tokens=BATCH_TOKENS),
     )
     sharded = trainer_of(2, partial(torch_rank, config))
-    single = TorchTrainer(BaseModel(make(), packed=False), max_batch_tokens=BATCH_TOKENS)
+    single = TorchTrainer(TorchBaseModel(make(), packed=False), max_batch_tokens=BATCH_TOKENS)
 
     steps = []
     for trainer in (sharded, single):
@@ -197,7 +197,7 @@ def test_three_ranks_hold_layers_in_unequal_parts_and_train_adapters_as_one_does
     trainer_of: TrainerOf,
 ) -> None:
     sharded = trainer_of(3, MeasuredTrainer)
-    single = TorchTrainer(BaseModel(tiny_llama()), max_batch_tokens=BATCH_TOKENS)
+    single = TorchTrainer(TorchBaseModel(tiny_llama()), max_batch_tokens=BATCH_TOKENS)
 
     held = sharded._group.call_each("layer_elements", [()] * 3)
     steps = ten_steps((sharded, single), LORA)
@@ -222,7 +222,7 @@ def test_a_full_model_that_ranks_cannot_shard_is_rejected_by_name_and_they_conti
 
 def test_ten_steps_of_a_full_model_on_three_ranks_equal_one_ranks(trainer_of: TrainerOf) -> None:
     make = partial(tiny_llama, hidden_size=24)
-    single = TorchTrainer(BaseModel(make()), max_batch_tokens=BATCH_TOKENS)
+    single = TorchTrainer(TorchBaseModel(make()), max_batch_tokens=BATCH_TOKENS)
     sharded = trainer_of(3, partial(MeasuredTrainer, make=make))
 
     steps = ten_steps((sharded, single), None)
@@ -299,7 +299,7 @@ def test_each_rank_holds_its_part_of_a_full_model_and_its_moments(trainers: Trai
 def test_a_full_model_has_one_ranks_gradients(
     make: Callable[[], PreTrainedModel], trainer_of: TrainerOf
 ) -> None:
-    single = TorchTrainer(BaseModel(make()), max_batch_tokens=BATCH_TOKENS)
+    single = TorchTrainer(TorchBaseModel(make()), max_batch_tokens=BATCH_TOKENS)
     sharded = trainer_of(2, partial(MeasuredTrainer, make=make))
     outputs = []
     for trainer in (sharded, single):
@@ -319,7 +319,7 @@ def a_tied_llama_in_half() -> PreTrainedModel:
 def test_a_full_model_over_a_base_in_bfloat16_is_computed_in_it_as_on_one_rank(
     trainer_of: TrainerOf,
 ) -> None:
-    single = TorchTrainer(BaseModel(a_tied_llama_in_half()), max_batch_tokens=BATCH_TOKENS)
+    single = TorchTrainer(TorchBaseModel(a_tied_llama_in_half()), max_batch_tokens=BATCH_TOKENS)
     sharded = trainer_of(2, partial(MeasuredTrainer, 0, make=a_tied_llama_in_half))
     batch = prepare(a_request(random_data([5, 20, 3, 11, 8])), sharded.limits)
 
@@ -406,5 +406,5 @@ def test_files_that_do_not_hold_the_model_are_rejected_at_the_rank_that_reads_th
         build_trainer(config, refuse_to_load, None)
 
 
-def refuse_to_load() -> BaseModel:
+def refuse_to_load() -> TorchBaseModel:
     raise AssertionError("the head needs no copy")

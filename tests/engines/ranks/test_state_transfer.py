@@ -25,7 +25,7 @@ from tinkercloud_testing.ranks import (
 from tinkercloud_testing.trainers import assert_equal, gradient_of, run
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.engine.trainer import TrainingState
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 from tinkercloud_worker.training.adam import AdamTrainer
 
@@ -51,7 +51,7 @@ def trainers(
     else:
         folder = save(large_llama(), tmp_path_factory.mktemp("model"))
         factory = megatron_factory(str(folder), tensor=2, pipeline=1)
-    single = TorchTrainer(BaseModel(large_llama()), max_batch_tokens=BATCH_TOKENS)
+    single = TorchTrainer(TorchBaseModel(large_llama()), max_batch_tokens=BATCH_TOKENS)
     single.add_model("m", None)
     run(single, random_data([9, 4]))
     single.optim_step("m", ADAM)

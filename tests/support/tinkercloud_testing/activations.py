@@ -23,7 +23,7 @@ from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.lora.segments import ActiveWeights, WeightSegment
 from tinkercloud_worker.model import base_model
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.fused_kernels import use_liger
 from tinkercloud_worker.training.adam import new_adapter
 
@@ -47,7 +47,7 @@ def built(config: Mapping[str, Any]) -> PreTrainedModel:
     return model
 
 
-def kept(base: BaseModel, tokens: int, *, recompute: bool) -> int:
+def kept(base: TorchBaseModel, tokens: int, *, recompute: bool) -> int:
     """Return the bytes that a pass of one sequence saves, without weights."""
     adapter = new_adapter(base.targets, LoraConfig(rank=RANK)).trainable
     route = WeightSegment(slice(0, tokens), ActiveWeights(adapter.tensors, lora_scale=1.0))
@@ -70,7 +70,7 @@ def _kept_with_liger(config: Mapping[str, Any]) -> float:
     for layers in _LAYERS:
         model = built({**config, "num_hidden_layers": layers}).eval()
         use_liger(model)
-        bases.append(BaseModel(model, packed=False))
+        bases.append(TorchBaseModel(model, packed=False))
     fewer, more = ([kept(base, tokens, recompute=False) for base in bases] for tokens in _TOKENS)
     return ((more[1] - more[0]) - (fewer[1] - fewer[0])) / (_TOKENS[1] - _TOKENS[0])
 

@@ -18,7 +18,7 @@ from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
 from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingRequest, StopRules
 from tinkercloud_worker.engine.thread import EngineThread
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
@@ -49,7 +49,7 @@ def an_engine(
     graph_capturer: GraphCapturer | None = None,
 ) -> Iterator[Engine]:
     """Start an engine over `model`; end its thread afterwards."""
-    base = BaseModel(model, packed=graph_capturer is None)
+    base = TorchBaseModel(model, packed=graph_capturer is None)
     thread = EngineThread(on_crash=_end_the_process)
     sampler = TorchSampler(
         base,

@@ -15,7 +15,7 @@ from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.trainers import run
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded_base import share_out
 from tinkercloud_worker.torch_trainer.sharded_model import ShardedModel
@@ -52,7 +52,7 @@ def taken_by_what_leaves() -> dict[str, int]:
     try:
         mesh = init_device_mesh("cpu", (1,))
         divided = ShardedModel(
-            BaseModel(share_out(tiny_llama(), mesh), packed=False), mesh, recompute=False
+            TorchBaseModel(share_out(tiny_llama(), mesh), packed=False), mesh, recompute=False
         )
         import tinkercloud_testing.elsewhere  # noqa: F401, PLC0415 - it can't be undone
 
@@ -60,7 +60,7 @@ def taken_by_what_leaves() -> dict[str, int]:
         for kind in _TRAINERS:
             model = tiny_llama()
             torch.nn.Module.to(model, torch.device("elsewhere"))
-            trainer = kind(BaseModel(model), max_batch_tokens=256)
+            trainer = kind(TorchBaseModel(model), max_batch_tokens=256)
             for name, config in {"adapter": LoraConfig(rank=4, seed=1), "whole": None}.items():
                 trainer.add_model(name, config)
                 taken |= _by_a_trainer(trainer, name, f"{kind.__name__}, {name}")

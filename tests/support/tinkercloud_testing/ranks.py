@@ -26,7 +26,7 @@ from tinkercloud_worker.actors.group import RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState
 from tinkercloud_worker.model.architecture import blank_model
-from tinkercloud_worker.model.base_model import BaseModel, layers_of
+from tinkercloud_worker.model.base_model import TorchBaseModel, layers_of
 from tinkercloud_worker.torch_trainer import sharded_base
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded import ShardedTrainer
@@ -73,7 +73,7 @@ class MortalTrainer(Mortal, DataParallelTrainer):
     """A rank's torch trainer of the tiny Llama."""
 
     def __init__(self) -> None:
-        super().__init__(BaseModel(tiny_llama()), max_batch_tokens=BATCH_TOKENS)
+        super().__init__(TorchBaseModel(tiny_llama()), max_batch_tokens=BATCH_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class MeasuredTrainer(Mortal, ShardedTrainer, Measured):
             shared = share_out(whole, mesh)
         self._most_whole_layers = max(counts)
         super().__init__(
-            BaseModel(shared, packed=False),
+            TorchBaseModel(shared, packed=False),
             mesh,
             max_batch_tokens=BATCH_TOKENS,
             max_kept_tokens=max_kept_tokens,

@@ -25,7 +25,7 @@ from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import ApiKey, SamplingSession, Session, Table, TrainingRun
 from tinkercloud_api.settings import Settings
-from tinkercloud_protocol.checkpoints import Manifest
+from tinkercloud_protocol.checkpoints import CheckpointManifest
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unauthenticated, Unavailable
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 from tinkercloud_testing.postgresql import PostgreSQL
@@ -59,7 +59,7 @@ def a_run(index: int = 0) -> TrainingRun:
     return TrainingRun(id=f"s:train:{index}", session_id="s", owner="me", base_model="m", spec={})
 
 
-def a_manifest(created_at: datetime, **changes: object) -> Manifest:
+def a_manifest(created_at: datetime, **changes: object) -> CheckpointManifest:
     fields = {
         "tinker_path": str(PATH),
         "owner": "me",
@@ -69,7 +69,7 @@ def a_manifest(created_at: datetime, **changes: object) -> Manifest:
         "created_at": created_at,
         "files": {"a": {"size_bytes": 3, "sha256": "x"}},
     }
-    return Manifest.model_validate({**fields, **changes})
+    return CheckpointManifest.model_validate({**fields, **changes})
 
 
 async def test_the_migrations_make_the_tables(database_url: str) -> None:

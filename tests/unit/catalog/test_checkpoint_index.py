@@ -21,7 +21,7 @@ from tinkercloud_api.catalog.tables import Checkpoint
 from tinkercloud_api.catalog_rebuild import Rebuilt, has_checkpoints, rebuild
 from tinkercloud_api.checkpoints import Checkpoints, latest
 from tinkercloud_api.object_store import ObjectStoreClient
-from tinkercloud_protocol.checkpoints import Manifest, suspended_key
+from tinkercloud_protocol.checkpoints import CheckpointManifest, suspended_key
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.object_store import open_store
@@ -37,7 +37,7 @@ def path(name: str, run_id: str = "s:train:0") -> CheckpointPath:
     return CheckpointPath(run_id, CheckpointKind.TRAINING, name)
 
 
-def a_manifest(where: CheckpointPath, owner: str = "me", **changes: object) -> Manifest:
+def a_manifest(where: CheckpointPath, owner: str = "me", **changes: object) -> CheckpointManifest:
     fields: dict[str, object] = {
         "tinker_path": str(where),
         "owner": owner,
@@ -47,7 +47,7 @@ def a_manifest(where: CheckpointPath, owner: str = "me", **changes: object) -> M
         "created_at": datetime.now(UTC),
         "files": {},
     }
-    return Manifest.model_validate(fields | changes)
+    return CheckpointManifest.model_validate(fields | changes)
 
 
 @dataclass
@@ -56,13 +56,13 @@ class World:
     store: ObjectStore
     checkpoints: Checkpoints
 
-    async def put(self, manifest: Manifest) -> None:
+    async def put(self, manifest: CheckpointManifest) -> None:
         """Write a checkpoint of one file, as a head does."""
         await obstore.put_async(self.store, f"{manifest.path.prefix}/f", b"content")
         key = manifest.path.manifest_key
         await obstore.put_async(self.store, key, manifest.model_dump_json().encode())
 
-    async def save(self, name: str, **changes: object) -> Manifest:
+    async def save(self, name: str, **changes: object) -> CheckpointManifest:
         """Record a pending checkpoint, write it, and refresh the index."""
         manifest = a_manifest(path(name), **changes)  # type: ignore[arg-type]
         await self.checkpoints.record_pending(manifest.path, "me")

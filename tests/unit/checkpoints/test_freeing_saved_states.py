@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from tinkercloud_protocol import routes
-from tinkercloud_protocol.checkpoints import GRADIENT, Manifest
+from tinkercloud_protocol.checkpoints import GRADIENT, CheckpointManifest
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_testing.waiting import wait_until
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState
@@ -50,7 +50,7 @@ def slow_store(head: Head, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Eve
     """Delay writes of the store; return events for an arrived write and for its release."""
     write, arrived, proceed = head.backend.store.write, asyncio.Event(), asyncio.Event()
 
-    async def write_slowly(*args: Any, **kwargs: Any) -> Manifest:
+    async def write_slowly(*args: Any, **kwargs: Any) -> CheckpointManifest:
         arrived.set()
         await proceed.wait()
         return await write(*args, **kwargs)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tinkercloud_protocol import routes
-from tinkercloud_protocol.checkpoints import Manifest
+from tinkercloud_protocol.checkpoints import CheckpointManifest
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.head import operations
@@ -23,7 +23,7 @@ class Clock(datetime):
         return cls.moment
 
 
-async def saved(head: Head, seq_id: int, name: str) -> Manifest:
+async def saved(head: Head, seq_id: int, name: str) -> CheckpointManifest:
     """Save a checkpoint; return its manifest."""
     head.send(routes.SAVE_WEIGHTS, seq_id, path=name, ttl_seconds=3600)
     await head.answer(seq_id)

@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from tinkercloud_protocol import routes
-from tinkercloud_protocol.checkpoints import GRADIENT, Manifest
+from tinkercloud_protocol.checkpoints import GRADIENT, CheckpointManifest
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.paths import CheckpointPath
@@ -25,7 +25,7 @@ def root(tmp_path: Path) -> str:
     return (tmp_path / "store").as_uri()
 
 
-async def saved(head: Head, seq_id: int, name: str) -> Manifest:
+async def saved(head: Head, seq_id: int, name: str) -> CheckpointManifest:
     """Save a training checkpoint; return its manifest."""
     head.send(routes.SAVE_WEIGHTS, seq_id, path=name)
     await head.answer(seq_id)

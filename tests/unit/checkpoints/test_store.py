@@ -20,7 +20,7 @@ from obstore.exceptions import (
 )
 from obstore.store import LocalStore, MemoryStore, ObjectStore
 
-from tinkercloud_protocol.checkpoints import Manifest, StoredFile, SuspendedManifest
+from tinkercloud_protocol.checkpoints import CheckpointManifest, StoredFile, SuspendedManifest
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.object_store import open_store
@@ -35,7 +35,7 @@ OLD = {"a.bin": b"old a", "b.bin": b"old b", "dropped.bin": b"old only"}
 NEW = {"a.bin": b"new a!", "b.bin": b"new b!", "added.bin": b"new only"}
 
 
-def a_manifest(note: str = "old", **changes: object) -> Manifest:
+def a_manifest(note: str = "old", **changes: object) -> CheckpointManifest:
     fields = {
         "tinker_path": str(PATH),
         "owner": "me",
@@ -46,7 +46,7 @@ def a_manifest(note: str = "old", **changes: object) -> Manifest:
         "user_metadata": {"note": note},
         "files": {},
     }
-    return Manifest.model_validate({**fields, **changes})
+    return CheckpointManifest.model_validate({**fields, **changes})
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import pytest
 
 from tinkercloud_crds import labels
 from tinkercloud_kube.errors import Conflict, Rejected, Unavailable
+from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator import metrics
 from tinkercloud_operator.children.secret_marker import has_secret
 from tinkercloud_operator.decide.actions import Delete, DeleteSession, Plan
@@ -17,7 +18,7 @@ from tinkercloud_operator.run.head_client import HeadClient
 from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.run.served_definitions import ServedDefinitions
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.snapshot import ChildKey, Manifest
+from tinkercloud_operator.spec.snapshot import ChildKey
 from tinkercloud_testing.cluster.memory_api import Connection, Json, MemoryApi
 from tinkercloud_testing.sessions import NOON, a_pod, a_status, observed
 

@@ -23,7 +23,7 @@ from tinkercloud_planning.families import read
 from tinkercloud_planning.gpus import MEMORY_GIB, Fleet, UnknownGpus, gpu, parse
 from tinkercloud_planning.layouts import engine_sizes, layouts
 from tinkercloud_planning.memory import adapter_parameters, kv_bytes_per_token, training
-from tinkercloud_planning.plan import Plan, plan
+from tinkercloud_planning.plan import ModelPlan, plan
 from tinkercloud_planning.refusal import DoesNotFit, fewest_gpus
 from tinkercloud_planning.search import Demand, divide, micro_batch_tokens
 
@@ -57,7 +57,7 @@ demands = st.builds(
 often = settings(max_examples=100)
 
 
-def a_plan(demand: Demand, fleet: Fleet) -> Plan:
+def a_plan(demand: Demand, fleet: Fleet) -> ModelPlan:
     """Return the plan for a demand; the example is rejected if there is none."""
     assume(divide(demand, fleet))
     return plan(

@@ -44,7 +44,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 pytestmark = pytest.mark.timeout(120)
@@ -103,7 +103,7 @@ def planned(
 
 def trained_bytes(model: PreTrainedModel, config: LoraConfig | None) -> int:
     """Return what the torch trainer holds of a model that has taken a step."""
-    trainer = TorchTrainer(BaseModel(model, packed=False), max_batch_tokens=64)
+    trainer = TorchTrainer(TorchBaseModel(model, packed=False), max_batch_tokens=64)
     trainer.add_model("m", config)
     trainer.optim_step("m", AdamParams())
     held = trainer._models["m"]
@@ -138,7 +138,7 @@ def adapted(model: PreTrainedModel) -> PeftModel:
 
 def kept_by_the_trainer(config: dict[str, Any], *, recompute: bool) -> int:
     """Return what a forward pass of the trainer keeps for the backward pass."""
-    return kept(BaseModel(built(config).eval(), packed=False), TOKENS, recompute=recompute)
+    return kept(TorchBaseModel(built(config).eval(), packed=False), TOKENS, recompute=recompute)
 
 
 @pytest.fixture(scope="module")

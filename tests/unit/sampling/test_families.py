@@ -26,7 +26,7 @@ from tinkercloud_testing.models import byte_tokenizer
 from tinkercloud_testing.recording import Operations
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingResult, StopRules
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_sampler.decoding import TokenSampler
 from tinkercloud_worker.torch_sampler.decoding_check import check_decoding
 from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
@@ -111,7 +111,7 @@ def test_only_families_that_slots_would_break_are_decoded_one_by_one() -> None:
     in_slots = [
         family
         for family, make in (SLOTTED | ONE_BY_ONE).items()
-        if check_decoding(BaseModel(make()), token_sampler).slotted
+        if check_decoding(TorchBaseModel(make()), token_sampler).slotted
     ]
 
     assert in_slots == list(SLOTTED)
@@ -136,7 +136,7 @@ async def test_a_sequence_that_outgrows_its_rotary_positions_is_prefilled_again(
 
 
 def test_a_short_sequence_keeps_its_rotary_positions_in_a_mixed_batch() -> None:
-    base = BaseModel(longrope())
+    base = TorchBaseModel(longrope())
 
     assert not base.takes_packs
 
@@ -145,7 +145,7 @@ def test_a_short_sequence_keeps_its_rotary_positions_in_a_mixed_batch() -> None:
 def test_a_family_that_rejects_packs_is_loaded_and_given_one_sequence_at_a_time(
     family: str,
 ) -> None:
-    base = BaseModel(ONE_BY_ONE[family]())
+    base = TorchBaseModel(ONE_BY_ONE[family]())
 
     assert not base.takes_packs
     sequence = PackedSequences(torch.tensor(LONG), (len(LONG),))

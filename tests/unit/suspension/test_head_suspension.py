@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from tinkercloud_protocol import routes
-from tinkercloud_protocol.checkpoints import GRADIENT, Manifest
+from tinkercloud_protocol.checkpoints import GRADIENT, CheckpointManifest
 from tinkercloud_protocol.errors import StateLost, Unavailable
 from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
@@ -247,7 +247,7 @@ async def test_an_upload_cancelled_by_a_stopping_head_can_be_repeated(
 ) -> None:
     write = CheckpointStore.write
 
-    async def write_slowly(*arguments: Any, **keywords: Any) -> Manifest:
+    async def write_slowly(*arguments: Any, **keywords: Any) -> CheckpointManifest:
         await asyncio.sleep(1)
         return await write(*arguments, **keywords)
 

@@ -10,7 +10,7 @@ from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import tiny_gpt2, tiny_llama, tiny_qwen3
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 LORA = LoraConfig(rank=4, seed=1)
@@ -22,7 +22,7 @@ def gradient_and_kept_bytes(
 ) -> tuple[torch.Tensor, int]:
     """Return the gradient of two models' passes in turn, and what the last of them kept."""
     trainer = TorchTrainer(
-        BaseModel(model, packed=False), max_batch_tokens=64, max_kept_tokens=max_kept_tokens
+        TorchBaseModel(model, packed=False), max_batch_tokens=64, max_kept_tokens=max_kept_tokens
     )
     batch = prepare(a_request(random_data(LENGTHS)), trainer.limits)
     kept: list[int] = []

@@ -26,7 +26,7 @@ from tinkercloud_testing.models import (
 )
 from tinkercloud_testing.trainers import run
 from tinkercloud_worker.checkpoints import formats
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 from tinkercloud_worker.untie import untie
 
@@ -49,7 +49,7 @@ DATA = random_data([5, 17])
 
 def trained(model: PreTrainedModel, *, train_unembed: bool = True) -> TorchTrainer:
     """Return a trainer of an adapter "m" that has made two steps."""
-    trainer = TorchTrainer(BaseModel(model), max_batch_tokens=32)
+    trainer = TorchTrainer(TorchBaseModel(model), max_batch_tokens=32)
     trainer.add_model("m", LoraConfig(rank=4, seed=1, train_unembed=train_unembed))
     for _ in range(2):
         run(trainer, DATA)

@@ -29,7 +29,7 @@ from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.sampler import StopRules
 from tinkercloud_worker.lora import adapters
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 LENGTHS = [5, 17, 3, 11]
@@ -49,7 +49,7 @@ def a_trainer(
     model: PreTrainedModel, lora_config: LoraConfig | None = None, **options: Any
 ) -> TorchTrainer:
     """Return a trainer of an adapter "m", whose B are not zero."""
-    trainer = TorchTrainer(BaseModel(model), max_batch_tokens=24, **options)
+    trainer = TorchTrainer(TorchBaseModel(model), max_batch_tokens=24, **options)
     trainer.add_model("m", lora_config or LoraConfig(rank=RANK, seed=1))
     perturb(trainer, "m")
     return trainer
@@ -221,7 +221,7 @@ def test_a_file_with_missing_or_different_experts_is_rejected_by_name(broken: st
 
 
 def test_experts_share_the_half_next_to_hidden_states_and_initialize_the_other_separately() -> None:
-    trainer = TorchTrainer(BaseModel(tiny_qwen3_moe()), max_batch_tokens=24)
+    trainer = TorchTrainer(TorchBaseModel(tiny_qwen3_moe()), max_batch_tokens=24)
     trainer.add_model("m", LoraConfig(rank=RANK, seed=1))
     tensors = trainer.snapshot("m").tensors
 
@@ -298,7 +298,7 @@ def test_experts_of_an_unsupported_form_are_rejected_by_name() -> None:
     model = tiny_qwen3_moe()
     for layer in model.model.layers:
         layer.mlp.experts.is_concatenated = False
-    trainer = TorchTrainer(BaseModel(model), max_batch_tokens=24)
+    trainer = TorchTrainer(TorchBaseModel(model), max_batch_tokens=24)
 
     with pytest.raises(InvalidRequest, match=r"train_mlp: true .*Qwen3MoeExperts.* to false"):
         trainer.add_model("m", LoraConfig(rank=RANK))
@@ -310,7 +310,7 @@ def test_experts_of_an_unsupported_form_are_rejected_by_name() -> None:
 def test_a_convolution_is_not_taken_for_experts() -> None:
     model = tiny_qwen3_moe()
     model.model.layers[0].short = nn.Conv1d(4, 4, 3)
-    trainer = TorchTrainer(BaseModel(model), max_batch_tokens=24)
+    trainer = TorchTrainer(TorchBaseModel(model), max_batch_tokens=24)
 
     trainer.add_model("m", LoraConfig(rank=RANK))
 

@@ -19,7 +19,7 @@ from tinkercloud_testing.trainers import run
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.expert_load import TokenCounts, balance_metrics
 from tinkercloud_worker.engine.trainer import TrainingPass
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 LORA = LoraConfig(rank=4, seed=1)
@@ -50,7 +50,7 @@ def chosen_by(model: PreTrainedModel, data: list[Datum]) -> TokenCounts:
 
 
 def a_trainer(model: PreTrainedModel, *models: LoraConfig | None, kept: int | None) -> TorchTrainer:
-    trainer = TorchTrainer(BaseModel(model), max_batch_tokens=64, max_kept_tokens=kept)
+    trainer = TorchTrainer(TorchBaseModel(model), max_batch_tokens=64, max_kept_tokens=kept)
     for number, config in enumerate(models):
         trainer.add_model(f"m{number}", config)
     return trainer

@@ -16,7 +16,7 @@ from tinkercloud_protocol.launch import (
 from tinkercloud_testing.leaving import taken_by_what_leaves
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.build_trainer import build_trainer, build_weight_host
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler
 
 STAY = {f"TorchTrainerWithSampler, {model}: published" for model in ("adapter", "whole")}
@@ -61,7 +61,7 @@ def test_weights_stay_on_the_device_for_a_sampler_in_the_same_process(
 ) -> None:
     config = a_config(sampler=sampler)
 
-    assert type(build_trainer(config, lambda: BaseModel(tiny_llama()), None)) is trainer
+    assert type(build_trainer(config, lambda: TorchBaseModel(tiny_llama()), None)) is trainer
 
 
 @pytest.mark.parametrize(

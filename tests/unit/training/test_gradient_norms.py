@@ -5,7 +5,7 @@ import torch
 
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.engine.batch import TokenLimits
-from tinkercloud_worker.lora.parameters import Layout, TensorSpec, Trainable, norm_of
+from tinkercloud_worker.lora.parameters import TensorLayout, TensorSpec, Trainable, norm_of
 from tinkercloud_worker.training.adam import TrainedModel
 from tinkercloud_worker.training.disabled import NoTrainer
 
@@ -17,7 +17,7 @@ class TrainerOfOneTensor(NoTrainer):
     """A trainer whose models have one long tensor."""
 
     def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:  # type: ignore[override]
-        return TrainedModel(lora_config, Trainable(Layout([TensorSpec("weight", (MANY,))])))
+        return TrainedModel(lora_config, Trainable(TensorLayout([TensorSpec("weight", (MANY,))])))
 
 
 def test_a_step_reports_and_clips_by_the_norm_of_all_elements() -> None:

@@ -14,7 +14,7 @@ from tinkercloud_testing.models import in_dtype, tiny_qwen3_moe
 from tinkercloud_testing.trainers import gradient_of, run
 from tinkercloud_worker.lora import experts
 from tinkercloud_worker.lora.experts import grouped_linear
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 
@@ -98,7 +98,7 @@ def test_a_fully_fine_tuned_mixture_whose_experts_see_no_token_has_no_gradient_o
     dtype: torch.dtype,
 ) -> None:
     trainer = TorchTrainer(
-        BaseModel(in_dtype(tiny_qwen3_moe(), dtype), packed=False), max_batch_tokens=8
+        TorchBaseModel(in_dtype(tiny_qwen3_moe(), dtype), packed=False), max_batch_tokens=8
     )
     trainer.add_model("m", None)
 

@@ -16,7 +16,7 @@ from tinkercloud_worker.model.architecture import (
     find_targets,
     name_of,
 )
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -82,7 +82,7 @@ def test_a_linear_layer_with_a_computation_of_its_own_keeps_it_and_has_no_adapte
     ids = torch.tensor([[5, 6, 7]])
     expected = model(input_ids=ids).logits.detach()
 
-    base = BaseModel(model)
+    base = TorchBaseModel(model)
 
     adapted = {target.name for target in base.targets}
     assert "model.layers.0.self_attn.o_proj" not in adapted
@@ -95,7 +95,7 @@ def test_a_model_that_caps_its_logits_is_rejected_however_far_its_logits_are_fro
     model.config.final_logit_softcapping = 30.0
 
     with pytest.raises(UnsupportedModelError, match="final_logit_softcapping"):
-        BaseModel(model)
+        TorchBaseModel(model)
 
 
 def test_an_lm_head_of_an_unsupported_shape_is_rejected_with_a_clear_message() -> None:
@@ -103,4 +103,4 @@ def test_an_lm_head_of_an_unsupported_shape_is_rejected_with_a_clear_message() -
     model.lm_head = nn.Linear(2 * model.config.hidden_size, model.config.vocab_size, bias=False)
 
     with pytest.raises(UnsupportedModelError, match="can't compute its layers or its LM head"):
-        BaseModel(model)
+        TorchBaseModel(model)

@@ -50,7 +50,7 @@ from tinkercloud_testing.wrong_folders import (
     without_weights,
 )
 from tinkercloud_worker.model.architecture import UnsupportedModelError, read_architecture
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.loading import load_pretrained
 from tinkercloud_worker.model.weights_check import check_values, check_weights
 
@@ -165,7 +165,7 @@ def test_a_model_without_weight_files_is_not_loaded(tmp_path: Path) -> None:
 
     assert read_architecture(str(folder)).targets
     with pytest.raises(UnsupportedModelError, match=r"neither model\.safetensors nor"):
-        BaseModel.load(str(folder), torch.float32)
+        TorchBaseModel.load(str(folder), torch.float32)
 
 
 FAMILIES = SLOTTED | ONE_BY_ONE | SCALED | VISION_LANGUAGE | {"Llama 4": llama4}
@@ -218,12 +218,12 @@ def test_unused_and_derived_tensors_in_files_are_accepted(tmp_path: Path, what: 
     folder = save(MAKERS[model](), tmp_path)
     change(folder)
 
-    loaded = BaseModel.load(str(folder), torch.float32)
+    loaded = TorchBaseModel.load(str(folder), torch.float32)
 
     meant = save(MAKERS[model](), tmp_path / "meant")
     if "float8" in what:
         save_file(quantize(save(MAKERS[model](), tmp_path / "again"), (24, 32)), meant / FILE)
-    expected = BaseModel.load(str(meant), torch.float32).named_weights()
+    expected = TorchBaseModel.load(str(meant), torch.float32).named_weights()
     ours = loaded.named_weights()
     assert ours.keys() == expected.keys()
     assert all(torch.equal(weight, expected[name]) for name, weight in ours.items())

@@ -25,12 +25,12 @@ from tinkercloud_testing.models import (
 from tinkercloud_testing.trainers import assert_equal
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.model.architecture import as_in_files, from_files
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 
 def a_trainer() -> TorchTrainer:
-    return TorchTrainer(BaseModel(tiny_qwen3_moe(normed=False)), max_batch_tokens=64)
+    return TorchTrainer(TorchBaseModel(tiny_qwen3_moe(normed=False)), max_batch_tokens=64)
 
 
 def test_logprobs_of_a_fresh_adapter_are_huggingfaces() -> None:

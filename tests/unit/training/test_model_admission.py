@@ -8,7 +8,7 @@ from tinkercloud_protocol.errors import Overloaded
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.device.memory import available_bytes
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import KEPT_FREE_BYTES, TorchTrainer
 
 RANK_2, RANK_4 = LoraConfig(rank=2, seed=1), LoraConfig(rank=4, seed=1)
@@ -20,12 +20,12 @@ class Machine:
     def __init__(self) -> None:
         self.available: int | None = None
         self.trainer = TorchTrainer(
-            BaseModel(tiny_llama()), max_batch_tokens=256, available=lambda: self.available
+            TorchBaseModel(tiny_llama()), max_batch_tokens=256, available=lambda: self.available
         )
 
     def size_of(self, lora: LoraConfig | None) -> int:
         """Return the parameters of such a model."""
-        unbounded = TorchTrainer(BaseModel(tiny_llama()), max_batch_tokens=256)
+        unbounded = TorchTrainer(TorchBaseModel(tiny_llama()), max_batch_tokens=256)
         unbounded.add_model("m", lora)
         return sum(tensor.numel() for tensor in unbounded.snapshot("m").tensors.values())
 

@@ -38,7 +38,7 @@ from tinkercloud_testing.models import (
 from tinkercloud_testing.trainers import run
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import TokenLimits, bin_pack, prepare
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 from tinkercloud_worker.training.collate import pack_all
 
@@ -136,7 +136,7 @@ lengths = st.lists(st.integers(1, 100), min_size=1, max_size=60)
     ids=["llama", "qwen3", "gpt2", "mixture", "no window", "some windows", "short", "window"],
 )
 def test_a_sequence_of_a_pack_is_computed_as_if_alone(make: Callable[[], PreTrainedModel]) -> None:
-    base = BaseModel(make())
+    base = TorchBaseModel(make())
     torch.manual_seed(0)
     ids = torch.randint(0, base.vocab_size, (sum(LENGTHS),))
 
@@ -151,12 +151,12 @@ def test_a_sequence_of_a_pack_is_computed_as_if_alone(make: Callable[[], PreTrai
 
 
 def test_a_model_that_transformers_computes_eagerly_takes_one_sequence_at_a_time() -> None:
-    assert not BaseModel(tiny_gemma2()).takes_packs
+    assert not TorchBaseModel(tiny_gemma2()).takes_packs
 
 
 def test_a_model_that_leaks_state_to_the_next_sequence_does_not_take_packs() -> None:
-    assert BaseModel(tiny_llama()).takes_packs
-    assert not BaseModel(a_falcon_h1()).takes_packs
+    assert TorchBaseModel(tiny_llama()).takes_packs
+    assert not TorchBaseModel(a_falcon_h1()).takes_packs
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_windows_that_only_masks_express_hold_in_a_batch_too(
     make: Callable[[], PreTrainedModel],
 ) -> None:
     model = make().eval()
-    trainer = TorchTrainer(BaseModel(make()), max_batch_tokens=64)
+    trainer = TorchTrainer(TorchBaseModel(make()), max_batch_tokens=64)
     trainer.add_model("m", LoraConfig(rank=2, seed=1, train_mlp=False))
     data = random_data(LENGTHS)
 

@@ -19,7 +19,7 @@ from tinkercloud_testing.models import (
 )
 from tinkercloud_testing.quantizing import quantize
 from tinkercloud_worker.model.architecture import UnsupportedModelError
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.loading import load_pretrained
 from tinkercloud_worker.model.quantized import dequantized
 
@@ -55,9 +55,9 @@ def test_a_base_model_has_the_values_that_its_blocks_stand_for(
     assert any(tensor.dtype == torch.float8_e4m3fn for tensor in load_weights(folder).values())
     save_file(meant, plain / "model.safetensors", {"format": "pt"})
 
-    weights = BaseModel.load(str(folder), dtype).named_weights()
+    weights = TorchBaseModel.load(str(folder), dtype).named_weights()
 
-    expected = BaseModel.load(str(plain), dtype).named_weights()
+    expected = TorchBaseModel.load(str(plain), dtype).named_weights()
     assert weights.keys() == expected.keys()
     assert {weight.dtype for weight in weights.values()} == {dtype}
     assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())

@@ -12,7 +12,7 @@ from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import in_dtype, tiny_gemma2, tiny_llama, tiny_qwen3_moe
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import TrainingPass
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 ADAPTERS = {
@@ -28,7 +28,7 @@ def a_trainer(
     max_batch_tokens: int = 64,
     dtype: torch.dtype = torch.float32,
 ) -> TorchTrainer:
-    base = BaseModel(in_dtype(model or tiny_llama(), dtype))
+    base = TorchBaseModel(in_dtype(model or tiny_llama(), dtype))
     trainer = TorchTrainer(base, max_batch_tokens=max_batch_tokens)
     for seed, (name, adapter) in enumerate(ADAPTERS.items()):
         trainer.add_model(name, adapter)

@@ -22,7 +22,7 @@ from tinkercloud_testing.models import (
 )
 from tinkercloud_testing.peft_twin import PeftTwin
 from tinkercloud_testing.trainers import assert_close, changing_hyperparameters, run
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 LENGTHS = [5, 17, 3, 11]
@@ -41,7 +41,7 @@ MIXTURES = {"deepseek v2", "deepseek v3"}
 def make_trainer(
     base: PreTrainedModel, lora_config: LoraConfig, max_batch_tokens: int = 24
 ) -> TorchTrainer:
-    trainer = TorchTrainer(BaseModel(base), max_batch_tokens=max_batch_tokens)
+    trainer = TorchTrainer(TorchBaseModel(base), max_batch_tokens=max_batch_tokens)
     trainer.add_model("m", lora_config)
     perturb(trainer, "m")
     return trainer

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.checkpoints import Manifest
+from tinkercloud_protocol.checkpoints import CheckpointManifest
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_datum, a_request, random_data
@@ -32,7 +32,7 @@ from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.model.architecture import UnsupportedModelError
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer import logprobs
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -44,7 +44,7 @@ LORA = LoraConfig(rank=4, seed=1)
 
 
 def a_trainer(*models: str, max_batch_tokens: int = 64) -> TorchTrainer:
-    trainer = TorchTrainer(BaseModel(tiny_llama()), max_batch_tokens=max_batch_tokens)
+    trainer = TorchTrainer(TorchBaseModel(tiny_llama()), max_batch_tokens=max_batch_tokens)
     for name in models:
         trainer.add_model(name, LORA)
     return trainer
@@ -114,7 +114,7 @@ def test_switches_choose_which_layers_have_adapters() -> None:
 
 
 def test_an_adapter_of_a_tied_lm_head_leaves_the_embedding_alone() -> None:
-    trainer = TorchTrainer(BaseModel(tiny_qwen3()), max_batch_tokens=64)
+    trainer = TorchTrainer(TorchBaseModel(tiny_qwen3()), max_batch_tokens=64)
     trainer.add_model("m", LoraConfig(rank=2, seed=1, train_attn=False, train_mlp=False))
     before = trainer._base.named_weights()["model.embed_tokens.weight"].clone()
 
@@ -195,7 +195,7 @@ def test_a_restored_state_continues_bit_for_bit() -> None:
     expected = [step(trainer, "m", seed) for seed in range(3, 6)]
 
     other = a_trainer("restored")
-    manifest = Manifest(
+    manifest = CheckpointManifest(
         tinker_path="tinker://s:train:0/weights/x",
         owner="somebody",
         base_model="tiny",
@@ -256,7 +256,7 @@ def test_a_step_without_a_gradient_moves_as_adamw_with_zeros_does() -> None:
     "make", [tiny_llama, tiny_qwen2, tiny_qwen3, tiny_gpt2, tiny_qwen3_moe, tiny_mixtral]
 )
 def test_full_fine_tuning_has_the_gradient_of_autograd(make: Callable[[], PreTrainedModel]) -> None:
-    trainer = TorchTrainer(BaseModel(make()), max_batch_tokens=64)
+    trainer = TorchTrainer(TorchBaseModel(make()), max_batch_tokens=64)
     trainer.add_model("m", None)
     reference = make().eval()
     data = random_data([5, 9])
@@ -341,7 +341,7 @@ def test_a_model_whose_logits_we_would_get_wrong_is_rejected() -> None:
     model.lm_head.forward = lambda hidden: 2 * original(hidden)
 
     with pytest.raises(UnsupportedModelError, match="does not reproduce"):
-        BaseModel(model)
+        TorchBaseModel(model)
 
 
 def test_a_model_with_tied_configuration_but_different_weights_is_rejected(
@@ -351,7 +351,7 @@ def test_a_model_with_tied_configuration_but_different_weights_is_rejected(
     model.config.tie_word_embeddings = True
 
     with pytest.raises(UnsupportedModelError, match=r"tie_word_embeddings.*two different weights"):
-        BaseModel.load(str(save(model, tmp_path)), torch.float32)
+        TorchBaseModel.load(str(save(model, tmp_path)), torch.float32)
 
 
 def test_a_saved_file_is_safetensors(tmp_path: Path) -> None:
@@ -363,6 +363,6 @@ def test_a_saved_file_is_safetensors(tmp_path: Path) -> None:
 
 
 def test_a_real_model_is_served_in_bfloat16() -> None:
-    base = BaseModel.load(str(smollm2()), torch.bfloat16, packed=False)
+    base = TorchBaseModel.load(str(smollm2()), torch.bfloat16, packed=False)
 
     assert base.dtype == torch.bfloat16

@@ -17,7 +17,7 @@ from tinkercloud_testing.peft_twin import PeftTwin
 from tinkercloud_testing.trainers import run
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.model.architecture import UnsupportedModelError, read_architecture
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 ADAM = AdamParams(learning_rate=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
@@ -38,7 +38,7 @@ def saved(family: str, folder: Path) -> str:
 
 
 def trained(folder: str, lora: LoraConfig | None) -> TorchTrainer:
-    trainer = TorchTrainer(BaseModel.load(folder, torch.float32), max_batch_tokens=32)
+    trainer = TorchTrainer(TorchBaseModel.load(folder, torch.float32), max_batch_tokens=32)
     trainer.add_model("m", lora)
     for _ in range(2):
         run(trainer, DATA)
@@ -99,14 +99,14 @@ def test_logits_that_falcon_h1_multiplies_are_computed() -> None:
     ids = torch.tensor([[5, 6, 7]])
     expected = model(input_ids=ids).logits.detach()
 
-    base = BaseModel(model)
+    base = TorchBaseModel(model)
 
     torch.testing.assert_close(base.logits(base.hidden(ids, ())[0], ()), expected[0])
 
 
 @pytest.mark.parametrize("family", ["Granite", "Cohere", "Cohere 2"])
 def test_logits_that_a_family_multiplies_are_trained_as_pefts_are(family: str) -> None:
-    trainer = TorchTrainer(BaseModel(SCALED[family]()), max_batch_tokens=32)
+    trainer = TorchTrainer(TorchBaseModel(SCALED[family]()), max_batch_tokens=32)
     trainer.add_model("m", LoraConfig(rank=2))
     for _ in range(2):
         run(trainer, DATA)
@@ -145,6 +145,6 @@ def test_a_model_that_is_no_language_model_is_rejected_with_a_clear_message(
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
 
     with pytest.raises(UnsupportedModelError, match=f"model_type {model_type!r}") as refused:
-        BaseModel.load(str(folder), torch.float32)
+        TorchBaseModel.load(str(folder), torch.float32)
 
     assert len(str(refused.value)) < 400

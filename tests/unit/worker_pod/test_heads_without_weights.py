@@ -20,7 +20,7 @@ from tinkercloud_protocol.launch import (
 from tinkercloud_testing.models import EOS_TOKEN_ID, save, tiny_gpt2, tiny_llama, tiny_qwen3
 from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.model.architecture import UnsupportedModelError, read_architecture
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.run_head import build_backend
 
 SERVERS = SamplerConfig(
@@ -56,7 +56,7 @@ def a_config(
 def test_a_description_gives_the_same_information_as_the_model(
     make: Callable[[], PreTrainedModel], tmp_path: Path
 ) -> None:
-    loaded = BaseModel(make())
+    loaded = TorchBaseModel(make())
 
     read = read_architecture(str(described(make(), tmp_path / "model")))
 

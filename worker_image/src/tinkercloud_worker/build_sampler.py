@@ -34,7 +34,7 @@ from tinkercloud_worker.inference.weights_folder import WeightsFolder
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.lora.adapters import Target
 from tinkercloud_worker.model.architecture import read_architecture
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.weight_files import has_weights
 from tinkercloud_worker.model.weights_check import check_values, check_weights
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
@@ -62,7 +62,7 @@ def check_model(config: HeadConfig) -> None:
 
 def build_sampler(
     config: HeadConfig,
-    base: Callable[[], BaseModel],
+    base: Callable[[], TorchBaseModel],
     tokenizer: PreTrainedTokenizerBase,
     trainer: Trainer,
     *,

@@ -19,7 +19,7 @@ from tinkercloud_worker.engine.batch import TokenLimits, capped_context_length
 from tinkercloud_worker.engine.ranks import RankTrainer
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.model.architecture import read_architecture
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded import ShardedTrainer
 from tinkercloud_worker.torch_trainer.sharded_base import load_sharded
@@ -54,7 +54,7 @@ def build_weight_host(config: HeadConfig) -> "RankWeightHost | None":
 
 
 def build_trainer(
-    config: HeadConfig, base: Callable[[], BaseModel], weight_host: "RankWeightHost | None"
+    config: HeadConfig, base: Callable[[], TorchBaseModel], weight_host: "RankWeightHost | None"
 ) -> Trainer:
     """Build the trainer and start its ranks.
 
@@ -129,7 +129,7 @@ def torch_rank(config: HeadConfig) -> DataParallelTrainer:
             max_kept_tokens=None if trainer.max_kept_tokens is None else 0,
         )
     return DataParallelTrainer(
-        BaseModel.load(
+        TorchBaseModel.load(
             config.model.path, dtype, packed=trainer.packed_weights, device=trainer.device
         ),
         max_batch_tokens=trainer.max_batch_tokens,

@@ -33,7 +33,7 @@ from tinkercloud_worker.head.lifecycle import Lifecycle
 from tinkercloud_worker.head.token import HeadToken
 from tinkercloud_worker.inference.weight_host import HeadWeightHost
 from tinkercloud_worker.model.architecture import UnsupportedModelError
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.fingerprint import fingerprint_of
 
 log = structlog.get_logger(__name__)
@@ -91,7 +91,7 @@ def _served_fingerprint(config: HeadConfig, trainer: Trainer) -> str | None:
     return trained or here
 
 
-def load_base(config: HeadConfig) -> BaseModel:
+def load_base(config: HeadConfig) -> TorchBaseModel:
     """Load the head's copy of the base model.
 
     Raises:
@@ -104,7 +104,7 @@ def load_base(config: HeadConfig) -> BaseModel:
             f"trainer.device is {device!r}, but this head has no GPU; give the head a GPU that"
             " torch can use, or set trainer.device to 'cpu'"
         )
-    return BaseModel.load(
+    return TorchBaseModel.load(
         config.model.path,
         getattr(torch, config.trainer.dtype),
         packed=config.trainer.packed_weights,

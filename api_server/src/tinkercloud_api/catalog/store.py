@@ -19,7 +19,7 @@ from tinkercloud_api.catalog.tables import (
     TrainingRun,
     now,
 )
-from tinkercloud_protocol.checkpoints import Manifest
+from tinkercloud_protocol.checkpoints import CheckpointManifest
 from tinkercloud_protocol.paths import CheckpointPath
 
 _MAX_DAMAGE_CHARACTERS = 1000
@@ -360,12 +360,12 @@ class Catalog(Statements):
         query = select(Checkpoint).where(Checkpoint.owner == owner, _is_listed())
         return await self._all(query.order_by(Checkpoint.size_bytes.desc()).limit(count))
 
-    async def index_checkpoint(self, manifest: Manifest) -> None:
+    async def index_checkpoint(self, manifest: CheckpointManifest) -> None:
         """Add a checkpoint to the index from its manifest, or update it."""
         await self.record_pending_checkpoint(manifest.path, manifest.owner)
         await self.reindex_checkpoint(manifest)
 
-    async def reindex_checkpoint(self, manifest: Manifest) -> None:
+    async def reindex_checkpoint(self, manifest: CheckpointManifest) -> None:
         """Update a checkpoint in the index from its manifest; do nothing if it is not indexed.
 
         If this manifest was already recorded, an expiry time that was set since is kept.

@@ -43,8 +43,9 @@ from tinkercloud_api.providers.session_status import (
 )
 from tinkercloud_crds import labels
 from tinkercloud_kube import errors
-from tinkercloud_kube.client import Client, Manifest, ObjectRef
+from tinkercloud_kube.client import Client, ObjectRef
 from tinkercloud_kube.informer import Informer, pause_seconds
+from tinkercloud_kube.objects import Manifest
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, StateLost, Unavailable
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.wire import describe

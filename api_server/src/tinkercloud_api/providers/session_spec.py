@@ -15,7 +15,7 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import timestamp
 from tinkercloud_crds.shapes import Idle
 from tinkercloud_crds.training_session import Lora, RestoreFrom, TrainingSessionSpec
-from tinkercloud_kube.client import Manifest
+from tinkercloud_kube.objects import Manifest
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.ids import ModelId

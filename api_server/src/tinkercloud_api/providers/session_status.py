@@ -9,7 +9,7 @@ from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import NEVER_FITS, Condition, ConditionType, Reason, find
 from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionSpec
-from tinkercloud_kube.client import Manifest
+from tinkercloud_kube.objects import Manifest
 from tinkercloud_protocol.errors import InvalidRequest, StateLost, WireError
 from tinkercloud_protocol.futures import QueueState
 

@@ -13,6 +13,7 @@ by deleting its RayCluster.
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.shapes import OBJECT_STORE_SHARE, Resources, SamplerShape, TrainerShape
+from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.children import engines
 from tinkercloud_operator.children.pods import (
     CHECKPOINT_FOLDER,
@@ -30,7 +31,6 @@ from tinkercloud_operator.children.support_objects import head_json
 from tinkercloud_operator.spec.pinned import to_annotation
 from tinkercloud_operator.spec.quantities import parse_quantity
 from tinkercloud_operator.spec.resolved import RAY_NODE, ResolvedSpec
-from tinkercloud_operator.spec.snapshot import Manifest
 
 API_VERSION = "ray.io/v1"
 

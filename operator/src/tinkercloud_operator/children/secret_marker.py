@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinkercloud_crds.names import Names
-from tinkercloud_operator.spec.snapshot import ChildKey, Manifest
+from tinkercloud_kube.objects import Manifest
+from tinkercloud_operator.spec.snapshot import ChildKey
 
 
 def secret_marker(secret: Manifest, uid: str) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from typing import Literal
 
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.training_session import TrainingSessionStatus
-from tinkercloud_operator.spec.snapshot import ChildKey, Manifest
+from tinkercloud_kube.objects import Manifest
+from tinkercloud_operator.spec.snapshot import ChildKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from datetime import datetime
 
 from tinkercloud_crds.base_model import BaseModelStatus
 from tinkercloud_crds.conditions import ConditionStatus, ConditionType, Reason, moved
+from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide import parsing
 from tinkercloud_operator.spec.parallelism import planning_problem
-from tinkercloud_operator.spec.snapshot import Manifest
 
 _NO_PODS = frozenset({"Suspended", "Finished"})
 

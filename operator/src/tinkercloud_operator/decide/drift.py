@@ -5,7 +5,7 @@ Fields set by others (defaults, status, other managers) are ignored.
 
 from collections.abc import Mapping, Sequence
 
-from tinkercloud_operator.spec.snapshot import Manifest
+from tinkercloud_kube.objects import Manifest
 
 
 def is_up_to_date(wanted: Manifest, live: Manifest | None) -> bool:

@@ -13,8 +13,9 @@ from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionStatus
+from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.spec.quantities import parse_quantity
-from tinkercloud_operator.spec.snapshot import Manifest, Node, Pod, PodProblem
+from tinkercloud_operator.spec.snapshot import Node, Pod, PodProblem
 
 _WAITING_REASONS: Mapping[str, Reason] = {
     "ImagePullBackOff": Reason.IMAGE_PULL_BACK_OFF,

@@ -12,6 +12,7 @@ from typing import Any
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import SESSION_STEPS, ConditionType, Reason
 from tinkercloud_kube.errors import is_undeclared
+from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide.deadlines import overdue
 from tinkercloud_operator.decide.definitions import KUBERAY_MINIMUM
 from tinkercloud_operator.decide.lifetime import Decision, DesiredState
@@ -19,7 +20,7 @@ from tinkercloud_operator.decide.node_fit import never_fits, no_matching_node
 from tinkercloud_operator.spec.pinned import pending_changes
 from tinkercloud_operator.spec.quantities import parse_quantity
 from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec
-from tinkercloud_operator.spec.snapshot import Manifest, Observed
+from tinkercloud_operator.spec.snapshot import Observed
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tinkercloud_operator.spec.snapshot import Manifest
+from tinkercloud_kube.objects import Manifest
 
 Age = tuple[str, str]
 """Creation time and name: sorts objects oldest first; the name breaks ties."""

@@ -16,10 +16,11 @@ from tinkercloud_crds.conditions import ConditionType
 from tinkercloud_crds.placement import RolePlacement
 from tinkercloud_crds.shapes import SamplerShape, TrainerShape
 from tinkercloud_crds.training_session import TrainingSessionSpec
+from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.children.pods import GPU_RESOURCE
 from tinkercloud_operator.decide import parsing
 from tinkercloud_operator.decide.session_index import age
-from tinkercloud_operator.spec.snapshot import ChildKey, Manifest
+from tinkercloud_operator.spec.snapshot import ChildKey
 
 _PLACED = {
     ConditionType.ACCEPTED: "False",

@@ -5,11 +5,11 @@ from datetime import UTC, datetime
 import structlog
 
 from tinkercloud_kube.errors import KubernetesError
+from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide.base_model_status import base_model_status
 from tinkercloud_operator.run.executor import Executor
 from tinkercloud_operator.run.store import Watched
 from tinkercloud_operator.run.work_queue import WorkQueue
-from tinkercloud_operator.spec.snapshot import Manifest
 
 log = structlog.get_logger(__name__)
 

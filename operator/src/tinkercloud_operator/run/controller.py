@@ -10,6 +10,7 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_kube.client import Client
 from tinkercloud_kube.errors import KubernetesError, Rejected
+from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator import metrics
 from tinkercloud_operator.decide import parsing
 from tinkercloud_operator.decide.reconcile import reconcile
@@ -22,7 +23,7 @@ from tinkercloud_operator.run.served_definitions import OWN_KINDS, ServedDefinit
 from tinkercloud_operator.run.store import CHILD_KINDS, Surroundings, Watched
 from tinkercloud_operator.run.work_queue import WorkQueue
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.snapshot import Manifest, Node, Observed
+from tinkercloud_operator.spec.snapshot import Node, Observed
 
 log = structlog.get_logger(__name__)
 

@@ -16,6 +16,7 @@ from tinkercloud_crds.names import Names
 from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_kube.client import Client, ObjectRef
 from tinkercloud_kube.errors import Conflict, NotFound, Rejected
+from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator import metrics
 from tinkercloud_operator.children.secret_marker import secret_marker
 from tinkercloud_operator.decide.actions import (
@@ -31,7 +32,7 @@ from tinkercloud_operator.decide.actions import (
     SetFinalizer,
 )
 from tinkercloud_operator.run.save_requests import HeadSaver
-from tinkercloud_operator.spec.snapshot import Manifest, Observed
+from tinkercloud_operator.spec.snapshot import Observed
 
 log = structlog.get_logger(__name__)
 

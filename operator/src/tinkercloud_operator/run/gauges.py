@@ -6,8 +6,8 @@ from typing import Any
 
 from tinkercloud_crds.conditions import SESSION_STEPS, ConditionType
 from tinkercloud_crds.times import parse_time
+from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator import metrics
-from tinkercloud_operator.spec.snapshot import Manifest
 
 _STEPS = frozenset({*SESSION_STEPS, ConditionType.READY, ConditionType.SUSPENDED})
 """Conditions whose transitions count as progress or regress."""

@@ -11,6 +11,7 @@ import structlog
 from tinkercloud_crds import labels
 from tinkercloud_kube.client import Client
 from tinkercloud_kube.errors import NotFound, Rejected
+from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator import metrics
 from tinkercloud_operator.decide.definitions import (
     Schema,
@@ -19,7 +20,6 @@ from tinkercloud_operator.decide.definitions import (
     own_gap,
     schema_of,
 )
-from tinkercloud_operator.spec.snapshot import Manifest
 
 log = structlog.get_logger(__name__)
 

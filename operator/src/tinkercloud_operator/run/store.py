@@ -17,11 +17,11 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionSpec
-from tinkercloud_kube.objects import Change, Objects
+from tinkercloud_kube.objects import Change, Manifest, Objects
 from tinkercloud_operator.children.secret_marker import has_secret
 from tinkercloud_operator.decide import parsing, start_order
 from tinkercloud_operator.decide.session_index import SessionIndex, age, is_live
-from tinkercloud_operator.spec.snapshot import ChildKey, Manifest, Node, Observed, Pod, SaveKey
+from tinkercloud_operator.spec.snapshot import ChildKey, Node, Observed, Pod, SaveKey
 
 Metadata = Mapping[str, Any]
 

@@ -6,14 +6,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
-
-Manifest = Mapping[str, Any]
-"""A Kubernetes object as JSON."""
+from tinkercloud_kube.objects import Manifest
 
 SaveKey = tuple[str, str]
 """Identifies a save: its kind (`suspend` or `checkpoint`) and the head's incarnation."""

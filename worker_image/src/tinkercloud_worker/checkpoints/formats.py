@@ -18,7 +18,7 @@ from tinkercloud_protocol.checkpoints import (
     GRADIENT,
     OPTIMIZER_STATE,
     TRAINER_STATE,
-    Manifest,
+    CheckpointManifest,
     SuspendedManifest,
 )
 from tinkercloud_protocol.errors import InvalidRequest
@@ -30,7 +30,7 @@ from tinkercloud_worker.lora import adapters
 Files = dict[str, bytes]
 Contents = Mapping[str, bytes | memoryview]
 """Contents of files by name."""
-AnyManifest = Manifest | SuspendedManifest
+AnyManifest = CheckpointManifest | SuspendedManifest
 SAMPLER_PREFIX = "sampler-"
 
 
@@ -100,7 +100,7 @@ def files_of_weights(manifest: AnyManifest) -> list[str]:
     return [FULL_WEIGHTS if manifest.lora is None else ADAPTER_WEIGHTS]
 
 
-def files_of_training(manifest: Manifest) -> list[str]:
+def files_of_training(manifest: CheckpointManifest) -> list[str]:
     """Return the names of the files needed to resume training. Raises as `files_of_state`."""
     gradient = [GRADIENT] if GRADIENT in manifest.files else []
     return [*files_of_state(manifest), *gradient]

@@ -25,7 +25,7 @@ from obstore.exceptions import (
 from obstore.store import ObjectStore
 
 from tinkercloud_protocol.checkpoints import (
-    Manifest,
+    CheckpointManifest,
     StoredFile,
     SuspendedManifest,
     decode_manifest,
@@ -83,7 +83,7 @@ class CheckpointStore:
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
 
-    async def find(self, path: CheckpointPath) -> Manifest | None:
+    async def find(self, path: CheckpointPath) -> CheckpointManifest | None:
         """Return a checkpoint's manifest; None if the checkpoint does not exist.
 
         Raises:
@@ -92,11 +92,11 @@ class CheckpointStore:
         content = await self._read(path.manifest_key)
         if content is None:
             return None
-        return decode_manifest(Manifest, content, str(path))
+        return decode_manifest(CheckpointManifest, content, str(path))
 
     async def read(
         self, path: CheckpointPath, names: Iterable[str] | None = None
-    ) -> tuple[Manifest, dict[str, memoryview]]:
+    ) -> tuple[CheckpointManifest, dict[str, memoryview]]:
         """Return the manifest and the contents of some of the files (by default all).
 
         Raises:
@@ -108,7 +108,7 @@ class CheckpointStore:
         contents = await asyncio.gather(*[self.read_file(manifest, name) for name in wanted])
         return manifest, dict(zip(wanted, contents, strict=True))
 
-    async def manifest(self, path: CheckpointPath) -> Manifest:
+    async def manifest(self, path: CheckpointPath) -> CheckpointManifest:
         """Return the manifest of a checkpoint that exists.
 
         The API server decides whether it has expired, since the expiry may have changed after the
@@ -122,7 +122,9 @@ class CheckpointStore:
             raise NotFound(f"checkpoint {path} does not exist or has expired")
         return manifest
 
-    async def read_file(self, manifest: Manifest | SuspendedManifest, name: str) -> memoryview:
+    async def read_file(
+        self, manifest: CheckpointManifest | SuspendedManifest, name: str
+    ) -> memoryview:
         """Return the contents of one file, in memory once.
 
         Raises:
@@ -173,8 +175,8 @@ class CheckpointStore:
         return content.data
 
     async def write(
-        self, manifest: Manifest, files: Mapping[str, bytes], *, overwrite: bool
-    ) -> Manifest:
+        self, manifest: CheckpointManifest, files: Mapping[str, bytes], *, overwrite: bool
+    ) -> CheckpointManifest:
         """Write a checkpoint and return its final manifest.
 
         Args:
@@ -211,7 +213,7 @@ class CheckpointStore:
         if not overwrite and await self.find(path) is not None:
             raise _exists(path)
 
-    async def _put_files(self, manifest: Manifest, files: Mapping[str, bytes]) -> None:
+    async def _put_files(self, manifest: CheckpointManifest, files: Mapping[str, bytes]) -> None:
         with _store_errors():
             await asyncio.gather(
                 *[
@@ -220,7 +222,9 @@ class CheckpointStore:
                 ]
             )
 
-    async def _put_manifest(self, manifest: Manifest, mode: Literal["create", "overwrite"]) -> None:
+    async def _put_manifest(
+        self, manifest: CheckpointManifest, mode: Literal["create", "overwrite"]
+    ) -> None:
         content, key = encode_manifest(manifest), manifest.path.manifest_key
         try:
             with _store_errors():
@@ -270,7 +274,7 @@ class CheckpointStore:
                 "failed to delete files of a suspended state", of=str(manifest), error=str(error)
             )
 
-    async def _sweep(self, manifest: Manifest) -> None:
+    async def _sweep(self, manifest: CheckpointManifest) -> None:
         """Delete files in a checkpoint's folder that do not belong to it."""
         kept = {manifest.key_of(name) for name in manifest.files} | {manifest.path.manifest_key}
         await self._delete_others(manifest.path.prefix, kept)

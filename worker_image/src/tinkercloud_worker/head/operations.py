@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from tinkercloud_protocol import futures
-from tinkercloud_protocol.checkpoints import Manifest, base_mismatch
+from tinkercloud_protocol.checkpoints import CheckpointManifest, base_mismatch
 from tinkercloud_protocol.errors import InvalidRequest, StateLost
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
@@ -64,13 +64,13 @@ class Operations:
         self._spec = spec
         self._backend = backend
         self._samplers = samplers
-        self._uploads: dict[str, asyncio.Task[Manifest]] = {}
+        self._uploads: dict[str, asyncio.Task[CheckpointManifest]] = {}
         self._steps = 0
         self._last_moment = datetime.min.replace(tzinfo=UTC)
         self._refused: str | None = NOT_CREATED
         self._gradient_lost: str | None = None
         """How the gradient was lost; None once a request has reported it."""
-        self.latest: Manifest | None = None
+        self.latest: CheckpointManifest | None = None
         """The training checkpoint that was written last."""
 
     async def create(self) -> Result:
@@ -340,7 +340,7 @@ class Operations:
         manifest, files = await store.read(manifest.path, files_of(manifest))
         return await asyncio.to_thread(_decode, manifest, files)
 
-    def _check_base(self, manifest: Manifest) -> None:
+    def _check_base(self, manifest: CheckpointManifest) -> None:
         mismatch = base_mismatch(manifest, self._backend.base_fingerprint)
         if mismatch is not None:
             raise InvalidRequest(f"{manifest} can't be loaded: {mismatch}")
@@ -360,9 +360,9 @@ class Operations:
         ttl_seconds: int | None,
         user_metadata: dict[str, str] | None,
         step: int,
-    ) -> Manifest:
+    ) -> CheckpointManifest:
         now, created_at = datetime.now(UTC), self.next_moment()
-        return Manifest(
+        return CheckpointManifest(
             tinker_path=str(path),
             owner=self._spec.owner,
             base_model=self._backend.config.model.name,
@@ -379,12 +379,12 @@ class Operations:
     def _upload(
         self,
         path: CheckpointPath,
-        manifest: Manifest,
+        manifest: CheckpointManifest,
         encode: Callable[[], formats.Files],
         *,
         overwrite: bool,
     ) -> Awaitable[Result]:
-        async def upload(encode: Callable[[], formats.Files]) -> Manifest:
+        async def upload(encode: Callable[[], formats.Files]) -> CheckpointManifest:
             files = await asyncio.to_thread(encode)
             # Free the encoded state, which is as large again, before the slow part.
             del encode
@@ -404,7 +404,7 @@ class Operations:
         return result()
 
 
-def _decode(manifest: Manifest, files: formats.Contents) -> _Saved:
+def _decode(manifest: CheckpointManifest, files: formats.Contents) -> _Saved:
     state = formats.decode_state(manifest, files)
     return _Saved(state, formats.decode_gradient(manifest, files))
 

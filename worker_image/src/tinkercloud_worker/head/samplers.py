@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from tinkercloud_protocol.checkpoints import Manifest, base_mismatch
+from tinkercloud_protocol.checkpoints import CheckpointManifest, base_mismatch
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.launch import SamplerSpec
@@ -106,7 +106,7 @@ class Samplers:
         self._usage.add(name, weights.size_bytes)
         return version
 
-    def _check_matches(self, manifest: Manifest, spec: SamplerSpec) -> None:
+    def _check_matches(self, manifest: CheckpointManifest, spec: SamplerSpec) -> None:
         if manifest.base_model != self._backend.config.model.name:
             raise InvalidRequest(
                 f"{spec.model_path} was trained on {manifest.base_model!r}, but this server serves"

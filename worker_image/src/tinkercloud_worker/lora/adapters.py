@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_worker.lora.parameters import Layout, TensorSpec
+from tinkercloud_worker.lora.parameters import TensorLayout, TensorSpec
 
 ALPHA = 32.0
 _PEFT_PREFIX = "base_model.model."
@@ -109,9 +109,9 @@ def select(targets: Iterable[Target], config: LoraConfig) -> list[Target]:
     return selected
 
 
-def layout(targets: Iterable[Target], rank: int) -> Layout:
+def layout(targets: Iterable[Target], rank: int) -> TensorLayout:
     """Return the flat layout of an adapter."""
-    return Layout(spec for target in targets for spec in target.specs(rank))
+    return TensorLayout(spec for target in targets for spec in target.specs(rank))
 
 
 def initial_a(target: Target, rank: int, seed: int) -> Tensor:

@@ -30,7 +30,7 @@ class TensorSpec:
         return int(torch.Size(self.shape).numel())
 
 
-class Layout:
+class TensorLayout:
     """The offset of each tensor in a flat buffer."""
 
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
@@ -43,7 +43,7 @@ class Layout:
         """Elements of the buffer."""
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> "Layout":
+    def of(cls, tensors: Mapping[str, Tensor]) -> "TensorLayout":
         """Return the layout of named tensors, in their order."""
         return cls(TensorSpec(name, tuple(tensor.shape)) for name, tensor in tensors.items())
 
@@ -129,7 +129,7 @@ class Trainable:
     autograd adds into it in place, so a backward pass needs no further step.
     """
 
-    def __init__(self, layout: Layout, device: torch.device | None = None) -> None:
+    def __init__(self, layout: TensorLayout, device: torch.device | None = None) -> None:
         self.layout = layout
         self.flat = torch.nn.Parameter(torch.zeros(layout.size, device=device))
         self.flat.grad = torch.zeros(layout.size, device=device)

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 
 from tinkercloud_worker.lora.adapters import Target
-from tinkercloud_worker.lora.parameters import Layout
+from tinkercloud_worker.lora.parameters import TensorLayout
 from tinkercloud_worker.megatron_trainer import deepseek, mixtures, rotary
 from tinkercloud_worker.megatron_trainer.adapters import (
     AdaptedLinears,
@@ -99,7 +99,7 @@ class MegatronModel:
     sources: Mapping[str, Sequence[TensorSlice]]
     """For each weight of the module, the parts of Hugging Face weights that form it without tensor
     parallelism."""
-    layout: Layout
+    layout: TensorLayout
     """Layout of the Hugging Face model's weights."""
     linears: AdaptedLinears
     experts: Sequence[GroupedExperts]
@@ -252,7 +252,7 @@ def blank(
     return MegatronModel(
         module,
         {name: [find(weight) for weight in weights] for name, weights in sources.items()},
-        Layout.of(dict(whole.named_parameters())),
+        TensorLayout.of(dict(whole.named_parameters())),
         linears,
         experts,
         RecomputedLayers(module.decoder.layers),

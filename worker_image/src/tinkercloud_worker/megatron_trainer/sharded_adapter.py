@@ -19,7 +19,7 @@ from typing_extensions import override
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.engine.ranks import Sharding
 from tinkercloud_worker.lora import adapters
-from tinkercloud_worker.lora.parameters import Layout, TensorSpec, Trainable, norm_of
+from tinkercloud_worker.lora.parameters import TensorLayout, TensorSpec, Trainable, norm_of
 from tinkercloud_worker.megatron_trainer.tensor_slices import SliceGatherer, TensorSlice, full_slice
 
 
@@ -50,7 +50,7 @@ class ShardedAdapter(Sharding):
         self._common_elements = sum(math.prod(block.shape) for block in common)
         here = [block for block in slices if block.name in own]
         self._slices = {block.name: block for block in [*common, *here]}
-        layout = Layout(TensorSpec(name, block.shape) for name, block in self._slices.items())
+        layout = TensorLayout(TensorSpec(name, block.shape) for name, block in self._slices.items())
         self.trainable = Trainable(layout, device)
         self._copies = parallel_state.get_expert_data_parallel_group()
         """Ranks with the same slices."""

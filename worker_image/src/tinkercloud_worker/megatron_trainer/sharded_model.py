@@ -31,7 +31,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from tinkercloud_worker.engine.ranks import Sharding
-from tinkercloud_worker.lora.parameters import Layout, TensorSpec, Trainable, gradient_of, norm_of
+from tinkercloud_worker.lora.parameters import (
+    TensorLayout,
+    TensorSpec,
+    Trainable,
+    gradient_of,
+    norm_of,
+)
 from tinkercloud_worker.megatron_trainer.tensor_slices import SliceGatherer, TensorSlice, put
 
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -76,7 +82,7 @@ class MegatronShardedModel(Sharding):
     """See `engine.ranks.Sharding`. Made by all ranks together."""
 
     def __init__(
-        self, module: GPTModel, sources: Mapping[str, Sequence[TensorSlice]], whole: Layout
+        self, module: GPTModel, sources: Mapping[str, Sequence[TensorSlice]], whole: TensorLayout
     ) -> None:
         """Initialize from the base's weights.
 
@@ -96,7 +102,7 @@ class MegatronShardedModel(Sharding):
         base = dict(module.named_parameters())
         specs = [TensorSpec(each.name, tuple(base[each.name].shape)) for each in self._weights]
         self._dense_elements = sum(spec.size for spec in specs if _OF_EXPERTS not in spec.name)
-        self.trainable = Trainable(Layout(specs), next(module.parameters()).device)
+        self.trainable = Trainable(TensorLayout(specs), next(module.parameters()).device)
         self.trainable.layout.fill(self.trainable.flat.detach(), base, "base model")
         dense = [each for each in self._weights if not each.is_of_an_expert]
         self._undivided = {weight.name for weight in dense if not weight.is_divided}

@@ -55,7 +55,7 @@ from tinkercloud_worker.model.router_counts import RouterCounts
 from tinkercloud_worker.model.self_check import check_logits, keeps_sequences_apart
 
 
-class BaseModel:
+class TorchBaseModel:
     """The shared base model. Not thread-safe: only one pass runs at a time."""
 
     def __init__(self, model: PreTrainedModel, *, packed: bool = True) -> None:
@@ -126,7 +126,7 @@ class BaseModel:
         *,
         packed: bool = True,
         device: str = "cpu",
-    ) -> "BaseModel":
+    ) -> "TorchBaseModel":
         """Load a model from a local folder in Hugging Face layout.
 
         Args:

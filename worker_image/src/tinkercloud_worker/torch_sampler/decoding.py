@@ -22,7 +22,7 @@ from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.sampler import SamplingRequest
 from tinkercloud_worker.engine.stopping import StopStringSearch, decoder_of
 from tinkercloud_worker.lora.segments import ActiveWeights, WeightSegment
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_sampler.cache import (
     KeyValues,
     KvBudget,
@@ -149,7 +149,7 @@ class DecodingBatch:
 
     def __init__(
         self,
-        base: BaseModel,
+        base: TorchBaseModel,
         token_sampler: TokenSampler,
         *,
         graph_capturer: GraphCapturer | None = None,

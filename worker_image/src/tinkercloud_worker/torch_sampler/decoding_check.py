@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.sampler import SamplingRequest, StopRules
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.self_check import REFUSALS, is_near, scattered_ids
 from tinkercloud_worker.torch_sampler.cache import KeyValues, LayerKeyValues
 from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, RunningSequence, TokenSampler
@@ -47,7 +47,7 @@ class Decoding:
     """Creates the caches of sequences that are decoded individually."""
 
 
-def check_decoding(base: BaseModel, token_sampler: TokenSampler) -> Decoding:
+def check_decoding(base: TorchBaseModel, token_sampler: TokenSampler) -> Decoding:
     """Return the fastest way of decoding with the same results as without a cache."""
     slotted = base.rotary_switch or base.max_context_length
     if not _is_right(base, lambda: _in_slots(base, token_sampler, slotted)):
@@ -70,7 +70,7 @@ def _no_cache() -> None:
     return None
 
 
-def _is_right(base: BaseModel, begin: Callable[[], DecodingBatch | UnbatchedDecoding]) -> bool:
+def _is_right(base: TorchBaseModel, begin: Callable[[], DecodingBatch | UnbatchedDecoding]) -> bool:
     """Whether the first sequences of a batch have the same results as without a cache.
 
     Args:
@@ -92,7 +92,7 @@ def _is_right(base: BaseModel, begin: Callable[[], DecodingBatch | UnbatchedDeco
         return False
 
 
-def _in_slots(base: BaseModel, token_sampler: TokenSampler, longest: int) -> DecodingBatch:
+def _in_slots(base: TorchBaseModel, token_sampler: TokenSampler, longest: int) -> DecodingBatch:
     """Return a batch of the sequences, prefilled in two chunks, and of a longer one."""
     batch = DecodingBatch(base, token_sampler)
     key_values: KeyValues = ()
@@ -116,7 +116,7 @@ def _in_slots(base: BaseModel, token_sampler: TokenSampler, longest: int) -> Dec
 
 
 def _unbatched(
-    base: BaseModel, token_sampler: TokenSampler, new_cache: NewCache
+    base: TorchBaseModel, token_sampler: TokenSampler, new_cache: NewCache
 ) -> UnbatchedDecoding:
     batch = UnbatchedDecoding(base, token_sampler, new_cache)
     for sequence in _sequences(base):
@@ -124,7 +124,7 @@ def _unbatched(
     return batch
 
 
-def _sequences(base: BaseModel) -> list[RunningSequence]:
+def _sequences(base: TorchBaseModel) -> list[RunningSequence]:
     ids = scattered_ids(base).tolist()
     return [_running(ids[part], ids[-1]) for part in _PROMPTS]
 
@@ -151,7 +151,7 @@ def _step(batch: DecodingBatch | UnbatchedDecoding) -> Tensor:
     return hidden_SD
 
 
-def _expected(base: BaseModel, sequence: RunningSequence) -> Tensor:
+def _expected(base: TorchBaseModel, sequence: RunningSequence) -> Tensor:
     """Return the hidden states [R, D] of a sequence's sampled tokens, computed without a cache."""
     tokens = [*sequence.request.prompt.tolist(), *sequence.tokens[:_STEPS]]
     ids_R = torch.tensor(tokens, device=base.device)

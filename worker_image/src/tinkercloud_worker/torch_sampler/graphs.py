@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tinkercloud_worker.lora.segments import ActiveWeights, single_segment
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_sampler.cache import KvBudget, KvShape, SlotCache
 from tinkercloud_worker.torch_sampler.lora_slots import LoraSlots, SlotAssignment, padded
 from tinkercloud_worker.torch_sampler.masks import rows_at
@@ -48,7 +48,7 @@ class CapturedSteps:
     """The captured steps of one cache, for rows that run with the base or with adapters."""
 
     def __init__(
-        self, base: BaseModel, cache: SlotCache, graph_capturer: GraphCapturer, kept: KvBudget
+        self, base: TorchBaseModel, cache: SlotCache, graph_capturer: GraphCapturer, kept: KvBudget
     ) -> None:
         self._base = base
         self._kept = kept

@@ -22,7 +22,7 @@ from tinkercloud_worker.engine.sampler import Sampler, SamplingRequest, Sampling
 from tinkercloud_worker.engine.thread import Background
 from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
 from tinkercloud_worker.lora.segments import single_segment
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_sampler.cache import KeyValues, KvBudget
 from tinkercloud_worker.torch_sampler.capacity import Capacity
 from tinkercloud_worker.torch_sampler.decoding import (
@@ -55,7 +55,7 @@ class TorchSampler(Sampler, Background):
 
     def __init__(
         self,
-        base: BaseModel,
+        base: TorchBaseModel,
         tokenizer: PreTrainedTokenizerBase,
         config: Capacity,
         *,

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.lora.segments import ActiveWeights, single_segment
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_sampler.cache import KeyValues, PrefillCache
 from tinkercloud_worker.torch_sampler.decoding import RunningSequence, TokenSampler
 
@@ -26,7 +26,9 @@ NewCache = Callable[[], Cache | None]
 class UnbatchedDecoding:
     """Running sequences with any weights, decoded one by one. Has `DecodingBatch`'s methods."""
 
-    def __init__(self, base: BaseModel, token_sampler: TokenSampler, new_cache: NewCache) -> None:
+    def __init__(
+        self, base: TorchBaseModel, token_sampler: TokenSampler, new_cache: NewCache
+    ) -> None:
         """Create a batch without sequences."""
         self._base = base
         self._token_sampler = token_sampler

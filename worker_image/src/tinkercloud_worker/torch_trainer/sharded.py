@@ -19,7 +19,7 @@ from typing_extensions import override
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.engine.trainer import LossOutput
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded_model import ShardedModel
@@ -32,7 +32,7 @@ class ShardedTrainer(DataParallelTrainer):
 
     def __init__(
         self,
-        base: BaseModel,
+        base: TorchBaseModel,
         mesh: DeviceMesh,
         *,
         max_batch_tokens: int,

@@ -19,7 +19,7 @@ from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_worker.model.architecture import backbone_and_lm_head, blank_model
-from tinkercloud_worker.model.base_model import BaseModel, layers_of
+from tinkercloud_worker.model.base_model import TorchBaseModel, layers_of
 from tinkercloud_worker.model.fingerprint import fingerprint_of
 from tinkercloud_worker.model.loading import load_pretrained
 
@@ -35,7 +35,7 @@ class _Description:
     """The dtypes of weights and buffers by name; they may differ."""
 
 
-def load_sharded(path: str, dtype: torch.dtype, mesh: DeviceMesh) -> BaseModel:
+def load_sharded(path: str, dtype: torch.dtype, mesh: DeviceMesh) -> TorchBaseModel:
     """Load a model from a local folder in Hugging Face layout. Collective over the mesh.
 
     Args:
@@ -47,8 +47,8 @@ def load_sharded(path: str, dtype: torch.dtype, mesh: DeviceMesh) -> BaseModel:
         UnsupportedModelError: this engine does not compute the architecture correctly.
     """
     if mesh.get_local_rank() != _READER:
-        return BaseModel(share_out(None, mesh), packed=False)
-    base = BaseModel(share_out(load_pretrained(path, dtype), mesh), packed=False)
+        return TorchBaseModel(share_out(None, mesh), packed=False)
+    base = TorchBaseModel(share_out(load_pretrained(path, dtype), mesh), packed=False)
     base.fingerprint = fingerprint_of(path)
     return base
 

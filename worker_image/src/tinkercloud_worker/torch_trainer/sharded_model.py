@@ -25,9 +25,15 @@ from tinkercloud_worker.device.frozen_linear import FrozenLinear
 from tinkercloud_worker.device.packing import PackedSequences, mask_kinds
 from tinkercloud_worker.engine.ranks import Sharding
 from tinkercloud_worker.lora.experts import find_experts, guard_gradients
-from tinkercloud_worker.lora.parameters import Layout, TensorSpec, Trainable, gradient_of, norm_of
+from tinkercloud_worker.lora.parameters import (
+    TensorLayout,
+    TensorSpec,
+    Trainable,
+    gradient_of,
+    norm_of,
+)
 from tinkercloud_worker.model.architecture import backbone_and_lm_head, logits_factor
-from tinkercloud_worker.model.base_model import BaseModel, layers_of
+from tinkercloud_worker.model.base_model import TorchBaseModel, layers_of
 from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.model.router_counts import RouterCounts
 
@@ -37,7 +43,7 @@ class ShardedModel(Sharding):
 
     is_whole = False
 
-    def __init__(self, base: BaseModel, mesh: DeviceMesh, *, recompute: bool) -> None:
+    def __init__(self, base: TorchBaseModel, mesh: DeviceMesh, *, recompute: bool) -> None:
         """Initialize from the base's weights, gathering one weight at a time.
 
         Args:
@@ -50,10 +56,12 @@ class ShardedModel(Sharding):
         """
         self._ranks, self._rank = mesh.size(), mesh.get_local_rank()
         weights = base.named_weights()
-        self._layout = Layout.of(weights)
+        self._layout = TensorLayout.of(weights)
         self._dims = {name: _divided_dim(name, w, self._ranks) for name, w in weights.items()}
         self.trainable = Trainable(
-            Layout(TensorSpec(name, self._part_shape(name, w)) for name, w in weights.items()),
+            TensorLayout(
+                TensorSpec(name, self._part_shape(name, w)) for name, w in weights.items()
+            ),
             base.device,
         )
         views = self.trainable.layout.views(self.trainable.flat.detach())

@@ -26,9 +26,9 @@ from tinkercloud_worker.engine.thread import Batcher
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.lora.linear import can_share_batch
-from tinkercloud_worker.lora.parameters import Layout, Trainable, gradient_of
+from tinkercloud_worker.lora.parameters import TensorLayout, Trainable, gradient_of
 from tinkercloud_worker.lora.segments import ActiveWeights, WeightSegment
-from tinkercloud_worker.model.base_model import BaseModel
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer.logprobs import (
     Derivative,
@@ -55,7 +55,7 @@ class TorchTrainer(AdamTrainer):
 
     def __init__(
         self,
-        base: BaseModel,
+        base: TorchBaseModel,
         *,
         max_batch_tokens: int,
         max_context_length: int | None = None,
@@ -119,13 +119,13 @@ class TorchTrainer(AdamTrainer):
 
     def _full_model(self) -> TrainedModel:
         weights = self._base.named_weights()
-        layout = Layout.of(weights)
+        layout = TensorLayout.of(weights)
         self._check_memory(layout, "a fully fine-tuned model", "a LoRA rank (lora_config)")
         trainable = Trainable(layout, self._base.device)
         layout.fill(trainable.flat.detach(), weights, "base model")
         return TrainedModel(None, trainable)
 
-    def _check_memory(self, layout: Layout, kind: str, smaller: str) -> None:
+    def _check_memory(self, layout: TensorLayout, kind: str, smaller: str) -> None:
         """Check that memory suffices for a new model and for the pending allocations of others.
 
         Raises:
