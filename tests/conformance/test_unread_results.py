@@ -132,8 +132,8 @@ def test_a_pending_batch_reports_why_it_is_held_back(eve: Run) -> None:
 
     wait_until(lambda: pending()["queue_state"] == "paused_rate_limit", "the batch is held back")
     reason = pending()["queue_state_reason"]
-    assert f"{second} is on hold: 1 results of" in reason
-    assert f"of {eve.model_id}" in reason
+    assert f"request {second} is paused: the unread training results of" in reason
+    assert f"bytes for {eve.model_id}" in reason
 
     eve.server.result(f"{eve.model_id}:{unread}")
     assert pb.ForwardBackwardOutput.FromString(eve.server.result(second).body).metrics
@@ -174,7 +174,7 @@ def test_a_small_batch_with_a_huge_result_fails_in_order(eve: Run) -> None:
 
     failed = eve.outcome(eve.train(body))
 
-    assert "2000000 values at each position, at most 1024 are accepted" in str(failed["error"])
+    assert "2000000 values per position; at most 1024 are accepted" in str(failed["error"])
     dense = eve.batch([1])
     wide = a_tensor(np.ones((1, 1025), "<i8"))
     dense.data[0].loss_fn_inputs["target_tokens"].CopyFrom(wide)

@@ -43,15 +43,15 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     if error.status_code in {404, 405}:
         # A path that is served with another method is an unknown call as well.
         detail = (
-            f"{request.method} {request.url.path} is not served here; Tinkercloud's README lists"
-            " the supported calls"
+            f"{request.method} {request.url.path} is not supported by this server;"
+            " docs/use/sdk.md lists the supported calls"
         )
         return JSONResponse({"detail": detail}, 404)
     detail = error.detail
     if isinstance(error.__cause__, RecursionError):
         detail = "request body: JSON is nested too deeply; send only the fields of this call"
     elif isinstance(error.__cause__, UnicodeDecodeError):
-        detail = "request body: not UTF-8; send plain JSON, neither compressed nor encoded"
+        detail = "request body: not UTF-8; send uncompressed JSON in UTF-8"
     return JSONResponse({"detail": detail}, error.status_code, error.headers)
 
 

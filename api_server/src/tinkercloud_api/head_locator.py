@@ -136,7 +136,7 @@ class HeadLocator:
         if _weights(known) != _weights(row):
             index = SamplingSessionId.parse(row.id).index
             raise InvalidRequest(
-                f"sampling_session_seq_id: {index} was used before in this session for other"
+                f"sampling_session_seq_id: {index} was already used in this session for other"
                 " weights; use the next unused number"
             )
         self.cache_sampler(known)
@@ -432,7 +432,10 @@ class HeadLocator:
                     raise rejection(str((await response.json())["detail"]))
                 response.raise_for_status()
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise Unavailable(f"the session head did not respond: {error}") from None
+            raise Unavailable(
+                f"the session head did not respond ({str(error) or type(error).__name__}); send"
+                " the request again"
+            ) from None
 
     async def _why_deleted(self, run_id: str) -> str:
         row = await self._catalog.run(run_id)
@@ -444,13 +447,15 @@ class HeadLocator:
     async def _lost_message(self, run_id: str) -> str:
         await self._checkpoints.discover(run_id)
         saved = latest(await self._checkpoints.of_run(run_id), CheckpointKind.TRAINING)
-        hint = "the run has no checkpoint"
+        loss = "it has no checkpoint, so all of its training is lost"
         if saved is not None:
             path = saved.tinker_path
-            hint = f"resume with create_training_client_from_state_with_optimizer({path!r})"
+            loss = (
+                "all training since its last checkpoint is lost; resume with"
+                f" create_training_client_from_state_with_optimizer({path!r})"
+            )
         return (
-            f"training run {run_id} is lost: its session head stopped without saving it, and all"
-            f" training since the last checkpoint is lost; {hint}"
+            f"training run {run_id} is lost: its session head stopped without saving it, and {loss}"
         )
 
 

@@ -37,7 +37,9 @@ class HotRequest(asgi.Request):
             if len(self.prefix) < _PREFIX_BYTES:
                 self.prefix += chunk
             if size > max_bytes:
-                raise BodyTooLarge(f"body is larger than {max_bytes} bytes")
+                raise BodyTooLarge(
+                    f"request body: larger than {max_bytes} bytes; send less data per request"
+                )
         return b"".join(chunks)
 
 

@@ -62,7 +62,7 @@ class BodyLimitMiddleware:
         await self._app(scope, receive_counted, send)
 
     def _message(self) -> str:
-        return f"body is larger than {self._max_bytes} bytes"
+        return f"request body: larger than {self._max_bytes} bytes; send less data per request"
 
 
 class MetricsMiddleware:

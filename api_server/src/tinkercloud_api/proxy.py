@@ -110,8 +110,8 @@ class Proxy:
             metrics.PROXY_ERRORS.labels("unreachable").inc()
             log.warning("a session head does not respond", url=url, error=str(error))
             raise Unavailable(
-                "the session head stopped responding; send the request again, which reports whether"
-                " the head is gone"
+                "the session head stopped responding; send the request again: if the head is"
+                " gone, the response says so"
             ) from None
 
 

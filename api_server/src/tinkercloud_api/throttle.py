@@ -29,7 +29,10 @@ class Throttle:
             Overloaded: the address has made too many failed attempts.
         """
         if self._count(_network(address)) > _ATTEMPTS - 1:
-            raise Overloaded("too many unknown API keys from this address; try again later")
+            raise Overloaded(
+                "too many unknown API keys from this address; correct TINKER_API_KEY and try"
+                " again later"
+            )
 
     def record_failure(self, address: str) -> None:
         """Count a failed attempt.

@@ -69,9 +69,9 @@ class TrainingRuns:
             )
         if request.optimizer and request.optimizer_config not in {None, manifest.optimizer}:
             raise InvalidRequest(
-                f"optimizer_config: got {request.optimizer_config.type!r}, but {path} contains the"
-                f" state of {manifest.optimizer.type!r}, which is to be restored (optimizer is"
-                " true); omit optimizer_config, or load without the optimizer state"
+                f"optimizer_config: got {request.optimizer_config.type!r}, but {path} contains"
+                f" the optimizer state of {manifest.optimizer.type!r}, which this call restores"
+                " (optimizer is true); omit optimizer_config, or load without the optimizer"
             )
         self.served(manifest.base_model)
         optimizer = request.optimizer_config or OptimizerConfig()
@@ -119,7 +119,7 @@ class TrainingRuns:
         )
         if (row.base_model, row.spec) != (base_model, content):
             raise InvalidRequest(
-                f"model_seq_id: {model_id.index} was used before in this session for another"
+                f"model_seq_id: {model_id.index} was already used in this session for another"
                 " model; use the next unused number"
             )
         self.locator.cache_run(row)

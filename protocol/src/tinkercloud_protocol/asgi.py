@@ -55,7 +55,8 @@ def check_encoding(headers: Mapping[str, str], accepted: Collection[str] = ()) -
     encoding = headers.get("content-encoding", "identity")
     if encoding not in {"identity", *accepted}:
         raise InvalidRequest(
-            f"content-encoding {encoding!r} is not accepted: use {' or '.join([*accepted, 'none'])}"
+            f"Content-Encoding: {encoding!r} is not supported; use"
+            f" {' or '.join([*accepted, 'none'])}"
         )
 
 
@@ -71,7 +72,9 @@ def decompress(compressed: bytes, max_bytes: int) -> bytes:
         with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(compressed)) as reader:
             return reader.read(max_bytes)
     except zstandard.ZstdError as error:
-        raise InvalidRequest(f"body is not valid zstd: {error}") from None
+        raise InvalidRequest(
+            f"request body: not valid zstd ({error}); compress it again, or send it uncompressed"
+        ) from None
 
 
 def error_body(error: WireError) -> bytes:

@@ -181,8 +181,8 @@ def decode_manifest(model: type[ManifestT], content: bytes, name: str) -> Manife
         manifest = model.model_validate_json(content)
     except ValidationError as error:
         raise InvalidRequest(
-            f"{name} can't be read: its manifest is damaged or of a newer format"
-            f" ({describe(error)})"
+            f"{name} can't be read: its manifest is damaged or was written by a newer release"
+            f" ({describe(error)}); upgrade the server, or use another checkpoint"
         ) from None
     except ValueError:
         raise InvalidRequest(

@@ -37,8 +37,9 @@ class TrainingEnvelope:
         """
         if (model_id, seq_id) != (self.model_id, self.seq_id):
             raise InvalidRequest(
-                f"the body starts with model_id {self.model_id!r} and seq_id {self.seq_id}, but"
-                f" contains {model_id!r} and {seq_id} further on: send each field once"
+                "model_id, seq_id: the body contains different values, first"
+                f" {self.model_id!r} and {self.seq_id}, then {model_id!r} and {seq_id}; send"
+                " each field once"
             )
 
 
@@ -67,8 +68,8 @@ def peek_training(prefix: bytes) -> TrainingEnvelope:
 
 
 _NOT_PROTO = (
-    "forward_backward body is not a protobuf ForwardBackwardRequest that begins with model_id:"
-    " send application/x-protobuf as tinker>=0.25 does (upgrade an older SDK)"
+    "request body: not a protobuf ForwardBackwardRequest that starts with model_id; send"
+    " application/x-protobuf, as tinker 0.25 and later do (`pip install -U tinker`)"
 )
 
 

@@ -19,8 +19,7 @@ SCHEME = "tinker://"
 MANIFEST_NAME = "manifest.json"
 _NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.=+@,-]{0,127}")
 _NAME_RULE = (
-    "1 to 128 characters out of letters, digits and _ . = + @ , - , the first one a letter, a"
-    " digit or _"
+    "1 to 128 of the characters A-Z a-z 0-9 _ . = + @ , - and start with a letter, a digit or _"
 )
 
 

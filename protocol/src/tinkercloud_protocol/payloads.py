@@ -91,8 +91,8 @@ def _check_size(message: pb.ForwardBackwardRequest) -> None:
     )
     if spread > MAX_SPREAD_BYTES:
         raise InvalidRequest(
-            f"data: sparse tensors need {spread} bytes when dense (8 per cell of their shapes); at"
-            f" most {MAX_SPREAD_BYTES} are accepted: send less data per request, or fewer targets"
+            f"data: sparse tensors expand to {spread} bytes (8 per element); at most"
+            f" {MAX_SPREAD_BYTES} are accepted. Send less data per request, or fewer targets"
             " per position"
         )
 
@@ -100,9 +100,9 @@ def _check_size(message: pb.ForwardBackwardRequest) -> None:
 def _check_parts(parts: int) -> None:
     if parts > MAX_PARTS:
         raise InvalidRequest(
-            f"data, loss_fn_config: datums, chunks, tensors and settings are at least {parts}"
-            f" together, at most {MAX_PARTS} are accepted: send less data in one request (the SDK's"
-            " own limit is 1024 datums a chunk)"
+            f"data, loss_fn_config: the request has at least {parts} datums, chunks, tensors"
+            f" and settings in total; at most {MAX_PARTS} are accepted. Send less data per"
+            " request (the SDK sends at most 1024 datums per chunk)"
         )
 
 
@@ -134,7 +134,8 @@ def _chunk_tokens(chunk: pb.Chunk, where: str) -> Int32Array:
     data = chunk.encoded_text.tokens
     if len(data) % 4:
         raise InvalidRequest(
-            f"{where}.model_input: {len(data)} bytes of tokens are not a whole number of int32"
+            f"{where}.model_input: got {len(data)} bytes of tokens, which is not a multiple of"
+            " 4 (int32)"
         )
     return np.frombuffer(data, dtype="<i4")
 
@@ -151,10 +152,12 @@ def _tensor(message: pb.Tensor, num_tokens: int, where: str) -> Array:
         )
     shape = tuple(message.shape)
     if any(size < 0 for size in shape):
-        raise InvalidRequest(f"{where}: shape {list(shape)} must have sizes >= 0")
+        raise InvalidRequest(
+            f"{where}: shape {list(shape)} has a negative dimension; use 0 or more"
+        )
     if len(shape) == 2 and shape[1] > MAX_TOKENS_AT_A_POSITION:
         raise InvalidRequest(
-            f"{where}: shape {list(shape)} has {shape[1]} values at each position, at most"
+            f"{where}: shape {list(shape)} has {shape[1]} values per position; at most"
             f" {MAX_TOKENS_AT_A_POSITION} are accepted"
         )
     if message.WhichOneof("encoding") == "sparse_csr":
@@ -177,7 +180,8 @@ def _tensor(message: pb.Tensor, num_tokens: int, where: str) -> Array:
 def _array(data: bytes, dtype: Dtype, where: str) -> Array:
     if len(data) % dtype.itemsize:
         raise InvalidRequest(
-            f"{where}: {len(data)} bytes are not a whole number of {dtype.name} values"
+            f"{where}: got {len(data)} bytes, which is not a multiple of {dtype.itemsize}"
+            f" ({dtype.name})"
         )
     return np.frombuffer(data, dtype=dtype)
 

@@ -102,9 +102,9 @@ class SampleRequest(WireModel):
     def _check_supported(self) -> "SampleRequest":
         if self.record_stability_info:
             raise ValueError(
-                "record_stability_info is not served: the stable_reinforce loss that reads it has"
-                " no public definition; use importance_sampling, ppo, cispo, dro or gspo (in the"
-                " cookbook the option loss_fn=importance_sampling)"
+                "record_stability_info: not supported, because only the loss stable_reinforce"
+                " uses it, which has no public definition; use importance_sampling, ppo,"
+                " cispo, dro or gspo (in the cookbook, set loss_fn=importance_sampling)"
             )
         if self.prompt_logprobs_last_n is not None and not self.scores_prompt:
             raise ValueError(
@@ -156,13 +156,13 @@ def parse_sample(body: bytes) -> SampleRequest:
     values = body.count(b",")
     if values > MAX_VALUES:
         raise InvalidRequest(
-            f"prompt, target_prompt_logprobs: the request has {values} values, at most {MAX_VALUES}"
-            " are accepted: ask about fewer tokens in one request"
+            f"prompt, target_prompt_logprobs: the request has {values} values; at most"
+            f" {MAX_VALUES} are accepted. Score fewer tokens per request"
         )
     objects = body.count(b"{")
     if objects > MAX_CHUNKS + _OTHER_OBJECTS:
         raise InvalidRequest(
-            f"prompt.chunks: the request has {objects} JSON objects, and a prompt may have"
-            f" {MAX_CHUNKS} chunks: send its tokens in fewer chunks"
+            f"prompt.chunks: the request has {objects} JSON objects, but a prompt may have at"
+            f" most {MAX_CHUNKS} chunks. Send the tokens in fewer chunks"
         )
     return parse_json(SampleRequest, body)

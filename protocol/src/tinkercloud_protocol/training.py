@@ -87,8 +87,8 @@ class OptimStepRequest(WireModel):
             return self.adam_params
         family = self.optimizer_params.type if self.optimizer_params else None
         raise InvalidRequest(
-            f"optimizer {family!r} is not available: send adam_params (AdamW is the only"
-            " optimizer; the others have no public definition to implement)"
+            f"optimizer {family!r} is not supported, because it has no public definition; send"
+            " adam_params (AdamW)"
         )
 
 

@@ -172,7 +172,7 @@ def test_a_session_of_another_owner_is_not_found(world: World, server: Server) -
     world.cluster.apply(a_declared_session("theirs", world.namespace, owner="somebody"))
     wanted = {"tinkercloud.dev/session": "theirs"}
 
-    with pytest.raises(tinker.NotFoundError, match="does not exist for this owner"):
+    with pytest.raises(tinker.NotFoundError, match="does not exist, or belongs to another owner"):
         server.client().create_lora_training_client(MODEL, rank=4, user_metadata=wanted).result()
 
 
@@ -199,6 +199,8 @@ def test_a_missing_right_is_named(world: World, server: Server) -> None:
     role = access(world.namespace)[1]
     world.cluster.apply({**role, "rules": [*without, reading]})
 
-    with pytest.raises(tinker.RequestFailedError, match="service account the Role of the chart"):
+    with pytest.raises(
+        tinker.RequestFailedError, match="chart's Role to the API server's service account"
+    ):
         server.client().create_lora_training_client(MODEL, rank=4).result()
     world.cluster.apply(role)

@@ -14,17 +14,17 @@ BAD_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown loss": ({"loss_fn": "rmsprop"}, "loss_fn 'rmsprop' is not available"),
     "undefined loss": ({"loss_fn": "stable_reinforce"}, "no public definition"),
     "custom loss": ({"loss_fn": "custom"}, "custom losses on the client"),
-    "unknown setting": ({"config": {"beta": 1.0}}, "not a setting of 'cross_entropy'"),
+    "unknown setting": ({"config": {"beta": 1.0}}, "not a setting of loss_fn 'cross_entropy'"),
     "setting of text": (
         {"loss_fn": "ppo", "config": {"clip_low_threshold": "low"}},
         "must be a finite number",
     ),
     "missing setting": (
         {"loss_fn": "dro", "logprobs": floats(1, 1, 1), "advantages": floats(1, 1, 1)},
-        "loss_fn_config['beta'] is required",
+        "loss_fn_config['beta']: required",
     ),
-    "missing input": ({"loss_fn": "importance_sampling"}, "'logprobs'] is required"),
-    "unused input": ({"advantages": floats(1, 1, 1)}, "is not used by loss_fn 'cross_entropy'"),
+    "missing input": ({"loss_fn": "importance_sampling"}, "'logprobs']: required"),
+    "unused input": ({"advantages": floats(1, 1, 1)}, "not an input of loss_fn 'cross_entropy'"),
     "lengths that disagree": (
         {"weights": floats(1, 1)},
         "must have the shape of target_tokens [3], got [2]",
@@ -75,7 +75,7 @@ BAD_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
             "logprobs": floats(1, 1, 1),
             "advantages": floats(1, 1, 1),
         },
-        "set twice",
+        "also set in loss_fn_config",
     ),
 }
 
@@ -107,11 +107,11 @@ def a_csr(rows: list[int], columns: list[int], values: int, shape: list[int]) ->
 
 
 BROKEN_TENSORS: dict[str, tuple[dict[str, object], str]] = {
-    "half a value": ({"dense": b"\0\0\0"}, "not a whole number"),
+    "half a value": ({"dense": b"\0\0\0"}, "not a multiple of 4"),
     "another shape": ({"dense": bytes(12), "shape": [4]}, "needs 4 values, got 3"),
-    "a negative size": ({"dense": bytes(12), "shape": [-3]}, "sizes >= 0"),
+    "a negative size": ({"dense": bytes(12), "shape": [-3]}, "has a negative dimension"),
     "three dimensions": ({"dense": bytes(12), "shape": [1, 3, 1]}, "one or two are accepted"),
-    "a huge claim": (a_csr([0], [], 0, [1 << 40, 1 << 20]), "bytes when dense"),
+    "a huge claim": (a_csr([0], [], 0, [1 << 40, 1 << 20]), "sparse tensors expand to"),
     "a row too few": (a_csr([0, 0], [], 0, [3, 2]), "CSR indices do not describe"),
     "a column outside": (a_csr([0, 1, 1, 1], [5], 1, [3, 2]), "CSR indices do not describe"),
     "falling rows": (a_csr([0, 2, 1, 1], [0], 1, [3, 2]), "CSR indices do not describe"),
@@ -165,7 +165,7 @@ def test_a_batch_in_another_encoding_is_rejected_by_name(run: Run) -> None:
     answer = run.train(gzip.compress(body), **{"Content-Encoding": "gzip"})
 
     assert answer.status == 400
-    assert answer.detail == "content-encoding 'gzip' is not accepted: use zstd or none"
+    assert answer.detail == "Content-Encoding: 'gzip' is not supported; use zstd or none"
     assert run.train(body).status == 200
 
 

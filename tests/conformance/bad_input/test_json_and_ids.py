@@ -46,7 +46,7 @@ def test_unsupported_calls_are_named(run: Run) -> None:
         answer = run.server.request(method, path)
 
         assert answer.status == status
-        assert f"{what} is not served here" in answer.detail
+        assert f"{what} is not supported by this server" in answer.detail
 
 
 def test_a_character_that_databases_cannot_store_is_rejected_by_name(run: Run) -> None:
@@ -76,7 +76,7 @@ def test_compressed_json_is_rejected_by_name(run: Run) -> None:
         answer = run.server.request("POST", f"/api/v1/{path}", body, headers=headers)
 
         assert answer.status == 400
-        assert answer.detail == "content-encoding 'gzip' is not accepted: use none"
+        assert answer.detail == "Content-Encoding: 'gzip' is not supported; use none"
 
 
 def test_a_body_that_is_not_json_is_rejected_with_the_reason(run: Run) -> None:

@@ -12,7 +12,7 @@ BAD_ORDERED_REQUESTS: dict[str, tuple[str, dict[str, object], str]] = {
     "beta of one": ("optim_step", {"adam_params": {"beta1": 1.0}}, "beta1"),
     "epsilon of zero": ("optim_step", {"adam_params": {"eps": 0.0}}, "adam_params.eps"),
     "no parameters": ("optim_step", {}, "send adam_params"),
-    "dimuon": ("optim_step", {"optimizer_params": {"type": "dimuon"}}, "'dimuon' is not available"),
+    "dimuon": ("optim_step", {"optimizer_params": {"type": "dimuon"}}, "'dimuon' is not supported"),
     "a name with a slash": ("save_weights", {"path": "a/b"}, "not allowed"),
     "a name that climbs": ("save_weights", {"path": ".."}, "not allowed"),
     "an empty name": ("save_weights", {"path": ""}, "path"),
@@ -68,7 +68,8 @@ def test_a_request_over_the_limit_fails_in_sequence(run: Run) -> None:
 
     outcome = run.outcome(run.send("save_weights", path="x", user_metadata=metadata))
 
-    assert outcome == {"error": f"body is larger than {64 << 20} bytes", "category": "user"}
+    reason = f"request body: larger than {64 << 20} bytes; send less data per request"
+    assert outcome == {"error": reason, "category": "user"}
 
 
 BAD_CREATIONS: dict[str, tuple[dict[str, object], int, str]] = {
@@ -120,7 +121,7 @@ def test_a_reused_model_index_for_another_model_is_rejected(run: Run) -> None:
 
     assert same.status == 200
     assert other.status == 400
-    assert "used before" in other.detail
+    assert "already used" in other.detail
 
 
 def test_a_sampling_session_keeps_its_weights_when_requested_by_another_caller(run: Run) -> None:
@@ -211,12 +212,12 @@ def test_a_load_in_both_forms_or_in_neither_is_rejected(run: Run) -> None:
 
 
 NOT_SERVED_IN_ORDER = {
-    "forward": "forward with a JSON body, as sent by SDKs before 0.25, is not supported",
-    "forward_backward": "forward_backward with a JSON body, as sent by SDKs before 0.25, is not",
-    "create_custom_loss": "POST /api/v1/create_custom_loss is not served here",
-    "copy_weights": "POST /api/v1/copy_weights is not served here",
-    "a_call_of_next_year": "POST /api/v1/a_call_of_next_year is not served here",
-    "merge%20weights/é?a=b": "is not served here",
+    "forward": "forward: JSON bodies, which SDKs before 0.25 send, are not supported",
+    "forward_backward": "forward_backward: JSON bodies, which SDKs before 0.25 send, are not",
+    "create_custom_loss": "POST /api/v1/create_custom_loss is not supported by this server",
+    "copy_weights": "POST /api/v1/copy_weights is not supported by this server",
+    "a_call_of_next_year": "POST /api/v1/a_call_of_next_year is not supported by this server",
+    "merge%20weights/é?a=b": "is not supported by this server",
 }
 
 

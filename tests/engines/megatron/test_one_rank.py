@@ -256,7 +256,7 @@ def test_an_adapters_state_is_rejected_for_a_full_model(alone: timedelta, tmp_pa
     megatron, torch_trainer = pair(tiny_llama, tmp_path)
     megatron.add_model("full", None)
 
-    with pytest.raises(InvalidRequest, match="checkpoint does not fit this model"):
+    with pytest.raises(InvalidRequest, match="checkpoint does not match this model"):
         megatron.import_state("full", torch_trainer.export_state("m"))
 
 

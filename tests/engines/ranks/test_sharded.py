@@ -262,7 +262,7 @@ def test_a_state_that_does_not_fit_is_rejected_by_all_ranks_and_changes_nothing(
     before = sharded.snapshot("m").tensors
     single.add_model("m", LORA)
 
-    with pytest.raises(InvalidRequest, match="checkpoint does not fit this model"):
+    with pytest.raises(InvalidRequest, match="checkpoint does not match this model"):
         sharded.import_state("m", single.export_state("m"))
 
     assert_equal(sharded.snapshot("m").tensors, before, atol=0)

@@ -141,7 +141,7 @@ def test_ranks_keep_nothing_of_a_rejected_state(trainers: Trainers) -> None:
     ranked.add_model("m", None)
     single.add_model("other", LoraConfig(rank=4, seed=1))
 
-    with pytest.raises(InvalidRequest, match="checkpoint does not fit this model"):
+    with pytest.raises(InvalidRequest, match="checkpoint does not match this model"):
         ranked.import_state("m", single.export_state("other"))
 
     assert at_ranks(ranked, "bytes_held_in_store") == [0] * RANKS

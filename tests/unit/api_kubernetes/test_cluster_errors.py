@@ -14,8 +14,8 @@ def rejected(status: int, message: str) -> Rejected:
 @pytest.mark.parametrize(
     ("explanation", "remedy"),
     [
-        ('User "api" cannot create resource "trainingsessions"', "give the API server's service"),
-        ("exceeded quota: q, requested: count/trainingsessions=1", "finish other sessions"),
+        ('User "api" cannot create resource "trainingsessions"', "bind the chart's Role"),
+        ("exceeded quota: q, requested: count/trainingsessions=1", "end other sessions"),
         ("unable to create new content in namespace a because it is being terminated", None),
         ("admission webhook denied the request: label it", None),
     ],

@@ -180,7 +180,7 @@ def test_an_unlisted_priority_and_a_too_long_idle_timeout_are_rejected() -> None
     check_options(SessionOptions(idle_timeout=600), base_model)
     with pytest.raises(InvalidRequest, match="allowed values: none; remove the option"):
         check_options(SessionOptions(priority="high"), base_model)
-    with pytest.raises(InvalidRequest, match="601 is longer than base model 'tiny/llama' allows"):
+    with pytest.raises(InvalidRequest, match="got 601; base model 'tiny/llama' allows at most"):
         check_options(SessionOptions(idle_timeout=601), base_model)
 
 
@@ -215,8 +215,8 @@ def test_an_attached_run_takes_seed_and_checkpoint_from_the_declaration() -> Non
             "lora.rank is 64 in the session, but 8 was requested; lora.trainUnembed is True",
         ),
         ({"lora": None}, "lora is 'full fine-tuning' in the session, but 'LoRA' was requested"),
-        ({"modelId": "x:train:0"}, "it must have no spec.modelId"),
-        ({"role": "Sampler", "lora": None}, "Trainer as spec.role"),
+        ({"modelId": "x:train:0"}, "spec.modelId must be unset"),
+        ({"role": "Sampler", "lora": None}, "its spec.role must be Trainer"),
     ],
 )
 def test_a_declaration_that_does_not_match_is_rejected_with_the_differences(

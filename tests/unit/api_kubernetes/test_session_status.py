@@ -66,12 +66,12 @@ def test_a_condition_of_an_earlier_generation_is_ignored() -> None:
 
     state = readiness(a_session(old, **SERVING))
 
-    assert state == Pending("active", "TrainingSession one: waiting for the operator")
+    assert state == Pending("active", "TrainingSession one is waiting for the operator")
 
 
 def test_a_session_without_status_waits_for_the_operator() -> None:
     assert readiness(a_session()) == Pending(
-        "active", "TrainingSession one: waiting for the operator"
+        "active", "TrainingSession one is waiting for the operator"
     )
 
 
@@ -150,7 +150,7 @@ def test_a_suspension_by_the_owner_is_reported_and_not_overridden() -> None:
 
     assert readiness(session) == Pending(
         "active",
-        "TrainingSession one: suspended by its owner: set spec.suspend to false to resume it",
+        "TrainingSession one is suspended by its owner: set spec.suspend to false to resume it",
     )
     assert idle_since(session) is None
 

@@ -381,7 +381,7 @@ async def test_listing_own_checkpoints_reads_no_manifests_of_other_owners(
 async def test_a_damaged_manifest_is_rejected_with_a_reason(world: World) -> None:
     await world.save_of_a_newer_format("newer")
 
-    with pytest.raises(InvalidRequest, match="newer format"):
+    with pytest.raises(InvalidRequest, match="newer release"):
         await world.checkpoints.manifest(path("newer"), ME)
 
 
@@ -483,7 +483,7 @@ async def test_an_unreadable_checkpoint_is_listed_with_the_reason_until_it_is_de
         infos = {info.checkpoint_id: info for info in await world.checkpoints.of_run("s:train:0")}
         assert set(infos) == {"weights/older", "weights/newer"}
         assert infos["weights/older"].damage is None
-        assert "damaged or of a newer format" in (infos["weights/newer"].damage or "")
+        assert "damaged or was written by a newer release" in (infos["weights/newer"].damage or "")
         best = latest(list(infos.values()), CheckpointKind.TRAINING)
         assert best is not None
         assert best.checkpoint_id == "weights/older"

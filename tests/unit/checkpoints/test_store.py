@@ -309,7 +309,7 @@ async def test_a_manifest_of_a_newer_format_is_rejected(objects: ObjectStore) ->
     content = a_manifest().model_dump_json().replace('"format_version":1', '"format_version":99')
     await obstore.put_async(objects, PATH.manifest_key, content.encode())
 
-    with pytest.raises(InvalidRequest, match="newer format"):
+    with pytest.raises(InvalidRequest, match="newer release"):
         await CheckpointStore(objects).read(PATH)
 
 

@@ -248,8 +248,8 @@ async def test_accepted_batches_are_on_hold_until_results_are_read(
     state, reason = shared.service.why_waiting(f"{model}:5")
     assert state == "paused_rate_limit"
     assert reason is not None
-    assert f"{held} is on hold: 3 results" in reason
-    assert "owner 'eve'" in reason
+    assert f"request {held} is paused: the unread training results of owner 'eve'" in reason
+    assert "(3 results; " in reason
 
     assert [await shared.is_there(request_id) for request_id in sent[::-1]] == [True] * 5
 

@@ -39,13 +39,15 @@ def a_sparse_batch(*shapes: tuple[int, int], tokens: int = 1) -> pb.ForwardBackw
 def test_sparse_tensors_with_too_large_a_total_are_rejected_before_expansion() -> None:
     body = a_sparse_batch(*[(1, 1 << 24)] * 3).SerializeToString()
 
-    with pytest.raises(InvalidRequest, match="need 402653184 bytes when dense"):
+    with pytest.raises(InvalidRequest, match="expand to 402653184 bytes"):
         decode_forward_backward(body)
 
 
 @pytest.mark.parametrize("shape", [(0, 2**62), (2**31, 1), (2, 1)])
 def test_a_sparse_tensor_has_a_row_for_each_token(shape: tuple[int, int]) -> None:
-    with pytest.raises(InvalidRequest, match=r"sparse tensors need|but model_input has 1 tokens"):
+    with pytest.raises(
+        InvalidRequest, match=r"sparse tensors expand to|but model_input has 1 tokens"
+    ):
         decode_forward_backward(a_sparse_batch(shape).SerializeToString())
 
 
@@ -57,7 +59,7 @@ def test_a_tensor_has_no_more_values_per_position_than_a_sample_may_have(targets
     refused = receive_batch(message.SerializeToString(), place).content
 
     assert isinstance(refused, InvalidRequest)
-    assert f"shape [8, {targets}] has {targets} values at each position, at most 1024" in (
+    assert f"shape [8, {targets}] has {targets} values per position; at most 1024" in (
         refused.message
     )
     sound = receive_batch(a_sparse_batch((8, 1024), tokens=8).SerializeToString(), place)
@@ -82,7 +84,7 @@ def test_a_batch_with_too_many_empty_parts_is_rejected() -> None:
     message = pb.ForwardBackwardRequest(model_id=str(MODEL), seq_id=1)
     message.data.extend([pb.Datum()] * (MAX_PARTS + 1))
 
-    with pytest.raises(InvalidRequest, match=f"are at least {MAX_PARTS + 1} together"):
+    with pytest.raises(InvalidRequest, match=f"has at least {MAX_PARTS + 1} datums"):
         decode_forward_backward(message.SerializeToString())
 
 
@@ -94,7 +96,7 @@ def test_a_batch_with_too_many_settings_is_rejected_before_parsing() -> None:
         values.loss_fn_config_v2[name].number = 1.0
 
     for message in (numbers, values):
-        with pytest.raises(InvalidRequest, match="chunks, tensors and settings are at least"):
+        with pytest.raises(InvalidRequest, match="chunks, tensors and settings in total"):
             decode_forward_backward(message.SerializeToString())
 
 
@@ -124,7 +126,7 @@ def test_parts_of_a_long_body_are_counted_before_it_is_parsed(
     monkeypatch.setattr(pb, "ForwardBackwardRequest", None)
     assert len(body) > COUNTED_BYTES
 
-    with pytest.raises(InvalidRequest, match=f"are at least {MAX_PARTS + 1} together"):
+    with pytest.raises(InvalidRequest, match=f"has at least {MAX_PARTS + 1} datums"):
         decode_forward_backward(body)
 
 
@@ -148,7 +150,9 @@ def test_a_sample_with_too_many_chunks_is_rejected_before_parsing(
     body = b'{"prompt":{"chunks":[%b]}}' % b",".join([chunk] * 100_000)
     monkeypatch.setattr(sampling, "parse_json", None)
 
-    with pytest.raises(InvalidRequest, match="100002 JSON objects, and a prompt may have 65536"):
+    with pytest.raises(
+        InvalidRequest, match="100002 JSON objects, but a prompt may have at most 65536"
+    ):
         parse_sample(body)
 
 

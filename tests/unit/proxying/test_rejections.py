@@ -100,7 +100,9 @@ async def test_an_oversized_request_is_forwarded_as_its_sequence_position_only(p
 
     headers, body = await forwarded(path, orjson.dumps(request))
 
-    assert unquote(headers[routes.REFUSAL_HEADER]) == f"body is larger than {1 << 20} bytes"
+    assert unquote(headers[routes.REFUSAL_HEADER]) == (
+        f"request body: larger than {1 << 20} bytes; send less data per request"
+    )
     assert orjson.loads(body) == {"model_id": MODEL, "seq_id": 3}
 
 

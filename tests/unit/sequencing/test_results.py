@@ -138,7 +138,8 @@ async def test_the_backlog_names_the_results_that_fill_the_budget() -> None:
     backlog = results.backlog("me")
 
     assert (
-        "2 results of 40 bytes for owner 'me' have not been retrieved (30 of b, 10 of a)" in backlog
+        "the unread training results of owner 'me' take 40 bytes (2 results; largest: 30 bytes for"
+        " b, 10 bytes for a)" in backlog
     )
     assert "limits.max_result_bytes is 25" in backlog
 

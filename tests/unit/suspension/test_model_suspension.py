@@ -393,7 +393,7 @@ async def test_a_model_can_be_deleted_at_any_stage_of_suspension(
         (outcome,) = await asyncio.gather(asking, return_exceptions=True)
         assert isinstance(outcome, asyncio.CancelledError | NotFound | bool)
     assert head.service.held() == []
-    with pytest.raises(NotFound, match="unknown to this head"):
+    with pytest.raises(NotFound, match="does not exist on this session head"):
         await train(head, 2)
     assert head.backend.trainer.memory_bytes(NAME) == 0
 

@@ -324,5 +324,5 @@ async def test_the_latest_samplers_are_restored_if_not_all_fit(root: str, tmp_pa
 
         assert 0 < sum(sizes) <= 1 << 16
         assert await after.drawn(7, 1) == latest
-        with pytest.raises(AssertionError, match="unknown to this head"):
+        with pytest.raises(AssertionError, match="is unknown: it was deleted"):
             await after.drawn(0, 1)

@@ -41,8 +41,8 @@ _LARGEST_LOG_RATIO = 80.0
 """float32 can represent exp(88); the margin is for multiplying by an advantage."""
 
 PUBLISHED_BUT_UNDEFINED = {
-    "stable_reinforce": "it has no public definition (in the cookbook, choose another by the option"
-    " loss_fn)",
+    "stable_reinforce": "it has no public definition (in the cookbook, select another with the"
+    " option loss_fn)",
     "custom": "uploaded losses are not supported; the SDK computes custom losses on the client",
 }
 
@@ -212,11 +212,11 @@ def check_config(name: str, config: Mapping[str, float | str]) -> dict[str, floa
     for key, value in config.items():
         if key not in accepted:
             raise InvalidRequest(
-                f"loss_fn_config {key!r} is not a setting of {name!r}: it takes"
-                f" {_listed(accepted) or 'none'}"
+                f"loss_fn_config[{key!r}]: not a setting of loss_fn {name!r}, which accepts"
+                f" {_listed(accepted) or 'none'}; remove it"
             )
         if isinstance(value, str) or not -float("inf") < value < float("inf"):
-            raise InvalidRequest(f"loss_fn_config {key!r} must be a finite number, got {value!r}")
+            raise InvalidRequest(f"loss_fn_config[{key!r}]: must be a finite number, got {value!r}")
     return {key: float(value) for key, value in config.items()}
 
 
@@ -236,18 +236,18 @@ def check_inputs(name: str, given: Sequence[str], config: Mapping[str, float], w
     for key in given:
         if key not in loss.inputs:
             raise InvalidRequest(
-                f"{where}.loss_fn_inputs[{key!r}] is not used by loss_fn {name!r}: it takes"
-                f" {_listed(['target_tokens', *loss.inputs])}"
+                f"{where}.loss_fn_inputs[{key!r}]: not an input of loss_fn {name!r}, which"
+                f" accepts {_listed(['target_tokens', *loss.inputs])}; remove it"
             )
         if key in config:
             raise InvalidRequest(
-                f"{key!r} is set twice: in loss_fn_config and in {where}.loss_fn_inputs;"
-                " set only one of them"
+                f"{where}.loss_fn_inputs[{key!r}]: also set in loss_fn_config; set it in one"
+                " of them only"
             )
     for key, default in {**loss.inputs, **loss.config}.items():
         if default is REQUIRED and key not in given and key not in config:
             place = "loss_fn_config" if key in loss.config else f"{where}.loss_fn_inputs"
-            raise InvalidRequest(f"{place}[{key!r}] is required by loss_fn {name!r}")
+            raise InvalidRequest(f"{place}[{key!r}]: required by loss_fn {name!r}")
 
 
 def check_bounds(inputs: Mapping[str, FloatArray], given: Sequence[str], where: str) -> None:

@@ -32,7 +32,9 @@ def wire_error(error: KubernetesError) -> WireError:
 def _remedy(message: str) -> str:
     """Return what to do about a rejection; messages of admission policies say so themselves."""
     if "exceeded quota" in message:
-        return "; finish other sessions, or have the namespace's ResourceQuota raised"
+        return (
+            "; end other sessions, or ask an administrator to raise the namespace's ResourceQuota"
+        )
     if " cannot " in message:
-        return "; give the API server's service account the Role of the chart"
+        return "; bind the chart's Role to the API server's service account"
     return ""

@@ -86,7 +86,7 @@ class _Backoff:
         """
         left = self._not_before - time.monotonic()
         if left > 0:
-            raise HeadFailed(f"{self._reason}; retrying is possible in {left:.0f} s")
+            raise HeadFailed(f"{self._reason}; try again in {left:.0f} s")
 
     def record(self, error: BaseException | None) -> None:
         """Record the outcome of a start; None means success."""
@@ -254,7 +254,7 @@ class _LocalHead:
             await process.wait()
         what = "exited" if done else f"was not ready within {seconds:.0f} s"
         message = (
-            f"the session head of {self._model.name!r} failed to start: it {what}:"
+            f"the session head of {self._model.name!r} failed to start because it {what}:"
             f" {self._failure_reason()}"
         )
         # A negative exit code means that the process was killed by somebody else.
@@ -266,7 +266,7 @@ class _LocalHead:
         tail = (self._folder / "head.log").read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
         lines = [line for line in tail.splitlines() if line.strip()]
         errors = [line for line in lines if '"level": "error"' in line or "Error" in line]
-        return (errors or lines or ["no output in its log"])[-1][:500]
+        return (errors or lines or ["its log is empty"])[-1][:500]
 
     async def adopt(self) -> None:
         """Take over a head that a previous server left running, or stop it."""
@@ -418,8 +418,8 @@ class LocalProvider:
         assert placement.model is not None  # noqa: S101 - only runs are admitted
         if keys := placement.options.set_keys():
             raise InvalidRequest(
-                f"{', '.join(keys)}: not supported by a server without Kubernetes; remove it from"
-                " tags and user_metadata"
+                f"{', '.join(keys)}: only supported on Kubernetes; remove the option from tags"
+                " and user_metadata"
             )
         return placement.model
 

@@ -156,8 +156,8 @@ def check_options(options: SessionOptions, base_model: BaseModelView) -> None:
     longest = policy.max_idle_timeout_seconds
     if options.idle_timeout is not None and longest is not None and options.idle_timeout > longest:
         raise InvalidRequest(
-            f"{PREFIX}idle-timeout: {options.idle_timeout} is longer than base model"
-            f" {base_model.spec.model_name!r} allows ({longest} seconds)"
+            f"{PREFIX}idle-timeout: got {options.idle_timeout}; base model"
+            f" {base_model.spec.model_name!r} allows at most {longest} seconds"
         )
 
 
@@ -181,13 +181,15 @@ def attached_model(placement: Placement, session: TrainingSessionView | None) ->
     """
     name = placement.options.session
     if session is None or session.spec.owner != placement.owner:
-        raise NotFound(f"{PREFIX}session: TrainingSession {name!r} does not exist for this owner")
+        raise NotFound(
+            f"{PREFIX}session: TrainingSession {name!r} does not exist, or belongs to another owner"
+        )
     spec, model = session.spec, placement.model
     assert model is not None  # noqa: S101 - only runs are admitted
     if spec.model_id is not None or spec.role != "Trainer":
         raise InvalidRequest(
-            f"{PREFIX}session: TrainingSession {name!r} does not allow attaching; it must have no"
-            " spec.modelId, and Trainer as spec.role"
+            f"{PREFIX}session: no run can attach to TrainingSession {name!r}; its spec.role"
+            " must be Trainer, and spec.modelId must be unset"
         )
     if others := [key for key in placement.options.set_keys() if key != f"{PREFIX}session"]:
         raise InvalidRequest(

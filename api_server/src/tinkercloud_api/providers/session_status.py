@@ -106,15 +106,17 @@ def readiness(session: TrainingSessionView) -> Readiness:
     stalled = _current(session, ConditionType.STALLED)
     if session.is_deleted or (ready is not None and ready.reason in _ENDED):
         why = ready.message if ready is not None and ready.reason in _ENDED else ""
-        return Ended(StateLost(_describe(session, "has ended", why)))
+        return Ended(StateLost(_describe(session, " has ended", why)))
     if stalled is not None and stalled.status == "True" and stalled.reason in NEVER_FITS:
         return Ended(_never_fits(session, stalled))
     if ready is not None and ready.reason == Reason.START_FAILED and session.incarnation is None:
-        return Ended(HeadFailed(_describe(session, ready.reason, ready.message)))
+        return Ended(HeadFailed(_describe(session, f": {ready.reason}", ready.message)))
     if session.spec.suspend:
         return Pending(
             "active",
-            _describe(session, "suspended by its owner", "set spec.suspend to false to resume it"),
+            _describe(
+                session, " is suspended by its owner", "set spec.suspend to false to resume it"
+            ),
         )
     if (
         ready is not None
@@ -124,9 +126,10 @@ def readiness(session: TrainingSessionView) -> Readiness:
     ):
         return Ready(session.endpoint, session.incarnation)
     if ready is None or ready.status == "True":
-        return Pending("active", _describe(session, "waiting for the operator", ""))
+        return Pending("active", _describe(session, " is waiting for the operator", ""))
     return Pending(
-        _QUEUE_STATES.get(ready.reason, "active"), _describe(session, ready.reason, ready.message)
+        _QUEUE_STATES.get(ready.reason, "active"),
+        _describe(session, f": {ready.reason}", ready.message),
     )
 
 
@@ -147,8 +150,8 @@ def _current(session: TrainingSessionView, kind: ConditionType) -> Condition | N
 
 def _never_fits(session: TrainingSessionView, stalled: Condition) -> WireError:
     kind = InvalidRequest if stalled.reason in _CLIENT_ERRORS else HeadFailed
-    return kind(_describe(session, stalled.reason, stalled.message))
+    return kind(_describe(session, f": {stalled.reason}", stalled.message))
 
 
 def _describe(session: TrainingSessionView, what: str, detail: str) -> str:
-    return f"TrainingSession {session.name}: {what}" + (f": {detail}" if detail else "")
+    return f"TrainingSession {session.name}{what}" + (f": {detail}" if detail else "")

@@ -21,13 +21,13 @@ RequestT = TypeVar("RequestT", LoadWeightsRequest, SaveWeightsRequest, SaveWeigh
 _MAX_REASON_CHARACTERS = 2000
 """Limit of a rejection's reason, which is sent in a header and may quote the request."""
 OLD_SDK = (
-    "forward_backward with a JSON body, as sent by SDKs before 0.25, is not supported: protobuf is"
-    " required; upgrade with pip install -U tinker"
+    "forward_backward: JSON bodies, which SDKs before 0.25 send, are not supported; upgrade"
+    " with `pip install -U tinker`"
 )
 _UNSUPPORTED = {
     routes.FORWARD: (
-        "forward with a JSON body, as sent by SDKs before 0.25, is not supported: upgrade with"
-        " pip install -U tinker, which sends forward passes as forward_backward requests"
+        "forward: JSON bodies, which SDKs before 0.25 send, are not supported; upgrade with"
+        " `pip install -U tinker`, which sends forward passes as forward_backward requests"
     ),
 }
 """Reasons for rejecting calls that Tinkercloud does not support, by path."""
@@ -38,7 +38,10 @@ async def reject_unknown_call(call: Call) -> None:
     path = call.request.path
     reason = _UNSUPPORTED.get(path)
     if reason is None:
-        reason = f"POST {path} is not served here; Tinkercloud's README lists the supported calls"
+        reason = (
+            f"POST {path} is not supported by this server; docs/use/sdk.md lists the supported"
+            " calls"
+        )
     await reject_in_sequence(call, NotFound(reason))
 
 

@@ -331,8 +331,8 @@ class RankedTrainer:
         if model_id not in self._models:
             reason = self._lost.get(model_id, self._group.loss)
             raise StateLost(
-                f"model {model_id} was lost when ranks that held it ended ({reason}); recreate it"
-                " from its last checkpoint"
+                f"model {model_id} was lost when ranks that held it ended ({reason}); create a"
+                " training client from its last checkpoint"
             )
 
     def _report_lost_gradient(self, model_id: str) -> None:
@@ -384,8 +384,8 @@ def _check_one_base(memberships: Sequence[Membership], expected: str | None) -> 
 
 def _consequence(reason: str) -> str:
     return (
-        f"{reason}; the model continues in another group of ranks from its last optim_step. The"
-        " gradient since then was lost: send the data of this step again"
+        f"{reason}; other ranks continue the model from its last optim_step. The gradient"
+        " accumulated since then was lost: send the data of this step again"
     )
 
 

@@ -116,9 +116,7 @@ class WeightStore:
         try:
             return await asyncio.to_thread(np.fromfile, path, np.uint8, PART_BYTES, "", start)
         except FileNotFoundError:
-            raise NotFound(
-                f"{path.parent} does not exist any more: save the weights again"
-            ) from None
+            raise NotFound(f"{path.parent} no longer exists; save the weights again") from None
 
     async def reserve(self, name: str, size: int) -> None:
         """Reserve space for an upload, until its weights are removed.
@@ -133,8 +131,9 @@ class WeightStore:
         stored = sum(self._stored_bytes.values())
         if stored + size > self._config.max_bytes:
             raise Unavailable(
-                f"storing {size} bytes in addition to {stored} would exceed limits.max_placed_bytes"
-                f" ({self._config.max_bytes})"
+                f"storing {size} bytes in addition to {stored} would exceed"
+                f" limits.max_placed_bytes ({self._config.max_bytes}); raise this limit, or"
+                " save the weights less often"
             )
         self._stored_bytes[name] = size
 

@@ -114,8 +114,8 @@ def files_of_state(manifest: AnyManifest) -> list[str]:
     """
     if OPTIMIZER_STATE not in manifest.files:
         raise InvalidRequest(
-            f"{manifest} has only weights, no optimizer state: load it without optimizer state, or"
-            " load a checkpoint made by save_state"
+            f"{manifest} contains no optimizer state; load it without the optimizer, or load a"
+            " checkpoint written by save_state"
         )
     return [*files_of_weights(manifest), OPTIMIZER_STATE, TRAINER_STATE]
 

@@ -62,14 +62,14 @@ def _words(error: Exception) -> str:
     details = str(error)
     if "No space left" in details or "Disk quota exceeded" in details:
         return (
-            "the checkpoint store is full (no space left on device): delete checkpoints, or ask the"
-            " server's operator to add space, then send the request again"
+            "the checkpoint store is full (no space left on device): delete checkpoints, or"
+            " ask an administrator to add space, then send the request again"
         )
     denied = isinstance(error, PermissionDeniedError | UnauthenticatedError | PermissionError)
     if denied or "Permission denied" in details or "Read-only file system" in details:
         return (
-            "the checkpoint store denies access: ask the server's operator to check its credentials"
-            " or the permissions of its folder, then send the request again"
+            "the checkpoint store denies access: ask an administrator to check its"
+            " credentials or the permissions of its folder, then send the request again"
         )
     return (
         f"the checkpoint store failed or did not respond ({type(error).__name__}); send the request"

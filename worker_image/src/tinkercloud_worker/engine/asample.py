@@ -55,8 +55,8 @@ def prepare(
     if params.max_tokens is not None and params.max_tokens > room + 1:
         raise InvalidRequest(
             f"sampling_params.max_tokens: must be at most {room + 1} for a prompt of"
-            f" {len(prompt)} tokens (context length {limits.max_context_length} plus one), got"
-            f" {params.max_tokens}"
+            f" {len(prompt)} tokens (the context length is {limits.max_context_length}, and the"
+            f" last sampled token does not count), got {params.max_tokens}"
         )
     max_tokens = params.max_tokens or max(room, 1)
     cells = request.num_samples * max_tokens * request.topk_sample_logprobs
@@ -146,8 +146,8 @@ def _prompt_logprobs(
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and last_n > max(length - 1, 1):
         raise InvalidRequest(
-            f"prompt_logprobs_last_n: must be at most {length - 1} (the tokens after the prompt's"
-            f" first one), got {last_n}"
+            f"prompt_logprobs_last_n: must be at most {length - 1} (all tokens of the prompt"
+            f" except the first), got {last_n}"
         )
     _check_cells(request, length)
     start = length - last_n if last_n is not None else 1

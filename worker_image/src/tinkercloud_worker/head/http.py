@@ -95,6 +95,6 @@ def _decompress(body: bytes, max_bytes: int) -> bytes:
 
 def _too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(
-        f"body is larger than {max_bytes} bytes: send less data in one request (the SDK's own"
-        " limit is 5 MB a chunk)"
+        f"request body: larger than {max_bytes} bytes; send less data per request (the SDK"
+        " limits its chunks to 5 MB)"
     )

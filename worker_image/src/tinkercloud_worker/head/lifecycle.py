@@ -104,11 +104,11 @@ class Lifecycle:
         if self._backend is None:
             return
         if not self._backend.thread.is_alive:
-            raise Unavailable("the engine thread has stopped")
+            raise Unavailable("the engine thread has stopped; send the request again")
         silent, trainer = self._backend.thread.silent_seconds(), self._backend.config.trainer
         starting = trainer.start_timeout_seconds if trainer.ranks else 0.0
         if silent > _HUNG_SECONDS + starting:
-            raise Unavailable(f"the engine hangs: it has not reported progress for {silent:.0f} s")
+            raise Unavailable(f"the engine hangs: it has reported no progress for {silent:.0f} s")
 
     def check_ready(self) -> None:
         """Check that requests are accepted.

@@ -332,8 +332,8 @@ class Operations:
         base_model = self._backend.config.model.name
         if manifest.base_model != base_model:
             raise InvalidRequest(
-                f"{uri} was trained on {manifest.base_model!r}; it can't be loaded into a model of"
-                f" {base_model!r}"
+                f"{uri} was trained on {manifest.base_model!r}, and can't be loaded into a"
+                f" model of {base_model!r}"
             )
         self._check_base(manifest)
         files_of = formats.files_of_training if with_optimizer else formats.files_of_weights

@@ -219,13 +219,21 @@ class ModelQueue:
         """Return why a request has no result yet, in the SDK's terms and in words."""
         sequencer, name = self.sequencer, self.request_id(self.sequencer.next_seq_id)
         if self.is_throttled:
-            return "paused_rate_limit", f"{name} is on hold: {self._results.backlog(self._owner)}"
+            return (
+                "paused_rate_limit",
+                f"request {name} is paused: {self._results.backlog(self._owner)}",
+            )
         if seq_id not in self._queued:
             return "active", None
         if sequencer.is_stuck:
-            reason = f"waiting up to {self._gap_seconds:.0f} s for {name}, which has not arrived"
-            return "active", f"{reason}; requests run in the order of their numbers"
-        return "active", f"{seq_id - sequencer.next_seq_id} requests of this model run before it"
+            reason = (
+                f"waiting up to {self._gap_seconds:.0f} s for request {name}, which has not arrived"
+            )
+            return "active", f"{reason}; requests run in the order of their seq_id"
+        return (
+            "active",
+            f"{seq_id - sequencer.next_seq_id} earlier requests of this model run first",
+        )
 
     @property
     def background(self) -> Set[asyncio.Task[None]]:
@@ -360,8 +368,8 @@ class ModelQueue:
     def _gap_timed_out(self) -> None:
         missing = self.sequencer.next_seq_id
         message = (
-            f"seq_id {missing} did not arrive within {self._gap_seconds:.0f} s, and the requests"
-            " behind it were dropped; create a new training client from a checkpoint"
+            f"seq_id {missing} did not arrive within {self._gap_seconds:.0f} s, so the"
+            " requests after it were dropped; create a new training client from a checkpoint"
         )
         log.warning(
             "a missing request did not arrive in time",
@@ -399,7 +407,7 @@ def to_result(error: Exception) -> Result:
     log.error("request failed unexpectedly", exc_info=error)
     if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
         return failed(
-            "the session head's disk is full (no space left on device): ask the server's operator"
+            "the session head's disk is full (no space left on device): ask an administrator"
             " to free space in its scratch folder, then send the request again",
             "server",
         )

@@ -44,8 +44,8 @@ JSON_REQUESTS: Mapping[str, type[OrderedJson]] = {
 
 NOT_SERVED: Mapping[str, str] = {
     routes.SAVE_WEIGHTS_EXTERNAL: (
-        "save_weights_external is not supported: use save_weights_for_sampler, which writes PEFT"
-        " files to the server's checkpoint store under runs/<run>/sampler_weights/<name>"
+        "save_weights_external is not supported; use save_weights_for_sampler, which writes"
+        " PEFT files to the server's checkpoint store under runs/<run>/sampler_weights/<name>"
     ),
 }
 """Unsupported paths and the reasons. Their requests still have a place in the order."""

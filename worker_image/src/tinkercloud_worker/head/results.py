@@ -120,12 +120,12 @@ class Results:
         owned = self._owned.get(owner, _Owned())
         for request_id in owned.training:
             sizes[_target(request_id)] += self._entries[request_id].size
-        largest = ", ".join(f"{size} of {target}" for target, size in sizes.most_common(3))
+        largest = ", ".join(f"{size} bytes for {target}" for target, size in sizes.most_common(3))
         return (
-            f"{len(owned.training)} results of {owned.training_bytes} bytes for owner {owner!r}"
-            f" have not been retrieved ({largest}), and limits.max_result_bytes is"
-            f" {self._max_bytes}: retrieve them, or delete the session of a client that is gone"
-            " (`tinkercloud sessions delete SESSION`)"
+            f"the unread training results of owner {owner!r} take {owned.training_bytes} bytes"
+            f" ({len(owned.training)} results; largest: {largest}); limits.max_result_bytes is"
+            f" {self._max_bytes}. Retrieve them, or delete the sessions of clients that have"
+            " stopped (`tinkercloud sessions delete SESSION`)"
         )
 
     def digest(self, request_id: str) -> bytes | None:
@@ -185,9 +185,10 @@ class Results:
         entry = self._entries.get(request_id)
         if entry is None:
             raise NotFound(
-                f"request {request_id!r} is unknown here: it was never sent, or its result has"
-                f" expired ({self._timings.result_ttl_seconds:.0f} s after it was first read,"
-                f" {self._timings.unread_result_ttl_seconds:.0f} s if it was not read)"
+                f"request {request_id!r} is unknown: it was never sent, or its result has"
+                f" expired (results are kept for {self._timings.result_ttl_seconds:.0f} s after"
+                f" they are first read, or {self._timings.unread_result_ttl_seconds:.0f} s if"
+                " they are not read)"
             )
         try:
             async with asyncio.timeout(seconds):

@@ -32,7 +32,9 @@ class SampleLimiter:
             Overloaded: the owner has reached a limit.
         """
         if (reason := self._why_not(owner, size)) is not None:
-            raise Overloaded(f"{reason}; slow down and send the request again")
+            raise Overloaded(
+                f"{reason}; wait until some have finished, then send the request again"
+            )
 
     def why_full(self, owner: str) -> str | None:
         """Return why an owner's next request would be rejected; None if it would be accepted."""

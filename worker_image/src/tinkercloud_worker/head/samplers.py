@@ -136,8 +136,8 @@ class Samplers:
         all_sessions = (self._specs, self._snapshots, self._evicted, self._inflight_sessions)
         if any(name in known for known in all_sessions):
             raise InvalidRequest(
-                f"sampling_session_seq_id {session_id.index} was already used in this session for"
-                " other weights; use another"
+                f"sampling_session_seq_id: {session_id.index} was already used in this session"
+                " for other weights; use the next unused number"
             )
 
     async def publish(
@@ -255,15 +255,16 @@ class Samplers:
     def _why_unknown(self, name: str) -> str:
         if name not in self._evicted:
             return (
-                f"sampling session {name!r} is unknown to this head: it was deleted, or its unnamed"
-                " snapshot was too old to be moved to this head with the run; save the weights"
-                " again"
+                f"sampling session {name!r} is unknown: it was deleted, or its unnamed"
+                " snapshot was too old to be saved when the run was suspended; save the"
+                " weights again"
             )
         return (
-            f"the weights of sampling session {name!r} were evicted: unnamed snapshots share"
-            " limits.max_snapshot_bytes"
-            f" ({self._backend.config.limits.max_snapshot_bytes}). To keep weights, save them with"
-            " a name: save_weights_for_sampler(name), then create_sampling_client(model_path=...)"
+            f"the weights of sampling session {name!r} were evicted: all unnamed snapshots"
+            " together may use limits.max_snapshot_bytes"
+            f" ({self._backend.config.limits.max_snapshot_bytes}). To keep weights, save them"
+            " under a name: save_weights_for_sampler(name), then"
+            " create_sampling_client(model_path=...)"
         )
 
     async def retire(self, session_id: SamplingSessionId) -> None:

@@ -53,11 +53,14 @@ class Sequencer:
             return False
         if seq_id < self.next_seq_id:
             raise InvalidRequest(
-                f"seq_id {seq_id} is in the past: the next request to run is {self.next_seq_id}"
+                f"seq_id {seq_id} is too low: the next request of this model has seq_id"
+                f" {self.next_seq_id}"
             )
         if seq_id > self.next_seq_id + MAX_AHEAD:
             raise InvalidRequest(
-                f"seq_id {seq_id} is too far ahead: the next request to run is {self.next_seq_id}"
+                f"seq_id {seq_id} is too high: the next request of this model has seq_id"
+                f" {self.next_seq_id}, and numbers up to {self.next_seq_id + MAX_AHEAD} are"
+                " accepted"
             )
         # The next request is always accepted: otherwise a full queue would wait forever.
         waiting = self.queued_bytes + elsewhere

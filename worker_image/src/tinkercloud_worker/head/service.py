@@ -109,7 +109,8 @@ class HeadService:
         model = self._models.get(name)
         if model is not None and model.spec != spec:
             raise InvalidRequest(
-                f"model {model_id} exists with a different configuration; use another model_seq_id"
+                f"model {model_id} already exists with a different configuration; use another"
+                " model_seq_id"
             )
         if model is None:
             refused = self._too_many_models(spec.owner)
@@ -295,7 +296,7 @@ class HeadService:
         if self._suspended.is_suspending(model_id):
             raise Unavailable(f"model {model_id} is being suspended; send the request again")
         if model is None:
-            raise NotFound(f"model {model_id!r} is unknown to this head")
+            raise NotFound(f"model {model_id!r} does not exist on this session head")
         return model
 
     def register_sampler(self, session_id: SamplingSessionId, spec: SamplerSpec) -> None:
@@ -334,7 +335,8 @@ class HeadService:
         known = self._results.digest(str(request_id))
         if known is not None and known != prepared.digest:
             raise InvalidRequest(
-                f"seq_id {prepared.request.seq_id} was already used by a request with other content"
+                f"seq_id {prepared.request.seq_id} was already used by a request with"
+                " different content; give each request its own number"
             )
         if known is None:
             owner = self.owner_of(prepared.request.sampling_session_id)
@@ -409,9 +411,10 @@ class HeadService:
             if ":sample:" not in request_id or owner is None:
                 raise
             raise ResultGone(
-                f"{error.message}, or it was evicted for newer results of owner {owner!r}"
-                f" (limits.max_result_bytes is {self._backend.config.limits.max_result_bytes});"
-                " send the sampling request again"
+                f"{error.message}, or it was evicted to make room for newer results of owner"
+                f" {owner!r} (limits.max_result_bytes is"
+                f" {self._backend.config.limits.max_result_bytes}); send the sampling request"
+                " again"
             ) from None
 
     def why_waiting(self, request_id: str) -> tuple[futures.QueueState, str | None]:
@@ -422,7 +425,10 @@ class HeadService:
         if (sample := self._samples.get(request_id)) is None:
             return "active", None
         if (reason := self._sample_limiter.why_full(sample.owner)) is not None:
-            return "paused_rate_limit", f"{reason}; more are rejected until some have finished"
+            return (
+                "paused_rate_limit",
+                f"{reason}; further requests are rejected until some have finished",
+            )
         return "active", f"{len(self._samples)} sampling requests are queued or running"
 
     def status(self) -> HeadStatus:

@@ -334,8 +334,9 @@ class InferenceSampler:
                 task.cancel()
             if not done:
                 raise ServerUnreachable(
-                    f"no inference server responds ({', '.join(self._servers)}), and none recovered"
-                    f" within {self._config.inference.recovery_seconds:.0f} s; try again"
+                    f"no inference server responds ({', '.join(self._servers)}), and none"
+                    f" recovered within {self._config.inference.recovery_seconds:.0f} s; send"
+                    " the request again"
                 )
 
     async def _write(self, weights: WeightsSnapshot) -> str:

@@ -58,9 +58,7 @@ class SavedWeights:
         try:
             return tensor_names(self.local_dir / FULL_WEIGHTS)
         except FileNotFoundError:
-            raise NotFound(
-                f"{self.local_dir} does not exist any more: save the weights again"
-            ) from None
+            raise NotFound(f"{self.local_dir} no longer exists; save the weights again") from None
 
     def size_of(self, file: str) -> int:
         """Return the size of one of its files, in bytes.
@@ -71,9 +69,7 @@ class SavedWeights:
         try:
             return (self.local_dir / file).stat().st_size
         except FileNotFoundError:
-            raise NotFound(
-                f"{self.local_dir} does not exist any more: save the weights again"
-            ) from None
+            raise NotFound(f"{self.local_dir} no longer exists; save the weights again") from None
 
 
 def tensor_names(file: Path) -> Sequence[str]:
@@ -170,7 +166,7 @@ class WeightsFolder:
             tensors = load_file(self._folder / name / file)
         except FileNotFoundError:
             raise NotFound(
-                f"{self._folder / name} does not exist any more: save the weights again"
+                f"{self._folder / name} no longer exists; save the weights again"
             ) from None
         if config is None:
             return WeightsSnapshot(None, from_files(str(self._base_path), tensors))

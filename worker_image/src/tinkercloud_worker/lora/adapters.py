@@ -103,8 +103,8 @@ def select(targets: Iterable[Target], config: LoraConfig) -> list[Target]:
     selected = [target for target in targets if wanted[target.group]]
     if not selected:
         raise InvalidRequest(
-            "lora_config selects no weight of this model; set another of train_attn, train_mlp,"
-            " train_unembed"
+            "lora_config: train_attn, train_mlp and train_unembed select no weight of this"
+            " model; set at least one more of them to true"
         )
     return selected
 
@@ -191,9 +191,9 @@ def from_peft_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         shapes = {part.shape for part in parts.values()}
         if len(shapes) > 1 or parts.keys() != set(range(len(parts))):
             raise InvalidRequest(
-                f"adapter: {name!r} exists for experts {sorted(parts)[:9]}... with shapes"
-                f" {[list(shape) for shape in shapes][:3]}; every expert from 0 on must have one,"
-                " and all must have the same shape"
+                f"adapter: {name!r} has experts {sorted(parts)[:9]}... with shapes"
+                f" {[list(shape) for shape in shapes][:3]}; it must have all experts from 0 on,"
+                " with equal shapes"
             )
         if not _is_shared(name):
             named[name] = torch.stack([parts[number] for number in range(len(parts))])

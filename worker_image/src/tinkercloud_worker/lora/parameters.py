@@ -75,8 +75,9 @@ class TensorLayout:
         extra = sorted(tensors.keys() - self._places.keys())
         if missing or extra:
             raise InvalidRequest(
-                f"{what} does not fit this model: missing {missing[:3]}, unexpected {extra[:3]}"
-                " (different base model, or different train_attn/train_mlp/train_unembed)"
+                f"{what} does not match this model: it lacks {missing[:3]} and has extra"
+                f" {extra[:3]} (the base model differs, or train_attn, train_mlp or"
+                " train_unembed)"
             )
         for name, (_, spec) in self._places.items():
             if tensors[name].shape != spec.shape:

@@ -16,8 +16,8 @@ class NoTrainer(AdamTrainer):
 
     def _new_model(self, lora_config: LoraConfig | None) -> Never:  # noqa: ARG002 - part of the interface
         raise InvalidRequest(
-            "this session only samples (trainer.backend: none); create the model in a session"
-            " with a trainer"
+            "this session has no trainer (trainer.backend is none) and only samples; create"
+            " the model in a session with a trainer"
         )
 
     @override
