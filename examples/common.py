@@ -1,4 +1,4 @@
-"""Helpers of the examples: the address of the server, keys, data, waiting."""
+"""Helpers for the examples: server address, API key, training data, waiting for the server."""
 
 import json
 import os
@@ -13,7 +13,7 @@ BASE_URL = os.environ.setdefault("TINKER_BASE_URL", "http://127.0.0.1:8000")
 os.environ.setdefault("HF_ENDPOINT", f"{BASE_URL}/hf")
 MODEL = os.environ.get("MODEL", "HuggingFaceTB/SmolLM2-135M-Instruct")
 
-from tinker import types  # noqa: E402 - after HF_ENDPOINT is set, which is read on import
+from tinker import types  # noqa: E402 - reads HF_ENDPOINT on import, so it must be set first
 
 
 def tinkercloud(*arguments: str) -> str:
@@ -23,7 +23,7 @@ def tinkercloud(*arguments: str) -> str:
 
 
 def ensure_key() -> None:
-    """Make an API key with the local command if the environment has none."""
+    """Create an API key with the local command if the environment has none."""
     if "TINKER_API_KEY" not in os.environ:
         os.environ["TINKER_API_KEY"] = json.loads(tinkercloud("keys", "create", "demo", "--json"))[
             "key"
@@ -40,7 +40,7 @@ def is_healthy() -> bool:
 
 
 def wait_until_healthy(seconds: float = 120) -> None:
-    """Wait for the server, with a message if it does not answer at once."""
+    """Wait for the server; print a message if it does not respond at once."""
     deadline = time.monotonic() + seconds
     if not is_healthy():
         print(
@@ -48,7 +48,7 @@ def wait_until_healthy(seconds: float = 120) -> None:
         )
     while not is_healthy():
         if time.monotonic() > deadline:
-            sys.exit(f"No server answers at {BASE_URL}. Start one with `make run`.")
+            sys.exit(f"No server responds at {BASE_URL}. Start one with `make run`.")
         time.sleep(0.2)
 
 

@@ -100,7 +100,9 @@ def restart_server() -> None:
     """Restart the local server and its heads (SIGHUP)."""
     pid_file = Path(os.environ.get("TINKERCLOUD_STATE_DIR", ".run")) / "server.pid"
     if not pid_file.exists():
-        sys.exit(f"{pid_file} is missing: run the demo where `make run` was started.")
+        sys.exit(
+            f"{pid_file} is missing: run the demo in the folder in which `make run` was started."
+        )
     pid = int(pid_file.read_text().split()[0])  # the next line is the URL
     console.print(f"  restarting the server (process {pid})")
     os.kill(pid, signal.SIGHUP)

@@ -15,13 +15,13 @@ PROBES = ["banana", "pencil", "monkey"]
 
 
 def pig_latin(word: str) -> str:
-    """Return a word that begins with a consonant in pig latin."""
+    """Return the pig latin form of a word that begins with a single consonant."""
     return f"{word[1:]}{word[0]}ay"
 
 
 @dataclass
 class PigLatin:
-    """One run: its client, its data, its history."""
+    """A training run with its client, data and loss history."""
 
     client: tinker.ServiceClient
     losses: list[float] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """Reinforcement learning: a small policy-gradient loop with the `importance_sampling` loss.
 
-The prompt asks for a colour in one word. The reward is 1 if the first six tokens name one; at first
-the model mostly talks about the question.
+The prompt asks for a colour in one word. The reward is 1 if the first six tokens name one; before
+training the model mostly talks about the question.
 """
 
 import re
@@ -22,7 +22,7 @@ GROUP_SIZE = 16
 
 @dataclass
 class PolicyGradient:
-    """One run: its client and its history."""
+    """A training run with its client and reward history."""
 
     client: tinker.ServiceClient
     rewards: list[float] = field(default_factory=list)
@@ -63,12 +63,12 @@ class PolicyGradient:
     def datum(self, sequence: types.SampledSequence, advantage: float) -> types.Datum:
         """Return a rollout as training data; prompt tokens have advantage zero."""
         tokens = [*self.prompt, *sequence.tokens]
-        nothing = [0.0] * (len(self.prompt) - 1)
+        zeros = [0.0] * (len(self.prompt) - 1)
         return types.Datum(
             model_input=types.ModelInput.from_ints(tokens[:-1]),
             loss_fn_inputs={
                 "target_tokens": tokens[1:],
-                "logprobs": [*nothing, *sequence.logprobs],
-                "advantages": [*nothing, *[advantage] * len(sequence.tokens)],
+                "logprobs": [*zeros, *sequence.logprobs],
+                "advantages": [*zeros, *[advantage] * len(sequence.tokens)],
             },
         )
