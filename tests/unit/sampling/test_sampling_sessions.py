@@ -16,9 +16,9 @@ from tinkercloud_protocol.launch import SamplerConfig, SamplerSpec
 from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_testing.bare_heads import MODEL, SPEC, a_head, a_sample
-from tinkercloud_worker.engine.asample import prepare
 from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.engine.sampler import SamplingRequest
+from tinkercloud_worker.engine.sampling_request import prepare
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.head import service
 from tinkercloud_worker.head.samplers import Samplers
