@@ -50,7 +50,7 @@ async def test_a_batch_with_two_ids_fails_under_the_first_and_never_reaches_the_
     answer = await head.send(routes.FORWARD_BACKWARD, body, MINE)
 
     assert answer.request_id == f"{MINE}:1"
-    assert f"names {named} further on" in await head.failure(answer.request_id)
+    assert f"contains {named} further on" in await head.failure(answer.request_id)
     assert head.lifecycle.service.status().pending_requests == 0
     assert (await head.result(f"{THEIRS}:1")).status == 404
     assert (await head.result(f"{MINE}:2")).status == 404
