@@ -178,7 +178,7 @@ def test_a_whole_model_transferred_another_way_fails_the_measurement(
 
     assert there.verdict == "strong"
     assert elsewhere.value == math.inf
-    assert elsewhere.note == f"went another way than {asked}: {another}"
+    assert elsewhere.note == f"used another path than {asked}: {another}"
 
 
 def test_an_adapter_transferred_another_way_fails_the_measurement(

@@ -16,8 +16,8 @@ from tinkercloud_protocol.payloads import COUNTED_BYTES, MAX_PARTS, decode_forwa
 from tinkercloud_protocol.sampling import MAX_CHUNKS, SampleRequest, parse_sample
 from tinkercloud_protocol.wire import parse_json
 from tinkercloud_testing.bare_heads import MODEL, a_head
-from tinkercloud_worker.engine.asample import prepare
 from tinkercloud_worker.engine.batch import TokenLimits
+from tinkercloud_worker.engine.sampling_request import prepare
 from tinkercloud_worker.head.requests import receive_batch, receive_json
 
 LARGE = TokenLimits(vocab_size=1 << 20, max_context_length=1 << 20)

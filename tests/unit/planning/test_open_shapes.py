@@ -101,9 +101,11 @@ def test_with_engines_on_its_gpus_a_session_of_fewer_pods_is_refused_by_name() -
 
     assert isinstance(found, Rejection)
     assert found.reason is Reason.NOT_ALLOWED
-    assert found.message.startswith("spec.trainer.replicas: 1, but with the BaseModel's")
+    assert found.message.startswith(
+        "spec.trainer.replicas: got 1, but the BaseModel plans its parallelism"
+    )
     assert "trainer.planning" in found.message
-    assert "sampler.engines have the memory that 2 pods leave them" in found.message
+    assert "more memory per GPU than sampler.engines leaves free" in found.message
     for spec in ({}, {"trainer": {"replicas": 2}}):
         assert chosen(sharing, **spec).engines_per_trainer == 2
     sampling = with_sampler(an_open_base_model(SMALL), COLOCATED)
@@ -290,8 +292,8 @@ def test_a_model_that_the_megatron_trainer_refuses_is_refused_with_what_to_do() 
     found = refusal(an_open_base_model("mistralai/Mistral-7B-v0.1"))
 
     assert found.reason is Reason.NOT_ALLOWED
-    assert "config: the megatron trainer refuses attention in windows" in found.message
-    assert "set trainer.backend to torch, and leave out trainer.planning" in found.message
+    assert "config: the megatron trainer does not support attention in windows" in found.message
+    assert "set trainer.backend to torch and omit trainer.planning" in found.message
 
 
 def test_sequences_longer_than_the_model_takes_are_refused_by_name() -> None:
@@ -301,4 +303,5 @@ def test_sequences_longer_than_the_model_takes_are_refused_by_name() -> None:
     assert chosen(offered.model_copy(update={"max_context_length": takes})).plan
     found = refusal(offered.model_copy(update={"max_context_length": takes + 1}))
     assert found.reason is Reason.NOT_ALLOWED
-    assert f"maxContextLength is {takes + 1}, but this model takes {takes} tokens" in found.message
+    wanted = f"maxContextLength is {takes + 1}, but the model supports at most {takes} tokens"
+    assert wanted in found.message

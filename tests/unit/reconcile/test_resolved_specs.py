@@ -149,7 +149,7 @@ def test_a_configuration_that_the_head_rejects_is_reported_with_its_message() ->
 
     assert plan.status is not None
     assert plan.status.message == (
-        "no head would start with the BaseModel's shapes: ranks: 0, but backend megatron"
+        "the head would reject this BaseModel's configuration: ranks: 0, but backend megatron"
         " requires ranks; set ranks to 1 or more"
     )
 

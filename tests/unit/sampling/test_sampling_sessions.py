@@ -16,9 +16,9 @@ from tinkercloud_protocol.launch import SamplerConfig, SamplerSpec
 from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_testing.bare_heads import MODEL, SPEC, a_head, a_sample
-from tinkercloud_worker.engine.asample import prepare
 from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.engine.sampler import SamplingRequest
+from tinkercloud_worker.engine.sampling_request import prepare
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.head import service
 from tinkercloud_worker.head.samplers import Samplers
@@ -40,7 +40,9 @@ async def test_a_sampling_request_is_rejected_while_the_queue_is_full(
         head.service.register_sampler(SESSION, SamplerSpec(owner="me"))
         taken_in = [head.sample(0, seq_id) for seq_id in range(2)]
 
-        with pytest.raises(Overloaded, match="2 sampling requests of owner 'me' wait"):
+        with pytest.raises(
+            Overloaded, match="2 sampling requests of owner 'me' are already queued"
+        ):
             head.sample(0, 2)
         assert head.sample(0, 1) == taken_in[1]
 
@@ -91,7 +93,7 @@ async def test_samples_that_the_next_head_rejects_do_not_prevent_their_model_fro
         refused = await head.service.retrieve(unsound)
         assert refused is not None
         assert "max_tokens" in orjson.loads(refused.body)["error"]
-        with pytest.raises(ResultGone, match="send the sample again"):
+        with pytest.raises(ResultGone, match="send the sampling request again"):
             await head.service.retrieve(unreadable)
         assert await head.drawn(0, 2)
 

@@ -115,7 +115,7 @@ def test_gpu_weight_transfer_requires_a_trainer_on_the_gpu(
     monkeypatch.setenv("TINKERCLOUD_SAMPLER__BACKEND", "sglang")
     monkeypatch.setenv("TINKERCLOUD_SAMPLER__INFERENCE__URLS", '["http://engine:8000"]')
     monkeypatch.setenv(f"TINKERCLOUD_SAMPLER__INFERENCE__{setting.upper()}", value)
-    with pytest.raises(InvalidSettingsError, match=f"{setting}: {value} wants .*device cpu"):
+    with pytest.raises(InvalidSettingsError, match=f"{setting}: {value} requires .*device is cpu"):
         load_settings()
 
     monkeypatch.setenv("TINKERCLOUD_TRAINER__DEVICE", "cuda")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tinkercloud_worker.lora.linear import DeltaSpans, LoraDelta, LoraProducts, add_deltas
+from tinkercloud_worker.lora.deltas import DeltaSpans, LoraDelta, LoraProducts, add_deltas
 
 SCALE = 4.0
 ALL = slice(None)

@@ -36,7 +36,7 @@ def a_head(folder: Path, kind: Literal["sglang", "vllm"], trainer: TrainerConfig
     ("fault", "message"),
     [
         (lost(UP), f"missing in the files: {UP}"),
-        (prefixed("module."), r"begin with 'module\.'"),
+        (prefixed("module."), r"start with 'module\.'"),
         (value(UP, float("nan")), f"NaN or infinite values in {UP}"),
     ],
     ids=["missing", "renamed", "not a number"],

@@ -23,7 +23,7 @@ from tinkercloud_protocol.payloads import encode_sample_response
 from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_protocol.tensors import ForwardBackwardRequest
 from tinkercloud_worker.checkpoints.store import CheckpointStore
-from tinkercloud_worker.engine.asample import prepare
+from tinkercloud_worker.engine.sampling_request import prepare
 from tinkercloud_worker.head.backend import Backend, random_seed
 from tinkercloud_worker.head.idle_memory import IdleMemory
 from tinkercloud_worker.head.live_model import LiveModel, latest_checkpoint, new_model

@@ -26,7 +26,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_worker.lora.adapters import Target
-from tinkercloud_worker.lora.linear import LoraDelta
+from tinkercloud_worker.lora.deltas import LoraDelta
 
 _MIXTRALS = frozenset({"minimax", "minimax_m2", "mixtral", "phimoe"})
 """Families whose checkpoints use Mixtral's names for experts, as do vLLM and SGLang for them."""

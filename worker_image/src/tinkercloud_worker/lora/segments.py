@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tinkercloud_worker.lora.adapters import Target
+from tinkercloud_worker.lora.deltas import LoraDelta
 from tinkercloud_worker.lora.experts import ExpertDeltas, FusedExperts
-from tinkercloud_worker.lora.linear import LoraDelta
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -27,6 +27,7 @@ from tinkercloud_worker.device.packing import (
     use_packed_attention,
 )
 from tinkercloud_worker.lora.adapters import Target
+from tinkercloud_worker.lora.deltas import DeltaSpans, LoraProducts, add_deltas
 from tinkercloud_worker.lora.experts import (
     FusedExperts,
     find_experts,
@@ -34,7 +35,6 @@ from tinkercloud_worker.lora.experts import (
     unadaptable_experts,
     with_deltas,
 )
-from tinkercloud_worker.lora.linear import DeltaSpans, LoraProducts, add_deltas
 from tinkercloud_worker.lora.segments import WeightSegment, delta_of, expert_deltas
 from tinkercloud_worker.model import fused_kernels
 from tinkercloud_worker.model.architecture import (

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tinkercloud_worker.lora.adapters import Target
-from tinkercloud_worker.lora.linear import can_share_batch
+from tinkercloud_worker.lora.deltas import can_share_batch
 from tinkercloud_worker.lora.segments import ActiveWeights
 
 _MOST_TOGETHER = 8

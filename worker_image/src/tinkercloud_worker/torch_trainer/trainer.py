@@ -25,7 +25,7 @@ from tinkercloud_worker.engine.batch import Batch, TokenLimits, capped_context_l
 from tinkercloud_worker.engine.thread import Batcher
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
 from tinkercloud_worker.lora import adapters
-from tinkercloud_worker.lora.linear import can_share_batch
+from tinkercloud_worker.lora.deltas import can_share_batch
 from tinkercloud_worker.lora.parameters import TensorLayout, Trainable, gradient_of
 from tinkercloud_worker.lora.segments import ActiveWeights, WeightSegment
 from tinkercloud_worker.model.base_model import TorchBaseModel
