@@ -59,7 +59,9 @@ def test_a_stopping_head_retries_until_the_store_accepts_its_runs(
 
         with failing_store(server):
             server.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: "suspended again soon" in log.read_text(), "a failed attempt")
+            wait_until(
+                lambda: "suspending models failed; retrying" in log.read_text(), "a failed attempt"
+            )
         server.stop()
         server.start()
 
@@ -100,7 +102,7 @@ def test_a_lost_run_is_reported_and_logged_even_if_no_other_head_can_start(
         folder.unlink()
 
         server.kill_heads()
-        wait_until(lambda: "session head is gone" in server.log, "the head's end")
+        wait_until(lambda: "session head ended unexpectedly" in server.log, "the head's end")
         with pytest.raises((tinker.TinkerError, ValueError)) as raised:
             step(training)
 

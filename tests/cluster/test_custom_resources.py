@@ -129,7 +129,7 @@ def test_immutable_fields_of_a_session_cannot_be_removed(
     }
     write(crds, session(**began_with), namespace)
 
-    with pytest.raises(KubectlFailed, match=f"{name}: can't be added or removed later"):
+    with pytest.raises(KubectlFailed, match=f"{name}: cannot be added or removed after creation"):
         write(crds, session(**began_with | {name: None}), namespace, "replace")
 
 

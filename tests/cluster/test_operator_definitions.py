@@ -73,7 +73,7 @@ def test_an_outdated_kuberay_is_reported_with_its_version_and_the_required_one(
         found, lacking = OLDER[version]
         condition = sessions.condition("one", "Stalled")
         assert condition["status"] == "True"
-        assert f"is of KubeRay {found} and lacks" in condition["message"]
+        assert f"is from KubeRay {found} and lacks" in condition["message"]
         assert lacking in condition["message"]
         assert "requires KubeRay 1.6 or newer" in condition["message"]
         assert len(events_of(plane, namespace, "KubeRayTooOld")) == 1

@@ -188,6 +188,9 @@ def test_a_cluster_without_device_claims_serves_sessions_that_need_none(
         world.sessions.wait_for_reason("needs-some", "ApplyFailed")
 
         message = world.sessions.condition("needs-some", "Stalled")["message"]
-        assert "sampler.engines.deviceClassName of the BaseModel needs: Kubernetes 1.34" in message
+        assert (
+            "BaseModel's sampler.engines.deviceClassName requires it; upgrade to Kubernetes 1.34"
+            in message
+        )
         assert world.sessions.children("needs-some") == []
     assert asked == {"/apis/resource.k8s.io/v1"}

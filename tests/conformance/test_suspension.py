@@ -126,7 +126,9 @@ def test_a_sampling_client_does_not_continue_with_an_overwritten_checkpoint(
 
     restart(own_server)
 
-    with pytest.raises(tinker.RequestFailedError, match="made from are gone") as refused:
+    with pytest.raises(
+        tinker.RequestFailedError, match="of this sampling session are gone"
+    ) as refused:
         clients[0].compute_logprobs(PROMPT).result()
     assert refused.value.category is types.RequestErrorCategory.User
     assert clients[1].compute_logprobs(PROMPT).result() == logprobs[1]

@@ -204,7 +204,7 @@ def test_insufficient_resources_are_reported_and_nothing_keeps_waiting() -> None
     ) as error:
         RankGroup(GroupShape(ranks=2, cpus_per_rank=cores), Recorder, GroupTimings(start=1))
 
-    assert "fewer or smaller ranks" in str(error.value)
+    assert "reduce the number or size of ranks" in str(error.value)
     assert "trainer.startTimeoutSeconds" in str(error.value)
     assert_nothing_is_left()
 

@@ -43,7 +43,7 @@ def stays_set_or_unset(name: str, *values: Any) -> Rule:
     absent: Json = {name: None}
     return Rule(
         "spec",
-        f"{name}: can't be added or removed later",
+        f"{name}: cannot be added or removed after creation",
         {title: session(**absent | change) for title, change in SESSION_CHANGES.items()},
         {str(value): session(**{name: value}) for value in values},
         before=session(**absent),
