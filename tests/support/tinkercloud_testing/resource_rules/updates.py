@@ -31,7 +31,7 @@ def never_changes(kind: str, name: str, value: Any, *others: Any) -> Rule:
     changes = BASE_MODEL_CHANGES if kind == "BaseModel" else SESSION_CHANGES
     return Rule(
         f"spec.{name}",
-        IMMUTABLE,
+        IMMUTABLE.replace("session", "BaseModel") if kind == "BaseModel" else IMMUTABLE,
         {title: build(**change) for title, change in changes.items()},
         {str(other): build(**{name: other}) for other in others},
         before=build(),
@@ -43,7 +43,7 @@ def stays_set_or_unset(name: str, *values: Any) -> Rule:
     absent: Json = {name: None}
     return Rule(
         "spec",
-        f"{name}: can't be added or removed later",
+        f"{name}: cannot be added or removed after creation",
         {title: session(**absent | change) for title, change in SESSION_CHANGES.items()},
         {str(value): session(**{name: value}) for value in values},
         before=session(**absent),
