@@ -35,10 +35,10 @@ This page lists the settings of the API server and the `tinkercloud` command, an
 
 ## The API server
 
-Every setting is an environment variable; lists and tables are JSON in variables, such as
-`TINKERCLOUD_MODELS='{{"Qwen/Qwen3-0.6B": "/models/qwen3-0.6b"}}'`. The same names, in lower case
-and without the prefix, are keys of a TOML file named by `{CONFIG_FILE_VARIABLE}`; nested settings
-are tables there:
+Each setting has an environment variable. Write lists and tables as JSON, such as
+`TINKERCLOUD_MODELS='{{"Qwen/Qwen3-0.6B": "/models/qwen3-0.6b"}}'`. You can also use a TOML file:
+set `{CONFIG_FILE_VARIABLE}` to its path. Its keys are the names of the variables in lower case,
+without the prefix; nested settings are tables:
 
 ```toml
 port = 8001
@@ -50,22 +50,22 @@ port = 8001
 max_lora_rank = 64
 ```
 
-Options of `tinkercloud serve` override the environment, which overrides the file. Keys that are
-not listed here are rejected.
+Options of `tinkercloud serve` take precedence over environment variables, and environment variables
+over the file. Unknown settings are rejected.
 
 With `TINKERCLOUD_PROVIDER=kubernetes`, the operator starts heads and configures them from the
-BaseModels and its own settings. Settings of heads are then rejected, with a message that says where
-to set them: `models`, `preload`, `orphan_grace_seconds`, `head_start_seconds`, `trainer`,
-`sampler`, `limits` except `max_body_bytes` (which may be lowered), and `timings` except
-`long_poll_seconds`.
+BaseModels and its own settings. The API server then rejects settings of heads, and the error
+message says where to set them instead. These are `models`, `preload`, `orphan_grace_seconds`,
+`session_expiry_days`, `session_silence_seconds`, `head_start_seconds`, `trainer`, `sampler`,
+`limits` except `max_body_bytes` (which may be lowered), and `timings` except `long_poll_seconds`.
 
 """
 OPERATOR_HEAD = """
 ## The operator
 
-The operator is configured by environment variables; lists and tables are JSON. The chart sets most
-of them from its values; `operator.env` sets the others. Unknown variables with this prefix are
-rejected.
+The operator is configured with environment variables. Write lists and tables as JSON. The chart
+sets most of the variables from its values; use `operator.env` to set the others. Unknown variables
+with the prefix `TINKERCLOUD_OPERATOR_` are rejected.
 
 """
 SETTINGS_TABLE = """\

@@ -63,7 +63,7 @@ def test_sessions_that_need_half_of_the_gpus_each_are_served_one_after_the_other
     [third] = waiting - {second}
     assert sessions.children(third, "rayclusters,pods") == []
     message = sessions.condition(third, "Ready")["message"]
-    assert f"TrainingSession {second} is first in line" in message
+    assert f"TrainingSession {second} is next" in message
 
     for done, following in ((first, second), (second, third)):
         sessions.delete(done)

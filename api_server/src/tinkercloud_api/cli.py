@@ -36,6 +36,7 @@ from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.object_store import open_store
 
 T = TypeVar("T")
+DEFAULT_URL = "http://127.0.0.1:8000"
 
 app = typer.Typer(
     name="tinkercloud",
@@ -53,13 +54,13 @@ app.add_typer(catalog_app, name="catalog")
 app.add_typer(models_app, name="models")
 app.add_typer(sessions_app, name="sessions")
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the output as JSON.")]
 BaseUrl = Annotated[
     str | None,
     typer.Option(
         envvar="TINKER_BASE_URL",
-        help="URL of the server. Default: the server that uses this machine's state folder, or"
-        " else port 8000 of this machine.",
+        help="URL of the server. Default: the running server of the default state folder, or"
+        f" {DEFAULT_URL} if there is none.",
         show_default=False,
     ),
 ]
@@ -67,13 +68,12 @@ ApiKey = Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="API key.")]
 StateDir = Annotated[
     Path | None,
     typer.Option(
-        help="State folder, the same as the server's. Default: the state_dir setting.",
+        help="State folder of the server. Default: the state_dir setting.",
         show_default=False,
     ),
 ]
 _UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
 _LIFETIME = re.compile(r"(?P<number>[1-9][0-9]{0,6})(?P<unit>[dhms])")
-DEFAULT_URL = "http://127.0.0.1:8000"
 _FOLDED_WIDTH = 40
 """Minimum width, in characters, of a table's last column, which may wrap."""
 
@@ -138,16 +138,16 @@ def serve(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=WHERE: serve a model under NAME. WHERE is a folder in Hugging Face format"
-            " or the id of a model in the local Hugging Face cache. May be repeated. NAME alone"
-            " means NAME=NAME."
+            help="Model to serve, as NAME=SOURCE. SOURCE is a folder in Hugging Face format or the"
+            " ID of a model in the local Hugging Face cache, and defaults to NAME. Can be"
+            " repeated."
         ),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     state_dir: StateDir = None,
 ) -> None:
-    """Serve the Tinker API, with session heads as child processes or as Kubernetes pods."""
+    """Serve the Tinker API. Session heads run as child processes or as Kubernetes pods."""
     models = {}
     for entry in model or []:
         name, _, where = entry.partition("=")
@@ -229,7 +229,7 @@ def create_key(
         typer.Option(
             parser=_lifetime,
             metavar="LIFETIME",
-            help="Expire the key after this time, such as 30d or 12h. Default: never.",
+            help="Time until the key expires, such as 30d or 12h. Default: never.",
             show_default=False,
         ),
     ] = None,
@@ -258,7 +258,7 @@ def create_key(
 
 @keys_app.command("list")
 def list_keys(state_dir: StateDir = None, *, as_json: Json = False) -> None:
-    """List all API keys, without their secrets."""
+    """List all API keys, without their secret values."""
     rows = [
         {
             "id": row.id,
@@ -278,7 +278,7 @@ def list_keys(state_dir: StateDir = None, *, as_json: Json = False) -> None:
 
 @keys_app.command("revoke")
 def revoke_key(
-    key_id: Annotated[int, typer.Argument(help="Id of the key, from `keys list`.")],
+    key_id: Annotated[int, typer.Argument(help="ID of the key, as shown by `keys list`.")],
     state_dir: StateDir = None,
 ) -> None:
     """Revoke an API key. Running servers reject it within ten seconds."""
@@ -288,7 +288,7 @@ def revoke_key(
 
 @catalog_app.command("rebuild")
 def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> None:
-    """Restore the runs and checkpoints of a lost catalog from the checkpoint store.
+    """Rebuild a lost catalog from the runs and checkpoints in the checkpoint store.
 
     Existing entries are kept. API keys, the public flag of checkpoints and the metadata of runs
     cannot be restored, as they are not in the checkpoint store.
@@ -420,24 +420,24 @@ def delete_session(session: str, api_key: ApiKey, base_url: BaseUrl = None) -> N
 @app.command("plan")
 def plan_model(
     model: Annotated[
-        str, typer.Argument(help="Folder in Hugging Face format, or model id on the hub.")
+        str, typer.Argument(help="Folder in Hugging Face format, or model ID on the Hub.")
     ],
     gpus: Annotated[
-        str, typer.Option(help="Number and kind of GPUs, such as 8xH100, 4xA100-40 or 2x48GiB.")
+        str, typer.Option(help="Number and type of GPUs, such as 8xH100, 4xA100-40 or 2x48GiB.")
     ],
     gpus_per_node: Annotated[int, typer.Option(help="Number of GPUs per node.")] = 8,
     sequence_length: Annotated[
         int | None,
-        typer.Option(help="Longest sequence, in tokens. Default: the model's, at most 32768."),
+        typer.Option(help="Maximum sequence length, in tokens. Default: the model's, up to 32768."),
     ] = None,
-    lora_rank: Annotated[int, typer.Option(min=1, max=1024, help="Largest LoRA rank.")] = 32,
+    lora_rank: Annotated[int, typer.Option(min=1, max=1024, help="Maximum LoRA rank.")] = 32,
     *,
     full: Annotated[
         bool, typer.Option("--full", help="Plan full fine-tuning instead of LoRA.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Plan the training and sampling of a model on GPUs. --json prints a BaseModel manifest."""
+    """Plan how to train and sample a model on GPUs. --json prints a BaseModel manifest."""
     try:
         plan = planning.plan(
             model,
@@ -458,7 +458,7 @@ def plan_model(
 
 @app.command()
 def doctor(state_dir: StateDir = None, *, as_json: Json = False) -> None:
-    """Check that this machine is ready to serve, and say how to fix problems."""
+    """Check whether this machine is ready to serve, and suggest fixes for problems."""
     try:
         results = asyncio.run(examine(load_settings(state_dir=state_dir)))
     except InvalidSettingsError as error:

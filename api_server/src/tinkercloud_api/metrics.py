@@ -16,7 +16,7 @@ HTTP_REQUESTS = Counter(
 )
 HTTP_SECONDS = Histogram(
     "tinkercloud_http_request_seconds",
-    "Duration of HTTP requests until the end of the response; long polls wait by design",
+    "Duration of HTTP requests, including the response body; long polls are slow by design",
     ["route"],
     buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
 )
@@ -28,14 +28,14 @@ WAITING_RUNS = Gauge(
 )
 PROXY_REQUESTS = Gauge(
     "tinkercloud_proxy_requests_in_flight",
-    "Requests forwarded to session heads that have not completed",
+    "Forwarded requests that session heads have not completed",
 )
 PROXY_BYTES = Counter(
     "tinkercloud_proxy_bytes", "Bytes of forwarded request and response bodies", ["direction"]
 )
 PROXY_ERRORS = Counter(
     "tinkercloud_proxy_errors",
-    "Forwarded requests that failed because of the session head",
+    "Forwarded requests that failed in the session head or on the way to it",
     ["reason"],
 )
 CATALOG_ERRORS = Counter(

@@ -101,22 +101,22 @@ class Settings(BaseSettings):
     namespace: Annotated[str, Field(min_length=1, max_length=63)] = "default"
     """Kubernetes namespace of TrainingSessions and BaseModels (provider kubernetes)."""
     models_dir: Path | None = None
-    """Folder with the mounted volumes of BaseModels, each under the name of its claim. /hf serves
-    tokenizers from them (provider kubernetes)."""
+    """Folder in which the volumes of BaseModels are mounted, each in a subfolder named after its
+    claim. /hf serves tokenizers from these volumes (provider kubernetes)."""
     host: str = "127.0.0.1"
-    """Address to listen on. The server speaks plain HTTP: terminate TLS in front of it when it
-    listens on any other address than localhost."""
+    """Address to listen on. The server speaks plain HTTP: if it listens on any address other than
+    localhost, terminate TLS in front of it."""
     port: Annotated[int, Field(ge=0, lt=65536)] = 8000
     """Port to listen on; 0 selects a free port."""
     metrics_port: Annotated[int, Field(gt=0, lt=65536)] | None = None
-    """Port on which /metrics is served for Prometheus, without an API key, on the same address.
-    Default: metrics are not served."""
+    """Port on which to serve Prometheus metrics (/metrics), on the same address and without an API
+    key. Default: metrics are not served."""
     max_connections: Annotated[int, Field(gt=0)] | None = None
-    """Maximum number of concurrent client connections; further ones receive status 503. Waiting for
-    a result occupies one connection. Default: derived from the limit of file descriptors
-    (`ulimit -Hn`)."""
+    """Maximum number of concurrent client connections. Further connections receive status 503. Each
+    request that waits for a result occupies a connection. Default: derived from the limit on open
+    files (`ulimit -Hn`)."""
     state_dir: Path = Field(default_factory=_default_state_dir)
-    """Folder for persistent state: the catalog, checkpoints and session heads."""
+    """Folder for persistent state: the catalog, checkpoints, and files of session heads."""
     database_url: SecretStr | None = None
     """SQLAlchemy URL of the catalog database: `postgresql+asyncpg://USER:PASSWORD@HOST/DATABASE`,
     with `?ssl=require` for an encrypted connection, or `sqlite+aiosqlite:///FILE`. Default: an
@@ -126,13 +126,13 @@ class Settings(BaseSettings):
     Default: a folder in `state_dir`. Credentials are read from the store's usual environment
     variables."""
     max_checkpoint_bytes_per_owner: Annotated[int, Field(ge=0)] | None = None
-    """Maximum total size, in bytes, of the checkpoints of one owner. When it is reached, saves
-    under new names are rejected. Default: no limit."""
+    """Maximum total size, in bytes, of the checkpoints of one owner. When the limit is reached,
+    checkpoints with new names are rejected. Default: no limit."""
     models: dict[str, str] = Field(
         default_factory=dict, examples=[{"Qwen/Qwen3-0.6B": "/models/qwen3-0.6b"}]
     )
-    """Served models: maps each model's name in the API to a local folder in Hugging Face format or
-    the id of a model in the local Hugging Face cache."""
+    """Models to serve. Maps the name of each model in the API to a local folder in Hugging Face
+    format or to the ID of a model in the local Hugging Face cache."""
     bootstrap_key: SecretStr | None = None
     """API key to register at startup, for scripts and charts: `tml-` and at least 22 random
     characters. Changing it revokes the previous key; a revoked key cannot be registered again."""
@@ -143,24 +143,26 @@ class Settings(BaseSettings):
     hf_mirror: bool = True
     """Whether /hf serves the tokenizers of the served models. It requires no API key."""
     compress_uploads: bool = False
-    """Whether clients compress forward_backward bodies; useful only on slow networks."""
+    """Whether clients compress the bodies of forward_backward requests. Only useful on slow
+    networks."""
     orphan_grace_seconds: Annotated[float, Field(gt=0)] = 120.0
-    """How long session heads keep running, in seconds, after their server was killed. A server that
-    starts within this time takes them over, with their models unchanged."""
+    """How long, in seconds, session heads keep running after their server is killed. A server that
+    starts within this time takes over the heads and their models."""
     session_silence_seconds: Annotated[float, Field(gt=0)] = 900.0
-    """Client inactivity, in seconds, after which a model is suspended: when neither a heartbeat of
-    the client nor a request for the model has arrived for this time, the session head writes the
-    model to the checkpoint store and frees its memory. The next request resumes the model."""
+    """Client inactivity, in seconds, after which a model is suspended. A client is inactive if the
+    server receives neither its heartbeats nor its requests for the model. The session head then
+    writes the model to the checkpoint store and frees its memory. The next request resumes the
+    model."""
     session_expiry_days: Annotated[float, Field(gt=0)] | None = 90.0
     """Client inactivity, in days, after which an open session ends. The states of its models are
-    deleted, but its checkpoints are kept. Sessions end only after the server has been running for
-    at least one day. None: never."""
+    deleted, but its checkpoints are kept. A server ends sessions only after it has run for at least
+    one day. None: sessions never end."""
     preload: bool = True
-    """Whether session heads start together with the server, rather than on first use. Each head
-    holds its whole model in memory."""
+    """Whether session heads start together with the server instead of on first use. Each head holds
+    a whole model in memory."""
     head_start_seconds: Annotated[float, Field(gt=0)] = 600.0
-    """Timeout, in seconds, for a session head to load its model. If the head has trainer ranks, the
-    time that they have to start (`trainer.start_timeout_seconds`) is added."""
+    """Timeout, in seconds, for a session head to load its model. For heads with trainer ranks,
+    `trainer.start_timeout_seconds` is added."""
     trainer: TrainerConfig = TrainerConfig()
     """Trainer of the session heads."""
     sampler: SamplerConfig = SamplerConfig()

@@ -15,7 +15,7 @@ from tinkercloud_crds.shapes import (
     Text,
     TrainerShape,
 )
-from tinkercloud_crds.structural import IMMUTABLE, Part, rules
+from tinkercloud_crds.structural import Part, rules
 
 ModelName = Annotated[
     str,
@@ -33,17 +33,17 @@ class VolumeSource(Part):
 
 
 class ModelSource(Part):
-    """Where the weights come from. Set exactly one of hub, volume and uri."""
+    """Where the weights come from. Set exactly one of hub, volume or uri."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
             (
                 "[has(self.hub), has(self.volume), has(self.uri)].filter(x, x).size() == 1",
-                "set exactly one of hub, volume and uri",
+                "set exactly one of hub, volume or uri",
             ),
             (
                 "!has(self.volume) || !self.volume.path.split('/').exists(part, part == '..')",
-                "volume.path: must not leave the volume ('..')",
+                "volume.path: must not contain '..'",
             ),
             (
                 "!has(self.revision) || has(self.hub)",
@@ -53,33 +53,33 @@ class ModelSource(Part):
     )
 
     hub: ModelName | None = None
-    """Model id on the Hugging Face Hub. The model is downloaded when a pod starts."""
+    """Model ID on the Hugging Face Hub. Each pod downloads the model when it starts."""
     revision: (
         Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")] | None
     ) = None
-    """Commit, tag or branch of `hub`. If absent, each pod loads `main` as it is when the pod
-    starts. Pin a commit so that all pods use the same weights, also after a session was suspended
-    and resumed."""
+    """Commit, tag or branch of `hub`. If unset, each pod downloads the current `main` when it
+    starts. Set a commit to use the same weights in all pods, even after a session is suspended and
+    resumed."""
     volume: VolumeSource | None = None
     """A folder on a volume."""
     uri: Annotated[str, Field(max_length=1024, pattern=r"^(s3|gs|az)://.+$")] | None = None
-    """URL of a folder in an object store. The model is downloaded when a pod starts."""
+    """URL of a folder in an object store. Each pod downloads the model when it starts."""
     secret_name: ObjectName | None = None
     """Secret whose entries become environment variables of the container that downloads the model,
     such as HF_TOKEN or the credentials of the object store."""
 
 
 class Limits(Part):
-    """Upper bounds on what one session may request."""
+    """Limits for each session."""
 
     max_lora_rank: Annotated[int, Field(ge=1, le=1024)] = 256
     """Maximum rank of an adapter."""
     max_batch_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
-    """Maximum of a session's `trainer.maxBatchTokens`. If absent, the BaseModel's own
-    `trainer.maxBatchTokens` is the maximum."""
+    """Maximum `trainer.maxBatchTokens` of a session. Defaults to the BaseModel's
+    `trainer.maxBatchTokens`."""
     max_sessions_per_owner: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """Maximum number of live sessions per owner; further sessions wait (`QuotaExceeded`). If
-    absent, the number is not limited."""
+    """Maximum number of live sessions per owner. Further sessions wait (`QuotaExceeded`). If unset,
+    the number is unlimited."""
 
 
 class SessionPolicy(Part):
@@ -92,31 +92,32 @@ class SessionPolicy(Part):
     idle: Idle = Idle()
     """Idle policy of sessions that do not set `spec.idle`."""
     max_idle_timeout_seconds: Seconds | None = None
-    """Longest idle timeout, in seconds, that a session may choose. If absent, the timeout is not
-    limited."""
+    """Maximum idle timeout, in seconds, that a session may choose. If unset, the timeout is
+    unlimited."""
     max_lifetime_seconds: Seconds | None = None
-    """Longest lifetime of a session, in seconds, whether or not the session sets one. If absent,
-    the lifetime is not limited."""
+    """Maximum lifetime of a session, in seconds. It also applies to sessions without
+    `maxLifetimeSeconds`. If unset, the lifetime is unlimited."""
     start_deadline_seconds: Annotated[int, Field(ge=60, le=31_536_000)] = 3600
-    """How long, in seconds, a session may hold its nodes without becoming Ready because its pods
-    fail to run: an image cannot be pulled, a container crashes repeatedly or runs out of memory, or
-    a Secret is missing. After that its pods are deleted and the session is Failed (`StartFailed`).
-    Time spent waiting for nodes does not count."""
+    """How long, in seconds, the pods of a session may fail before the operator deletes them and
+    marks the session as Failed (`StartFailed`). Pods fail if, for example, an image cannot be
+    pulled, a container crashes repeatedly or runs out of memory, or a Secret is missing. Time spent
+    waiting for nodes does not count."""
 
 
 class BaseModelSpec(Part):
-    """A model that is offered for training and sampling, and the pods that serve it."""
+    """A model that users can train and sample, and the pods that serve it."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
             (
                 "!has(self.sampler) || !self.sampler.colocated || self.trainer.gpusPerReplica >= 1",
-                "sampler.colocated: the trainers have no GPUs to share; set trainer.gpusPerReplica",
+                "sampler.colocated: requires trainers with GPUs; set trainer.gpusPerReplica",
             ),
             (
                 "!has(self.sampler) || self.sampler.backend != 'sglang' || self.sampler.colocated"
                 " || self.sampler.gpusPerReplica >= 1",
-                "sampler.gpusPerReplica: an sglang engine in a pod of its own needs 1 or more",
+                "sampler.gpusPerReplica: must be 1 or more for sglang engines that are not"
+                " colocated",
             ),
             (
                 "!has(self.sampler) || self.sampler.backend != 'sglang' || !self.sampler.colocated"
@@ -136,8 +137,8 @@ class BaseModelSpec(Part):
                 "!has(self.sampler) || !has(self.sampler.engines)"
                 " || !has(self.sampler.engines.sharedMemory) || self.trainer.replicas == 1",
                 "sampler.engines.sharedMemory: requires a single trainer pod, because engines in"
-                " other"
-                " pods cannot map its memory; set trainer.replicas to 1, or remove sharedMemory",
+                " other pods cannot map its memory; set trainer.replicas to 1, or remove"
+                " sharedMemory",
             ),
             (
                 "!has(self.sampler) || !has(self.sampler.engines)"
@@ -150,7 +151,10 @@ class BaseModelSpec(Part):
         )
     )
 
-    model_name: Annotated[ModelName, Field(json_schema_extra=rules(IMMUTABLE))]
+    model_name: Annotated[
+        ModelName,
+        Field(json_schema_extra=rules(("self == oldSelf", "is immutable; create a new BaseModel"))),
+    ]
     """Name that SDK users request, such as `Qwen/Qwen3-8B`."""
     source: ModelSource
     """Where the weights come from."""
@@ -158,31 +162,31 @@ class BaseModelSpec(Part):
     """Maximum length of a sequence, in tokens. The model's own `max_position_embeddings` applies if
     it is lower."""
     tokenizer: Text | None = None
-    """Model id under which clients find the tokenizer. Defaults to modelName."""
+    """Model ID from which clients load the tokenizer. Defaults to `modelName`."""
     head: HeadShape
     """The head pod of each session."""
     trainer: TrainerShape = TrainerShape()
     """The trainer pods of each session."""
     sampler: SamplerShape = SamplerShape()
-    """The sampler pods of each session, or the servers used instead of them."""
+    """The sampler pods of each session, or the external servers that replace them."""
     placement: Placement = Placement()
-    """Where the pods may run."""
+    """Where the pods of a session may run, and their labels and annotations."""
     sharing: Annotated[str, Field(json_schema_extra={"enum": ["Dedicated"]})] = "Dedicated"
     """How sessions share pods. `Dedicated`: every session has its own pods."""
     limits: Limits = Limits()
-    """Upper bounds on what one session may request."""
+    """Limits for each session."""
     sessions: SessionPolicy = SessionPolicy()
-    """What sessions may choose."""
+    """Options and limits for the lifecycle and scheduling of sessions."""
 
 
 class BaseModelStatus(Part):
-    """The status that the operator last observed."""
+    """Most recently observed status. Set by the operator."""
 
     observed_generation: Annotated[int, Field(ge=0)] = 0
-    """The `metadata.generation` that this status describes."""
+    """The `metadata.generation` that this status is based on."""
     conditions: Conditions
-    """Conditions of types Ready, Reconciling and Stalled."""
+    """The conditions Ready, Reconciling and Stalled."""
     live_sessions: Annotated[int, Field(ge=0)] = 0
     """Number of sessions that have pods or are waiting for them."""
     gpus: Annotated[int, Field(ge=0)] = 0
-    """Number of GPUs that these sessions request."""
+    """Number of GPUs that the pods of all sessions request."""

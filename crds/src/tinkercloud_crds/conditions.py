@@ -169,13 +169,13 @@ class Condition(Part):
     type: Annotated[str, Field(max_length=64)]
     """Type of the condition."""
     status: ConditionStatus
-    """Whether the condition holds."""
+    """Status of the condition."""
     reason: Annotated[str, Field(max_length=64)]
-    """Machine-readable reason for the status, from a documented enum."""
+    """Machine-readable reason for the status. The documentation lists all reasons."""
     message: Annotated[str, Field(max_length=MAX_MESSAGE_LENGTH)] = ""
     """Human-readable explanation of the status."""
     observed_generation: Annotated[int, Field(ge=0)] = 0
-    """The `metadata.generation` that this condition describes."""
+    """The `metadata.generation` that this condition is based on."""
     last_transition_time: Annotated[str, Field(max_length=40)]
     """When the status last changed (RFC 3339)."""
 

@@ -21,11 +21,11 @@ class ExtendedResource(Part):
     """A countable resource of nodes: devices of a device plugin, or huge pages."""
 
     name: Annotated[str, Field(max_length=240, pattern=rf"^({_HUGE_PAGES}|{_QUALIFIED})$")]
-    """Name of the resource as `domain/name`, such as `rdma/hca_shared_devices_a` or
+    """Name of the resource in the form `domain/name`, such as `rdma/hca_shared_devices_a` or
     `vpc.amazonaws.com/efa`; for huge pages, `hugepages-` and the page size, such as
     `hugepages-2Mi`."""
     count: Annotated[int, Field(ge=1, le=1 << 20)]
-    """Amount per container, as request and limit. For huge pages, the number of pages."""
+    """Amount per container, used as both request and limit. For huge pages, the number of pages."""
 
     @property
     def amount(self) -> str:
@@ -69,14 +69,14 @@ ExtendedResources = Annotated[
             (
                 "self.all(item, !item.name.contains('kubernetes.io/')"
                 " && !item.name.startsWith('requests.'))",
-                "name: kubernetes.io/ and requests. are reserved for Kubernetes; use the name of a"
-                " device plugin's resource",
+                "name: names that contain kubernetes.io/ or start with requests. are reserved for"
+                " Kubernetes; use a resource of a device plugin",
             ),
             (
                 "self.all(item, !item.name.endsWith('gpu')"
                 " && !item.name.startsWith('nvidia.com/gpu')"
                 " && !item.name.startsWith('nvidia.com/mig-'))",
-                "name: GPUs are requested with gpusPerReplica; use another resource",
+                "name: must not be a GPU resource; set gpusPerReplica to request GPUs",
             ),
         ),
     ),

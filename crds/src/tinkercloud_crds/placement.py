@@ -31,7 +31,7 @@ Labels = Annotated[
         json_schema_extra=_keys(
             f"{_RESERVED} && key != 'kueue.x-k8s.io/queue-name'",
             "keys under tinkercloud.dev/, ray.io/ and app.kubernetes.io/ are reserved for"
-            " Tinkercloud and KubeRay; use another key, and queueName for the queue",
+            " Tinkercloud and KubeRay; use another key, or queueName to set the queue",
         ),
     ),
 ]
@@ -43,8 +43,9 @@ Annotations = Annotated[
         json_schema_extra=_keys(
             f"{_RESERVED} && key != 'cluster-autoscaler.kubernetes.io/safe-to-evict'"
             " && key != 'karpenter.sh/do-not-disrupt'",
-            "keys under tinkercloud.dev/, ray.io/ and app.kubernetes.io/, and annotations against"
-            " eviction, are reserved for Tinkercloud and KubeRay; use another key",
+            "keys under tinkercloud.dev/, ray.io/ and app.kubernetes.io/, and the annotations"
+            " cluster-autoscaler.kubernetes.io/safe-to-evict and karpenter.sh/do-not-disrupt, are"
+            " reserved for Tinkercloud and KubeRay; use another key",
         ),
     ),
 ]
@@ -55,13 +56,13 @@ class Toleration(Part):
     """A taint that the pods tolerate."""
 
     key: LabelKey | None = None
-    """Key of the taint. If absent, the toleration matches every key."""
+    """Key of the taint. If unset, the toleration matches all keys."""
     operator: Literal["Exists", "Equal"] = "Equal"
-    """How `value` is compared with the taint's value."""
+    """Operator to compare `value` with the taint's value."""
     value: LabelValue | None = None
     """Value of the taint."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """Effect of the taint. If absent, the toleration matches every effect."""
+    """Effect of the taint. If unset, the toleration matches all effects."""
 
 
 class NodeRequirement(Part):
@@ -70,23 +71,23 @@ class NodeRequirement(Part):
     key: LabelKey
     """Key of the node label."""
     operator: Literal["In", "NotIn", "Exists", "DoesNotExist"] = "In"
-    """How the label is compared with `values`."""
+    """Operator to compare the label with `values`."""
     values: Annotated[list[LabelValue], Field(default_factory=list, max_length=64)]
-    """Values that the label is compared with."""
+    """Values to compare the label with."""
 
 
 class TopologyAffinity(Part):
-    """Keeps pods in the same topology domain, such as a rack or a zone."""
+    """Schedules pods in the same topology domain, such as a rack or a zone."""
 
     key: Annotated[str, Field(min_length=1, max_length=317)]
     """Node label whose value identifies the domain, such as `topology.kubernetes.io/zone`."""
     enforcement: Literal["Required", "Preferred"] = "Required"
-    """Whether pods wait until they can run in the same domain (`Required`) or only prefer it
-    (`Preferred`)."""
+    """`Required`: pods stay pending until they can be scheduled in the same domain. `Preferred`:
+    pods may be scheduled in other domains if there is no capacity."""
 
 
 class RolePlacement(Part):
-    """Overrides `placement` for the pods of one role. Absent fields are inherited."""
+    """Overrides of `placement` for the pods of one role. Unset fields are inherited."""
 
     node_selector: Annotated[dict[str, LabelValue], Field(max_length=16)] | None = None
     """Labels that a node must have."""
@@ -97,7 +98,7 @@ class RolePlacement(Part):
     runtime_class_name: ObjectName | None = None
     """RuntimeClass of the pods."""
     topology_affinity: TopologyAffinity | None = None
-    """Keeps the pods of this role in the same topology domain."""
+    """Schedules the pods of this role in the same topology domain."""
     pod_labels: Labels | None = None
     """Labels to add to the pods."""
     pod_annotations: Annotations | None = None
@@ -116,14 +117,14 @@ class Placement(Part):
     priority_class_name: ObjectName | None = None
     """PriorityClass of the pods."""
     queue_name: ObjectName | None = None
-    """Kueue LocalQueue that sessions are submitted to. If absent, sessions are not queued."""
+    """Kueue LocalQueue that sessions are submitted to. If unset, sessions are not queued."""
     runtime_class_name: ObjectName | None = None
     """RuntimeClass of the pods."""
     topology_affinity: TopologyAffinity | None = None
-    """Keeps all pods of a session in the same topology domain."""
+    """Schedules all pods of a session in the same topology domain."""
     scheduler_name: ObjectName | None = None
-    """Name of the scheduler. If absent, the cluster's default scheduler places the pods. Gang
-    schedulers (Volcano, KAI, YuniKorn) read their settings from labels and annotations."""
+    """Name of the scheduler. If unset, the cluster's default scheduler is used. Use the labels and
+    annotations below to configure gang schedulers (Volcano, KAI, YuniKorn)."""
     pod_labels: Labels | None = None
     """Labels to add to the pods."""
     pod_annotations: Annotations | None = None

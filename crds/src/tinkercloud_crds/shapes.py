@@ -43,22 +43,21 @@ class Resources(Part):
     """Resources of one container. Requests and limits are equal for memory and GPUs."""
 
     cpu: Quantity = "1"
-    """CPU request. There is no CPU limit, so that idle cores can be used, unless the operator is
-    configured to set one (`limit_cores`)."""
+    """CPU request. There is no CPU limit by default, so containers can use idle cores. The operator
+    setting `limit_cores` adds a limit equal to the request."""
     memory: Quantity = "4Gi"
     """Memory request and limit."""
     shared_memory: Quantity = "1Gi"
-    """Size of /dev/shm, which counts towards `memory`. Ray's object store uses four fifths of it.
-    Model states pass through the store whole; states that do not fit are spilled to disk, which is
-    slow."""
+    """Size of /dev/shm. It counts towards `memory`. Ray's object store uses 80% of it and should
+    have room for a complete model state: larger states are spilled to disk, which is slow."""
     scratch: Quantity = "8Gi"
-    """Size of the local scratch volume. A downloaded model (`source.hub`, `source.uri`) is stored
-    there in every pod that computes with it, so the model must fit. A pod that writes more is
-    evicted and recreated repeatedly (`OutOfDisk`)."""
+    """Size of the local scratch volume. It must have room for a downloaded model (`source.hub`,
+    `source.uri`), because every pod that uses the model stores a copy. A pod that exceeds the size
+    is evicted and recreated repeatedly (`OutOfDisk`)."""
 
 
 class Parallelism(Part):
-    """How one copy of the model is divided over ranks. The remaining factor is data parallelism."""
+    """How to split one copy of the model across ranks. The other ranks train in data parallel."""
 
     tensor: Size = 1
     """Number of tensor-parallel ranks, which share each weight matrix."""
@@ -71,13 +70,13 @@ class Parallelism(Part):
 
 
 class Planning(Part):
-    """Input of the planner, which chooses how the model is divided over GPUs."""
+    """Input of the planner, which chooses how to split the model across GPUs."""
 
     gpu: Annotated[str, Field(max_length=32, pattern=r"^[A-Za-z0-9][A-Za-z0-9-]*$")]
-    """GPU type of trainers and engines as `tinkercloud plan` names it, such as `H100` or `A100-40`;
-    for other types the memory of one GPU, such as `48GiB`."""
+    """GPU type of the trainers and engines, as in `tinkercloud plan`: for example `H100` or
+    `A100-40`. For other types, set the memory of one GPU, such as `48GiB`."""
     config: Annotated[str, Field(min_length=2, max_length=16384)]
-    """Content of the model's `config.json`."""
+    """Contents of the model's `config.json`."""
 
 
 class HeadShape(Part):
@@ -88,7 +87,7 @@ class HeadShape(Part):
     resources: Resources = Resources()
     """Resources of the head's container."""
     placement: RolePlacement | None = None
-    """Placement of the head's pod, where it differs from `placement`."""
+    """Overrides of `placement` for the head pod."""
 
 
 class TrainerShape(Part):
@@ -99,24 +98,24 @@ class TrainerShape(Part):
             (
                 "self.replicas == 0 ? self.gpusPerReplica + self.cpuRanksPerReplica == 0"
                 " : (self.gpusPerReplica >= 1) != (self.cpuRanksPerReplica >= 1)",
-                "replicas: with 0 (the head trains on its CPU), remove gpusPerReplica and"
-                " cpuRanksPerReplica; with 1 or more, set exactly one of them",
+                "replicas: if 0, the head trains on its CPU: remove gpusPerReplica and"
+                " cpuRanksPerReplica; if 1 or more, set exactly one of them",
             ),
             (
                 "self.replicas == 0 || (self.replicas"
                 " * (self.gpusPerReplica + self.cpuRanksPerReplica))"
                 " % (self.parallelism.tensor * self.parallelism.pipeline"
                 " * self.parallelism.context) == 0",
-                "parallelism: tensor x pipeline x context must divide the ranks, replicas x"
-                " gpusPerReplica (or cpuRanksPerReplica)",
+                "parallelism: tensor x pipeline x context must divide the number of ranks, which is"
+                " replicas x gpusPerReplica (or cpuRanksPerReplica)",
             ),
             (
                 "self.replicas == 0 || (self.replicas"
                 " * (self.gpusPerReplica + self.cpuRanksPerReplica))"
                 " % (self.parallelism.tensor * self.parallelism.pipeline"
                 " * self.parallelism.expert) == 0",
-                "parallelism: tensor x pipeline x expert must divide the ranks, replicas x"
-                " gpusPerReplica (or cpuRanksPerReplica)",
+                "parallelism: tensor x pipeline x expert must divide the number of ranks, which is"
+                " replicas x gpusPerReplica (or cpuRanksPerReplica)",
             ),
             (
                 "self.backend != 'torch' || self.parallelism.tensor"
@@ -137,15 +136,16 @@ class TrainerShape(Part):
             (
                 "!has(self.planning) || self.parallelism.tensor * self.parallelism.pipeline"
                 " * self.parallelism.context * self.parallelism.expert == 1",
-                "planning: the operator chooses parallelism; remove parallelism, or planning",
+                "planning: not valid with parallelism, because the operator chooses it; remove one"
+                " of them",
             ),
             (
                 "!has(self.planning) || self.dtype == 'bfloat16'",
-                "planning: only supports dtype bfloat16; remove dtype, or planning",
+                "planning: requires dtype bfloat16; remove dtype or planning",
             ),
             (
                 "self.backend != 'megatron' || self.replicas >= 1",
-                "backend: megatron trains in trainer pods; set replicas to 1 or more",
+                "backend: megatron requires trainer pods; set replicas to 1 or more",
             ),
             FOR_PODS,
             PLACED_PODS,
@@ -157,41 +157,39 @@ class TrainerShape(Part):
     image: Image | None = None
     """Container image of the trainer pods. Defaults to the head's image."""
     replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 0
-    """Number of trainer pods. 0 means that the head trains on its CPU."""
+    """Number of trainer pods. If 0, the head trains on its CPU."""
     gpus_per_replica: Annotated[int, Field(ge=0, le=MAX_GPUS)] = 0
-    """Number of GPUs per trainer pod, which is also its number of ranks: each rank has one GPU."""
+    """Number of GPUs per trainer pod. The pod runs one rank per GPU."""
     cpu_ranks_per_replica: Annotated[int, Field(ge=0, le=64)] = 0
-    """Number of ranks per trainer pod without GPUs. Ranks are processes that train together and
-    share the CPUs of the pod."""
+    """Number of ranks (training processes) per trainer pod without GPUs. They share the CPUs of the
+    pod."""
     resources: Resources = Resources()
-    """Resources of each trainer container, apart from GPUs."""
+    """Resources of each trainer container, excluding GPUs."""
     placement: RolePlacement | None = None
-    """Placement of the trainer pods, where it differs from `placement`."""
+    """Overrides of `placement` for the trainer pods."""
     extended_resources: ExtendedResources = ()
-    """Extended resources that each trainer container requests, such as devices of a fast
-    network."""
+    """Extended resources that each trainer container requests, such as RDMA devices."""
     environment: Environment = ()
-    """Environment variables of each trainer container that configure NCCL, gloo and their
+    """Environment variables of each trainer container, to configure NCCL, Gloo and their
     transports."""
     parallelism: Parallelism = Parallelism()
-    """How the model is divided over the ranks."""
+    """How to split the model across the ranks."""
     sharded: bool = False
-    """Whether the ranks share one copy of the base model, and of models that are fully fine-tuned,
-    as shards (FSDP2) instead of holding a copy each. The first trainer pod reads the base model for
-    all ranks, so it needs enough memory for the whole model. Only for backend `torch`."""
+    """Whether to shard the base model and fully fine-tuned models across the ranks (FSDP2). If
+    false, each rank holds a full copy. The first trainer pod reads the base model for all ranks, so
+    it needs enough memory for the whole model. Only for backend `torch`."""
     planning: Planning | None = None
-    """If set, the operator chooses `parallelism` for each session and lowers `maxBatchTokens` to
-    what fits in memory. `status.plan` of the session explains the choice."""
+    """If set, the operator chooses `parallelism` for each session, and lowers `maxBatchTokens` if
+    the micro-batches would not fit in memory. The session's `status.plan` explains the choice."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the frozen base weights. Adapters, gradients and optimizer moments are always
     float32."""
     max_batch_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 8192
     """Maximum number of tokens per micro-batch on one data-parallel rank."""
     start_timeout_seconds: Seconds = 1800
-    """How long, in seconds, the ranks in trainer pods may take from the head's request until each
-    of them has been placed and has loaded its part of the model. After that the head reports what
-    is missing, exits and is restarted. Collective operations have the same timeout, but at least
-    half an hour."""
+    """Timeout, in seconds, for all ranks to be scheduled and to load their part of the model. When
+    it expires, the head reports which ranks are missing, exits and is restarted. Collective
+    operations use the same timeout, but at least 30 minutes."""
 
     @property
     def ranks_per_replica(self) -> int:
@@ -213,15 +211,15 @@ class EnginesShape(Part):
     )
 
     adapters_claim_name: ObjectName | None = None
-    """PersistentVolumeClaim that the head writes adapters to (and whole models, if they are fully
-    fine-tuned) and that the engines read. It must be ReadWriteMany unless all pods run on one node.
-    If absent, adapters stay in the head's scratch volume and reach the engines in requests."""
+    """PersistentVolumeClaim to which the head writes adapters and fully fine-tuned models for the
+    engines. It must be ReadWriteMany unless all pods run on one node. If unset, the head keeps
+    adapters in its scratch volume and sends them to the engines in requests."""
     gpu_memory_percent: Annotated[int, Field(ge=10, le=95)] | None = None
-    """Percentage of the free memory of each GPU at startup that an engine uses for weights and
-    cached prompts. If absent, SGLang chooses."""
+    """Percentage of each GPU's free memory that an engine reserves at startup for weights and
+    cached prompts. If unset, SGLang chooses."""
     max_cached_tokens: Annotated[int, Field(ge=16, le=1 << 30)] | None = None
-    """Maximum number of tokens of cached prompts per engine, even if more would fit in memory. If
-    absent, only `gpuMemoryPercent` limits the cache."""
+    """Maximum number of tokens of cached prompts per engine. If unset, only `gpuMemoryPercent`
+    limits the cache."""
     lora_target_modules: (
         Annotated[
             list[Annotated[str, Field(max_length=63, pattern=r"^[a-z0-9_]+$")]],
@@ -229,60 +227,60 @@ class EnginesShape(Part):
         ]
         | None
     ) = None
-    """Modules that adapters may target, by SGLang's names (`--lora-target-modules`). If absent, all
-    modules may be targeted. An engine that accepts adapters on experts cannot load full expert
-    weights, so leave the experts out when mixture-of-experts models are fully fine-tuned."""
+    """Modules that adapters may target, as in SGLang's `--lora-target-modules`. If unset, adapters
+    may target all modules. An engine that accepts adapters for experts cannot load full expert
+    weights, so exclude the experts if users fully fine-tune mixture-of-experts models."""
     device_class_name: ObjectName | None = None
     """DeviceClass of the trainers' GPUs, such as `gpu.nvidia.com`. Required for colocated engines:
     the containers of a pod share GPUs through a ResourceClaim (resource.k8s.io/v1)."""
     start_timeout_seconds: Seconds = 1800
-    """How long, in seconds, an engine may take to load the base model before it is restarted. If
-    all engines are lost, requests wait for one to return for the same time."""
+    """Timeout, in seconds, for an engine to load the base model. When it expires, the engine is
+    restarted. If all engines fail, requests wait for an engine for the same time."""
     process_group: Literal["gloo", "nccl"] | None = None
-    """Backend of a torch process group that sends fully fine-tuned models to each engine; other
-    transports are the fallback. If absent, there is no group. The sender is the pod of the
-    trainer's first rank, or the head if the head trains; `gloo` sends from its CPU and `nccl` from
-    the rank's GPU. Each engine costs the sender 0.3 GiB of memory, and during a transfer 256 MiB,
-    or the size of the largest tensor if that is larger; `nccl` needs the same on the GPU, and a
-    CUDA context. Not valid for colocated engines."""
+    """Backend of the torch process group that sends fully fine-tuned models to each engine. If
+    unset, or if a transfer fails, other transports are used. The sender is the pod of the trainer's
+    first rank, or the head if the head trains. `gloo` sends from the CPU, `nccl` from the GPU of
+    the rank. For each engine, the sender needs 0.3 GiB of memory and, during a transfer, another
+    256 MiB or the size of the largest tensor, whichever is larger. `nccl` also needs the same
+    amount of GPU memory and a CUDA context. Not valid for colocated engines."""
     shared_memory: Literal["cpu", "cuda"] | None = None
-    """Shared memory that passes fully fine-tuned models to colocated engines of a single trainer
-    pod; other transports are the fallback. If absent, shared memory is not used. `cpu`: `/dev/shm`
-    of the pod; `trainer.resources.sharedMemory` must leave room for 512 MiB, and for twice the
-    largest tensor. `cuda`: memory of the first rank's GPU (CUDA IPC), which needs the same room
-    there, and a CUDA context."""
+    """Type of shared memory that passes fully fine-tuned models to colocated engines of a single
+    trainer pod. If unset, or if a transfer fails, other transports are used. `cpu`: `/dev/shm` of
+    the pod. It needs free space for 512 MiB and for twice the largest tensor; see
+    `trainer.resources.sharedMemory`. `cuda`: memory of the first rank's GPU (CUDA IPC). It needs
+    the same amount of GPU memory and a CUDA context."""
 
 
 class ExternalServers(Part):
-    """Running inference servers that are operated outside Tinkercloud."""
+    """Existing inference servers that are managed outside Tinkercloud."""
 
     kind: Literal["sglang", "vllm"]
-    """Software that the servers run."""
+    """Type of the servers."""
     urls: Annotated[
         list[Annotated[str, Field(max_length=253, pattern=r"^https?://[A-Za-z0-9.-]+(:[0-9]+)?$")]],
         Field(min_length=1, max_length=64),
     ]
-    """URLs of the servers, `http://host:port`. All of them must serve the same base model."""
+    """URLs of the servers, such as `http://host:port`. All servers must serve the same base
+    model."""
     model: Text | None = None
     """Name of the base model in vLLM. Defaults to `modelName`."""
     key_secret_name: ObjectName | None = None
     """Secret whose entry `key` is the API key of the servers, if they require one."""
     adapters_claim_name: ObjectName
-    """PersistentVolumeClaim that the head writes adapters to and that the servers read."""
+    """PersistentVolumeClaim to which the head writes adapters for the servers."""
     adapters_folder: Annotated[str, Field(max_length=512, pattern=r"^/.+$")]
     """Path at which the servers mount that volume."""
 
 
 class SamplerShape(Part):
-    """The sampler pods, or the servers used instead of them."""
+    """The sampler pods, or the external servers that replace them."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
             (
                 "self.backend == 'sglang' ? self.replicas >= 1 : self.replicas == 0",
                 "replicas: must be 1 or more for backend sglang, and 0 for torch (the head samples)"
-                " and"
-                " external (the servers are not pods of a session)",
+                " and external (the servers are not pods of the session)",
             ),
             (
                 "(self.backend == 'external') == has(self.external)",
@@ -295,8 +293,7 @@ class SamplerShape(Part):
             (
                 "self.sampledLogprobs == 'model' || self.backend == 'torch'",
                 "sampledLogprobs: inference servers only return the model's own logprobs; remove"
-                " it,"
-                " or set backend to torch",
+                " it, or set backend to torch",
             ),
             (
                 "!has(self.engines) || self.backend == 'sglang'",
@@ -306,9 +303,8 @@ class SamplerShape(Part):
                 "self.backend != 'sglang' || self.colocated"
                 " == (has(self.engines) && has(self.engines.deviceClassName))",
                 "engines.deviceClassName: required for colocated engines, which share GPUs through"
-                " a"
-                " DeviceClass, and not valid for others; set colocated and deviceClassName, or"
-                " neither",
+                " a DeviceClass, and not valid for others; set both colocated and"
+                " deviceClassName, or neither",
             ),
             (
                 "!self.colocated || !has(self.engines) || !has(self.engines.processGroup)",
@@ -321,8 +317,8 @@ class SamplerShape(Part):
             ),
             (
                 f"self.backend != 'sglang' || (has(self.image) && self.replicas <= {MAX_ENGINES})",
-                "image, replicas: backend sglang needs an image that contains SGLang, and at most"
-                f" {MAX_ENGINES} engines; set image, and lower replicas if they exceed it",
+                "image, replicas: backend sglang requires an image with SGLang and at most"
+                f" {MAX_ENGINES} replicas; set image, and lower replicas if necessary",
             ),
             FOR_PODS,
             PLACED_PODS,
@@ -331,10 +327,10 @@ class SamplerShape(Part):
 
     backend: Literal["torch", "sglang", "external"] = "torch"
     """Sampling engine. `torch`: the head samples with the trainer's weights. `sglang`: SGLang
-    engines run in pods of their own, or `colocated` in the trainer pods. `external`: running
-    servers that are operated outside Tinkercloud."""
+    engines run in their own pods or, if `colocated`, in the trainer pods. `external`: existing
+    servers that are managed outside Tinkercloud."""
     sampled_logprobs: Literal["model", "tempered"] = "model"
-    """Logprobs that are returned with sampled tokens. `model`: logprobs under the model's own
+    """Type of logprobs returned with sampled tokens. `model`: logprobs under the model's own
     distribution, at any temperature. `tempered`: logprobs under the distribution at the request's
     temperature, before top-k and top-p; only for backend `torch`."""
     image: Image | None = None
@@ -345,21 +341,20 @@ class SamplerShape(Part):
     gpus_per_replica: Annotated[int, Field(ge=0, le=MAX_GPUS)] = 0
     """Number of GPUs per engine."""
     resources: Resources = Resources()
-    """Resources of each engine's container, apart from GPUs."""
+    """Resources of each engine's container, excluding GPUs."""
     placement: RolePlacement | None = None
-    """Placement of the sampler pods, where it differs from `placement`. Colocated engines run in
-    the trainer pods."""
+    """Overrides of `placement` for the sampler pods. Has no effect on colocated engines, which run
+    in the trainer pods."""
     extended_resources: ExtendedResources = ()
     """Extended resources that each engine's container requests."""
     environment: Environment = ()
-    """Environment variables of each engine's container that configure NCCL and its transports."""
+    """Environment variables of each engine's container, to configure NCCL and its transports."""
     colocated: bool = False
-    """Whether the engines share the trainers' GPUs instead of having GPUs of their own."""
+    """Whether the engines share the GPUs of the trainers instead of using their own."""
     engines: EnginesShape | None = None
-    """Settings of the engines of backend `sglang`. Defaults to `{}`, which applies the default of
-    each field."""
+    """Settings of the engines for backend `sglang`. Defaults to `{}`."""
     external: ExternalServers | None = None
-    """The servers of backend `external`."""
+    """The servers for backend `external`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -376,11 +371,11 @@ class SamplerShape(Part):
 
 
 class Idle(Part):
-    """What happens to a session that nobody uses."""
+    """What to do when a session receives no requests."""
 
     timeout_seconds: Annotated[int, Field(ge=60, le=31_536_000)] = 3600
-    """Time without requests, in seconds, after which the session is idle."""
+    """How long, in seconds, a session must receive no requests to be considered idle."""
     action: Literal["Suspend", "Delete"] = "Suspend"
-    """`Suspend`: the session's state is saved, its pods are deleted, and the next request resumes
-    it. `Delete`: a last checkpoint is saved and the session is deleted; a session that was
-    declared, not created by the API server, becomes Finished and is kept."""
+    """What to do with an idle session. `Suspend` saves its state and deletes its pods; the next
+    request resumes it. `Delete` saves a final checkpoint and deletes the session. A session from
+    your own manifest, not from the API server, is not deleted but becomes Finished."""

@@ -50,13 +50,13 @@ class Lora(Part):
     rank: Annotated[int, Field(ge=1, le=1024)] = 32
     """Rank of the adapter."""
     seed: Annotated[int, Field(ge=0, le=2**53)] | None = None
-    """Seed of the initial weights. If absent, a random seed is used."""
+    """Seed of the initial weights. If unset, the seed is random."""
     train_attention: bool = True
-    """Whether attention layers are trained."""
+    """Whether to train the attention layers."""
     train_mlp: bool = True
-    """Whether MLP layers are trained."""
+    """Whether to train the MLP layers."""
     train_unembed: bool = True
-    """Whether the unembedding layer (lm_head) is trained."""
+    """Whether to train the unembedding layer (lm_head)."""
 
 
 class RestoreFrom(Part):
@@ -65,27 +65,27 @@ class RestoreFrom(Part):
     path: TinkerPath
     """`tinker://` path of a training checkpoint."""
     optimizer: bool = False
-    """Whether the optimizer state is restored too."""
+    """Whether to restore the optimizer state in addition to the weights."""
 
 
 class TrainerOverride(Part):
-    """Overrides of the BaseModel's trainer. A session can only lower them."""
+    """Overrides of the BaseModel's trainer. A session can only lower its values."""
 
     replicas: Annotated[int, Field(ge=1, le=512)] | None = None
-    """Number of trainer pods, at most the BaseModel's."""
+    """Number of trainer pods. The maximum is the BaseModel's `trainer.replicas`."""
     max_batch_tokens: Annotated[int, Field(ge=1, le=1 << 22)] | None = None
-    """Maximum number of tokens per micro-batch, at most the BaseModel's."""
+    """Maximum number of tokens per micro-batch. The BaseModel defines the upper bound."""
 
 
 class SamplerOverride(Part):
-    """Overrides of the BaseModel's sampler. A session can only lower them."""
+    """Overrides of the BaseModel's sampler. A session can only lower its values."""
 
     replicas: Annotated[int, Field(ge=1, le=512)] | None = None
-    """Number of engines, at most the BaseModel's."""
+    """Number of engines. The maximum is the BaseModel's `sampler.replicas`."""
 
 
 class TrainingSessionSpec(Part):
-    """A training run, or a sampler, of a BaseModel, which defines images, volumes and nodes."""
+    """A training run or sampler that uses the images, volumes and nodes of a BaseModel."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -108,7 +108,7 @@ class TrainingSessionSpec(Part):
             (
                 "self.role != 'Sampler' || (!has(self.lora) && !has(self.restoreFrom)"
                 " && !has(self.trainer))",
-                "role: a Sampler does not train; remove lora, restoreFrom and trainer",
+                "role: lora, restoreFrom and trainer are not valid for role Sampler; remove them",
             ),
         )
     )
@@ -118,8 +118,8 @@ class TrainingSessionSpec(Part):
     role: Annotated[Literal["Trainer", "Sampler"], Field(json_schema_extra=rules(IMMUTABLE))] = (
         "Trainer"
     )
-    """`Trainer`: one training run and its samplers. `Sampler`: samplers of the base model or of
-    saved checkpoints, without a trainer."""
+    """`Trainer`: one training run and its samplers. `Sampler`: only samplers, of the base model or
+    of saved checkpoints."""
     model_id: (
         Annotated[
             str,
@@ -131,34 +131,35 @@ class TrainingSessionSpec(Part):
         ]
         | None
     ) = None
-    """The SDK's id of the run, set by the API server. Absent in sessions that are declared in
-    Git."""
+    """ID of the training run in the SDK, set by the API server. Leave it unset in your own
+    manifests."""
     owner: Annotated[str, Field(min_length=1, max_length=128, json_schema_extra=rules(IMMUTABLE))]
     """Owner of the session. API keys of this owner may use it."""
     lora: Annotated[Lora, Field(json_schema_extra=rules(IMMUTABLE))] | None = None
-    """The adapter to train. If absent, the session trains the whole model."""
+    """The LoRA adapter to train. If unset, the session trains the whole model."""
     optimizer: Annotated[Literal["adamw"], Field(json_schema_extra=rules(IMMUTABLE))] = "adamw"
     """Type of optimizer."""
     restore_from: Annotated[RestoreFrom, Field(json_schema_extra=rules(IMMUTABLE))] | None = None
     """The checkpoint to start from."""
     trainer: TrainerOverride | None = None
-    """Requests a smaller trainer than the BaseModel's."""
+    """Overrides of the BaseModel's trainer. A session can only lower its values."""
     sampler: SamplerOverride | None = None
-    """Requests a smaller sampler than the BaseModel's."""
+    """Overrides of the BaseModel's sampler. A session can only lower its values."""
     queue_name: Annotated[ObjectName, Field(json_schema_extra=rules(IMMUTABLE))] | None = None
-    """One of the LocalQueues that the BaseModel allows."""
+    """Kueue LocalQueue for the session. The BaseModel must allow it."""
     priority_class_name: ObjectName | None = None
-    """One of the PriorityClasses that the BaseModel allows."""
+    """PriorityClass of the pods. The BaseModel must allow it."""
     suspend: bool = False
-    """Whether the session is suspended: its state is saved and its pods are deleted."""
+    """Whether to suspend the session. The operator then saves its state and deletes its pods."""
     idle: Idle | None = None
-    """What happens when nobody uses the session. Defaults to the BaseModel's `sessions.idle`."""
+    """What to do when the session receives no requests. Defaults to the BaseModel's
+    `sessions.idle`."""
     max_lifetime_seconds: Seconds | None = None
-    """Maximum lifetime in seconds. When it expires, a last checkpoint is saved, the session ends,
-    and ttlSecondsAfterFinished applies."""
+    """Maximum lifetime in seconds. After this time the operator saves a final checkpoint and ends
+    the session, and `ttlSecondsAfterFinished` applies."""
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] = 3600
-    """How long, in seconds, the session is kept for inspection after it has ended. A session that
-    was declared, not created by the API server, is never deleted: it stays Finished."""
+    """How long, in seconds, to keep the session for inspection after it ends. A session from your
+    own manifest, not from the API server, is never deleted and stays Finished."""
 
 
 class Workers(Part):
@@ -173,54 +174,54 @@ class Workers(Part):
     samplers_desired: Annotated[int, Field(ge=0)] = 0
     """Number of desired samplers. A head that samples counts as one."""
     trainers: Annotated[str, Field(max_length=16)] = ""
-    """Ready/desired trainers, as `kubectl get` shows them."""
+    """Ready and desired trainers, such as `1/2`, for `kubectl get`."""
     samplers: Annotated[str, Field(max_length=16)] = ""
-    """Ready/desired samplers, as `kubectl get` shows them."""
+    """Ready and desired samplers, such as `1/2`, for `kubectl get`."""
 
 
 class Failing(Part):
-    """Why the pods of a session fail to run."""
+    """Failure that keeps a session's pods from running."""
 
     since: Annotated[str, Field(max_length=40)]
-    """When the pods began to fail, without having been Ready since (RFC 3339)."""
+    """When the pods began to fail (RFC 3339). The session has not been Ready since."""
     message: Message = ""
     """The most recent failure."""
 
 
 class TrainingSessionStatus(Part):
-    """The status that the operator last observed."""
+    """Most recently observed status. Set by the operator."""
 
     observed_generation: Annotated[int, Field(ge=0)] = 0
-    """The `metadata.generation` that this status describes."""
+    """The `metadata.generation` that this status is based on."""
     phase: Phase = "Pending"
-    """A summary for people. Programs should read the conditions."""
+    """Summary of the conditions for human readers. Programs should read the conditions instead."""
     conditions: Conditions
-    """Conditions of types Accepted, QuotaReserved, ClusterProvisioned, HeadReady, EngineReady,
-    Ready, Reconciling, Stalled and Suspended."""
+    """The conditions Accepted, QuotaReserved, ClusterProvisioned, HeadReady, EngineReady, Ready,
+    Reconciling, Stalled and Suspended."""
     endpoint: Annotated[str, Field(max_length=512)] | None = None
-    """URL of the head inside the cluster, while the head is ready."""
+    """Cluster-internal URL of the head. Only set while the head is ready."""
     incarnation: Annotated[str, Field(max_length=128)] | None = None
-    """Identifies the head process at `endpoint`: the head pod's uid and the container's restart
-    count."""
+    """Identity of the head process at `endpoint`: the UID of the head pod and the restart count of
+    its container."""
     ray_cluster: Text | None = None
-    """Name of the session's RayCluster, while there is one."""
+    """Name of the session's RayCluster, if it exists."""
     workers: Workers = Workers()
     """Numbers of ready and desired workers."""
     gpus: Annotated[int, Field(ge=0)] = 0
     """Number of GPUs that the session's pods request."""
     plan: Message | None = None
-    """How the operator divides the model over the trainers' GPUs, and why, if the BaseModel sets
-    `trainer.planning`."""
+    """The parallelism that the operator chose for the trainers, with an explanation. Only set if
+    the BaseModel sets `trainer.planning`."""
     last_activity_time: Annotated[str, Field(max_length=40)] | None = None
     """When a client last used the session (RFC 3339)."""
     latest_checkpoint: Annotated[str, Field(max_length=512)] | None = None
-    """`tinker://` path of the newest checkpoint that the operator knows."""
+    """`tinker://` path of the newest checkpoint that the operator requested."""
     restarts: Annotated[int, Field(ge=0)] = 0
-    """Number of head processes that ended unexpectedly."""
+    """Number of unexpected exits of the head process."""
     saved_incarnation: Annotated[str, Field(max_length=128)] | None = None
-    """The incarnation whose state was saved before its pods were deleted."""
+    """The last incarnation that saved its state before its pods were deleted."""
     failing: Failing | None = None
-    """Why the session's pods fail to run, while they do."""
+    """Failure that keeps the session's pods from running. Only set while they fail."""
     finished_time: Annotated[str, Field(max_length=40)] | None = None
     """When the session ended (RFC 3339)."""
     message: Message | None = None

@@ -26,12 +26,12 @@ QUEUE_DEPTH = Gauge("tinkercloud_queue_depth", "Sessions waiting to be reconcile
 IS_LEADER = Gauge("tinkercloud_is_leader", "1 if this replica holds the leader Lease, else 0")
 OLDEST_SECONDS = Gauge(
     "tinkercloud_session_oldest_seconds",
-    "Longest time that any session of a phase has made no progress",
+    "Longest time without progress of any session, by phase",
     ["phase"],
 )
-RESTARTS = Counter("tinkercloud_session_restarts", "Head processes that ended unexpectedly")
+RESTARTS = Counter("tinkercloud_session_restarts", "Unexpected exits of head processes")
 SAVES_FAILED = Counter(
-    "tinkercloud_saves_failed", "Save requests to heads that failed, by kind of request", ["what"]
+    "tinkercloud_saves_failed", "Failed save requests to heads, by kind of request", ["what"]
 )
 DEFINITIONS_OUTDATED = Gauge(
     "tinkercloud_definitions_outdated",

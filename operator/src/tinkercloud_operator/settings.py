@@ -26,93 +26,96 @@ class Settings(BaseSettings):
     )
 
     namespace: str = "default"
-    """The namespace that the operator watches."""
+    """Namespace that the operator watches."""
     identity: str = Field(default_factory=lambda: os.environ.get("HOSTNAME", "operator"))
     """Name of this replica in the Lease; defaults to the name of the pod."""
     lease_name: str = "tinkercloud-operator"
-    """Lease that the leading replica holds."""
+    """Name of the Lease for leader election."""
     lease_seconds: Annotated[int, Field(ge=3)] = 15
-    """How long a Lease is valid without a renewal."""
+    """How long, in seconds, the Lease is valid without renewal."""
     lease_renew_seconds: Annotated[int, Field(ge=2)] = 10
-    """How long the leader retries a renewal of its Lease before it stops acting."""
+    """How long, in seconds, the leader tries to renew the Lease before it stops acting as the
+    leader."""
     lease_retry_seconds: Annotated[int, Field(ge=1)] = 2
-    """Pause between two attempts to acquire or renew the Lease."""
+    """Interval, in seconds, between attempts to acquire or renew the Lease."""
     probe_host: str = "0.0.0.0"  # noqa: S104 - the kubelet and Prometheus come from outside the pod
-    """Address of /livez, /readyz and /metrics."""
+    """Address on which the operator serves /livez, /readyz and /metrics."""
     probe_port: Annotated[int, Field(ge=0, lt=65536)] = 9090
-    """Port of /livez, /readyz and /metrics; 0 takes a free one."""
+    """Port on which the operator serves /livez, /readyz and /metrics; 0 selects a free port."""
     checkpoint_root: str = "file:///checkpoints"
-    """URL of the object store for checkpoints, as seen by heads: file:///..., s3://..., gs://...,
-    az://..."""
+    """URL of the checkpoint store, as heads access it: file:///..., s3://..., gs://... or
+    az://...."""
     checkpoint_claim: str | None = None
-    """PersistentVolumeClaim mounted at /checkpoints in every head, for file:///checkpoints."""
+    """PersistentVolumeClaim to mount at /checkpoints in every head. Required for
+    file:///checkpoints."""
     checkpoint_secret: str | None = None
-    """Secret whose entries become environment variables of every head and of the init containers
-    that download models: the credentials of the store."""
+    """Secret with the credentials of the checkpoint store. Its entries become environment variables
+    of all heads and of the init containers that download models."""
     service_account: str = "default"
-    """Service account of session pods; its token is not mounted."""
+    """Service account of session pods. Its token is not mounted."""
     pod_labels: dict[str, str] = {}
     """Additional labels of session pods. Labels of Tinkercloud and KubeRay take precedence."""
     image_pull_secrets: list[str] = []
-    """Secrets for pulling session images."""
+    """Names of image pull secrets for session pods."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
-    """Pull policy of session images; null uses the default of Kubernetes."""
+    """Image pull policy of session pods. Null uses the default of Kubernetes."""
     run_as_user: int | None = 65532
-    """User id of session pods; null leaves it to the namespace (OpenShift)."""
+    """User ID of session pods. Null leaves the field unset, as OpenShift requires."""
     fs_group: int | None = 65532
-    """Group id that owns the volumes of session pods; null leaves it to the namespace."""
+    """Group ID that owns the volumes of session pods. Null leaves the field unset."""
     reserve_scratch: bool = False
-    """Whether session pods request `ephemeral-storage` for their scratch space. Nodes and the
-    ClusterQueues of Kueue must then provide it."""
+    """Whether session pods request `ephemeral-storage` for their scratch volume. Nodes, and
+    ClusterQueues if you use Kueue, must then provide that resource."""
     limit_cores: bool = False
-    """Whether each container of a session is limited to the cores that it requests, as some
-    ResourceQuotas require. Pods then have QoS class Guaranteed, but cannot use idle cores."""
+    """Whether to set a CPU limit equal to the CPU request for each session container, as some
+    ResourceQuotas require. Pods then have QoS class Guaranteed but cannot use idle cores."""
     download_memory: Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(M|Mi|G|Gi)$")] = "4Gi"
     """Memory of the init container that downloads a model."""
     ca_config_map: str | None = None
-    """ConfigMap with the certificate authorities that session containers trust, instead of those of
-    their images."""
+    """ConfigMap with CA certificates for session containers. They replace the CA certificates of
+    the images."""
     ca_key: str = "ca-bundle.crt"
-    """Key of the PEM bundle in that ConfigMap."""
+    """Key of the bundle (PEM) in the ConfigMap."""
     client_labels: Annotated[
         list[Annotated[dict[str, str], Field(min_length=1)]], Field(min_length=1)
     ] = [{"app.kubernetes.io/part-of": "tinkercloud"}]
-    """Labels of the pods that may connect to heads, one selector each: API server and operator."""
+    """Label selectors of the pods that may connect to heads, such as the API server and the
+    operator."""
     network_policies: bool = True
-    """Whether each session gets a NetworkPolicy."""
+    """Whether to create a NetworkPolicy for each session."""
     outgoing_ports: list[Annotated[int, Field(gt=0, lt=65536)]] = [443]
-    """Ports at which heads reach the checkpoint store and the model hub, at any address; empty if
-    both are volumes."""
+    """Ports on which heads may connect to the checkpoint store and the model hub, at any address.
+    Empty if both are volumes."""
     ray_version: str = "2.60.0"
-    """Version of Ray in the session images."""
+    """Ray version in the images of session pods."""
     drain_seconds: Annotated[int, Field(ge=1)] = 20
-    """How long a stopping head may take to finish its current operation."""
+    """How long, in seconds, a stopping head may take to finish its current operation."""
     suspend_seconds: Annotated[int, Field(ge=1)] = 120
-    """How long a stopping head may then take to save its state before it is killed."""
+    """How long, in seconds, a stopping head may then take to save its state before it is killed."""
     last_checkpoint_seconds: Annotated[int, Field(ge=0)] = 60
-    """How long the deletion of a session waits for its last checkpoint."""
+    """How long, in seconds, the deletion of a session waits for its final checkpoint."""
     judges_nodes: bool = True
-    """Whether a session is reported as NeverFits if no node of the kind that its pods need is large
-    enough. Disable it where autoscalers may add larger nodes; it is disabled automatically with
-    Karpenter. Requires permission to list nodes, without which it has no effect."""
+    """Whether to report a session as NeverFits if all nodes that match its pods are too small.
+    Disable it if an autoscaler may add larger nodes; it is disabled automatically on clusters with
+    Karpenter. Has no effect without permission to list nodes."""
     leaves_cordoned_nodes: bool = True
-    """Whether a session with pods on a cordoned node is suspended and resumed on other nodes, so
-    that the node can be drained. Requires permission to list nodes, without which it has no
-    effect."""
+    """Whether to move sessions off cordoned nodes, by suspending them and resuming them on other
+    nodes, so that the nodes can be drained. Has no effect without permission to list nodes."""
     kueue_groups: Annotated[int, Field(ge=3)] = 18
-    """Pod groups that the cluster's Kueue accepts in one workload: 18 as of release 0.19, 8 in
-    older ones. The head is one group, all trainers are one, and each engine is one."""
+    """Maximum number of pod groups per Kueue workload: 18 as of Kueue 0.19, 8 in older releases.
+    The head is one group, all trainers together are one group, and each engine is one group."""
     starts_in_order: bool = True
-    """Whether sessions that compete for GPUs or other devices start in order of creation, each once
-    all pods of the earlier ones are scheduled. Otherwise two sessions could each get half of the
-    GPUs and wait for the rest. Sessions with a queue or a custom scheduler are excluded."""
+    """Whether sessions that compete for GPUs or other devices start in order of creation. Each
+    session waits until all pods of older sessions are scheduled. Otherwise, two sessions could each
+    get half of the GPUs and wait for the other half forever. Does not apply to sessions that use a
+    queue or a custom scheduler."""
     resync_seconds: Annotated[int, Field(ge=5)] = 300
-    """Interval at which all objects are listed and all sessions are reconciled."""
+    """Interval, in seconds, at which the operator lists all objects and reconciles all sessions."""
     max_concurrent: Annotated[int, Field(ge=1)] = 64
-    """Number of sessions reconciled concurrently; most of the time is spent waiting for the API
-    server."""
+    """Maximum number of sessions that are reconciled concurrently. Reconciling mostly waits for the
+    Kubernetes API server."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Minimum severity of logged messages."""
+    """Minimum severity of log messages."""
 
     @property
     def stop_seconds(self) -> int:

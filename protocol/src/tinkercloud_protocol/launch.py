@@ -43,47 +43,45 @@ class TrainerConfig(_Config):
     """How the head trains."""
 
     backend: Literal["torch", "megatron", "none"] = "torch"
-    """Training engine. `torch`: any Hugging Face causal language model, with a full copy per rank.
-    `megatron`: models of the Llama, Mistral, Qwen, Mixtral and DeepSeek families, divided over
-    ranks. `none`: the head only samples."""
+    """Training engine. `torch`: any Hugging Face causal language model, with a full copy on each
+    rank. `megatron`: models of the Llama, Mistral, Qwen, Mixtral and DeepSeek families, split
+    across ranks. `none`: the head only samples."""
     ranks: Annotated[int, Field(ge=0)] = 0
-    """Number of processes that train together, each of which is a Ray actor. 0: the head's own
-    process trains, which requires backend torch."""
+    """Number of ranks (training processes). Each rank is a Ray actor. If 0, the process of the head
+    trains; this requires backend torch."""
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     """Number of ranks that share each weight matrix. Only for backend megatron."""
     pipeline_parallel: Annotated[int, Field(ge=1)] = 1
-    """Number of ranks that the layers are divided over. Only for backend megatron."""
+    """Number of pipeline stages, each of which holds a range of layers. Only for backend
+    megatron."""
     context_parallel: Annotated[int, Field(ge=1)] = 1
     """Number of ranks that share each sequence. Only for backend megatron."""
     expert_parallel: Annotated[int, Field(ge=1)] = 1
-    """Number of ranks that share the experts of a mixture-of-experts model; it adds no further
-    ranks. Only for backend megatron."""
+    """Number of ranks that share the experts of a mixture-of-experts model. It does not increase
+    the number of ranks. Only for backend megatron."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device that the trainer computes on. With `cuda` and ranks, Ray assigns one GPU to each rank,
-    and the head itself needs none."""
+    """Device of the trainer. With `cuda` and ranks, Ray assigns one GPU to each rank, and the head
+    does not need a GPU."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the frozen base weights. Adapters, gradients and optimizer moments are always
     float32."""
     max_batch_tokens: Annotated[int, Field(ge=1)] = 2048
-    """Maximum number of tokens per micro-batch. A datum that is longer forms a micro-batch of its
-    own."""
+    """Maximum number of tokens per micro-batch. A longer datum forms its own micro-batch."""
     max_kept_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Maximum number of tokens of a micro-batch whose activations are all kept for the backward
-    pass. In larger micro-batches activations are recomputed layer by layer (activation
-    checkpointing), which takes a third more time and a small part of the memory. None: activations
-    are always kept."""
+    """Size, in tokens, above which a micro-batch uses activation checkpointing: activations are
+    recomputed layer by layer in the backward pass, which takes a third more time and a small
+    fraction of the memory. None: all activations are always kept."""
     packed_weights: bool = True
-    """Whether frozen layers on a CPU are also kept in a packed format, which is faster but triples
-    their memory. Does not apply to sharded weights."""
+    """Whether to keep an additional copy of frozen layers on the CPU in a packed format. It is
+    faster but triples their memory usage. Does not apply to sharded weights."""
     sharded: bool = False
-    """Whether the ranks share one copy of the base model, and of models that are fully fine-tuned,
-    as shards (FSDP2) instead of holding a copy each. The first rank reads the whole base model into
-    host memory. Only for backend torch."""
+    """Whether to shard the base model and fully fine-tuned models across the ranks (FSDP2). If
+    false, each rank holds a full copy. The first rank reads the whole base model into host memory.
+    Only for backend torch."""
     start_timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
-    """How long, in seconds, ranks may take until each of them has been placed, has joined the
-    others and has loaded its part of the model. After that the head exits; if ranks replace lost
-    ones, the request fails instead. Collective operations have the same timeout, but at least half
-    an hour."""
+    """Timeout, in seconds, for all ranks to be scheduled, join the process group and load their
+    part of the model. When it expires, the head exits; if the ranks replace lost ranks, the request
+    fails instead. Collective operations use the same timeout, but at least 30 minutes."""
 
     @property
     def model_ranks(self) -> int:
@@ -131,47 +129,47 @@ class TrainerConfig(_Config):
 
 
 class InferenceConfig(_Config):
-    """Inference servers that sample instead of the head. Does not apply to backend torch."""
+    """Inference servers that sample instead of the head. Not used by backend torch."""
 
     kind: Literal["sglang", "vllm"] = "sglang"
-    """Software that the servers run, which determines the API that the head uses."""
+    """Type of the servers. It determines the API that the head uses."""
     urls: Annotated[tuple[str, ...], Field(examples=[["http://127.0.0.1:30000"]])] = ()
-    """URLs of the servers, `http://host:port`. All of them must serve the same base model. The
-    requests of a sampling session go to one of them, which caches its prompts."""
+    """URLs of the servers, such as `http://host:port`. All servers must serve the same base model.
+    All requests of a sampling session go to the same server, which caches its prompts."""
     model: str | None = None
-    """Name of the base model in vLLM. If absent, the name that SDK users request."""
+    """Name of the base model in vLLM. Defaults to the name that SDK users request."""
     key_file: str | None = None
     """File that contains the API key of the servers, if they require one."""
     adapters_dir: str | None = None
-    """Folder that the head writes adapters to, for servers that do not accept adapters in requests,
-    such as vLLM. If absent, a folder in scratch_dir, which works for servers on the same
-    machine."""
+    """Folder to which the head writes adapters, for servers such as vLLM that do not accept
+    adapters in requests. Defaults to a folder in scratch_dir, which only works for servers on the
+    same machine."""
     adapters_dir_there: str | None = None
-    """Path of the same folder on the servers. If absent, the path is the same."""
+    """Path at which the servers see `adapters_dir`. Defaults to the same path."""
     adapters_seen: bool = True
-    """Whether the servers can read that folder. If not, all weights are sent to SGLang in requests,
-    regardless of size."""
+    """Whether the servers can read `adapters_dir`. If false, the head sends all weights to SGLang
+    in requests, regardless of their size."""
     max_concurrent_requests: Annotated[int, Field(ge=1)] = 256
     """Maximum number of concurrent sampling requests per server. Further requests wait in the
     head."""
     recovery_seconds: Annotated[float, Field(gt=0)] = 300.0
-    """How long, in seconds, requests wait for a server that does not respond if no other server
-    does."""
+    """How long, in seconds, requests wait for a server to recover if none of the servers
+    responds."""
     colocated: bool = False
-    """Whether the servers share their GPUs with the trainer, and release GPU memory while it
-    computes. Only for SGLang servers that are started with --enable-memory-saver."""
+    """Whether the servers share GPUs with the trainer and release GPU memory while it computes.
+    Only for SGLang servers started with --enable-memory-saver."""
     process_group: Literal["nccl", "gloo"] | None = None
-    """Backend of a torch process group with each engine that transfers fully fine-tuned models;
-    requests and files are the fallback. The sender is the process that trains, the head or the
-    first of the trainer's ranks; engines and sender must be able to connect to each other on any
-    port. `nccl` sends from the GPU and requires the same version of NCCL in the engines; `gloo`
-    sends from the CPU. If absent, there is no group. Only for backend sglang."""
+    """Backend of the torch process group that sends fully fine-tuned models to each engine. If
+    unset, or if a transfer fails, requests and files are used. The sender is the trainer's first
+    rank, or the head if the head trains. The sender and the engines must be able to connect to each
+    other on any port. `nccl` sends from the GPU and requires the same NCCL version in the engines;
+    `gloo` sends from the CPU. Only for backend sglang."""
     shared_memory: Literal["cuda", "cpu"] | None = None
-    """Shared memory that passes fully fine-tuned models to engines on the same machine; requests
-    and files are the fallback. The sender is the process that trains, the head or the first of the
-    trainer's ranks, and the engines must see its /dev/shm and /tmp. `cuda`: memory of its GPU (CUDA
-    IPC). `cpu`: host memory; /dev/shm must have room for 512 MiB, and for twice the largest tensor.
-    If absent, shared memory is not used. Only for backend sglang."""
+    """Type of shared memory that passes fully fine-tuned models to engines on the same machine. If
+    unset, or if a transfer fails, requests and files are used. The sender is the trainer's first
+    rank, or the head if the head trains. The engines must have access to its /dev/shm and /tmp.
+    `cuda`: memory of the sender's GPU (CUDA IPC). `cpu`: host memory; /dev/shm needs free space for
+    512 MiB and for twice the largest tensor. Only for backend sglang."""
 
 
 class SamplerConfig(_Config):
@@ -179,25 +177,26 @@ class SamplerConfig(_Config):
 
     backend: Literal["torch", "sglang", "external"] = "torch"
     """Sampling engine. `torch`: the head itself. `sglang`: SGLang engines that serve only this
-    head. `external`: a running vLLM or SGLang server that is operated outside Tinkercloud; its base
-    weights are not changed."""
+    head. `external`: existing vLLM or SGLang servers that are managed outside Tinkercloud; their
+    base weights are not changed."""
     inference: InferenceConfig = InferenceConfig()
     sampled_logprobs: Literal["model", "tempered"] = "model"
-    """Logprobs that are returned with sampled tokens. `model`: logprobs under the model's own
+    """Type of logprobs returned with sampled tokens. `model`: logprobs under the model's own
     distribution, as forward computes it, at any temperature. `tempered`: logprobs under the
     distribution at the request's temperature, before top-k and top-p; only for backend torch."""
     max_queued_requests: Annotated[int, Field(ge=1)] = 4096
-    """Maximum number of waiting and running sampling requests per owner. Beyond it, asample returns
-    429 and the SDK backs off."""
+    """Maximum number of waiting and running sampling requests per owner. Further asample requests
+    receive status 429, and the SDK backs off."""
     max_running_sequences: Annotated[int, Field(ge=1)] = 64
-    """Maximum number of sequences that are decoded together. This and the following settings apply
-    to backend torch."""
+    """Maximum number of sequences that are decoded together. Only for backend torch."""
     prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 512
-    """Number of prompt tokens that are computed between two decoding steps of other sequences."""
+    """Number of prompt tokens to process between two decoding steps of other sequences. Only for
+    backend torch."""
     max_cached_tokens: Annotated[int, Field(ge=1)] = 1 << 17
-    """Capacity of the key-value cache of sequences that are decoded together, in tokens; each
-    sequence counts at its maximum length. Waiting prompts use up to a quarter of it in addition,
-    and recently read prompts another quarter. A single request always fits."""
+    """Capacity, in tokens, of the key-value cache of sequences that are decoded together. Each
+    sequence counts with its maximum length. Waiting prompts may use another quarter of this
+    capacity, and recently used prompts a further quarter. A single request always fits. Only for
+    backend torch."""
 
     @model_validator(mode="after")
     def _check_servers(self) -> Self:
@@ -267,57 +266,60 @@ class Limits(_Config):
     max_lora_rank: Annotated[int, Field(ge=1)] = 256
     """Maximum rank of an adapter."""
     max_context_length: Annotated[int, Field(ge=1)] | None = None
-    """Maximum length of a sequence, in tokens. The model's own `max_position_embeddings` applies if
-    this is absent or higher."""
+    """Maximum length of a sequence, in tokens. Defaults to the model's own
+    `max_position_embeddings`, which is also the upper bound."""
     max_body_bytes: Annotated[int, Field(ge=1)] = 64 << 20
     """Maximum size of a request body in bytes, before and after decompression."""
     max_queued_bytes: Annotated[int, Field(ge=1)] = 512 << 20
     """Maximum total size of an owner's queued requests in bytes: waiting training requests of all
-    models, and waiting or running sampling requests. Each request counts with the larger of its
-    encoded and its decoded size. Beyond it, requests get a 429 response and the SDK backs off."""
+    models, and waiting or running sampling requests. Each request counts with its encoded or
+    decoded size, whichever is larger. Further requests receive status 429, and the SDK backs
+    off."""
     max_result_bytes: Annotated[int, Field(ge=1)] = 512 << 20
-    """Maximum total size of an owner's results in bytes. Beyond it, results that were read are
-    deleted first, then the oldest unread samples: a request for one of these gets a 410 response,
-    and the SDK samples again. Unread results of training are never deleted; instead, the owner's
-    next forward_backward waits, or gets a 429 response, until they are retrieved."""
+    """Maximum total size of an owner's results in bytes. When it is exceeded, results that were
+    read are deleted first, then the oldest unread samples. A request for a deleted sample receives
+    status 410, and the SDK samples again. Unread training results are never deleted; instead, the
+    owner's next forward_backward request waits, or receives status 429, until they are
+    retrieved."""
     max_models_per_owner: Annotated[int, Field(ge=1)] | None = None
-    """Maximum number of models per owner that a head holds at the same time. If absent, only memory
-    limits the number."""
+    """Maximum number of models of one owner that a head holds at the same time. If unset, only
+    memory limits the number."""
     max_sampler_bytes: Annotated[int, Field(ge=1)] = 2 << 30
-    """Maximum total size of sampler weights in memory, in bytes. Beyond it, the least recently used
-    weights are moved to scratch_dir."""
+    """Maximum total size of sampler weights in memory, in bytes. When it is exceeded, the least
+    recently used weights are moved to scratch_dir."""
     max_snapshot_bytes: Annotated[int, Field(ge=1)] = 8 << 30
     """Maximum total size of sampler weights in memory and in files, in bytes: adapters in float32,
-    fully fine-tuned models in trainer.dtype. Beyond it, the least recently used weights are
-    evicted. Weights of a checkpoint are reloaded when needed; unnamed snapshots are lost. The
+    fully fine-tuned models in trainer.dtype. When it is exceeded, the least recently used weights
+    are evicted. Weights of checkpoints are reloaded when needed; unnamed snapshots are lost. The
     latest weights of each model, and weights that are in use, are never evicted."""
     max_placed_bytes: Annotated[int, Field(ge=1)] = 8 << 30
-    """Maximum total size in bytes of fully fine-tuned models in the scratch_dir of the trainer's
-    first rank, from where they are sent to engines over a process group or through shared memory.
-    Beyond it, models are stored at the head."""
+    """Maximum total size, in bytes, of fully fine-tuned models in the scratch_dir of the trainer's
+    first rank, which sends them to engines over a process group or through shared memory. Further
+    models are stored on the head."""
 
 
 class Timings(_Config):
     """Durations in seconds."""
 
     long_poll_seconds: Annotated[float, Field(gt=0)] = 20.0
-    """How long, in seconds, a retrieve_future request is held open. The SDK times out after 45."""
+    """How long, in seconds, a retrieve_future request waits for a result. The SDK times out after
+    45 seconds."""
     gap_seconds: Annotated[float, Field(gt=0)] = 360.0
-    """How long, in seconds, the head waits for a missing seq_id. The SDK retries a submission for
-    up to 300."""
+    """How long, in seconds, the head waits for a missing seq_id. The SDK retries a request for up
+    to 300 seconds."""
     result_ttl_seconds: Annotated[float, Field(gt=0)] = 900.0
-    """How long, in seconds, a result is kept after it was first read."""
+    """How long, in seconds, a result is kept after it is first read."""
     unread_result_ttl_seconds: Annotated[float, Field(gt=0)] = 86400.0
     """How long, in seconds, an unread result is kept."""
     drain_seconds: Annotated[float, Field(gt=0)] = 20.0
     """How long, in seconds, a stopping head may take to finish running requests."""
     suspend_seconds: Annotated[float, Field(gt=0)] = 60.0
-    """How long, in seconds, a stopping head may then take to write its state to the object store,
-    so that runs can resume in the next head. The termination grace period must exceed the sum of
-    both by a few seconds."""
+    """How long, in seconds, a stopping head may then take to write its state to the checkpoint
+    store, so that the next head can resume its runs. The termination grace period must exceed
+    `drain_seconds` plus `suspend_seconds` by a few seconds."""
     orphan_grace_seconds: Annotated[float, Field(gt=0)] | None = None
-    """How long, in seconds, a head outlives the last API server that held its lease. If absent, it
-    runs until it is stopped."""
+    """How long, in seconds, a head keeps running without an API server that holds its lease. If
+    unset, the head runs until it is stopped."""
 
     @property
     def stop_seconds(self) -> float:

@@ -61,7 +61,7 @@ def test_a_session_suspended_because_idle_is_resumed_by_the_next_request(
     [name] = set(world.sessions()) - set(known)
     losses = [step(training), step(training)]
     head.stop()
-    idle = (ConditionType.SUSPENDED, "True", Reason.IDLE, "idle for 600 s")
+    idle = (ConditionType.SUSPENDED, "True", Reason.IDLE, "no requests for 600 s")
     world.say(name, idle, (ConditionType.READY, "False", Reason.SUSPENDED, ""), endpoint=None)
     asleep = now()
 

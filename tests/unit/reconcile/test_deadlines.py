@@ -96,7 +96,8 @@ def test_foreground_deletion_does_not_count_as_a_blocking_finalizer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("finalizers", "named"), [((), "node gpu-3 has not confirmed it"), (("a/b",), "finalizers a/b")]
+    ("finalizers", "named"),
+    [((), "node gpu-3 has not confirmed its termination"), (("a/b",), "finalizers a/b")],
 )
 def test_a_pod_stuck_in_termination_is_reported_with_the_cause(
     finalizers: tuple[str, ...], named: str

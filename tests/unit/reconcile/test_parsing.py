@@ -282,7 +282,7 @@ def test_the_status_reports_that_no_current_node_matches() -> None:
     assert ready.message == (
         "pod one-trainer: 0/1 nodes; none of the 1 current nodes match the BaseModel's placement"
         " and have GPUs, as required by a trainer pod (cpu 1, memory 4Gi, 4 GPUs); waiting for a"
-        " node"
+        " matching node"
     )
 
 

@@ -83,7 +83,7 @@ def test_changed_replicas_are_applied_after_suspend_and_resume(
 
     status, reason, message = accepted(world)
     assert (status, reason) == ("True", Reason.CHANGE_WAITS)
-    assert message.startswith("running pods keep the spec they started with; suspend and resume")
+    assert message.startswith("the running pods use an earlier spec; suspend and resume")
     assert changed in message
     assert world.status.phase == "Ready"
     assert (world.children, world.pods) == (children, pods)

@@ -87,7 +87,12 @@ def resolved(spec: TrainingSessionSpec, base_model: BaseModelSpec = OFFERED) -> 
         ("maxLifetimeSeconds", "86401", "86400", {"maxLifetimeSeconds": 86401}),
         ("queueName", "'mine'", "research, urgent", {"queueName": "mine"}),
         ("priorityClassName", "'top'", "high, normal", {"priorityClassName": "top"}),
-        ("trainer.replicas", "3 pods have 12 ranks", "8 ranks of a", {"trainer": {"replicas": 3}}),
+        (
+            "trainer.replicas",
+            "3 pods have 12 ranks",
+            "8, the ranks per",
+            {"trainer": {"replicas": 3}},
+        ),
     ],
 )
 def test_a_rejection_names_the_field_the_value_and_the_limit(
@@ -111,8 +116,8 @@ def test_trainers_that_expert_parallelism_does_not_divide_are_rejected() -> None
     assert plan.actions == ()
     assert plan.status is not None
     assert plan.status.message == (
-        "spec.trainer.replicas: 1 pods have 4 ranks, which is not a multiple of the 8 ranks of a"
-        " set of experts"
+        "spec.trainer.replicas: 1 pods have 4 ranks, but the number of ranks must be a multiple"
+        " of 8, the ranks per set of experts"
     )
     assert isinstance(resolve(a_session(trainer={"replicas": 2}), offered, 0), ResolvedSpec)
 
@@ -291,8 +296,8 @@ def test_an_explicit_number_of_colocated_engines_must_match(
     assert rejected.reason is Reason.NOT_ALLOWED
     assert rejected.message == (
         f"spec.sampler.replicas: got {asked}, but the BaseModel's engines run in the trainer pods,"
-        f" and {trainers or 4} trainer pods hold {held} engines; omit it, and set"
-        " spec.trainer.replicas instead"
+        f" and {trainers or 4} trainer pods hold {held} engines; omit this field, and"
+        " set spec.trainer.replicas instead"
     )
 
 
@@ -309,7 +314,7 @@ def test_trainer_pods_with_engines_are_limited_by_kueues_pod_groups() -> None:
     rejected = check_pod_groups(resolved(a_session(), base_model), 4)
 
     assert isinstance(rejected, Rejection)
-    assert rejected.message.startswith("spec.trainer.replicas: each of 4 pods with engines")
+    assert rejected.message.startswith("spec.trainer.replicas: with 4 pods for engines")
     assert rejected.message.endswith("request at most 3")
 
 
@@ -362,7 +367,7 @@ def test_engines_are_limited_by_kueues_pod_groups(engines: int, session: Json, m
 
     assert isinstance(rejected, Rejection)
     assert rejected.reason is Reason.NOT_ALLOWED
-    assert f"spec.sampler.replicas: each of {engines} pods with engines" in rejected.message
+    assert f"spec.sampler.replicas: with {engines} pods for engines" in rejected.message
     assert rejected.message.endswith(f"request at most {most}")
     assert isinstance(allowed, ResolvedSpec)
 

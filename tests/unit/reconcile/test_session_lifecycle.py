@@ -304,4 +304,4 @@ def test_no_children_are_created_until_those_of_a_deleted_session_are_gone() -> 
 
     assert plan.actions == (SetFinalizer(present=True),)
     assert plan.status is not None
-    assert "deleted session with the same name" in (plan.status.message or "")
+    assert "earlier session with the same name" in (plan.status.message or "")

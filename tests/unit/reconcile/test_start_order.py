@@ -93,8 +93,8 @@ def test_the_younger_of_two_competing_sessions_waits_and_names_the_older_one() -
 
     assert queue.turn("first") is None
     assert queue.turn("second") == (
-        "waiting for older sessions to be scheduled: TrainingSession first is first in line and"
-        " does not have all of its nodes yet: 1 Insufficient nvidia.com/gpu"
+        "waiting for older sessions to be scheduled: TrainingSession first is next, but not all"
+        " of its pods are scheduled yet: 1 Insufficient nvidia.com/gpu"
     )
 
 

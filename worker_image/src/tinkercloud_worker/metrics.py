@@ -18,16 +18,18 @@ ENGINE_UP = Gauge(
     ["engine"],
 )
 ENGINE_LOSSES = Counter(
-    "tinkercloud_engine_losses", "Times that the inference server stopped responding", ["engine"]
+    "tinkercloud_engine_losses",
+    "Number of times that the inference server stopped responding",
+    ["engine"],
 )
 ENGINE_RESTARTS = Counter(
     "tinkercloud_engine_restarts",
-    "Restarts detected of an inference server that this head manages",
+    "Detected restarts of an inference server that belongs to this head",
     ["engine"],
 )
 ENGINE_REQUESTS = Gauge(
     "tinkercloud_engine_requests",
-    "Sampling requests that the inference server is running, or that wait for it or for weights",
+    "Sampling requests that run on the inference server, or wait for it or for weights",
     ["engine", "state"],
 )
 ENGINE_ADAPTERS = Gauge(
@@ -37,7 +39,7 @@ ENGINE_ADAPTERS = Gauge(
 )
 ENGINE_LOST_ADAPTERS = Counter(
     "tinkercloud_engine_lost_adapters",
-    "Adapters that the inference server no longer had when a request needed them",
+    "Adapters that were missing on the inference server when a request needed them",
     ["engine"],
 )
 ENGINE_LOAD_SECONDS = Histogram(
@@ -48,7 +50,7 @@ ENGINE_LOAD_SECONDS = Histogram(
 )
 ENGINE_LOAD_FAILURES = Counter(
     "tinkercloud_engine_load_failures",
-    "Loads of weights that failed: the inference server rejected them or stopped responding",
+    "Failed attempts to load weights into the inference server",
     ["engine", "what", "way"],
 )
 ENGINE_UNLOADS = Counter(

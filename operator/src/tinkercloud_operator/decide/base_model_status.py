@@ -57,9 +57,15 @@ def base_model_status(
 def _problem(base_model: Manifest, active: Manifest | None) -> tuple[Reason, str]:
     spec = parsing.base_model(base_model)
     if spec is None:
-        return Reason.NOT_ALLOWED, "this version of the operator cannot read the spec"
+        return Reason.NOT_ALLOWED, (
+            "this version of the operator cannot read the spec; upgrade the operator or correct the"
+            " spec"
+        )
     if active is not None and active["metadata"]["uid"] != base_model["metadata"]["uid"]:
         name = active["metadata"]["name"]
-        return Reason.DUPLICATE, f"BaseModel {name!r} has the same modelName and is older"
+        return (
+            Reason.DUPLICATE,
+            f"BaseModel {name!r} has the same modelName and is older, so it takes precedence",
+        )
     problem = planning_problem(spec)
     return (Reason.ACCEPTED, "") if problem is None else (Reason.NOT_ALLOWED, problem)

@@ -89,8 +89,8 @@ def _pod_deadline(pod: Pod) -> Iterator[Deadline]:
         )
     else:
         why = (
-            f"node {pod.node} has not confirmed it; check the node and, if it is permanently gone,"
-            " delete the Node, or the pod with --force"
+            f"node {pod.node} has not confirmed its termination; check the node; if it is"
+            " permanently lost, delete the Node object, or delete the pod with --force"
         )
     message = f"pod {pod.name} should have terminated by {timestamp(pod.due)}, but {why}"
     yield Deadline(pod.due + TERMINATION_TIMEOUT, Reason.DELETION_STUCK, message)

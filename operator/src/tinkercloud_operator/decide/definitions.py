@@ -49,8 +49,8 @@ def kuberay_gap(schema: Schema) -> str | None:
     version = "1.5" if "authOptions" in _fields(_fields(schema)["spec"]) else "1.4 or older"
     return (
         f"requires KubeRay {KUBERAY_MINIMUM} or newer: the installed RayCluster CRD is from KubeRay"
-        f" {version} and lacks {', '.join(missing)}; upgrade KubeRay and also its CRDs, which"
-        " `helm upgrade` does not upgrade"
+        f" {version} and lacks {', '.join(missing)}; upgrade KubeRay, and apply its new CRDs"
+        " separately, because `helm upgrade` does not"
     )
 
 
@@ -65,7 +65,7 @@ def own_gap(kind: str, schema: Schema) -> str | None:
     more = f" and {len(missing) - _NAMED_FIELDS} more" if len(missing) > _NAMED_FIELDS else ""
     return (
         f"the installed {kind} CRD is older than the operator and cannot store {named}{more};"
-        " upgrade the chart tinkercloud-crds"
+        " upgrade the tinkercloud-crds chart"
     )
 
 

@@ -116,7 +116,7 @@ def decide(
         return _after_finish(observed, finished)
     abandoned_at = _abandoned_at(observed)
     if abandoned_at is not None and observed.now >= abandoned_at:
-        message = "its client stopped polling before the session was ready"
+        message = "the client stopped polling before the session was ready"
         return Decision(DesiredState.DELETED, Reason.IDLE, message)
     decision = _before_finish(observed, idle, max_lifetime_seconds, start_deadline_seconds)
     moments = (abandoned_at, decision.changes_at)
@@ -136,7 +136,7 @@ def _before_finish(
         return Decision(
             DesiredState.FINISHED,
             Reason.LIFETIME_EXCEEDED,
-            f"reached its maximum lifetime ({max_lifetime_seconds} s)",
+            f"the session reached its maximum lifetime of {max_lifetime_seconds} s",
         )
     if observed.spec.suspend:
         return Decision(DesiredState.SUSPENDED, Reason.SUSPENDED, "spec.suspend is true", expiry)
@@ -152,11 +152,13 @@ def _before_finish(
 def _unless_stopped(observed: Observed, idle: Idle | None, expiry: datetime | None) -> Decision:
     if stopping_since(observed) is not None and observed.ray_cluster is not None:
         # Its head no longer serves requests; a resumed session gets a new one.
-        message = "stopping; resumes with new pods once the current ones are gone"
+        message = (
+            "the session is stopping; it resumes with new pods after the current ones have ended"
+        )
         return Decision(DesiredState.SUSPENDED, Reason.SUSPENDING, message, expiry)
     node = _cordoned_node(observed)
     if node is not None:
-        message = f"node {node} is cordoned; saving state to move to other nodes"
+        message = f"node {node} is cordoned; saving the state to resume the session on other nodes"
         return Decision(DesiredState.SUSPENDED, Reason.SUSPENDING, message, expiry)
     if _was_suspended_by_owner(observed):
         return Decision(DesiredState.RUNNING, Reason.RUNNING, "", expiry)
@@ -214,12 +216,15 @@ def _by_activity(observed: Observed, idle: Idle, expiry: datetime | None) -> Dec
         unused_since = max(unused_since, observed.last_activity + _ACTIVITY_DELAY)
     idle_at = unused_since + timedelta(seconds=idle.timeout_seconds)
     if observed.now >= idle_at:
-        message = f"idle for {idle.timeout_seconds} s"
+        message = f"no requests for {idle.timeout_seconds} s"
         if idle.action == "Delete":
             end = DesiredState.FINISHED if observed.is_declared else DesiredState.DELETED
             return Decision(end, Reason.IDLE, message)
         return Decision(
-            DesiredState.SUSPENDED, Reason.IDLE, f"{message}; the next request resumes it", expiry
+            DesiredState.SUSPENDED,
+            Reason.IDLE,
+            f"{message}; the next request resumes the session",
+            expiry,
         )
     changes_at = min(idle_at, expiry) if expiry is not None else idle_at
     return Decision(DesiredState.RUNNING, Reason.RUNNING, "", changes_at)
@@ -293,14 +298,14 @@ def _after_finish(observed: Observed, finished: datetime) -> Decision:
         return Decision(
             DesiredState.FINISHED,
             Reason.FINISHED,
-            "finished; delete and recreate the session to run it again",
+            "the session has finished; delete and recreate it to run it again",
         )
     gone_at = finished + timedelta(seconds=observed.spec.ttl_seconds_after_finished)
     if observed.now >= gone_at:
         return Decision(DesiredState.DELETED, Reason.FINISHED, "ttlSecondsAfterFinished has passed")
     if observed.status.failing is not None:
         return replace(_start_failed(observed, None), changes_at=gone_at)
-    return Decision(DesiredState.FINISHED, Reason.FINISHED, "finished", gone_at)
+    return Decision(DesiredState.FINISHED, Reason.FINISHED, "the session has finished", gone_at)
 
 
 def _after(moment: datetime, seconds: int | None) -> datetime | None:

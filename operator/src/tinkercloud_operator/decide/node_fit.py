@@ -46,7 +46,7 @@ def no_matching_node(resolved: ResolvedSpec, nodes: Sequence[Node]) -> str | Non
         if not _matching_nodes(nodes, request):
             return (
                 f"none of the {len(nodes)} current nodes {_node_requirements(request)}, as required"
-                f" by a {_description(request)}; waiting for a node"
+                f" by a {_description(request)}; waiting for a matching node"
             )
     return None
 

@@ -99,13 +99,14 @@ def _accepted(
         if not waiting:
             return StepStatus(is_reached=True, reason=Reason.ACCEPTED)
         message = (
-            "running pods keep the spec they started with; suspend and resume the session to apply:"
-            f" {', '.join(waiting)}"
+            "the running pods use an earlier spec; suspend and resume the session to apply the"
+            f" changes: {', '.join(waiting)}"
         )
         return StepStatus(is_reached=True, reason=Reason.CHANGE_WAITS, message=message)
     if observed.ray_cluster is not None:
         message = (
-            f"still running, but would not start again with the current spec: {desired.message}"
+            f"the session is running, but could not be restarted with the current spec:"
+            f" {desired.message}"
         )
         return StepStatus(is_reached=True, reason=desired.reason, message=message)
     return StepStatus(is_reached=False, reason=desired.reason, message=desired.message)
@@ -121,7 +122,7 @@ def _quota(observed: Observed, effective: ResolvedSpec | Rejection) -> StepStatu
     if observed.is_suspended_by_kueue:
         before = "evicted by Kueue; " if observed.pods else ""
         through = "without a LocalQueue" if queue is None else f"through LocalQueue {queue!r}"
-        message = f"{before}waiting for admission by Kueue {through}"
+        message = f"{before}waiting for Kueue to admit the session {through}"
         return StepStatus(is_reached=False, reason=Reason.QUEUED, message=message)
     if queue is None and cluster is None and observed.start_order_message is not None:
         return StepStatus(
@@ -130,7 +131,7 @@ def _quota(observed: Observed, effective: ResolvedSpec | Rejection) -> StepStatu
     if queue is None:
         return StepStatus(is_reached=True, reason=Reason.NO_QUEUE)
     if cluster is None:
-        message = f"about to be submitted to LocalQueue {queue!r}"
+        message = f"the session is being submitted to LocalQueue {queue!r}"
         waits = StepStatus(is_reached=False, reason=Reason.QUEUED, message=message)
         return _blocker(observed, effective) or waits
     return StepStatus(is_reached=True, reason=Reason.ADMITTED)
@@ -144,12 +145,12 @@ def _provisioned(observed: Observed, effective: ResolvedSpec | Rejection) -> Ste
         or _pods_rejected(observed.ray_cluster)
     )
     if problem is not None and _is_serving(observed, effective):
-        message = f"still running, but could not be recreated: {problem.message}"
+        message = f"the session is running, but its pods could not be recreated: {problem.message}"
         return StepStatus(is_reached=True, reason=problem.reason, message=message)
     if problem is not None:
         return problem
     if observed.has_predecessors:
-        message = "waiting for the resources of a deleted session with the same name to be removed"
+        message = "waiting for the deletion of the objects of an earlier session with the same name"
         return StepStatus(is_reached=False, reason=Reason.PROVISIONING, message=message)
     wanted = _wanted_pods(observed, effective)
     live = [pod for pod in observed.pods if not pod.is_terminating]

@@ -112,7 +112,7 @@ def waiting_message(ahead: list[Manifest]) -> str:
     others = f" ({len(ahead)} sessions are ahead)" if len(ahead) > 1 else ""
     return (
         f"waiting for older sessions to be scheduled{others}: TrainingSession"
-        f" {first['metadata']['name']} is first in line and does not have all of its nodes yet"
+        f" {first['metadata']['name']} is next, but not all of its pods are scheduled yet"
         + (f": {why}" if why else "")
     )
 

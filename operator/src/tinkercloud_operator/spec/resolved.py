@@ -213,7 +213,7 @@ def missing_fields(base_model: BaseModelSpec) -> list[str]:
         return found
     if sampler.image is None:
         found.append(
-            "the BaseModel's sampler.image: required for engines; set an image with SGLang"
+            "the BaseModel's sampler.image: required for engines; set an image that contains SGLang"
         )
     if sampler.colocated and not sampler.gpus_per_replica:
         found.append("the BaseModel's sampler.gpusPerReplica: colocated engines require 1 or more")
@@ -239,8 +239,8 @@ def check_pod_groups(resolved: ResolvedSpec, max_groups: int) -> ResolvedSpec | 
     kind, pods = ("trainer", resolved.trainers) if is_shared else ("sampler", resolved.samplers)
     return Rejection(
         Reason.NOT_ALLOWED,
-        f"spec.{kind}.replicas: each of {pods} pods with engines is a pod group, {resolved.groups}"
-        f" groups in total, but Kueue accepts at most {max_groups} per workload"
+        f"spec.{kind}.replicas: with {pods} pods for engines, the session has {resolved.groups} pod"
+        f" groups, but Kueue accepts at most {max_groups} per workload"
         f" (TINKERCLOUD_OPERATOR_KUEUE_GROUPS); request at most {pods - surplus}",
     )
 
@@ -300,8 +300,8 @@ def _indivisible_ranks(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> 
         ("set of experts", together * parallelism.expert),
     ]
     return [
-        f"spec.trainer.replicas: {requested} pods have {ranks} ranks, which is not a multiple of"
-        f" the {size} ranks of a {what}"
+        f"spec.trainer.replicas: {requested} pods have {ranks} ranks, but the number of ranks must"
+        f" be a multiple of {size}, the ranks per {what}"
         for what, size in groups
         if ranks % size
     ]
@@ -315,7 +315,7 @@ def _engine_count_conflict(spec: TrainingSessionSpec, base_model: BaseModelSpec)
     return [
         f"spec.sampler.replicas: got {requested}, but the BaseModel's engines run in the trainer"
         f" pods, and {resolved.trainers} trainer pods hold {resolved.sampler.replicas} engines;"
-        " omit it, and set spec.trainer.replicas instead"
+        " omit this field, and set spec.trainer.replicas instead"
     ]
 
 
@@ -328,7 +328,7 @@ def _replanning_conflict(spec: TrainingSessionSpec, base_model: BaseModelSpec) -
     return [
         f"spec.trainer.replicas: got {resolved.trainers}, but the BaseModel plans its parallelism"
         f" (trainer.planning) for {offered} pods; fewer pods could need more memory per GPU than"
-        " sampler.engines leaves free; omit it"
+        " sampler.engines leaves free; omit this field"
     ]
 
 

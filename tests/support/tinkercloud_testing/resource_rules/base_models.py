@@ -92,7 +92,7 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.source",
-        "set exactly one of hub, volume and uri",
+        "set exactly one of hub, volume or uri",
         {
             "hub": source(hub="Qwen/Qwen3-8B"),
             "volume": volume("qwen"),
@@ -109,7 +109,7 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.source",
-        "volume.path: must not leave the volume ('..')",
+        "volume.path: must not contain '..'",
         {
             "folder": volume("qwen/3-8b"),
             "dots in a name": volume("qwen..old/8b"),
@@ -124,8 +124,8 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.trainer",
-        "replicas: with 0 (the head trains on its CPU), remove gpusPerReplica and"
-        " cpuRanksPerReplica; with 1 or more, set exactly one of them",
+        "replicas: if 0, the head trains on its CPU: remove gpusPerReplica and"
+        " cpuRanksPerReplica; if 1 or more, set exactly one of them",
         {
             "the head": trainer(0, 0),
             "one GPU": trainer(1, 1),
@@ -143,8 +143,8 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.trainer",
-        "parallelism: tensor x pipeline x context must divide the ranks, replicas x gpusPerReplica"
-        " (or cpuRanksPerReplica)",
+        "parallelism: tensor x pipeline x context must divide the number of ranks, which is"
+        " replicas x gpusPerReplica (or cpuRanksPerReplica)",
         {
             "one copy": trainer(2, 8, "megatron", tensor=8, pipeline=2),
             "two copies": trainer(1, 8, "megatron", tensor=2, context=2),
@@ -159,8 +159,8 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.trainer",
-        "parallelism: tensor x pipeline x expert must divide the ranks, replicas x"
-        " gpusPerReplica (or cpuRanksPerReplica)",
+        "parallelism: tensor x pipeline x expert must divide the number of ranks, which is"
+        " replicas x gpusPerReplica (or cpuRanksPerReplica)",
         {
             "over data-parallel ranks": trainer(1, 8, "megatron", tensor=2, expert=4),
             "over context-parallel ranks": trainer(1, 4, "megatron", context=4, expert=4),
@@ -224,7 +224,7 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.trainer",
-        "planning: the operator chooses parallelism; remove parallelism, or planning",
+        "planning: not valid with parallelism, because the operator chooses it; remove one of them",
         {
             "planning alone": planned(),
             "ones": planned(tensor=1, pipeline=1, context=1, expert=1),
@@ -238,7 +238,7 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.trainer",
-        "planning: only supports dtype bfloat16; remove dtype, or planning",
+        "planning: requires dtype bfloat16; remove dtype or planning",
         {
             "nothing said": planned(),
             "bfloat16": planned(dtype="bfloat16"),
@@ -252,7 +252,7 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.trainer",
-        "backend: megatron trains in trainer pods; set replicas to 1 or more",
+        "backend: megatron requires trainer pods; set replicas to 1 or more",
         {
             "torch in the head": trainer(0, 0, "torch"),
             "torch on workers": trainer(2, 1, "torch"),
@@ -267,7 +267,7 @@ BASE_MODEL_RULES = (
     Rule(
         "spec.sampler",
         "replicas: must be 1 or more for backend sglang, and 0 for torch (the head samples) and"
-        " external (the servers are not pods of a session)",
+        " external (the servers are not pods of the session)",
         {
             "torch": sampler("torch", 0, 0),
             "one engine": sglang(1),
@@ -358,7 +358,8 @@ BASE_MODEL_RULES = (
     Rule(
         "spec.sampler",
         "engines.deviceClassName: required for colocated engines, which share GPUs through a"
-        " DeviceClass, and not valid for others; set colocated and deviceClassName, or neither",
+        " DeviceClass, and not valid for others; set both colocated and deviceClassName, or"
+        " neither",
         {
             "both": colocated(),
             "another class": colocated(deviceClassName="mig.nvidia.com"),
@@ -446,8 +447,8 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.sampler",
-        "image, replicas: backend sglang needs an image that contains SGLang, and at most 64"
-        " engines; set image, and lower replicas if they exceed it",
+        "image, replicas: backend sglang requires an image with SGLang and at most 64 replicas;"
+        " set image, and lower replicas if necessary",
         {
             "one": engines(),
             "one, and nothing said of engines": sglang(1),
@@ -463,7 +464,7 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec",
-        "sampler.colocated: the trainers have no GPUs to share; set trainer.gpusPerReplica",
+        "sampler.colocated: requires trainers with GPUs; set trainer.gpusPerReplica",
         {
             "with trainers": colocated(),
             "of its own": base_model(sampler=SAMPLERS),
@@ -480,7 +481,7 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec",
-        "sampler.gpusPerReplica: an sglang engine in a pod of its own needs 1 or more",
+        "sampler.gpusPerReplica: must be 1 or more for sglang engines that are not colocated",
         {
             "one GPU": sglang(1, 1),
             "shared ones": colocated(),

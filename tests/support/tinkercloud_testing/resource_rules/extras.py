@@ -31,8 +31,8 @@ def _of_lists(kind: str) -> tuple[Rule, ...]:
     return (
         Rule(
             path,
-            "name: kubernetes.io/ and requests. are reserved for Kubernetes; use the name of a"
-            " device plugin's resource",
+            "name: names that contain kubernetes.io/ or start with requests. are reserved for"
+            " Kubernetes; use a resource of a device plugin",
             {
                 "RDMA": with_resources(kind, RDMA),
                 "EFA and huge pages": with_resources(
@@ -49,7 +49,7 @@ def _of_lists(kind: str) -> tuple[Rule, ...]:
         ),
         Rule(
             path,
-            "name: GPUs are requested with gpusPerReplica; use another resource",
+            "name: must not be a GPU resource; set gpusPerReplica to request GPUs",
             {
                 "RDMA": with_resources(kind, RDMA),
                 "a NIC of the same maker": with_resources(kind, "nvidia.com/mlnxnics"),

@@ -14,11 +14,12 @@ SHAPES: Mapping[str, Json] = {
 }
 LABELS = (
     "keys under tinkercloud.dev/, ray.io/ and app.kubernetes.io/ are reserved for Tinkercloud"
-    " and KubeRay; use another key, and queueName for the queue"
+    " and KubeRay; use another key, or queueName to set the queue"
 )
 ANNOTATIONS = (
-    "keys under tinkercloud.dev/, ray.io/ and app.kubernetes.io/, and annotations against"
-    " eviction, are reserved for Tinkercloud and KubeRay; use another key"
+    "keys under tinkercloud.dev/, ray.io/ and app.kubernetes.io/, and the annotations"
+    " cluster-autoscaler.kubernetes.io/safe-to-evict and karpenter.sh/do-not-disrupt, are"
+    " reserved for Tinkercloud and KubeRay; use another key"
 )
 
 

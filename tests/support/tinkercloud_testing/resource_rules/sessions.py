@@ -46,7 +46,7 @@ SESSION_RULES = (
     ),
     Rule(
         "spec",
-        "role: a Sampler does not train; remove lora, restoreFrom and trainer",
+        "role: lora, restoreFrom and trainer are not valid for role Sampler; remove them",
         {
             "sampler": session(**SAMPLER),
             "fewer samplers": session(**SAMPLER, sampler={"replicas": 1}),

@@ -31,7 +31,7 @@ def never_changes(kind: str, name: str, value: Any, *others: Any) -> Rule:
     changes = BASE_MODEL_CHANGES if kind == "BaseModel" else SESSION_CHANGES
     return Rule(
         f"spec.{name}",
-        IMMUTABLE,
+        IMMUTABLE.replace("session", "BaseModel") if kind == "BaseModel" else IMMUTABLE,
         {title: build(**change) for title, change in changes.items()},
         {str(other): build(**{name: other}) for other in others},
         before=build(),
