@@ -150,7 +150,7 @@ def test_a_second_release_in_a_namespace_is_rejected_and_the_first_can_be_upgrad
     chart = (str(CHART), "--set", alone, *run)
     helm("install", "first", *chart)
 
-    with pytest.raises(HelmFailed, match='has release "first" of this chart already'):
+    with pytest.raises(HelmFailed, match='already contains release "first" of this chart'):
         helm("install", "second", *chart)
 
     helm("upgrade", "first", *chart)

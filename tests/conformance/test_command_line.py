@@ -274,7 +274,7 @@ def test_readiness_is_reported_in_the_terminal_of_the_server(
 
     assert "the model is ready" in log
     assert "the model is ready" not in failed.log
-    assert "trainer.device: 'cuda', but this head has no GPU" in failed.log
+    assert "trainer.device is 'cuda', but this head has no GPU" in failed.log
 
 
 def test_a_graceful_stop_logs_no_error_and_no_token(

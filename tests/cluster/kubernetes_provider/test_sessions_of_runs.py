@@ -164,7 +164,9 @@ def test_a_client_whose_options_differ_from_the_declared_session_gets_the_differ
     world.cluster.apply(a_declared_session("wide", world.namespace, lora={"rank": 64}))
     wanted = {"tinkercloud.dev/session": "wide"}
 
-    with pytest.raises(tinker.BadRequestError, match=r"lora\.rank: 64 there, 4 here"):
+    with pytest.raises(
+        tinker.BadRequestError, match=r"lora\.rank is 64 in the session, but 4 was requested"
+    ):
         server.client().create_lora_training_client(MODEL, rank=4, user_metadata=wanted).result()
 
 

@@ -180,7 +180,7 @@ def test_an_error_of_all_ranks_is_the_clients_and_keeps_the_group(
 
 
 def test_a_group_whose_ranks_disagree_ends(group: RankGroup) -> None:
-    with pytest.raises(RanksLost, match="some ranks refused refuse_at"):
+    with pytest.raises(RanksLost, match="some ranks rejected refuse_at"):
         group.call("refuse_at", 1)
 
     assert not group.is_alive

@@ -80,7 +80,9 @@ async def test_too_many_stop_strings_are_rejected_by_name(
     strings = tuple(f"<{number}>" for number in range(33))
     request = a_sampling_request(PROMPTS[0], stop=StopRules(frozenset(), strings))
 
-    with pytest.raises(InvalidRequest, match=r"^sampling_params\.stop has 33 .* at most 32; leave"):
+    with pytest.raises(
+        InvalidRequest, match=r"^sampling_params\.stop: must have at most 32 .*; got 33"
+    ):
         await sampler.sample("base", request)
 
     fewer = a_sampling_request(PROMPTS[0], stop=StopRules(frozenset(), strings[1:]))

@@ -95,7 +95,7 @@ async def test_partially_updated_weights_are_never_sampled_from(
     await publish(engine, sampler, "base", None)
     request = a_sampling_request(PROMPTS[0], stop=NEVER)
     await sampler.sample("base", request)
-    with pytest.raises(ServerError, match=r"failed \(500\): refused"):
+    with pytest.raises(ServerError, match=r"failed \(HTTP 500\): refused"):
         await sampler.publish("sharp", a_whole_model(engine, 3.0))
 
     theirs = await sampler.sample("base", request)

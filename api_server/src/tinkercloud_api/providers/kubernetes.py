@@ -188,6 +188,8 @@ class KubernetesProvider:
                     async with asyncio.timeout(pause_seconds(failures)):
                         await self._sessions.changed(name, session)
                 continue
+            except errors.KubernetesError as error:
+                raise wire_error(error) from None
             self._last_errors.pop(name, None)
             if endpoint is not None:
                 return endpoint
