@@ -371,7 +371,7 @@ def test_a_refusal_names_gpus_that_are_enough(demand: Demand, fleet: Fleet) -> N
 @pytest.mark.parametrize(
     ("part", "field", "value", "message"),
     [
-        ("trainer", "replicas", 0, "replicas: with 0"),
+        ("trainer", "replicas", 0, "replicas: if 0"),
         ("trainer", "parallelism", UNEVEN, "must divide"),
         ("sampler", "replicas", 0, "must be 1 or more for backend sglang"),
     ],

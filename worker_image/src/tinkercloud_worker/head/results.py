@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from tinkercloud_protocol.errors import NotFound
+from tinkercloud_protocol.errors import NotFound, Overloaded
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.launch import Timings
 
@@ -113,6 +113,15 @@ class Results:
         """Return whether an owner's unread training results are within the budget."""
         owned = self._owned.get(owner)
         return owned is None or owned.training_bytes < self._max_bytes
+
+    def check_room(self, request_id: str, owner: str) -> None:
+        """Check that an owner has room for the result of a batch; one that is known already has it.
+
+        Raises:
+            Overloaded: the owner's unread training results fill the budget.
+        """
+        if request_id not in self._entries and not self.has_room(owner):
+            raise Overloaded(self.backlog(owner))
 
     def backlog(self, owner: str) -> str:
         """Describe the unread training results that fill an owner's budget, and what to do."""

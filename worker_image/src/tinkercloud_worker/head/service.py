@@ -265,26 +265,19 @@ class HeadService:
             Overloaded: the queue is full, or too many results have not been retrieved.
         """
         model = self._model(received.place.model_id)
-        self._check_results(received, model)
+        if isinstance(received.content, ForwardBackwardRequest):
+            request_id = model.queue.request_id(received.place.seq_id)
+            self._results.check_room(request_id, model.spec.owner)
         if isinstance(received.content, WireError):
             operation = refusal(received.content, role_of_unread(received.path))
         else:
-            operation = model.operation(
-                received.content, RequestSource(received.path, received.body)
-            )
+            source = RequestSource(received.path, received.body)
+            operation = model.operation(received.content, source)
         others = [m for m in self._of_owner(model.spec.owner) if m is not model]
         elsewhere = sum(other.queue.sequencer.queued_bytes for other in others)
         return model.queue.submit(
             received.place.seq_id, received.digest, received.size, operation, elsewhere
         )
-
-    def _check_results(self, received: Received, model: LiveModel) -> None:
-        """Check that the owner has room for the result of one more batch."""
-        if not isinstance(received.content, ForwardBackwardRequest):
-            return
-        known = self._results.digest(model.queue.request_id(received.place.seq_id))
-        if known is None and not self._results.has_room(model.spec.owner):
-            raise Overloaded(self._results.backlog(model.spec.owner))
 
     def mark_reported(self, request_id: str) -> None:
         """Record that a client received a failure in another way than by its future."""
