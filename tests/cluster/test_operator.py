@@ -162,7 +162,7 @@ def test_a_recreated_session_waits_for_the_resources_of_its_predecessor(
     sessions.make("one")
     wait_until(
         lambda: (
-            "deleted session with the same name"
+            "an earlier session with the same name"
             in sessions.condition("one", "Ready").get("message", "")
         ),
         "the status says what is waited for",
