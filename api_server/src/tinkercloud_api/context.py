@@ -9,6 +9,7 @@ from tinkercloud_api.activity import Activity
 from tinkercloud_api.auth import Authenticator, Principal
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.downloads import Downloads
 from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.long_polls import LongPolls
 from tinkercloud_api.providers.base import SessionProvider
@@ -27,6 +28,7 @@ class Context:
     authenticator: Authenticator
     provider: SessionProvider
     checkpoints: Checkpoints
+    downloads: Downloads
     locator: HeadLocator
     training_runs: TrainingRuns
     proxy: Proxy
