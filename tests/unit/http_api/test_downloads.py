@@ -15,9 +15,14 @@ import pytest
 from pydantic import SecretStr
 
 from tinkercloud_api.app import Application
+from tinkercloud_api.auth import Role, hash_key, new_key
+from tinkercloud_api.context import Context
+from tinkercloud_api.downloads import Content, Downloads
 from tinkercloud_api.settings import Settings
+from tinkercloud_api.signed_urls import Grant, microseconds
 from tinkercloud_protocol.asgi import Message
 from tinkercloud_protocol.checkpoints import CheckpointManifest
+from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 from tinkercloud_testing.providers import OneHead
@@ -75,6 +80,31 @@ class Server:
         }
         manifest = CheckpointManifest.model_validate(known | fields)
         return await CheckpointStore(self.objects).write(manifest, files, overwrite=True)
+
+    @property
+    def context(self) -> Context:
+        """The components of the server."""
+        assert self._app.context is not None
+        return self._app.context
+
+    @property
+    def downloads(self) -> Downloads:
+        """The component that reads files."""
+        return self.context.downloads
+
+    async def content(self, manifest: CheckpointManifest) -> Content:
+        """Return the content of a checkpoint's weights."""
+        saved = microseconds(manifest.created_at)
+        grant = Grant(manifest.path, "adapter_model.safetensors", saved, "bootstrap", 1)
+        return await self.downloads.content(grant)
+
+    async def new_key(self, owner: str) -> str:
+        """Return a key of a user."""
+        key = new_key()
+        await self.context.catalog.add_key(
+            key_hash=hash_key(key), name=owner, owner=owner, role=Role.USER
+        )
+        return key
 
     async def get(self, path: str, **headers: str) -> httpx.Response:
         """Send a request with a key."""
@@ -185,7 +215,7 @@ async def test_a_changed_url_is_refused_with_a_reason(server: Server) -> None:
         assert answer.status_code == 403
         assert "signature: does not match this URL" in answer.json()["detail"]
     for broken, reason in (
-        (url.partition("?")[0], "signature: Field required"),
+        (url.partition("?")[0], "owner: Field required"),
         (url.replace("saved=", "saved=x"), "saved: Input should be a valid integer"),
         (url.replace("external_weights", "secrets"), "checkpoint kind 'secrets' is unknown"),
     ):
@@ -225,19 +255,50 @@ async def test_a_damaged_file_is_not_sent(server: Server) -> None:
 
 
 async def test_other_owners_get_no_urls_unless_the_checkpoint_is_public(server: Server) -> None:
-    await server.save(owner="alice")
-    await server.save(CheckpointPath(RUN, CheckpointKind.TRAINING, "y"))
+    await server.save()
+    alice = {"X-API-Key": await server.new_key("alice")}
+    calls = [f"{where(EXTERNAL)}/{call}" for call in ("external_weights_urls", "archive")]
 
-    ours = await server.get(f"{where(EXTERNAL)}/external_weights_urls")
-    kind = await server.get(
-        f"/api/v1/training_runs/{RUN}/checkpoints/weights/y/external_weights_urls"
-    )
-    nobody = await server.http.get(f"{where(EXTERNAL)}/external_weights_urls")
+    private = [await server.get(call, **alice) for call in calls]
+    without_key = [await server.http.get(call) for call in calls]
+    await server.http.post(f"{where(EXTERNAL)}/publish", headers={"X-API-Key": KEY})
+    public = await server.urls(**alice)
 
-    # The bootstrap key is an administrator's, which sees all.
-    assert ours.status_code == 200
-    assert "is not external weights; save_weights_external" in kind.json()["detail"]
-    assert nobody.status_code == 401
+    assert [answer.status_code for answer in private] == [404, 404]
+    assert [answer.status_code for answer in without_key] == [401, 401]
+    assert "owner=alice" in public["adapter_config.json"]
+    assert (await server.http.get(public["adapter_config.json"])).content == b"{}"
+
+
+async def test_only_external_weights_have_urls_of_single_files(server: Server) -> None:
+    training = CheckpointPath(RUN, CheckpointKind.TRAINING, "y")
+    await server.save(training)
+
+    answer = await server.get(f"{where(training)}/external_weights_urls")
+
+    assert answer.status_code == 400
+    assert "is not external weights; save_weights_external" in answer.json()["detail"]
+
+
+async def test_a_file_of_any_size_is_read_in_small_parts(server: Server) -> None:
+    content = await server.content(await server.save())
+
+    parts = [part async for part in await server.downloads.open(content, range(content.size))]
+
+    assert max(len(part) for part in parts) <= 2 << 20 < content.size
+    assert b"".join(parts) == WEIGHTS
+
+
+async def test_a_file_that_is_replaced_during_a_download_is_not_mixed(server: Server) -> None:
+    manifest = await server.save()
+    content = await server.content(manifest)
+    parts = await server.downloads.open(content, range(content.size))
+    await anext(parts)
+    key = manifest.key_of("adapter_model.safetensors")
+    await obstore.put_async(server.objects, key, WEIGHTS[::-1])
+
+    with pytest.raises(Unavailable):
+        await anext(parts)
 
 
 async def test_urls_refer_to_where_the_client_sent_its_request(server: Server) -> None:
