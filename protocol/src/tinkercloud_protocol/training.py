@@ -136,6 +136,24 @@ class SaveWeightsForSamplerRequest(WireModel):
         return self
 
 
+class AttachModelRequest(WireModel):
+    """POST attach_model: continue the order of a model that another client created or trained.
+
+    Requests that are waiting fail, a running one is awaited, and the accumulated gradient is
+    dropped: what remains is the model after its last optim_step.
+    """
+
+    model_id: Name
+
+
+class AttachModelAnswer(WireModel):
+    """The position from which the order of the model continues."""
+
+    model_id: str
+    next_seq_id: int
+    """Number of the next request."""
+
+
 class GetInfoRequest(WireModel):
     """POST get_info: describe a model."""
 
