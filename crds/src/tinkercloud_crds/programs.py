@@ -33,8 +33,9 @@ class ProgramVariable(Part):
 
 
 ProgramVariables = Annotated[
-    tuple[ProgramVariable, ...],
+    list[ProgramVariable],
     Field(
+        default_factory=list,
         max_length=32,
         json_schema_extra={
             "x-kubernetes-list-type": "map",
@@ -123,7 +124,7 @@ class Program(Part):
         Field(default_factory=list, max_length=128),
     ]
     """Command-line arguments."""
-    env: ProgramVariables = ()
+    env: ProgramVariables
     """Additional environment variables."""
     image: Image | None = None
     """Image of the program, one of the BaseModel's `programs.images`. Defaults to the BaseModel's
