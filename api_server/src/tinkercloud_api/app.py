@@ -21,6 +21,7 @@ from tinkercloud_api import errors, metrics
 from tinkercloud_api.activity import Activity
 from tinkercloud_api.auth import REMEMBERED_SECONDS, Authenticator, Role, hash_key
 from tinkercloud_api.catalog.database import migrate, open_database
+from tinkercloud_api.catalog.programs import ProgramCatalog
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.checkpoints import Checkpoints
@@ -31,13 +32,17 @@ from tinkercloud_api.hot_paths import HANDLERS, HotPaths
 from tinkercloud_api.long_polls import LongPolls
 from tinkercloud_api.middleware import BodyLimitMiddleware, MetricsMiddleware, metrics_server
 from tinkercloud_api.openapi import describe
+from tinkercloud_api.programs import Programs
 from tinkercloud_api.providers.base import SessionProvider
+from tinkercloud_api.providers.local_programs import LocalPrograms
+from tinkercloud_api.providers.programs import ProgramRunner
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.routes import (
     health,
     hub,
     keys,
     models,
+    programs,
     runs,
     sessions,
     unloading,
@@ -68,10 +73,12 @@ class Application:
         self._provider = provider
         self.context: Context | None = None
         """The components of the server while it is running."""
+        self.own_url = f"http://{settings.host}:{settings.port}"
+        """URL of the server for programs on this machine."""
         # The documentation pages would load scripts from third-party servers.
         api = FastAPI(title="Tinkercloud", lifespan=self._lifespan, docs_url=None, redoc_url=None)
         api.openapi = partial(describe, api)  # type: ignore[method-assign]  # documented by FastAPI
-        for module in (sessions, usage, models, unloading, runs, keys, health, hub):
+        for module in (sessions, usage, models, unloading, runs, programs, keys, health, hub):
             api.include_router(module.router)
         api.add_middleware(BodyLimitMiddleware, max_bytes=JSON_BODY_BYTES)
         errors.install(api)
@@ -86,7 +93,7 @@ class Application:
         settings = self._settings
         async with (
             metrics_server(settings.host, settings.metrics_port),
-            running_context(settings, self._provider) as self.context,
+            running_context(settings, self._provider, self.own_url) as self.context,
         ):
             api.state.context = self.context
             _measure(self.context)
@@ -98,8 +105,16 @@ class Application:
 
 
 @asynccontextmanager
-async def running_context(settings: Settings, provider: SessionProvider) -> AsyncIterator[Context]:
-    """Open the components of a server for the duration of the context."""
+async def running_context(
+    settings: Settings, provider: SessionProvider, own_url: str = "http://127.0.0.1:8000"
+) -> AsyncIterator[Context]:
+    """Open the components of a server for the duration of the context.
+
+    Args:
+        settings: the server's settings.
+        provider: starts session heads.
+        own_url: URL of the server for programs on this machine.
+    """
     engine = open_database(settings.catalog_url)
     await migrate(engine)
     catalog = Catalog(engine)
@@ -108,10 +123,11 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
     checkpoints = Checkpoints(catalog, open_store(settings.checkpoint_url))
     locator = HeadLocator(catalog, checkpoints, provider, client)
     activity = Activity(catalog)
+    authenticator = Authenticator(catalog, activity.use_key)
     context = Context(
         settings=settings,
         catalog=catalog,
-        authenticator=Authenticator(catalog, activity.use_key),
+        authenticator=authenticator,
         provider=provider,
         checkpoints=checkpoints,
         locator=locator,
@@ -127,8 +143,17 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
             period=_inactivity_period(settings),
         ),
         long_polls=LongPolls(),
+        programs=Programs(
+            records=ProgramCatalog(engine),
+            catalog=catalog,
+            authenticator=authenticator,
+            runner=_program_runner(settings),
+            settings=settings,
+            server_url=own_url,
+        ),
     )
     await provider.start()
+    await context.programs.start()
     loops = [_run_housekeeping(context), _suspend_inactive(context)]
     tasks = [asyncio.create_task(loop) for loop in loops]
     try:
@@ -137,11 +162,17 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await context.programs.stop()
         await provider.stop()
         await _report_lost(locator)
         await context.activity.write()
         await client.close()
         await catalog.close()
+
+
+def _program_runner(settings: Settings) -> ProgramRunner:
+    """Return the runner of programs for the configured provider."""
+    return LocalPrograms(settings.state_dir.absolute() / "programs", settings.programs)
 
 
 async def _report_lost(locator: HeadLocator) -> None:

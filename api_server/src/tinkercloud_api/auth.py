@@ -126,8 +126,12 @@ class Authenticator:
 
     async def revoke(self, principal: Principal) -> None:
         """Revoke a principal's key; this process rejects it immediately."""
-        await self._catalog.revoke_key(principal.key_id)
-        self._revoked.add(principal.key_id)
+        await self.revoke_key(principal.key_id)
+
+    async def revoke_key(self, key_id: int) -> None:
+        """Revoke a key; this process rejects it immediately. This is idempotent."""
+        await self._catalog.revoke_key(key_id)
+        self._revoked.add(key_id)
 
     async def _holder(self, key_hash: str) -> Principal:
         moment = time.monotonic()

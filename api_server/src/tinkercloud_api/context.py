@@ -11,6 +11,7 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.long_polls import LongPolls
+from tinkercloud_api.programs import Programs
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.settings import Settings
@@ -33,6 +34,7 @@ class Context:
     activity: Activity
     shared_heads: SharedHeads
     long_polls: LongPolls
+    programs: Programs
 
 
 def get_context(request: Request) -> Context:

@@ -43,6 +43,7 @@ HANDLERS: Mapping[str, Handler] = {
     routes.SAVE_WEIGHTS_FOR_SAMPLER: training.in_order(training.save_weights_for_sampler),
     routes.SAVE_WEIGHTS_EXTERNAL: training.in_order(training.forward_in_order),
     routes.LOAD_WEIGHTS: training.in_order(training.load_weights),
+    routes.ATTACH_MODEL: training.in_order(training.forward_in_order),
     routes.ASAMPLE: sampling.asample,
     routes.RETRIEVE_FUTURE: futures.retrieve_future,
     routes.CANCEL_FUTURE: futures.cancel_future,

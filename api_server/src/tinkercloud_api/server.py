@@ -77,7 +77,8 @@ def run(settings: Settings) -> None:
     bound = settings.max_connections or connections.default_bound(descriptors.raise_limit())
     app = Application(settings, _provider(settings))
     listener = _listen(settings)
-    with _exclusive(settings, _url(settings, listener.getsockname()[1])):
+    app.own_url = _url(settings, listener.getsockname()[1])
+    with _exclusive(settings, app.own_url):
         asyncio.run(_print_welcome(settings, listener.getsockname()[1]))
         config = uvicorn.Config(
             app,

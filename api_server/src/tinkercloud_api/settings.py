@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -75,6 +75,26 @@ _INSTEAD_ON_KUBERNETES = {
     " (TINKERCLOUD_OPERATOR_SUSPEND_SECONDS)",
 }
 """Settings of local heads, and what to use instead with provider=kubernetes."""
+
+
+class ProgramSettings(BaseModel):
+    """Programs that the server runs for its users, such as RLVE."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    allow_code: bool = False
+    """Whether admin keys may run any Python file or module on the server (`tinkercloud programs
+    run`). Such a program can do everything that the server's user can. RLVE needs no permission."""
+    max_per_owner: Annotated[int, Field(ge=0)] = 4
+    """Maximum number of programs of one owner that run at the same time."""
+    max_restarts: Annotated[int, Field(ge=0)] = 10
+    """How often a program is restarted after failures."""
+    memory_bytes: Annotated[int, Field(ge=1 << 28)] = 4 << 30
+    """Maximum memory of each process of a program, in bytes (provider local)."""
+    file_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
+    """Maximum size of each file that a program writes, in bytes (provider local)."""
+    base_url: str | None = None
+    """URL under which programs reach this server. Default: its own address."""
 
 
 def _default_state_dir() -> Path:
@@ -171,6 +191,8 @@ class Settings(BaseSettings):
     """Limits of client requests."""
     timings: Timings = Timings()
     """Timeouts and intervals of the session heads."""
+    programs: ProgramSettings = ProgramSettings()
+    """Programs that the server runs for its users."""
 
     # A validator of the model rather than of the fields, whose errors would show the secret values.
     @model_validator(mode="after")

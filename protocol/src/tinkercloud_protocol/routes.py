@@ -16,6 +16,8 @@ SAVE_WEIGHTS_EXTERNAL = "/api/v1/save_weights_external"
 ASAMPLE = "/api/v1/asample"
 RETRIEVE_FUTURE = "/api/v1/retrieve_future"
 CANCEL_FUTURE = "/api/v1/cancel_future"
+ATTACH_MODEL = "/api/v1/attach_model"
+"""Continues an existing model's order from another process, see `training.AttachModelRequest`."""
 
 HEAD_TOKEN_HEADER = "x-tinkercloud-head-token"  # noqa: S105
 """Proves to a head that a request comes from its API server."""

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.rlve import RlveConfig
 from tinkercloud_protocol.wire import Name, TtlSeconds, Uri, UserMetadata, WireModel
 
 SeqId = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -31,6 +32,8 @@ class CreateModelRequest(WireModel):
     lora_config: LoraConfig | None = None
     """Absent means full fine-tuning."""
     optimizer_config: OptimizerConfig = OptimizerConfig()
+    rlve_config: RlveConfig | None = None
+    """If enabled, a program on the server trains the model."""
 
 
 class LoadWeightsRequest(WireModel):
@@ -131,6 +134,24 @@ class SaveWeightsForSamplerRequest(WireModel):
                 " this session)"
             )
         return self
+
+
+class AttachModelRequest(WireModel):
+    """POST attach_model: continue the order of a model that another client created or trained.
+
+    Requests that are waiting fail, a running one is awaited, and the accumulated gradient is
+    dropped: what remains is the model after its last optim_step.
+    """
+
+    model_id: Name
+
+
+class AttachModelAnswer(WireModel):
+    """The position from which the order of the model continues."""
+
+    model_id: str
+    next_seq_id: int
+    """Number of the next request."""
 
 
 class GetInfoRequest(WireModel):

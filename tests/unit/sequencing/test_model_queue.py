@@ -327,3 +327,35 @@ async def test_closing_a_queue_fails_all_waiting_requests(bench: Bench) -> None:
 
     assert "the head stopped" in str((await bench.answer(1))["error"])
     assert "the head stopped" in str((await bench.answer(2))["error"])
+
+
+async def test_a_client_that_attaches_continues_behind_everything_that_was_sent(
+    bench: Bench,
+) -> None:
+    bench.submit(1, "gradient")
+    await bench.answer(1)
+    bench.submit(3, "step")
+
+    next_seq_id = await bench.queue.attach()
+
+    assert next_seq_id == 4
+    assert "another client has attached" in str((await bench.answer(3))["error"])
+    bench.submit(4, "load")
+    bench.submit(5, "gradient")
+    assert await bench.answer(5) == {"seq_id": 5}
+    assert bench.ran == ["gradient 1", "load 4", "gradient 5"]
+
+
+async def test_attaching_waits_for_the_running_request_and_drops_the_gradient(
+    bench: Bench,
+) -> None:
+    bench.submit(1, "gradient")
+    bench.submit(2, "gradient")
+    await asyncio.sleep(0)
+
+    next_seq_id = await bench.queue.attach()
+    bench.submit(next_seq_id, "gradient")
+    await bench.answer(next_seq_id)
+
+    assert bench.ran[0] == "gradient 1"
+    assert bench.ran[-2:] == ["drop", f"gradient {next_seq_id}"]

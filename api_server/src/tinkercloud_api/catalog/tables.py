@@ -186,3 +186,34 @@ class Checkpoint(Table):
     is_public: Mapped[bool] = mapped_column(default=False)
     damage: Mapped[str | None]
     """Why the manifest cannot be read; the other columns are from the previous manifest, if any."""
+
+
+class Program(Table):
+    """A program that the server runs for an owner."""
+
+    __tablename__ = "programs"
+    __table_args__ = (
+        Index("programs_by_owner", "owner", "created_at"),
+        Index("programs_by_phase", "phase"),
+    )
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    owner: Mapped[str]
+    name: Mapped[str]
+    base_model: Mapped[str | None]
+    model_id: Mapped[str | None]
+    """The model that it was started for."""
+    module: Mapped[str | None]
+    source: Mapped[str | None]
+    args: Mapped[list[str]]
+    key_id: Mapped[int | None]
+    """Its current API key; None before the first start."""
+    phase: Mapped[str]
+    restarts: Mapped[int] = mapped_column(default=0)
+    exit_code: Mapped[int | None]
+    message: Mapped[str | None]
+    progress: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    """The merged reports, `tinkercloud_protocol.programs.ProgramProgress`."""
+    created_at: Mapped[datetime] = mapped_column(default=now)
+    started_at: Mapped[datetime | None]
+    finished_at: Mapped[datetime | None]

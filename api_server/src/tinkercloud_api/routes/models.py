@@ -51,10 +51,16 @@ async def capabilities(server: Server, _caller: Caller) -> ServerCapabilities:
 
 @router.post("/create_model")
 async def create_model(request: CreateModelRequest, server: Server, caller: Caller) -> Response:
-    """Create a training run."""
+    """Create a training run, and start the program that trains it if RLVE is enabled."""
+    rlve = request.rlve_config if request.rlve_config and request.rlve_config.enabled else None
+    if rlve is not None:
+        base_model = server.training_runs.served(request.base_model)
+        await server.programs.check_rlve(rlve, caller, base_model.max_context_length)
     request_id = await server.training_runs.create(request, caller)
     log.info("training run created", request_id=request_id, base_model=request.base_model)
     model_id = request_id.rpartition(":")[0]
+    if rlve is not None:
+        await server.programs.run_rlve(rlve, model_id, request.base_model, caller)
     return Response(futures.promise(request_id, model_id=model_id), media_type=futures.JSON)
 
 

@@ -38,6 +38,7 @@ from tinkercloud_protocol.sampling import (
     RetrieveFutureRequest,
     parse_sample,
 )
+from tinkercloud_protocol.training import AttachModelAnswer, AttachModelRequest
 from tinkercloud_protocol.wire import parse_json
 from tinkercloud_worker.head import requests
 from tinkercloud_worker.head.body_limiter import BodyLimiter
@@ -83,6 +84,7 @@ class HeadApp:
             ("POST", routes.FORWARD_BACKWARD): self._forward_backward,
             **{("POST", path): self._ordered for path in requests.JSON_REQUESTS},
             **{("POST", path): self._ordered for path in requests.NOT_SERVED},
+            ("POST", routes.ATTACH_MODEL): self._attach_model,
             ("POST", routes.ASAMPLE): self._asample,
             ("POST", routes.RETRIEVE_FUTURE): self._retrieve_future,
             ("POST", routes.CANCEL_FUTURE): self._cancel_future,
@@ -225,6 +227,15 @@ class HeadApp:
             )
         self._check_target(request, received.place.model_id)
         return await self._submit(received)
+
+    async def _attach_model(self, request: Request) -> Response:
+        body = await request.body(LARGE_BODY_BYTES)
+        model_id = parse_json(AttachModelRequest, body).model_id
+        self._check_target(request, model_id)
+        await self._service.recall(model_id)
+        next_seq_id = await self._service.attach_model(model_id)
+        answer = AttachModelAnswer(model_id=model_id, next_seq_id=next_seq_id)
+        return Response(answer.model_dump_json().encode())
 
     async def _asample(self, request: Request) -> Response:
         async with self._received(request) as body:

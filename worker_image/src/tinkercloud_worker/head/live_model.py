@@ -1,7 +1,7 @@
 """A model in memory: its specification, operations and request queue."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tinkercloud_protocol.ids import ModelId
@@ -105,3 +105,13 @@ def latest_checkpoint(models: Iterable[LiveModel]) -> str | None:
     written = [model.operations.latest for model in models]
     latest = max((each for each in written if each), key=lambda m: m.created_at, default=None)
     return latest.tinker_path if latest is not None else None
+
+
+def too_many(owner: str, models: Sequence[LiveModel], limit: int) -> str:
+    """Return the error message for an owner whose models reach `limits.max_models_per_owner`."""
+    names = ", ".join(str(model.model_id) for model in models[:3])
+    return (
+        f"owner {owner!r} already has {len(models)} models here ({names}"
+        f"{', ...' if len(models) > 3 else ''}; limits.max_models_per_owner is {limit}): delete"
+        " a finished session (`tinkercloud sessions delete SESSION`), then create it again"
+    )

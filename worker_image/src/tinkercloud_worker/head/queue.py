@@ -37,6 +37,8 @@ Role = Literal["gradient", "step", "save", "load", "other"]
 _GRADIENT_UNCHANGED_OR_REPORTED = (InvalidRequest, GradientLost, StateLost)
 """Failures of an optim_step that leave the gradient unchanged, or report what happened to it."""
 
+_ATTACHED = "not run: another client has attached to this model and continues its order"
+
 REFUSED = "refused"
 """Path of a request that was rejected before it was queued; the body has the error."""
 
@@ -137,6 +139,8 @@ class ModelQueue:
         self._gradient_is_dirty = False
         """Whether the gradient may contain part of a failed request."""
         self._is_paused = False
+        self._is_attaching = False
+        """Whether another client is about to continue the order."""
         self._background: set[asyncio.Task[None]] = set()
         self._worker = asyncio.create_task(self._work())
 
@@ -192,6 +196,23 @@ class ModelQueue:
         """Continue after `pause`."""
         self._is_paused = False
         self._arrived.set()
+
+    async def attach(self) -> int:
+        """Let another client continue the order; return the number of its first request.
+
+        The running request finishes, those that wait fail, and the gradient is dropped.
+        """
+        self._is_attaching = True
+        try:
+            await self._idle.wait()
+            for seq_id in self.sequencer.skip_gap():
+                del self._queued[seq_id]
+                self._results.finish(self.request_id(seq_id), failed(_ATTACHED, "user"))
+        finally:
+            self._is_attaching = False
+            self._arrived.set()
+        self._failure, self._gradient_is_dirty = None, True
+        return self.sequencer.next_seq_id
 
     @property
     def is_busy(self) -> bool:
@@ -269,7 +290,8 @@ class ModelQueue:
 
     async def _work(self) -> None:
         while True:
-            is_on_hold = self._is_paused and self.sequencer.next_seq_id > 0
+            is_held = self._is_paused or self._is_attaching
+            is_on_hold = is_held and self.sequencer.next_seq_id > 0
             seq_id = None if is_on_hold or self.is_throttled else self.sequencer.take()
             if seq_id is None:
                 self._watch_gap()
