@@ -53,6 +53,7 @@ _RESOURCES: Mapping[str, tuple[str, str]] = {
     "Event": ("api/v1", "events"),
     "NetworkPolicy": ("apis/networking.k8s.io/v1", "networkpolicies"),
     "PodDisruptionBudget": ("apis/policy/v1", "poddisruptionbudgets"),
+    "Job": ("apis/batch/v1", "jobs"),
     "ResourceClaimTemplate": ("apis/resource.k8s.io/v1", "resourceclaimtemplates"),
 }
 """API and plural of every kind that is read or written."""
