@@ -25,17 +25,21 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.context import Context
+from tinkercloud_api.copies import Copies
 from tinkercloud_api.head_client import open_client
 from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.hot_paths import HANDLERS, HotPaths
+from tinkercloud_api.imports import Imports
 from tinkercloud_api.long_polls import LongPolls
 from tinkercloud_api.middleware import BodyLimitMiddleware, MetricsMiddleware, metrics_server
+from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_api.openapi import describe
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.routes import (
     health,
     hub,
+    importing,
     keys,
     models,
     runs,
@@ -45,6 +49,7 @@ from tinkercloud_api.routes import (
 )
 from tinkercloud_api.settings import Settings
 from tinkercloud_api.shared_heads import SharedHeads
+from tinkercloud_api.stored_runs import StoredRuns
 from tinkercloud_api.training_runs import TrainingRuns
 from tinkercloud_protocol.asgi import Receive, Scope, Send
 from tinkercloud_protocol.futures import QueueState
@@ -71,7 +76,7 @@ class Application:
         # The documentation pages would load scripts from third-party servers.
         api = FastAPI(title="Tinkercloud", lifespan=self._lifespan, docs_url=None, redoc_url=None)
         api.openapi = partial(describe, api)  # type: ignore[method-assign]  # documented by FastAPI
-        for module in (sessions, usage, models, unloading, runs, keys, health, hub):
+        for module in (sessions, usage, models, unloading, importing, runs, keys, health, hub):
             api.include_router(module.router)
         api.add_middleware(BodyLimitMiddleware, max_bytes=JSON_BODY_BYTES)
         errors.install(api)
@@ -105,8 +110,13 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
     catalog = Catalog(engine)
     await register_bootstrap_key(catalog, settings)
     client = open_client()
-    checkpoints = Checkpoints(catalog, open_store(settings.checkpoint_url))
+    store = open_store(settings.checkpoint_url)
+    checkpoints = Checkpoints(catalog, store)
     locator = HeadLocator(catalog, checkpoints, provider, client)
+    training_runs = TrainingRuns(catalog, provider, checkpoints, locator)
+    stored_runs = StoredRuns(
+        catalog, checkpoints, ObjectStoreClient(store), settings.max_checkpoint_bytes_per_owner
+    )
     activity = Activity(catalog)
     context = Context(
         settings=settings,
@@ -115,7 +125,7 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
         provider=provider,
         checkpoints=checkpoints,
         locator=locator,
-        training_runs=TrainingRuns(catalog, provider, checkpoints, locator),
+        training_runs=training_runs,
         proxy=Proxy(client),
         activity=activity,
         shared_heads=SharedHeads(
@@ -127,6 +137,9 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
             period=_inactivity_period(settings),
         ),
         long_polls=LongPolls(),
+        stored_runs=stored_runs,
+        copies=Copies(checkpoints, training_runs, stored_runs),
+        imports=Imports(catalog, training_runs, stored_runs, settings.max_import_bytes),
     )
     await provider.start()
     loops = [_run_housekeeping(context), _suspend_inactive(context)]
@@ -212,6 +225,7 @@ async def _run_housekeeping(context: Context) -> None:
             count_sessions,
             expire_sessions,
             context.checkpoints.delete_expired,
+            context.stored_runs.sweep,
             context.locator.report_lost,
             lambda: context.locator.release_leftovers(now()),
         ):

@@ -9,12 +9,15 @@ from tinkercloud_api.activity import Activity
 from tinkercloud_api.auth import Authenticator, Principal
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.copies import Copies
 from tinkercloud_api.head_locator import HeadLocator
+from tinkercloud_api.imports import Imports
 from tinkercloud_api.long_polls import LongPolls
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.settings import Settings
 from tinkercloud_api.shared_heads import SharedHeads
+from tinkercloud_api.stored_runs import StoredRuns
 from tinkercloud_api.training_runs import TrainingRuns
 
 
@@ -33,6 +36,9 @@ class Context:
     activity: Activity
     shared_heads: SharedHeads
     long_polls: LongPolls
+    stored_runs: StoredRuns
+    copies: Copies
+    imports: Imports
 
 
 def get_context(request: Request) -> Context:

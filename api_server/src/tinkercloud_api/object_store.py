@@ -1,23 +1,29 @@
-"""Object store client: reads small objects, lists folders, and deletes both.
+"""Object store client: reads small objects, lists folders, deletes both, uploads and copies files.
 
 All failures of the store (unreachable, credentials rejected, too slow) are raised as `Unavailable`:
 the client may repeat its request, and a long poll continues. A missing object is not an error.
 """
 
-from collections.abc import Iterator
+import asyncio
+import os
+import uuid
+from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import obstore
 import structlog
-from obstore.exceptions import BaseError, NotFoundError
-from obstore.store import ObjectStore
+from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
+from obstore.store import LocalStore, ObjectStore
 
-from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.errors import NotFound, Unavailable
 
 log = structlog.get_logger(__name__)
 
 _PROBE = "health-probe"
+_MAX_COPIED_BYTES = 5 << 30
+"""Maximum size of an object that S3 copies in one request."""
+_PART_BYTES = 16 << 20
 _MISSING = (FileNotFoundError, NotFoundError)
 
 
@@ -41,6 +47,58 @@ class ObjectStoreClient:
         """Upload a local file as an object."""
         with _translate_errors():
             await obstore.put_async(self._store, key, file)
+
+    async def upload_stream(self, key: str, chunks: AsyncIterator[bytes]) -> None:
+        """Upload an object in parts, as they arrive. Without all of them, it does not exist.
+
+        Errors that `chunks` raises are raised unchanged, unless they are errors of the system.
+        """
+        with _translate_errors():
+            await obstore.put_async(self._store, key, chunks)
+            await self._synchronize(key)
+
+    async def copy(self, key: str, target: str, size_bytes: int) -> None:
+        """Copy an object within the store.
+
+        Raises:
+            NotFound: there is no such object.
+        """
+        with _translate_errors():
+            try:
+                if size_bytes <= _MAX_COPIED_BYTES:
+                    await obstore.copy_async(self._store, key, target)
+                else:
+                    result = await obstore.get_async(self._store, key)
+                    await obstore.put_async(self._store, target, result.stream(_PART_BYTES))
+            except _MISSING:
+                raise NotFound(f"the object {key} is missing in the checkpoint store") from None
+            await self._synchronize(target)
+
+    async def create(self, key: str, content: bytes) -> bool:
+        """Write a small object atomically, unless it exists; return whether it was written."""
+        with _translate_errors():
+            try:
+                if not isinstance(self._store, LocalStore):
+                    await obstore.put_async(self._store, key, content, mode="create")
+                    return True
+                # A file that is renamed before it is on disk may be empty after a power failure.
+                staged = f"{key}.{uuid.uuid4().hex}"
+                await obstore.put_async(self._store, staged, content)
+                await self._synchronize(staged)
+                try:
+                    await obstore.rename_async(self._store, staged, key, overwrite=False)
+                except BaseException:
+                    await obstore.delete_async(self._store, staged)
+                    raise
+                await self._synchronize(key)
+            except AlreadyExistsError:
+                return False
+        return True
+
+    async def _synchronize(self, key: str) -> None:
+        """Write a file of a local folder, and the folders that lead to it, to the disk."""
+        if isinstance(self._store, LocalStore):
+            await asyncio.to_thread(_fsync_path, Path(self._store.prefix or "/"), key)
 
     async def read(self, key: str) -> bytes | None:
         """Return the content of an object, or None if it does not exist."""
@@ -67,6 +125,15 @@ class ObjectStoreClient:
         with _translate_errors(), suppress(*_MISSING):
             await obstore.delete_async(self._store, key)
 
+    async def delete_others(self, prefix: str, kept: Collection[str]) -> None:
+        """Delete the objects of a folder, except some. The prefix must not end with a slash."""
+        with _translate_errors():
+            entries = await obstore.list(self._store, f"{prefix}/").collect_async()
+            stray = [entry["path"] for entry in entries if entry["path"] not in kept]
+            if stray:
+                with suppress(*_MISSING):
+                    await obstore.delete_async(self._store, stray)
+
     async def delete_folder(self, prefix: str) -> None:
         """Delete all objects of a folder. The prefix must not end with a slash."""
         with _translate_errors():
@@ -86,3 +153,15 @@ def _translate_errors() -> Iterator[None]:
         raise Unavailable(
             "the object store for checkpoints failed or did not respond; send the request again"
         ) from error
+
+
+def _fsync_path(root: Path, key: str) -> None:
+    path = root / key
+    for each in (path, *path.parents):
+        descriptor = os.open(each, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if each == root:
+            return
