@@ -3,6 +3,7 @@
 /api/v1/<hot paths>      hot_paths; routes.training, sampling, futures: forwarded to session heads
 /api/v1/...              routes.sessions, models, runs, keys: served by this process
 /hf/...                  routes.hub: the tokenizer mirror
+/downloads/...           routes.downloads: files of checkpoints, by signed URLs
 /healthz /livez          routes.health
 /openapi.json            openapi: the API description
 /metrics                 middleware.metrics_server, on a port of its own
@@ -26,6 +27,7 @@ from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.context import Context
 from tinkercloud_api.copies import Copies
+from tinkercloud_api.downloads import Downloads
 from tinkercloud_api.head_client import open_client
 from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.hot_paths import HANDLERS, HotPaths
@@ -37,6 +39,7 @@ from tinkercloud_api.openapi import describe
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.routes import (
+    downloads,
     health,
     hub,
     importing,
@@ -59,6 +62,8 @@ log = structlog.get_logger(__name__)
 
 JSON_BODY_BYTES = 1 << 20
 _HOUSEKEEPING_SECONDS = 30.0
+_SIGNING_KEY = "download URLs"
+"""Name of the secret in the catalog."""
 _REPORT_SECONDS = 10.0
 """Time limit at shutdown for determining which runs the heads did not save."""
 _UP_FOR_EXPIRY = timedelta(days=1)
@@ -76,7 +81,19 @@ class Application:
         # The documentation pages would load scripts from third-party servers.
         api = FastAPI(title="Tinkercloud", lifespan=self._lifespan, docs_url=None, redoc_url=None)
         api.openapi = partial(describe, api)  # type: ignore[method-assign]  # documented by FastAPI
-        for module in (sessions, usage, models, unloading, importing, runs, keys, health, hub):
+        modules = (
+            sessions,
+            usage,
+            models,
+            unloading,
+            downloads,
+            importing,
+            runs,
+            keys,
+            health,
+            hub,
+        )
+        for module in modules:
             api.include_router(module.router)
         api.add_middleware(BodyLimitMiddleware, max_bytes=JSON_BODY_BYTES)
         errors.install(api)
@@ -124,6 +141,12 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
         authenticator=Authenticator(catalog, activity.use_key),
         provider=provider,
         checkpoints=checkpoints,
+        downloads=Downloads(
+            checkpoints,
+            ObjectStoreClient(store),
+            settings.downloads,
+            await _signing_key(catalog, settings),
+        ),
         locator=locator,
         training_runs=training_runs,
         proxy=Proxy(client),
@@ -155,6 +178,14 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
         await context.activity.write()
         await client.close()
         await catalog.close()
+
+
+async def _signing_key(catalog: Catalog, settings: Settings) -> bytes:
+    """Return the key that signs URLs, which is the same in all replicas and after restarts."""
+    configured = settings.downloads.signing_key
+    if configured is not None:
+        return configured.get_secret_value().encode()
+    return (await catalog.shared_secret(_SIGNING_KEY)).encode()
 
 
 async def _report_lost(locator: HeadLocator) -> None:

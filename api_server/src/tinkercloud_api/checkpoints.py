@@ -151,15 +151,30 @@ class Checkpoints:
             NotFound: the checkpoint does not exist for this principal.
             InvalidRequest: the manifest was written by a newer release, or is damaged.
         """
+        manifest, row = await self._unexpired(path)
+        if row is None or not row.is_public:
+            principal.require(manifest, f"checkpoint {path}")
+        return manifest
+
+    async def manifest_of_grant(self, path: CheckpointPath) -> CheckpointManifest:
+        """Return the manifest of a checkpoint for the holder of a signed URL.
+
+        Raises:
+            NotFound: the checkpoint does not exist any more.
+            InvalidRequest: the manifest is damaged.
+        """
+        return (await self._unexpired(path))[0]
+
+    async def _unexpired(
+        self, path: CheckpointPath
+    ) -> tuple[CheckpointManifest, Checkpoint | None]:
         manifest = await self._required(path)
         row = await self._catalog.checkpoint(path)
         if row is not None and row.created_at == manifest.created_at:
             manifest = manifest.model_copy(update={"expires_at": row.expires_at})
         if manifest.is_expired(datetime.now(UTC)):
             raise _not_found(path)
-        if row is None or not row.is_public:
-            principal.require(manifest, f"checkpoint {path}")
-        return manifest
+        return manifest, row
 
     async def public_of_run(self, run_id: str) -> list[CheckpointInfo]:
         """Return the checkpoints of a run that everybody may read, oldest first."""

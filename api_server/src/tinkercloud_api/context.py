@@ -10,6 +10,7 @@ from tinkercloud_api.auth import Authenticator, Principal
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.copies import Copies
+from tinkercloud_api.downloads import Downloads
 from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.imports import Imports
 from tinkercloud_api.long_polls import LongPolls
@@ -30,6 +31,7 @@ class Context:
     authenticator: Authenticator
     provider: SessionProvider
     checkpoints: Checkpoints
+    downloads: Downloads
     locator: HeadLocator
     training_runs: TrainingRuns
     proxy: Proxy

@@ -41,7 +41,7 @@ HANDLERS: Mapping[str, Handler] = {
     routes.OPTIM_STEP: training.in_order(training.forward_in_order),
     routes.SAVE_WEIGHTS: training.in_order(training.save_weights),
     routes.SAVE_WEIGHTS_FOR_SAMPLER: training.in_order(training.save_weights_for_sampler),
-    routes.SAVE_WEIGHTS_EXTERNAL: training.in_order(training.forward_in_order),
+    routes.SAVE_WEIGHTS_EXTERNAL: training.in_order(training.save_weights_external),
     routes.LOAD_WEIGHTS: training.in_order(training.load_weights),
     routes.ASAMPLE: sampling.asample,
     routes.RETRIEVE_FUTURE: futures.retrieve_future,

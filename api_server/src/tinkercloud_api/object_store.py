@@ -7,16 +7,23 @@ the client may repeat its request, and a long poll continues. A missing object i
 import asyncio
 import os
 import uuid
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import obstore
 import structlog
 from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
-from obstore.store import LocalStore, ObjectStore
+from obstore.store import AzureStore, GCSStore, LocalStore, ObjectStore, S3Store
 
 from tinkercloud_protocol.errors import NotFound, Unavailable
+from tinkercloud_protocol.object_store import has_endpoint
+
+if TYPE_CHECKING:
+    from obstore import GetOptions
 
 log = structlog.get_logger(__name__)
 
@@ -24,7 +31,17 @@ _PROBE = "health-probe"
 _MAX_COPIED_BYTES = 5 << 30
 """Maximum size of an object that S3 copies in one request."""
 _PART_BYTES = 16 << 20
+_SIGNING = S3Store | GCSStore | AzureStore
 _MISSING = (FileNotFoundError, NotFoundError)
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """Metadata of an object."""
+
+    size: int
+    etag: str | None
+    """Changes with the content; None if the store has none."""
 
 
 class ObjectStoreClient:
@@ -32,6 +49,41 @@ class ObjectStoreClient:
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
+
+    @property
+    def has_public_urls(self) -> bool:
+        """Whether the store can sign URLs and is at its provider's public address."""
+        return isinstance(self._store, _SIGNING) and not has_endpoint(os.environ)
+
+    async def sign(self, keys: Sequence[str], lifetime: timedelta) -> Sequence[str]:
+        """Return a URL for each object, by which it can be read without credentials.
+
+        Raises:
+            Unavailable: this store, or its credentials, can't sign URLs.
+        """
+        if not isinstance(self._store, _SIGNING):
+            raise Unavailable(
+                "downloads.source: is 'store', but this checkpoint store can't sign URLs; set it to"
+                " 'auto' or 'server'"
+            )
+        with _translate_errors():
+            return await obstore.sign_async(self._store, "GET", list(keys), lifetime)
+
+    async def describe(self, key: str) -> Described | None:
+        """Return the metadata of an object, or None if it does not exist."""
+        with _translate_errors(), suppress(*_MISSING):
+            found = await obstore.head_async(self._store, key)
+            return Described(found["size"], found["e_tag"])
+        return None
+
+    async def read_range(self, key: str, part: range, etag: str | None) -> bytes:
+        """Return some bytes of an object that exists; also Unavailable if its tag has changed."""
+        options: GetOptions = {"range": (part.start, part.stop)}
+        if etag is not None:
+            options["if_match"] = etag
+        with _translate_errors():
+            result = await obstore.get_async(self._store, key, options=options)
+            return bytes(await result.bytes_async())
 
     async def ping(self) -> None:
         """Check that the store responds."""

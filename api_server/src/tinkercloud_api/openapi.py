@@ -16,6 +16,7 @@ from tinkercloud_protocol.sampling import CancelFutureRequest, RetrieveFutureReq
 from tinkercloud_protocol.training import (
     LoadWeightsRequest,
     OptimStepRequest,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
@@ -44,11 +45,13 @@ _GONE = {
     routes.RETRIEVE_FUTURE,
     routes.SAVE_WEIGHTS,
     routes.SAVE_WEIGHTS_FOR_SAMPLER,
+    routes.SAVE_WEIGHTS_EXTERNAL,
 }
 _JSON_BODIES: dict[str, type[BaseModel]] = {
     routes.OPTIM_STEP: OptimStepRequest,
     routes.SAVE_WEIGHTS: SaveWeightsRequest,
     routes.SAVE_WEIGHTS_FOR_SAMPLER: SaveWeightsForSamplerRequest,
+    routes.SAVE_WEIGHTS_EXTERNAL: SaveWeightsExternalRequest,
     routes.LOAD_WEIGHTS: LoadWeightsRequest,
     routes.ASAMPLE: SampleRequest,
     routes.RETRIEVE_FUTURE: RetrieveFutureRequest,
@@ -59,6 +62,7 @@ _SUMMARIES = {
     routes.OPTIM_STEP: "Apply the accumulated gradients",
     routes.SAVE_WEIGHTS: "Save a training checkpoint",
     routes.SAVE_WEIGHTS_FOR_SAMPLER: "Save weights for sampling",
+    routes.SAVE_WEIGHTS_EXTERNAL: "Save weights as files for other programs",
     routes.LOAD_WEIGHTS: "Load a checkpoint into a model or as a new model",
     routes.ASAMPLE: "Sample",
     routes.RETRIEVE_FUTURE: "Wait for the result of a request",

@@ -27,6 +27,7 @@ from pydantic_settings import (
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
+from tinkercloud_api.download_settings import DownloadSettings
 from tinkercloud_protocol.launch import (
     Limits,
     SamplerConfig,
@@ -52,6 +53,7 @@ _ENVIRONMENT_OPTIONS = {"sslrootcert", "sslcert", "sslkey", "sslcrl"}
 """Options of libpq that asyncpg reads from environment variables only."""
 _SQLALCHEMY_OPTIONS = {"prepared_statement_cache_size"}
 """URL options that SQLAlchemy consumes and does not pass to the driver."""
+_PUBLIC_URL = r"https?://[^\s/?#@]+(/[^\s?#]*)?"
 _HEAD_BODY_BYTES = Limits().max_body_bytes
 """Body size limit of session heads on Kubernetes."""
 _USED_ON_KUBERNETES = {"limits.max_body_bytes", "timings.long_poll_seconds"}
@@ -111,6 +113,9 @@ class Settings(BaseSettings):
     metrics_port: Annotated[int, Field(gt=0, lt=65536)] | None = None
     """Port on which to serve Prometheus metrics (/metrics), on the same address and without an API
     key. Default: metrics are not served."""
+    public_url: Annotated[str, Field(pattern=_PUBLIC_URL)] | None = None
+    """Address of the server for clients, such as `https://tinker.example.com`. The URLs of
+    downloads start with it. Default: the address to which a client sent its request."""
     max_connections: Annotated[int, Field(gt=0)] | None = None
     """Maximum number of concurrent client connections. Further connections receive status 503. Each
     request that waits for a result occupies a connection. Default: derived from the limit on open
@@ -165,6 +170,8 @@ class Settings(BaseSettings):
     head_start_seconds: Annotated[float, Field(gt=0)] = 600.0
     """Timeout, in seconds, for a session head to load its model. For heads with trainer ranks,
     `trainer.start_timeout_seconds` is added."""
+    downloads: DownloadSettings = DownloadSettings()
+    """Downloads of checkpoints."""
     trainer: TrainerConfig = TrainerConfig()
     """Trainer of the session heads."""
     sampler: SamplerConfig = SamplerConfig()
@@ -181,6 +188,7 @@ class Settings(BaseSettings):
             _check_key(self.bootstrap_key.get_secret_value())
         if self.database_url is not None:
             _check_database_url(self.database_url.get_secret_value())
+        self.downloads.check_key()
         return self
 
     @model_validator(mode="after")

@@ -65,6 +65,7 @@ class TrainingRuns:
             InvalidRequest: the base model differs or is not served, or the id is already used.
         """
         path = CheckpointPath.parse(request.path)
+        path.require_loadable()
         manifest = await self.checkpoints.manifest(path, reader)
         requested = request.base_model
         if requested is not None and not is_of(requested, manifest.base_model):

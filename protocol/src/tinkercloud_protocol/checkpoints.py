@@ -12,6 +12,9 @@ Layout of `<root>/runs/<run id>/<kind>/<name>/`:
     gradient.safetensors           gradient that was not applied yet, float32, named like the
                                    weights; if present, format 2          (kind `weights`)
 
+The kind `external_weights` holds files for other programs: the two files of an adapter, or, after
+full fine-tuning, a Hugging Face folder. If they are encrypted, each is named `<file>.age`.
+
 `CheckpointManifest.data_prefix` is the sub-folder of the files. It is empty, except in copies and
 during an overwrite: the new files are written to a new sub-folder, the manifest is switched to it,
 the files are written to their final place, and the manifest is switched back. So a reader sees the
@@ -54,6 +57,8 @@ FULL_WEIGHTS = "model.safetensors"
 OPTIMIZER_STATE = "optimizer.safetensors"
 TRAINER_STATE = "trainer_state.json"
 GRADIENT = "gradient.safetensors"
+ENCRYPTED_SUFFIX = ".age"
+"""Appended to the names of encrypted files."""
 HEAD_STATE = "head.json"
 BODIES = "bodies.bin"
 

@@ -205,6 +205,21 @@ class CheckpointList(Answer):
     cursor: Cursor | None = None
 
 
+class ExternalWeightsUrls(Answer):
+    """GET .../external_weights_urls: where the files of external weights can be downloaded."""
+
+    urls: dict[str, str]
+    """URLs by file name. They need no API key."""
+    expires: datetime
+
+
+class ArchiveUrl(Answer):
+    """GET .../archive: where a checkpoint can be downloaded as one tar file."""
+
+    url: str
+    expires: datetime
+
+
 class TrainingRunInfo(Answer):
     """One training run."""
 

@@ -30,6 +30,11 @@ def allows_http(environment: Mapping[str, str]) -> bool:
     return is_emulator or any(each.startswith("http://") for each in endpoints)
 
 
+def has_endpoint(environment: Mapping[str, str]) -> bool:
+    """Return whether the store is configured to be elsewhere than at its provider's address."""
+    return any(environment.get(name) for name in _ENDPOINT_VARIABLES)
+
+
 def open_store(url: str) -> ObjectStore:
     """Open the object store at a URL; credentials come from the environment.
 

@@ -30,11 +30,17 @@ class CheckpointKind(StrEnum):
     """Weights and optimizer state, from which training can be resumed."""
     SAMPLER = "sampler_weights"
     """Weights only, for sampling."""
+    EXTERNAL = "external_weights"
+    """Weights only, as files for other programs, which may be encrypted."""
 
     @property
     def checkpoint_type(self) -> str:
         """The SDK's name of the kind, as in `Checkpoint.checkpoint_type`."""
-        return {CheckpointKind.TRAINING: "training", CheckpointKind.SAMPLER: "sampler"}[self]
+        return {
+            CheckpointKind.TRAINING: "training",
+            CheckpointKind.SAMPLER: "sampler",
+            CheckpointKind.EXTERNAL: "external",
+        }[self]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,7 @@ class CheckpointPath:
         if len(segments) != 3:
             raise InvalidRequest(
                 f"path {uri[:300]!r} is not a checkpoint: expected"
-                " 'tinker://<training run id>/weights|sampler_weights/<name>'"
+                " 'tinker://<training run id>/weights|sampler_weights|external_weights/<name>'"
             )
         run_id, kind, name = segments
         return cls(run_id, parse_kind(kind), name)
@@ -80,9 +86,21 @@ class CheckpointPath:
         if not slash:
             raise InvalidRequest(
                 f"checkpoint id {checkpoint_id[:200]!r} is malformed: expected"
-                " 'weights/<name>' or 'sampler_weights/<name>'"
+                " 'weights/<name>', 'sampler_weights/<name>' or 'external_weights/<name>'"
             )
         return cls(run_id, parse_kind(kind), name)
+
+    def require_loadable(self) -> None:
+        """Check that a server can train or sample from checkpoints of this kind.
+
+        Raises:
+            InvalidRequest: it holds files for other programs.
+        """
+        if self.kind is CheckpointKind.EXTERNAL:
+            raise InvalidRequest(
+                f"{self} holds files for download and can't be loaded: save_state and"
+                " save_weights_for_sampler write checkpoints that can"
+            )
 
     @property
     def checkpoint_id(self) -> str:

@@ -5,7 +5,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
@@ -13,6 +13,12 @@ from tinkercloud_protocol.wire import Name, TtlSeconds, Uri, UserMetadata, WireM
 
 SeqId = Annotated[int, Field(ge=1, le=2**31 - 1)]
 """Position in the model's order of requests; the SDK counts from 1 without gaps."""
+Recipients = Annotated[
+    list[Annotated[str, StringConstraints(min_length=1, max_length=8192)]],
+    Field(min_length=1, max_length=10),
+]
+"""Public keys of age (https://age-encryption.org): `age1...`, or an SSH key. An empty list is
+rejected, because it could be a mistake whose result would be unencrypted."""
 
 
 class OptimizerConfig(WireModel):
@@ -133,6 +139,18 @@ class SaveWeightsForSamplerRequest(WireModel):
                 " this session)"
             )
         return self
+
+
+class SaveWeightsExternalRequest(WireModel):
+    """POST save_weights_external: write the current weights as files for other programs."""
+
+    model_id: Name
+    seq_id: SeqId
+    path: Name
+    """Name of the checkpoint."""
+    ttl_seconds: TtlSeconds | None = None
+    age_encryption_recipients: Recipients | None = None
+    """Public keys that every file is encrypted to. Absent means unencrypted."""
 
 
 class GetInfoRequest(WireModel):

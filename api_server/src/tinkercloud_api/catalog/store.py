@@ -4,6 +4,7 @@ All updates are idempotent: creating a row that exists returns the existing row.
 does not respond, methods raise Unavailable, on which the client sends its request again.
 """
 
+import secrets
 from collections.abc import Collection, Sequence
 from datetime import datetime
 
@@ -15,6 +16,7 @@ from tinkercloud_api.catalog.tables import (
     ApiKey,
     Checkpoint,
     SamplingSession,
+    ServerSecret,
     Session,
     TrainingRun,
     now,
@@ -35,6 +37,16 @@ class Catalog(UploadStatements):
         """Check that the database responds."""
         async with self._reading() as db:
             await db.execute(select(1))
+
+    async def shared_secret(self, name: str) -> str:
+        """Return a random secret, which the first server that asks for it creates."""
+        existing = select(ServerSecret).where(ServerSecret.name == name)
+        row = await self._one(existing)
+        if row is None:
+            row = await self._insert(
+                ServerSecret(name=name, value=secrets.token_urlsafe(32)), existing
+            )
+        return row.value
 
     # Keys
 

@@ -101,6 +101,16 @@ class ApiKey(Table):
         return self.revoked_at is None and not is_expired
 
 
+class ServerSecret(Table):
+    """A random secret that all servers of one catalog share."""
+
+    __tablename__ = "server_secrets"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    value: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(default=now)
+
+
 EXPIRED = "expired"
 """Finish reason of sessions that the server ended because their client was inactive."""
 

@@ -116,6 +116,7 @@ async def create_sampling_session(
     base_model, path, saved_at = request.base_model, None, None
     if request.model_path is not None:
         path = CheckpointPath.parse(request.model_path)
+        path.require_loadable()
         manifest = await server.checkpoints.manifest(path, caller)
         if base_model is not None and not is_of(base_model, manifest.base_model):
             raise InvalidRequest(

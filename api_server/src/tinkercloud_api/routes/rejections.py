@@ -12,11 +12,13 @@ from tinkercloud_protocol import envelope, routes
 from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, NotFound, WireError
 from tinkercloud_protocol.training import (
     LoadWeightsRequest,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
 
-RequestT = TypeVar("RequestT", LoadWeightsRequest, SaveWeightsRequest, SaveWeightsForSamplerRequest)
+SaveRequest = SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest
+RequestT = TypeVar("RequestT", bound=LoadWeightsRequest | SaveRequest)
 
 _MAX_REASON_CHARACTERS = 2000
 """Limit of a rejection's reason, which is sent in a header and may quote the request."""
@@ -75,9 +77,7 @@ async def forward_rejection(call: Call, body: bytes, error: WireError) -> None:
     await call.forward(endpoint, model_id, body, refusal=error.message[:_MAX_REASON_CHARACTERS])
 
 
-def sequence_position(
-    request: LoadWeightsRequest | SaveWeightsRequest | SaveWeightsForSamplerRequest,
-) -> bytes:
+def sequence_position(request: LoadWeightsRequest | SaveRequest) -> bytes:
     """Return a body that states a request's position in its model's sequence, and nothing else.
 
     A head from a release without rejections would execute the whole request, even if the caller

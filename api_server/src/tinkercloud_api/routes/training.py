@@ -15,6 +15,7 @@ from tinkercloud_api.routes.call import SMALL_BODY_BYTES, Call, Handler, head_fo
 from tinkercloud_api.routes.rejections import (
     OLD_SDK,
     RequestT,
+    SaveRequest,
     forward_rejection,
     reject_in_sequence,
     sequence_position,
@@ -26,6 +27,7 @@ from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 from tinkercloud_protocol.training import (
     LoadWeightsRequest,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
@@ -87,6 +89,18 @@ async def save_weights_for_sampler(call: Call, body: bytes) -> None:
     await call.forward(endpoint, model_id, body)
 
 
+async def save_weights_external(call: Call, body: bytes) -> None:
+    """Forward a save for other programs and record the checkpoint that it may create."""
+    model_id = envelope.peek_json(body, "model_id")
+    endpoint = await head_for_run(call, model_id)
+    request = await _parse_or_none(SaveWeightsExternalRequest, body)
+    if request is not None and request.model_id == model_id:
+        path = _path_or_none(model_id, CheckpointKind.EXTERNAL, request.path)
+        await _forward_save(call, endpoint, request, body, path)
+        return
+    await call.forward(endpoint, model_id, body)
+
+
 async def load_weights(call: Call, body: bytes) -> None:
     """Create a run from a checkpoint, or forward a load into an existing model.
 
@@ -106,8 +120,10 @@ async def load_weights(call: Call, body: bytes) -> None:
         await respond(call.send, futures.promise(request_id))
         return
     try:
+        path = CheckpointPath.parse(request.path)
+        path.require_loadable()
         reader = await server.authenticator.reader(call.principal, token)
-        await server.checkpoints.manifest(CheckpointPath.parse(request.path), reader)
+        await server.checkpoints.manifest(path, reader)
     except (InvalidRequest, NotFound) as error:
         await forward_rejection(call, sequence_position(request), error)
         return
@@ -142,7 +158,7 @@ def in_order(handle: Callable[[Call, bytes], Awaitable[None]]) -> Handler:
 async def _forward_save(
     call: Call,
     endpoint: HeadEndpoint,
-    request: SaveWeightsRequest | SaveWeightsForSamplerRequest,
+    request: SaveRequest,
     body: bytes,
     path: CheckpointPath | None,
 ) -> None:

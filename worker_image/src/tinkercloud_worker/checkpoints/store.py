@@ -291,6 +291,7 @@ def _exists(path: CheckpointPath) -> InvalidRequest:
     remedy = {
         CheckpointKind.TRAINING: "save_state with overwrite=True",
         CheckpointKind.SAMPLER: "delete it first",
+        CheckpointKind.EXTERNAL: "delete it first",
     }
     return InvalidRequest(
         f"checkpoint {path} already exists: choose another name, or {remedy[path.kind]}"

@@ -82,7 +82,6 @@ class HeadApp:
             ("GET", routes.HEAD_METRICS): self._metrics,
             ("POST", routes.FORWARD_BACKWARD): self._forward_backward,
             **{("POST", path): self._ordered for path in requests.JSON_REQUESTS},
-            **{("POST", path): self._ordered for path in requests.NOT_SERVED},
             ("POST", routes.ASAMPLE): self._asample,
             ("POST", routes.RETRIEVE_FUTURE): self._retrieve_future,
             ("POST", routes.CANCEL_FUTURE): self._cancel_future,

@@ -10,6 +10,7 @@ from tinkercloud_protocol.tensors import ForwardBackwardRequest
 from tinkercloud_protocol.training import (
     LoadWeightsRequest,
     OptimStepRequest,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
@@ -49,6 +50,8 @@ class LiveModel:
                 return Operation(lambda: operations.save_weights(request), role, source)
             case SaveWeightsForSamplerRequest():
                 return Operation(lambda: operations.save_weights_for_sampler(request), role, source)
+            case SaveWeightsExternalRequest():
+                return Operation(lambda: operations.save_weights_external(request), role, source)
             case LoadWeightsRequest():
                 return Operation(lambda: operations.load_weights(request), role, source)
 

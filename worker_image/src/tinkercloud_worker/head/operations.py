@@ -19,10 +19,11 @@ from tinkercloud_protocol.tensors import ForwardBackwardRequest
 from tinkercloud_protocol.training import (
     LoadWeightsRequest,
     OptimStepRequest,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
-from tinkercloud_worker.checkpoints import formats
+from tinkercloud_worker.checkpoints import encryption, formats
 from tinkercloud_worker.engine.batch import Batch, prepare
 from tinkercloud_worker.engine.expert_load import balance_metrics
 from tinkercloud_worker.engine.thread import YieldPoint
@@ -38,6 +39,7 @@ from tinkercloud_worker.engine.trainer import (
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.samplers import Samplers
 from tinkercloud_worker.model import imported
+from tinkercloud_worker.training import external_weights
 
 NOT_CREATED = "the model has not been created yet"
 """Why a new model accepts no requests (`Operations.refused`)."""
@@ -160,6 +162,19 @@ class Operations:
         weights = await self._run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
         manifest = self._manifest(path, request.ttl_seconds, request.user_metadata, self._steps)
         encode = partial(formats.encode_weights, weights, manifest.base_model)
+        return self._upload(path, manifest, encode, overwrite=False)
+
+    async def save_weights_external(self, request: SaveWeightsExternalRequest) -> Outcome:
+        """Write the weights as files for other programs, encrypted if there are recipients."""
+        self._check_alive()
+        recipients = encryption.parse_recipients(request.age_encryption_recipients or [])
+        path = CheckpointPath(self._name, CheckpointKind.EXTERNAL, request.path)
+        await self._refuse_duplicate(path, overwrite=False)
+        weights = await self._run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
+        manifest = self._manifest(path, request.ttl_seconds, None, self._steps)
+        config = self._backend.config
+        plain = partial(external_weights.encode, weights, config.model, config.trainer.dtype)
+        encode = partial(encryption.encrypted, plain, recipients) if recipients else plain
         return self._upload(path, manifest, encode, overwrite=False)
 
     async def _publish(self, request: SaveWeightsForSamplerRequest) -> Result:
@@ -328,8 +343,9 @@ class Operations:
 
     async def _read(self, uri: str, *, with_optimizer: bool) -> "_Saved":
         """Read a checkpoint: all of it, or only its weights if `with_optimizer` is false."""
-        store = self._backend.store
-        manifest = await store.manifest(CheckpointPath.parse(uri))
+        store, path = self._backend.store, CheckpointPath.parse(uri)
+        path.require_loadable()
+        manifest = await store.manifest(path)
         base_model = self._backend.config.model.name
         if manifest.base_model != base_model:
             raise InvalidRequest(
@@ -399,8 +415,11 @@ class Operations:
         task.add_done_callback(lambda _: self._uploads.pop(str(path), None))
 
         async def result() -> Result:
-            await task
-            return futures.finished({"path": str(path)})
+            written = await task
+            answer: dict[str, object] = {"path": str(path)}
+            if path.kind is CheckpointKind.EXTERNAL:
+                answer["size_bytes"] = written.size_bytes
+            return futures.finished(answer)
 
         return result()
 

@@ -21,6 +21,7 @@ from tinkercloud_protocol.tensors import ForwardBackwardRequest
 from tinkercloud_protocol.training import (
     LoadWeightsRequest,
     OptimStepRequest,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
@@ -29,7 +30,11 @@ from tinkercloud_worker.engine.sampler import SamplingRequest
 from tinkercloud_worker.head.queue import Role
 
 OrderedJson = (
-    OptimStepRequest | SaveWeightsRequest | SaveWeightsForSamplerRequest | LoadWeightsRequest
+    OptimStepRequest
+    | SaveWeightsRequest
+    | SaveWeightsForSamplerRequest
+    | SaveWeightsExternalRequest
+    | LoadWeightsRequest
 )
 OrderedRequest = ForwardBackwardRequest | OrderedJson
 
@@ -37,18 +42,10 @@ JSON_REQUESTS: Mapping[str, type[OrderedJson]] = {
     routes.OPTIM_STEP: OptimStepRequest,
     routes.SAVE_WEIGHTS: SaveWeightsRequest,
     routes.SAVE_WEIGHTS_FOR_SAMPLER: SaveWeightsForSamplerRequest,
+    routes.SAVE_WEIGHTS_EXTERNAL: SaveWeightsExternalRequest,
     routes.LOAD_WEIGHTS: LoadWeightsRequest,
 }
 """Request type by path. The only other ordered path is forward_backward, with protobuf bodies."""
-
-
-NOT_SERVED: Mapping[str, str] = {
-    routes.SAVE_WEIGHTS_EXTERNAL: (
-        "save_weights_external is not supported; use save_weights_for_sampler, which writes"
-        " PEFT files to the server's checkpoint store under runs/<run>/sampler_weights/<name>"
-    ),
-}
-"""Unsupported paths and the reasons. Their requests still have a place in the order."""
 
 
 def read(path: str, body: bytes) -> OrderedRequest:
@@ -59,8 +56,6 @@ def read(path: str, body: bytes) -> OrderedRequest:
     """
     if path == routes.FORWARD_BACKWARD:
         return decode_forward_backward(body)
-    if path in NOT_SERVED:
-        raise InvalidRequest(NOT_SERVED[path])
     return parse_json(JSON_REQUESTS[path], body)
 
 
@@ -139,7 +134,6 @@ def _json_place(body: bytes) -> TrainingEnvelope | None:
 
 _PATHS_WITHOUT_GRADIENT = {
     *JSON_REQUESTS,
-    *NOT_SERVED,
     routes.FORWARD,
     routes.UNLOAD_MODEL,
 }

@@ -94,8 +94,9 @@ class Samplers:
         if spec.model_path is None:
             await self._backend.sampler.publish(version, None)
             return version
-        store = self._backend.store
-        manifest = await store.manifest(CheckpointPath.parse(spec.model_path))
+        store, path = self._backend.store, CheckpointPath.parse(spec.model_path)
+        path.require_loadable()
+        manifest = await store.manifest(path)
         self._check_matches(manifest, spec)
         wanted = formats.files_of_weights(manifest)
         manifest, files = await store.read(manifest.path, wanted)
