@@ -186,7 +186,7 @@ class Checkpoints:
         await self._index(await self._required(manifest.path))
 
     async def find(self, path: CheckpointPath) -> CheckpointManifest | None:
-        """Return the manifest of a checkpoint, whoever owns it; None if there is none."""
+        """Return the manifest of a checkpoint, of any owner; None if there is none."""
         return await self._read(path)
 
     async def of_run(self, run_id: str) -> list[CheckpointInfo]:

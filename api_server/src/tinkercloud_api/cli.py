@@ -9,18 +9,14 @@ import dataclasses
 import importlib.metadata
 import json
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, TypeVar
 
-import aiohttp
 import typer
 from obstore.exceptions import BaseError
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
 from tinkercloud_api import logs, planning, server, state_folder
 from tinkercloud_api.auth import Role, hash_key, new_key
@@ -28,6 +24,8 @@ from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, o
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.catalog_rebuild import rebuild
+from tinkercloud_api.checkpoint_commands import checkpoints_app
+from tinkercloud_api.command_line import ApiKey, BaseUrl, Json, fail, read_settings, request, show
 from tinkercloud_api.doctor import CheckResult, examine
 from tinkercloud_api.models import ModelNotFoundError
 from tinkercloud_api.object_store import ObjectStoreClient
@@ -36,7 +34,6 @@ from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.object_store import open_store
 
 T = TypeVar("T")
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 app = typer.Typer(
     name="tinkercloud",
@@ -53,18 +50,8 @@ app.add_typer(keys_app, name="keys")
 app.add_typer(catalog_app, name="catalog")
 app.add_typer(models_app, name="models")
 app.add_typer(sessions_app, name="sessions")
+app.add_typer(checkpoints_app, name="checkpoints")
 
-Json = Annotated[bool, typer.Option("--json", help="Print the output as JSON.")]
-BaseUrl = Annotated[
-    str | None,
-    typer.Option(
-        envvar="TINKER_BASE_URL",
-        help="URL of the server. Default: the running server of the default state folder, or"
-        f" {DEFAULT_URL} if there is none.",
-        show_default=False,
-    ),
-]
-ApiKey = Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="API key.")]
 StateDir = Annotated[
     Path | None,
     typer.Option(
@@ -74,8 +61,6 @@ StateDir = Annotated[
 ]
 _UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
 _LIFETIME = re.compile(r"(?P<number>[1-9][0-9]{0,6})(?P<unit>[dhms])")
-_FOLDED_WIDTH = 40
-"""Minimum width, in characters, of a table's last column, which may wrap."""
 
 
 def main() -> None:
@@ -102,37 +87,6 @@ def tinkercloud(
     """A self-hosted implementation of the Tinker API."""
 
 
-def _fail(message: str) -> NoReturn:
-    console = Console(stderr=True, emoji=False, highlight=False)
-    console.print(f"[red]error:[/red] {escape(message)}")
-    raise typer.Exit(1)
-
-
-def _settings(**overrides: Any) -> Settings:  # noqa: ANN401 - any field of Settings
-    try:
-        return load_settings(**overrides)
-    except InvalidSettingsError as error:
-        _fail(f"settings: {error}")
-
-
-def _show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(list(rows), default=str))
-        return
-    cells = [[str(row[column]) for column in columns] for row in rows]
-    widths = [max(map(len, column)) + 2 for column in zip(columns, *cells, strict=True)]
-    table = Table(box=None)
-    for column in columns[:-1]:
-        table.add_column(column, no_wrap=True)
-    table.add_column(columns[-1], overflow="fold")
-    for texts in cells:
-        # Plain text: `:train:`, a part of ids, is also the name of an emoji.
-        table.add_row(*map(Text, texts))
-    # Ids are meant to be copied, so lines exceed the terminal width rather than truncate one.
-    needed = sum(widths[:-1]) + min(widths[-1], _FOLDED_WIDTH)
-    Console(width=max(Console().width, needed)).print(table)
-
-
 @app.command()
 def serve(
     model: Annotated[
@@ -152,7 +106,7 @@ def serve(
     for entry in model or []:
         name, _, where = entry.partition("=")
         models[name] = where or name
-    settings = _settings(host=host, port=port, state_dir=state_dir, models=models or None)
+    settings = read_settings(host=host, port=port, state_dir=state_dir, models=models or None)
     logs.configure(settings)
     try:
         server.run(settings)
@@ -162,12 +116,12 @@ def serve(
         CatalogUnreachableError,
         ModelNotFoundError,
     ) as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 def _with_catalog(state_dir: Path | None, work: Callable[[Catalog], Awaitable[T]]) -> T:
     """Apply a function to the catalog, and print on standard error which catalog was used."""
-    settings = _settings(state_dir=state_dir)
+    settings = read_settings(state_dir=state_dir)
 
     async def run() -> T:
         engine = open_database(settings.catalog_url)
@@ -182,7 +136,7 @@ def _with_catalog(state_dir: Path | None, work: Callable[[Catalog], Awaitable[T]
         whose = _whose_catalog(settings)
         result = asyncio.run(run())
     except (CatalogUnreachableError, state_folder.StateFolderError) as error:
-        _fail(str(error))
+        fail(str(error))
     typer.echo(whose, err=True)
     return result
 
@@ -273,7 +227,7 @@ def list_keys(state_dir: StateDir = None, *, as_json: Json = False) -> None:
         for row in _with_catalog(state_dir, lambda catalog: catalog.keys())
     ]
     columns = ["id", "name", "owner", "role", "created", "last used", "expires", "revoked"]
-    _show(rows, columns, as_json=as_json)
+    show(rows, columns, as_json=as_json)
 
 
 @keys_app.command("revoke")
@@ -283,7 +237,7 @@ def revoke_key(
 ) -> None:
     """Revoke an API key. Running servers reject it within ten seconds."""
     if not _with_catalog(state_dir, lambda catalog: catalog.revoke_key(key_id)):
-        _fail(f"key {key_id} does not exist or is already revoked; see `tinkercloud keys list`")
+        fail(f"key {key_id} does not exist or is already revoked; see `tinkercloud keys list`")
 
 
 @catalog_app.command("rebuild")
@@ -293,12 +247,12 @@ def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> Non
     Existing entries are kept. API keys, the public flag of checkpoints and the metadata of runs
     cannot be restored, as they are not in the checkpoint store.
     """
-    settings = _settings(state_dir=state_dir)
+    settings = read_settings(state_dir=state_dir)
     try:
         objects = ObjectStoreClient(open_store(settings.checkpoint_url))
         rebuilt = _with_catalog(state_dir, lambda catalog: rebuild(catalog, objects))
     except (WireError, BaseError) as error:
-        _fail(f"{settings.checkpoint_url}: {error}")
+        fail(f"{settings.checkpoint_url}: {error}")
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(rebuilt)))
         return
@@ -307,37 +261,12 @@ def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> Non
         typer.echo(f"damaged: {sentence}")
 
 
-def _url_of_running_server() -> str:
-    server = state_folder.running_server(_settings().state_dir)
-    return (server.url if server is not None else None) or DEFAULT_URL
-
-
-def _request(method: str, base_url: str | None, api_key: str, path: str) -> Any:  # noqa: ANN401 - any JSON
-    url = (base_url or _url_of_running_server()).rstrip("/")
-
-    async def run() -> Any:  # noqa: ANN401 - any JSON
-        headers = {"X-API-Key": api_key}
-        async with (
-            aiohttp.ClientSession(headers=headers) as client,
-            client.request(method, f"{url}/api/v1/{path}") as response,
-        ):
-            content = await response.json()
-            if response.status >= 400:
-                _fail(f"{response.status}: {content['detail']}")
-            return content
-
-    try:
-        return asyncio.run(run())
-    except aiohttp.ClientError as error:
-        _fail(f"no server responds at {url} ({error}); start a server or set TINKER_BASE_URL")
-
-
 @models_app.command("list")
 def list_models(api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False) -> None:
     """List the served base models."""
-    answer = _request("GET", base_url, api_key, "get_server_capabilities")
+    answer = request("GET", base_url, api_key, "get_server_capabilities")
     columns = ["model_name", "max_context_length", "trainable", "sampleable"]
-    _show(answer["supported_models"], columns, as_json=as_json)
+    show(answer["supported_models"], columns, as_json=as_json)
 
 
 @sessions_app.command("list")
@@ -353,12 +282,12 @@ def list_sessions(
 ) -> None:
     """List sessions, newest first, with their owners, client states and resources."""
     scope = "accessible" if everybody else "owned"
-    answer = _request("GET", base_url, api_key, f"session_usage?limit={limit}&access_scope={scope}")
+    answer = request("GET", base_url, api_key, f"session_usage?limit={limit}&access_scope={scope}")
     if as_json:
         typer.echo(json.dumps([{"session": s["session_id"], **s} for s in answer["sessions"]]))
         return
     columns = ["session", "owner", "state", "last heartbeat", "models", "memory"]
-    _show([_session_row(session) for session in answer["sessions"]], columns, as_json=False)
+    show([_session_row(session) for session in answer["sessions"]], columns, as_json=False)
 
 
 def _session_row(session: dict[str, Any]) -> dict[str, str]:
@@ -387,8 +316,8 @@ def show_session(
     session: str, api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False
 ) -> None:
     """Show a session: its owner, client state, training runs and samplers."""
-    answer = _request("GET", base_url, api_key, f"sessions/{session}")
-    usage = _request("GET", base_url, api_key, f"session_usage/{session}")
+    answer = request("GET", base_url, api_key, f"sessions/{session}")
+    usage = request("GET", base_url, api_key, f"session_usage/{session}")
     if as_json:
         typer.echo(json.dumps({**answer, **usage}))
         return
@@ -408,13 +337,13 @@ def show_session(
         {"kind": "sampler", "id": sampler, "state": "", "memory": ""}
         for sampler in answer["sampler_ids"]
     ]
-    _show(rows, ["kind", "id", "state", "memory"], as_json=False)
+    show(rows, ["kind", "id", "state", "memory"], as_json=False)
 
 
 @sessions_app.command("delete")
 def delete_session(session: str, api_key: ApiKey, base_url: BaseUrl = None) -> None:
     """End a session and free its resources. Its checkpoints are kept."""
-    _request("DELETE", base_url, api_key, f"sessions/{session}")
+    request("DELETE", base_url, api_key, f"sessions/{session}")
 
 
 @app.command("plan")
@@ -448,7 +377,7 @@ def plan_model(
         )
         manifest = planning.base_model(plan, model) if as_json else None
     except planning.CannotPlan as error:
-        _fail(str(error))
+        fail(str(error))
     if manifest is not None:
         typer.echo(json.dumps(manifest, indent=2))
         return
@@ -464,6 +393,6 @@ def doctor(state_dir: StateDir = None, *, as_json: Json = False) -> None:
     except InvalidSettingsError as error:
         results = [CheckResult("settings", is_good=False, detail=str(error))]
     rows = [result.as_row() for result in results]
-    _show(rows, ["check", "result", "detail"], as_json=as_json)
+    show(rows, ["check", "result", "detail"], as_json=as_json)
     if any(not result.is_good for result in results):
         raise typer.Exit(1)

@@ -113,7 +113,7 @@ class ObjectStoreClient:
         """Copy an object within the store.
 
         Raises:
-            NotFound: there is no such object.
+            NotFound: the object does not exist.
         """
         with _translate_errors():
             try:

@@ -210,7 +210,7 @@ class Upload(Table):
     __tablename__ = "uploads"
 
     id: Mapped[str] = mapped_column(primary_key=True)
-    """Of an uploaded adapter: also the id of its run's session. Of a copy: the id of its run."""
+    """The id of the run of a copy, or of the session of an uploaded adapter's run."""
     owner: Mapped[str] = mapped_column(index=True)
     project_id: Mapped[str | None]
     manifest: Mapped[dict[str, Any]]
