@@ -27,10 +27,12 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.context import Context
+from tinkercloud_api.copies import Copies
 from tinkercloud_api.downloads import Downloads
 from tinkercloud_api.head_client import open_client
 from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.hot_paths import HANDLERS, HotPaths
+from tinkercloud_api.imports import Imports
 from tinkercloud_api.long_polls import LongPolls
 from tinkercloud_api.middleware import BodyLimitMiddleware, MetricsMiddleware, metrics_server
 from tinkercloud_api.object_store import ObjectStoreClient
@@ -44,6 +46,7 @@ from tinkercloud_api.routes import (
     downloads,
     health,
     hub,
+    importing,
     keys,
     models,
     programs,
@@ -54,6 +57,7 @@ from tinkercloud_api.routes import (
 )
 from tinkercloud_api.settings import Settings
 from tinkercloud_api.shared_heads import SharedHeads
+from tinkercloud_api.stored_runs import StoredRuns
 from tinkercloud_api.training_runs import TrainingRuns
 from tinkercloud_protocol.asgi import Receive, Scope, Send
 from tinkercloud_protocol.futures import QueueState
@@ -84,7 +88,19 @@ class Application:
         # The documentation pages would load scripts from third-party servers.
         api = FastAPI(title="Tinkercloud", lifespan=self._lifespan, docs_url=None, redoc_url=None)
         api.openapi = partial(describe, api)  # type: ignore[method-assign]  # documented by FastAPI
-        modules = (sessions, usage, models, unloading, downloads, runs, programs, keys, health, hub)
+        modules = (
+            sessions,
+            usage,
+            models,
+            unloading,
+            downloads,
+            importing,
+            runs,
+            programs,
+            keys,
+            health,
+            hub,
+        )
         for module in modules:
             api.include_router(module.router)
         api.add_middleware(BodyLimitMiddleware, max_bytes=JSON_BODY_BYTES)
@@ -130,6 +146,10 @@ async def running_context(
     store = open_store(settings.checkpoint_url)
     checkpoints = Checkpoints(catalog, store)
     locator = HeadLocator(catalog, checkpoints, provider, client)
+    training_runs = TrainingRuns(catalog, provider, checkpoints, locator)
+    stored_runs = StoredRuns(
+        catalog, checkpoints, ObjectStoreClient(store), settings.max_checkpoint_bytes_per_owner
+    )
     activity = Activity(catalog)
     authenticator = Authenticator(catalog, activity.use_key)
     context = Context(
@@ -145,7 +165,7 @@ async def running_context(
             await _signing_key(catalog, settings),
         ),
         locator=locator,
-        training_runs=TrainingRuns(catalog, provider, checkpoints, locator),
+        training_runs=training_runs,
         proxy=Proxy(client),
         activity=activity,
         shared_heads=SharedHeads(
@@ -165,6 +185,9 @@ async def running_context(
             settings=settings,
             server_url=own_url,
         ),
+        stored_runs=stored_runs,
+        copies=Copies(checkpoints, training_runs, stored_runs),
+        imports=Imports(catalog, training_runs, stored_runs, settings.max_import_bytes),
     )
     await provider.start()
     await context.programs.start()
@@ -265,6 +288,7 @@ async def _run_housekeeping(context: Context) -> None:
             count_sessions,
             expire_sessions,
             context.checkpoints.delete_expired,
+            context.stored_runs.sweep,
             context.locator.report_lost,
             lambda: context.locator.release_leftovers(now()),
         ):

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.settings import KEY_PREFIX
-from tinkercloud_protocol.errors import NotFound, Unauthenticated
+from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unauthenticated
 
 REMEMBERED_SECONDS = 10.0
 """How long keys are cached, and so how soon a key revoked by another process is rejected."""
@@ -123,6 +123,27 @@ class Authenticator:
             )
         self._record_use(principal.key_id)
         return principal
+
+    async def reader(self, caller: Principal, token: str | None) -> Principal:
+        """Return whose access counts for reading a checkpoint.
+
+        Args:
+            caller: the caller.
+            token: the request's `weights_access_token`: a key of another owner of this server;
+                None if there is none.
+
+        Raises:
+            InvalidRequest: the token is not a valid key.
+        """
+        if token is None:
+            return caller
+        try:
+            return await self.principal(token)
+        except Unauthenticated:
+            raise InvalidRequest(
+                "weights_access_token: the key is unknown, expired or revoked; use an API key of an"
+                " owner who may read the checkpoint"
+            ) from None
 
     async def revoke(self, principal: Principal) -> None:
         """Revoke a principal's key; this process rejects it immediately."""

@@ -26,6 +26,7 @@ from tinkercloud_protocol.checkpoints import (
     CheckpointManifest,
     SuspendedManifest,
     decode_manifest,
+    encode_manifest,
     suspended_key,
 )
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable, WireError
@@ -115,16 +116,32 @@ class Checkpoints:
         run = await self._catalog.run(path.run_id) if limit is not None else None
         if limit is None or run is None or await self._catalog.is_known(path):
             return
-        owner = run.owner
+        await self.check_room(run.owner, 1, limit)
+
+    async def check_room(self, owner: str, size_bytes: int, limit: int | None) -> None:
+        """Check that an owner has quota for some more bytes.
+
+        Args:
+            owner: the owner.
+            size_bytes: number of bytes to add.
+            limit: as for `check_quota`.
+
+        Raises:
+            InvalidRequest: the owner's checkpoints and open uploads would exceed the limit.
+        """
+        if limit is None:
+            return
         await self._refresh(await self._catalog.unindexed_checkpoints(owner))
         size = await self._catalog.size_of_checkpoints(owner)
-        if size >= limit:
+        unfinished = await self._catalog.size_of_uploads(owner)
+        if size + unfinished + size_bytes > limit:
             largest = await self._catalog.largest_checkpoints(owner, _LARGEST_LISTED)
             named = ", ".join(f"{_name(row)} ({row.size_bytes} bytes)" for row in largest)
             raise InvalidRequest(
                 f"the checkpoints of {owner!r} use {size} of {limit} bytes"
-                " (max_checkpoint_bytes_per_owner); delete some, or save with ttl_seconds; the"
-                f" largest are {named}"
+                f" (max_checkpoint_bytes_per_owner), unfinished uploads and copies {unfinished},"
+                f" and this needs at least {size_bytes} more; delete some, or save with"
+                f" ttl_seconds; the largest are {named}"
             )
 
     async def manifest(self, path: CheckpointPath, principal: Principal) -> CheckpointManifest:
@@ -158,6 +175,19 @@ class Checkpoints:
         if manifest.is_expired(datetime.now(UTC)):
             raise _not_found(path)
         return manifest, row
+
+    async def public_of_run(self, run_id: str) -> list[CheckpointInfo]:
+        """Return the checkpoints of a run that everybody may read, oldest first."""
+        return [entry for entry in await self.of_run(run_id) if entry.public]
+
+    async def add(self, manifest: CheckpointManifest) -> None:
+        """Make a checkpoint exist whose files are in the store; do nothing if it exists."""
+        await self._objects.create(manifest.path.manifest_key, encode_manifest(manifest))
+        await self._index(await self._required(manifest.path))
+
+    async def find(self, path: CheckpointPath) -> CheckpointManifest | None:
+        """Return the manifest of a checkpoint, of any owner; None if there is none."""
+        return await self._read(path)
 
     async def of_run(self, run_id: str) -> list[CheckpointInfo]:
         """Return a run's checkpoints, oldest first."""
@@ -412,6 +442,7 @@ def info(row: Checkpoint) -> CheckpointInfo:
         tinker_path=str(path),
         size_bytes=row.size_bytes or 0,
         public=row.is_public,
+        base_model=row.base_model,
         user_metadata=row.user_metadata,
         expires_at=row.expires_at,
         damage=row.damage,

@@ -25,15 +25,13 @@ from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, o
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.catalog_rebuild import rebuild
+from tinkercloud_api.checkpoint_commands import checkpoints_app
+from tinkercloud_api.command_line import ApiKey, BaseUrl, Json, fail, read_settings, request, show
 from tinkercloud_api.doctor import CheckResult, examine
 from tinkercloud_api.models import ModelNotFoundError
 from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_api.settings import InvalidSettingsError, Settings, load_settings
 from tinkercloud_api.terminal import ApiKey, BaseUrl, Json
-from tinkercloud_api.terminal import fail as _fail
-from tinkercloud_api.terminal import request as _request
-from tinkercloud_api.terminal import settings as _settings
-from tinkercloud_api.terminal import show as _show
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.object_store import open_store
 
@@ -55,6 +53,7 @@ app.add_typer(catalog_app, name="catalog")
 app.add_typer(models_app, name="models")
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(program_commands.app, name="programs")
+app.add_typer(checkpoints_app, name="checkpoints")
 
 StateDir = Annotated[
     Path | None,
@@ -110,7 +109,7 @@ def serve(
     for entry in model or []:
         name, _, where = entry.partition("=")
         models[name] = where or name
-    settings = _settings(host=host, port=port, state_dir=state_dir, models=models or None)
+    settings = read_settings(host=host, port=port, state_dir=state_dir, models=models or None)
     logs.configure(settings)
     try:
         server.run(settings)
@@ -120,12 +119,12 @@ def serve(
         CatalogUnreachableError,
         ModelNotFoundError,
     ) as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 def _with_catalog(state_dir: Path | None, work: Callable[[Catalog], Awaitable[T]]) -> T:
     """Apply a function to the catalog, and print on standard error which catalog was used."""
-    settings = _settings(state_dir=state_dir)
+    settings = read_settings(state_dir=state_dir)
 
     async def run() -> T:
         engine = open_database(settings.catalog_url)
@@ -140,7 +139,7 @@ def _with_catalog(state_dir: Path | None, work: Callable[[Catalog], Awaitable[T]
         whose = _whose_catalog(settings)
         result = asyncio.run(run())
     except (CatalogUnreachableError, state_folder.StateFolderError) as error:
-        _fail(str(error))
+        fail(str(error))
     typer.echo(whose, err=True)
     return result
 
@@ -231,7 +230,7 @@ def list_keys(state_dir: StateDir = None, *, as_json: Json = False) -> None:
         for row in _with_catalog(state_dir, lambda catalog: catalog.keys())
     ]
     columns = ["id", "name", "owner", "role", "created", "last used", "expires", "revoked"]
-    _show(rows, columns, as_json=as_json)
+    show(rows, columns, as_json=as_json)
 
 
 @keys_app.command("revoke")
@@ -241,7 +240,7 @@ def revoke_key(
 ) -> None:
     """Revoke an API key. Running servers reject it within ten seconds."""
     if not _with_catalog(state_dir, lambda catalog: catalog.revoke_key(key_id)):
-        _fail(f"key {key_id} does not exist or is already revoked; see `tinkercloud keys list`")
+        fail(f"key {key_id} does not exist or is already revoked; see `tinkercloud keys list`")
 
 
 @catalog_app.command("rebuild")
@@ -251,12 +250,12 @@ def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> Non
     Existing entries are kept. API keys, the public flag of checkpoints and the metadata of runs
     cannot be restored, as they are not in the checkpoint store.
     """
-    settings = _settings(state_dir=state_dir)
+    settings = read_settings(state_dir=state_dir)
     try:
         objects = ObjectStoreClient(open_store(settings.checkpoint_url))
         rebuilt = _with_catalog(state_dir, lambda catalog: rebuild(catalog, objects))
     except (WireError, BaseError) as error:
-        _fail(f"{settings.checkpoint_url}: {error}")
+        fail(f"{settings.checkpoint_url}: {error}")
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(rebuilt)))
         return
@@ -268,9 +267,9 @@ def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> Non
 @models_app.command("list")
 def list_models(api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False) -> None:
     """List the served base models."""
-    answer = _request("GET", base_url, api_key, "get_server_capabilities")
+    answer = request("GET", base_url, api_key, "get_server_capabilities")
     columns = ["model_name", "max_context_length", "trainable", "sampleable"]
-    _show(answer["supported_models"], columns, as_json=as_json)
+    show(answer["supported_models"], columns, as_json=as_json)
 
 
 @sessions_app.command("list")
@@ -286,12 +285,12 @@ def list_sessions(
 ) -> None:
     """List sessions, newest first, with their owners, client states and resources."""
     scope = "accessible" if everybody else "owned"
-    answer = _request("GET", base_url, api_key, f"session_usage?limit={limit}&access_scope={scope}")
+    answer = request("GET", base_url, api_key, f"session_usage?limit={limit}&access_scope={scope}")
     if as_json:
         typer.echo(json.dumps([{"session": s["session_id"], **s} for s in answer["sessions"]]))
         return
     columns = ["session", "owner", "state", "last heartbeat", "models", "memory"]
-    _show([_session_row(session) for session in answer["sessions"]], columns, as_json=False)
+    show([_session_row(session) for session in answer["sessions"]], columns, as_json=False)
 
 
 def _session_row(session: dict[str, Any]) -> dict[str, str]:
@@ -320,8 +319,8 @@ def show_session(
     session: str, api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False
 ) -> None:
     """Show a session: its owner, client state, training runs and samplers."""
-    answer = _request("GET", base_url, api_key, f"sessions/{session}")
-    usage = _request("GET", base_url, api_key, f"session_usage/{session}")
+    answer = request("GET", base_url, api_key, f"sessions/{session}")
+    usage = request("GET", base_url, api_key, f"session_usage/{session}")
     if as_json:
         typer.echo(json.dumps({**answer, **usage}))
         return
@@ -341,13 +340,13 @@ def show_session(
         {"kind": "sampler", "id": sampler, "state": "", "memory": ""}
         for sampler in answer["sampler_ids"]
     ]
-    _show(rows, ["kind", "id", "state", "memory"], as_json=False)
+    show(rows, ["kind", "id", "state", "memory"], as_json=False)
 
 
 @sessions_app.command("delete")
 def delete_session(session: str, api_key: ApiKey, base_url: BaseUrl = None) -> None:
     """End a session and free its resources. Its checkpoints are kept."""
-    _request("DELETE", base_url, api_key, f"sessions/{session}")
+    request("DELETE", base_url, api_key, f"sessions/{session}")
 
 
 @app.command("plan")
@@ -381,7 +380,7 @@ def plan_model(
         )
         manifest = planning.base_model(plan, model) if as_json else None
     except planning.CannotPlan as error:
-        _fail(str(error))
+        fail(str(error))
     if manifest is not None:
         typer.echo(json.dumps(manifest, indent=2))
         return
@@ -397,6 +396,6 @@ def doctor(state_dir: StateDir = None, *, as_json: Json = False) -> None:
     except InvalidSettingsError as error:
         results = [CheckResult("settings", is_good=False, detail=str(error))]
     rows = [result.as_row() for result in results]
-    _show(rows, ["check", "result", "detail"], as_json=as_json)
+    show(rows, ["check", "result", "detail"], as_json=as_json)
     if any(not result.is_good for result in results):
         raise typer.Exit(1)

@@ -9,14 +9,17 @@ from tinkercloud_api.activity import Activity
 from tinkercloud_api.auth import Authenticator, Principal
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.copies import Copies
 from tinkercloud_api.downloads import Downloads
 from tinkercloud_api.head_locator import HeadLocator
+from tinkercloud_api.imports import Imports
 from tinkercloud_api.long_polls import LongPolls
 from tinkercloud_api.programs import Programs
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.settings import Settings
 from tinkercloud_api.shared_heads import SharedHeads
+from tinkercloud_api.stored_runs import StoredRuns
 from tinkercloud_api.training_runs import TrainingRuns
 
 
@@ -37,6 +40,9 @@ class Context:
     shared_heads: SharedHeads
     long_polls: LongPolls
     programs: Programs
+    stored_runs: StoredRuns
+    copies: Copies
+    imports: Imports
 
 
 def get_context(request: Request) -> Context:

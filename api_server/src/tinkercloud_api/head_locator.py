@@ -24,7 +24,7 @@ import structlog
 
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import EXPIRED, SamplingSession, TrainingRun
+from tinkercloud_api.catalog.tables import EXPIRED, STORED, SamplingSession, TrainingRun
 from tinkercloud_api.checkpoints import Checkpoints, latest
 from tinkercloud_api.providers.base import HeadEndpoint, Pending, Placement, SessionProvider
 from tinkercloud_api.providers.session_options import SessionOptions
@@ -439,6 +439,11 @@ class HeadLocator:
 
     async def _why_deleted(self, run_id: str) -> str:
         row = await self._catalog.run(run_id)
+        if row is not None and row.generation == STORED:
+            return (
+                f"training run {run_id} only holds a copied or imported checkpoint; create a model"
+                " from it with create_training_client_from_state"
+            )
         session = await self._catalog.session(row.session_id) if row is not None else None
         expired = session is not None and session.finish_reason == EXPIRED
         why = f" ({session.finish_detail})" if session is not None and expired else ""

@@ -20,7 +20,7 @@ from tinkercloud_api.http import (
     reject_duplicate_headers,
     respond_error,
 )
-from tinkercloud_api.routes import futures, sampling, training
+from tinkercloud_api.routes import futures, importing, sampling, training
 from tinkercloud_api.routes.call import Call, Handler
 from tinkercloud_api.routes.rejections import reject_unknown_call
 from tinkercloud_api.throttle import Throttle
@@ -128,6 +128,8 @@ class HotPaths:
     def _handler(self, scope: Scope) -> Handler | None:
         """Return the handler of a hot path, or None for requests that the application serves."""
         path: str = scope["path"]
+        if scope["method"] == "PUT" and path.startswith(importing.UPLOADS):
+            return importing.receive_file
         if scope["method"] != "POST":
             return None
         handler = HANDLERS.get(path)

@@ -1,11 +1,13 @@
-"""Object store client: reads small objects, lists folders, and deletes both.
+"""Object store client: reads small objects, lists folders, deletes both, uploads and copies files.
 
 All failures of the store (unreachable, credentials rejected, too slow) are raised as `Unavailable`:
 the client may repeat its request, and a long poll continues. A missing object is not an error.
 """
 
+import asyncio
 import os
-from collections.abc import Iterator, Sequence
+import uuid
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,10 +16,10 @@ from typing import TYPE_CHECKING
 
 import obstore
 import structlog
-from obstore.exceptions import BaseError, NotFoundError
-from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
+from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
+from obstore.store import AzureStore, GCSStore, LocalStore, ObjectStore, S3Store
 
-from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.errors import NotFound, Unavailable
 from tinkercloud_protocol.object_store import has_endpoint
 
 if TYPE_CHECKING:
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 _PROBE = "health-probe"
+_MAX_COPIED_BYTES = 5 << 30
+"""Maximum size of an object that S3 copies in one request."""
+_PART_BYTES = 16 << 20
 _SIGNING = S3Store | GCSStore | AzureStore
 _MISSING = (FileNotFoundError, NotFoundError)
 
@@ -95,6 +100,58 @@ class ObjectStoreClient:
         with _translate_errors():
             await obstore.put_async(self._store, key, file)
 
+    async def upload_stream(self, key: str, chunks: AsyncIterator[bytes]) -> None:
+        """Upload an object in parts, as they arrive. Without all of them, it does not exist.
+
+        Errors that `chunks` raises are raised unchanged, unless they are errors of the system.
+        """
+        with _translate_errors():
+            await obstore.put_async(self._store, key, chunks)
+            await self._synchronize(key)
+
+    async def copy(self, key: str, target: str, size_bytes: int) -> None:
+        """Copy an object within the store.
+
+        Raises:
+            NotFound: the object does not exist.
+        """
+        with _translate_errors():
+            try:
+                if size_bytes <= _MAX_COPIED_BYTES:
+                    await obstore.copy_async(self._store, key, target)
+                else:
+                    result = await obstore.get_async(self._store, key)
+                    await obstore.put_async(self._store, target, result.stream(_PART_BYTES))
+            except _MISSING:
+                raise NotFound(f"the object {key} is missing in the checkpoint store") from None
+            await self._synchronize(target)
+
+    async def create(self, key: str, content: bytes) -> bool:
+        """Write a small object atomically, unless it exists; return whether it was written."""
+        with _translate_errors():
+            try:
+                if not isinstance(self._store, LocalStore):
+                    await obstore.put_async(self._store, key, content, mode="create")
+                    return True
+                # A file that is renamed before it is on disk may be empty after a power failure.
+                staged = f"{key}.{uuid.uuid4().hex}"
+                await obstore.put_async(self._store, staged, content)
+                await self._synchronize(staged)
+                try:
+                    await obstore.rename_async(self._store, staged, key, overwrite=False)
+                except BaseException:
+                    await obstore.delete_async(self._store, staged)
+                    raise
+                await self._synchronize(key)
+            except AlreadyExistsError:
+                return False
+        return True
+
+    async def _synchronize(self, key: str) -> None:
+        """Write a file of a local folder, and the folders that lead to it, to the disk."""
+        if isinstance(self._store, LocalStore):
+            await asyncio.to_thread(_fsync_path, Path(self._store.prefix or "/"), key)
+
     async def read(self, key: str) -> bytes | None:
         """Return the content of an object, or None if it does not exist."""
         with _translate_errors(), suppress(*_MISSING):
@@ -120,6 +177,15 @@ class ObjectStoreClient:
         with _translate_errors(), suppress(*_MISSING):
             await obstore.delete_async(self._store, key)
 
+    async def delete_others(self, prefix: str, kept: Collection[str]) -> None:
+        """Delete the objects of a folder, except some. The prefix must not end with a slash."""
+        with _translate_errors():
+            entries = await obstore.list(self._store, f"{prefix}/").collect_async()
+            stray = [entry["path"] for entry in entries if entry["path"] not in kept]
+            if stray:
+                with suppress(*_MISSING):
+                    await obstore.delete_async(self._store, stray)
+
     async def delete_folder(self, prefix: str) -> None:
         """Delete all objects of a folder. The prefix must not end with a slash."""
         with _translate_errors():
@@ -139,3 +205,15 @@ def _translate_errors() -> Iterator[None]:
         raise Unavailable(
             "the object store for checkpoints failed or did not respond; send the request again"
         ) from error
+
+
+def _fsync_path(root: Path, key: str) -> None:
+    path = root / key
+    for each in (path, *path.parents):
+        descriptor = os.open(each, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if each == root:
+            return

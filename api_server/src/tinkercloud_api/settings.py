@@ -153,6 +153,8 @@ class Settings(BaseSettings):
     max_checkpoint_bytes_per_owner: Annotated[int, Field(ge=0)] | None = None
     """Maximum total size, in bytes, of the checkpoints of one owner. When the limit is reached,
     checkpoints with new names are rejected. Default: no limit."""
+    max_import_bytes: Annotated[int, Field(ge=1)] = 4 << 30
+    """Maximum size, in bytes, of the adapter_model.safetensors file of an imported adapter."""
     models: dict[str, str] = Field(
         default_factory=dict, examples=[{"Qwen/Qwen3-0.6B": "/models/qwen3-0.6b"}]
     )

@@ -51,9 +51,14 @@ class TrainingRuns:
         return await self._create(model_id, base_model, spec, request.user_metadata, principal)
 
     async def create_from_checkpoint(
-        self, request: LoadWeightsRequest, principal: Principal
+        self, request: LoadWeightsRequest, principal: Principal, reader: Principal
     ) -> str:
         """Create a run from a checkpoint and return the request id of its creation.
+
+        Args:
+            request: the request.
+            principal: the caller, who becomes the owner of the run.
+            reader: whose access to the checkpoint counts.
 
         Raises:
             NotFound: the session or the checkpoint does not exist for this principal.
@@ -61,7 +66,7 @@ class TrainingRuns:
         """
         path = CheckpointPath.parse(request.path)
         path.require_loadable()
-        manifest = await self.checkpoints.manifest(path, principal)
+        manifest = await self.checkpoints.manifest(path, reader)
         requested = request.base_model
         if requested is not None and not is_of(requested, manifest.base_model):
             raise InvalidRequest(

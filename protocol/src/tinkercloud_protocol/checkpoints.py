@@ -15,10 +15,10 @@ Layout of `<root>/runs/<run id>/<kind>/<name>/`:
 The kind `external_weights` holds files for other programs: the two files of an adapter, or, after
 full fine-tuning, a Hugging Face folder. If they are encrypted, each is named `<file>.age`.
 
-`CheckpointManifest.data_prefix` is the sub-folder of the files. It is empty except during an
-overwrite: the new files are written to a new sub-folder, the manifest is switched to it, the files
-are written to their final place, and the manifest is switched back. So a reader sees the old
-checkpoint or the new one, never a mixture, wherever the writer crashes.
+`CheckpointManifest.data_prefix` is the sub-folder of the files. It is empty, except in copies and
+during an overwrite: the new files are written to a new sub-folder, the manifest is switched to it,
+the files are written to their final place, and the manifest is switched back. So a reader sees the
+old checkpoint or the new one, never a mixture, wherever the writer crashes.
 
 `<root>/runs/<run id>/suspended/` holds the state of a run whose head stopped: `manifest.json`, a
 `SuspendedManifest`, and the sub-folder it names, which contains the same files and also
@@ -63,6 +63,8 @@ HEAD_STATE = "head.json"
 BODIES = "bodies.bin"
 
 _CHECKSUM = "checksum"
+IMPORTED_VERSION: Literal[3] = 3
+"""`format_version` of imported adapters, whose factor older releases would ignore."""
 _MAX_LINEAGE = 8
 
 
@@ -76,13 +78,27 @@ class StoredFile(BaseModel):
     """Lower-case hex digest, checked on every load."""
 
 
+class ImportedAdapter(BaseModel):
+    """How the files of an imported adapter differ from those of our own.
+
+    `adapter_model.safetensors` is PEFT's file as it was uploaded: any of PEFT's names, floating
+    dtypes and subsets of the base model's weights. There is no optimizer state.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    scale: float
+    """Factor of B @ A."""
+
+
 class CheckpointManifest(BaseModel):
     """Metadata of a checkpoint, and the list of its files."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
-    format_version: Literal[1, 2] = 1
-    """2 if there is a gradient, which older releases would drop silently."""
+    format_version: Literal[1, 2, 3] = 1
+    """2 if there is a gradient, which older releases would drop silently; 3 if the adapter was
+    imported."""
     tinker_path: str
     owner: str
     base_model: str
@@ -96,6 +112,10 @@ class CheckpointManifest(BaseModel):
     created_at: AwareDatetime
     expires_at: AwareDatetime | None = None
     user_metadata: dict[str, str] | None = None
+    copied_from: str | None = None
+    """`tinker://` path of the checkpoint that this one is a copy of."""
+    imported: ImportedAdapter | None = None
+    """Set if the adapter was imported and not trained here."""
     data_prefix: str = ""
     files: dict[str, StoredFile]
 

@@ -151,6 +151,28 @@ class WeightsInfo(Answer):
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
+class CopyWeightsAnswer(Answer):
+    """POST copy_weights."""
+
+    tinker_path: str
+
+
+class UploadStarted(Answer):
+    """POST checkpoints/uploads (no SDK call)."""
+
+    upload_id: str
+    urls: dict[str, str]
+    """Where to PUT each file, by its name: paths of this server."""
+    expires: datetime
+    """When the upload is abandoned."""
+
+
+class UploadFinished(Answer):
+    """POST checkpoints/uploads/{id}/finish (no SDK call)."""
+
+    tinker_path: str
+
+
 class Cursor(Answer):
     """Position of a page in its list."""
 
@@ -168,6 +190,8 @@ class CheckpointInfo(Answer):
     tinker_path: str
     size_bytes: int
     public: bool
+    base_model: str | None = None
+    """None for checkpoints that an earlier release indexed."""
     user_metadata: dict[str, str] | None = None
     expires_at: datetime | None = None
     damage: str | None = None

@@ -59,6 +59,8 @@ class LoadWeightsRequest(WireModel):
     base_model: Name | None = None
     user_metadata: UserMetadata | None = None
     optimizer_config: OptimizerConfig | None = None
+    weights_access_token: Name | None = None
+    """Key of an owner who may read the checkpoint; absent means that the caller may."""
 
     @model_validator(mode="after")
     def _has_one_form(self) -> "LoadWeightsRequest":

@@ -11,7 +11,7 @@ from datetime import datetime
 from sqlalchemy import ColumnElement, and_, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from tinkercloud_api.catalog.statements import Page, Statements
+from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.tables import (
     ApiKey,
     Checkpoint,
@@ -21,6 +21,7 @@ from tinkercloud_api.catalog.tables import (
     TrainingRun,
     now,
 )
+from tinkercloud_api.catalog.uploads import UploadStatements
 from tinkercloud_protocol.checkpoints import CheckpointManifest
 from tinkercloud_protocol.paths import CheckpointPath
 
@@ -29,7 +30,7 @@ _MAX_SWEPT = 100
 """Limit of runs or sessions per housekeeping round."""
 
 
-class Catalog(Statements):
+class Catalog(UploadStatements):
     """Queries and updates of the catalog database."""
 
     async def ping(self) -> None:
@@ -392,6 +393,7 @@ class Catalog(Statements):
                     owner=manifest.owner,
                     created_at=manifest.created_at,
                     size_bytes=manifest.size_bytes,
+                    base_model=manifest.base_model,
                     user_metadata=manifest.user_metadata,
                     expires_at=manifest.expires_at,
                 )

@@ -115,6 +115,10 @@ EXPIRED = "expired"
 """Finish reason of sessions that the server ended because their client was inactive."""
 
 
+STORED = "stored"
+"""Generation of runs without a live model, which only hold a copied or imported checkpoint."""
+
+
 class Session(Table):
     """An SDK session: everything that one `ServiceClient` created."""
 
@@ -191,6 +195,8 @@ class Checkpoint(Table):
     created_at: Mapped[datetime | None]
     """Creation time in the manifest; None as long as there is no manifest and no checkpoint."""
     size_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    base_model: Mapped[str | None]
+    """None in rows of earlier releases, which did not record it."""
     user_metadata: Mapped[dict[str, str] | None]
     expires_at: Mapped[datetime | None]
     is_public: Mapped[bool] = mapped_column(default=False)
@@ -227,3 +233,23 @@ class Program(Table):
     created_at: Mapped[datetime] = mapped_column(default=now)
     started_at: Mapped[datetime | None]
     finished_at: Mapped[datetime | None]
+
+
+class Upload(Table):
+    """A checkpoint that is being uploaded or copied; it does not exist until it is finished."""
+
+    __tablename__ = "uploads"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    """The id of the run of a copy, or of the session of an uploaded adapter's run."""
+    owner: Mapped[str] = mapped_column(index=True)
+    project_id: Mapped[str | None]
+    manifest: Mapped[dict[str, Any]]
+    """The checkpoint's manifest; without files until they have been received."""
+    adapter_config: Mapped[dict[str, Any]]
+    """The content of `adapter_config.json`; empty for a copy."""
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
+    """Size of the files, as far as they are known in advance."""
+    expires_at: Mapped[datetime]
+    """When the upload is abandoned, or forgotten if it is finished."""
+    is_finished: Mapped[bool] = mapped_column(default=False)

@@ -54,8 +54,13 @@ async def list_runs(
 
 @router.get("/training_runs/{run_id}", response_model_exclude_none=True)
 async def show_run(run_id: str, server: Server, caller: Caller) -> TrainingRunInfo:
-    """Return one training run."""
-    row = await _visible_run(run_id, server, caller)
+    """Return one training run; of another owner's run, only if a checkpoint is public."""
+    found = await server.catalog.run(run_id)
+    if found is not None and not caller.may_see(found.owner):
+        public = await server.checkpoints.public_of_run(run_id)
+        if public:
+            return _run_info(found, public)
+    row = caller.require(found, f"training run {run_id!r}")
     await server.checkpoints.discover(run_id)
     return _run_info(row, await server.checkpoints.of_run(run_id))
 

@@ -111,18 +111,29 @@ async def load_weights(call: Call, body: bytes) -> None:
     except InvalidRequest as error:
         await forward_rejection(call, body, error)
         return
+    token, server = request.weights_access_token, call.server
     if request.model_id is None:
-        runs = call.server.training_runs
-        request_id = await runs.create_from_checkpoint(request, call.principal)
+        reader = await server.authenticator.reader(call.principal, token)
+        request_id = await server.training_runs.create_from_checkpoint(
+            request, call.principal, reader
+        )
         await respond(call.send, futures.promise(request_id))
         return
     try:
         path = CheckpointPath.parse(request.path)
         path.require_loadable()
-        await call.server.checkpoints.manifest(path, call.principal)
+        reader = await server.authenticator.reader(call.principal, token)
+        await server.checkpoints.manifest(path, reader)
     except (InvalidRequest, NotFound) as error:
         await forward_rejection(call, sequence_position(request), error)
         return
+    if token is not None:
+        # The head keeps bodies of waiting requests in the checkpoint store.
+        body = (
+            request.model_copy(update={"weights_access_token": None})
+            .model_dump_json(exclude_none=True)
+            .encode()
+        )
     await call.forward(await head_for_run(call, request.model_id), request.model_id, body)
 
 

@@ -25,7 +25,7 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.checkpoints import tensor_file
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot
-from tinkercloud_worker.lora import adapters
+from tinkercloud_worker.lora import adapters, imported
 
 Files = dict[str, bytes]
 Contents = Mapping[str, bytes | memoryview]
@@ -121,14 +121,19 @@ def files_of_state(manifest: AnyManifest) -> list[str]:
 
 
 def decode_weights(manifest: AnyManifest, files: Contents) -> WeightsSnapshot:
-    """Decode weights.
+    """Decode weights. Those of an imported adapter may lack some (`model.imported`).
 
     Raises:
-        InvalidRequest: the file is not valid safetensors.
+        InvalidRequest: the file is not valid safetensors, or is an imported one whose experts do
+            not share what they must.
     """
     (name,) = files_of_weights(manifest)
     tensors = decode_tensors(manifest, files, name)
-    return WeightsSnapshot(manifest.lora, adapters.from_archive_names(tensors))
+    adapter = manifest.imported if isinstance(manifest, CheckpointManifest) else None
+    if adapter is None or manifest.lora is None:
+        return WeightsSnapshot(manifest.lora, adapters.from_archive_names(tensors))
+    named = imported.from_file(tensors, adapter.scale, manifest.lora.rank)
+    return WeightsSnapshot(manifest.lora, named)
 
 
 def decode_to_sample(manifest: AnyManifest, files: Contents, dtype: str) -> WeightsSnapshot:

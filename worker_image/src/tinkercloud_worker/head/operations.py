@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TypeVar
@@ -38,6 +38,7 @@ from tinkercloud_worker.engine.trainer import (
 )
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.samplers import Samplers
+from tinkercloud_worker.model import imported
 from tinkercloud_worker.training import external_weights
 
 NOT_CREATED = "the model has not been created yet"
@@ -354,7 +355,7 @@ class Operations:
         self._check_base(manifest)
         files_of = formats.files_of_training if with_optimizer else formats.files_of_weights
         manifest, files = await store.read(manifest.path, files_of(manifest))
-        return await asyncio.to_thread(_decode, manifest, files)
+        return await asyncio.to_thread(_decode, manifest, files, self._backend.config.model.path)
 
     def _check_base(self, manifest: CheckpointManifest) -> None:
         mismatch = base_mismatch(manifest, self._backend.base_fingerprint)
@@ -423,9 +424,10 @@ class Operations:
         return result()
 
 
-def _decode(manifest: CheckpointManifest, files: formats.Contents) -> _Saved:
+def _decode(manifest: CheckpointManifest, files: formats.Contents, base_path: str) -> _Saved:
     state = formats.decode_state(manifest, files)
-    return _Saved(state, formats.decode_gradient(manifest, files))
+    weights = imported.complete(manifest, state.weights, base_path)
+    return _Saved(replace(state, weights=weights), formats.decode_gradient(manifest, files))
 
 
 def _encode_output(batch: Batch, output: LossOutput) -> bytes:

@@ -25,6 +25,7 @@ from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.trainer import Publication
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.weights_lru import WeightsLru
+from tinkercloud_worker.model import imported
 
 log = structlog.get_logger(__name__)
 
@@ -101,8 +102,11 @@ class Samplers:
         manifest, files = await store.read(manifest.path, wanted)
         # The checkpoint may have been replaced meanwhile.
         self._check_matches(manifest, spec)
-        dtype = self._backend.config.trainer.dtype
-        weights = await asyncio.to_thread(formats.decode_to_sample, manifest, files, dtype)
+        config = self._backend.config
+        read = await asyncio.to_thread(
+            formats.decode_to_sample, manifest, files, config.trainer.dtype
+        )
+        weights = await asyncio.to_thread(imported.complete, manifest, read, config.model.path)
         await self._backend.sampler.publish(version, weights)
         self._usage.add(name, weights.size_bytes)
         return version

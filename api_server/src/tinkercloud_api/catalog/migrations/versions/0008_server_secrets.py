@@ -4,7 +4,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "0008_server_secrets"
-down_revision = "0005_damage"
+down_revision = "0007_uploads"
 branch_labels = None
 depends_on = None
 
