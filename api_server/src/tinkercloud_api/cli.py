@@ -1,8 +1,8 @@
 """The `tinkercloud` command.
 
-`serve`, `keys`, `catalog` and `doctor` use this machine's state folder; `models`, `sessions` and
-`programs` call a running server, local or remote (TINKER_BASE_URL, TINKER_API_KEY). `plan` needs
-neither.
+`serve`, `keys`, `catalog` and `doctor` use this machine's state folder; `models`, `sessions`,
+`checkpoints` and `programs` call a running server, local or remote (TINKER_BASE_URL,
+TINKER_API_KEY). `plan` needs neither.
 """
 
 import asyncio
@@ -31,7 +31,6 @@ from tinkercloud_api.doctor import CheckResult, examine
 from tinkercloud_api.models import ModelNotFoundError
 from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_api.settings import InvalidSettingsError, Settings, load_settings
-from tinkercloud_api.terminal import ApiKey, BaseUrl, Json
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.object_store import open_store
 

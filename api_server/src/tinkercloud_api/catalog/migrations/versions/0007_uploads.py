@@ -4,7 +4,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "0007_uploads"
-down_revision = "0005_damage"
+down_revision = "0006_programs"
 branch_labels = None
 depends_on = None
 
