@@ -8,8 +8,8 @@ import asyncio
 from typing import TypeVar
 
 from tinkercloud_api.routes.call import Call, head_for_run
-from tinkercloud_protocol import envelope, routes
-from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, NotFound, WireError
+from tinkercloud_protocol import envelope
+from tinkercloud_protocol.errors import BodyTooLarge, NotFound, WireError
 from tinkercloud_protocol.training import (
     LoadWeightsRequest,
     SaveWeightsExternalRequest,
@@ -22,28 +22,14 @@ RequestT = TypeVar("RequestT", bound=LoadWeightsRequest | SaveRequest)
 
 _MAX_REASON_CHARACTERS = 2000
 """Limit of a rejection's reason, which is sent in a header and may quote the request."""
-OLD_SDK = (
-    "forward_backward: JSON bodies, which SDKs before 0.25 send, are not supported; upgrade"
-    " with `pip install -U tinker`"
-)
-_UNSUPPORTED = {
-    routes.FORWARD: (
-        "forward: JSON bodies, which SDKs before 0.25 send, are not supported; upgrade with"
-        " `pip install -U tinker`, which sends forward passes as forward_backward requests"
-    ),
-}
-"""Reasons for rejecting calls that Tinkercloud does not support, by path."""
 
 
 async def reject_unknown_call(call: Call) -> None:
     """Reject an unsupported call, at its position in its model's sequence if it states one."""
     path = call.request.path
-    reason = _UNSUPPORTED.get(path)
-    if reason is None:
-        reason = (
-            f"POST {path} is not supported by this server; docs/use/sdk.md lists the supported"
-            " calls"
-        )
+    reason = (
+        f"POST {path} is not supported by this server; docs/use/sdk.md lists the supported calls"
+    )
     await reject_in_sequence(call, NotFound(reason))
 
 
@@ -67,12 +53,11 @@ async def forward_rejection(call: Call, body: bytes, error: WireError) -> None:
     """Have the head fail a request at its position in its model's sequence.
 
     Raises:
-        WireError: `error` itself, if the request states no model.
+        WireError: `error` itself, if the request states no such position.
     """
-    try:
-        model_id = envelope.peek_json(body, "model_id")
-    except InvalidRequest:
-        raise error from None
+    if not envelope.names_place(envelope.peek_json_place(body)):
+        raise error
+    model_id = envelope.peek_json(body, "model_id")
     endpoint = await head_for_run(call, model_id)
     await call.forward(endpoint, model_id, body, refusal=error.message[:_MAX_REASON_CHARACTERS])
 
