@@ -3,7 +3,7 @@
 /api/v1/<hot paths>      hot_paths; routes.training, sampling, futures: forwarded to session heads
 /api/v1/...              routes.sessions, models, runs, keys: served by this process
 /hf/...                  routes.hub: the tokenizer mirror
-/healthz /livez          routes.health
+/healthz /livez /health  routes.health
 /openapi.json            openapi: the API description
 /metrics                 middleware.metrics_server, on a port of its own
 """
@@ -40,10 +40,11 @@ from tinkercloud_api.routes import (
     models,
     runs,
     sessions,
+    tokenizers,
     unloading,
     usage,
 )
-from tinkercloud_api.settings import Settings
+from tinkercloud_api.settings import KEY_PREFIX, Settings
 from tinkercloud_api.shared_heads import SharedHeads
 from tinkercloud_api.training_runs import TrainingRuns
 from tinkercloud_protocol.asgi import Receive, Scope, Send
@@ -68,10 +69,17 @@ class Application:
         self._provider = provider
         self.context: Context | None = None
         """The components of the server while it is running."""
-        # The documentation pages would load scripts from third-party servers.
-        api = FastAPI(title="Tinkercloud", lifespan=self._lifespan, docs_url=None, redoc_url=None)
+        # The documentation pages would load scripts from third-party servers. A redirect from paths
+        # with a trailing slash would have no message.
+        api = FastAPI(
+            title="Tinkercloud",
+            lifespan=self._lifespan,
+            docs_url=None,
+            redoc_url=None,
+            redirect_slashes=False,
+        )
         api.openapi = partial(describe, api)  # type: ignore[method-assign]  # documented by FastAPI
-        for module in (sessions, usage, models, unloading, runs, keys, health, hub):
+        for module in (sessions, usage, models, unloading, tokenizers, runs, keys, health, hub):
             api.include_router(module.router)
         api.add_middleware(BodyLimitMiddleware, max_bytes=JSON_BODY_BYTES)
         errors.install(api)
@@ -159,8 +167,15 @@ async def register_bootstrap_key(catalog: Catalog, settings: Settings) -> None:
     """Register the configured bootstrap key, if any, and revoke the one that it replaces."""
     if settings.bootstrap_key is None:
         return
+    key = settings.bootstrap_key.get_secret_value()
+    if not key.startswith(KEY_PREFIX):
+        log.warning(
+            "the Tinker SDK rejects the configured bootstrap key before it sends a request; other"
+            " clients can use it",
+            accepted_by_the_sdk=f"keys that start with {KEY_PREFIX!r}",
+        )
     row, replaced = await catalog.add_bootstrap_key(
-        key_hash=hash_key(settings.bootstrap_key.get_secret_value()),
+        key_hash=hash_key(key),
         name="bootstrap",
         owner="bootstrap",
         role=Role.ADMIN,

@@ -17,6 +17,7 @@ from tinkercloud_api.http import (
     DISCARD_WITHOUT_KEY,
     HotRequest,
     drain_body,
+    key_of,
     reject_duplicate_headers,
     respond_error,
 )
@@ -30,7 +31,6 @@ from tinkercloud_protocol.errors import Unauthenticated, WireError
 
 log = structlog.get_logger(__name__)
 
-_KEY_HEADER = routes.API_KEY_HEADER.encode()
 _WITHOUT_KEY = {"/api/v1/healthz"}
 """API paths that need no key, in addition to all paths outside the API: probes, the tokenizer
 mirror and the OpenAPI document."""
@@ -104,7 +104,7 @@ class HotPaths:
         """Return the caller, or None for paths that need no key, without reading the body.
 
         Raises:
-            InvalidRequest: a header was sent more than once.
+            InvalidRequest: a header was sent more than once, or two headers contain different keys.
             Unauthenticated: the key is missing, unknown or revoked.
             Overloaded: too many unknown keys came from the same address.
         """
@@ -113,7 +113,7 @@ class HotPaths:
         if not path.startswith(routes.PREFIX) or path in _WITHOUT_KEY:
             return None
         authenticator = self._server().authenticator
-        key = dict(scope["headers"]).get(_KEY_HEADER, b"").decode("latin-1") or None
+        key = key_of(scope["headers"])
         address = (scope.get("client") or ("",))[0]
         if key is None or authenticator.has_known(key):
             return await authenticator.principal(key)

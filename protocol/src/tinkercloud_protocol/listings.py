@@ -47,6 +47,24 @@ class ServerCapabilities(Answer):
     """GET get_server_capabilities."""
 
     supported_models: list[SupportedModel]
+    max_batch_size: int
+    """Datums that one request may have. The SDK does not know this field, nor the next one."""
+    features: list[str]
+    """What the server offers, in words: `lora`, `full_fine_tuning`, `sampling` and so on."""
+
+
+class ServerHealth(Answer):
+    """GET health under /api/v1 (no SDK call)."""
+
+    status: Literal["healthy"] = "healthy"
+    version: str
+    ray_status: Literal["not used", "per session"]
+    """`per session`: each session on Kubernetes has a Ray cluster of its own. The server itself
+    uses none."""
+    active_models: int
+    """Models of the caller (of everybody, for an administrator) that are in memory."""
+    active_sessions: int
+    """The same for sessions with a heartbeat or a request in the last two minutes."""
 
 
 class CreateSessionAnswer(Answer):

@@ -4,13 +4,15 @@ import ipaddress
 from pathlib import Path
 
 import structlog
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
 
 from tinkercloud_api.catalog.tables import SamplingSession, TrainingRun
 from tinkercloud_api.context import Caller, Server
+from tinkercloud_api.direct_sessions import IDEMPOTENCY_HEADER, DirectSessions
 from tinkercloud_api.model_names import is_of
 from tinkercloud_api.providers.base import ServedModel
-from tinkercloud_protocol import futures
+from tinkercloud_protocol.bounds import MAX_BATCH_SIZE
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.ids import SamplingSessionId
 from tinkercloud_protocol.launch import ModelSpec
@@ -32,6 +34,13 @@ log = structlog.get_logger(__name__)
 router = APIRouter(prefix="/api/v1", tags=["models"])
 
 
+FEATURES = (
+    *("lora", "full_fine_tuning", "sampling", "prompt_logprobs", "custom_losses_on_the_client"),
+    *("checkpoints", "suspend_and_resume", "json_api"),
+)
+"""What `get_server_capabilities` lists."""
+
+
 class WeightsInfoRequest(WireModel):
     """POST weights_info."""
 
@@ -45,17 +54,24 @@ async def capabilities(server: Server, _caller: Caller) -> ServerCapabilities:
         supported_models=[
             SupportedModel(model_name=model.name, max_context_length=model.max_context_length)
             for model in server.provider.models()
-        ]
+        ],
+        max_batch_size=MAX_BATCH_SIZE,
+        features=list(FEATURES),
     )
 
 
 @router.post("/create_model")
-async def create_model(request: CreateModelRequest, server: Server, caller: Caller) -> Response:
-    """Create a training run."""
-    request_id = await server.training_runs.create(request, caller)
+async def create_model(
+    request: CreateModelRequest, http: Request, server: Server, caller: Caller
+) -> JSONResponse:
+    """Create a training run, and a session for it if the request names none."""
+    direct = DirectSessions(server.catalog, server.training_runs)
+    key = http.headers.get(IDEMPOTENCY_HEADER)
+    request_id = await direct.create_model(request, caller, key)
     log.info("training run created", request_id=request_id, base_model=request.base_model)
     model_id = request_id.rpartition(":")[0]
-    return Response(futures.promise(request_id, model_id=model_id), media_type=futures.JSON)
+    answer = {"request_id": request_id, "model_id": model_id}
+    return JSONResponse({**answer, "session_id": model_id.partition(":")[0]})
 
 
 @router.post("/get_info", response_model_exclude_none=True)
