@@ -25,6 +25,9 @@ WRONG_GENERATION_STATUS = 421
 """Status with which a head rejects a request for another generation (Misdirected Request)."""
 TARGET_HEADER = "x-tinkercloud-target"
 """The model or sampling session whose ownership the API server has checked."""
+WAIT_HEADER = "x-tinkercloud-wait-seconds"
+"""How long a head waits for the result that a retrieve_future asks for, in seconds: at most a long
+poll. Without it, as long as a long poll; 0 returns at once."""
 REFUSAL_HEADER = "x-tinkercloud-refusal"
 """Why the API server rejects a request, percent-encoded. The request is still forwarded to the
 head, where it takes its place in its model's order and fails, whatever the path is."""

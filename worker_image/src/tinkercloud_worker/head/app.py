@@ -241,7 +241,7 @@ class HeadApp:
         body = await request.body(LARGE_BODY_BYTES)
         request_id = parse_json(RetrieveFutureRequest, body).request_id
         self._check_target(request, request_id.rpartition(":")[0])
-        result = await self._service.retrieve(request_id)
+        result = await self._service.retrieve(request_id, _seconds_to_wait(request))
         if result is None:
             pending = futures.pending(request_id, *self._service.why_waiting(request_id))
             return Response(pending, futures.PENDING_STATUS)
@@ -329,6 +329,19 @@ async def _disconnected(receive: Receive) -> None:
 
 def _resource(request: Request) -> str:
     return request.path.split("/", 2)[2] if request.path.count("/") >= 2 else ""
+
+
+def _seconds_to_wait(request: Request) -> float | None:
+    """Return how long a request waits for a result; None means as long as a long poll."""
+    asked = request.headers.get(routes.WAIT_HEADER)
+    if asked is None:
+        return None
+    try:
+        return max(float(asked), 0.0)
+    except ValueError:
+        raise InvalidRequest(
+            f"{routes.WAIT_HEADER}: must be a number of seconds, got {asked!r}"
+        ) from None
 
 
 async def _off_loop(function: Callable[[bytes], T], body: bytes) -> T:
