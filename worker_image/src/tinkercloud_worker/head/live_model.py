@@ -97,6 +97,7 @@ def new_model(
         gap_seconds=timings.gap_seconds,
         drop_gradient=operations.drop_gradient,
     )
+    samplers.current.add(str(model_id), operations, queue.run_after_accepted)
     return LiveModel(model_id, spec, operations, queue, lineage=[])
 
 
