@@ -14,8 +14,11 @@ LOAD_WEIGHTS = "/api/v1/load_weights"
 SAVE_WEIGHTS_FOR_SAMPLER = "/api/v1/save_weights_for_sampler"
 SAVE_WEIGHTS_EXTERNAL = "/api/v1/save_weights_external"
 ASAMPLE = "/api/v1/asample"
+SAMPLE = "/api/v1/sample"
+"""Like `ASAMPLE`, but waits for the result."""
 RETRIEVE_FUTURE = "/api/v1/retrieve_future"
 CANCEL_FUTURE = "/api/v1/cancel_future"
+CLEANUP_FUTURES = "/api/v1/cleanup_futures"
 
 HEAD_TOKEN_HEADER = "x-tinkercloud-head-token"  # noqa: S105
 """Proves to a head that a request comes from its API server."""
@@ -28,6 +31,9 @@ TARGET_HEADER = "x-tinkercloud-target"
 WAIT_HEADER = "x-tinkercloud-wait-seconds"
 """How long a head waits for the result that a retrieve_future asks for, in seconds: at most a long
 poll. Without it, as long as a long poll; 0 returns at once."""
+WEIGHTS_HEADER = "x-tinkercloud-weights"
+"""The weights that the API server has resolved to a sampling session, as the body of the request
+names them: `sampling.weights_named`, percent-encoded."""
 REFUSAL_HEADER = "x-tinkercloud-refusal"
 """Why the API server rejects a request, percent-encoded. The request is still forwarded to the
 head, where it takes its place in its model's order and fails, whatever the path is."""
@@ -55,5 +61,8 @@ HEAD_SUSPEND = "/suspend"
 head rejects new requests from the start of this request."""
 HEAD_CHECKPOINT = "/checkpoint"
 """POST writes a training checkpoint of every model and returns their paths, `launch.Saved`."""
+HEAD_FORGET_RESULTS = "/forget_results"
+"""POST drops the results of one owner that were delivered, `launch.ForgetResults`; returns
+`launch.Forgotten`."""
 HEAD_SAMPLERS = "/samplers"
 """PUT /samplers/<sampling session id> registers a sampling session, DELETE removes it."""

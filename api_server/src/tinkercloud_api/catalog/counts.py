@@ -41,6 +41,15 @@ class Counts(Statements):
         async with self._reading() as db:
             return await db.scalar(query) or 0
 
+    async def open_session(self, owner: str, sdk_version: str) -> Session | None:
+        """Return the oldest open session of an owner that this client created; None without any."""
+        query = select(Session).where(
+            Session.owner == owner,
+            Session.sdk_version == sdk_version,
+            Session.finished_at.is_(None),
+        )
+        return await self._one(query.order_by(Session.created_at, Session.id).limit(1))
+
     async def ensure_session(self, session: Session) -> Session:
         """Record a session; if the id exists, return the existing row."""
         return await self._insert(session, select(Session).where(Session.id == session.id))

@@ -51,6 +51,7 @@ class Call:
         *,
         replace: Mapping[int, tuple[int, bytes]] | None = None,
         refusal: str | None = None,
+        extra: Mapping[str, str] | None = None,
         timeout_seconds: float = _RESPONSE_SECONDS,
     ) -> None:
         """Forward to a head, as `Proxy.forward` does."""
@@ -64,6 +65,7 @@ class Call:
                 body=body,
                 replace=replace,
                 refusal=refusal,
+                extra=extra,
                 timeout_seconds=timeout_seconds,
             )
         except StaleEndpoint:

@@ -26,6 +26,8 @@ from tinkercloud_protocol.errors import (
 )
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.launch import (
+    ForgetResults,
+    Forgotten,
     HeldModels,
     Limits,
     ModelSpec,
@@ -92,6 +94,7 @@ class HeadApp:
             ("GET", routes.HEAD_MODELS): self._models,
             ("PUT", routes.HEAD_MODELS): self._put_model,
             ("DELETE", routes.HEAD_MODELS): self._delete_model,
+            ("POST", routes.HEAD_FORGET_RESULTS): self._forget_results,
             ("PUT", routes.HEAD_SAMPLERS): self._put_sampler,
             ("DELETE", routes.HEAD_SAMPLERS): self._delete_sampler,
         }
@@ -277,6 +280,11 @@ class HeadApp:
     async def _delete_model(self, request: Request) -> Response:
         await self._service.delete_model(ModelId.parse(_resource(request)))
         return Response()
+
+    async def _forget_results(self, request: Request) -> Response:
+        which = parse_json(ForgetResults, await request.body(LARGE_BODY_BYTES))
+        num_results = self._service.results.forget_read(which.owner, which.min_age_seconds)
+        return Response(Forgotten(num_results=num_results).model_dump_json().encode())
 
     async def _put_sampler(self, request: Request) -> Response:
         spec = parse_json(SamplerSpec, await request.body(LARGE_BODY_BYTES))

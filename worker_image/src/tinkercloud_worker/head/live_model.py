@@ -1,9 +1,10 @@
 """A model in memory: its specification, operations and request queue."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tinkercloud_protocol.errors import Overloaded
 from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.tensors import ForwardBackwardRequest
@@ -99,6 +100,16 @@ def new_model(
     )
     samplers.current.add(str(model_id), operations, queue.run_after_accepted)
     return LiveModel(model_id, spec, operations, queue, lineage=[])
+
+
+def too_many(owner: str, models: Sequence[LiveModel], limit: int) -> Overloaded:
+    """Return the error of an owner that already has as many models as a head accepts."""
+    names = ", ".join(str(model.model_id) for model in models[:3])
+    return Overloaded(
+        f"owner {owner!r} already has {len(models)} models here ({names}"
+        f"{', ...' if len(models) > 3 else ''}; limits.max_models_per_owner is {limit}): delete"
+        " a finished session (`tinkercloud sessions delete SESSION`), then create it again"
+    )
 
 
 def latest_checkpoint(models: Iterable[LiveModel]) -> str | None:

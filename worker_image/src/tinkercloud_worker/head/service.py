@@ -11,7 +11,6 @@ from tinkercloud_protocol import futures
 from tinkercloud_protocol.errors import (
     InvalidRequest,
     NotFound,
-    Overloaded,
     ResultGone,
     Unavailable,
     WireError,
@@ -26,7 +25,7 @@ from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.sampling_request import prepare
 from tinkercloud_worker.head.backend import Backend, random_seed
 from tinkercloud_worker.head.idle_memory import IdleMemory
-from tinkercloud_worker.head.live_model import LiveModel, latest_checkpoint, new_model
+from tinkercloud_worker.head.live_model import LiveModel, latest_checkpoint, new_model, too_many
 from tinkercloud_worker.head.operations import NOT_CREATED
 from tinkercloud_worker.head.queue import Operation, RequestSource, refusal, to_result
 from tinkercloud_worker.head.requests import (
@@ -130,14 +129,12 @@ class HeadService:
             for model in self._of_owner(owner)
             if model.operations.refused in {None, NOT_CREATED}
         ]
-        if limit is None or len(theirs) < limit:
-            return None
-        names = ", ".join(str(model.model_id) for model in theirs[:3])
-        return Overloaded(
-            f"owner {owner!r} already has {len(theirs)} models here ({names}"
-            f"{', ...' if len(theirs) > 3 else ''}; limits.max_models_per_owner is {limit}): delete"
-            " a finished session (`tinkercloud sessions delete SESSION`), then create it again"
-        )
+        return None if limit is None or len(theirs) < limit else too_many(owner, theirs, limit)
+
+    @property
+    def results(self) -> Results:
+        """The results of all requests."""
+        return self._results
 
     def owner_of(self, target: str) -> str:
         """Return the owner of a model or sampling session; an empty name if it is unknown."""
