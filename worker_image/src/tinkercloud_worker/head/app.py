@@ -83,6 +83,7 @@ class HeadApp:
             ("GET", routes.HEAD_STATUS): self._status,
             ("GET", routes.HEAD_METRICS): self._metrics,
             ("POST", routes.FORWARD_BACKWARD): self._forward_backward,
+            ("POST", routes.FORWARD): self._forward,
             **{("POST", path): self._ordered for path in requests.JSON_REQUESTS},
             **{("POST", path): self._ordered for path in requests.NOT_SERVED},
             ("POST", routes.ASAMPLE): self._asample,
@@ -182,6 +183,8 @@ class HeadApp:
             yield await request.body(limit)
 
     async def _forward_backward(self, request: Request) -> Response:
+        if futures.is_json(request.headers.get("content-type", "")):
+            return await self._json_batch(request, requests.JSON_FORWARD_BACKWARD)
         try:
             async with self._received(request) as body:
                 place = envelope.peek_training(body[: envelope.PREFIX_BYTES])
@@ -193,6 +196,15 @@ class HeadApp:
         except BodyTooLarge as error:
             await self._queue_rejection(request, error)
             raise
+        return await self._submit(received)
+
+    async def _forward(self, request: Request) -> Response:
+        return await self._json_batch(request, routes.FORWARD)
+
+    async def _json_batch(self, request: Request, path: str) -> Response:
+        async with self._received(request) as body:
+            received = await asyncio.to_thread(requests.receive_json_batch, path, body)
+        self._check_target(request, received.place.model_id)
         return await self._submit(received)
 
     async def _submit(self, received: requests.Received) -> Response:
