@@ -25,6 +25,7 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.context import Context
+from tinkercloud_api.direct_sessions import DirectSessions
 from tinkercloud_api.head_client import open_client
 from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.hot_paths import HANDLERS, HotPaths
@@ -38,12 +39,14 @@ from tinkercloud_api.routes import (
     hub,
     keys,
     models,
+    results,
     runs,
     sessions,
     tokenizers,
     unloading,
     usage,
 )
+from tinkercloud_api.sampling_sessions import SamplingSessions
 from tinkercloud_api.settings import KEY_PREFIX, Settings
 from tinkercloud_api.shared_heads import SharedHeads
 from tinkercloud_api.training_runs import TrainingRuns
@@ -79,7 +82,18 @@ class Application:
             redirect_slashes=False,
         )
         api.openapi = partial(describe, api)  # type: ignore[method-assign]  # documented by FastAPI
-        for module in (sessions, usage, models, unloading, tokenizers, runs, keys, health, hub):
+        for module in (
+            sessions,
+            usage,
+            models,
+            unloading,
+            tokenizers,
+            results,
+            runs,
+            keys,
+            health,
+            hub,
+        ):
             api.include_router(module.router)
         api.add_middleware(BodyLimitMiddleware, max_bytes=JSON_BODY_BYTES)
         errors.install(api)
@@ -116,6 +130,7 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
     checkpoints = Checkpoints(catalog, open_store(settings.checkpoint_url))
     locator = HeadLocator(catalog, checkpoints, provider, client)
     activity = Activity(catalog)
+    training_runs = TrainingRuns(catalog, provider, checkpoints, locator)
     context = Context(
         settings=settings,
         catalog=catalog,
@@ -123,7 +138,7 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
         provider=provider,
         checkpoints=checkpoints,
         locator=locator,
-        training_runs=TrainingRuns(catalog, provider, checkpoints, locator),
+        training_runs=training_runs,
         proxy=Proxy(client),
         activity=activity,
         shared_heads=SharedHeads(
@@ -135,6 +150,8 @@ async def running_context(settings: Settings, provider: SessionProvider) -> Asyn
             period=_inactivity_period(settings),
         ),
         long_polls=LongPolls(),
+        direct_sessions=DirectSessions(catalog, training_runs),
+        sampling_sessions=SamplingSessions(catalog, checkpoints, locator, training_runs, activity),
     )
     await provider.start()
     loops = [_run_housekeeping(context), _suspend_inactive(context)]

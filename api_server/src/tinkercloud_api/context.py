@@ -9,11 +9,13 @@ from tinkercloud_api.activity import Activity
 from tinkercloud_api.auth import Authenticator, Principal
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.direct_sessions import DirectSessions
 from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.http import key_of
 from tinkercloud_api.long_polls import LongPolls
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.proxy import Proxy
+from tinkercloud_api.sampling_sessions import SamplingSessions
 from tinkercloud_api.settings import Settings
 from tinkercloud_api.shared_heads import SharedHeads
 from tinkercloud_api.training_runs import TrainingRuns
@@ -34,6 +36,8 @@ class Context:
     activity: Activity
     shared_heads: SharedHeads
     long_polls: LongPolls
+    direct_sessions: DirectSessions
+    sampling_sessions: SamplingSessions
 
 
 def get_context(request: Request) -> Context:

@@ -78,12 +78,12 @@ class DirectSessions:
         return next(index for index in range(len(used) + 1) if index not in used)
 
 
-def session_of(session_id: str, principal: Principal) -> Session:
+def session_of(session_id: str, principal: Principal, client: str = _CLIENT) -> Session:
     """Return the row of a session without an SDK."""
     return Session(
         id=session_id,
         owner=principal.owner,
-        sdk_version=_CLIENT,
+        sdk_version=client,
         display_name=None,
         project_id=None,
         tags=[],

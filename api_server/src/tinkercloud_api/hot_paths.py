@@ -21,7 +21,7 @@ from tinkercloud_api.http import (
     reject_duplicate_headers,
     respond_error,
 )
-from tinkercloud_api.routes import futures, sampling, training
+from tinkercloud_api.routes import blocking, futures, sampling, training
 from tinkercloud_api.routes.call import Call, Handler
 from tinkercloud_api.routes.rejections import reject_unknown_call
 from tinkercloud_api.throttle import Throttle
@@ -45,6 +45,7 @@ HANDLERS: Mapping[str, Handler] = {
     routes.SAVE_WEIGHTS_EXTERNAL: training.in_order(training.forward_in_order),
     routes.LOAD_WEIGHTS: training.in_order(training.load_weights),
     routes.ASAMPLE: sampling.asample,
+    routes.SAMPLE: blocking.sample,
     routes.RETRIEVE_FUTURE: futures.retrieve_future,
     routes.CANCEL_FUTURE: futures.cancel_future,
 }

@@ -159,6 +159,9 @@ class Settings(BaseSettings):
     """Client inactivity, in days, after which an open session ends. The states of its models are
     deleted, but its checkpoints are kept. A server ends sessions only after it has run for at least
     one day. None: sessions never end."""
+    sample_wait_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """How long, in seconds, a `sample` request waits for its result. Then the response names the
+    request, for retrieve_future. `asample`, which the SDK sends, does not wait."""
     preload: bool = True
     """Whether session heads start together with the server instead of on first use. Each head holds
     a whole model in memory."""

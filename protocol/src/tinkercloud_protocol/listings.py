@@ -149,6 +149,13 @@ class SamplingSessionAnswer(Answer):
     sampling_session_id: str
 
 
+class SamplingClientAnswer(Answer):
+    """POST create_sampling_client (no SDK call): the same id under two names."""
+
+    sampling_client_id: str
+    sampling_session_id: str
+
+
 class SamplerInfo(Answer):
     """GET samplers/{id}."""
 
@@ -167,6 +174,24 @@ class WeightsInfo(Answer):
     train_mlp: bool | None = None
     train_attn: bool | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class FutureState(Answer):
+    """GET and POST retrieve_future/{request_id} (no SDK calls)."""
+
+    status: Literal["pending", "completed", "failed"]
+    result: dict[str, Any] | None = None
+    error: str | None = None
+    category: Literal["user", "server", "unknown"] | None = None
+    """Who caused the failure; absent without one."""
+    reason: str | None = None
+    """Why the request is still pending, if that is known."""
+
+
+class CleanupAnswer(Answer):
+    """POST cleanup_futures (no SDK call)."""
+
+    cleaned_count: int
 
 
 class Cursor(Answer):

@@ -1,6 +1,6 @@
 """Counts of what an owner uses, and the creation of sessions under ids that the server derives."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from datetime import datetime
 
 from sqlalchemy import func, or_, select
@@ -26,6 +26,11 @@ class Counts(Statements):
             query = query.where(TrainingRun.owner == owner)
         async with self._reading() as db:
             return await db.scalar(query) or 0
+
+    async def runs_named(self, run_ids: Collection[str], owner: str) -> Sequence[TrainingRun]:
+        """Return those of these runs that belong to an owner."""
+        query = select(TrainingRun).where(TrainingRun.id.in_(run_ids), TrainingRun.owner == owner)
+        return await self._all(query)
 
     async def count_active_sessions(self, since: datetime, owner: str | None) -> int:
         """Return the number of open sessions with a heartbeat or a request since a time."""

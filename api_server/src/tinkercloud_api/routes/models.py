@@ -7,26 +7,29 @@ import structlog
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from tinkercloud_api.catalog.tables import SamplingSession, TrainingRun
+from tinkercloud_api.catalog.tables import TrainingRun
 from tinkercloud_api.context import Caller, Server
-from tinkercloud_api.direct_sessions import IDEMPOTENCY_HEADER, DirectSessions
-from tinkercloud_api.model_names import is_of
+from tinkercloud_api.direct_sessions import IDEMPOTENCY_HEADER
 from tinkercloud_api.providers.base import ServedModel
 from tinkercloud_protocol.bounds import MAX_BATCH_SIZE
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.ids import SamplingSessionId
+from tinkercloud_protocol.ids import model_of_sampler
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.listings import (
     ModelData,
     ModelInfo,
     SamplerInfo,
+    SamplingClientAnswer,
     SamplingSessionAnswer,
     ServerCapabilities,
     SupportedModel,
     WeightsInfo,
 )
 from tinkercloud_protocol.paths import CheckpointPath
-from tinkercloud_protocol.sampling import CreateSamplingSessionRequest
+from tinkercloud_protocol.sampling import (
+    CreateSamplingClientRequest,
+    CreateSamplingSessionRequest,
+    NamedWeights,
+)
 from tinkercloud_protocol.training import CreateModelRequest, GetInfoRequest
 from tinkercloud_protocol.wire import Uri, WireModel
 
@@ -65,9 +68,8 @@ async def create_model(
     request: CreateModelRequest, http: Request, server: Server, caller: Caller
 ) -> JSONResponse:
     """Create a training run, and a session for it if the request names none."""
-    direct = DirectSessions(server.catalog, server.training_runs)
     key = http.headers.get(IDEMPOTENCY_HEADER)
-    request_id = await direct.create_model(request, caller, key)
+    request_id = await server.direct_sessions.create_model(request, caller, key)
     log.info("training run created", request_id=request_id, base_model=request.base_model)
     model_id = request_id.rpartition(":")[0]
     answer = {"request_id": request_id, "model_id": model_id}
@@ -128,38 +130,38 @@ async def create_sampling_session(
     request: CreateSamplingSessionRequest, server: Server, caller: Caller
 ) -> SamplingSessionAnswer:
     """Create a sampling session for a base model or a saved checkpoint."""
-    await server.training_runs.active_session(request.session_id, caller)
-    base_model, path, saved_at = request.base_model, None, None
-    if request.model_path is not None:
-        path = CheckpointPath.parse(request.model_path)
-        manifest = await server.checkpoints.manifest(path, caller)
-        if base_model is not None and not is_of(base_model, manifest.base_model):
-            raise InvalidRequest(
-                f"base_model: {path} was trained on {manifest.base_model!r}, not {base_model!r}"
-            )
-        base_model, saved_at = manifest.base_model, manifest.created_at
-    assert base_model is not None  # noqa: S101 - the request model requires one of them
-    base_model = server.training_runs.served(base_model).name
-    session_id = SamplingSessionId(request.session_id, request.sampling_session_seq_id)
-    row = await server.locator.add_sampler(
-        SamplingSession(
-            id=str(session_id),
-            session_id=request.session_id,
-            owner=caller.owner,
-            base_model=base_model,
-            model_path=str(path) if path else None,
-            run_id=None,
-            saved_at=saved_at,
-        )
+    named = NamedWeights(base_model=request.base_model, model_path=request.model_path)
+    sampler_id = await server.sampling_sessions.create(
+        request.session_id, request.sampling_session_seq_id, named, caller
     )
-    return SamplingSessionAnswer(sampling_session_id=row.id)
+    return SamplingSessionAnswer(sampling_session_id=sampler_id)
+
+
+@router.post("/create_sampling_client")
+async def create_sampling_client(
+    request: CreateSamplingClientRequest, server: Server, caller: Caller
+) -> SamplingClientAnswer:
+    """Return a sampling session for a base model, a checkpoint or a model's current weights.
+
+    Requests for the same weights return the same one, unless they number it.
+    """
+    if request.session_id is None or request.model_id is not None:
+        sampler_id = await server.sampling_sessions.of(request, caller)
+    else:
+        sampler_id = await server.sampling_sessions.create(
+            request.session_id, request.sampling_session_seq_id, request, caller
+        )
+    return SamplingClientAnswer(sampling_client_id=sampler_id, sampling_session_id=sampler_id)
 
 
 @router.get("/samplers/{sampler_id}", response_model_exclude_none=True)
 async def show_sampler(sampler_id: str, server: Server, caller: Caller) -> SamplerInfo:
     """Describe the weights of a sampling session."""
-    found = await server.catalog.sampler(sampler_id)
-    row = caller.require(found, f"sampling session {sampler_id!r}")
+    what = f"sampling session {sampler_id!r}"
+    if (model_id := model_of_sampler(sampler_id)) is not None:
+        run = caller.require(await server.catalog.run(model_id), what)
+        return SamplerInfo(sampler_id=sampler_id, base_model=run.base_model)
+    row = caller.require(await server.catalog.sampler(sampler_id), what)
     return SamplerInfo(sampler_id=row.id, base_model=row.base_model, model_path=row.model_path)
 
 

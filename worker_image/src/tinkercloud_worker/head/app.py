@@ -37,7 +37,9 @@ from tinkercloud_protocol.launch import (
 )
 from tinkercloud_protocol.sampling import (
     CancelFutureRequest,
+    NamedWeights,
     RetrieveFutureRequest,
+    SampleRequest,
     parse_sample,
 )
 from tinkercloud_protocol.wire import parse_json
@@ -244,6 +246,8 @@ class HeadApp:
     async def _asample(self, request: Request) -> Response:
         async with self._received(request) as body:
             parsed = await _off_loop(parse_sample, body)
+            if not parsed.sampling_session_id:
+                parsed = await _off_loop(lambda body: _with_session(parsed, body, request), body)
             self._check_target(request, parsed.sampling_session_id)
             # In a thread even if the body is small: a sparse tensor of targets expands.
             prepared = await asyncio.to_thread(self._service.prepare, parsed)
@@ -345,6 +349,22 @@ class HeadApp:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _with_session(sample: SampleRequest, body: bytes, request: Request) -> SampleRequest:
+    """Return a request with the sampling session that the API server found for its weights.
+
+    Raises:
+        InvalidRequest: the API server has read other weights in the body, or none.
+    """
+    named, found = NamedWeights.named_in(body), request.headers.get(routes.WEIGHTS_HEADER)
+    if named.as_header() != found:
+        raise InvalidRequest(
+            "model_id, model_path, base_model: the body contains different values; send each field"
+            " once, and not within another one"
+        )
+    session = request.headers[routes.TARGET_HEADER]
+    return sample.model_copy(update={"sampling_session_id": session})
 
 
 def _resource(request: Request) -> str:
