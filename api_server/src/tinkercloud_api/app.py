@@ -57,6 +57,11 @@ from tinkercloud_protocol.object_store import open_store
 log = structlog.get_logger(__name__)
 
 JSON_BODY_BYTES = 1 << 20
+_ROUTED = (
+    *(sessions, usage, models, unloading, tokenizers, results),
+    *(runs, keys, health, hub),
+)
+"""Modules with the routes that FastAPI serves."""
 _HOUSEKEEPING_SECONDS = 30.0
 _REPORT_SECONDS = 10.0
 """Time limit at shutdown for determining which runs the heads did not save."""
@@ -82,18 +87,7 @@ class Application:
             redirect_slashes=False,
         )
         api.openapi = partial(describe, api)  # type: ignore[method-assign]  # documented by FastAPI
-        for module in (
-            sessions,
-            usage,
-            models,
-            unloading,
-            tokenizers,
-            results,
-            runs,
-            keys,
-            health,
-            hub,
-        ):
+        for module in _ROUTED:
             api.include_router(module.router)
         api.add_middleware(BodyLimitMiddleware, max_bytes=JSON_BODY_BYTES)
         errors.install(api)

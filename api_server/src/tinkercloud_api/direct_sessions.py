@@ -13,11 +13,11 @@ from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Session
 from tinkercloud_api.training_runs import TrainingRuns
+from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.ids import ModelId, new_session_id
 from tinkercloud_protocol.training import CreateModelRequest
 
-IDEMPOTENCY_HEADER = "x-idempotency-key"
 _MAX_KEY_CHARACTERS = 256
 _NAMESPACE = uuid.UUID("c8b9f2b0-6f5b-4a57-9d53-0f9a4f1d3c52")
 _CLIENT = "http"
@@ -45,7 +45,7 @@ class DirectSessions:
         key = idempotency_key or None
         if key is not None and len(key) > _MAX_KEY_CHARACTERS:
             raise InvalidRequest(
-                f"{IDEMPOTENCY_HEADER}: has {len(key)} characters; at most {_MAX_KEY_CHARACTERS}"
+                f"{routes.IDEMPOTENCY_HEADER}: has {len(key)} characters; at most {_MAX_KEY_CHARACTERS}"
                 " are accepted"
             )
         # Reject what would fail anyway before a session exists.

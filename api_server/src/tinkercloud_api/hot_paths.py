@@ -21,11 +21,12 @@ from tinkercloud_api.http import (
     reject_duplicate_headers,
     respond_error,
 )
-from tinkercloud_api.routes import blocking, futures, sampling, training
+from tinkercloud_api.routes import blocking, sampling, training
+from tinkercloud_api.routes import futures as future_routes
 from tinkercloud_api.routes.call import Call, Handler
 from tinkercloud_api.routes.rejections import reject_unknown_call
 from tinkercloud_api.throttle import Throttle
-from tinkercloud_protocol import routes
+from tinkercloud_protocol import futures, routes
 from tinkercloud_protocol.asgi import Receive, Scope, Send, respond
 from tinkercloud_protocol.errors import Unauthenticated, WireError
 
@@ -46,8 +47,8 @@ HANDLERS: Mapping[str, Handler] = {
     routes.LOAD_WEIGHTS: training.in_order(training.load_weights),
     routes.ASAMPLE: sampling.asample,
     routes.SAMPLE: blocking.sample,
-    routes.RETRIEVE_FUTURE: futures.retrieve_future,
-    routes.CANCEL_FUTURE: futures.cancel_future,
+    routes.RETRIEVE_FUTURE: future_routes.retrieve_future,
+    routes.CANCEL_FUTURE: future_routes.cancel_future,
 }
 
 
@@ -89,7 +90,7 @@ class HotPaths:
         receive, send = drain_body(scope, receive, send, discard)
         handler = self._handler(scope)
         if handler is None or principal is None:
-            await self._app(scope, receive, send)
+            await self._app(_with_json_type(scope), receive, send)
             return
         call = Call(self._server(), HotRequest(scope, receive), send, principal)
         try:
@@ -136,3 +137,12 @@ class HotPaths:
             is_served = any(route.matches(scope)[0] is Match.FULL for route in self._routed)
             handler = None if is_served else reject_unknown_call
         return handler
+
+
+def _with_json_type(scope: Scope) -> Scope:
+    """Return a request whose body is declared as JSON, if `curl -d` has declared it as a form."""
+    fields = dict(scope["headers"])
+    if not futures.is_json(fields.get(b"content-type", b"").decode("latin-1")):
+        return scope
+    others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+    return {**scope, "headers": [*others, (b"content-type", futures.JSON.encode())]}

@@ -10,7 +10,6 @@ from http import HTTPStatus
 
 import orjson
 
-from tinkercloud_api.direct_sessions import IDEMPOTENCY_HEADER
 from tinkercloud_api.routes import futures, sampling
 from tinkercloud_api.routes.answers import ResultAnswer
 from tinkercloud_api.routes.call import Call
@@ -27,7 +26,9 @@ async def sample(call: Call) -> None:
     async def keep(message: Message) -> None:
         response.append(message)
 
-    headers = {IDEMPOTENCY_HEADER: key} if (key := _idempotency_key(call)) is not None else {}
+    headers = (
+        {routes.IDEMPOTENCY_HEADER: key} if (key := _idempotency_key(call)) is not None else {}
+    )
     asked = call.of_own(routes.ASAMPLE, routed.body, keep)
     asked.request.headers.update(headers)
     await asked.forward(routed.endpoint, routed.sampler_id, routed.body, extra=routed.extra)
@@ -43,7 +44,7 @@ async def sample(call: Call) -> None:
 
 
 def _idempotency_key(call: Call) -> str | None:
-    return call.request.headers.get(IDEMPOTENCY_HEADER)
+    return call.request.headers.get(routes.IDEMPOTENCY_HEADER)
 
 
 async def _respond_with_result(call: Call, request_id: str) -> None:

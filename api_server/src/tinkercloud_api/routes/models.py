@@ -9,8 +9,8 @@ from fastapi.responses import JSONResponse
 
 from tinkercloud_api.catalog.tables import TrainingRun
 from tinkercloud_api.context import Caller, Server
-from tinkercloud_api.direct_sessions import IDEMPOTENCY_HEADER
 from tinkercloud_api.providers.base import ServedModel
+from tinkercloud_protocol import routes
 from tinkercloud_protocol.bounds import MAX_BATCH_SIZE
 from tinkercloud_protocol.ids import model_of_sampler
 from tinkercloud_protocol.launch import ModelSpec
@@ -68,7 +68,7 @@ async def create_model(
     request: CreateModelRequest, http: Request, server: Server, caller: Caller
 ) -> JSONResponse:
     """Create a training run, and a session for it if the request names none."""
-    key = http.headers.get(IDEMPOTENCY_HEADER)
+    key = http.headers.get(routes.IDEMPOTENCY_HEADER)
     request_id = await server.direct_sessions.create_model(request, caller, key)
     log.info("training run created", request_id=request_id, base_model=request.base_model)
     model_id = request_id.rpartition(":")[0]

@@ -20,6 +20,7 @@ from tinkercloud_worker.head.queue import ModelQueue, Operation, RequestSource, 
 from tinkercloud_worker.head.requests import OrderedRequest
 from tinkercloud_worker.head.results import Results
 from tinkercloud_worker.head.samplers import Samplers
+from tinkercloud_worker.head.unnumbered import GivenNumbers
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +31,7 @@ class LiveModel:
     spec: ModelSpec
     operations: Operations
     queue: ModelQueue
+    given_numbers: GivenNumbers
     lineage: list[str]
     """Generations of the heads that suspended it, oldest first."""
 
@@ -99,7 +101,8 @@ def new_model(
         drop_gradient=operations.drop_gradient,
     )
     samplers.current.add(str(model_id), operations, queue.run_after_accepted)
-    return LiveModel(model_id, spec, operations, queue, lineage=[])
+    given_numbers = GivenNumbers(queue.sequencer)
+    return LiveModel(model_id, spec, operations, queue, given_numbers, lineage=[])
 
 
 def too_many(owner: str, models: Sequence[LiveModel], limit: int) -> Overloaded:
