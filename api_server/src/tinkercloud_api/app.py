@@ -4,7 +4,7 @@
 /api/v1/...              routes.sessions, models, runs, keys: served by this process
 /hf/...                  routes.hub: the tokenizer mirror
 /downloads/...           routes.downloads: files of checkpoints, by signed URLs
-/healthz /livez          routes.health
+/healthz /livez /health  routes.health
 /openapi.json            openapi: the API description
 /metrics                 middleware.metrics_server, on a port of its own
 """
@@ -28,6 +28,7 @@ from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.context import Context
 from tinkercloud_api.copies import Copies
+from tinkercloud_api.direct_sessions import DirectSessions
 from tinkercloud_api.downloads import Downloads
 from tinkercloud_api.head_client import open_client
 from tinkercloud_api.head_locator import HeadLocator
@@ -50,12 +51,15 @@ from tinkercloud_api.routes import (
     keys,
     models,
     programs,
+    results,
     runs,
     sessions,
+    tokenizers,
     unloading,
     usage,
 )
-from tinkercloud_api.settings import Settings
+from tinkercloud_api.sampling_sessions import SamplingSessions
+from tinkercloud_api.settings import KEY_PREFIX, Settings
 from tinkercloud_api.shared_heads import SharedHeads
 from tinkercloud_api.stored_runs import StoredRuns
 from tinkercloud_api.training_runs import TrainingRuns
@@ -66,6 +70,11 @@ from tinkercloud_protocol.object_store import open_store
 log = structlog.get_logger(__name__)
 
 JSON_BODY_BYTES = 1 << 20
+_ROUTED = (
+    *(sessions, usage, models, unloading, tokenizers, results, downloads, importing),
+    *(runs, programs, keys, health, hub),
+)
+"""Modules with the routes that FastAPI serves."""
 _HOUSEKEEPING_SECONDS = 30.0
 _SIGNING_KEY = "download URLs"
 """Name of the secret in the catalog."""
@@ -85,23 +94,17 @@ class Application:
         """The components of the server while it is running."""
         self.own_url = f"http://{settings.host}:{settings.port}"
         """URL of the server for programs on this machine."""
-        # The documentation pages would load scripts from third-party servers.
-        api = FastAPI(title="Tinkercloud", lifespan=self._lifespan, docs_url=None, redoc_url=None)
-        api.openapi = partial(describe, api)  # type: ignore[method-assign]  # documented by FastAPI
-        modules = (
-            sessions,
-            usage,
-            models,
-            unloading,
-            downloads,
-            importing,
-            runs,
-            programs,
-            keys,
-            health,
-            hub,
+        # The documentation pages would load scripts from third-party servers. A redirect from paths
+        # with a trailing slash would have no message.
+        api = FastAPI(
+            title="Tinkercloud",
+            lifespan=self._lifespan,
+            docs_url=None,
+            redoc_url=None,
+            redirect_slashes=False,
         )
-        for module in modules:
+        api.openapi = partial(describe, api)  # type: ignore[method-assign]  # documented by FastAPI
+        for module in _ROUTED:
             api.include_router(module.router)
         api.add_middleware(BodyLimitMiddleware, max_bytes=JSON_BODY_BYTES)
         errors.install(api)
@@ -188,6 +191,8 @@ async def running_context(
         stored_runs=stored_runs,
         copies=Copies(checkpoints, training_runs, stored_runs),
         imports=Imports(catalog, training_runs, stored_runs, settings.max_import_bytes),
+        direct_sessions=DirectSessions(catalog, training_runs),
+        sampling_sessions=SamplingSessions(catalog, checkpoints, locator, training_runs, activity),
     )
     await provider.start()
     await context.programs.start()
@@ -235,8 +240,15 @@ async def register_bootstrap_key(catalog: Catalog, settings: Settings) -> None:
     """Register the configured bootstrap key, if any, and revoke the one that it replaces."""
     if settings.bootstrap_key is None:
         return
+    key = settings.bootstrap_key.get_secret_value()
+    if not key.startswith(KEY_PREFIX):
+        log.warning(
+            "the Tinker SDK rejects the configured bootstrap key before it sends a request; other"
+            " clients can use it",
+            accepted_by_the_sdk=f"keys that start with {KEY_PREFIX!r}",
+        )
     row, replaced = await catalog.add_bootstrap_key(
-        key_hash=hash_key(settings.bootstrap_key.get_secret_value()),
+        key_hash=hash_key(key),
         name="bootstrap",
         owner="bootstrap",
         role=Role.ADMIN,

@@ -114,7 +114,10 @@ class Authenticator:
             Unauthenticated: the key is missing, unknown, revoked or expired.
         """
         if not key:
-            raise Unauthenticated("X-API-Key: the header is missing; set TINKER_API_KEY")
+            raise Unauthenticated(
+                "X-API-Key: the header is missing; set TINKER_API_KEY, or send the key as"
+                " `X-API-Key: KEY` or `Authorization: Bearer KEY`"
+            )
         principal = await self._holder(hash_key(key))
         if principal.expires_at is not None and principal.expires_at <= now():
             expired_at = principal.expires_at.isoformat(timespec="seconds")

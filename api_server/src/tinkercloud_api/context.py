@@ -3,20 +3,23 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from fastapi import Depends, Header, Request
+from fastapi import Depends, Request
 
 from tinkercloud_api.activity import Activity
 from tinkercloud_api.auth import Authenticator, Principal
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.copies import Copies
+from tinkercloud_api.direct_sessions import DirectSessions
 from tinkercloud_api.downloads import Downloads
 from tinkercloud_api.head_locator import HeadLocator
+from tinkercloud_api.http import key_of
 from tinkercloud_api.imports import Imports
 from tinkercloud_api.long_polls import LongPolls
 from tinkercloud_api.programs import Programs
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.proxy import Proxy
+from tinkercloud_api.sampling_sessions import SamplingSessions
 from tinkercloud_api.settings import Settings
 from tinkercloud_api.shared_heads import SharedHeads
 from tinkercloud_api.stored_runs import StoredRuns
@@ -43,6 +46,8 @@ class Context:
     stored_runs: StoredRuns
     copies: Copies
     imports: Imports
+    direct_sessions: DirectSessions
+    sampling_sessions: SamplingSessions
 
 
 def get_context(request: Request) -> Context:
@@ -54,15 +59,13 @@ def get_context(request: Request) -> Context:
 Server = Annotated[Context, Depends(get_context)]
 
 
-async def get_principal(
-    server: Server, x_api_key: Annotated[str | None, Header()] = None
-) -> Principal:
+async def get_principal(server: Server, request: Request) -> Principal:
     """Return the caller (a FastAPI dependency).
 
     Raises:
         Unauthenticated: the key is missing, unknown or revoked.
     """
-    return await server.authenticator.principal(x_api_key)
+    return await server.authenticator.principal(key_of(request.scope["headers"]))
 
 
 Caller = Annotated[Principal, Depends(get_principal)]

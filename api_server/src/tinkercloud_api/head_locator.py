@@ -31,7 +31,7 @@ from tinkercloud_api.providers.session_options import SessionOptions
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable
 from tinkercloud_protocol.futures import QueueState
-from tinkercloud_protocol.ids import SamplingSessionId
+from tinkercloud_protocol.ids import SamplingSessionId, model_of_sampler
 from tinkercloud_protocol.launch import ModelSpec, SamplerSpec
 from tinkercloud_protocol.paths import CheckpointKind
 
@@ -142,8 +142,19 @@ class HeadLocator:
         self.cache_sampler(known)
         return known
 
+    async def is_sampler(self, sampler_id: str) -> bool:
+        """Whether a sampling session exists, whoever owns it."""
+        return await self._sampler(sampler_id) is not None
+
     async def _sampler(self, sampler_id: str) -> _KnownSampler | None:
         sampler = self._samplers.get(sampler_id)
+        if sampler is None and (run_id := model_of_sampler(sampler_id)) is not None:
+            # The session of a run's current weights exists as long as the run, without a row.
+            if (run := await self._run(run_id)) is None:
+                return None
+            spec = SamplerSpec(owner=run.owner)
+            sampler = _KnownSampler(run.owner, run.placement, spec, run_id)
+            self._samplers[sampler_id] = sampler
         if sampler is None and (row := await self._catalog.sampler(sampler_id)) is not None:
             sampler = self.cache_sampler(row)
         return sampler

@@ -17,20 +17,21 @@ from tinkercloud_api.http import (
     DISCARD_WITHOUT_KEY,
     HotRequest,
     drain_body,
+    key_of,
     reject_duplicate_headers,
     respond_error,
 )
-from tinkercloud_api.routes import futures, importing, sampling, training
+from tinkercloud_api.routes import blocking, importing, sampling, training
+from tinkercloud_api.routes import futures as future_routes
 from tinkercloud_api.routes.call import Call, Handler
 from tinkercloud_api.routes.rejections import reject_unknown_call
 from tinkercloud_api.throttle import Throttle
-from tinkercloud_protocol import routes
+from tinkercloud_protocol import futures, routes
 from tinkercloud_protocol.asgi import Receive, Scope, Send, respond
 from tinkercloud_protocol.errors import Unauthenticated, WireError
 
 log = structlog.get_logger(__name__)
 
-_KEY_HEADER = routes.API_KEY_HEADER.encode()
 _WITHOUT_KEY = {"/api/v1/healthz"}
 """API paths that need no key, in addition to all paths outside the API: probes, the tokenizer
 mirror and the OpenAPI document."""
@@ -46,8 +47,9 @@ HANDLERS: Mapping[str, Handler] = {
     routes.LOAD_WEIGHTS: training.in_order(training.load_weights),
     routes.ATTACH_MODEL: training.in_order(training.forward_in_order),
     routes.ASAMPLE: sampling.asample,
-    routes.RETRIEVE_FUTURE: futures.retrieve_future,
-    routes.CANCEL_FUTURE: futures.cancel_future,
+    routes.SAMPLE: blocking.sample,
+    routes.RETRIEVE_FUTURE: future_routes.retrieve_future,
+    routes.CANCEL_FUTURE: future_routes.cancel_future,
 }
 
 
@@ -89,7 +91,7 @@ class HotPaths:
         receive, send = drain_body(scope, receive, send, discard)
         handler = self._handler(scope)
         if handler is None or principal is None:
-            await self._app(scope, receive, send)
+            await self._app(_with_json_type(scope), receive, send)
             return
         call = Call(self._server(), HotRequest(scope, receive), send, principal)
         try:
@@ -106,7 +108,7 @@ class HotPaths:
         """Return the caller, or None for paths that need no key, without reading the body.
 
         Raises:
-            InvalidRequest: a header was sent more than once.
+            InvalidRequest: a header was sent more than once, or two headers contain different keys.
             Unauthenticated: the key is missing, unknown or revoked.
             Overloaded: too many unknown keys came from the same address.
         """
@@ -115,7 +117,7 @@ class HotPaths:
         if not path.startswith(routes.PREFIX) or path in _WITHOUT_KEY:
             return None
         authenticator = self._server().authenticator
-        key = dict(scope["headers"]).get(_KEY_HEADER, b"").decode("latin-1") or None
+        key = key_of(scope["headers"])
         address = (scope.get("client") or ("",))[0]
         if key is None or authenticator.has_known(key):
             return await authenticator.principal(key)
@@ -138,3 +140,12 @@ class HotPaths:
             is_served = any(route.matches(scope)[0] is Match.FULL for route in self._routed)
             handler = None if is_served else reject_unknown_call
         return handler
+
+
+def _with_json_type(scope: Scope) -> Scope:
+    """Return a request whose body is declared as JSON, if `curl -d` has declared it as a form."""
+    fields = dict(scope["headers"])
+    if not futures.is_json(fields.get(b"content-type", b"").decode("latin-1")):
+        return scope
+    others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+    return {**scope, "headers": [*others, (b"content-type", futures.JSON.encode())]}

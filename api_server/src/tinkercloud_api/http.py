@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tinkercloud_protocol import asgi
+from tinkercloud_protocol import asgi, routes
 from tinkercloud_protocol.asgi import Message, Receive, Scope, Send
 from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, WireError
 
@@ -42,6 +42,11 @@ class HotRequest(asgi.Request):
                 )
         return b"".join(chunks)
 
+    async def wait_until_disconnected(self) -> None:
+        """Return once the client has disconnected, after the whole body was read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
 
 async def read_prefix(chunks: AsyncIterator[bytes], size: int) -> bytes:
     """Read at least `size` bytes, or the whole body if it is shorter."""
@@ -71,7 +76,9 @@ class Discard:
 DISCARD = Discard(256 << 20, 600.0)
 DISCARD_WITHOUT_KEY = Discard(8 << 20, 10.0)
 """More than the SDK sends in one request."""
-_ONCE = frozenset({b"content-encoding", b"content-type", b"x-api-key"})
+_KEY_HEADER = routes.API_KEY_HEADER.encode()
+_BEARER = "bearer "
+_ONCE = frozenset({b"authorization", b"content-encoding", b"content-type", _KEY_HEADER})
 """Headers that must not be repeated: HTTP implementations differ in which value they use."""
 
 
@@ -85,6 +92,26 @@ def reject_duplicate_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
     for name, count in names.items():
         if count > 1:
             raise InvalidRequest(f"{name.decode()}: sent {count} times; send this header once")
+
+
+def key_of(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """Return the API key in a request's headers: `X-API-Key: KEY` or `Authorization: Bearer KEY`.
+
+    Other schemes of Authorization are ignored: proxies in front of the server use them.
+
+    Raises:
+        InvalidRequest: both headers are present, with different keys.
+    """
+    fields = {name: value.decode("latin-1") for name, value in headers}
+    key, authorization = fields.get(_KEY_HEADER, ""), fields.get(b"authorization", "")
+    bearer = ""
+    if authorization[: len(_BEARER)].lower() == _BEARER:
+        bearer = authorization[len(_BEARER) :].strip()
+    if key and bearer and key != bearer:
+        raise InvalidRequest(
+            "x-api-key, authorization: the two headers contain different keys; send one of them"
+        )
+    return key or bearer or None
 
 
 def drain_body(

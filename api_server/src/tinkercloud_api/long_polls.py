@@ -18,7 +18,8 @@ class LongPolls:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[object]] = set()
-        self._is_stopping = False
+        self.is_stopping = False
+        """Whether the server is shutting down."""
 
     def __len__(self) -> int:
         """Return the number of waiting tasks."""
@@ -33,13 +34,13 @@ class LongPolls:
         """
         task = asyncio.current_task()
         assert task is not None  # noqa: S101 - a request handler always runs in a task
-        if self._is_stopping:
+        if self.is_stopping:
             raise ShuttingDown
         self._tasks.add(task)
         try:
             yield
         except asyncio.CancelledError:
-            if not self._is_stopping:
+            if not self.is_stopping:
                 raise
             task.uncancel()
             raise ShuttingDown from None
@@ -51,6 +52,6 @@ class LongPolls:
         self._loop.call_soon_threadsafe(self._shut_down)
 
     def _shut_down(self) -> None:
-        self._is_stopping = True
+        self.is_stopping = True
         for task in self._tasks:
             task.cancel()

@@ -43,6 +43,7 @@ class Proxy:
         body: bytes | AsyncIterator[bytes],
         replace: Mapping[int, tuple[int, bytes]] | None = None,
         refusal: str | None = None,
+        extra: Mapping[str, str] | None = None,
         timeout_seconds: float,
     ) -> None:
         """Send a request to a head and stream its response to the client.
@@ -57,6 +58,7 @@ class Proxy:
             replace: responses to substitute, by the head's status: a status and a JSON body.
             refusal: why the head must reject the request, at its position in its model's sequence;
                 None for a request to execute.
+            extra: headers of ours for the head (`routes`).
             timeout_seconds: how long the head may take to start its response.
 
         Raises:
@@ -68,6 +70,7 @@ class Proxy:
             routes.HEAD_TOKEN_HEADER: endpoint.token,
             routes.GENERATION_HEADER: endpoint.generation,
             routes.TARGET_HEADER: target,
+            **(extra or {}),
         }
         if refusal is not None:
             fields[routes.REFUSAL_HEADER] = quote(refusal)

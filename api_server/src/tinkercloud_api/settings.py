@@ -40,9 +40,10 @@ from tinkercloud_protocol.wire import sentences
 ENV_PREFIX = "TINKERCLOUD_"
 CONFIG_FILE_VARIABLE = f"{ENV_PREFIX}CONFIG_FILE"
 KEY_PREFIX = "tml-"
-_KEY_CHARACTERS = 22
-"""Minimum length of a configured key after the prefix: 128 random bits in base64. Keys are stored
-with a fast hash, which is safe for random keys only."""
+"""Beginning of the keys that the SDK accepts. A key for other clients may have any beginning."""
+_KEY_CHARACTERS = 16
+"""Minimum length of a configured key. Keys are stored with a fast hash, which is safe for random
+keys only."""
 _KEY_DIFFERENT_CHARACTERS = 8
 """Minimum number of distinct characters; a key with fewer is not random."""
 
@@ -161,8 +162,9 @@ class Settings(BaseSettings):
     """Models to serve. Maps the name of each model in the API to a local folder in Hugging Face
     format or to the ID of a model in the local Hugging Face cache."""
     bootstrap_key: SecretStr | None = None
-    """API key to register at startup, for scripts and charts: `tml-` and at least 22 random
-    characters. Changing it revokes the previous key; a revoked key cannot be registered again."""
+    """API key to register at startup, for scripts and charts: at least 16 random characters. The
+    SDK accepts only keys that start with `tml-`; other clients accept any key. Changing it revokes
+    the previous key; a revoked key cannot be registered again. There is no default key."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Minimum severity of log messages: debug, info, warning or error."""
     log_format: Literal["console", "json"] = "console"
@@ -184,6 +186,9 @@ class Settings(BaseSettings):
     """Client inactivity, in days, after which an open session ends. The states of its models are
     deleted, but its checkpoints are kept. A server ends sessions only after it has run for at least
     one day. None: sessions never end."""
+    sample_wait_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """How long, in seconds, a `sample` request waits for its result. Then the response names the
+    request, for retrieve_future. `asample`, which the SDK sends, does not wait."""
     preload: bool = True
     """Whether session heads start together with the server instead of on first use. Each head holds
     a whole model in memory."""
@@ -261,21 +266,21 @@ class Settings(BaseSettings):
 
 
 def _check_key(key: str) -> None:
-    """Check that the SDK accepts a key and that it cannot be guessed, without showing the key.
+    """Check that a header can carry a key and that it cannot be guessed, without showing the key.
 
     Raises:
         ValueError: the message names the field and what is accepted.
     """
-    if not key.startswith(KEY_PREFIX):
+    example = f"such as from `echo {KEY_PREFIX}$(openssl rand -hex 32)`"
+    if not all("!" <= character <= "~" for character in key):
         raise ValueError(
-            f"bootstrap_key: must start with {KEY_PREFIX!r}; the SDK rejects other keys"
+            "bootstrap_key: contains spaces, control characters or characters outside ASCII, which"
+            f" HTTP headers cannot carry; use a key {example}"
         )
-    rest = key.removeprefix(KEY_PREFIX)
-    if len(rest) < _KEY_CHARACTERS or len(set(rest)) < _KEY_DIFFERENT_CHARACTERS:
+    if len(key) < _KEY_CHARACTERS or len(set(key)) < _KEY_DIFFERENT_CHARACTERS:
         raise ValueError(
-            f"bootstrap_key: has {len(rest)} characters after {KEY_PREFIX!r}, {len(set(rest))} of"
-            f" them distinct; at least {_KEY_CHARACTERS} random characters are required, such as"
-            f" from `echo {KEY_PREFIX}$(openssl rand -hex 32)`"
+            f"bootstrap_key: has {len(key)} characters, {len(set(key))} of them distinct; at least"
+            f" {_KEY_CHARACTERS} random characters are required, {example}"
         )
 
 

@@ -5,6 +5,7 @@ session has had no heartbeat and a model no request for `session_silence_seconds
 the model. The next request resumes it; nothing is lost, however long the client is inactive.
 """
 
+import asyncio
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
@@ -16,7 +17,13 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.providers.base import HeadEndpoint, SessionProvider
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import Unavailable
-from tinkercloud_protocol.launch import HeldModel, HeldModels, ModelSuspended
+from tinkercloud_protocol.launch import (
+    ForgetResults,
+    Forgotten,
+    HeldModel,
+    HeldModels,
+    ModelSuspended,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -70,6 +77,25 @@ class SharedHeads:
                 log.warning("cannot list the models of a session head", error=error.message)
         return held
 
+    async def forget_results(self, which: ForgetResults, own: Sequence[HeadEndpoint]) -> int:
+        """Drop results of an owner on all shared heads and on the owner's own heads.
+
+        Returns:
+            How many were dropped.
+
+        Raises:
+            Unavailable: a head did not respond; the others have dropped theirs.
+        """
+        body, path = which.model_dump_json(), routes.HEAD_FORGET_RESULTS
+        heads = {head.url: head for head in (*self._provider.shared_heads(), *own)}
+        calls = [self._call("POST", head, path, _LIST_SECONDS, body) for head in heads.values()]
+        responses = await asyncio.gather(*calls, return_exceptions=True)
+        for failure in responses:
+            if isinstance(failure, BaseException):
+                raise failure
+        done = [r for r in responses if isinstance(r, bytes)]
+        return sum(Forgotten.model_validate_json(response).num_results for response in done)
+
     async def suspend_inactive(self, moment: datetime) -> None:
         """Suspend the models of clients that have been inactive for longer than the limit.
 
@@ -101,7 +127,14 @@ class SharedHeads:
         response = await self._call("GET", endpoint, routes.HEAD_MODELS, _LIST_SECONDS)
         return HeldModels.model_validate_json(response).models
 
-    async def _call(self, method: str, endpoint: HeadEndpoint, path: str, seconds: float) -> bytes:
+    async def _call(
+        self,
+        method: str,
+        endpoint: HeadEndpoint,
+        path: str,
+        seconds: float,
+        body: str | None = None,
+    ) -> bytes:
         headers = {
             routes.HEAD_TOKEN_HEADER: endpoint.token,
             routes.GENERATION_HEADER: endpoint.generation,
@@ -109,7 +142,7 @@ class SharedHeads:
         timeout = aiohttp.ClientTimeout(total=seconds)
         try:
             async with self._client.request(
-                method, endpoint.url + path, headers=headers, timeout=timeout
+                method, endpoint.url + path, data=body, headers=headers, timeout=timeout
             ) as response:
                 response.raise_for_status()
                 return await response.read()

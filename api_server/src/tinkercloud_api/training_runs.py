@@ -18,6 +18,7 @@ from tinkercloud_api.providers.base import (
     unknown_base_model,
 )
 from tinkercloud_api.providers.session_options import SessionOptions, collect_options
+from tinkercloud_protocol.bounds import MAX_BATCH_SIZE
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.ids import ModelId, RequestId
 from tinkercloud_protocol.launch import ModelSpec
@@ -25,6 +26,15 @@ from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_protocol.training import CreateModelRequest, LoadWeightsRequest, OptimizerConfig
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Created:
+    """The request that creates a run."""
+
+    request_id: str
+    is_new: bool
+    """False if the run existed already, created by the same request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +46,20 @@ class TrainingRuns:
     checkpoints: Checkpoints
     locator: HeadLocator
 
-    async def create(self, request: CreateModelRequest, principal: Principal) -> str:
-        """Create a run from a base model and return the request id of its creation.
+    async def create(
+        self, request: CreateModelRequest, model_id: ModelId, principal: Principal
+    ) -> "Created":
+        """Create a run from a base model.
 
         Raises:
             NotFound: the session does not exist for this principal.
-            InvalidRequest: the base model is not served, or the id is already used by another run.
+            InvalidRequest: the base model is not served, the client announces more than the server
+                accepts, or the id is already used by another run.
         """
-        base_model = self.served(request.base_model).name
+        base_model = self.served_for(request).name
         spec = ModelSpec(
             owner=principal.owner, lora=request.lora_config, optimizer=request.optimizer_config
         )
-        model_id = ModelId(request.session_id, request.model_seq_id)
         return await self._create(model_id, base_model, spec, request.user_metadata, principal)
 
     async def create_from_checkpoint(
@@ -89,9 +101,10 @@ class TrainingRuns:
             restore_optimizer=request.optimizer,
         )
         model_id = ModelId(request.session_id or "", request.model_seq_id or 0)
-        return await self._create(
+        created = await self._create(
             model_id, manifest.base_model, spec, request.user_metadata, principal
         )
+        return created.request_id
 
     async def _create(
         self,
@@ -100,7 +113,7 @@ class TrainingRuns:
         spec: ModelSpec,
         user_metadata: dict[str, str] | None,
         principal: Principal,
-    ) -> str:
+    ) -> "Created":
         session = await self.active_session(model_id.session_id, principal)
         metadata = (user_metadata or {}) | collect_options(
             session.tags, session.user_metadata, user_metadata
@@ -113,16 +126,15 @@ class TrainingRuns:
             path = CheckpointPath.parse(admitted.restore_from)
             await self.checkpoints.manifest(path, principal)
         content = admitted.model_dump(mode="json")
-        row = await self.catalog.add_run(
-            TrainingRun(
-                id=str(model_id),
-                session_id=model_id.session_id,
-                owner=principal.owner,
-                base_model=base_model,
-                spec=content,
-                user_metadata=metadata or None,
-            )
+        new = TrainingRun(
+            id=str(model_id),
+            session_id=model_id.session_id,
+            owner=principal.owner,
+            base_model=base_model,
+            spec=content,
+            user_metadata=metadata or None,
         )
+        row = await self.catalog.add_run(new)
         if (row.base_model, row.spec) != (base_model, content):
             raise InvalidRequest(
                 f"model_seq_id: {model_id.index} was already used in this session for another"
@@ -131,7 +143,7 @@ class TrainingRuns:
         self.locator.cache_run(row)
         if row.generation is None:
             self.locator.start_placing(row.id)
-        return str(RequestId(model_id, 0))
+        return Created(str(RequestId(model_id, 0)), row is new)
 
     async def active_session(self, session_id: str, principal: Principal) -> Session:
         """Return a session that exists for this principal and has not ended.
@@ -150,6 +162,16 @@ class TrainingRuns:
                 f"session {session_id!r} has ended ({why}); create a new ServiceClient"
             )
         return session
+
+    def served_for(self, request: CreateModelRequest) -> ServedModel:
+        """Return the base model of a new run.
+
+        Raises:
+            InvalidRequest: it is not served, or the client announces more than the server accepts.
+        """
+        served = self.served(request.base_model)
+        _check_sizes(request, served)
+        return served
 
     def served(self, name: str) -> ServedModel:
         """Return the served base model that a client's name refers to.
@@ -184,3 +206,21 @@ class TrainingRuns:
         runs = await self.catalog.runs_of_session(session_id)
         samplers = await self.catalog.samplers_of_session(session_id)
         await self.locator.release(runs, samplers)
+
+
+def _check_sizes(request: CreateModelRequest, served: ServedModel) -> None:
+    """Check that the server accepts the requests that a client announces.
+
+    Raises:
+        InvalidRequest: it does not.
+    """
+    bounds = [
+        ("max_seq_len", request.max_seq_len, served.max_context_length, "tokens per sequence"),
+        ("max_batch_size", request.max_batch_size, MAX_BATCH_SIZE, "datums per request"),
+    ]
+    for name, wanted, most, unit in bounds:
+        if wanted is not None and wanted > most:
+            raise InvalidRequest(
+                f"{name}: got {wanted}, but {served.name!r} accepts at most {most} {unit}; send at"
+                f" most that, or omit {name}"
+            )

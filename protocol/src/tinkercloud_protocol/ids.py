@@ -23,6 +23,11 @@ _SESSION_ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z-]{0,63}")
 _INDEX = re.compile(r"0|[1-9][0-9]{0,18}")
 
 
+CURRENT_WEIGHTS = 1 << 62
+"""The sampling session of this index plus n samples the current weights of model n of its session.
+It exists as long as the model. Clients choose indices below 2**31."""
+
+
 def new_session_id() -> str:
     """Return a new session id (a UUID4)."""
     return str(uuid.uuid4())
@@ -89,8 +94,29 @@ class SamplingSessionId:
             )
         return cls(session_id, _index(index, text, "sampling_session_id", cls.FORM))
 
+    @classmethod
+    def of_current_weights(cls, model_id: ModelId) -> "SamplingSessionId":
+        """Return the sampling session of a model's current weights."""
+        return cls(model_id.session_id, CURRENT_WEIGHTS + model_id.index)
+
+    @property
+    def model(self) -> ModelId | None:
+        """The model whose current weights the session samples; None for other sessions."""
+        if self.index < CURRENT_WEIGHTS:
+            return None
+        return ModelId(self.session_id, self.index - CURRENT_WEIGHTS)
+
     def __str__(self) -> str:
         return f"{self.session_id}:sample:{self.index}"
+
+
+def model_of_sampler(text: str) -> str | None:
+    """Return the model whose current weights a sampling session samples; None for other names."""
+    try:
+        model_id = SamplingSessionId.parse(text).model
+    except InvalidRequest:
+        return None
+    return str(model_id) if model_id is not None else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,24 @@ class ServerCapabilities(Answer):
     """GET get_server_capabilities."""
 
     supported_models: list[SupportedModel]
+    max_batch_size: int
+    """Datums that one request may have. The SDK does not know this field, nor the next one."""
+    features: list[str]
+    """What the server offers, in words: `lora`, `full_fine_tuning`, `sampling` and so on."""
+
+
+class ServerHealth(Answer):
+    """GET health under /api/v1 (no SDK call)."""
+
+    status: Literal["healthy"] = "healthy"
+    version: str
+    ray_status: Literal["not used", "per session"]
+    """`per session`: each session on Kubernetes has a Ray cluster of its own. The server itself
+    uses none."""
+    active_models: int
+    """Models of the caller (of everybody, for an administrator) that are in memory."""
+    active_sessions: int
+    """The same for sessions with a heartbeat or a request in the last two minutes."""
 
 
 class CreateSessionAnswer(Answer):
@@ -131,6 +149,13 @@ class SamplingSessionAnswer(Answer):
     sampling_session_id: str
 
 
+class SamplingClientAnswer(Answer):
+    """POST create_sampling_client (no SDK call): the same id under two names."""
+
+    sampling_client_id: str
+    sampling_session_id: str
+
+
 class SamplerInfo(Answer):
     """GET samplers/{id}."""
 
@@ -171,6 +196,24 @@ class UploadFinished(Answer):
     """POST checkpoints/uploads/{id}/finish (no SDK call)."""
 
     tinker_path: str
+
+
+class FutureState(Answer):
+    """GET and POST retrieve_future/{request_id} (no SDK calls)."""
+
+    status: Literal["pending", "completed", "failed"]
+    result: dict[str, Any] | None = None
+    error: str | None = None
+    category: Literal["user", "server", "unknown"] | None = None
+    """Who caused the failure; absent without one."""
+    reason: str | None = None
+    """Why the request is still pending, if that is known."""
+
+
+class CleanupAnswer(Answer):
+    """POST cleanup_futures (no SDK call)."""
+
+    cleaned_count: int
 
 
 class Cursor(Answer):

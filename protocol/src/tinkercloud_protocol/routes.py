@@ -14,10 +14,13 @@ LOAD_WEIGHTS = "/api/v1/load_weights"
 SAVE_WEIGHTS_FOR_SAMPLER = "/api/v1/save_weights_for_sampler"
 SAVE_WEIGHTS_EXTERNAL = "/api/v1/save_weights_external"
 ASAMPLE = "/api/v1/asample"
+SAMPLE = "/api/v1/sample"
+"""Like `ASAMPLE`, but waits for the result."""
 RETRIEVE_FUTURE = "/api/v1/retrieve_future"
 CANCEL_FUTURE = "/api/v1/cancel_future"
 ATTACH_MODEL = "/api/v1/attach_model"
 """Continues an existing model's order from another process, see `training.AttachModelRequest`."""
+CLEANUP_FUTURES = "/api/v1/cleanup_futures"
 
 IDEMPOTENCY_HEADER = "x-idempotency-key"
 """The client's name for a request that has no seq_id: the same name is the same request, for as
@@ -34,6 +37,9 @@ TARGET_HEADER = "x-tinkercloud-target"
 WAIT_HEADER = "x-tinkercloud-wait-seconds"
 """How long a head waits for the result that a retrieve_future asks for, in seconds: at most a long
 poll. Without it, as long as a long poll; 0 returns at once."""
+WEIGHTS_HEADER = "x-tinkercloud-weights"
+"""The weights that the API server has resolved to a sampling session, as the body of the request
+names them: `sampling.NamedWeights.as_header`."""
 REFUSAL_HEADER = "x-tinkercloud-refusal"
 """Why the API server rejects a request, percent-encoded. The request is still forwarded to the
 head, where it takes its place in its model's order and fails, whatever the path is."""
@@ -61,5 +67,8 @@ HEAD_SUSPEND = "/suspend"
 head rejects new requests from the start of this request."""
 HEAD_CHECKPOINT = "/checkpoint"
 """POST writes a training checkpoint of every model and returns their paths, `launch.Saved`."""
+HEAD_FORGET_RESULTS = "/forget_results"
+"""POST drops the results of one owner that were delivered, `launch.ForgetResults`; returns
+`launch.Forgotten`."""
 HEAD_SAMPLERS = "/samplers"
 """PUT /samplers/<sampling session id> registers a sampling session, DELETE removes it."""

@@ -2,12 +2,13 @@
 
 import secrets
 from typing import Annotated, Literal
+from urllib.parse import quote
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from tinkercloud_protocol.bounds import MAX_TOKENS_AT_A_POSITION
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.wire import Items, Name, Uri, WireModel, parse_json
+from tinkercloud_protocol.wire import Items, Name, Uri, WireModel, describe, parse_json
 
 MAX_TOP_LOGPROBS = MAX_TOKENS_AT_A_POSITION
 MAX_CHUNKS = 1 << 16
@@ -35,10 +36,29 @@ class Chunk(WireModel):
         return self
 
 
+_SHORT_FORMS = ("tokens", "input_ids")
+"""Names of a prompt's token ids in objects without chunks."""
+
+
 class ModelInput(WireModel):
-    """A prompt: the concatenation of its chunks."""
+    """A prompt: the concatenation of its chunks.
+
+    Also accepted, with the same meaning: `{"tokens": [...]}`, `{"input_ids": [...]}`, and a list.
+    """
 
     chunks: Annotated[Items[Chunk], Field(max_length=MAX_CHUNKS)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_short_forms(cls, value: object) -> object:
+        if isinstance(value, list):
+            return {"chunks": [{"tokens": value}]}
+        if not isinstance(value, dict) or value.get("chunks") is not None:
+            return value
+        given = [name for name in _SHORT_FORMS if value.get(name) is not None]
+        if len(given) != 1:
+            raise ValueError("set one of chunks, tokens and input_ids")
+        return {"chunks": [{"tokens": value[given[0]]}]}
 
     def token_ids(self) -> list[TokenId]:
         """Return the prompt's token ids."""
@@ -92,7 +112,9 @@ def _random_sample_number() -> int:
 class SampleRequest(WireModel):
     """POST asample: sample continuations of a prompt, and optionally score the prompt."""
 
-    sampling_session_id: Name
+    sampling_session_id: Name = ""
+    """Absent if the request names weights (`NamedWeights`): the API server then says which sampling
+    session has them."""
     seq_id: Annotated[int, Field(ge=0, lt=2**63)] = Field(default_factory=_random_sample_number)
     """Number of the request in its sampling session. If absent, a random one."""
     prompt: ModelInput
@@ -135,6 +157,65 @@ class SampleRequest(WireModel):
     def scores_prompt(self) -> bool:
         """Whether the prompt's own logprobs are returned."""
         return bool(self.prompt_logprobs) or self.topk_prompt_logprobs > 0
+
+
+class NamedWeights(WireModel):
+    """Weights to sample from, as requests without a sampling session name them."""
+
+    model_id: Name | None = None
+    """The current weights of a model in training."""
+    model_path: Uri | None = None
+    """A saved checkpoint."""
+    base_model: Name | None = None
+    """A served base model. With `model_path`, the one that the checkpoint must be of."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "NamedWeights":
+        others = [self.model_path, self.base_model]
+        if (self.model_id is None) == (others == [None, None]):
+            raise ValueError(
+                "set one of sampling_session_id, model_id (a model's current weights), model_path"
+                " (a checkpoint) and base_model (a served model)"
+            )
+        return self
+
+    @classmethod
+    def named_in(cls, body: bytes) -> "NamedWeights":
+        """Return the weights that the body of a request names.
+
+        Raises:
+            InvalidRequest: it names none, or too many.
+        """
+        return parse_json(cls, body)
+
+    @classmethod
+    def read(cls, fields: dict[str, str]) -> "NamedWeights":
+        """Return the weights of these fields.
+
+        Raises:
+            InvalidRequest: they name none, or too many.
+        """
+        try:
+            return cls(**fields)
+        except ValidationError as error:
+            raise InvalidRequest(describe(error)) from None
+
+    def as_header(self) -> str:
+        """Return them as the API server tells the head which weights it has resolved."""
+        return quote(self.model_dump_json(exclude_none=True))
+
+
+class CreateSamplingClientRequest(NamedWeights):
+    """POST create_sampling_client: a sampling session of some weights, as asample names them."""
+
+    session_id: Name | None = None
+    sampling_session_seq_id: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+
+    @model_validator(mode="after")
+    def _has_whole_number(self) -> "CreateSamplingClientRequest":
+        if self.sampling_session_seq_id is not None and self.session_id is None:
+            raise ValueError("session_id: required with sampling_session_seq_id")
+        return self
 
 
 class CreateSamplingSessionRequest(WireModel):

@@ -5,7 +5,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import AliasChoices, Field, StringConstraints, model_validator
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
@@ -32,15 +32,22 @@ class OptimizerConfig(WireModel):
 class CreateModelRequest(WireModel):
     """POST create_model: start a training run."""
 
-    session_id: Name
-    model_seq_id: Annotated[int, Field(ge=0, lt=2**31)]
-    base_model: Name
+    session_id: Name | None = None
+    """Absent means a new session."""
+    model_seq_id: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Absent means the lowest number that the session has not used."""
+    base_model: Annotated[Name, Field(validation_alias=AliasChoices("base_model", "model_name"))]
     user_metadata: UserMetadata | None = None
     lora_config: LoraConfig | None = None
     """Absent means full fine-tuning."""
     optimizer_config: OptimizerConfig = OptimizerConfig()
     rlve_config: RlveConfig | None = None
     """If enabled, a program on the server trains the model."""
+    max_batch_size: Annotated[int, Field(ge=1)] | None = None
+    """Number of datums that the client will send in one request. The server rejects a number that
+    it would not accept; a lower one does not limit the client."""
+    max_seq_len: Annotated[int, Field(ge=1)] | None = None
+    """Length of the sequences, in tokens, that the client will send; as `max_batch_size`."""
 
 
 class LoadWeightsRequest(WireModel):

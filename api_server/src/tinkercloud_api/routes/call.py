@@ -11,8 +11,9 @@ from tinkercloud_api.context import Context
 from tinkercloud_api.http import HotRequest
 from tinkercloud_api.providers.base import HeadEndpoint, Pending
 from tinkercloud_api.proxy import StaleEndpoint
-from tinkercloud_protocol.asgi import Send
+from tinkercloud_protocol.asgi import Message, Send
 from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.futures import JSON
 
 SMALL_BODY_BYTES = 1 << 20
 """Limit of bodies that name a request, and of what is parsed on the event loop."""
@@ -51,6 +52,7 @@ class Call:
         *,
         replace: Mapping[int, tuple[int, bytes]] | None = None,
         refusal: str | None = None,
+        extra: Mapping[str, str] | None = None,
         timeout_seconds: float = _RESPONSE_SECONDS,
     ) -> None:
         """Forward to a head, as `Proxy.forward` does."""
@@ -64,11 +66,28 @@ class Call:
                 body=body,
                 replace=replace,
                 refusal=refusal,
+                extra=extra,
                 timeout_seconds=timeout_seconds,
             )
         except StaleEndpoint:
             self.server.provider.invalidate(endpoint)
             raise
+
+    def of_own(self, path: str, body: bytes, send: Send) -> "Call":
+        """Return a request of this server for the same caller, with a JSON body and response.
+
+        Args:
+            path: path of the request.
+            body: its body.
+            send: receives the response (ASGI).
+        """
+        headers = [(b"content-type", JSON.encode()), (b"accept", JSON.encode())]
+        scope = {"method": "POST", "path": path, "headers": headers}
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": body}
+
+        return Call(self.server, HotRequest(scope, receive), send, self.principal)
 
 
 Handler = Callable[[Call], Awaitable[None]]

@@ -9,7 +9,7 @@ from tinkercloud_api.long_polls import ShuttingDown
 from tinkercloud_api.providers.base import HeadEndpoint, Pending
 from tinkercloud_api.routes import unloading
 from tinkercloud_api.routes.call import SMALL_BODY_BYTES, Call
-from tinkercloud_protocol import futures
+from tinkercloud_protocol import futures, routes
 from tinkercloud_protocol.asgi import respond
 from tinkercloud_protocol.errors import InvalidRequest, Unavailable, WireError
 from tinkercloud_protocol.ids import RequestId, SamplingSessionId
@@ -23,8 +23,22 @@ longer than polls last by default."""
 _GONE = (410, orjson.dumps({"detail": "this result no longer exists; send the request again"}))
 
 
+_LOOKUP_SECONDS = 2.0
+"""How long a request that does not wait for a result waits for the head's address."""
+
+
 async def retrieve_future(call: Call) -> None:
-    """Wait for a result at the head that computes it; a permanent loss is returned as a failure."""
+    """Wait for a result for as long as a long poll."""
+    await retrieve(call, call.server.settings.timings.long_poll_seconds)
+
+
+async def retrieve(call: Call, seconds: float) -> None:
+    """Wait for a result at the head that computes it; a permanent loss is returned as a failure.
+
+    Args:
+        call: a retrieve_future request.
+        seconds: how long to wait, at most as long as a long poll; 0 returns at once.
+    """
     body = await call.request.body(SMALL_BODY_BYTES)
     name = parse_json(RetrieveFutureRequest, body).request_id
     if (model_id := unloading.unloaded_model(name)) is not None:
@@ -33,11 +47,11 @@ async def retrieve_future(call: Call) -> None:
         return
     request_id = RequestId.parse(name)
     is_sample = isinstance(request_id.target, SamplingSessionId)
-    retrieve = _retrieve_sample if is_sample else _retrieve_training
+    at_head = _retrieve_sample if is_sample else _retrieve_training
     try:
         with call.server.long_polls.track():
             try:
-                await retrieve(call, request_id, body)
+                await at_head(call, request_id, body, seconds)
             except Unavailable as error:
                 # The SDK retries without any delay of its own.
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -50,26 +64,34 @@ async def retrieve_future(call: Call) -> None:
             await respond(call.send, pending, status=futures.PENDING_STATUS)
 
 
-async def _retrieve_training(call: Call, request_id: RequestId, body: bytes) -> None:
+async def _retrieve_training(
+    call: Call, request_id: RequestId, body: bytes, seconds: float
+) -> None:
     target, locator = str(request_id.target), call.server.locator
     await locator.authorize_run(target, call.principal)
     call.server.activity.touch(target)
     try:
-        endpoint = await _wait_while_polling(call, locator.head_of_run(target))
+        endpoint = await _wait_while_polling(locator.head_of_run(target), seconds)
     except TimeoutError:
         await _respond_pending(call, request_id, locator.run_pending(target))
         return
     except WireError as error:
         await respond(call.send, futures.failed_with(error).body)
         return
-    await call.forward(endpoint, target, body, timeout_seconds=_poll_seconds(call))
+    await call.forward(
+        endpoint,
+        target,
+        body,
+        extra=_waiting(call, seconds),
+        timeout_seconds=_poll_seconds(call),
+    )
 
 
-async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes) -> None:
+async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes, seconds: float) -> None:
     target, locator = str(request_id.target), call.server.locator
     await locator.authorize_sampler(target, call.principal)
     try:
-        endpoint = await _wait_while_polling(call, locator.head_of_sample(target))
+        endpoint = await _wait_while_polling(locator.head_of_sample(target), seconds)
     except TimeoutError:
         await _respond_pending(call, request_id, locator.sampler_pending(target))
         return
@@ -79,7 +101,14 @@ async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes) -> No
     # A head that does not know the request is not the one that received it. On 410 the SDK sends
     # the sampling request again.
     replace = {404: _GONE} if await locator.can_sample_again(target) else None
-    await call.forward(endpoint, target, body, replace=replace, timeout_seconds=_poll_seconds(call))
+    await call.forward(
+        endpoint,
+        target,
+        body,
+        replace=replace,
+        extra=_waiting(call, seconds),
+        timeout_seconds=_poll_seconds(call),
+    )
 
 
 async def cancel_future(call: Call) -> None:
@@ -104,14 +133,19 @@ def _poll_seconds(call: Call) -> float:
     return call.server.settings.timings.long_poll_seconds + _POLL_MARGIN_SECONDS
 
 
-async def _wait_while_polling(call: Call, head: Awaitable[HeadEndpoint]) -> HeadEndpoint:
+def _waiting(call: Call, seconds: float) -> dict[str, str]:
+    """Return the header of a request that waits less than a long poll."""
+    is_long = seconds >= call.server.settings.timings.long_poll_seconds
+    return {} if is_long else {routes.WAIT_HEADER: f"{seconds:g}"}
+
+
+async def _wait_while_polling(head: Awaitable[HeadEndpoint], seconds: float) -> HeadEndpoint:
     """Wait for a head for the duration of a long poll.
 
     Raises:
         TimeoutError: the head is not ready or could not be reached; the client should poll again.
     """
-    seconds = call.server.settings.timings.long_poll_seconds
-    async with asyncio.timeout(seconds):
+    async with asyncio.timeout(max(seconds, _LOOKUP_SECONDS)):
         try:
             return await head
         except Unavailable:

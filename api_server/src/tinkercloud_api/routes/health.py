@@ -1,10 +1,15 @@
 """Health checks. The server is healthy if the catalog and the checkpoint store respond."""
 
+from importlib.metadata import version
+
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
-from tinkercloud_api.context import Server
+from tinkercloud_api.catalog.tables import now
+from tinkercloud_api.context import Caller, Context, Server
+from tinkercloud_api.routes.usage import LIVE
 from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.listings import ServerHealth
 
 router = APIRouter(tags=["health"])
 
@@ -19,9 +24,37 @@ async def live() -> dict[str, str]:
 @router.get("/api/v1/healthz")
 async def healthy(server: Server) -> JSONResponse:
     """Return 200 if the server is ready, otherwise 503 with the reason."""
+    return await _checked("ok", server)
+
+
+@router.get("/health")
+async def health(server: Server) -> JSONResponse:
+    """Return the same with the status `healthy`, as other servers of this API do."""
+    return await _checked("healthy", server)
+
+
+@router.get("/api/v1/health")
+async def health_of_caller(server: Server, caller: Caller) -> ServerHealth:
+    """Count the models in memory and the active sessions that the caller can see."""
+    await server.catalog.ping()
+    await server.checkpoints.ping()
+    owner = caller.owner_filter("accessible")
+    held = await server.shared_heads.models()
+    in_memory = {name for name, model in held.items() if not model.is_suspended}
+    in_memory.update(server.provider.runs())
+    is_local = server.settings.provider == "local"
+    return ServerHealth(
+        version=version("tinkercloud-api"),
+        ray_status="not used" if is_local else "per session",
+        active_models=await server.catalog.count_runs_named(in_memory, owner),
+        active_sessions=await server.catalog.count_active_sessions(now() - LIVE, owner),
+    )
+
+
+async def _checked(status: str, server: Context) -> JSONResponse:
     try:
         await server.catalog.ping()
         await server.checkpoints.ping()
     except Unavailable as error:
         return JSONResponse({"status": "unavailable", "detail": error.message}, 503)
-    return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": status})

@@ -4,32 +4,44 @@ import ipaddress
 from pathlib import Path
 
 import structlog
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
 
-from tinkercloud_api.catalog.tables import SamplingSession, TrainingRun
+from tinkercloud_api.catalog.tables import TrainingRun
 from tinkercloud_api.context import Caller, Server
-from tinkercloud_api.model_names import is_of
 from tinkercloud_api.providers.base import ServedModel
-from tinkercloud_protocol import futures
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.ids import SamplingSessionId
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.bounds import MAX_BATCH_SIZE
+from tinkercloud_protocol.ids import model_of_sampler
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.listings import (
     ModelData,
     ModelInfo,
     SamplerInfo,
+    SamplingClientAnswer,
     SamplingSessionAnswer,
     ServerCapabilities,
     SupportedModel,
     WeightsInfo,
 )
 from tinkercloud_protocol.paths import CheckpointPath
-from tinkercloud_protocol.sampling import CreateSamplingSessionRequest
+from tinkercloud_protocol.sampling import (
+    CreateSamplingClientRequest,
+    CreateSamplingSessionRequest,
+    NamedWeights,
+)
 from tinkercloud_protocol.training import CreateModelRequest, GetInfoRequest
 from tinkercloud_protocol.wire import Uri, WireModel
 
 log = structlog.get_logger(__name__)
 router = APIRouter(prefix="/api/v1", tags=["models"])
+
+
+FEATURES = (
+    *("lora", "full_fine_tuning", "sampling", "prompt_logprobs", "custom_losses_on_the_client"),
+    *("checkpoints", "suspend_and_resume", "json_api"),
+)
+"""What `get_server_capabilities` lists."""
 
 
 class WeightsInfoRequest(WireModel):
@@ -45,23 +57,32 @@ async def capabilities(server: Server, _caller: Caller) -> ServerCapabilities:
         supported_models=[
             SupportedModel(model_name=model.name, max_context_length=model.max_context_length)
             for model in server.provider.models()
-        ]
+        ],
+        max_batch_size=MAX_BATCH_SIZE,
+        features=list(FEATURES),
     )
 
 
 @router.post("/create_model")
-async def create_model(request: CreateModelRequest, server: Server, caller: Caller) -> Response:
-    """Create a training run, and start the program that trains it if RLVE is enabled."""
+async def create_model(
+    request: CreateModelRequest, http: Request, server: Server, caller: Caller
+) -> JSONResponse:
+    """Create a training run, and a session for it if the request names none.
+
+    If RLVE is enabled, a program that trains the model is started as well.
+    """
+    base_model = server.training_runs.served_for(request)
     rlve = request.rlve_config if request.rlve_config and request.rlve_config.enabled else None
     if rlve is not None:
-        base_model = server.training_runs.served(request.base_model)
         await server.programs.check_rlve(rlve, caller, base_model.max_context_length)
-    request_id = await server.training_runs.create(request, caller)
-    log.info("training run created", request_id=request_id, base_model=request.base_model)
+    key = http.headers.get(routes.IDEMPOTENCY_HEADER)
+    request_id = await server.direct_sessions.create_model(request, caller, key)
+    log.info("training run created", request_id=request_id, base_model=base_model.name)
     model_id = request_id.rpartition(":")[0]
     if rlve is not None:
-        await server.programs.run_rlve(rlve, model_id, request.base_model, caller)
-    return Response(futures.promise(request_id, model_id=model_id), media_type=futures.JSON)
+        await server.programs.run_rlve(rlve, model_id, base_model.name, caller)
+    answer = {"request_id": request_id, "model_id": model_id}
+    return JSONResponse({**answer, "session_id": model_id.partition(":")[0]})
 
 
 @router.post("/get_info", response_model_exclude_none=True)
@@ -118,39 +139,38 @@ async def create_sampling_session(
     request: CreateSamplingSessionRequest, server: Server, caller: Caller
 ) -> SamplingSessionAnswer:
     """Create a sampling session for a base model or a saved checkpoint."""
-    await server.training_runs.active_session(request.session_id, caller)
-    base_model, path, saved_at = request.base_model, None, None
-    if request.model_path is not None:
-        path = CheckpointPath.parse(request.model_path)
-        path.require_loadable()
-        manifest = await server.checkpoints.manifest(path, caller)
-        if base_model is not None and not is_of(base_model, manifest.base_model):
-            raise InvalidRequest(
-                f"base_model: {path} was trained on {manifest.base_model!r}, not {base_model!r}"
-            )
-        base_model, saved_at = manifest.base_model, manifest.created_at
-    assert base_model is not None  # noqa: S101 - the request model requires one of them
-    base_model = server.training_runs.served(base_model).name
-    session_id = SamplingSessionId(request.session_id, request.sampling_session_seq_id)
-    row = await server.locator.add_sampler(
-        SamplingSession(
-            id=str(session_id),
-            session_id=request.session_id,
-            owner=caller.owner,
-            base_model=base_model,
-            model_path=str(path) if path else None,
-            run_id=None,
-            saved_at=saved_at,
-        )
+    named = NamedWeights(base_model=request.base_model, model_path=request.model_path)
+    sampler_id = await server.sampling_sessions.create(
+        request.session_id, request.sampling_session_seq_id, named, caller
     )
-    return SamplingSessionAnswer(sampling_session_id=row.id)
+    return SamplingSessionAnswer(sampling_session_id=sampler_id)
+
+
+@router.post("/create_sampling_client")
+async def create_sampling_client(
+    request: CreateSamplingClientRequest, server: Server, caller: Caller
+) -> SamplingClientAnswer:
+    """Return a sampling session for a base model, a checkpoint or a model's current weights.
+
+    Requests for the same weights return the same one, unless they number it.
+    """
+    if request.session_id is None or request.model_id is not None:
+        sampler_id = await server.sampling_sessions.of(request, caller)
+    else:
+        sampler_id = await server.sampling_sessions.create(
+            request.session_id, request.sampling_session_seq_id, request, caller
+        )
+    return SamplingClientAnswer(sampling_client_id=sampler_id, sampling_session_id=sampler_id)
 
 
 @router.get("/samplers/{sampler_id}", response_model_exclude_none=True)
 async def show_sampler(sampler_id: str, server: Server, caller: Caller) -> SamplerInfo:
     """Describe the weights of a sampling session."""
-    found = await server.catalog.sampler(sampler_id)
-    row = caller.require(found, f"sampling session {sampler_id!r}")
+    what = f"sampling session {sampler_id!r}"
+    if (model_id := model_of_sampler(sampler_id)) is not None:
+        run = caller.require(await server.catalog.run(model_id), what)
+        return SamplerInfo(sampler_id=sampler_id, base_model=run.base_model)
+    row = caller.require(await server.catalog.sampler(sampler_id), what)
     return SamplerInfo(sampler_id=row.id, base_model=row.base_model, model_path=row.model_path)
 
 

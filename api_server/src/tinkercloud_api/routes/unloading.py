@@ -1,7 +1,7 @@
-"""unload_model, a call of SDKs before 0.30 that deletes one model but keeps its checkpoints.
+"""unload_model and delete_model, one call that deletes a model but keeps its checkpoints.
 
-Like all requests for a model, it returns a future. The head deletes the model and cannot keep the
-result, so the result is derived from the catalog.
+SDKs before 0.30 send unload_model. Like all requests for a model, it returns a future. The head
+deletes the model and cannot keep the result, so the result is derived from the catalog.
 """
 
 from typing import Literal
@@ -23,12 +23,13 @@ _SUFFIX = ":unload"
 
 
 class UnloadModelRequest(WireModel):
-    """POST unload_model."""
+    """POST unload_model or delete_model."""
 
     model_id: Name
-    type: Literal["unload_model"] = "unload_model"
+    type: Literal["unload_model", "delete_model"] = "unload_model"
 
 
+@router.post("/delete_model")
 @router.post("/unload_model")
 async def unload_model(request: UnloadModelRequest, server: Server, caller: Caller) -> Response:
     """Delete a model. This is idempotent."""

@@ -28,6 +28,8 @@ from tinkercloud_protocol.errors import (
 from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.json_results import forward_backward_as_json, sample_as_json
 from tinkercloud_protocol.launch import (
+    ForgetResults,
+    Forgotten,
     HeldModels,
     Limits,
     ModelSpec,
@@ -37,7 +39,9 @@ from tinkercloud_protocol.launch import (
 )
 from tinkercloud_protocol.sampling import (
     CancelFutureRequest,
+    NamedWeights,
     RetrieveFutureRequest,
+    SampleRequest,
     parse_sample,
 )
 from tinkercloud_protocol.training import AttachModelAnswer, AttachModelRequest
@@ -101,6 +105,7 @@ class HeadApp:
             ("GET", routes.HEAD_MODELS): self._models,
             ("PUT", routes.HEAD_MODELS): self._put_model,
             ("DELETE", routes.HEAD_MODELS): self._delete_model,
+            ("POST", routes.HEAD_FORGET_RESULTS): self._forget_results,
             ("PUT", routes.HEAD_SAMPLERS): self._put_sampler,
             ("DELETE", routes.HEAD_SAMPLERS): self._delete_sampler,
         }
@@ -271,6 +276,8 @@ class HeadApp:
     async def _asample(self, request: Request) -> Response:
         async with self._received(request) as body:
             parsed = await _off_loop(parse_sample, body)
+            if not parsed.sampling_session_id:
+                parsed = await _off_loop(lambda body: _with_session(parsed, body, request), body)
             if not parsed.is_numbered:
                 parsed = requests.named_sample(parsed, _idempotency_key(request))
             self._check_target(request, parsed.sampling_session_id)
@@ -328,6 +335,11 @@ class HeadApp:
         await self._service.delete_model(ModelId.parse(_resource(request)))
         return Response()
 
+    async def _forget_results(self, request: Request) -> Response:
+        which = parse_json(ForgetResults, await request.body(LARGE_BODY_BYTES))
+        num_results = self._service.results.forget_read(which.owner, which.min_age_seconds)
+        return Response(Forgotten(num_results=num_results).model_dump_json().encode())
+
     async def _put_sampler(self, request: Request) -> Response:
         spec = parse_json(SamplerSpec, await request.body(LARGE_BODY_BYTES))
         self._service.register_sampler(SamplingSessionId.parse(_resource(request)), spec)
@@ -375,6 +387,22 @@ class HeadApp:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _with_session(sample: SampleRequest, body: bytes, request: Request) -> SampleRequest:
+    """Return a request with the sampling session that the API server found for its weights.
+
+    Raises:
+        InvalidRequest: the API server has read other weights in the body, or none.
+    """
+    named, found = NamedWeights.named_in(body), request.headers.get(routes.WEIGHTS_HEADER)
+    if named.as_header() != found:
+        raise InvalidRequest(
+            "model_id, model_path, base_model: the body contains different values; send each field"
+            " once, and not within another one"
+        )
+    session = request.headers[routes.TARGET_HEADER]
+    return sample.model_copy(update={"sampling_session_id": session})
 
 
 def _resource(request: Request) -> str:

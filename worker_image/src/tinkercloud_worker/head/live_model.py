@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tinkercloud_protocol.errors import Overloaded
 from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.tensors import ForwardBackwardRequest
@@ -102,8 +103,19 @@ def new_model(
         gap_seconds=timings.gap_seconds,
         drop_gradient=operations.drop_gradient,
     )
+    samplers.current.add(str(model_id), operations, queue.run_after_accepted)
     given_numbers = GivenNumbers(queue.sequencer)
     return LiveModel(model_id, spec, operations, queue, given_numbers, lineage=[])
+
+
+def too_many(owner: str, models: Sequence[LiveModel], limit: int) -> Overloaded:
+    """Return the error of an owner that already has as many models as a head accepts."""
+    names = ", ".join(str(model.model_id) for model in models[:3])
+    return Overloaded(
+        f"owner {owner!r} already has {len(models)} models here ({names}"
+        f"{', ...' if len(models) > 3 else ''}; limits.max_models_per_owner is {limit}): delete"
+        " a finished session (`tinkercloud sessions delete SESSION`), then create it again"
+    )
 
 
 def latest_checkpoint(models: Iterable[LiveModel]) -> str | None:
@@ -111,13 +123,3 @@ def latest_checkpoint(models: Iterable[LiveModel]) -> str | None:
     written = [model.operations.latest for model in models]
     latest = max((each for each in written if each), key=lambda m: m.created_at, default=None)
     return latest.tinker_path if latest is not None else None
-
-
-def too_many(owner: str, models: Sequence[LiveModel], limit: int) -> str:
-    """Return the error message for an owner whose models reach `limits.max_models_per_owner`."""
-    names = ", ".join(str(model.model_id) for model in models[:3])
-    return (
-        f"owner {owner!r} already has {len(models)} models here ({names}"
-        f"{', ...' if len(models) > 3 else ''}; limits.max_models_per_owner is {limit}): delete"
-        " a finished session (`tinkercloud sessions delete SESSION`), then create it again"
-    )

@@ -69,6 +69,8 @@ class Operations:
         self._samplers = samplers
         self._uploads: dict[str, asyncio.Task[CheckpointManifest]] = {}
         self._steps = 0
+        self.num_changes = 0
+        """How often the weights may have changed since this object was created."""
         self._last_moment = datetime.min.replace(tzinfo=UTC)
         self._refused: str | None = NOT_CREATED
         self._gradient_lost: str | None = None
@@ -125,6 +127,7 @@ class Operations:
         self._check_alive()
         self._report_lost_gradient()
         params = request.adam()
+        self.num_changes += 1
         metrics = await self._compute(
             lambda _: self._backend.trainer.optim_step(self._name, params)
         )
@@ -182,14 +185,23 @@ class Operations:
         assert index is not None  # noqa: S101 - the request model asks for path or this
         session_id = SamplingSessionId(self._model_id.session_id, index)
         self._samplers.check_new(session_id)
-        weights = await _store_publication(
-            await self._run_lightweight(lambda: self._backend.trainer.publication(self._name))
-        )
+        weights = await self.publication()
         if request.kind == "inflight":
             await self._samplers.publish_inflight(session_id, self._model_id, weights)
         else:
             await self._samplers.publish(session_id, self._model_id, weights)
         return futures.finished({"sampling_session_id": str(session_id)})
+
+    async def publication(self) -> Publication:
+        """Return the current weights, stored where samplers read them.
+
+        Raises:
+            InvalidRequest: the model accepts no requests.
+        """
+        self._check_alive()
+        return await _store_publication(
+            await self._run_lightweight(lambda: self._backend.trainer.publication(self._name))
+        )
 
     async def load_weights(self, request: LoadWeightsRequest) -> Result:
         """Replace the weights by a checkpoint's; reset or replace optimizer state and gradient."""
@@ -335,6 +347,7 @@ class Operations:
             raise
 
     async def _import(self, saved: "_Saved") -> None:
+        self.num_changes += 1
         await self._on_thread(lambda: self._backend.trainer.import_state(self._name, saved.state))
         self._steps = saved.state.step
         self._gradient_lost = None

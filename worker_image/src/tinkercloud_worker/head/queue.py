@@ -14,15 +14,22 @@ Rules beyond order:
 
 import asyncio
 import errno
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import orjson
 import structlog
 
 from tinkercloud_protocol import futures
-from tinkercloud_protocol.errors import InvalidRequest, Overloaded, StateLost, WireError
+from tinkercloud_protocol.errors import (
+    InvalidRequest,
+    Overloaded,
+    StateLost,
+    Unavailable,
+    WireError,
+)
 from tinkercloud_protocol.futures import Result, failed, failed_with
 from tinkercloud_protocol.ids import ModelId, RequestId
 from tinkercloud_worker.engine.trainer import GradientLost
@@ -30,6 +37,8 @@ from tinkercloud_worker.head.results import Results
 from tinkercloud_worker.head.sequencer import Sequencer
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 Role = Literal["gradient", "step", "save", "load", "other"]
 """Whether a request adds to the gradient, applies, saves or replaces it, or none of these."""
@@ -93,6 +102,16 @@ class QueueSnapshot:
     """Whether the gradient still has to be dropped."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Unnumbered:
+    """Work without a number, which runs between requests."""
+
+    before: int
+    """Number of the first request that runs after it."""
+    run: Callable[[], Awaitable[Any]]
+    outcome: asyncio.Future[Any]
+
+
 def _too_much(error: Overloaded) -> InvalidRequest:
     return InvalidRequest(
         f"data: {error.message}; a request cannot start until all of its chunks have arrived. Send"
@@ -129,6 +148,7 @@ class ModelQueue:
         self._drop_gradient = drop_gradient
         self.sequencer = Sequencer(max_queued_bytes, next_seq_id=0)
         self._queued: dict[int, QueuedRequest] = {}
+        self._unnumbered: deque[_Unnumbered] = deque()
         self._arrived = asyncio.Event()
         self._idle = asyncio.Event()
         self._gap_timer: asyncio.TimerHandle | None = None
@@ -185,6 +205,21 @@ class ModelQueue:
         self._queued[queued.seq_id] = queued
         self._idle.clear()
         self._arrived.set()
+
+    async def run_after_accepted(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Run work after the requests that have arrived by now, and before all later ones.
+
+        Requests behind a missing number run later. A queue that is closed first runs nothing.
+
+        Raises:
+            Unavailable: the queue was closed.
+            Exception: any exception that the work raises.
+        """
+        outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._unnumbered.append(_Unnumbered(self.sequencer.first_missing, work, outcome))
+        self._idle.clear()
+        self._arrived.set()
+        return await outcome
 
     async def pause(self) -> None:
         """Start no request except the model's creation; return once none is running."""
@@ -286,10 +321,14 @@ class ModelQueue:
         if self.sequencer.is_running:
             running = self.request_id(self.sequencer.next_seq_id)
             self._results.finish(running, failed(reason, "server"))
+        for each in self._unnumbered:
+            if not each.outcome.done():
+                each.outcome.set_exception(Unavailable(f"{reason}; send the request again"))
         self._idle.set()
 
     async def _work(self) -> None:
         while True:
+            await self._run_unnumbered()
             is_held = self._is_paused or self._is_attaching
             is_on_hold = is_held and self.sequencer.next_seq_id > 0
             seq_id = None if is_on_hold or self.is_throttled else self.sequencer.take()
@@ -301,6 +340,16 @@ class ModelQueue:
                 continue
             await self._run(seq_id, self._queued.pop(seq_id))
             self.sequencer.finish()
+
+    async def _run_unnumbered(self) -> None:
+        """Run the unnumbered work that precedes the next request."""
+        while self._unnumbered and self._unnumbered[0].before <= self.sequencer.next_seq_id:
+            # It stays in the list while it runs, so that `close` ends it.
+            work = self._unnumbered[0]
+            if not work.outcome.done():
+                outcome = await asyncio.gather(work.run(), return_exceptions=True)
+                _settle(work.outcome, outcome[0])
+            self._unnumbered.popleft()
 
     async def _run(self, seq_id: int, queued: QueuedRequest) -> None:
         request_id = self.request_id(seq_id)
@@ -406,6 +455,16 @@ class ModelQueue:
             self._failure = self._failure or (request_id, message)
             self._results.finish(request_id, failed(message, "user"))
         self._arrived.set()
+
+
+def _settle(future: asyncio.Future[Any], outcome: object) -> None:
+    """Set the result or exception of a future that may have been cancelled."""
+    if future.done():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
 
 
 def error_message(result: Result) -> str:

@@ -293,6 +293,17 @@ class Results:
         entry = self._entries.get(request_id)
         return entry is None or entry.read_at is not None
 
+    def forget_read(self, owner: str, min_age_seconds: float) -> int:
+        """Drop the results of an owner that were read at least so long ago; return how many."""
+        owned = self._owned.get(owner)
+        if owned is None:
+            return 0
+        before = len(owned.read)
+        latest = self._now() - min_age_seconds
+        for request_id in [name for name, read_at in owned.read.items() if read_at <= latest]:
+            self._drop(request_id)
+        return before - len(owned.read)
+
     def sweep(self) -> None:
         """Drop expired results."""
         now, timings = self._now(), self._timings

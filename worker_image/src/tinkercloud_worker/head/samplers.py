@@ -18,12 +18,13 @@ import structlog
 
 from tinkercloud_protocol.checkpoints import CheckpointManifest, base_mismatch
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
-from tinkercloud_protocol.ids import ModelId, SamplingSessionId
+from tinkercloud_protocol.ids import ModelId, SamplingSessionId, model_of_sampler
 from tinkercloud_protocol.launch import SamplerSpec
 from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.trainer import Publication
 from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.current_weights import CurrentWeights
 from tinkercloud_worker.head.weights_lru import WeightsLru
 from tinkercloud_worker.model import imported
 
@@ -63,6 +64,8 @@ class Samplers:
         """Inflight session to its model."""
         self._usage = WeightsLru(backend.config.limits.max_snapshot_bytes)
         """Weights by session; those of inflight sessions by version."""
+        self.current = CurrentWeights(backend.sampler, self._usage)
+        """The current weights of the head's models, which their sessions sample."""
         self._owners: dict[str, str] = {}
         """Model or session to its owner."""
         self._num_versions = 0
@@ -84,7 +87,7 @@ class Samplers:
 
     def owner_of(self, name: str) -> str | None:
         """Return the owner of a model or a session; None if it is unknown here."""
-        return self._owners.get(name)
+        return self._owners.get(model_of_sampler(name) or name)
 
     def _begin_load(self, name: str) -> None:
         self._loads[name] = asyncio.create_task(self._load(name, self._specs[name]))
@@ -194,7 +197,7 @@ class Samplers:
     def _latest(self) -> set[str]:
         """Return the names under which the latest weights of live models are kept."""
         snapshots = {model: name for name, model in self._snapshots.items() if model is not None}
-        return {*snapshots.values(), *self._inflight.values()}
+        return {*snapshots.values(), *self._inflight.values(), *self.current.names}
 
     async def _retire(self, name: str, version: str) -> None:
         self._usage.remove(name)
@@ -216,8 +219,9 @@ class Samplers:
     def sessions_of_model(self, model_id: ModelId) -> set[str]:
         """Return the sessions of a model's own weights, including evicted ones."""
         all_owners = (self._snapshots, self._evicted, self._inflight_sessions)
-        model = str(model_id)
-        return {name for owners in all_owners for name, owner in owners.items() if owner == model}
+        model, current = str(model_id), str(SamplingSessionId.of_current_weights(model_id))
+        saved = {name for owners in all_owners for name, owner in owners.items() if owner == model}
+        return {*saved, current}
 
     async def restore(self, model_id: ModelId, published: Published, weights: Publication) -> None:
         """Publish weights that another head had published, for all their sessions."""
@@ -238,6 +242,11 @@ class Samplers:
             NotFound: the session is unknown here, or its weights were evicted.
             InvalidRequest: its checkpoint can't be read.
         """
+        if session_id.model is not None:
+            async with self.current.sampling(str(session_id.model)) as version:
+                await self._evict_to_fit()
+                yield version
+            return
         name = str(session_id)
         with self._usage.used(name):
             yield await self._version(name)
@@ -291,6 +300,7 @@ class Samplers:
     async def retire_model(self, model_id: ModelId) -> None:
         """Remove a model's inflight version and the sessions that share it."""
         model = str(model_id)
+        await self.current.remove(model)
         self._owners.pop(model, None)
         for name in [name for name, owner in self._inflight_sessions.items() if owner == model]:
             del self._inflight_sessions[name]

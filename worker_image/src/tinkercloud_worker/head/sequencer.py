@@ -126,6 +126,14 @@ class Sequencer:
         """Whether requests are waiting for one that has not arrived."""
         return not self.is_running and bool(self._waiting) and self.next_seq_id not in self._waiting
 
+    @property
+    def first_missing(self) -> int:
+        """The lowest number that has not arrived."""
+        seq_id = self.next_seq_id + self.is_running
+        while seq_id in self._waiting:
+            seq_id += 1
+        return seq_id
+
     def skip_gap(self) -> list[int]:
         """Drop all requests behind a gap; return their numbers.
 

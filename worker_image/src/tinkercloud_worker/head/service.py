@@ -11,7 +11,6 @@ from tinkercloud_protocol import futures
 from tinkercloud_protocol.errors import (
     InvalidRequest,
     NotFound,
-    Overloaded,
     ResultGone,
     Unavailable,
     WireError,
@@ -130,13 +129,16 @@ class HeadService:
             for model in self._of_owner(owner)
             if model.operations.refused in {None, NOT_CREATED}
         ]
-        if limit is None or len(theirs) < limit:
-            return None
-        return Overloaded(too_many(owner, theirs, limit))
+        return None if limit is None or len(theirs) < limit else too_many(owner, theirs, limit)
 
     async def attach_model(self, model_id: str) -> int:
         """Let another client continue a model's order (`ModelQueue.attach`)."""
         return await self._model(model_id).queue.attach()
+
+    @property
+    def results(self) -> Results:
+        """The results of all requests."""
+        return self._results
 
     def owner_of(self, target: str) -> str:
         """Return the owner of a model or sampling session; an empty name if it is unknown."""

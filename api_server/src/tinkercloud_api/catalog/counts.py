@@ -1,0 +1,60 @@
+"""Counts of what an owner uses, and the creation of sessions under ids that the server derives."""
+
+from collections.abc import Collection, Sequence
+from datetime import datetime
+
+from sqlalchemy import func, or_, select
+
+from tinkercloud_api.catalog.statements import Statements
+from tinkercloud_api.catalog.tables import Session, TrainingRun
+
+
+class Counts(Statements):
+    """A part of the catalog's queries."""
+
+    async def count_runs_named(self, run_ids: Collection[str], owner: str | None) -> int:
+        """Return how many of these runs exist and were not deleted.
+
+        Args:
+            run_ids: ids of runs.
+            owner: owner of the runs to count; None means all owners.
+        """
+        query = select(func.count()).where(
+            TrainingRun.id.in_(run_ids), TrainingRun.deleted_at.is_(None)
+        )
+        if owner is not None:
+            query = query.where(TrainingRun.owner == owner)
+        async with self._reading() as db:
+            return await db.scalar(query) or 0
+
+    async def runs_named(self, run_ids: Collection[str], owner: str) -> Sequence[TrainingRun]:
+        """Return those of these runs that belong to an owner."""
+        query = select(TrainingRun).where(TrainingRun.id.in_(run_ids), TrainingRun.owner == owner)
+        return await self._all(query)
+
+    async def count_active_sessions(self, since: datetime, owner: str | None) -> int:
+        """Return the number of open sessions with a heartbeat or a request since a time."""
+        is_used = select(TrainingRun.id).where(
+            TrainingRun.session_id == Session.id, TrainingRun.last_request_at >= since
+        )
+        query = select(func.count()).where(
+            Session.finished_at.is_(None),
+            or_(Session.last_heartbeat_at >= since, is_used.exists()),
+        )
+        if owner is not None:
+            query = query.where(Session.owner == owner)
+        async with self._reading() as db:
+            return await db.scalar(query) or 0
+
+    async def open_session(self, owner: str, sdk_version: str) -> Session | None:
+        """Return the oldest open session of an owner that this client created; None without any."""
+        query = select(Session).where(
+            Session.owner == owner,
+            Session.sdk_version == sdk_version,
+            Session.finished_at.is_(None),
+        )
+        return await self._one(query.order_by(Session.created_at, Session.id).limit(1))
+
+    async def ensure_session(self, session: Session) -> Session:
+        """Record a session; if the id exists, return the existing row."""
+        return await self._insert(session, select(Session).where(Session.id == session.id))

@@ -1,0 +1,101 @@
+"""sample: like asample, but the response is the result.
+
+The server sends the request to the head like an asample request, and waits for its future. A client
+that disconnects cancels its request, unless it can repeat it.
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from http import HTTPStatus
+
+import orjson
+
+from tinkercloud_api.routes import futures, sampling
+from tinkercloud_api.routes.answers import ResultAnswer
+from tinkercloud_api.routes.call import Call
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.asgi import Message
+from tinkercloud_protocol.errors import Unavailable
+
+
+async def sample(call: Call) -> None:
+    """Sample, wait for the result and respond with it."""
+    routed = await sampling.route_sample(call)
+    response: list[Message] = []
+
+    async def keep(message: Message) -> None:
+        response.append(message)
+
+    headers = (
+        {routes.IDEMPOTENCY_HEADER: key} if (key := _idempotency_key(call)) is not None else {}
+    )
+    asked = call.of_own(routes.ASAMPLE, routed.body, keep)
+    asked.request.headers.update(headers)
+    await asked.forward(routed.endpoint, routed.sampler_id, routed.body, extra=routed.extra)
+    if asked.status != HTTPStatus.OK:
+        for message in response:
+            await call.send(message)
+        return
+    promise = orjson.loads(b"".join(message.get("body", b"") for message in response))
+    request_id = str(promise["request_id"])
+    finished = await _unless_disconnected(call, _respond_with_result(call, request_id))
+    if not finished and key is None:
+        await _cancel(call, request_id)
+
+
+def _idempotency_key(call: Call) -> str | None:
+    return call.request.headers.get(routes.IDEMPOTENCY_HEADER)
+
+
+async def _respond_with_result(call: Call, request_id: str) -> None:
+    settings = call.server.settings
+    answer = ResultAnswer(call.send)
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + settings.sample_wait_seconds
+    while (left := deadline - loop.time()) > 0 and not call.server.long_polls.is_stopping:
+        answer.is_pending = False
+        poll = call.of_own(routes.RETRIEVE_FUTURE, _named(request_id), answer.send)
+        try:
+            await futures.retrieve(poll, min(left, settings.timings.long_poll_seconds))
+        except Unavailable:
+            if call.has_answered:
+                raise
+            # The head is being replaced; the next round finds the new one.
+            await asyncio.sleep(min(left, 1.0))
+            continue
+        if not answer.is_pending:
+            return
+    await answer.respond(
+        {
+            "detail": f"the samples are not ready after {settings.sample_wait_seconds:g} s"
+            f" (sample_wait_seconds); poll retrieve_future with request_id {request_id!r}",
+            "request_id": request_id,
+        },
+        HTTPStatus.SERVICE_UNAVAILABLE,
+    )
+
+
+async def _unless_disconnected(call: Call, work: Awaitable[None]) -> bool:
+    """Run work until the client disconnects; return whether it was finished."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.create_task(call.request.wait_until_disconnected())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return False
+        await task
+        return True
+    finally:
+        gone.cancel()
+        task.cancel()
+        await asyncio.gather(gone, task, return_exceptions=True)
+
+
+async def _cancel(call: Call, request_id: str) -> None:
+    async def discard(_message: Message) -> None: ...
+
+    await futures.cancel_future(call.of_own(routes.CANCEL_FUTURE, _named(request_id), discard))
+
+
+def _named(request_id: str) -> bytes:
+    return orjson.dumps({"request_id": request_id})

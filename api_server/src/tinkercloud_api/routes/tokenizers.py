@@ -1,0 +1,33 @@
+"""get_tokenizer: the tokenizer of a model, for clients without an SDK."""
+
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from fastapi.responses import FileResponse
+
+from tinkercloud_api.context import Caller, Server
+from tinkercloud_api.model_names import model_of
+from tinkercloud_protocol.errors import NotFound
+from tinkercloud_protocol.futures import JSON
+
+router = APIRouter(prefix="/api/v1", tags=["tokenizers"])
+
+_FILE = "tokenizer.json"
+
+
+@router.get("/get_tokenizer")
+async def get_tokenizer(
+    model_id: Annotated[str, Query(min_length=1, max_length=256)], server: Server, caller: Caller
+) -> FileResponse:
+    """Return the `tokenizer.json` of the base model of a training run."""
+    run = caller.require(await server.catalog.run(model_id), f"model {model_id!r}")
+    served = model_of(run.base_model, server.provider.models())
+    folder = served.local_path if served is not None else None
+    file = Path(folder) / _FILE if folder is not None else None
+    if file is None or not file.is_file():
+        raise NotFound(
+            f"the base model {run.base_model!r} of {model_id!r} has no {_FILE} on this server; load"
+            " its tokenizer from where the model is published"
+        )
+    return FileResponse(file, media_type=JSON)
