@@ -38,6 +38,7 @@ _INTERNAL_ERROR = b'{"detail": "internal error; see the server log for details"}
 
 HANDLERS: Mapping[str, Handler] = {
     routes.FORWARD_BACKWARD: training.forward_backward,
+    routes.FORWARD: training.in_order(training.forward_in_order),
     routes.OPTIM_STEP: training.in_order(training.forward_in_order),
     routes.SAVE_WEIGHTS: training.in_order(training.save_weights),
     routes.SAVE_WEIGHTS_FOR_SAMPLER: training.in_order(training.save_weights_for_sampler),

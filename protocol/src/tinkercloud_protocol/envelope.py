@@ -69,7 +69,8 @@ def peek_training(prefix: bytes) -> TrainingEnvelope:
 
 _NOT_PROTO = (
     "request body: not a protobuf ForwardBackwardRequest that starts with model_id; send"
-    " application/x-protobuf, as tinker 0.25 and later do (`pip install -U tinker`)"
+    " application/x-protobuf, as tinker 0.25 and later do, or JSON with Content-Type:"
+    " application/json"
 )
 
 
@@ -95,10 +96,15 @@ def peek_json(body: bytes, key: str) -> str:
     Raises:
         InvalidRequest: The key is absent or its value is not a plain string.
     """
-    match = re.search(rb'"' + key.encode() + rb'"\s*:\s*"([^"\\]{1,256})"', body)
-    if match is None:
-        raise InvalidRequest(f"{key}: required, and must be a string")
-    return match[1].decode(errors="replace")
+    name = b'"' + key.encode() + b'"'
+    pattern = re.compile(name + rb'\s*:\s*"([^"\\]{1,256})"')
+    # A search for the bare name is much faster: a batch has megabytes before its last field.
+    start = body.find(name)
+    while start >= 0:
+        if (match := pattern.match(body, start)) is not None:
+            return match[1].decode(errors="replace")
+        start = body.find(name, start + 1)
+    raise InvalidRequest(f"{key}: required, and must be a string")
 
 
 def peek_json_place(beginning: bytes) -> bytes:

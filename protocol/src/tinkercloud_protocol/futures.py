@@ -25,6 +25,15 @@ JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 
 
+def is_json(content_type: str) -> bool:
+    """Return whether a request body of this type is JSON.
+
+    `curl -d` says `application/x-www-form-urlencoded` unless it is told otherwise.
+    """
+    kind = content_type.split(";", maxsplit=1)[0].strip().lower()
+    return kind in {JSON, "application/x-www-form-urlencoded"}
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """The encoded result of a request, which can be returned any number of times."""

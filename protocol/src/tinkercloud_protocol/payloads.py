@@ -7,7 +7,6 @@ package (`tinker.proto.tinker_public_pb2`).
 Shape legend: N tokens of a datum, K targets per position.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
@@ -15,7 +14,14 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 
-from tinkercloud_protocol.bounds import MAX_TOKENS_AT_A_POSITION
+from tinkercloud_protocol.batch_checks import (
+    MAX_PARTS,
+    check_parts,
+    check_shape,
+    check_spread,
+    dense_of_csr,
+    shaped,
+)
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.parts import count_parts
 from tinkercloud_protocol.tensors import (
@@ -27,17 +33,7 @@ from tinkercloud_protocol.tensors import (
     PromptScores,
     SampledSequence,
     TopLogprobs,
-    densify,
 )
-
-MAX_SPREAD_BYTES = 256 << 20
-"""Maximum size of all sparse tensors of a request when dense: a few bytes can declare any shape.
-The largest request of the SDK, 5 MB with 20 bytes per position, stays below it with up to 80
-targets per position."""
-
-MAX_PARTS = 1 << 18
-"""Maximum number of datums, chunks, tensors and loss settings of a request together: each becomes
-an object that is larger than its bytes on the wire. The SDK sends at most 1024 datums."""
 
 COUNTED_BYTES = 5 << 20
 """The parts of longer bodies, which the SDK does not send, are counted before parsing."""
@@ -57,7 +53,7 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
             or contains a tensor whose bytes, dtype and shape disagree.
     """
     if len(body) > COUNTED_BYTES:
-        _check_parts(count_parts(body, MAX_PARTS))
+        check_parts(count_parts(body, MAX_PARTS))
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -81,29 +77,13 @@ def _check_size(message: pb.ForwardBackwardRequest) -> None:
     # Iterating over millions of them would take seconds.
     if parts <= MAX_PARTS:
         parts += sum(len(datum.model_input) + len(datum.loss_fn_inputs) for datum in data)
-    _check_parts(parts)
-    # Only the first two sizes: `_tensor` rejects more, and their product could be a huge number.
-    spread = sum(
-        8 * math.prod(max(size, 1) for size in tensor.shape[:2])
+    check_parts(parts)
+    check_spread(
+        tensor.shape
         for datum in data
         for tensor in datum.loss_fn_inputs.values()
         if tensor.WhichOneof("encoding") == "sparse_csr"
     )
-    if spread > MAX_SPREAD_BYTES:
-        raise InvalidRequest(
-            f"data: sparse tensors expand to {spread} bytes (8 per element); at most"
-            f" {MAX_SPREAD_BYTES} are accepted. Send less data per request, or fewer targets"
-            " per position"
-        )
-
-
-def _check_parts(parts: int) -> None:
-    if parts > MAX_PARTS:
-        raise InvalidRequest(
-            f"data, loss_fn_config: the request has at least {parts} datums, chunks, tensors"
-            f" and settings in total; at most {MAX_PARTS} are accepted. Send less data per"
-            " request (the SDK sends at most 1024 datums per chunk)"
-        )
 
 
 def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
@@ -146,35 +126,15 @@ def _tensor(message: pb.Tensor, num_tokens: int, where: str) -> Array:
         raise InvalidRequest(
             f"{where}: dtype {message.dtype} is not supported; use float32 (1) or int64 (2)"
         )
-    if len(message.shape) > 2:
-        raise InvalidRequest(
-            f"{where}: shape has {len(message.shape)} dimensions; one or two are accepted"
-        )
     shape = tuple(message.shape)
-    if any(size < 0 for size in shape):
-        raise InvalidRequest(
-            f"{where}: shape {list(shape)} has a negative dimension; use 0 or more"
-        )
-    if len(shape) == 2 and shape[1] > MAX_TOKENS_AT_A_POSITION:
-        raise InvalidRequest(
-            f"{where}: shape {list(shape)} has {shape[1]} values per position; at most"
-            f" {MAX_TOKENS_AT_A_POSITION} are accepted"
-        )
+    check_shape(shape, where)
     if message.WhichOneof("encoding") == "sparse_csr":
-        if shape and shape[0] != num_tokens:
-            raise InvalidRequest(
-                f"{where} has {shape[0]} rows, but model_input has {num_tokens} tokens; they must"
-                " be equal"
-            )
-        return _dense_from_csr(message.sparse_csr, dtype, shape, where)
-    values = _array(message.dense, dtype, where)
-    if not shape:
-        return values
-    if values.size != math.prod(shape):
-        raise InvalidRequest(
-            f"{where}: shape {list(shape)} needs {math.prod(shape)} values, got {values.size}"
-        )
-    return values.reshape(shape) if len(shape) == 2 else values
+        csr = message.sparse_csr
+        values = _array(csr.values, dtype, where)
+        crow = _array(csr.crow_indices, np.dtype("<i8"), f"{where}.crow_indices")
+        col = _array(csr.col_indices, np.dtype("<i8"), f"{where}.col_indices")
+        return dense_of_csr(values, crow, col, shape, num_tokens, where)
+    return shaped(_array(message.dense, dtype, where), shape, where)
 
 
 def _array(data: bytes, dtype: Dtype, where: str) -> Array:
@@ -184,18 +144,6 @@ def _array(data: bytes, dtype: Dtype, where: str) -> Array:
             f" ({dtype.name})"
         )
     return np.frombuffer(data, dtype=dtype)
-
-
-def _dense_from_csr(
-    csr: pb.SparseCsr,
-    dtype: Dtype,
-    shape: tuple[int, ...],
-    where: str,
-) -> Array:
-    values = _array(csr.values, dtype, where)
-    crow = _array(csr.crow_indices, np.dtype("<i8"), f"{where}.crow_indices")
-    col = _array(csr.col_indices, np.dtype("<i8"), f"{where}.col_indices")
-    return densify(values, crow, col, shape=shape, where=where)
 
 
 def encode_forward_backward_output(

@@ -6,7 +6,7 @@ PREFIX = "/api/v1/"
 """Prefix of all paths that clients call, apart from probes and the tokenizer mirror."""
 FORWARD_BACKWARD = "/api/v1/forward_backward"
 FORWARD = "/api/v1/forward"
-"""Forward passes of SDKs before 0.25, which are not supported."""
+"""Forward passes in JSON, which add no gradient; the SDK sends them here before 0.25."""
 UNLOAD_MODEL = "/api/v1/unload_model"
 OPTIM_STEP = "/api/v1/optim_step"
 SAVE_WEIGHTS = "/api/v1/save_weights"
@@ -25,6 +25,9 @@ WRONG_GENERATION_STATUS = 421
 """Status with which a head rejects a request for another generation (Misdirected Request)."""
 TARGET_HEADER = "x-tinkercloud-target"
 """The model or sampling session whose ownership the API server has checked."""
+WAIT_HEADER = "x-tinkercloud-wait-seconds"
+"""How long a head waits for the result that a retrieve_future asks for, in seconds: at most a long
+poll. Without it, as long as a long poll; 0 returns at once."""
 REFUSAL_HEADER = "x-tinkercloud-refusal"
 """Why the API server rejects a request, percent-encoded. The request is still forwarded to the
 head, where it takes its place in its model's order and fails, whatever the path is."""

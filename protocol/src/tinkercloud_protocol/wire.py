@@ -132,7 +132,7 @@ def sentences(faults: Sequence[Mapping[str, Any]], whole: str = "") -> str:
         # Our own messages say what is wrong with an object; its size would not help.
         if fault["type"] == "value_error" and isinstance(fault.get("input"), dict):
             is_shown = False
-        got = f" (got {_short(fault['input'])})" if is_shown else ""
+        got = f" (got {shown(fault['input'])})" if is_shown else ""
         messages.append(f"{where}: {message}{got}")
     if len(faults) > MAX_ERRORS_SHOWN:
         messages.append(f"and {len(faults) - MAX_ERRORS_SHOWN} more")
@@ -153,6 +153,7 @@ class _Shortener(reprlib.Repr):
 _shortener = _Shortener()
 
 
-def _short(value: object) -> str:
+def shown(value: object) -> str:
+    """Return a received value as it is shown in a message: at most 80 characters."""
     text = _shortener.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

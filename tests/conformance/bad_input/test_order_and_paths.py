@@ -212,8 +212,6 @@ def test_a_load_in_both_forms_or_in_neither_is_rejected(run: Run) -> None:
 
 
 NOT_SERVED_IN_ORDER = {
-    "forward": "forward: JSON bodies, which SDKs before 0.25 send, are not supported",
-    "forward_backward": "forward_backward: JSON bodies, which SDKs before 0.25 send, are not",
     "create_custom_loss": "POST /api/v1/create_custom_loss is not supported by this server",
     "copy_weights": "POST /api/v1/copy_weights is not supported by this server",
     "a_call_of_next_year": "POST /api/v1/a_call_of_next_year is not supported by this server",
@@ -233,6 +231,23 @@ def test_an_unsupported_call_leaves_no_gap_in_the_sequence(run: Run, path: str) 
     outcome = run.outcome(run.server.post(quote(path, safe="/?=%"), body))
 
     assert NOT_SERVED_IN_ORDER[path] in str(outcome["error"])
+    assert outcome["category"] == "user"
+    applied = run.outcome(run.send("optim_step", adam_params={"learning_rate": 0.01}))
+    assert "not applied" in str(applied["error"])
+
+
+@pytest.mark.parametrize("path", ["forward", "forward_backward"])
+def test_an_invalid_batch_in_json_fails_in_its_place(run: Run, path: str) -> None:
+    # Like old SDKs, which write the data first, however large.
+    body = {
+        "forward_backward_input": {"data": [list(range(50_000))], "loss_fn": "cross_entropy"},
+        "model_id": run.model_id,
+        "seq_id": run.take_seq_id(),
+    }
+
+    outcome = run.outcome(run.server.post(path, body))
+
+    assert "data[0]: must be an object, got [0, 1, 2" in str(outcome["error"])
     assert outcome["category"] == "user"
     applied = run.outcome(run.send("optim_step", adam_params={"learning_rate": 0.01}))
     may_belong_to_the_step = path != "forward"

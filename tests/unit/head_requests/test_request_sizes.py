@@ -8,11 +8,12 @@ import pytest
 from tinker.proto import tinker_public_pb2 as pb
 
 from tinkercloud_protocol import routes, sampling
+from tinkercloud_protocol.batch_checks import MAX_PARTS
 from tinkercloud_protocol.envelope import TrainingEnvelope, peek_training
 from tinkercloud_protocol.errors import InvalidRequest, Overloaded
 from tinkercloud_protocol.ids import SamplingSessionId
 from tinkercloud_protocol.launch import Limits, SamplerSpec
-from tinkercloud_protocol.payloads import COUNTED_BYTES, MAX_PARTS, decode_forward_backward
+from tinkercloud_protocol.payloads import COUNTED_BYTES, decode_forward_backward
 from tinkercloud_protocol.sampling import MAX_CHUNKS, SampleRequest, parse_sample
 from tinkercloud_protocol.wire import parse_json
 from tinkercloud_testing.bare_heads import MODEL, a_head

@@ -8,7 +8,7 @@ import asyncio
 from typing import TypeVar
 
 from tinkercloud_api.routes.call import Call, head_for_run
-from tinkercloud_protocol import envelope, routes
+from tinkercloud_protocol import envelope
 from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, NotFound, WireError
 from tinkercloud_protocol.training import (
     LoadWeightsRequest,
@@ -20,28 +20,14 @@ RequestT = TypeVar("RequestT", LoadWeightsRequest, SaveWeightsRequest, SaveWeigh
 
 _MAX_REASON_CHARACTERS = 2000
 """Limit of a rejection's reason, which is sent in a header and may quote the request."""
-OLD_SDK = (
-    "forward_backward: JSON bodies, which SDKs before 0.25 send, are not supported; upgrade"
-    " with `pip install -U tinker`"
-)
-_UNSUPPORTED = {
-    routes.FORWARD: (
-        "forward: JSON bodies, which SDKs before 0.25 send, are not supported; upgrade with"
-        " `pip install -U tinker`, which sends forward passes as forward_backward requests"
-    ),
-}
-"""Reasons for rejecting calls that Tinkercloud does not support, by path."""
 
 
 async def reject_unknown_call(call: Call) -> None:
     """Reject an unsupported call, at its position in its model's sequence if it states one."""
     path = call.request.path
-    reason = _UNSUPPORTED.get(path)
-    if reason is None:
-        reason = (
-            f"POST {path} is not supported by this server; docs/use/sdk.md lists the supported"
-            " calls"
-        )
+    reason = (
+        f"POST {path} is not supported by this server; docs/use/sdk.md lists the supported calls"
+    )
     await reject_in_sequence(call, NotFound(reason))
 
 

@@ -13,10 +13,8 @@ from tinkercloud_api.http import chain, read_prefix
 from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_api.routes.call import SMALL_BODY_BYTES, Call, Handler, head_for_run
 from tinkercloud_api.routes.rejections import (
-    OLD_SDK,
     RequestT,
     forward_rejection,
-    reject_in_sequence,
     sequence_position,
 )
 from tinkercloud_protocol import envelope, futures
@@ -33,11 +31,11 @@ from tinkercloud_protocol.wire import parse_json
 
 
 async def forward_backward(call: Call) -> None:
-    """Stream a protobuf body to the model's head; reject JSON of old SDKs in sequence."""
-    check_encoding(call.request.headers, accepted=("zstd",))
-    if call.request.headers.get("content-type", "").startswith(futures.JSON):
-        await reject_in_sequence(call, InvalidRequest(OLD_SDK))
+    """Stream a protobuf body to the model's head, or forward a JSON body."""
+    if futures.is_json(call.request.headers.get("content-type", "")):
+        await in_order(forward_in_order)(call)
         return
+    check_encoding(call.request.headers, accepted=("zstd",))
     async with aclosing(call.request.chunks()) as chunks:
         prefix = await read_prefix(chunks, envelope.PREFIX_BYTES)
         encoding = call.request.headers.get("content-encoding", "identity")

@@ -81,6 +81,7 @@ class HeadApp:
             ("GET", routes.HEAD_STATUS): self._status,
             ("GET", routes.HEAD_METRICS): self._metrics,
             ("POST", routes.FORWARD_BACKWARD): self._forward_backward,
+            ("POST", routes.FORWARD): self._forward,
             **{("POST", path): self._ordered for path in requests.JSON_REQUESTS},
             **{("POST", path): self._ordered for path in requests.NOT_SERVED},
             ("POST", routes.ASAMPLE): self._asample,
@@ -179,6 +180,8 @@ class HeadApp:
             yield await request.body(limit)
 
     async def _forward_backward(self, request: Request) -> Response:
+        if futures.is_json(request.headers.get("content-type", "")):
+            return await self._json_batch(request, requests.JSON_FORWARD_BACKWARD)
         try:
             async with self._received(request) as body:
                 place = envelope.peek_training(body[: envelope.PREFIX_BYTES])
@@ -190,6 +193,15 @@ class HeadApp:
         except BodyTooLarge as error:
             await self._queue_rejection(request, error)
             raise
+        return await self._submit(received)
+
+    async def _forward(self, request: Request) -> Response:
+        return await self._json_batch(request, routes.FORWARD)
+
+    async def _json_batch(self, request: Request, path: str) -> Response:
+        async with self._received(request) as body:
+            received = await asyncio.to_thread(requests.receive_json_batch, path, body)
+        self._check_target(request, received.place.model_id)
         return await self._submit(received)
 
     async def _submit(self, received: requests.Received) -> Response:
@@ -241,7 +253,7 @@ class HeadApp:
         body = await request.body(LARGE_BODY_BYTES)
         request_id = parse_json(RetrieveFutureRequest, body).request_id
         self._check_target(request, request_id.rpartition(":")[0])
-        result = await self._service.retrieve(request_id)
+        result = await self._service.retrieve(request_id, _seconds_to_wait(request))
         if result is None:
             pending = futures.pending(request_id, *self._service.why_waiting(request_id))
             return Response(pending, futures.PENDING_STATUS)
@@ -329,6 +341,19 @@ async def _disconnected(receive: Receive) -> None:
 
 def _resource(request: Request) -> str:
     return request.path.split("/", 2)[2] if request.path.count("/") >= 2 else ""
+
+
+def _seconds_to_wait(request: Request) -> float | None:
+    """Return how long a request waits for a result; None means as long as a long poll."""
+    asked = request.headers.get(routes.WAIT_HEADER)
+    if asked is None:
+        return None
+    try:
+        return max(float(asked), 0.0)
+    except ValueError:
+        raise InvalidRequest(
+            f"{routes.WAIT_HEADER}: must be a number of seconds, got {asked!r}"
+        ) from None
 
 
 async def _off_loop(function: Callable[[bytes], T], body: bytes) -> T:

@@ -6,15 +6,16 @@ threads. The order is unaffected: it goes by number, not by arrival.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import orjson
 from pydantic import BaseModel
 
 from tinkercloud_protocol import routes
-from tinkercloud_protocol.envelope import TrainingEnvelope
+from tinkercloud_protocol.envelope import TrainingEnvelope, peek_json_place
 from tinkercloud_protocol.errors import InvalidRequest, WireError
 from tinkercloud_protocol.ids import RequestId, SamplingSessionId
+from tinkercloud_protocol.json_payloads import Json, decode_batch, load_batch
 from tinkercloud_protocol.payloads import decode_forward_backward
 from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_protocol.tensors import ForwardBackwardRequest
@@ -39,8 +40,10 @@ JSON_REQUESTS: Mapping[str, type[OrderedJson]] = {
     routes.SAVE_WEIGHTS_FOR_SAMPLER: SaveWeightsForSamplerRequest,
     routes.LOAD_WEIGHTS: LoadWeightsRequest,
 }
-"""Request type by path. The only other ordered path is forward_backward, with protobuf bodies."""
+"""Request type by path. The other ordered paths are forward_backward and forward."""
 
+JSON_FORWARD_BACKWARD = f"{routes.FORWARD_BACKWARD} in JSON"
+"""The path of a queued forward_backward whose body is JSON, not protobuf."""
 
 NOT_SERVED: Mapping[str, str] = {
     routes.SAVE_WEIGHTS_EXTERNAL: (
@@ -59,9 +62,16 @@ def read(path: str, body: bytes) -> OrderedRequest:
     """
     if path == routes.FORWARD_BACKWARD:
         return decode_forward_backward(body)
+    if path in {JSON_FORWARD_BACKWARD, routes.FORWARD}:
+        return _read_json_batch(path, load_batch(body))
     if path in NOT_SERVED:
         raise InvalidRequest(NOT_SERVED[path])
     return parse_json(JSON_REQUESTS[path], body)
+
+
+def _read_json_batch(path: str, content: Json) -> ForwardBackwardRequest:
+    request = decode_batch(content)
+    return replace(request, forward_only=request.forward_only or path == routes.FORWARD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +98,28 @@ def receive_batch(body: bytes, place: TrainingEnvelope) -> Received:
         return receive_unread(routes.FORWARD_BACKWARD, body, place, error)
     size = max(len(body), request.num_bytes)
     return Received(place, routes.FORWARD_BACKWARD, body, request, request.digest(), size)
+
+
+def receive_json_batch(path: str, body: bytes) -> Received:
+    """Parse a batch in JSON, sent to `JSON_FORWARD_BACKWARD` or forward.
+
+    Raises:
+        InvalidRequest: it is invalid, and names no place in a model's order.
+    """
+    try:
+        content = load_batch(body)
+    except InvalidRequest as error:
+        return receive_refused(path, peek_json_place(body), error)
+    place = _place(content)
+    try:
+        request = _read_json_batch(path, content)
+    except InvalidRequest as error:
+        if place is None:
+            raise
+        return receive_unread(path, body, place, error)
+    place = TrainingEnvelope(request.model_id, request.seq_id)
+    size = max(len(body), request.num_bytes)
+    return Received(place, path, body, request, request.digest(), size)
 
 
 def receive_json(path: str, body: bytes) -> Received:
@@ -129,8 +161,11 @@ def _json_place(body: bytes) -> TrainingEnvelope | None:
         content = orjson.loads(body)
     except orjson.JSONDecodeError:
         return None
-    if not isinstance(content, dict):
-        return None
+    return _place(content) if isinstance(content, dict) else None
+
+
+def _place(content: Json) -> TrainingEnvelope | None:
+    """Return the place that a JSON object names; None if it has none."""
     model_id, seq_id = content.get("model_id"), content.get("seq_id")
     if not isinstance(model_id, str) or type(seq_id) is not int or not 1 <= seq_id < 2**31:
         return None

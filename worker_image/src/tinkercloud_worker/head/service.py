@@ -377,15 +377,16 @@ class HeadService:
         if sample is not None:
             sample.task.cancel()
 
-    async def retrieve(self, request_id: str) -> Result | None:
-        """Wait for a result; None if it takes longer than a long poll.
+    async def retrieve(self, request_id: str, seconds: float | None = None) -> Result | None:
+        """Wait for a result; None if it takes longer than a long poll, or than `seconds`.
 
         Raises:
             ResultGone: it is a sample, and no longer kept.
             NotFound: the request is unknown, or its result is no longer kept.
         """
         self._last_activity = time.monotonic()
-        seconds = self._backend.config.timings.long_poll_seconds
+        longest = self._backend.config.timings.long_poll_seconds
+        seconds = longest if seconds is None else min(seconds, longest)
         try:
             async with asyncio.timeout(seconds):
                 await self.recall(request_id.rpartition(":")[0])
