@@ -103,7 +103,7 @@ def use_alias(world: World) -> None:
 
 def fine_tune_fully(world: World) -> None:
     """Train all parameters of a model."""
-    client = settle(world.service.create_lora_training_client(rank=0))
+    client = settle(world.service.create_lora_training_client(MODEL, rank=0))
     assert not client.get_info().is_lora
     before = settle(client.forward_backward([datum()], "cross_entropy")).metrics["loss:sum"]
     settle(client.optim_step(adam()))

@@ -17,6 +17,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 
+if "COMPATIBILITY_TORCH" in os.environ:
+    # One installation of torch, which the SDK needs for losses of the client, serves all versions.
+    sys.path.append(os.environ["COMPATIBILITY_TORCH"])
+
 import calls
 import flows
 from world import World

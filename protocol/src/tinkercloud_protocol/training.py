@@ -5,7 +5,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
@@ -21,6 +21,26 @@ class OptimizerConfig(WireModel):
     type: Name = "adamw"
 
 
+def _without_rank_0(config: object) -> object:
+    """Return None for an adapter of rank 0, by which clients of the SDK ask for full fine-tuning.
+
+    Raises:
+        ValueError: It excludes layers, which full fine-tuning cannot do.
+    """
+    if not isinstance(config, dict) or config.get("rank") != 0:
+        return config
+    excluded = [name for name in _LAYERS if config.get(name, True) is not True]
+    if excluded:
+        raise ValueError(
+            f"rank 0 means full fine-tuning, which trains all layers; remove {', '.join(excluded)},"
+            " or set a rank of at least 1"
+        )
+    return None
+
+
+_LAYERS = ("train_attn", "train_mlp", "train_unembed")
+
+
 class CreateModelRequest(WireModel):
     """POST create_model: start a training run."""
 
@@ -28,8 +48,8 @@ class CreateModelRequest(WireModel):
     model_seq_id: Annotated[int, Field(ge=0, lt=2**31)]
     base_model: Name
     user_metadata: UserMetadata | None = None
-    lora_config: LoraConfig | None = None
-    """Absent means full fine-tuning."""
+    lora_config: Annotated[LoraConfig | None, BeforeValidator(_without_rank_0)] = None
+    """Absent, or with a rank of 0, means full fine-tuning."""
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
