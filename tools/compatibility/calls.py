@@ -6,12 +6,11 @@ A call is written once and serves both forms of a method: `do` is bound to `save
 
 import math
 from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import tinker
 from tinker import types
-
 from world import (
     MODEL,
     RANK,
@@ -396,7 +395,7 @@ def _(world: World, do: Callable[..., Any]) -> None:
 
 @exercise("RestClient.get_billing_usage")
 def _(world: World, do: Callable[..., Any]) -> None:
-    end = datetime.now(timezone.utc).replace(minute=0, second=0, microsecond=0)
+    end = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     assert do(end - timedelta(hours=1), end).data is not None
 
 

@@ -5,10 +5,9 @@ import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import calls
 import tinker
 from tinker import types
-
-import calls
 from world import ALIAS, MODEL, RANK, TOKENS, World, adam, datum, prompt, settle
 
 Flow = Callable[[World], None]
@@ -37,8 +36,8 @@ def applicable(world: World) -> Iterator[tuple[str, Flow]]:
 
 
 def _resources() -> Any:  # noqa: ANN401 - modules that differ between versions
-    import tinker.resources.models
     import tinker.resources
+    import tinker.resources.models
 
     return tinker.resources
 

@@ -143,6 +143,10 @@ def serve(
             " repeated."
         ),
     ] = None,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(help="Another name of a served model, as ALIAS=NAME. Can be repeated."),
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     state_dir: StateDir = None,
@@ -152,7 +156,14 @@ def serve(
     for entry in model or []:
         name, _, where = entry.partition("=")
         models[name] = where or name
-    settings = _settings(host=host, port=port, state_dir=state_dir, models=models or None)
+    aliases = dict(entry.partition("=")[::2] for entry in alias or [])
+    settings = _settings(
+        host=host,
+        port=port,
+        state_dir=state_dir,
+        models=models or None,
+        aliases=aliases or None,
+    )
     logs.configure(settings)
     try:
         server.run(settings)

@@ -40,11 +40,12 @@ class WeightsInfoRequest(WireModel):
 
 @router.get("/get_server_capabilities")
 async def capabilities(server: Server, _caller: Caller) -> ServerCapabilities:
-    """List the served base models."""
+    """List the served base models, under each of their names."""
     return ServerCapabilities(
         supported_models=[
-            SupportedModel(model_name=model.name, max_context_length=model.max_context_length)
+            SupportedModel(model_name=name, max_context_length=model.max_context_length)
             for model in server.provider.models()
+            for name in model.names
         ]
     )
 
@@ -117,7 +118,8 @@ async def create_sampling_session(
     if request.model_path is not None:
         path = CheckpointPath.parse(request.model_path)
         manifest = await server.checkpoints.manifest(path, caller)
-        if base_model is not None and not is_of(base_model, manifest.base_model):
+        models = server.provider.models()
+        if base_model is not None and not is_of(base_model, manifest.base_model, models):
             raise InvalidRequest(
                 f"base_model: {path} was trained on {manifest.base_model!r}, not {base_model!r}"
             )
