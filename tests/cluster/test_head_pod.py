@@ -23,6 +23,7 @@ from tinkercloud_operator.children import support_objects
 from tinkercloud_operator.decide import reconcile
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.checkpoints import SuspendedManifest, suspended_key
+from tinkercloud_protocol.futures import JSON, PROTOBUF
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import HeadStatus, ModelSpec
 from tinkercloud_testing.cluster.client import Cluster
@@ -89,7 +90,12 @@ class Session:
         self, method: str, path: str, body: bytes | None = None, **headers: str
     ) -> tuple[int, bytes]:
         """Send a request with the token of the head, or another one."""
-        fields = {routes.HEAD_TOKEN_HEADER: self.token, routes.TARGET_HEADER: self.run_id} | headers
+        fields = {
+            routes.HEAD_TOKEN_HEADER: self.token,
+            routes.TARGET_HEADER: self.run_id,
+            "Content-Type": PROTOBUF if path == routes.FORWARD_BACKWARD else JSON,
+            "Accept": PROTOBUF,
+        } | headers
         request = Request(self.url + path, data=body, headers=fields, method=method)
         try:
             with urlopen(request, timeout=60) as response:

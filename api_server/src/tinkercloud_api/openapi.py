@@ -38,6 +38,7 @@ _GONE = {
     "/api/v1/session_heartbeat",
     routes.ASAMPLE,
     routes.CANCEL_FUTURE,
+    routes.FORWARD,
     routes.FORWARD_BACKWARD,
     routes.LOAD_WEIGHTS,
     routes.OPTIM_STEP,
@@ -56,6 +57,7 @@ _JSON_BODIES: dict[str, type[BaseModel]] = {
 }
 _SUMMARIES = {
     routes.FORWARD_BACKWARD: "Compute losses and accumulate gradients",
+    routes.FORWARD: "Compute losses without gradients",
     routes.OPTIM_STEP: "Apply the accumulated gradients",
     routes.SAVE_WEIGHTS: "Save a training checkpoint",
     routes.SAVE_WEIGHTS_FOR_SAMPLER: "Save weights for sampling",

@@ -16,7 +16,7 @@ from tinkercloud_protocol.errors import Unavailable
 
 log = structlog.get_logger(__name__)
 
-_FORWARDED = ("content-type", "content-encoding")
+_FORWARDED = ("content-type", "content-encoding", "accept", routes.IDEMPOTENCY_HEADER)
 _RETURNED = frozenset({b"content-type", b"content-length", b"retry-after"})
 _TO_HEAD = metrics.PROXY_BYTES.labels("to_head")
 _FROM_HEAD = metrics.PROXY_BYTES.labels("from_head")
@@ -52,7 +52,7 @@ class Proxy:
             endpoint: endpoint of the head.
             path: path of the request.
             target: the model or sampling session whose ownership was checked.
-            headers: headers of the client's request; only those about the body are forwarded.
+            headers: headers of the client's request; only those that heads read are forwarded.
             body: the whole body, or its chunks as they arrive.
             replace: responses to substitute, by the head's status: a status and a JSON body.
             refusal: why the head must reject the request, at its position in its model's sequence;

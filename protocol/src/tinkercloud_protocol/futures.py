@@ -6,6 +6,8 @@
 | failed | 200 | `{"error": <sentence>, "category": "user" / "server" / "unknown"}` |
 | finished | 200 | protobuf (forward_backward, asample) or a JSON object without the key `error` |
 
+Clients that do not accept protobuf receive the protobuf results in JSON (`json_results`).
+
 The status of pending responses is 408 instead of 200, because the SDK logs a warning for each of
 the latter. Pending responses must be delayed (long poll), because the SDK retries them without any
 delay.
@@ -28,10 +30,15 @@ PROTOBUF = "application/x-protobuf"
 def is_json(content_type: str) -> bool:
     """Return whether a request body of this type is JSON.
 
-    `curl -d` says `application/x-www-form-urlencoded` unless it is told otherwise.
+    `curl -d` says `application/x-www-form-urlencoded` without a type of its own.
     """
     kind = content_type.split(";", maxsplit=1)[0].strip().lower()
     return kind in {JSON, "application/x-www-form-urlencoded"}
+
+
+def accepts_protobuf(accept: str | None) -> bool:
+    """Return whether a client accepts protobuf, by its header Accept, as SDKs from 0.25 send it."""
+    return accept is not None and PROTOBUF in accept.lower()
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ def load_batch(body: bytes) -> Json:
             f"data: the request has about {values} values; at most {MAX_VALUES} are accepted in"
             " JSON. Send less data per request, or send protobuf, as the SDK does"
         )
-    # Besides the parts there are the request, its input, and two objects per datum.
+    # In addition to the parts there are the request, its input, and two objects per datum.
     check_parts(body.count(b"{") // 3)
     try:
         content = orjson.loads(body)

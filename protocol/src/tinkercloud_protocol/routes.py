@@ -17,6 +17,10 @@ ASAMPLE = "/api/v1/asample"
 RETRIEVE_FUTURE = "/api/v1/retrieve_future"
 CANCEL_FUTURE = "/api/v1/cancel_future"
 
+IDEMPOTENCY_HEADER = "x-idempotency-key"
+"""The client's name for a request that has no seq_id: the same name is the same request, for as
+long as its result is kept."""
+
 HEAD_TOKEN_HEADER = "x-tinkercloud-head-token"  # noqa: S105
 """Proves to a head that a request comes from its API server."""
 GENERATION_HEADER = "x-tinkercloud-generation"

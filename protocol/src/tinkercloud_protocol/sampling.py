@@ -1,5 +1,6 @@
 """Sampling requests, as the SDK sends them in JSON."""
 
+import secrets
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -76,11 +77,24 @@ class WireTensor(WireModel):
     sparse_col_indices: Items[Int64] | None = None
 
 
+def free_sample_number(number: int) -> int:
+    """Return a number for a sampling request that has none, made from any integer.
+
+    It is at least 2**62. The SDK counts from 0, and its k-th unpickled client from k * 10**9.
+    """
+    return 2**62 + number % 2**62
+
+
+def _random_sample_number() -> int:
+    return free_sample_number(secrets.randbits(62))
+
+
 class SampleRequest(WireModel):
     """POST asample: sample continuations of a prompt, and optionally score the prompt."""
 
     sampling_session_id: Name
-    seq_id: Annotated[int, Field(ge=0, lt=2**63)]
+    seq_id: Annotated[int, Field(ge=0, lt=2**63)] = Field(default_factory=_random_sample_number)
+    """Number of the request in its sampling session. If absent, a random one."""
     prompt: ModelInput
     num_samples: Annotated[int, Field(ge=1, le=1024)] = 1
     sampling_params: SamplingParams = SamplingParams()
@@ -111,6 +125,11 @@ class SampleRequest(WireModel):
                 "prompt_logprobs_last_n needs prompt_logprobs to be true, or topk_prompt_logprobs"
             )
         return self
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the client has numbered it."""
+        return "seq_id" in self.model_fields_set
 
     @property
     def scores_prompt(self) -> bool:

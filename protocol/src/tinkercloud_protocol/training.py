@@ -12,7 +12,8 @@ from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire import Name, TtlSeconds, Uri, UserMetadata, WireModel
 
 SeqId = Annotated[int, Field(ge=1, le=2**31 - 1)]
-"""Position in the model's order of requests; the SDK counts from 1 without gaps."""
+"""Position in the model's order of requests; the SDK counts from 1 without gaps. A request without
+one comes after all that have arrived."""
 
 
 class OptimizerConfig(WireModel):
@@ -56,8 +57,9 @@ class CreateModelRequest(WireModel):
 class LoadWeightsRequest(WireModel):
     """POST load_weights, in both of its forms.
 
-    In place: `model_id` and `seq_id` name an existing model and the request's position in its
-    order. Create-via-load: `session_id` and `model_seq_id` start a new run from a checkpoint.
+    In place: `model_id` names an existing model, and `seq_id` the request's position in its order,
+    if it has one. Create-via-load: `session_id` and `model_seq_id` start a new run from a
+    checkpoint.
     """
 
     path: Uri
@@ -73,12 +75,12 @@ class LoadWeightsRequest(WireModel):
 
     @model_validator(mode="after")
     def _has_one_form(self) -> "LoadWeightsRequest":
-        in_place = self.model_id is not None and self.seq_id is not None
+        in_place = self.model_id is not None
         create = self.session_id is not None and self.model_seq_id is not None
         if in_place == create:
             raise ValueError(
-                "set either model_id and seq_id (load into an existing model) or session_id and"
-                " model_seq_id (create a model from the checkpoint)"
+                "set either model_id (load into an existing model) or session_id and model_seq_id"
+                " (create a model from the checkpoint)"
             )
         return self
 
@@ -93,7 +95,7 @@ class OptimStepRequest(WireModel):
     """POST optim_step: apply the accumulated gradient."""
 
     model_id: Name
-    seq_id: SeqId
+    seq_id: SeqId | None = None
     adam_params: AdamParams | None = None
     optimizer_params: OtherOptimizerParams | None = None
 
@@ -112,11 +114,16 @@ class OptimStepRequest(WireModel):
         )
 
 
+def default_name(seq_id: int) -> str:
+    """Return the name of the training checkpoint that an unnamed request of this number writes."""
+    return f"step-{seq_id:06d}"
+
+
 class SaveWeightsRequest(WireModel):
     """POST save_weights: write a training checkpoint."""
 
     model_id: Name
-    seq_id: SeqId
+    seq_id: SeqId | None = None
     path: Name | None = None
     """Name of the checkpoint; absent means a name derived from the seq_id."""
     ttl_seconds: TtlSeconds | None = None
@@ -124,8 +131,8 @@ class SaveWeightsRequest(WireModel):
     user_metadata: UserMetadata | None = None
 
     def name(self) -> str:
-        """Return the checkpoint's name."""
-        return self.path if self.path is not None else f"step-{self.seq_id:06d}"
+        """Return the checkpoint's name; a request without `path` must have a number."""
+        return self.path if self.path is not None else default_name(self.seq_id or 0)
 
 
 class SaveWeightsForSamplerRequest(WireModel):
@@ -136,7 +143,7 @@ class SaveWeightsForSamplerRequest(WireModel):
     """
 
     model_id: Name
-    seq_id: SeqId
+    seq_id: SeqId | None = None
     path: Name | None = None
     sampling_session_seq_id: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"

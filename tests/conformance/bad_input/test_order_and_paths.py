@@ -208,7 +208,7 @@ def test_a_load_in_both_forms_or_in_neither_is_rejected(run: Run) -> None:
     answer = run.server.post("load_weights", {"path": path, "optimizer": False})
 
     assert answer.status == 400
-    assert "set either model_id and seq_id" in answer.detail
+    assert "set either model_id (load into" in answer.detail
 
 
 NOT_SERVED_IN_ORDER = {

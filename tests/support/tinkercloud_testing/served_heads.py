@@ -11,7 +11,7 @@ import aiohttp
 import orjson
 import uvicorn
 
-from tinkercloud_protocol import routes
+from tinkercloud_protocol import futures, routes
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Limits, ModelSpec, SamplerSpec
 from tinkercloud_protocol.object_store import open_store
 from tinkercloud_testing.engines import an_engine
@@ -90,10 +90,10 @@ class ServedHead:
         spec = SamplerSpec(owner=owner).model_dump_json().encode()
         await self.send(f"{routes.HEAD_SAMPLERS}/{session}", spec, session, method="PUT")
 
-    async def result(self, request_id: str) -> Answer:
+    async def result(self, request_id: str, accept: str = futures.PROTOBUF) -> Answer:
         """Wait for the result of a request."""
-        body = orjson.dumps({"request_id": request_id})
-        return await self.send(routes.RETRIEVE_FUTURE, body, request_id.rpartition(":")[0])
+        body, target = orjson.dumps({"request_id": request_id}), request_id.rpartition(":")[0]
+        return await self.send(routes.RETRIEVE_FUTURE, body, target, accept=accept)
 
     async def failure(self, request_id: str) -> str:
         """Return why a request failed."""

@@ -200,10 +200,22 @@ class Server:
         """POST to an API path."""
         return self.request("POST", f"/api/v1/{path}", body, key=key)
 
-    def result(self, request_id: str, *, key: str | None = API_KEY) -> Answer:
+    def result(
+        self,
+        request_id: str,
+        *,
+        key: str | None = API_KEY,
+        accept: str = "application/x-protobuf, application/json",
+    ) -> Answer:
         """Wait for a future like the SDK."""
         while True:
-            answer = self.post("retrieve_future", {"request_id": request_id}, key=key)
+            answer = self.request(
+                "POST",
+                "/api/v1/retrieve_future",
+                {"request_id": request_id},
+                key=key,
+                headers={"Accept": accept},
+            )
             if answer.status != 408:
                 return answer
 

@@ -28,6 +28,7 @@ Shapes: R rows (positions of all data of a request, one after another), K target
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -294,6 +295,32 @@ def derivative(loss: Loss, lp: Tensor, inputs: LossInputs) -> tuple[Tensor, Tens
         per_target = loss.function(leaf, inputs)
         (gradient,) = torch.autograd.grad(per_target.sum(), leaf)
     return per_target.detach().sum(dtype=torch.float64), gradient
+
+
+def per_target(
+    name: str, logprobs: Sequence[FloatArray], inputs: Sequence[Mapping[str, FloatArray]]
+) -> list[FloatArray]:
+    """Return the loss of every target: every loss is defined as the sum of these.
+
+    Args:
+        name: the loss.
+        logprobs: per datum, float32 [N] or [N, K].
+        inputs: per datum, float32 [N, K] by name, including settings and defaults.
+
+    Returns:
+        Per datum, float32 of the shape of its logprobs.
+    """
+    sizes = np.array([array.size for array in logprobs])
+    flat = {
+        key: torch.from_numpy(np.concatenate([datum[key].ravel() for datum in inputs])[:, None])
+        for key in inputs[0]
+    }
+    # Only token-local losses accept K > 1, and for those every target may be a row of its own.
+    datum_of_row = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
+    lp = torch.from_numpy(np.concatenate([array.ravel() for array in logprobs])[:, None])
+    losses = find(name).function(lp, LossInputs(flat, datum_of_row, len(sizes))).numpy().ravel()
+    parts = np.split(losses, np.cumsum(sizes)[:-1])
+    return [part.reshape(array.shape) for part, array in zip(parts, logprobs, strict=True)]
 
 
 def _listed(names: Mapping[str, object] | Sequence[str]) -> str:

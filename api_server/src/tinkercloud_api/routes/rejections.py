@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from tinkercloud_api.routes.call import Call, head_for_run
 from tinkercloud_protocol import envelope
-from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, NotFound, WireError
+from tinkercloud_protocol.errors import BodyTooLarge, NotFound, WireError
 from tinkercloud_protocol.training import (
     LoadWeightsRequest,
     SaveWeightsForSamplerRequest,
@@ -51,12 +51,11 @@ async def forward_rejection(call: Call, body: bytes, error: WireError) -> None:
     """Have the head fail a request at its position in its model's sequence.
 
     Raises:
-        WireError: `error` itself, if the request states no model.
+        WireError: `error` itself, if the request states no such position.
     """
-    try:
-        model_id = envelope.peek_json(body, "model_id")
-    except InvalidRequest:
-        raise error from None
+    if not envelope.names_place(envelope.peek_json_place(body)):
+        raise error
+    model_id = envelope.peek_json(body, "model_id")
     endpoint = await head_for_run(call, model_id)
     await call.forward(endpoint, model_id, body, refusal=error.message[:_MAX_REASON_CHARACTERS])
 

@@ -7,6 +7,10 @@ find that head and to record the checkpoints and sampling sessions that the requ
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
+from http import HTTPStatus
+
+import orjson
 
 from tinkercloud_api.catalog.tables import SamplingSession
 from tinkercloud_api.http import chain, read_prefix
@@ -18,14 +22,15 @@ from tinkercloud_api.routes.rejections import (
     sequence_position,
 )
 from tinkercloud_protocol import envelope, futures
-from tinkercloud_protocol.asgi import check_encoding, decompress, respond
+from tinkercloud_protocol.asgi import Message, check_encoding, decompress, respond
 from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, NotFound
-from tinkercloud_protocol.ids import ModelId, SamplingSessionId
+from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 from tinkercloud_protocol.training import (
     LoadWeightsRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
+    default_name,
 )
 from tinkercloud_protocol.wire import parse_json
 
@@ -58,6 +63,9 @@ async def save_weights(call: Call, body: bytes) -> None:
     endpoint = await head_for_run(call, model_id)
     request = await _parse_or_none(SaveWeightsRequest, body)
     if request is not None and request.model_id == model_id:
+        if request.path is None and request.seq_id is None:
+            await _forward_unnamed_save(call, endpoint, model_id, body)
+            return
         path = _path_or_none(model_id, CheckpointKind.TRAINING, request.name())
         await _forward_save(call, endpoint, request, body, path)
         return
@@ -149,6 +157,34 @@ async def _forward_save(
         await forward_rejection(call, sequence_position(request), error)
         return
     await checkpoints.record_pending_unless_rejected(path, call.principal.owner, forward)
+
+
+async def _forward_unnamed_save(
+    call: Call, endpoint: HeadEndpoint, model_id: str, body: bytes
+) -> None:
+    """Forward a save request without a name and without the number that its name derives from.
+
+    The head numbers it. Its checkpoint is recorded then, before the client receives the response;
+    if the server stops in between, the client has no response, and the checkpoint of its request
+    is only listed after `tinkercloud catalog rebuild`.
+    """
+    checkpoints, settings = call.server.checkpoints, call.server.settings
+    unnamed = CheckpointPath(model_id, CheckpointKind.TRAINING, "unnamed")
+    await checkpoints.check_quota(unnamed, settings.max_checkpoint_bytes_per_owner)
+    response: list[Message] = []
+
+    async def keep(message: Message) -> None:
+        response.append(message)
+
+    asked = replace(call, raw_send=keep)
+    await asked.forward(endpoint, model_id, body)
+    if asked.status == HTTPStatus.OK:
+        promise = orjson.loads(b"".join(message.get("body", b"") for message in response))
+        name = default_name(RequestId.parse(promise["request_id"]).seq_id)
+        path = CheckpointPath(model_id, CheckpointKind.TRAINING, name)
+        await checkpoints.record_pending(path, call.principal.owner)
+    for message in response:
+        await call.send(message)
 
 
 async def _record_sampler(call: Call, model_id: ModelId, index: int) -> None:

@@ -75,6 +75,8 @@ class HeadState(_Part):
     samples: list[Span]
     """Unfinished sampling requests."""
     samplers: list[StoredSampler]
+    keys: Mapping[str, int] = {}
+    """Numbers of the requests that were sent without one, by idempotency key."""
 
 
 class Bodies:

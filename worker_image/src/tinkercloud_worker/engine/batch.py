@@ -75,22 +75,18 @@ class Batch:
         unused = {f"unused_{name}:sum": float(count) for name, count in self.unused.items()}
         return {**sums, "loss:mean": sums["loss:sum"] / len(self.examples), **unused}
 
-    def elementwise_loss(self, logprobs: Sequence[FloatArray]) -> Sequence[FloatArray] | None:
-        """Return the loss of every target, if the hosted service reports it for this loss.
+    def elementwise_loss(self, logprobs: Sequence[FloatArray]) -> Sequence[FloatArray]:
+        """Return the loss of every target.
 
         Args:
             logprobs: for each example, float32 [N] or [N, K], as trainers return them.
 
         Returns:
-            For cross_entropy, -weight * logprob in the shape of the logprobs; for other losses
-            None.
+            For each example, float32 in the shape of its logprobs.
         """
-        if self.loss_fn != "cross_entropy":
-            return None
-        return [
-            -lp * example.inputs["weights"].reshape(lp.shape)
-            for lp, example in zip(logprobs, self.examples, strict=True)
-        ]
+        return losses.per_target(
+            self.loss_fn, logprobs, [example.inputs for example in self.examples]
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ first if another chunk was rejected.
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import TypeVar
 from urllib.parse import unquote
 
@@ -24,7 +25,8 @@ from tinkercloud_protocol.errors import (
     Unauthenticated,
     WireError,
 )
-from tinkercloud_protocol.ids import ModelId, SamplingSessionId
+from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
+from tinkercloud_protocol.json_results import forward_backward_as_json, sample_as_json
 from tinkercloud_protocol.launch import (
     HeldModels,
     Limits,
@@ -45,6 +47,7 @@ from tinkercloud_worker.head.http import LARGE_BODY_BYTES, Request, Response, er
 from tinkercloud_worker.head.lifecycle import Lifecycle
 from tinkercloud_worker.head.service import HeadService
 from tinkercloud_worker.head.token import HeadToken
+from tinkercloud_worker.head.unnumbered import Arrivals
 
 log = structlog.get_logger(__name__)
 
@@ -60,6 +63,9 @@ class WrongGeneration(WireError):
     status = routes.WRONG_GENERATION_STATUS
 
 
+MAX_KEY_CHARACTERS = 256
+"""Maximum length of an idempotency key."""
+
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -73,6 +79,7 @@ class HeadApp:
         self._limits = limits
         self._token = token
         self._generation = generation
+        self._arrivals = Arrivals()
         self._body_limiter = BodyLimiter(limits.max_body_bytes)
         self._routes: dict[tuple[str, str], Handler] = {
             ("GET", routes.HEAD_HEALTH): self._health,
@@ -186,27 +193,44 @@ class HeadApp:
             async with self._received(request) as body:
                 place = envelope.peek_training(body[: envelope.PREFIX_BYTES])
                 self._check_target(request, place.model_id)
-                if place.seq_id < 1:
-                    raise InvalidRequest(f"seq_id: must be 1 or more, got {place.seq_id}")
-                # In a thread even if the body is small: a sparse tensor expands to any size.
-                received = await asyncio.to_thread(requests.receive_batch, body, place)
+                if place.seq_id < 0:
+                    raise InvalidRequest(
+                        f"seq_id: must be 1 or more, or absent, got {place.seq_id}"
+                    )
+                async with self._turn_of(place):
+                    # In a thread even if the body is small: a sparse tensor expands to any size.
+                    received = await asyncio.to_thread(requests.receive_batch, body, place)
+                    return await self._submit(request, received)
         except BodyTooLarge as error:
             await self._queue_rejection(request, error)
             raise
-        return await self._submit(received)
+
+    @asynccontextmanager
+    async def _turn_of(self, place: envelope.TrainingEnvelope) -> AsyncIterator[None]:
+        """Wait for the requests that arrived earlier, unless the request has a number."""
+        if place.seq_id > 0:
+            yield
+            return
+        async with self._arrivals.turn(place.model_id):
+            yield
 
     async def _forward(self, request: Request) -> Response:
         return await self._json_batch(request, routes.FORWARD)
 
     async def _json_batch(self, request: Request, path: str) -> Response:
-        async with self._received(request) as body:
-            received = await asyncio.to_thread(requests.receive_json_batch, path, body)
-        self._check_target(request, received.place.model_id)
-        return await self._submit(received)
+        parse = partial(requests.receive_json_batch, path)
+        async with self._received(request) as body, self._routed_turn(request):
+            return await self._submit(request, await asyncio.to_thread(parse, body))
 
-    async def _submit(self, received: requests.Received) -> Response:
+    def _routed_turn(self, request: Request) -> AbstractAsyncContextManager[None]:
+        """Wait for the requests in JSON that arrived earlier: any of them may have no number."""
+        return self._arrivals.turn(request.headers.get(routes.TARGET_HEADER, ""))
+
+    async def _submit(self, request: Request, received: requests.Received) -> Response:
+        self._check_target(request, received.place.model_id)
+        key = None if received.is_numbered else _idempotency_key(request)
         await self._service.recall(received.place.model_id)
-        request_id = self._service.submit(received)
+        request_id = self._service.submit(received, key)
         return Response(futures.promise(request_id, model_id=received.place.model_id))
 
     async def _queue_rejection(self, request: Request, error: BodyTooLarge) -> None:
@@ -223,24 +247,22 @@ class HeadApp:
             log.info("an oversized body names no model and number; nothing is queued")
 
     async def _ordered(self, request: Request) -> Response:
-        async with self._received(request) as body:
-            received = await _off_loop(lambda body: requests.receive_json(request.path, body), body)
-        self._check_target(request, received.place.model_id)
-        return await self._submit(received)
+        parse = partial(requests.receive_json, request.path)
+        async with self._received(request) as body, self._routed_turn(request):
+            return await self._submit(request, await _off_loop(parse, body))
 
     async def _refused(self, request: Request) -> Response:
         """Queue a request that the API server has rejected, on any path."""
         reason = InvalidRequest(unquote(request.headers[routes.REFUSAL_HEADER]))
+        parse = partial(requests.receive_refused, request.path, error=reason)
         async with self._received(request) as body:
-            received = await _off_loop(
-                lambda body: requests.receive_refused(request.path, body, reason), body
-            )
-        self._check_target(request, received.place.model_id)
-        return await self._submit(received)
+            return await self._submit(request, await _off_loop(parse, body))
 
     async def _asample(self, request: Request) -> Response:
         async with self._received(request) as body:
             parsed = await _off_loop(parse_sample, body)
+            if not parsed.is_numbered:
+                parsed = requests.named_sample(parsed, _idempotency_key(request))
             self._check_target(request, parsed.sampling_session_id)
             # In a thread even if the body is small: a sparse tensor of targets expands.
             prepared = await asyncio.to_thread(self._service.prepare, parsed)
@@ -257,6 +279,12 @@ class HeadApp:
         if result is None:
             pending = futures.pending(request_id, *self._service.why_waiting(request_id))
             return Response(pending, futures.PENDING_STATUS)
+        if result.content_type == futures.PROTOBUF and not futures.accepts_protobuf(
+            request.headers.get("accept")
+        ):
+            is_sample = isinstance(RequestId.parse(request_id).target, SamplingSessionId)
+            convert = sample_as_json if is_sample else forward_backward_as_json
+            return Response(await _off_loop(convert, result.body))
         return Response(result.body, content_type=result.content_type)
 
     async def _cancel_future(self, request: Request) -> Response:
@@ -341,6 +369,17 @@ async def _disconnected(receive: Receive) -> None:
 
 def _resource(request: Request) -> str:
     return request.path.split("/", 2)[2] if request.path.count("/") >= 2 else ""
+
+
+def _idempotency_key(request: Request) -> str | None:
+    """Return the idempotency key of a request without a number, if it has one."""
+    key = request.headers.get(routes.IDEMPOTENCY_HEADER)
+    if key is not None and not 0 < len(key) <= MAX_KEY_CHARACTERS:
+        raise InvalidRequest(
+            f"{routes.IDEMPOTENCY_HEADER}: must have 1 to {MAX_KEY_CHARACTERS} characters, got"
+            f" {len(key)}"
+        )
+    return key
 
 
 def _seconds_to_wait(request: Request) -> float | None:

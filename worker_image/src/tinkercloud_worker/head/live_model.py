@@ -19,6 +19,7 @@ from tinkercloud_worker.head.queue import ModelQueue, Operation, RequestSource, 
 from tinkercloud_worker.head.requests import OrderedRequest
 from tinkercloud_worker.head.results import Results
 from tinkercloud_worker.head.samplers import Samplers
+from tinkercloud_worker.head.unnumbered import GivenNumbers
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +30,7 @@ class LiveModel:
     spec: ModelSpec
     operations: Operations
     queue: ModelQueue
+    given_numbers: GivenNumbers
     lineage: list[str]
     """Generations of the heads that suspended it, oldest first."""
 
@@ -97,7 +99,8 @@ def new_model(
         gap_seconds=timings.gap_seconds,
         drop_gradient=operations.drop_gradient,
     )
-    return LiveModel(model_id, spec, operations, queue, lineage=[])
+    given_numbers = GivenNumbers(queue.sequencer)
+    return LiveModel(model_id, spec, operations, queue, given_numbers, lineage=[])
 
 
 def latest_checkpoint(models: Iterable[LiveModel]) -> str | None:

@@ -410,9 +410,8 @@ def _decode(manifest: CheckpointManifest, files: formats.Contents) -> _Saved:
 
 
 def _encode_output(batch: Batch, output: LossOutput) -> bytes:
-    outputs = {"logprobs": output.logprobs}
-    if (elementwise_loss := batch.elementwise_loss(output.logprobs)) is not None:
-        outputs["elementwise_loss"] = elementwise_loss
+    elementwise_loss = batch.elementwise_loss(output.logprobs)
+    outputs = {"logprobs": output.logprobs, "elementwise_loss": elementwise_loss}
     metrics = {**batch.reported_metrics(output.metrics), **balance_metrics(output.expert_tokens)}
     return encode_forward_backward_output(outputs, metrics)
 

@@ -17,7 +17,7 @@ from tinkercloud_protocol.errors import InvalidRequest, WireError
 from tinkercloud_protocol.ids import RequestId, SamplingSessionId
 from tinkercloud_protocol.json_payloads import Json, decode_batch, load_batch
 from tinkercloud_protocol.payloads import decode_forward_backward
-from tinkercloud_protocol.sampling import SampleRequest
+from tinkercloud_protocol.sampling import SampleRequest, free_sample_number
 from tinkercloud_protocol.tensors import ForwardBackwardRequest
 from tinkercloud_protocol.training import (
     LoadWeightsRequest,
@@ -88,16 +88,53 @@ class Received:
     size: int
     """Bytes it takes while it waits."""
 
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the client has numbered it."""
+        return self.place.seq_id > 0
+
+    def numbered(self, seq_id: int) -> "Received":
+        """Return the request with a number."""
+        content = self.content
+        if not isinstance(content, WireError):
+            content = with_number(content, seq_id)
+        place = replace(self.place, seq_id=seq_id)
+        return replace(self, place=place, content=content)
+
+
+def with_number(request: OrderedRequest, seq_id: int) -> OrderedRequest:
+    """Return a request with a number."""
+    if isinstance(request, ForwardBackwardRequest):
+        return replace(request, seq_id=seq_id)
+    return request.model_copy(update={"seq_id": seq_id})
+
+
+def _received(path: str, body: bytes, request: OrderedRequest, size: int) -> Received:
+    if request.model_id is None:
+        raise InvalidRequest("model_id is required; create models through /models")
+    digest = content_digest(request)
+    if not request.seq_id:
+        # Never equal to that of a request which the client has numbered.
+        digest = body_digest(b"without seq_id" + digest)
+    place = TrainingEnvelope(request.model_id, request.seq_id or 0)
+    return Received(place, path, body, request, digest, size)
+
 
 def receive_batch(body: bytes, place: TrainingEnvelope) -> Received:
-    """Parse a forward_backward request whose prefix named its place."""
+    """Parse a forward_backward request whose prefix named its place.
+
+    Raises:
+        InvalidRequest: it is invalid and has no number.
+    """
     try:
         request = decode_forward_backward(body)
         place.check(request.model_id, request.seq_id)
     except InvalidRequest as error:
+        if place.seq_id == 0:
+            raise
         return receive_unread(routes.FORWARD_BACKWARD, body, place, error)
     size = max(len(body), request.num_bytes)
-    return Received(place, routes.FORWARD_BACKWARD, body, request, request.digest(), size)
+    return _received(routes.FORWARD_BACKWARD, body, request, size)
 
 
 def receive_json_batch(path: str, body: bytes) -> Received:
@@ -117,25 +154,20 @@ def receive_json_batch(path: str, body: bytes) -> Received:
         if place is None:
             raise
         return receive_unread(path, body, place, error)
-    place = TrainingEnvelope(request.model_id, request.seq_id)
-    size = max(len(body), request.num_bytes)
-    return Received(place, path, body, request, request.digest(), size)
+    return _received(path, body, request, max(len(body), request.num_bytes))
 
 
 def receive_json(path: str, body: bytes) -> Received:
     """Parse a request sent to another ordered path.
 
     Raises:
-        InvalidRequest: the body names no place in a model's order.
+        InvalidRequest: it is invalid, and names no place in a model's order.
     """
     try:
         request = read(path, body)
     except InvalidRequest as error:
         return receive_refused(path, body, error)
-    if request.model_id is None or request.seq_id is None:
-        raise InvalidRequest("model_id and seq_id are required; create models through /models")
-    place = TrainingEnvelope(request.model_id, request.seq_id)
-    return Received(place, path, body, request, content_digest(request), len(body))
+    return _received(path, body, request, len(body))
 
 
 def receive_refused(path: str, body: bytes, error: InvalidRequest) -> Received:
@@ -225,6 +257,14 @@ class Prepared:
     def request_id(self) -> RequestId:
         """The request's id."""
         return sample_request_id(self.request)
+
+
+def named_sample(request: SampleRequest, key: str | None) -> SampleRequest:
+    """Return an unnumbered sampling request; its number follows from its idempotency key."""
+    if key is None:
+        return request
+    name = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return request.model_copy(update={"seq_id": free_sample_number(int.from_bytes(name))})
 
 
 def sample_request_id(request: SampleRequest) -> RequestId:

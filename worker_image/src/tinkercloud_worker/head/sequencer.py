@@ -22,6 +22,8 @@ class Sequencer:
     """The lowest number whose request has not finished."""
     is_running: bool = False
     """Whether the request `next_seq_id` is running."""
+    gives_numbers: bool = False
+    """Whether requests without a number were given one."""
     _waiting: dict[int, int] = field(default_factory=dict)
     """Numbers that have arrived and not started, with their sizes in bytes."""
     queued_bytes: int = 0
@@ -48,13 +50,13 @@ class Sequencer:
             if known != digest:
                 raise InvalidRequest(
                     f"seq_id {seq_id} was already used by a request with different content; give"
-                    " each request its own number"
+                    f" each request its own number{self._advice}"
                 )
             return False
         if seq_id < self.next_seq_id:
             raise InvalidRequest(
                 f"seq_id {seq_id} is too low: the next request of this model has seq_id"
-                f" {self.next_seq_id}"
+                f" {self.next_seq_id}{self._advice}"
             )
         if seq_id > self.next_seq_id + MAX_AHEAD:
             raise InvalidRequest(
@@ -72,6 +74,24 @@ class Sequencer:
             )
         self.admit(seq_id, digest, size)
         return True
+
+    @property
+    def _advice(self) -> str:
+        if not self.gives_numbers:
+            return ""
+        return (
+            " (requests of this model that had no seq_id were given the next numbers: send a"
+            " seq_id with all of its requests, or with none)"
+        )
+
+    @property
+    def free_seq_id(self) -> int:
+        """The number after the highest one that is known."""
+        return max(*self._waiting, 0, self.next_seq_id + self.is_running - 1) + 1
+
+    def has(self, seq_id: int, digest: bytes) -> bool:
+        """Return whether a number was used by a request with this content."""
+        return self._digests.get(seq_id) == digest
 
     def admit(self, seq_id: int, digest: bytes, size: int) -> None:
         """Add a request that was accepted earlier, regardless of the limit."""

@@ -256,15 +256,27 @@ class HeadService:
             self._results.abandon(str(model_id))
             await model.operations.delete()
 
-    def submit(self, received: Received) -> str:
+    def submit(self, received: Received, key: str | None = None) -> str:
         """Queue a training request; return its id. An unreadable one fails in its place.
 
+        Args:
+            received: the request; one without a number is given the next free one.
+            key: the idempotency key of a request without a number.
+
         Raises:
-            InvalidRequest: its number can't be used.
+            InvalidRequest: its number or key can't be used.
             NotFound: the model is unknown.
             Overloaded: the queue is full, or too many results have not been retrieved.
         """
         model = self._model(received.place.model_id)
+        if received.is_numbered:
+            return self._enqueue(model, received)
+        seq_id = model.given_numbers.number(key, received.digest)
+        request_id = self._enqueue(model, received.numbered(seq_id))
+        model.given_numbers.record(seq_id, key)
+        return request_id
+
+    def _enqueue(self, model: LiveModel, received: Received) -> str:
         if isinstance(received.content, ForwardBackwardRequest):
             request_id = model.queue.request_id(received.place.seq_id)
             self._results.check_room(request_id, model.spec.owner)
@@ -498,3 +510,4 @@ class HeadService:
         model = self._models.get(str(parsed.target))
         if model is not None:
             model.queue.sequencer.forget(parsed.seq_id)
+            model.given_numbers.forget(parsed.seq_id)

@@ -183,6 +183,7 @@ class Suspension:
             results=[_stored_result(kept, bodies) for kept in self._kept_results(model, state)],
             samples=samples,
             samplers=[],
+            keys=model.given_numbers.keys,
         )
 
     def _kept_results(self, model: LiveModel, state: QueueSnapshot) -> list[ExportedResult]:
@@ -363,6 +364,8 @@ class Suspension:
             if request_id.target == model.model_id:
                 model.queue.sequencer.recall(request_id.seq_id, digest)
         state = head.state
+        for key, seq_id in state.keys.items():
+            model.given_numbers.record(seq_id, key)
         model.queue.restore(QueueSnapshot(state.next_seq_id, waiting, state.failure))
 
 
@@ -427,7 +430,9 @@ def _restored_operation(model: LiveModel, stored: StoredRequest, body: bytes) ->
         request = requests.read(stored.path, body)
     except InvalidRequest as error:
         return refusal(error, stored.role)
-    return model.operation(request, RequestSource(stored.path, body))
+    return model.operation(
+        requests.with_number(request, stored.seq_id), RequestSource(stored.path, body)
+    )
 
 
 def _unfinished_samples(head: SuspendedHead) -> list[SampleRequest]:
