@@ -99,6 +99,10 @@ def serve(
             " repeated."
         ),
     ] = None,
+    alias: Annotated[
+        list[str] | None,
+        typer.Option(help="Another name of a served model, as ALIAS=NAME. Can be repeated."),
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     state_dir: StateDir = None,
@@ -108,7 +112,14 @@ def serve(
     for entry in model or []:
         name, _, where = entry.partition("=")
         models[name] = where or name
-    settings = read_settings(host=host, port=port, state_dir=state_dir, models=models or None)
+    aliases = dict(entry.partition("=")[::2] for entry in alias or [])
+    settings = read_settings(
+        host=host,
+        port=port,
+        state_dir=state_dir,
+        models=models or None,
+        aliases=aliases or None,
+    )
     logs.configure(settings)
     try:
         server.run(settings)

@@ -1,5 +1,6 @@
 """Alternative names by which clients request a served model and its tokenizer.
 
+an alias                  a name that the operator configured (the setting `aliases`)
 NAME:peft:<length>        a long-context variant in Tinker's naming; refers to NAME
 ORG/MODEL of ORG/MODEL/VARIANT, NAME of NAME:...
 the tokenizer, under the model name as the SDK shortens it
@@ -7,8 +8,9 @@ thinkingmachineslabinc/meta-llama-3-instruct-tokenizer
 the tokenizer, as the SDK and the cookbook rename meta-llama/Llama-3...
 """
 
+import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tinkercloud_api.providers.base import ServedModel
 
@@ -26,27 +28,53 @@ def without_context_length(name: str) -> str:
     return _CONTEXT_LENGTH.sub("", name)
 
 
-def is_of(name: str, base_model: str) -> bool:
-    """Whether a name sent by a client refers to a base model."""
-    return base_model in {name, without_context_length(name)}
+def with_aliases(models: Sequence[ServedModel], aliases: Mapping[str, str]) -> list[ServedModel]:
+    """Return served models with their aliases. A model's own name takes precedence over an alias.
+
+    Args:
+        models: the served models.
+        aliases: names of served models by alias.
+    """
+    names = {model.name for model in models}
+    return [
+        dataclasses.replace(
+            model,
+            aliases=tuple(
+                alias
+                for alias, target in aliases.items()
+                if target == model.name and alias not in names
+            ),
+        )
+        for model in models
+    ]
+
+
+def is_of(name: str, base_model: str, models: Sequence[ServedModel]) -> bool:
+    """Whether a name sent by a client refers to a base model, which need not be served now."""
+    served = model_of(name, models)
+    refers = {name, without_context_length(name)}
+    return base_model in refers or (served is not None and served.name == base_model)
 
 
 def model_of(name: str, models: Sequence[ServedModel]) -> ServedModel | None:
     """Return the served model that a name refers to, or None."""
-    by_name = {model.name: model for model in models}
+    by_name = {each: model for model in models for each in model.names}
     return by_name.get(name) or by_name.get(without_context_length(name))
 
 
 def model_with_tokenizer(repo: str, models: Sequence[ServedModel]) -> ServedModel | None:
     """Return the served model whose tokenizer a hub repository name refers to, or None."""
     for model in models:
-        if repo in {model.name, model.tokenizer}:
+        if repo in {*model.names, model.tokenizer}:
             return model
     if repo == LLAMA_3_TOKENIZER:
-        llamas = [model for model in models if model.name.startswith(_LLAMA_3)]
+        llamas = [
+            (name, model) for model in models for name in model.names if name.startswith(_LLAMA_3)
+        ]
         # All of them share a vocabulary; only instruct models have the chat template.
-        return max(llamas, key=lambda model: "Instruct" in model.name, default=None)
-    return next((model for model in models if repo == _shortened(model.name)), None)
+        _, found = max(llamas, key=lambda named: "Instruct" in named[0], default=(None, None))
+        return found
+    return next((each for each in models if repo in map(_shortened, each.names)), None)
 
 
 def _shortened(name: str) -> str:

@@ -1,6 +1,7 @@
 """Resolves `--model NAME=WHERE` to a served model."""
 
 import json
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -19,6 +20,25 @@ def unknown_model(where: str) -> str:
         f"{where!r} is neither a local folder nor a valid Hugging Face model id (NAME or"
         " OWNER/NAME); pass an existing folder or a model id"
     )
+
+
+def check_aliases(aliases: Mapping[str, str], models: Container[str]) -> None:
+    """Check that each alias names a model and is not the name of another.
+
+    Raises:
+        ModelNotFoundError: the message names the alias, and what to change.
+    """
+    for alias, name in aliases.items():
+        if name not in models:
+            raise ModelNotFoundError(
+                f"alias {alias!r}: {name!r} is not among the models to serve; set it to one of their"
+                f" names: --alias {alias}=NAME"
+            )
+        if alias in models:
+            raise ModelNotFoundError(
+                f"alias {alias!r} is also the name of a model to serve; remove the alias, or serve"
+                " the model under another name"
+            )
 
 
 def resolve(name: str, where: str) -> ServedModel:

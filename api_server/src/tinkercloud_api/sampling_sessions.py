@@ -119,7 +119,8 @@ class SamplingSessions:
             path = CheckpointPath.parse(named.model_path)
             path.require_loadable()
             manifest = await self.checkpoints.manifest(path, principal)
-            if base_model is not None and not is_of(base_model, manifest.base_model):
+            models = self.training_runs.provider.models()
+            if base_model is not None and not is_of(base_model, manifest.base_model, models):
                 raise InvalidRequest(
                     f"base_model: {path} was trained on {manifest.base_model!r}, not {base_model!r}"
                 )

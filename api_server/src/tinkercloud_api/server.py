@@ -22,7 +22,8 @@ from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.catalog_rebuild import has_checkpoints
-from tinkercloud_api.models import resolve
+from tinkercloud_api.model_names import with_aliases
+from tinkercloud_api.models import check_aliases, resolve
 from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.providers.kubernetes import KubernetesProvider
@@ -101,9 +102,10 @@ def run(settings: Settings) -> None:
 
 def _provider(settings: Settings) -> SessionProvider:
     if settings.provider == "kubernetes":
-        return KubernetesProvider(settings.namespace, settings.models_dir)
+        return KubernetesProvider(settings.namespace, settings.models_dir, settings.aliases)
+    check_aliases(settings.aliases, settings.models)
     models = [resolve(name, where) for name, where in settings.models.items()]
-    return LocalProvider(models, settings)
+    return LocalProvider(with_aliases(models, settings.aliases), settings)
 
 
 def _url(settings: Settings, port: int) -> str:

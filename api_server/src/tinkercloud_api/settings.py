@@ -161,6 +161,11 @@ class Settings(BaseSettings):
     )
     """Models to serve. Maps the name of each model in the API to a local folder in Hugging Face
     format or to the ID of a model in the local Hugging Face cache."""
+    aliases: dict[str, str] = Field(
+        default_factory=dict, examples=[{"Qwen/Qwen3-4B-Instruct-2507": "Qwen/Qwen3-0.6B"}]
+    )
+    """Other names of served models, for programs with fixed model names. Maps each alias to the
+    name of a model. Responses contain the model's own name."""
     bootstrap_key: SecretStr | None = None
     """API key to register at startup, for scripts and charts: at least 16 random characters. The
     SDK accepts only keys that start with `tml-`; other clients accept any key. Changing it revokes

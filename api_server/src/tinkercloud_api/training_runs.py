@@ -80,7 +80,9 @@ class TrainingRuns:
         path.require_loadable()
         manifest = await self.checkpoints.manifest(path, reader)
         requested = request.base_model
-        if requested is not None and not is_of(requested, manifest.base_model):
+        if requested is not None and not is_of(
+            requested, manifest.base_model, self.provider.models()
+        ):
             raise InvalidRequest(
                 f"base_model: {path} was trained on {manifest.base_model!r} and cannot be loaded"
                 f" into {requested!r}"

@@ -22,6 +22,13 @@ class ClientConfig(Answer):
     """Flags that the SDK reads when a client is created. Absent flags have the SDK's defaults."""
 
     parallel_fwdbwd_chunks: bool = True
+    proto_write_fwdbwd: bool = True
+    """Training batches in protobuf rather than JSON, of which SDKs from 0.22 to 0.24 know both."""
+    fwd_via_fwdbwd: bool = True
+    """Forward passes as requests to forward_backward, so that they are protobuf too."""
+    create_model_via_load_weights: bool = True
+    """One request to create a model from a checkpoint, rather than three; SDKs from 0.24 to 0.25
+    know both ways."""
     proto_compress_fwdbwd: bool = False
     """zstd compression of uploads, which pays over a network but not on loopback."""
     fwdbwd_max_chunk_bytes_count: int = 5_000_000

@@ -5,7 +5,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, Field, StringConstraints, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, StringConstraints, model_validator
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
@@ -29,6 +29,26 @@ class OptimizerConfig(WireModel):
     type: Name = "adamw"
 
 
+def _without_rank_0(config: object) -> object:
+    """Return None for an adapter of rank 0, by which clients of the SDK ask for full fine-tuning.
+
+    Raises:
+        ValueError: It excludes layers, which full fine-tuning cannot do.
+    """
+    if not isinstance(config, dict) or config.get("rank") != 0:
+        return config
+    excluded = [name for name in _LAYERS if config.get(name, True) is not True]
+    if excluded:
+        raise ValueError(
+            f"rank 0 means full fine-tuning, which trains all layers; remove {', '.join(excluded)},"
+            " or set a rank of at least 1"
+        )
+    return None
+
+
+_LAYERS = ("train_attn", "train_mlp", "train_unembed")
+
+
 class CreateModelRequest(WireModel):
     """POST create_model: start a training run."""
 
@@ -38,8 +58,8 @@ class CreateModelRequest(WireModel):
     """Absent means the lowest number that the session has not used."""
     base_model: Annotated[Name, Field(validation_alias=AliasChoices("base_model", "model_name"))]
     user_metadata: UserMetadata | None = None
-    lora_config: LoraConfig | None = None
-    """Absent means full fine-tuning."""
+    lora_config: Annotated[LoraConfig | None, BeforeValidator(_without_rank_0)] = None
+    """Absent, or with a rank of 0, means full fine-tuning."""
     optimizer_config: OptimizerConfig = OptimizerConfig()
     rlve_config: RlveConfig | None = None
     """If enabled, a program on the server trains the model."""

@@ -23,11 +23,18 @@ class ServedModel:
     tokenizer: str | None = None
     """Name under which clients on any machine can load the tokenizer; None if they can use `name`
     or, on this machine, `local_path`."""
+    aliases: tuple[str, ...] = ()
+    """Other names that an operator configured for it (`model_names.with_aliases`)."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names under which clients can request it."""
+        return (self.name, *self.aliases)
 
 
 def unknown_base_model(name: str, models: Iterable[ServedModel]) -> str:
     """Return the error message for a base model that is not among the served ones."""
-    served = ", ".join(repr(model.name) for model in models) or "none"
+    served = ", ".join(repr(name) for model in models for name in model.names) or "none"
     return f"base_model {name!r} is not served here; served base models: {served}"
 
 

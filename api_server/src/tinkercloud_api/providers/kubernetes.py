@@ -10,16 +10,18 @@ and base model, or else by a session that all such samplers of the owner share.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import structlog
 from pydantic import ValidationError
 
 from tinkercloud_api.head_client import open_client
+from tinkercloud_api.model_names import with_aliases
 from tinkercloud_api.providers import session_spec
 from tinkercloud_api.providers.base import (
     HeadEndpoint,
@@ -58,13 +60,20 @@ ObjectT = TypeVar("ObjectT")
 class KubernetesProvider:
     """Implements `providers.base.SessionProvider`."""
 
-    def __init__(self, namespace: str, models_dir: Path | None) -> None:
+    def __init__(
+        self,
+        namespace: str,
+        models_dir: Path | None,
+        aliases: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """Create a provider; `start` connects it.
 
         Args:
             namespace: namespace of the resources.
             models_dir: folder with the mounted volumes of models, each under its claim's name.
+            aliases: names of base models by alias; those that are not served have no effect.
         """
+        self._aliases = aliases
         self._namespace = namespace
         self._models_dir = models_dir
         self._samplers: dict[tuple[str, str], str] = {}
@@ -103,7 +112,8 @@ class KubernetesProvider:
     def models(self) -> list[ServedModel]:
         """See `SessionProvider.models`."""
         offered = {model.spec.model_name: model for model in self._offered()}
-        return [self._served(model) for _, model in sorted(offered.items())]
+        served = [self._served(model) for _, model in sorted(offered.items())]
+        return with_aliases(served, self._aliases)
 
     def _offered(self) -> list[BaseModelView]:
         """Return the offered BaseModels in descending order of name.

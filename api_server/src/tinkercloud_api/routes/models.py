@@ -52,11 +52,12 @@ class WeightsInfoRequest(WireModel):
 
 @router.get("/get_server_capabilities")
 async def capabilities(server: Server, _caller: Caller) -> ServerCapabilities:
-    """List the served base models."""
+    """List the served base models, under each of their names."""
     return ServerCapabilities(
         supported_models=[
-            SupportedModel(model_name=model.name, max_context_length=model.max_context_length)
+            SupportedModel(model_name=name, max_context_length=model.max_context_length)
             for model in server.provider.models()
+            for name in model.names
         ],
         max_batch_size=MAX_BATCH_SIZE,
         features=list(FEATURES),

@@ -1,0 +1,166 @@
+"""What takes several methods, or calls that public methods do not offer."""
+
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import calls
+import tinker
+from tinker import types
+from world import ALIAS, MODEL, RANK, TOKENS, World, adam, datum, prompt, settle
+
+Flow = Callable[[World], None]
+
+
+def applicable(world: World) -> Iterator[tuple[str, Flow]]:
+    """Yield the title of each flow that the installed SDK can do, and the flow."""
+    yield "a training loop whose requests overlap", train
+    yield "a batch in several chunks", several_chunks
+    yield "losses importance_sampling, ppo, cispo", policy_losses
+    yield "several clients of a session at once", several_clients
+    yield "a model's alias", use_alias
+    yield "full fine-tuning with rank=0", fine_tune_fully
+    yield "a pickled SamplingClient", pickle_client
+    yield "an error of the server reaches the caller", show_error
+    if hasattr(tinker.ServiceClient, "__enter__"):
+        yield "with ServiceClient()", use_context
+    if hasattr(_resources().models, "AsyncModelsResource") and hasattr(
+        _resources().models.AsyncModelsResource, "unload"
+    ):
+        yield "AsyncTinker.models.unload", unload
+    for name, named in calls.options_of_sample(world):
+        yield f"SamplingClient.sample({name}=)", _sample_with(named)
+    if calls.accepts(tinker.TrainingClient.save_state, "overwrite"):
+        yield "TrainingClient.save_state(overwrite=)", overwrite
+
+
+def _resources() -> Any:  # noqa: ANN401 - modules that differ between versions
+    import tinker.resources
+    import tinker.resources.models
+
+    return tinker.resources
+
+
+def train(world: World) -> None:
+    """Send steps without waiting for the results of earlier ones; the loss must fall."""
+    client = world.training()
+    passes, steps = [], []
+    for _ in range(4):
+        passes.append(client.forward_backward([datum()], "cross_entropy"))
+        steps.append(client.optim_step(adam()))
+    losses = [settle(each).metrics["loss:sum"] for each in passes]
+    assert all(settle(step) is not None for step in steps)
+    assert losses == sorted(losses, reverse=True), losses
+
+
+def several_chunks(world: World) -> None:
+    """Send more examples than the SDK sends in one request."""
+    client = world.training()
+    data = [datum([1 + number % 200, 2, 3]) for number in range(1100)]
+    result = settle(client.forward_backward(data, "cross_entropy"))
+    assert len(result.loss_fn_outputs) == len(data)
+    total = -sum(sum(each["logprobs"].data) for each in result.loss_fn_outputs)
+    assert math.isclose(result.metrics["loss:sum"], total, rel_tol=1e-3)
+
+
+def policy_losses(world: World) -> None:
+    """Train with the losses of reinforcement learning."""
+    client = world.training()
+    count = len(TOKENS) - 1
+    example = types.Datum(
+        model_input=types.ModelInput.from_ints(TOKENS[:-1]),
+        loss_fn_inputs={
+            "target_tokens": TOKENS[1:],
+            "logprobs": [-1.0] * count,
+            "advantages": [1.0] * count,
+        },
+    )
+    for name in ("importance_sampling", "ppo", "cispo"):
+        result = settle(client.forward_backward([example], name))
+        assert math.isfinite(result.metrics["loss:sum"]), name
+
+
+def several_clients(world: World) -> None:
+    """Train two models of a session alternately."""
+    first, second = world.training(), world.training()
+    assert first.model_id != second.model_id
+    pending = [client.forward_backward([datum()], "cross_entropy") for client in (first, second)]
+    one, other = [settle(each).metrics["loss:sum"] for each in pending]
+    assert math.isclose(one, other, rel_tol=1e-4)
+
+
+def use_alias(world: World) -> None:
+    """Train and sample a model under its alias, and load the tokenizer."""
+    client = settle(world.service.create_lora_training_client(ALIAS, rank=RANK))
+    settle(client.forward_backward([datum()], "cross_entropy"))
+    assert client.get_tokenizer().encode("text")
+    sampling = settle(world.service.create_sampling_client(base_model=ALIAS))
+    assert sampling.get_tokenizer().encode("text")
+    assert settle(sampling.compute_logprobs(prompt()))[0] is None
+
+
+def fine_tune_fully(world: World) -> None:
+    """Train all parameters of a model."""
+    client = settle(world.service.create_lora_training_client(MODEL, rank=0))
+    assert not client.get_info().is_lora
+    before = settle(client.forward_backward([datum()], "cross_entropy")).metrics["loss:sum"]
+    settle(client.optim_step(adam()))
+    after = settle(client.forward([datum()], "cross_entropy")).metrics["loss:sum"]
+    assert after < before, (before, after)
+
+
+def pickle_client(world: World) -> None:
+    """Use a sampling client after it was sent to another process."""
+    client: Any = pickle.loads(pickle.dumps(world.sampling))  # noqa: S301 - its own bytes
+    calls.check_sample(client)
+
+
+def show_error(world: World) -> None:
+    """Request a loss that does not exist; the message must name it, at once."""
+    client = world.training()
+    try:
+        settle(client.forward_backward([datum()], "no_such_loss"))
+    except Exception as error:  # noqa: BLE001 - the type differs between versions
+        assert "no_such_loss" in str(error), error
+    else:
+        raise AssertionError("the request succeeded")
+
+
+def use_context(_world: World) -> None:
+    """Use a client as a context manager."""
+    with tinker.ServiceClient() as client:
+        assert settle(client.create_sampling_client(base_model=MODEL)) is not None
+
+
+def unload(world: World) -> None:
+    """Delete a model through the client of resources, the only place that offers it."""
+    from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
+
+    holder: Any = world.service.holder
+    model_id = world.training().model_id
+
+    async def send() -> Any:  # noqa: ANN401 - a promise
+        with holder.aclient(ClientConnectionPoolType.TRAIN) as client:
+            return await client.models.unload(request=types.UnloadModelRequest(model_id=model_id))
+
+    assert settle(holder.run_coroutine_threadsafe(send())).request_id
+
+
+def overwrite(world: World) -> None:
+    """Replace a checkpoint."""
+    client: Any = world.trained
+    name = world.name()
+    first = settle(client.save_state(name)).path
+    assert settle(client.save_state(name, overwrite=True)).path == first
+
+
+def _sample_with(named: dict[str, Any]) -> Flow:
+    def sample(world: World) -> None:
+        settings = types.SamplingParams(max_tokens=2, temperature=1.0)
+        result = settle(
+            world.sampling.sample(prompt(), 1, settings, include_prompt_logprobs=True, **named)
+        )
+        assert len(result.sequences) == 1
+
+    return sample
