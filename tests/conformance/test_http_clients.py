@@ -21,12 +21,12 @@ DATUM = {
 }
 
 
-def create(server: Server, *, headers: dict[str, str] | None = None, **fields: object) -> Answer:
+def create(server: Server, *, headers: dict[str, str] | None = None, **fields: Any) -> Answer:
     body = {"model_name": MODEL, "lora_config": LORA, **fields}
     return server.request("POST", "/api/v1/create_model", body, headers=headers)
 
 
-def created(server: Server, **fields: object) -> str:
+def created(server: Server, **fields: Any) -> str:
     """Create a model; return its id once it exists."""
     promise = create(server, **fields)
     assert promise.status == 200, promise.body
@@ -45,12 +45,12 @@ def stranger(server: Server) -> str:
     return server.new_key("stranger-without-sdk")
 
 
-def sample(server: Server, *, key: str = API_KEY, **fields: object) -> Answer:
+def sample(server: Server, *, key: str = API_KEY, **fields: Any) -> Answer:
     body = {"prompt": PROMPT, "sampling_params": {"max_tokens": 3, "seed": 1}, **fields}
     return server.post("sample", body, key=key)
 
 
-def sampled(server: Server, **weights: object) -> dict[str, Any]:
+def sampled(server: Server, **weights: Any) -> dict[str, Any]:
     answer = sample(server, **weights)
     assert answer.status == 200, answer.body
     return answer.json()
