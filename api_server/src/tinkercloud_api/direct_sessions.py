@@ -45,8 +45,8 @@ class DirectSessions:
         key = idempotency_key or None
         if key is not None and len(key) > _MAX_KEY_CHARACTERS:
             raise InvalidRequest(
-                f"{routes.IDEMPOTENCY_HEADER}: has {len(key)} characters; at most {_MAX_KEY_CHARACTERS}"
-                " are accepted"
+                f"{routes.IDEMPOTENCY_HEADER}: has {len(key)} characters; at most"
+                f" {_MAX_KEY_CHARACTERS} are accepted"
             )
         # Reject what would fail anyway before a session exists.
         self.training_runs.served_for(request)

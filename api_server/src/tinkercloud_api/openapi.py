@@ -12,7 +12,12 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from tinkercloud_protocol import futures, routes
-from tinkercloud_protocol.sampling import CancelFutureRequest, RetrieveFutureRequest, SampleRequest
+from tinkercloud_protocol.sampling import (
+    CancelFutureRequest,
+    NamedWeights,
+    RetrieveFutureRequest,
+    SampleRequest,
+)
 from tinkercloud_protocol.training import (
     LoadWeightsRequest,
     OptimStepRequest,
@@ -22,6 +27,58 @@ from tinkercloud_protocol.training import (
 )
 
 _REFERENCE = "#/components/schemas/"
+
+
+class SampleOfWeights(SampleRequest, NamedWeights):
+    """POST asample and sample: `sampling_session_id`, or one of the fields that name weights."""
+
+
+_TENSOR = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {
+        "data": {"type": "array", "items": {"type": "number"}},
+        "dtype": {"enum": ["float32", "float64", "int32", "int64", "bool"]},
+        "shape": {"type": "array", "items": {"type": "integer"}},
+    },
+}
+_TOKENS = {"type": "array", "items": {"type": "integer"}}
+_MODEL_INPUT = {
+    "description": "One of the fields: all have the same meaning.",
+    "type": "object",
+    "properties": {
+        "tokens": _TOKENS,
+        "input_ids": _TOKENS,
+        "chunks": {
+            "type": "array",
+            "items": {"type": "object", "properties": {"tokens": _TOKENS}},
+        },
+    },
+}
+_DATUM = {
+    "type": "object",
+    "required": ["model_input", "loss_fn_inputs"],
+    "properties": {
+        "model_input": _MODEL_INPUT,
+        "loss_fn_inputs": {
+            "type": "object",
+            "additionalProperties": {"anyOf": [_TENSOR, {"type": "array"}]},
+        },
+    },
+}
+_BATCH = {
+    "description": "The fields of a batch may also be within `forward_backward_input`.",
+    "type": "object",
+    "required": ["model_id", "data", "loss_fn"],
+    "properties": {
+        "model_id": {"type": "string"},
+        "seq_id": {"type": "integer", "minimum": 1},
+        "data": {"type": "array", "items": _DATUM},
+        "loss_fn": {"type": "string"},
+        "loss_fn_config": {"type": "object"},
+    },
+}
+"""Schema of a batch in JSON, which `json_payloads` reads without a model."""
 _STATUSES = {
     "400": "The request is invalid; repeating it does not help.",
     "401": "The key is missing, unknown or revoked.",
@@ -38,6 +95,8 @@ _WITHOUT_OBJECT = {"/api/v1/client/config", "/api/v1/client/dynamic_config", "/a
 _GONE = {
     "/api/v1/session_heartbeat",
     routes.ASAMPLE,
+    routes.SAMPLE,
+    routes.FORWARD,
     routes.CANCEL_FUTURE,
     routes.FORWARD,
     routes.FORWARD_BACKWARD,
@@ -48,18 +107,38 @@ _GONE = {
     routes.SAVE_WEIGHTS_FOR_SAMPLER,
     routes.SAVE_WEIGHTS_EXTERNAL,
 }
+_IDEMPOTENT = {
+    "/api/v1/create_model",
+    routes.ASAMPLE,
+    routes.SAMPLE,
+    routes.FORWARD,
+    routes.FORWARD_BACKWARD,
+    routes.LOAD_WEIGHTS,
+    routes.OPTIM_STEP,
+    routes.SAVE_WEIGHTS,
+    routes.SAVE_WEIGHTS_FOR_SAMPLER,
+}
+_IDEMPOTENCY_KEY = {
+    "name": routes.IDEMPOTENCY_HEADER,
+    "in": "header",
+    "required": False,
+    "schema": {"type": "string", "maxLength": 256},
+    "description": "Requests with the same key and without a number are the same request.",
+}
 _JSON_BODIES: dict[str, type[BaseModel]] = {
     routes.OPTIM_STEP: OptimStepRequest,
     routes.SAVE_WEIGHTS: SaveWeightsRequest,
     routes.SAVE_WEIGHTS_FOR_SAMPLER: SaveWeightsForSamplerRequest,
     routes.SAVE_WEIGHTS_EXTERNAL: SaveWeightsExternalRequest,
     routes.LOAD_WEIGHTS: LoadWeightsRequest,
-    routes.ASAMPLE: SampleRequest,
+    routes.ASAMPLE: SampleOfWeights,
+    routes.SAMPLE: SampleOfWeights,
     routes.RETRIEVE_FUTURE: RetrieveFutureRequest,
     routes.CANCEL_FUTURE: CancelFutureRequest,
 }
 _SUMMARIES = {
     routes.FORWARD_BACKWARD: "Compute losses and accumulate gradients",
+    routes.FORWARD: "Compute losses",
     routes.FORWARD: "Compute losses without gradients",
     routes.OPTIM_STEP: "Apply the accumulated gradients",
     routes.SAVE_WEIGHTS: "Save a training checkpoint",
@@ -67,6 +146,7 @@ _SUMMARIES = {
     routes.SAVE_WEIGHTS_EXTERNAL: "Save weights as files for other programs",
     routes.LOAD_WEIGHTS: "Load a checkpoint into a model or as a new model",
     routes.ASAMPLE: "Sample",
+    routes.SAMPLE: "Sample, and wait for the result",
     routes.RETRIEVE_FUTURE: "Wait for the result of a request",
     routes.CANCEL_FUTURE: "Cancel a sampling request",
 }
@@ -80,7 +160,8 @@ def describe(api: FastAPI) -> dict[str, Any]:
         schemas["Error"] = _object(detail="string")
         schemas["Promise"] = _object(request_id="string")
         document["components"]["securitySchemes"] = {
-            "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"}
+            "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+            "bearer": {"type": "http", "scheme": "bearer"},
         }
         for path in _SUMMARIES:
             document["paths"][path] = {"post": _hot_operation(path, schemas)}
@@ -115,25 +196,27 @@ def _add_error_responses(path: str, method: str, operation: dict[str, Any]) -> N
     content = {futures.JSON: {"schema": {"$ref": f"{_REFERENCE}Error"}}}
     for status in statuses:
         answers[status] = {"description": _STATUSES[status], "content": content}
-    operation["security"] = [{"key": []}]
-    parameters = operation.get("parameters", [])
-    operation["parameters"] = [each for each in parameters if each["name"] != "x-api-key"]
+    operation["security"] = [{"key": []}, {"bearer": []}]
+    if path in _IDEMPOTENT:
+        operation["parameters"] = [*operation.get("parameters", []), _IDEMPOTENCY_KEY]
     operation.setdefault("operationId", f"{path.rsplit('/', 1)[-1]}_{method}")
 
 
 def _hot_operation(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
     """Return the operation of a hot path, and add the schemas of its body to `schemas`."""
-    body = {futures.PROTOBUF: {"schema": {"type": "string", "format": "binary"}}}
+    body = {futures.JSON: {"schema": _BATCH}}
+    if path == routes.FORWARD_BACKWARD:
+        body[futures.PROTOBUF] = {"schema": {"type": "string", "format": "binary"}}
     if (model := _JSON_BODIES.get(path)) is not None:
         schema = model.model_json_schema(ref_template=_REFERENCE + "{model}")
         schemas.update(schema.pop("$defs", {}))
         schemas[model.__name__] = schema
         body = {futures.JSON: {"schema": {"$ref": _REFERENCE + model.__name__}}}
-    is_result = path == routes.RETRIEVE_FUTURE
+    is_result = path in {routes.RETRIEVE_FUTURE, routes.SAMPLE}
     content = {futures.JSON: {"schema": {"type": "object"}}}
-    if is_result:
+    if path == routes.RETRIEVE_FUTURE:
         content[futures.PROTOBUF] = {"schema": {"type": "string", "format": "binary"}}
-    elif path != routes.CANCEL_FUTURE:
+    elif path not in {routes.CANCEL_FUTURE, routes.SAMPLE}:
         content = {futures.JSON: {"schema": {"$ref": f"{_REFERENCE}Promise"}}}
     description = "The result, or the reason for the failure." if is_result else "Accepted."
     return {

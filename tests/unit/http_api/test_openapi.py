@@ -47,6 +47,17 @@ async def test_calls_have_the_statuses_that_are_answered(document: dict[str, Any
     assert statuses("/livez", "get") == {"200"}
 
 
+async def test_calls_for_clients_without_the_sdk_are_in_it(document: dict[str, Any]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "use" / "http-api.md").read_text()
+    shown = set(re.findall(r"\$URL(/\w+)", page)) - {"/sessions"}
+    described = {path.removeprefix("/api/v1") for path in document["paths"]}
+    sample = document["components"]["schemas"]["SampleOfWeights"]["properties"]
+
+    assert shown <= described
+    assert {"/health", "/retrieve_future/{request_id}", "/unload_model"} <= described
+    assert {"sampling_session_id", "model_id", "model_path", "base_model"} <= set(sample)
+
+
 async def test_422_is_never_answered(document: dict[str, Any]) -> None:
     assert '"422"' not in json.dumps(document)
 

@@ -26,11 +26,9 @@ async def sample(call: Call) -> None:
     async def keep(message: Message) -> None:
         response.append(message)
 
-    headers = (
-        {routes.IDEMPOTENCY_HEADER: key} if (key := _idempotency_key(call)) is not None else {}
-    )
     asked = call.of_own(routes.ASAMPLE, routed.body, keep)
-    asked.request.headers.update(headers)
+    if (key := call.request.headers.get(routes.IDEMPOTENCY_HEADER)) is not None:
+        asked.request.headers[routes.IDEMPOTENCY_HEADER] = key
     await asked.forward(routed.endpoint, routed.sampler_id, routed.body, extra=routed.extra)
     if asked.status != HTTPStatus.OK:
         for message in response:
@@ -41,10 +39,6 @@ async def sample(call: Call) -> None:
     finished = await _unless_disconnected(call, _respond_with_result(call, request_id))
     if not finished and key is None:
         await _cancel(call, request_id)
-
-
-def _idempotency_key(call: Call) -> str | None:
-    return call.request.headers.get(routes.IDEMPOTENCY_HEADER)
 
 
 async def _respond_with_result(call: Call, request_id: str) -> None:

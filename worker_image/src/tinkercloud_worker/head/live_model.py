@@ -16,7 +16,7 @@ from tinkercloud_protocol.training import (
     SaveWeightsRequest,
 )
 from tinkercloud_worker.head.backend import Backend
-from tinkercloud_worker.head.operations import Operations
+from tinkercloud_worker.head.operations import NOT_CREATED, Operations
 from tinkercloud_worker.head.queue import ModelQueue, Operation, RequestSource, Role
 from tinkercloud_worker.head.requests import OrderedRequest
 from tinkercloud_worker.head.results import Results
@@ -108,8 +108,11 @@ def new_model(
     return LiveModel(model_id, spec, operations, queue, given_numbers, lineage=[])
 
 
-def too_many(owner: str, models: Sequence[LiveModel], limit: int) -> Overloaded:
-    """Return the error of an owner that already has as many models as a head accepts."""
+def too_many(owner: str, all_models: Sequence[LiveModel], limit: int) -> Overloaded | None:
+    """Return the error of an owner that already has as many models as a head accepts, if so."""
+    models = [each for each in all_models if each.operations.refused in {None, NOT_CREATED}]
+    if len(models) < limit:
+        return None
     names = ", ".join(str(model.model_id) for model in models[:3])
     return Overloaded(
         f"owner {owner!r} already has {len(models)} models here ({names}"

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from tinkercloud_protocol.errors import NotFound, Overloaded
+from tinkercloud_protocol.errors import NotFound, Overloaded, ResultGone
 from tinkercloud_protocol.futures import Result
-from tinkercloud_protocol.launch import Timings
+from tinkercloud_protocol.launch import Limits, Timings
 
 log = structlog.get_logger(__name__)
 
@@ -332,6 +332,14 @@ class Results:
             if not (owned.read or owned.samples or owned.training):
                 del self._owned[entry.owner]
         self._on_drop(request_id)
+
+
+def sample_gone(unknown: NotFound, owner: str, limits: Limits) -> ResultGone:
+    """Return the error for a sample of an owner whose result is no longer kept."""
+    return ResultGone(
+        f"{unknown.message}, or it was evicted to make room for newer results of owner {owner!r}"
+        f" (limits.max_result_bytes is {limits.max_result_bytes}); send the sampling request again"
+    )
 
 
 def _target(request_id: str) -> str:

@@ -11,7 +11,6 @@ from tinkercloud_protocol import futures
 from tinkercloud_protocol.errors import (
     InvalidRequest,
     NotFound,
-    ResultGone,
     Unavailable,
     WireError,
 )
@@ -26,7 +25,6 @@ from tinkercloud_worker.engine.sampling_request import prepare
 from tinkercloud_worker.head.backend import Backend, random_seed
 from tinkercloud_worker.head.idle_memory import IdleMemory
 from tinkercloud_worker.head.live_model import LiveModel, latest_checkpoint, new_model, too_many
-from tinkercloud_worker.head.operations import NOT_CREATED
 from tinkercloud_worker.head.queue import Operation, RequestSource, refusal, to_result
 from tinkercloud_worker.head.requests import (
     Prepared,
@@ -36,7 +34,7 @@ from tinkercloud_worker.head.requests import (
     role_of_unread,
     sample_request_id,
 )
-from tinkercloud_worker.head.results import Results
+from tinkercloud_worker.head.results import Results, sample_gone
 from tinkercloud_worker.head.sample_limiter import SampleLimiter
 from tinkercloud_worker.head.samplers import Samplers
 from tinkercloud_worker.head.shutdown import HeadShutdown, Sample
@@ -124,12 +122,7 @@ class HeadService:
 
     def _too_many_models(self, owner: str) -> WireError | None:
         limit = self._backend.config.limits.max_models_per_owner
-        theirs = [
-            model
-            for model in self._of_owner(owner)
-            if model.operations.refused in {None, NOT_CREATED}
-        ]
-        return None if limit is None or len(theirs) < limit else too_many(owner, theirs, limit)
+        return too_many(owner, self._of_owner(owner), limit) if limit is not None else None
 
     async def attach_model(self, model_id: str) -> int:
         """Let another client continue a model's order (`ModelQueue.attach`)."""
@@ -417,12 +410,7 @@ class HeadService:
             owner = self._samplers.owner_of(request_id.rpartition(":")[0])
             if ":sample:" not in request_id or owner is None:
                 raise
-            raise ResultGone(
-                f"{error.message}, or it was evicted to make room for newer results of owner"
-                f" {owner!r} (limits.max_result_bytes is"
-                f" {self._backend.config.limits.max_result_bytes}); send the sampling request"
-                " again"
-            ) from None
+            raise sample_gone(error, owner, self._backend.config.limits) from None
 
     def why_waiting(self, request_id: str) -> tuple[futures.QueueState, str | None]:
         """Return why a request has no result yet, in the SDK's terms and in words."""
