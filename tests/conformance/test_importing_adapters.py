@@ -9,13 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import tinker
+import torch
 from tinker import types
+from tinker_cookbook.weights import build_hf_model, build_lora_adapter
+from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 from typer.testing import CliRunner, Result
 
 from tinkercloud_api.cli import app
 from tinkercloud_testing.models import save, tiny_llama, tiny_qwen3_moe
-from tinkercloud_testing.peft_adapters import WEIGHTS, logprobs, write_adapter
+from tinkercloud_testing.peft_adapters import WEIGHTS, logprobs, logprobs_of, write_adapter
 from tinkercloud_testing.sdk_steps import score, step
 from tinkercloud_testing.servers import API_KEY, Answer, Server, a_server
 
@@ -58,6 +61,21 @@ def checkpoints(server: Server, *arguments: object, key: str = API_KEY) -> Resul
     return CliRunner().invoke(app, ["checkpoints", *map(str, arguments)], env=environment)
 
 
+def export(server: Server, path: str, target: Path) -> str:
+    """Export a checkpoint to a folder and return the folder."""
+    exported = checkpoints(server, "export", path, target)
+    assert exported.exit_code == 0, exported.stderr
+    return str(target)
+
+
+def loaded(folder: str) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    model.eval()
+    return model
+
+
 def sampled(client: tinker.ServiceClient, path: str) -> list[float | None]:
     sampler = client.create_sampling_client(model_path=path).result()
     return sampler.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()[1:]
@@ -79,8 +97,7 @@ def test_an_imported_adapter_computes_what_peft_computes_is_trained_and_exported
         losses = [step(training) for _ in range(3)]
     exports = [tmp_path / "imported", tmp_path / "saved"]
     for each, target in zip([path.strip(), saved], exports, strict=True):
-        exported = checkpoints(server, "export", each, target)
-        assert exported.exit_code == 0, exported.stderr
+        export(server, each, target)
 
     np.testing.assert_allclose(np.asarray(trained), np.asarray(expected), atol=1e-5)
     np.testing.assert_allclose(np.asarray(drawn, float), np.asarray(expected), atol=1e-5)
@@ -103,6 +120,50 @@ def test_an_exported_adapter_with_experts_can_be_imported(server: Server, tmp_pa
 
         copy = client.create_training_client_from_state(imported.stdout.strip()).result()
         np.testing.assert_allclose(score(copy, TOKENS), expected, atol=1e-5)
+
+
+# It warns that servers have little experience with adapters of experts, and PEFT of its own
+# patterns of experts that they fit no module.
+@pytest.mark.filterwarnings("ignore::UserWarning:tinker_cookbook.*")
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize("base", BASES)
+def test_the_cookbook_merges_and_converts_what_was_trained_through_the_sdk(
+    server: Server, tmp_path: Path, base: str
+) -> None:
+    with server.client() as client:
+        training = client.create_lora_training_client(base, rank=4, train_unembed=False).result()
+        step(training)
+        step(training)
+        expected = np.asarray(score(training, TOKENS))
+        saved = training.save_weights_for_sampler("final").result().path
+    base_model, adapter = str(server.models[base]), export(server, saved, tmp_path / "adapter")
+    merged, converted = str(tmp_path / "merged"), str(tmp_path / "converted")
+
+    build_hf_model(base_model=base_model, adapter_path=adapter, output_path=merged, dtype="float32")
+    build_lora_adapter(base_model=base_model, adapter_path=adapter, output_path=converted)
+
+    of_merged = logprobs_of(loaded(merged), TOKENS)
+    np.testing.assert_allclose(np.asarray(of_merged), expected, atol=1e-5)
+    of_converted = logprobs(BASES[base](), Path(converted), TOKENS)
+    np.testing.assert_allclose(np.asarray(of_converted), expected, atol=1e-5)
+
+
+def test_the_cookbook_merges_an_imported_adapter(
+    server: Server, folder: Path, tmp_path: Path
+) -> None:
+    imported = checkpoints(server, "import", folder, "--base-model", "tiny/llama")
+    adapter = export(server, imported.stdout.strip(), tmp_path / "adapter")
+
+    build_hf_model(
+        base_model=str(server.models["tiny/llama"]),
+        adapter_path=adapter,
+        output_path=str(tmp_path / "merged"),
+        dtype="float32",
+    )
+
+    merged = logprobs_of(loaded(str(tmp_path / "merged")), TOKENS)
+    expected = logprobs(tiny_llama(), folder, TOKENS)
+    np.testing.assert_allclose(np.asarray(merged), np.asarray(expected), atol=1e-5)
 
 
 def test_checkpoints_are_listed_with_their_base_model_and_deleted(
