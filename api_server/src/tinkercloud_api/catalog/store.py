@@ -11,6 +11,7 @@ from datetime import datetime
 from sqlalchemy import ColumnElement, and_, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from tinkercloud_api.catalog.searches import SearchStatements
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.tables import (
     ApiKey,
@@ -30,7 +31,7 @@ _MAX_SWEPT = 100
 """Limit of runs or sessions per housekeeping round."""
 
 
-class Catalog(UploadStatements):
+class Catalog(UploadStatements, SearchStatements):
     """Queries and updates of the catalog database."""
 
     async def ping(self) -> None:
