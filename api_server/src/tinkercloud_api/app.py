@@ -53,6 +53,7 @@ from tinkercloud_api.routes import (
     programs,
     results,
     runs,
+    searching,
     sessions,
     tokenizers,
     unloading,
@@ -72,6 +73,7 @@ log = structlog.get_logger(__name__)
 JSON_BODY_BYTES = 1 << 20
 _ROUTED = (
     *(sessions, usage, models, unloading, tokenizers, results, downloads, importing),
+    searching,
     *(runs, programs, keys, health, hub),
 )
 """Modules with the routes that FastAPI serves."""

@@ -129,6 +129,7 @@ def import_adapter(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder of an adapter of Hugging Face PEFT.")
     ],
+    *,
     api_key: ApiKey,
     base_model: Annotated[str, typer.Option(help="Base model of the adapter, as it is served.")],
     base_url: BaseUrl = None,

@@ -18,6 +18,7 @@ import structlog
 from obstore.store import ObjectStore
 
 from tinkercloud_api.auth import Principal
+from tinkercloud_api.catalog.searches import CheckpointSearch
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
@@ -254,6 +255,12 @@ class Checkpoints:
         await self._refresh(await self._catalog.unindexed_checkpoints(owner))
         rows, total = await self._catalog.checkpoints(owner, page)
         return [info(row) for row in rows], total
+
+    async def search(self, wanted: CheckpointSearch) -> list[CheckpointInfo]:
+        """Return the checkpoints that match a search, newest first."""
+        for owner in [None] if wanted.owners is None else wanted.owners:
+            await self._refresh(await self._catalog.unindexed_checkpoints(owner))
+        return [info(row) for row in await self._catalog.search_checkpoints(wanted)]
 
     async def delete(self, path: CheckpointPath, principal: Principal) -> None:
         """Delete a checkpoint, including damaged and partially deleted ones.

@@ -89,12 +89,9 @@ class Imports:
                 f"size_bytes: an adapter may have at most {self.max_import_bytes} bytes"
                 f" (max_import_bytes), got {request.size_bytes}"
             )
-        if len(orjson.dumps(request.adapter_config)) > _MAX_CONFIG_BYTES:
-            raise InvalidRequest(
-                f"adapter_config: it may have at most {_MAX_CONFIG_BYTES} bytes of JSON"
-            )
         base_model = self.training_runs.served(request.base_model).name
-        config = peft.read_config(request.adapter_config)
+        content = _storable(request.adapter_config)
+        config = peft.read_config(content)
         upload_id, moment = new_session_id(), now()
         path = CheckpointPath(str(ModelId(upload_id, 0)), CheckpointKind.TRAINING, request.name)
         ttl = request.ttl_seconds
@@ -116,7 +113,7 @@ class Imports:
             owner=owner,
             project_id=request.project_id,
             manifest=manifest.model_dump(mode="json"),
-            adapter_config=request.adapter_config,
+            adapter_config=content,
             size_bytes=request.size_bytes,
             expires_at=moment + _LIFETIME,
         )
@@ -207,6 +204,29 @@ class Imports:
                 f"upload {upload_id!r} is finished or has expired; start another one"
             )
         return upload
+
+
+def _storable(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration as it can be stored in every supported database.
+
+    Raises:
+        InvalidRequest: it is too long, or has a value that cannot be stored.
+    """
+    try:
+        text = orjson.dumps(config)
+    except TypeError as error:
+        raise InvalidRequest(
+            f"adapter_config: a value can't be stored as JSON ({error}); remove it"
+        ) from None
+    if len(text) > _MAX_CONFIG_BYTES:
+        raise InvalidRequest(
+            f"adapter_config: it may have at most {_MAX_CONFIG_BYTES} bytes of JSON, got"
+            f" {len(text)}"
+        )
+    if b"\\u0000" in text:
+        raise InvalidRequest("adapter_config: contains the character U+0000: remove it")
+    stored: dict[str, Any] = orjson.loads(text)
+    return stored
 
 
 class _Body:

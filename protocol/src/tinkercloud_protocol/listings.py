@@ -255,6 +255,22 @@ class CheckpointList(Answer):
     cursor: Cursor | None = None
 
 
+class CheckpointSearchPosition(Answer):
+    """Where the next page of a search starts."""
+
+    last_created_at: datetime
+    last_checkpoint_uuid: str
+    """`tinker://` path of the checkpoint; opaque to the client."""
+
+
+class CheckpointSearchAnswer(Answer):
+    """POST checkpoints/search."""
+
+    checkpoints: list[CheckpointInfo]
+    next_cursor: CheckpointSearchPosition | None = None
+    """None after the last page."""
+
+
 class ExternalWeightsUrls(Answer):
     """GET .../external_weights_urls: where the files of external weights can be downloaded."""
 

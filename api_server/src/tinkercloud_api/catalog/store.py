@@ -12,6 +12,7 @@ from sqlalchemy import ColumnElement, and_, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tinkercloud_api.catalog.counts import Counts
+from tinkercloud_api.catalog.searches import SearchStatements
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.tables import (
     ApiKey,
@@ -31,7 +32,7 @@ _MAX_SWEPT = 100
 """Limit of runs or sessions per housekeeping round."""
 
 
-class Catalog(Counts, UploadStatements):
+class Catalog(Counts, UploadStatements, SearchStatements):
     """Queries and updates of the catalog database."""
 
     async def ping(self) -> None:
