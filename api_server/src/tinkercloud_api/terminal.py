@@ -40,6 +40,7 @@ def fail(message: str) -> NoReturn:
 
 
 def settings(**overrides: Any) -> Settings:  # noqa: ANN401 - any field of Settings
+    """Return the settings; exit with a message if they are invalid."""
     try:
         return load_settings(**overrides)
     except InvalidSettingsError as error:

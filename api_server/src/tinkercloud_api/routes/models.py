@@ -12,7 +12,7 @@ from tinkercloud_api.model_names import is_of
 from tinkercloud_api.providers.base import ServedModel
 from tinkercloud_protocol import futures
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.ids import SamplingSessionId
+from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.listings import (
     ModelData,
@@ -55,7 +55,8 @@ async def create_model(request: CreateModelRequest, server: Server, caller: Call
     rlve = request.rlve_config if request.rlve_config and request.rlve_config.enabled else None
     if rlve is not None:
         base_model = server.training_runs.served(request.base_model)
-        await server.programs.check_rlve(rlve, caller, base_model.max_context_length)
+        wanted = str(ModelId(request.session_id, request.model_seq_id))
+        await server.programs.check_rlve(rlve, wanted, caller, base_model.max_context_length)
     request_id = await server.training_runs.create(request, caller)
     log.info("training run created", request_id=request_id, base_model=request.base_model)
     model_id = request_id.rpartition(":")[0]
