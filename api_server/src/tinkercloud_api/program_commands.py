@@ -18,6 +18,7 @@ def run_program(
     args: Annotated[
         list[str] | None, typer.Argument(help="Arguments of the file, after `--`.")
     ] = None,
+    *,
     base_url: BaseUrl = None,
     model: Annotated[
         str | None,
@@ -27,7 +28,6 @@ def run_program(
         str | None,
         typer.Option(help="Existing model that it is to train ($TINKERCLOUD_MODEL_ID)."),
     ] = None,
-    *,
     as_json: Json = False,
 ) -> None:
     """Run a Python file on the server (admins only, if the server allows it)."""

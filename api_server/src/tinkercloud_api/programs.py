@@ -119,11 +119,15 @@ class Programs:
             what = f"module {request.module!r}" if request.module else "a file"
             raise InvalidRequest(f"only admin keys may run {what} on this server")
 
-    async def check_rlve(self, config: RlveConfig, caller: Principal, max_tokens: int) -> None:
+    async def check_rlve(
+        self, config: RlveConfig, model_id: str | None, caller: Principal, max_tokens: int
+    ) -> None:
         """Check, before a model is created, that its RLVE program could be started.
 
         Args:
             config: the enabled configuration.
+            model_id: the model, which may exist if the request is a repeated one; None for a new
+                one whose id the server chooses.
             caller: the owner of the model.
             max_tokens: maximum context length of the base model.
 
@@ -141,7 +145,9 @@ class Programs:
                 f"rlve_config.rollout_max_response_len: is {config.rollout_max_response_len}, but"
                 f" prompt and response must fit into {max_tokens} tokens; use a smaller number"
             )
-        await self._check_number(caller.owner)
+        is_known = model_id is not None and await self._records.program(rlve_program_id(model_id))
+        if not is_known:
+            await self._check_number(caller.owner)
 
     async def run_rlve(
         self, config: RlveConfig, model_id: str, base_model: str, caller: Principal

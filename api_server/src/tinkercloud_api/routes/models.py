@@ -12,7 +12,7 @@ from tinkercloud_api.context import Caller, Server
 from tinkercloud_api.providers.base import ServedModel
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.bounds import MAX_BATCH_SIZE
-from tinkercloud_protocol.ids import model_of_sampler
+from tinkercloud_protocol.ids import ModelId, model_of_sampler
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.listings import (
     ModelData,
@@ -75,7 +75,9 @@ async def create_model(
     base_model = server.training_runs.served_for(request)
     rlve = request.rlve_config if request.rlve_config and request.rlve_config.enabled else None
     if rlve is not None:
-        await server.programs.check_rlve(rlve, caller, base_model.max_context_length)
+        await server.programs.check_rlve(
+            rlve, _requested_id(request), caller, base_model.max_context_length
+        )
     key = http.headers.get(routes.IDEMPOTENCY_HEADER)
     request_id = await server.direct_sessions.create_model(request, caller, key)
     log.info("training run created", request_id=request_id, base_model=base_model.name)
@@ -84,6 +86,13 @@ async def create_model(
         await server.programs.run_rlve(rlve, model_id, base_model.name, caller)
     answer = {"request_id": request_id, "model_id": model_id}
     return JSONResponse({**answer, "session_id": model_id.partition(":")[0]})
+
+
+def _requested_id(request: CreateModelRequest) -> str | None:
+    """Return the id of the model that a request names; None if the server chooses it."""
+    if request.session_id is None or request.model_seq_id is None:
+        return None
+    return str(ModelId(request.session_id, request.model_seq_id))
 
 
 @router.post("/get_info", response_model_exclude_none=True)

@@ -98,7 +98,7 @@ class Trainer:
                 self._save()
         if not self._owns_model:
             # The end of a session deletes the models that were created in it.
-            self._service.close()
+            self._service.close("success").result()
 
     def _sample_step(self) -> list[Group]:
         """Sample prompts until enough have responses with different rewards."""
