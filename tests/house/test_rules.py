@@ -17,6 +17,7 @@ FOLDERS = (
     "kube",
     "operator",
     "planning",
+    "programs",
     "protocol",
     "tests",
     "tools",

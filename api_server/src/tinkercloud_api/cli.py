@@ -1,7 +1,8 @@
 """The `tinkercloud` command.
 
-`serve`, `keys`, `catalog` and `doctor` use this machine's state folder; `models` and `sessions`
-call a running server, local or remote (TINKER_BASE_URL, TINKER_API_KEY). `plan` needs neither.
+`serve`, `keys`, `catalog` and `doctor` use this machine's state folder; `models`, `sessions` and
+`programs` call a running server, local or remote (TINKER_BASE_URL, TINKER_API_KEY). `plan` needs
+neither.
 """
 
 import asyncio
@@ -9,20 +10,16 @@ import dataclasses
 import importlib.metadata
 import json
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, TypeVar
 
-import aiohttp
 import typer
 from obstore.exceptions import BaseError
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
-from tinkercloud_api import logs, planning, server, state_folder
+from tinkercloud_api import logs, planning, program_commands, server, state_folder
 from tinkercloud_api.auth import Role, hash_key, new_key
 from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
@@ -32,11 +29,15 @@ from tinkercloud_api.doctor import CheckResult, examine
 from tinkercloud_api.models import ModelNotFoundError
 from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_api.settings import InvalidSettingsError, Settings, load_settings
+from tinkercloud_api.terminal import ApiKey, BaseUrl, Json
+from tinkercloud_api.terminal import fail as _fail
+from tinkercloud_api.terminal import request as _request
+from tinkercloud_api.terminal import settings as _settings
+from tinkercloud_api.terminal import show as _show
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.object_store import open_store
 
 T = TypeVar("T")
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 app = typer.Typer(
     name="tinkercloud",
@@ -53,18 +54,8 @@ app.add_typer(keys_app, name="keys")
 app.add_typer(catalog_app, name="catalog")
 app.add_typer(models_app, name="models")
 app.add_typer(sessions_app, name="sessions")
+app.add_typer(program_commands.app, name="programs")
 
-Json = Annotated[bool, typer.Option("--json", help="Print the output as JSON.")]
-BaseUrl = Annotated[
-    str | None,
-    typer.Option(
-        envvar="TINKER_BASE_URL",
-        help="URL of the server. Default: the running server of the default state folder, or"
-        f" {DEFAULT_URL} if there is none.",
-        show_default=False,
-    ),
-]
-ApiKey = Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="API key.")]
 StateDir = Annotated[
     Path | None,
     typer.Option(
@@ -74,8 +65,6 @@ StateDir = Annotated[
 ]
 _UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
 _LIFETIME = re.compile(r"(?P<number>[1-9][0-9]{0,6})(?P<unit>[dhms])")
-_FOLDED_WIDTH = 40
-"""Minimum width, in characters, of a table's last column, which may wrap."""
 
 
 def main() -> None:
@@ -100,37 +89,6 @@ def tinkercloud(
     ] = False,
 ) -> None:
     """A self-hosted implementation of the Tinker API."""
-
-
-def _fail(message: str) -> NoReturn:
-    console = Console(stderr=True, emoji=False, highlight=False)
-    console.print(f"[red]error:[/red] {escape(message)}")
-    raise typer.Exit(1)
-
-
-def _settings(**overrides: Any) -> Settings:  # noqa: ANN401 - any field of Settings
-    try:
-        return load_settings(**overrides)
-    except InvalidSettingsError as error:
-        _fail(f"settings: {error}")
-
-
-def _show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(list(rows), default=str))
-        return
-    cells = [[str(row[column]) for column in columns] for row in rows]
-    widths = [max(map(len, column)) + 2 for column in zip(columns, *cells, strict=True)]
-    table = Table(box=None)
-    for column in columns[:-1]:
-        table.add_column(column, no_wrap=True)
-    table.add_column(columns[-1], overflow="fold")
-    for texts in cells:
-        # Plain text: `:train:`, a part of ids, is also the name of an emoji.
-        table.add_row(*map(Text, texts))
-    # Ids are meant to be copied, so lines exceed the terminal width rather than truncate one.
-    needed = sum(widths[:-1]) + min(widths[-1], _FOLDED_WIDTH)
-    Console(width=max(Console().width, needed)).print(table)
 
 
 @app.command()
@@ -305,31 +263,6 @@ def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> Non
     typer.echo(f"found {rebuilt.runs} training runs and {rebuilt.checkpoints} checkpoints")
     for sentence in rebuilt.damaged:
         typer.echo(f"damaged: {sentence}")
-
-
-def _url_of_running_server() -> str:
-    server = state_folder.running_server(_settings().state_dir)
-    return (server.url if server is not None else None) or DEFAULT_URL
-
-
-def _request(method: str, base_url: str | None, api_key: str, path: str) -> Any:  # noqa: ANN401 - any JSON
-    url = (base_url or _url_of_running_server()).rstrip("/")
-
-    async def run() -> Any:  # noqa: ANN401 - any JSON
-        headers = {"X-API-Key": api_key}
-        async with (
-            aiohttp.ClientSession(headers=headers) as client,
-            client.request(method, f"{url}/api/v1/{path}") as response,
-        ):
-            content = await response.json()
-            if response.status >= 400:
-                _fail(f"{response.status}: {content['detail']}")
-            return content
-
-    try:
-        return asyncio.run(run())
-    except aiohttp.ClientError as error:
-        _fail(f"no server responds at {url} ({error}); start a server or set TINKER_BASE_URL")
 
 
 @models_app.command("list")

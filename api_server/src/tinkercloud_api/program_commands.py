@@ -1,0 +1,106 @@
+"""`tinkercloud programs`: running, listing, observing and stopping programs of a running server."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tinkercloud_api.terminal import ApiKey, BaseUrl, Json, fail, request, show
+
+app = typer.Typer(help="Manage the programs of a running server.", no_args_is_help=True)
+
+
+@app.command("run", context_settings={"ignore_unknown_options": True})
+def run_program(
+    file: Annotated[Path, typer.Argument(help="Python file to run on the server.")],
+    api_key: ApiKey,
+    args: Annotated[
+        list[str] | None, typer.Argument(help="Arguments of the file, after `--`.")
+    ] = None,
+    base_url: BaseUrl = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Base model that the file is to use ($TINKERCLOUD_BASE_MODEL)."),
+    ] = None,
+    model_id: Annotated[
+        str | None,
+        typer.Option(help="Existing model that it is to train ($TINKERCLOUD_MODEL_ID)."),
+    ] = None,
+    *,
+    as_json: Json = False,
+) -> None:
+    """Run a Python file on the server (admins only, if the server allows it)."""
+    try:
+        source = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"{file}: cannot be read ({error})")
+    body = {
+        "source": source,
+        "name": file.name,
+        "args": args or [],
+        "base_model": model,
+        "model_id": model_id,
+    }
+    sent = {name: value for name, value in body.items() if value is not None}
+    answer = request("POST", base_url, api_key, "programs", sent)
+    typer.echo(json.dumps(answer) if as_json else answer["program_id"])
+
+
+@app.command("list")
+def list_programs(
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    limit: Annotated[int, typer.Option(help="Maximum number of programs to list.")] = 20,
+    *,
+    everybody: Annotated[
+        bool, typer.Option("--all", help="List the programs of all owners (admins only).")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """List programs, newest first, with their phase and progress."""
+    scope = "accessible" if everybody else "owned"
+    answer = request("GET", base_url, api_key, f"programs?limit={limit}&access_scope={scope}")
+    if as_json:
+        typer.echo(json.dumps(answer["programs"]))
+        return
+    columns = ["program", "name", "owner", "phase", "restarts", "step", "reward", "difficulty"]
+    show([_row(program) for program in answer["programs"]], columns, as_json=False)
+
+
+def _row(program: dict[str, Any]) -> dict[str, str]:
+    progress = program["progress"]
+    step, total = progress.get("step"), progress.get("total_steps")
+    reward = progress.get("reward")
+    environments = progress.get("environments") or {}
+    return {
+        "program": program["program_id"],
+        "name": program["name"],
+        "owner": program["owner"],
+        "phase": program["phase"],
+        "restarts": str(program["restarts"]),
+        "step": "" if step is None else str(step) if total is None else f"{step}/{total}",
+        "reward": "" if reward is None else f"{reward:.3f}",
+        "difficulty": ", ".join(f"{name} {e['difficulty']}" for name, e in environments.items()),
+    }
+
+
+@app.command("show")
+def show_program(program: str, api_key: ApiKey, base_url: BaseUrl = None) -> None:
+    """Show everything about a program, as JSON."""
+    answer = request("GET", base_url, api_key, f"programs/{program}")
+    typer.echo(json.dumps(answer, indent=2))
+
+
+@app.command("logs")
+def show_logs(program: str, api_key: ApiKey, base_url: BaseUrl = None) -> None:
+    """Print the newest output of a program."""
+    answer = request("GET", base_url, api_key, f"programs/{program}/logs")
+    typer.echo(answer["text"], nl=False)
+
+
+@app.command("stop")
+def stop_program(program: str, api_key: ApiKey, base_url: BaseUrl = None) -> None:
+    """Stop a program. Its checkpoints are kept."""
+    answer = request("POST", base_url, api_key, f"programs/{program}/stop")
+    typer.echo(f"{answer['program_id']}: {answer['phase']}")

@@ -1,0 +1,1 @@
+"""Programs that train models from the server's side: ordinary clients of the Tinker API."""

@@ -1,0 +1,1 @@
+"""RLVE: reinforcement learning on environments that generate and verify problems."""
