@@ -55,7 +55,9 @@ async def create_model(request: CreateModelRequest, server: Server, caller: Call
     rlve = request.rlve_config if request.rlve_config and request.rlve_config.enabled else None
     if rlve is not None:
         base_model = server.training_runs.served(request.base_model)
-        await server.programs.check_rlve(rlve, caller, base_model.max_context_length)
+        await server.programs.check_rlve(
+            rlve, caller, base_model.name, base_model.max_context_length
+        )
     request_id = await server.training_runs.create(request, caller)
     log.info("training run created", request_id=request_id, base_model=request.base_model)
     model_id = request_id.rpartition(":")[0]
