@@ -18,6 +18,7 @@ from tinkercloud_api.catalog.programs import ProgramCatalog
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Program
+from tinkercloud_api.providers.base import ServedModel
 from tinkercloud_api.providers.programs import ProgramLaunch, ProgramRunner, ProgramState
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol import programs as names
@@ -76,7 +77,8 @@ class Programs:
         await self._runner.start(lambda *change: self._changes.put_nowait(change))
         for row in await self._records.unfinished():
             try:
-                await self._launch(row)
+                if not await self._runner.resume(self._described(row, {})):
+                    await self._launch(row)
             except WireError as error:
                 await self._fail(row, error.message)
 
@@ -109,6 +111,9 @@ class Programs:
         return describe(await self._add(row))
 
     def _check_may_run_code(self, request: RunProgramRequest, caller: Principal) -> None:
+        if self._settings.provider == "kubernetes":
+            # There a program is confined in a pod of its own, and each BaseModel decides.
+            return
         if not self._settings.programs.allow_code:
             raise InvalidRequest(
                 "this server does not run programs of its users, because they could do everything"
@@ -120,7 +125,7 @@ class Programs:
             raise InvalidRequest(f"only admin keys may run {what} on this server")
 
     async def check_rlve(
-        self, config: RlveConfig, model_id: str | None, caller: Principal, max_tokens: int
+        self, config: RlveConfig, model_id: str | None, base_model: ServedModel, caller: Principal
     ) -> None:
         """Check, before a model is created, that its RLVE program could be started.
 
@@ -128,18 +133,21 @@ class Programs:
             config: the enabled configuration.
             model_id: the model, which may exist if the request is a repeated one; None for a new
                 one whose id the server chooses.
+            base_model: the base model.
             caller: the owner of the model.
-            max_tokens: maximum context length of the base model.
 
         Raises:
             InvalidRequest: RLVE is not installed, a setting does not fit the model, or the owner
                 already runs as many programs as allowed.
         """
+        if (why := self._runner.refusal(base_model.name)) is not None:
+            raise InvalidRequest(f"rlve_config: {why}")
         if self._settings.provider == "local" and not _is_installed(rlve.MODULE):
             raise InvalidRequest(
                 "rlve_config: the RLVE program is not installed on this server; install it with"
                 " `pip install tinkercloud-programs`"
             )
+        max_tokens = base_model.max_context_length
         if config.rollout_max_response_len >= max_tokens:
             raise InvalidRequest(
                 f"rlve_config.rollout_max_response_len: is {config.rollout_max_response_len}, but"
@@ -202,17 +210,18 @@ class Programs:
             await self._authenticator.revoke_key(row.key_id)
         row.key_id = minted.id
         await self._records.set_key(row.id, minted.id)
-        await self._runner.run(
-            ProgramLaunch(
-                program_id=row.id,
-                owner=row.owner,
-                module=row.module,
-                source=row.source,
-                args=tuple(row.args),
-                model_id=row.model_id,
-                environment=self._environment(row, key),
-                restarts=row.restarts or 0,
-            )
+        await self._runner.run(self._described(row, self._environment(row, key)))
+
+    def _described(self, row: Program, environment: Mapping[str, str]) -> ProgramLaunch:
+        return ProgramLaunch(
+            program_id=row.id,
+            owner=row.owner,
+            module=row.module,
+            source=row.source,
+            args=tuple(row.args),
+            model_id=row.model_id,
+            environment=environment,
+            restarts=row.restarts or 0,
         )
 
     def _environment(self, row: Program, key: str) -> Mapping[str, str]:

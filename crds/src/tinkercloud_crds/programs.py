@@ -120,7 +120,7 @@ class Program(Part):
     source_secret: SourceSecret | None = None
     """The Python file to run, if it is not a module of the image."""
     args: Annotated[
-        list[Annotated[str, Field(max_length=8192)]],
+        list[Annotated[str, Field(max_length=16384)]],
         Field(default_factory=list, max_length=128),
     ]
     """Command-line arguments."""

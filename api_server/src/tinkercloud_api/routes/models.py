@@ -75,9 +75,7 @@ async def create_model(
     base_model = server.training_runs.served_for(request)
     rlve = request.rlve_config if request.rlve_config and request.rlve_config.enabled else None
     if rlve is not None:
-        await server.programs.check_rlve(
-            rlve, _requested_id(request), caller, base_model.max_context_length
-        )
+        await server.programs.check_rlve(rlve, _requested_id(request), base_model, caller)
     key = http.headers.get(routes.IDEMPOTENCY_HEADER)
     request_id = await server.direct_sessions.create_model(request, caller, key)
     log.info("training run created", request_id=request_id, base_model=base_model.name)

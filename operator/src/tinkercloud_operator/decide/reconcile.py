@@ -85,12 +85,12 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
             return _plan(observed, [*own, *program], new_status, recheck_seconds)
         case DesiredState.SUSPENDED:
             plan = _stop(observed, "suspend", settings, new_status, recheck_seconds)
+            return _with_program(plan, observed, decision, settings)
         case DesiredState.FINISHED:
             plan = _stop(observed, "checkpoint", settings, new_status, recheck_seconds)
+            return _with_program(plan, observed, decision, settings)
         case DesiredState.DELETED:
             return _plan(observed, [DeleteSession()], new_status, None)
-    program = _program_actions(observed, decision, settings, is_ready=False)
-    return replace(plan, actions=(*program, *plan.actions))
 
 
 def _desired_spec(observed: Observed, settings: Settings) -> ResolvedSpec | Rejection:
@@ -186,6 +186,12 @@ def _actions_to_run(
         is_cluster = manifest["kind"] == "RayCluster"
         if not is_up_to_date(updatable_fields(wanted, live) if is_cluster else wanted, live):
             yield Apply(wanted)
+
+
+def _with_program(plan: Plan, observed: Observed, decision: Decision, settings: Settings) -> Plan:
+    """Return the plan of a session that stops or has no pods, with that of its program."""
+    program = _program_actions(observed, decision, settings, is_ready=False)
+    return replace(plan, actions=(*program, *plan.actions))
 
 
 def _program_actions(

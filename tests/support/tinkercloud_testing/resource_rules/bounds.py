@@ -58,8 +58,8 @@ AT_THE_BOUND: Mapping[str, tuple[Callable[..., Json], Json, Json]] = {
     ),
     "spec.program.args": (
         session,
-        {"program": PROGRAM | {"args": ["a" * 8192] * 64}},
-        {"program": PROGRAM | {"args": ["a" * 8193]}},
+        {"program": PROGRAM | {"args": ["a" * 16384] * 32}},
+        {"program": PROGRAM | {"args": ["a" * 16385]}},
     ),
     "spec.programs.images": (
         base_model,
