@@ -1,7 +1,7 @@
 # The commands for contributors and new users. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test-tools test test-engines cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs generate check sbom bench bench-gpu clean
+.PHONY: help install run demo test-tools test test-engines cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs compatibility generate check sbom bench bench-gpu clean
 
 # Idle OpenMP threads must sleep: if they spin, a small machine becomes many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -18,6 +18,8 @@ LONG_CLUSTER_TESTS := $(E2E_TESTS) test_operator_faults.py
 SHARDED_TESTS := $(addprefix tests/conformance/,test_training_with_the_sdk.py test_checkpoints_with_the_sdk.py)
 TRAINER_TESTS := $(SHARDED_TESTS) $(addprefix tests/conformance/,bad_input test_sampling_with_the_sdk.py \
   test_cookbook.py test_suspension.py::test_a_pending_gradient_survives_a_restart)
+# SDK versions that tests exercise; `make compatibility` exercises more.
+TESTED_SDKS := 0.16.1 0.24.1 0.38.0
 PYTHON_FILES := $(wildcard pyproject.toml uv.lock */pyproject.toml)
 # TINKERCLOUD_TEST_CLUSTER=existing runs the cluster tests on the cluster of KUBECONFIG, from which they load images with
 # the command in TINKERCLOUD_TEST_IMAGE_LOADER. All tests share that cluster, so one worker runs them. Otherwise most tests
@@ -50,6 +52,7 @@ demo: .venv/.installed ## train, sample and resume against `make run`, in a seco
 # Tests would make these themselves, but within their time limit.
 test-tools: .venv/.installed $(MODEL_FOLDER)
 	@$(BIN)/python tools/cluster/build.py helm kubectl >/dev/null
+	@PYTHONPATH=tests/support $(BIN)/python tools/compatibility/install.py $(TESTED_SDKS) >/dev/null
 
 test: test-tools ## run all tests that need neither a cluster nor several ranks
 	@$(PYTEST) tests/house tests/unit
@@ -86,6 +89,11 @@ lint: .venv/.installed ## check style, imports and layering
 
 type: .venv/.installed ## check types
 	@$(BIN)/mypy
+
+compatibility: .venv/.installed ## exercise SDK versions from 0.16 to the newest, and write docs/compatibility.md
+	@PYTHONPATH=tests/support $(BIN)/python tools/compatibility/run.py \
+	  $$(PYTHONPATH=tests/support $(BIN)/python tools/compatibility/install.py)
+	@$(BIN)/python tools/write_docs.py
 
 docs: .venv/.installed ## write the generated pages of docs/
 	@$(BIN)/python tools/write_docs.py

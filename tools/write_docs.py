@@ -1,6 +1,7 @@
 """Write the pages of docs/ that are derived from code and data; with --check, only compare.
 
 docs/operate/configuration.md   from `Settings` of the API server and of the operator
+docs/compatibility.md           from docs/compatibility.json, which `make compatibility` writes
 docs/contribute/evidence.md     from docs/contribute/evidence.yaml
 examples/tutorial.ipynb         from docs/use/tutorial.md
 """
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from compatibility import page as compatibility
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -204,8 +206,15 @@ def outside_docs(markdown: str) -> str:
 
 def main() -> None:
     """Write the pages, or name those that are stale."""
-    pages = {CONFIGURATION: configuration(), EVIDENCE: evidence(), NOTEBOOK: notebook()}
+    pages = {
+        CONFIGURATION: configuration(),
+        EVIDENCE: evidence(),
+        NOTEBOOK: notebook(),
+        compatibility.PAGE: compatibility.text(),
+    }
     if "--check" in sys.argv:
+        if not compatibility.is_current():
+            sys.exit(f"stale, run `make compatibility`: {compatibility.RESULTS}")
         stale = [
             path for path, text in pages.items() if not path.exists() or path.read_text() != text
         ]

@@ -66,7 +66,7 @@ def is_known(class_name: str, method: str) -> bool:
     return f"{class_name}.{method.removesuffix('_async')}" in CALLS
 
 
-def _loss(output: Any) -> float:  # noqa: ANN401 - differs between versions
+def _loss(output: Any) -> float:
     """Return the loss of a forward or backward pass, and check its form."""
     (record,) = output.loss_fn_outputs
     logprobs = record["logprobs"].data
@@ -138,10 +138,10 @@ def _(world: World, do: Callable[..., Any]) -> None:
 
 @exercise("ServiceClient.create_custom_loss")
 def _(world: World, do: Callable[..., Any]) -> None:
-    def loss(logprobs: Any, weights: Any) -> Any:  # noqa: ANN401 - tensors of torch
+    def loss(logprobs: Any, weights: Any) -> Any:
         return -(logprobs * weights).sum()
 
-    assert do(loss, {"weights": 1}) is not None
+    assert do(loss, {"logprobs": 1, "weights": 1}) is not None
 
 
 @exercise("TrainingClient.forward", "TrainingClient.forward_backward")
@@ -212,7 +212,7 @@ def _(world: World, do: Callable[..., Any]) -> None:
     check_sample(do(world.sampler_path))
 
 
-def check_sample(client: Any) -> None:  # noqa: ANN401 - a future in some versions
+def check_sample(client: Any) -> None:
     """Sample from a client."""
     settings = types.SamplingParams(max_tokens=3, temperature=1.0, seed=1)
     result = settle(client.sample(prompt(), 1, settings))
@@ -292,7 +292,7 @@ def _(world: World, do: Callable[..., Any]) -> None:
     assert path in list(_paths(do(limit=100)))
 
 
-def _paths(listing: Any) -> Iterator[str]:  # noqa: ANN401 - differs between versions
+def _paths(listing: Any) -> Iterator[str]:
     for checkpoint in listing.checkpoints:
         assert checkpoint.checkpoint_type in {"training", "sampler", "external"}
         assert isinstance(checkpoint.time, datetime)

@@ -35,7 +35,9 @@ _CLASSES = {
 }
 _CALLBACKS = {"SamplingClient.on_queue_state_change", "TrainingClient.on_queue_state_change"}
 """Methods that the SDK itself calls."""
-_VOLATILE = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f-]{22}|127\.0\.0\.1:\d+|0x[0-9a-f]+")
+_VOLATILE = re.compile(
+    r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f-]{22}(:train:\d+)?(:\d+)?|127\.0\.0\.1:\d+|0x[0-9a-f]+"
+)
 _MAX_CHARACTERS = 300
 
 

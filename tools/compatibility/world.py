@@ -25,7 +25,7 @@ DEFAULT_LEARNING_RATE = 0.01
 Call = Callable[..., Any]
 
 
-async def _settle_async(value: Any) -> Any:  # noqa: ANN401 - any result of the SDK
+async def _settle_async(value: Any) -> Any:
     """Await what an `_async` method returned, and the future that it may have resolved to."""
     while True:
         if inspect.iscoroutine(value) or inspect.isawaitable(value):
@@ -38,11 +38,11 @@ async def _settle_async(value: Any) -> Any:  # noqa: ANN401 - any result of the 
             return value
 
 
-def settle(value: Any) -> Any:  # noqa: ANN401 - any result of the SDK
+def settle(value: Any) -> Any:
     """Return the result of a call: a value, a future, or a coroutine that resolves to either."""
     if inspect.iscoroutine(value):
 
-        async def run(waiting: Awaitable[Any]) -> Any:  # noqa: ANN401 - as above
+        async def run(waiting: Awaitable[Any]) -> Any:
             return await _settle_async(waiting)
 
         return asyncio.run(run(value))
@@ -55,10 +55,10 @@ def bound(client: object, name: str) -> Call:
     """Return a method of a client that returns results instead of futures."""
     method = getattr(client, name)
 
-    def call(*positional: object, **named: object) -> Any:  # noqa: ANN401 - as above
+    def call(*positional: object, **named: object) -> Any:
         if inspect.iscoroutinefunction(method):
 
-            async def run() -> Any:  # noqa: ANN401 - as above
+            async def run() -> Any:
                 return await _settle_async(method(*positional, **named))
 
             return asyncio.run(run())
@@ -108,16 +108,16 @@ class World:
         return tinker.ServiceClient()
 
     @cached_property
-    def rest(self) -> Any:  # noqa: ANN401 - its class moves between versions
+    def rest(self) -> Any:
         """A client of the REST calls."""
         return self.service.create_rest_client()
 
-    def training(self) -> Any:  # noqa: ANN401 - a future in some versions
+    def training(self) -> Any:
         """Return a new model, so that a failed call does not disturb the next one."""
         return settle(self.service.create_lora_training_client(MODEL, rank=RANK))
 
     @cached_property
-    def trained(self) -> Any:  # noqa: ANN401 - as above
+    def trained(self) -> Any:
         """A model with one training step."""
         client = self.training()
         settle(client.forward_backward([datum()], "cross_entropy"))
@@ -135,7 +135,7 @@ class World:
         return str(settle(self.trained.save_weights_for_sampler(self.name())).path)
 
     @cached_property
-    def sampling(self) -> Any:  # noqa: ANN401 - as above
+    def sampling(self) -> Any:
         """A sampling client of the base model."""
         return settle(self.service.create_sampling_client(base_model=MODEL))
 

@@ -31,8 +31,8 @@ def check_aliases(aliases: Mapping[str, str], models: Container[str]) -> None:
     for alias, name in aliases.items():
         if name not in models:
             raise ModelNotFoundError(
-                f"alias {alias!r}: {name!r} is not among the models to serve; set it to one of their"
-                f" names: --alias {alias}=NAME"
+                f"alias {alias!r}: {name!r} is not among the models to serve; set it to one of"
+                f" their names: --alias {alias}=NAME"
             )
         if alias in models:
             raise ModelNotFoundError(
