@@ -1,6 +1,6 @@
 """Responses to retrieve_future, as clients without an SDK read them.
 
-A failure is told from a result by its beginning: only failures have the key `error`, and they begin
+A failure differs from a result in its beginning: only failures have the key `error`, and they begin
 with it (`futures.failed`). So results are passed on as they arrive, without parsing them.
 """
 
@@ -18,7 +18,7 @@ _STATUS_OF_CATEGORY = {"user": HTTPStatus.BAD_REQUEST}
 
 
 class Answer:
-    """Receives the response to one retrieve_future request (ASGI) and tells what it is.
+    """Receives the response to one retrieve_future request (ASGI) and reports what it is.
 
     Subclasses decide what the client receives. Responses with an error status are passed on.
     """
