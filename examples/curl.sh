@@ -2,7 +2,7 @@
 # Trains and samples with nothing but curl. Needs TINKER_BASE_URL and TINKER_API_KEY.
 set -eu
 
-STEPS=5
+STEPS=20
 URL="$TINKER_BASE_URL/api/v1"
 
 # post CALL < BODY: send a JSON body; print the response. An error ends the script.
@@ -29,7 +29,7 @@ result() {
 base=$(curl -sS --fail-with-body -H "X-API-Key: $TINKER_API_KEY" "$URL/get_server_capabilities" | field model_name)
 echo "base model: $base"
 model=$(post create_model <<END | result | field model_id
-{"model_name": "$base", "lora_config": {"rank": 8}}
+{"model_name": "$base", "lora_config": {"rank": 8, "seed": 1}}
 END
 )
 echo "model:      $model"
@@ -50,7 +50,7 @@ for step in $(seq $STEPS); do
 END
 )
   post optim_step <<END | result >/dev/null
-{"model_id": "$model", "adam_params": {"learning_rate": 0.02}}
+{"model_id": "$model", "adam_params": {"learning_rate": 0.003}}
 END
   echo "step $step:     loss $(echo "$batch" | result | field loss:sum)"
 done
