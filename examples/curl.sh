@@ -42,8 +42,8 @@ for step in $(seq $STEPS); do
   "loss_fn": "cross_entropy",
   "data": [
     {
-      "model_input": {"tokens": [11, 12, 13, 14, 15, 16]},
-      "loss_fn_inputs": {"target_tokens": [12, 13, 14, 15, 16, 17]}
+      "model_input": {"tokens": [40, 50, 45, 60, 42, 55]},
+      "loss_fn_inputs": {"target_tokens": [50, 45, 60, 42, 55, 41]}
     }
   ]
 }
@@ -58,12 +58,12 @@ done
 tokens=$(post sample <<END | sed -n 's/.*"tokens": *\[\([^]]*\)\].*/\1/p'
 {
   "model_id": "$model",
-  "prompt": {"tokens": [11, 12, 13]},
-  "sampling_params": {"max_tokens": 4, "temperature": 0}
+  "prompt": {"tokens": [40, 50, 45]},
+  "sampling_params": {"max_tokens": 3, "temperature": 0}
 }
 END
 )
-echo "after 11, 12, 13: $tokens"
+echo "after 40, 50, 45: $tokens"
 post delete_model <<END >/dev/null
 {"model_id": "$model"}
 END
