@@ -2,7 +2,7 @@
 # Trains and samples with nothing but curl. Needs TINKER_BASE_URL and TINKER_API_KEY.
 set -eu
 
-STEPS=5
+STEPS=20
 URL="$TINKER_BASE_URL/api/v1"
 
 # post CALL < BODY: send a JSON body; print the response. An error ends the script.
@@ -29,7 +29,7 @@ result() {
 base=$(curl -sS --fail-with-body -H "X-API-Key: $TINKER_API_KEY" "$URL/get_server_capabilities" | field model_name)
 echo "base model: $base"
 model=$(post create_model <<END | result | field model_id
-{"model_name": "$base", "lora_config": {"rank": 8}}
+{"model_name": "$base", "lora_config": {"rank": 8, "seed": 1}}
 END
 )
 echo "model:      $model"
@@ -42,15 +42,15 @@ for step in $(seq $STEPS); do
   "loss_fn": "cross_entropy",
   "data": [
     {
-      "model_input": {"tokens": [11, 12, 13, 14, 15, 16]},
-      "loss_fn_inputs": {"target_tokens": [12, 13, 14, 15, 16, 17]}
+      "model_input": {"tokens": [40, 50, 45, 60, 42, 55]},
+      "loss_fn_inputs": {"target_tokens": [50, 45, 60, 42, 55, 41]}
     }
   ]
 }
 END
 )
   post optim_step <<END | result >/dev/null
-{"model_id": "$model", "adam_params": {"learning_rate": 0.02}}
+{"model_id": "$model", "adam_params": {"learning_rate": 0.003}}
 END
   echo "step $step:     loss $(echo "$batch" | result | field loss:sum)"
 done
@@ -58,12 +58,12 @@ done
 tokens=$(post sample <<END | sed -n 's/.*"tokens": *\[\([^]]*\)\].*/\1/p'
 {
   "model_id": "$model",
-  "prompt": {"tokens": [11, 12, 13]},
-  "sampling_params": {"max_tokens": 4, "temperature": 0}
+  "prompt": {"tokens": [40, 50, 45]},
+  "sampling_params": {"max_tokens": 3, "temperature": 0}
 }
 END
 )
-echo "after 11, 12, 13: $tokens"
+echo "after 40, 50, 45: $tokens"
 post delete_model <<END >/dev/null
 {"model_id": "$model"}
 END

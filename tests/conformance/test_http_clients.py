@@ -40,6 +40,12 @@ def model(server: Server) -> str:
 
 
 @pytest.fixture(scope="module")
+def newcomer(server: Server) -> str:
+    """Return the key of an owner who has nothing."""
+    return server.new_key("newcomer-without-sdk")
+
+
+@pytest.fixture(scope="module")
 def stranger(server: Server) -> str:
     """Return the key of another owner."""
     return server.new_key("stranger-without-sdk")
@@ -116,15 +122,15 @@ def test_a_repeated_create_model_creates_one_model(server: Server, *, has_sessio
     ],
 )
 def test_an_impossible_model_is_rejected_and_leaves_no_session(
-    server: Server, stranger: str, fields: dict[str, object], reason: str
+    server: Server, newcomer: str, fields: dict[str, object], reason: str
 ) -> None:
     body = {"model_name": MODEL, "lora_config": LORA, **fields}
 
-    answer = server.post("create_model", body, key=stranger)
+    answer = server.post("create_model", body, key=newcomer)
 
     assert answer.status == 400
     assert reason in answer.detail
-    sessions = server.request("GET", "/api/v1/sessions", key=stranger).json()
+    sessions = server.request("GET", "/api/v1/sessions", key=newcomer).json()
     assert sessions == {"sessions": []}
 
 
@@ -205,6 +211,41 @@ def test_a_wrong_sample_is_rejected_with_the_reason(
     for path in ("sample", "asample"):
         answer = server.post(path, {"prompt": PROMPT, **fields})
         assert (answer.status, reason in answer.detail) == (status, True), answer.body
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({}, 400),
+        ({"base_model": "another/model"}, 400),
+        ({"base_model": MODEL, "model_id": "s:train:0"}, 400),
+        ({"base_model": MODEL, "sampling_session_seq_id": 0}, 400),
+        ({"base_model": MODEL, "session_id": "s"}, 404),
+        ({"model_id": "s:train:0"}, 404),
+        ({"model_path": "tinker://s:train:0/weights/x"}, 404),
+        ({"model_path": 3}, 400),
+    ],
+)
+def test_a_wrong_sampling_client_is_rejected(
+    server: Server, fields: dict[str, object], status: int
+) -> None:
+    answer = server.post("create_sampling_client", fields)
+
+    assert (answer.status, bool(answer.detail)) == (status, True)
+
+
+def test_a_sampling_client_may_belong_to_a_session(server: Server) -> None:
+    session = server.post("create_session", {"sdk_version": "none"}).json()["session_id"]
+    body = {"session_id": session, "sampling_session_seq_id": 3, "base_model": MODEL}
+
+    numbered, unnumbered = (
+        server.post("create_sampling_client", each).json()["sampling_client_id"]
+        for each in (body, {"session_id": session, "base_model": MODEL})
+    )
+
+    samplers = server.request("GET", f"/api/v1/sessions/{session}").json()["sampler_ids"]
+    assert samplers == [numbered, unnumbered]
+    assert numbered == f"{session}:sample:3"
 
 
 def test_a_sample_that_fails_has_the_status_of_its_failure(server: Server) -> None:

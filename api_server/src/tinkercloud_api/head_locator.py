@@ -143,7 +143,7 @@ class HeadLocator:
         return known
 
     async def is_sampler(self, sampler_id: str) -> bool:
-        """Whether a sampling session exists, whoever owns it."""
+        """Whether a sampling session exists, of any owner."""
         return await self._sampler(sampler_id) is not None
 
     async def _sampler(self, sampler_id: str) -> _KnownSampler | None:

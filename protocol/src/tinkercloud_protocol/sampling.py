@@ -201,7 +201,7 @@ class NamedWeights(WireModel):
             raise InvalidRequest(describe(error)) from None
 
     def as_header(self) -> str:
-        """Return them as the API server tells the head which weights it has resolved."""
+        """Return them as a header: the weights that the API server has found for a request."""
         return quote(self.model_dump_json(exclude_none=True))
 
 

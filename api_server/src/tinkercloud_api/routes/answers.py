@@ -1,6 +1,6 @@
 """Responses to retrieve_future, as clients without an SDK read them.
 
-A failure is told from a result by its beginning: only failures have the key `error`, and they begin
+A failure differs from a result in its beginning: only failures have the key `error`, and they begin
 with it (`futures.failed`). So results are passed on as they arrive, without parsing them.
 """
 
@@ -13,12 +13,16 @@ from tinkercloud_protocol.asgi import Message, Send
 from tinkercloud_protocol.futures import JSON, PENDING_STATUS
 
 _FAILURE = b'{"error":'
+_OLD_HEAD = (
+    "the session head is of an earlier release, which has this result only as protobuf: use the SDK"
+    " to retrieve it, or try again when the head has been replaced"
+)
 _STATUS_OF_CATEGORY = {"user": HTTPStatus.BAD_REQUEST}
 """Statuses of failures by their category; 503 for all others."""
 
 
 class Answer:
-    """Receives the response to one retrieve_future request (ASGI) and tells what it is.
+    """Receives the response to one retrieve_future request (ASGI) and reports what it is.
 
     Subclasses decide what the client receives. Responses with an error status are passed on.
     """
@@ -42,7 +46,7 @@ class Answer:
         has_more = bool(message.get("more_body"))
         if self._is_passed_on:
             await self.pass_on(self._taken(), has_more=has_more)
-        elif self._start["status"] != HTTPStatus.OK:
+        elif self._start["status"] != HTTPStatus.OK or not self._is_json():
             if not has_more:
                 await self._end()
         elif len(self._kept) >= len(_FAILURE) and not self._kept.startswith(_FAILURE):
@@ -60,12 +64,18 @@ class Answer:
         elif status != HTTPStatus.OK:
             await self.client(self._start)
             await self.client({"type": "http.response.body", "body": body})
+        elif not self._is_json():
+            await self.respond({"detail": _OLD_HEAD}, HTTPStatus.SERVICE_UNAVAILABLE)
         elif body.startswith(_FAILURE):
             failure = orjson.loads(body)
             await self.failed(str(failure["error"]), str(failure["category"]))
         else:
             await self.begin(self._start)
             await self.pass_on(body, has_more=False)
+
+    def _is_json(self) -> bool:
+        kinds = [value for name, value in self._start["headers"] if name == b"content-type"]
+        return all(value.startswith(JSON.encode()) for value in kinds)
 
     def _taken(self) -> bytes:
         taken, self._kept = self._kept, b""

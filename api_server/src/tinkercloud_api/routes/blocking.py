@@ -61,8 +61,9 @@ async def _respond_with_result(call: Call, request_id: str) -> None:
             return
     await answer.respond(
         {
-            "detail": f"the samples are not ready after {settings.sample_wait_seconds:g} s"
-            f" (sample_wait_seconds); poll retrieve_future with request_id {request_id!r}",
+            "detail": "the samples are not ready yet; `sample` waits for at most"
+            f" {settings.sample_wait_seconds:g} s (sample_wait_seconds). Poll retrieve_future with"
+            f" request_id {request_id!r}",
             "request_id": request_id,
         },
         HTTPStatus.SERVICE_UNAVAILABLE,
