@@ -110,9 +110,9 @@ class Server:
         """Send a request with a key."""
         return await self.http.get(path, headers={"X-API-Key": KEY, **headers})
 
-    async def urls(self, path: CheckpointPath = EXTERNAL, **headers: str) -> dict[str, str]:
+    async def urls(self, **headers: str) -> dict[str, str]:
         """Return the URLs of external weights."""
-        answer = await self.get(f"{where(path)}/external_weights_urls", **headers)
+        answer = await self.get(f"{where(EXTERNAL)}/external_weights_urls", **headers)
         assert answer.status_code == 200, answer.text
         return dict(answer.json()["urls"])
 
@@ -189,10 +189,22 @@ async def test_an_archive_holds_the_weights_and_a_mark_of_completeness(server: S
     assert (part.status_code, part.content) == (206, whole.content[300:5_000_001])
 
 
-async def test_a_client_that_accepts_no_json_is_redirected_to_the_archive(server: Server) -> None:
+@pytest.mark.parametrize(
+    "accepted",
+    # SDK 0.16 sends both headers.
+    [
+        ("application/x-tar",),
+        ("application/json", "application/gzip"),
+        ("a/b, application/tar;q=1",),
+    ],
+)
+async def test_a_client_that_accepts_archives_is_redirected_to_one(
+    server: Server, accepted: tuple[str, ...]
+) -> None:
     await server.save()
+    headers = [("X-API-Key", KEY), *(("Accept", each) for each in accepted)]
 
-    answer = await server.get(f"{where(EXTERNAL)}/archive", Accept="application/gzip")
+    answer = await server.http.get(f"{where(EXTERNAL)}/archive", headers=headers)
 
     assert answer.status_code == 302
     assert answer.headers["expires"].endswith("GMT")
