@@ -3,11 +3,12 @@
 import asyncio
 import io
 import tarfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import httpx
 import obstore
@@ -20,12 +21,14 @@ from tinkercloud_api.context import Context
 from tinkercloud_api.downloads import Content, Downloads
 from tinkercloud_api.settings import Settings
 from tinkercloud_api.signed_urls import Grant, microseconds
-from tinkercloud_protocol.asgi import Message
+from tinkercloud_protocol.asgi import Message, Receive, Scope, Send
 from tinkercloud_protocol.checkpoints import CheckpointManifest
 from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+from tinkercloud_testing.buckets import Bucket, a_bucket
 from tinkercloud_testing.providers import OneHead
+from tinkercloud_testing.waiting import PATIENCE_SECONDS
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 
 KEY = "tml-0123456789abcdefghijklmnopqrstuv"
@@ -61,6 +64,10 @@ class Server:
         finally:
             events.put_nowait({"type": "lifespan.shutdown"})
             await serving
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        await self._app(scope, receive, send)
 
     async def save(
         self,
@@ -128,6 +135,12 @@ def settings(folder: Path, **more: Any) -> Settings:
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
     async with Server(settings(tmp_path)).running() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[Bucket]:
+    with a_bucket("127.0.0.1") as running:
         yield running
 
 
@@ -311,6 +324,70 @@ async def test_a_file_that_is_replaced_during_a_download_is_not_mixed(server: Se
 
     with pytest.raises(Unavailable):
         await anext(parts)
+
+
+async def test_a_client_that_leaves_frees_its_place(server: Server) -> None:
+    await server.save()
+    url = urlsplit((await server.urls())["adapter_model.safetensors"])
+    slow, left = asyncio.Event(), asyncio.Event()
+
+    async def receive() -> Message:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            slow.set()
+            await asyncio.Event().wait()
+
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": unquote(url.path),
+        "query_string": url.query.encode(),
+        "headers": [],
+    }
+    async with asyncio.timeout(PATIENCE_SECONDS), asyncio.TaskGroup() as clients:
+        for _ in range(4):
+            clients.create_task(server.serve(scope, receive, send))
+        await slow.wait()
+        further = clients.create_task(server.http.get(urlunsplit(url)))
+        left.set()
+
+        assert (await further).content == WEIGHTS
+
+
+async def test_a_store_that_signs_urls_sends_the_files_itself(
+    tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    root = "s3://models/checkpoints"
+    own = settings(tmp_path, checkpoint_root=root, downloads={"source": "store"})
+    async with Server(own).running() as server:
+        await server.save()
+        urls = await server.urls()
+
+    assert all(url.startswith(bucket.endpoint) for url in urls.values())
+    async with httpx.AsyncClient() as client:
+        for name, url in urls.items():
+            assert (await client.get(url)).content == FILES[name]
+
+
+async def test_the_server_streams_from_an_object_store(
+    tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    own = settings(tmp_path, checkpoint_root="s3://models/checkpoints")
+    async with Server(own).running() as server:
+        await server.save()
+        # `auto`: the store is at a configured address, where clients may not reach it.
+        url = (await server.urls())["adapter_model.safetensors"]
+        part = await server.http.get(url, headers={"Range": "bytes=1000000-4000000"})
+
+    assert url.startswith("http://where.example:81/downloads/")
+    assert (part.status_code, part.content) == (206, WEIGHTS[1_000_000:4_000_001])
 
 
 async def test_urls_refer_to_where_the_client_sent_its_request(server: Server) -> None:
