@@ -134,14 +134,25 @@ class _Download(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response, or the error of an object that can't be read."""
+        has_started = False
         try:
             async with self._downloads.slots.hold(self._grant.owner):
                 stream = await self._downloads.open(self._content, self._part)
                 streaming = StreamingResponse(stream, self.status_code)
                 streaming.raw_headers = self.raw_headers
+                has_started = True
                 await streaming(scope, receive, send)
         except WireError as error:
-            await respond_error(send, error)
+            if not has_started:
+                await respond_error(send, error)
+                return
+            # The server closes the connection of an incomplete response.
+            log.warning(
+                "download aborted",
+                path=str(self._grant.path),
+                file=self._grant.file,
+                error=str(error),
+            )
 
 
 def base_url(request: Request, server: Context) -> str:
