@@ -39,7 +39,7 @@ def changed(model: PreTrainedModel) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter += 0.01 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
     return model
 
 
