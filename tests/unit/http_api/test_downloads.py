@@ -433,6 +433,14 @@ async def test_urls_are_valid_for_all_servers_of_a_catalog_and_after_a_restart(
     assert public.startswith("https://a.example/b/downloads/")
 
 
+@pytest.mark.parametrize(
+    "url", ["ftp://a.example", "a.example", "https://", "https://a b", "https://me@a", "x http://a"]
+)
+def test_an_address_that_is_none_is_rejected(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ValueError, match="is not an address that begins with http:// or https://"):
+        settings(tmp_path, public_url=url)
+
+
 @pytest.mark.parametrize("key", ["short", "a" * 40])
 def test_a_key_that_can_be_guessed_is_rejected_without_showing_it(tmp_path: Path, key: str) -> None:
     with pytest.raises(ValueError, match=r"downloads\.signing_key") as error:
