@@ -17,7 +17,7 @@ E2E_TESTS := test_installation.py test_trainer_pods.py
 LONG_CLUSTER_TESTS := $(E2E_TESTS) test_operator_faults.py
 SHARDED_TESTS := $(addprefix tests/conformance/,test_training_with_the_sdk.py test_checkpoints_with_the_sdk.py)
 TRAINER_TESTS := $(SHARDED_TESTS) $(addprefix tests/conformance/,bad_input test_sampling_with_the_sdk.py \
-  test_cookbook.py test_suspension.py::test_a_pending_gradient_survives_a_restart)
+  test_external_weights.py test_cookbook.py test_suspension.py::test_a_pending_gradient_survives_a_restart)
 # SDK versions that tests exercise; `make compatibility` exercises more.
 TESTED_SDKS := 0.16.1 0.24.1 0.38.0
 PYTHON_FILES := $(wildcard pyproject.toml uv.lock */pyproject.toml)

@@ -1,4 +1,4 @@
-"""Weights leave: saved as files, encrypted or not, and downloaded by the SDK's and other programs."""
+"""Weights leave: saved as files, encrypted or not, and downloaded by several programs."""
 
 import io
 import os
@@ -58,6 +58,16 @@ def command(server: Server, *arguments: str, **environment: str) -> str:
     return result.stdout
 
 
+def download(server: Server, path: str, folder: Path) -> set[str]:
+    """Download external weights into a new folder; return the names of the files."""
+    urls = server.rest().get_external_weights_urls(path).result().urls
+    folder.mkdir()
+    for name, url in urls.items():
+        with urllib.request.urlopen(url) as response:
+            (folder / name).write_bytes(response.read())
+    return set(urls)
+
+
 def stored(server: Server, run_id: str) -> set[str]:
     """Return the names of all files of a run's external weights in the store."""
     folder = server.state_dir / "checkpoints" / "runs" / run_id / "external_weights"
@@ -109,8 +119,7 @@ def test_the_cookbook_downloads_a_training_checkpoint_encrypted_on_the_way(
 ) -> None:
     monkeypatch.setenv("TINKER_API_KEY", API_KEY)
     path = training.save_weights_external("plain").result().path
-    command(server, "checkpoint", "download", path, "--output", str(tmp_path))
-    (plain,) = tmp_path.iterdir()
+    download(server, path, tmp_path / "plain")
 
     weights.download(
         tinker_path=f"tinker://{training.model_id}/weights/two",
@@ -119,7 +128,8 @@ def test_the_cookbook_downloads_a_training_checkpoint_encrypted_on_the_way(
     )
 
     for name in ADAPTER:
-        assert (tmp_path / "cookbook" / name).read_bytes() == (plain / name).read_bytes()
+        expected = (tmp_path / "plain" / name).read_bytes()
+        assert (tmp_path / "cookbook" / name).read_bytes() == expected
 
 
 def test_encrypted_weights_never_exist_unencrypted_in_the_store(
@@ -130,13 +140,12 @@ def test_encrypted_weights_never_exist_unencrypted_in_the_store(
 
     path = training.save_weights_external("secret", age_encryption_recipients=keys).result().path
 
-    command(server, "checkpoint", "download", path, "--output", str(tmp_path))
-    (folder,) = tmp_path.iterdir()
-    assert {file.name for file in folder.iterdir()} == {f"{name}.age" for name in ADAPTER}
-    config = pyrage.decrypt((folder / "adapter_config.json.age").read_bytes(), [identity])
+    names = download(server, path, tmp_path / "x")
+    assert names == {f"{name}.age" for name in ADAPTER}
+    config = pyrage.decrypt((tmp_path / "x" / "adapter_config.json.age").read_bytes(), [identity])
     assert b'"lora_alpha": 32' in config
-    names = {name for name in stored(server, training.model_id) if name.startswith("secret/")}
-    assert names == {f"secret/{name}.age" for name in ADAPTER} | {"secret/manifest.json"}
+    kept = {name for name in stored(server, training.model_id) if name.startswith("secret/")}
+    assert kept == {f"secret/{name}.age" for name in ADAPTER} | {"secret/manifest.json"}
 
 
 def test_the_sdks_command_uploads_an_adapter_to_a_hub(
@@ -165,10 +174,8 @@ def test_external_weights_are_listed_expire_and_are_deleted_like_other_checkpoin
     rest = server.rest()
     path = training.save_weights_external("kept", ttl_seconds=3600).result().path
 
-    listed = {
-        each.tinker_path: each
-        for each in rest.list_checkpoints(training.model_id).result().checkpoints
-    }
+    checkpoints = rest.list_checkpoints(training.model_id).result().checkpoints
+    listed = {each.tinker_path: each for each in checkpoints}
 
     assert listed[path].checkpoint_type == "external"
     assert listed[path].size_bytes
@@ -176,18 +183,24 @@ def test_external_weights_are_listed_expire_and_are_deleted_like_other_checkpoin
     assert rest.get_weights_info_by_tinker_path(path).result().lora_rank == 4
     with pytest.raises(tinker.RequestFailedError, match="already exists: choose another name"):
         training.save_weights_external("kept").result()
-    for use in ("load", "sample"):
-        with pytest.raises(tinker.BadRequestError, match="holds files for download"):
-            if use == "load":
-                server.client().create_training_client_from_state(path).result()
-            else:
-                server.client().create_sampling_client(path).result()
     rest.delete_checkpoint_from_tinker_path(path).result()
     assert not any(name.startswith("kept/") for name in stored(server, training.model_id))
     assert training.save_weights_external("kept").result().path == path
 
 
-def test_a_repeated_save_is_the_same_request(server: Server) -> None:
+def test_external_weights_are_not_for_loading(
+    server: Server, training: tinker.TrainingClient
+) -> None:
+    client = server.client()
+    path = training.save_weights_external("for-others").result().path
+
+    with pytest.raises(tinker.BadRequestError, match="holds files for download"):
+        client.create_training_client_from_state(path).result()
+    with pytest.raises(tinker.BadRequestError, match="holds files for download"):
+        client.create_sampling_client(path).result()
+
+
+def test_a_repeated_save_is_the_same_request(server: Server, tmp_path: Path) -> None:
     run = Run(server)
     body = {"model_id": run.model_id, "seq_id": run.take_seq_id(), "path": "once"}
 
@@ -196,12 +209,8 @@ def test_a_repeated_save_is_the_same_request(server: Server) -> None:
     assert len({answer.json()["request_id"] for answer in answers}) == 1
     outcome = run.outcome(answers[0])
     assert outcome["path"] == f"tinker://{run.model_id}/external_weights/once"
-    urls = server.request(
-        "GET",
-        f"/api/v1/training_runs/{run.model_id}/checkpoints/external_weights/once/external_weights_urls",
-    ).json()["urls"]
-    sizes = [len(urllib.request.urlopen(url).read()) for url in urls.values()]
-    assert outcome["size_bytes"] == sum(sizes)
+    names = download(server, str(outcome["path"]), tmp_path / "x")
+    assert outcome["size_bytes"] == sum((tmp_path / "x" / name).stat().st_size for name in names)
 
 
 def test_a_bad_recipient_fails_in_its_place_and_nothing_is_saved(server: Server) -> None:
@@ -236,12 +245,9 @@ def test_a_full_model_becomes_a_folder_that_transformers_loads(
 
     path = training.save_weights_external("folder").result().path
 
-    command(server, "checkpoint", "download", path, "--output", str(tmp_path))
-    (folder,) = tmp_path.iterdir()
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
-        file.name for file in folder.iterdir()
-    }
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    names = download(server, path, tmp_path / "model")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="float32")
     np.testing.assert_allclose(logprobs(model), score(training, TOKENS), atol=1e-5)
 
 

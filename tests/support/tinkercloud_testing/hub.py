@@ -69,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_request(self, code: object = "-", size: object = "-") -> None:
         """Log nothing."""
 
 

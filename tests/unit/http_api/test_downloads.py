@@ -3,11 +3,12 @@
 import asyncio
 import io
 import tarfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import httpx
 import obstore
@@ -20,12 +21,13 @@ from tinkercloud_api.context import Context
 from tinkercloud_api.downloads import Content, Downloads
 from tinkercloud_api.settings import Settings
 from tinkercloud_api.signed_urls import Grant, microseconds
-from tinkercloud_protocol.asgi import Message
+from tinkercloud_protocol.asgi import Message, Receive, Scope, Send
 from tinkercloud_protocol.checkpoints import CheckpointManifest
-from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+from tinkercloud_testing.buckets import Bucket, a_bucket
 from tinkercloud_testing.providers import OneHead
+from tinkercloud_testing.waiting import PATIENCE_SECONDS
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 
 KEY = "tml-0123456789abcdefghijklmnopqrstuv"
@@ -61,6 +63,18 @@ class Server:
         finally:
             events.put_nowait({"type": "lifespan.shutdown"})
             await serving
+
+    async def serve(self, url: str, receive: Receive, send: Send) -> None:
+        """Serve one GET request."""
+        parts = urlsplit(url)
+        scope: Scope = {
+            "type": "http",
+            "method": "GET",
+            "path": unquote(parts.path),
+            "query_string": parts.query.encode(),
+            "headers": [],
+        }
+        await self._app(scope, receive, send)
 
     async def save(
         self,
@@ -110,9 +124,9 @@ class Server:
         """Send a request with a key."""
         return await self.http.get(path, headers={"X-API-Key": KEY, **headers})
 
-    async def urls(self, path: CheckpointPath = EXTERNAL, **headers: str) -> dict[str, str]:
+    async def urls(self, **headers: str) -> dict[str, str]:
         """Return the URLs of external weights."""
-        answer = await self.get(f"{where(path)}/external_weights_urls", **headers)
+        answer = await self.get(f"{where(EXTERNAL)}/external_weights_urls", **headers)
         assert answer.status_code == 200, answer.text
         return dict(answer.json()["urls"])
 
@@ -128,6 +142,12 @@ def settings(folder: Path, **more: Any) -> Settings:
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Server]:
     async with Server(settings(tmp_path)).running() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[Bucket]:
+    with a_bucket("127.0.0.1") as running:
         yield running
 
 
@@ -189,10 +209,22 @@ async def test_an_archive_holds_the_weights_and_a_mark_of_completeness(server: S
     assert (part.status_code, part.content) == (206, whole.content[300:5_000_001])
 
 
-async def test_a_client_that_accepts_no_json_is_redirected_to_the_archive(server: Server) -> None:
+@pytest.mark.parametrize(
+    "accepted",
+    # SDK 0.16 sends both headers.
+    [
+        ("application/x-tar",),
+        ("application/json", "application/gzip"),
+        ("a/b, application/tar;q=1",),
+    ],
+)
+async def test_a_client_that_accepts_archives_is_redirected_to_one(
+    server: Server, accepted: tuple[str, ...]
+) -> None:
     await server.save()
+    headers = [("X-API-Key", KEY), *(("Accept", each) for each in accepted)]
 
-    answer = await server.get(f"{where(EXTERNAL)}/archive", Accept="application/gzip")
+    answer = await server.http.get(f"{where(EXTERNAL)}/archive", headers=headers)
 
     assert answer.status_code == 302
     assert answer.headers["expires"].endswith("GMT")
@@ -289,16 +321,86 @@ async def test_a_file_of_any_size_is_read_in_small_parts(server: Server) -> None
     assert b"".join(parts) == WEIGHTS
 
 
-async def test_a_file_that_is_replaced_during_a_download_is_not_mixed(server: Server) -> None:
-    manifest = await server.save()
-    content = await server.content(manifest)
-    parts = await server.downloads.open(content, range(content.size))
-    await anext(parts)
-    key = manifest.key_of("adapter_model.safetensors")
-    await obstore.put_async(server.objects, key, WEIGHTS[::-1])
+async def test_a_file_that_is_replaced_during_a_download_is_never_mixed(server: Server) -> None:
+    key = (await server.save()).key_of("adapter_model.safetensors")
+    url = (await server.urls())["adapter_model.safetensors"]
+    sent: list[Message] = []
 
-    with pytest.raises(Unavailable):
-        await anext(parts)
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        if len(sent) == 2:
+            await obstore.put_async(server.objects, key, WEIGHTS[::-1])
+
+    await server.serve(url, receive, send)
+
+    # The response stays incomplete, so the client knows.
+    start, *bodies = sent
+    assert start["status"] == 200
+    assert all(message["more_body"] for message in bodies)
+    content = b"".join(message["body"] for message in bodies)
+    assert content == WEIGHTS[: len(content)]
+    assert 0 < len(content) < len(WEIGHTS)
+
+
+async def test_a_client_that_leaves_frees_its_place(server: Server) -> None:
+    await server.save()
+    url = (await server.urls())["adapter_model.safetensors"]
+    slow, left = asyncio.Event(), asyncio.Event()
+
+    async def receive() -> Message:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            slow.set()
+            await asyncio.Event().wait()
+
+    async with asyncio.timeout(PATIENCE_SECONDS), asyncio.TaskGroup() as clients:
+        for _ in range(4):
+            clients.create_task(server.serve(url, receive, send))
+        await slow.wait()
+        further = clients.create_task(server.http.get(url))
+        left.set()
+
+        assert (await further).content == WEIGHTS
+
+
+async def test_a_store_that_signs_urls_sends_the_files_itself(
+    tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    root = "s3://models/checkpoints"
+    own = settings(tmp_path, checkpoint_root=root, downloads={"source": "store"})
+    async with Server(own).running() as server:
+        await server.save()
+        urls = await server.urls()
+
+    assert all(url.startswith(bucket.endpoint) for url in urls.values())
+    async with httpx.AsyncClient() as client:
+        for name, url in urls.items():
+            assert (await client.get(url)).content == FILES[name]
+
+
+async def test_the_server_streams_from_an_object_store(
+    tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    own = settings(tmp_path, checkpoint_root="s3://models/checkpoints")
+    async with Server(own).running() as server:
+        await server.save()
+        # `auto`: the store is at a configured address, where clients may not reach it.
+        url = (await server.urls())["adapter_model.safetensors"]
+        part = await server.http.get(url, headers={"Range": "bytes=1000000-4000000"})
+
+    assert url.startswith("http://where.example:81/downloads/")
+    assert (part.status_code, part.content) == (206, WEIGHTS[1_000_000:4_000_001])
 
 
 async def test_urls_refer_to_where_the_client_sent_its_request(server: Server) -> None:
@@ -329,6 +431,14 @@ async def test_urls_are_valid_for_all_servers_of_a_catalog_and_after_a_restart(
 
     assert (got.status_code, refused.status_code) == (200, 403)
     assert public.startswith("https://a.example/b/downloads/")
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://a.example", "a.example", "https://", "https://a b", "https://me@a", "x http://a"]
+)
+def test_an_address_that_is_none_is_rejected(tmp_path: Path, url: str) -> None:
+    with pytest.raises(ValueError, match="is not an address that begins with http:// or https://"):
+        settings(tmp_path, public_url=url)
 
 
 @pytest.mark.parametrize("key", ["short", "a" * 40])
