@@ -333,3 +333,67 @@ def test_the_command_names_what_is_missing(server: Server, tmp_path: Path, folde
     assert "'tinker://x' is not a checkpoint" in malformed.stderr
     assert unknown.stderr.startswith("error: 404")
     assert "not an empty folder" in in_use.stderr
+
+
+def start_external(server: Server, version: str, **fields: object) -> Answer:
+    """Send the request that starts an upload, as the SDK of a version documents it."""
+    body = {"base_model": "tiny/llama", "lora_config": {"rank": 4}, **fields}
+    headers = {"x-sdk-version": version}
+    return server.request("POST", "/api/v1/external_weights_upload_start", body, headers=headers)
+
+
+def put_signed(server: Server, url: str, content: bytes) -> Answer:
+    assert url.startswith(server.url)
+    return server.request("PUT", url.removeprefix(server.url), content, key=None)
+
+
+def test_an_adapter_is_uploaded_by_signed_urls_without_a_key(server: Server, folder: Path) -> None:
+    started = start_external(server, "0.39.0").json()
+
+    for name, url in started["urls"].items():
+        assert put_signed(server, url, (folder / name).read_bytes()).status == 200
+    finish = {"upload_id": started["upload_id"]}
+    first, again = (server.post("external_weights_upload_finish", finish) for _ in range(2))
+
+    assert first.json() == again.json()
+    with server.client() as client:
+        path = first.json()["tinker_path"]
+        training = client.create_training_client_from_state(path).result()
+        expected = logprobs(tiny_llama(), folder, TOKENS)
+        np.testing.assert_allclose(score(training, TOKENS), np.asarray(expected), atol=1e-5)
+
+
+def test_later_sdks_get_each_url_with_the_headers_to_send(server: Server) -> None:
+    started = start_external(server, "0.40.1", destination_project_id="p").json()
+
+    assert {name: target["headers"] for name, target in started["urls"].items()} == {
+        "adapter_config.json": {},
+        WEIGHTS: {},
+    }
+    assert put_signed(server, started["urls"][WEIGHTS]["url"], b"x" * 16).status == 400
+
+
+def test_changed_urls_and_wrong_files_are_rejected(server: Server, folder: Path) -> None:
+    started = start_external(server, "0.39.0").json()
+    config, weights = started["urls"]["adapter_config.json"], started["urls"][WEIGHTS]
+    finish = {"upload_id": started["upload_id"]}
+    other = json.loads((folder / "adapter_config.json").read_text()) | {"r": 8}
+    changed = [
+        weights.replace("owner=bootstrap", "owner=reader"),
+        weights.replace("expires=", "expires=9"),
+        weights.replace(WEIGHTS, "adapter_config.json"),
+        weights.partition("?")[0],
+    ]
+
+    assert [put_signed(server, url, b"x").status for url in changed] == [403] * 4
+    assert "adapter_config.json: is not JSON" in put_signed(server, config, b"{").detail
+    assert "r: expected 4" in put_signed(server, config, json.dumps(other).encode()).detail
+    assert put_signed(server, config, b" " * (1 << 17)).status == 413
+    assert "max_import_bytes" in put_signed(server, weights, b"x" * (1 << 21)).detail
+    missing = server.post("external_weights_upload_finish", finish)
+    assert (missing.status, "adapter_config.json is missing" in missing.detail) == (400, True)
+    unknown = server.post("external_weights_upload_finish", {"upload_id": "unknown"})
+    assert unknown.status == 404
+    assert start_external(server, "x", lora_config={"rank": 0}).status == 400
+    assert start_external(server, "x", base_model="unknown").status == 400
+    server.request("DELETE", f"{UPLOADS}/{started['upload_id']}")

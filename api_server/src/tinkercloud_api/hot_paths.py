@@ -10,6 +10,7 @@ import structlog
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp
 
+from tinkercloud_api import upload_urls
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.context import Context
 from tinkercloud_api.http import (
@@ -35,6 +36,8 @@ log = structlog.get_logger(__name__)
 _WITHOUT_KEY = {"/api/v1/healthz"}
 """API paths that need no key, in addition to all paths outside the API: probes, the tokenizer
 mirror and the OpenAPI document."""
+_UPLOADS = (importing.UPLOADS, upload_urls.PREFIX)
+"""Prefixes of the paths to which files are uploaded, with a key or by a signed URL."""
 _INTERNAL_ERROR = b'{"detail": "internal error; see the server log for details"}'
 
 HANDLERS: Mapping[str, Handler] = {
@@ -110,10 +113,13 @@ class HotPaths:
         Raises:
             InvalidRequest: a header was sent more than once, or two headers contain different keys.
             Unauthenticated: the key is missing, unknown or revoked.
+            InvalidSignature: a signed URL was changed; UrlGone if it has expired.
             Overloaded: too many unknown keys came from the same address.
         """
         reject_duplicate_headers(scope["headers"])
         path: str = scope["path"]
+        if scope["method"] == "PUT" and path.startswith(upload_urls.PREFIX):
+            return importing.url_holder(self._server(), scope)
         if not path.startswith(routes.PREFIX) or path in _WITHOUT_KEY:
             return None
         authenticator = self._server().authenticator
@@ -131,7 +137,7 @@ class HotPaths:
     def _handler(self, scope: Scope) -> Handler | None:
         """Return the handler of a hot path, or None for requests that the application serves."""
         path: str = scope["path"]
-        if scope["method"] == "PUT" and path.startswith(importing.UPLOADS):
+        if scope["method"] == "PUT" and path.startswith(_UPLOADS):
             return importing.receive_file
         if scope["method"] != "POST":
             return None

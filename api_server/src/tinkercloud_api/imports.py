@@ -30,7 +30,7 @@ from tinkercloud_protocol.checkpoints import (
     ImportedAdapter,
     StoredFile,
 )
-from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.ids import ModelId, new_session_id
 from tinkercloud_protocol.launch import ModelSpec
@@ -41,7 +41,8 @@ _LIFETIME = timedelta(hours=1)
 """Time to send the file and to finish."""
 _CHUNK_SECONDS = 60.0
 """Maximum time between two parts of a body."""
-_MAX_CONFIG_BYTES = 64 << 10
+MAX_CONFIG_BYTES = 64 << 10
+"""Maximum size of `adapter_config.json`."""
 
 
 class StartUpload(WireModel):
@@ -61,6 +62,14 @@ class StartUpload(WireModel):
     user_metadata: UserMetadata | None = None
 
 
+class StartExternalUpload(WireModel):
+    """POST external_weights_upload_start."""
+
+    base_model: Name
+    lora_config: LoraConfig
+    destination_project_id: Name | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Imports:
     """Imports adapters. Belongs to one event loop."""
@@ -73,7 +82,7 @@ class Imports:
     """Uploads whose file is being received."""
 
     async def start(self, request: StartUpload, caller: Principal) -> Upload:
-        """Start an upload.
+        """Start an upload whose configuration is known.
 
         Raises:
             InvalidRequest: the adapter cannot be imported, or there is no quota for it.
@@ -84,46 +93,73 @@ class Imports:
             raise InvalidRequest(
                 f"owner: only an admin may import for another owner (got {owner!r}); omit it"
             )
-        if request.size_bytes > self.max_import_bytes:
-            raise InvalidRequest(
-                f"size_bytes: an adapter may have at most {self.max_import_bytes} bytes"
-                f" (max_import_bytes), got {request.size_bytes}"
-            )
-        base_model = self.training_runs.served(request.base_model).name
+        self._check_size("size_bytes", request.size_bytes)
         content = _storable(request.adapter_config)
-        config = peft.read_config(content)
-        upload_id, moment = new_session_id(), now()
-        path = CheckpointPath(str(ModelId(upload_id, 0)), CheckpointKind.TRAINING, request.name)
         ttl = request.ttl_seconds
-        manifest = CheckpointManifest(
+        manifest = self._draft(request.base_model, owner, request.name).model_copy(
+            update={
+                "lora": LoraConfig(rank=peft.read_config(content).rank),
+                "expires_at": now() + timedelta(seconds=ttl) if ttl else None,
+                "user_metadata": request.user_metadata,
+            }
+        )
+        return await self._reserve(manifest, content, request.size_bytes, request.project_id)
+
+    async def start_external(self, request: StartExternalUpload, caller: Principal) -> Upload:
+        """Start an upload whose configuration is a file of it. Raises as `start`."""
+        draft = self._draft(request.base_model, caller.owner, "uploaded")
+        manifest = draft.model_copy(update={"lora": LoraConfig(rank=request.lora_config.rank)})
+        return await self._reserve(manifest, {}, 0, request.destination_project_id)
+
+    def _draft(self, base_model: str, owner: str, name: str) -> CheckpointManifest:
+        run_id = str(ModelId(new_session_id(), 0))
+        return CheckpointManifest(
             format_version=IMPORTED_VERSION,
-            tinker_path=str(path),
+            tinker_path=str(CheckpointPath(run_id, CheckpointKind.TRAINING, name)),
             owner=owner,
-            base_model=base_model,
-            lora=LoraConfig(rank=config.rank),
+            base_model=self.training_runs.served(base_model).name,
+            lora=None,
             step=0,
-            created_at=moment,
-            expires_at=moment + timedelta(seconds=ttl) if ttl else None,
-            user_metadata=request.user_metadata,
-            imported=ImportedAdapter(scale=config.scale),
+            created_at=now(),
             files={},
         )
+
+    async def _reserve(
+        self,
+        manifest: CheckpointManifest,
+        config: dict[str, Any],
+        size_bytes: int,
+        project_id: str | None,
+    ) -> Upload:
         upload = Upload(
-            id=upload_id,
-            owner=owner,
-            project_id=request.project_id,
+            id=ModelId.parse(manifest.path.run_id).session_id,
+            owner=manifest.owner,
+            project_id=project_id,
             manifest=manifest.model_dump(mode="json"),
-            adapter_config=content,
-            size_bytes=request.size_bytes,
-            expires_at=moment + _LIFETIME,
+            adapter_config=config,
+            size_bytes=size_bytes,
+            expires_at=now() + _LIFETIME,
         )
         await self.stored_runs.reserve(upload)
         return upload
 
+    def _check_size(self, field: str, size_bytes: int) -> None:
+        if size_bytes > self.max_import_bytes:
+            raise InvalidRequest(
+                f"{field}: an adapter may have at most {self.max_import_bytes} bytes"
+                f" (max_import_bytes), got {size_bytes}"
+            )
+
     async def receive(
-        self, upload_id: str, caller: Principal, chunks: AsyncIterator[bytes]
+        self, upload_id: str, caller: Principal, chunks: AsyncIterator[bytes], length: int | None
     ) -> None:
-        """Receive the file of an upload, which replaces one that was received before.
+        """Receive the weights of an upload, which replace those that were received before.
+
+        Args:
+            upload_id: the upload.
+            caller: the caller.
+            chunks: the file.
+            length: its declared length; only needed if the upload was started without a size.
 
         Raises:
             NotFound: the upload does not exist for this principal.
@@ -136,47 +172,88 @@ class Imports:
             )
         self._receiving.add(upload_id)
         try:
-            await self._receive(upload, chunks)
+            size = upload.size_bytes or await self._reserve_room(upload, length)
+            await self._receive(upload, chunks, size)
         finally:
             self._receiving.discard(upload_id)
 
-    async def _receive(self, upload: Upload, chunks: AsyncIterator[bytes]) -> None:
+    async def _reserve_room(self, upload: Upload, length: int | None) -> int:
+        if not length:
+            raise InvalidRequest("Content-Length: is required for this upload; send it")
+        self._check_size("Content-Length", length)
+        limit = self.stored_runs.max_checkpoint_bytes
+        await self.stored_runs.checkpoints.check_room(upload.owner, length, limit)
+        await self.catalog.set_upload_size(upload.id, length)
+        return length
+
+    async def _receive(self, upload: Upload, chunks: AsyncIterator[bytes], size: int) -> None:
         draft = CheckpointManifest.model_validate(upload.manifest)
-        config = orjson.dumps(upload.adapter_config, option=orjson.OPT_INDENT_2)
-        body = _Body(chunks, upload.size_bytes, peft.read_config(upload.adapter_config).rank)
+        body = _Body(chunks, size, _rank(draft))
         manifest = draft.model_copy(update={"data_prefix": f"upload-{uuid.uuid4().hex}"})
         objects = self.stored_runs.objects
         await objects.upload_stream(manifest.key_of(ADAPTER_WEIGHTS), body.checked())
-        await objects.create(manifest.key_of(ADAPTER_CONFIG), config)
-        files = {
-            ADAPTER_WEIGHTS: StoredFile(size_bytes=body.size, sha256=body.digest.hexdigest()),
-            ADAPTER_CONFIG: StoredFile(
-                size_bytes=len(config), sha256=hashlib.sha256(config).hexdigest()
-            ),
-        }
-        complete = manifest.model_copy(update={"files": files, "lora": body.lora})
-        await self.catalog.set_manifest(upload.id, complete.model_dump(mode="json"))
+        stored = StoredFile(size_bytes=body.size, sha256=body.digest.hexdigest())
+        received = manifest.model_copy(
+            update={"files": {ADAPTER_WEIGHTS: stored}, "lora": body.lora}
+        )
+        await self.catalog.set_manifest(upload.id, received.model_dump(mode="json"))
+
+    async def receive_config(self, upload_id: str, caller: Principal, body: bytes) -> None:
+        """Receive the configuration of an upload that was started without one, once.
+
+        Raises:
+            NotFound: the upload does not exist for this principal.
+            InvalidRequest: it has a configuration, or this one cannot be imported.
+        """
+        upload = await self._open(upload_id, caller)
+        try:
+            parsed = orjson.loads(body)
+        except ValueError:
+            raise InvalidRequest(f"{ADAPTER_CONFIG}: is not JSON") from None
+        if not isinstance(parsed, dict):
+            raise InvalidRequest(f"{ADAPTER_CONFIG}: expected a JSON object")
+        content = _storable(parsed)
+        rank, declared = peft.read_config(content).rank, _rank_of(upload)
+        if rank != declared:
+            raise InvalidRequest(
+                f"{ADAPTER_CONFIG}: r: expected {declared}, the rank of lora_config, got {rank}"
+            )
+        if upload.adapter_config not in ({}, content):
+            raise InvalidRequest(
+                f"{ADAPTER_CONFIG}: this upload has another one; start another upload"
+            )
+        await self.catalog.set_adapter_config(upload_id, content)
 
     async def finish(self, upload_id: str, caller: Principal) -> str:
         """Make a checkpoint of an upload and return its path. Idempotent until it expires.
 
         Raises:
             NotFound: the upload does not exist for this principal.
-            InvalidRequest: it has expired, or its file was not received.
+            InvalidRequest: it has expired, or a file was not received.
         """
         upload = await self._visible(upload_id, caller)
         manifest = CheckpointManifest.model_validate(upload.manifest)
         if upload.is_finished:
             return manifest.tinker_path
         await self._open(upload_id, caller)
-        if not manifest.files:
+        received = {ADAPTER_CONFIG: upload.adapter_config, ADAPTER_WEIGHTS: manifest.files}
+        if missing := [name for name, content in received.items() if not content]:
             raise InvalidRequest(
-                f"upload {upload_id!r}: {ADAPTER_WEIGHTS} is missing; PUT it before finishing"
+                f"upload {upload_id!r}: {missing[0]} is missing; PUT it before finishing"
             )
-        manifest = manifest.model_copy(update={"created_at": now()})
-        return await self.stored_runs.complete(
-            upload_id, manifest, ModelSpec(owner=manifest.owner, lora=manifest.lora)
+        config = orjson.dumps(upload.adapter_config, option=orjson.OPT_INDENT_2)
+        await self.stored_runs.objects.create(manifest.key_of(ADAPTER_CONFIG), config)
+        stored = StoredFile(size_bytes=len(config), sha256=hashlib.sha256(config).hexdigest())
+        scale = peft.read_config(upload.adapter_config).scale
+        complete = manifest.model_copy(
+            update={
+                "created_at": now(),
+                "files": {**manifest.files, ADAPTER_CONFIG: stored},
+                "imported": ImportedAdapter(scale=scale),
+            }
         )
+        spec = ModelSpec(owner=complete.owner, lora=complete.lora)
+        return await self.stored_runs.complete(upload_id, complete, spec)
 
     async def abort(self, upload_id: str, caller: Principal) -> None:
         """Delete an upload and what was received.
@@ -191,11 +268,9 @@ class Imports:
         await self.stored_runs.objects.delete_folder(manifest.path.prefix)
 
     async def _visible(self, upload_id: str, caller: Principal) -> Upload:
-        found = await self.catalog.upload(upload_id)
-        upload = caller.require(found, f"upload {upload_id!r}")
-        if not upload.adapter_config:
-            raise NotFound(f"upload {upload_id!r} does not exist, or belongs to another owner")
-        return upload
+        # The ids of copies, which are in the same table, are ids of runs and have colons.
+        found = None if ":" in upload_id else await self.catalog.upload(upload_id)
+        return caller.require(found, f"upload {upload_id!r}")
 
     async def _open(self, upload_id: str, caller: Principal) -> Upload:
         upload = await self._visible(upload_id, caller)
@@ -204,6 +279,15 @@ class Imports:
                 f"upload {upload_id!r} is finished or has expired; start another one"
             )
         return upload
+
+
+def _rank_of(upload: Upload) -> int:
+    return _rank(CheckpointManifest.model_validate(upload.manifest))
+
+
+def _rank(draft: CheckpointManifest) -> int:
+    assert draft.lora is not None  # noqa: S101 - every upload starts with a rank
+    return draft.lora.rank
 
 
 def _storable(config: dict[str, Any]) -> dict[str, Any]:
@@ -218,10 +302,9 @@ def _storable(config: dict[str, Any]) -> dict[str, Any]:
         raise InvalidRequest(
             f"adapter_config: a value can't be stored as JSON ({error}); remove it"
         ) from None
-    if len(text) > _MAX_CONFIG_BYTES:
+    if len(text) > MAX_CONFIG_BYTES:
         raise InvalidRequest(
-            f"adapter_config: it may have at most {_MAX_CONFIG_BYTES} bytes of JSON, got"
-            f" {len(text)}"
+            f"adapter_config: it may have at most {MAX_CONFIG_BYTES} bytes of JSON, got {len(text)}"
         )
     if b"\\u0000" in text:
         raise InvalidRequest("adapter_config: contains the character U+0000: remove it")

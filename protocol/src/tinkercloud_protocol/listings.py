@@ -199,8 +199,25 @@ class UploadStarted(Answer):
     """When the upload is abandoned."""
 
 
+class UploadTarget(Answer):
+    """Where to PUT a file of an upload."""
+
+    url: str
+    headers: dict[str, str] = {}
+    """Headers to send."""
+
+
+class ExternalUploadStarted(Answer):
+    """POST external_weights_upload_start."""
+
+    upload_id: str
+    urls: dict[str, str | UploadTarget]
+    """Where to PUT each file, by its name: a URL for SDK 0.39, and later with its headers."""
+    expires: datetime
+
+
 class UploadFinished(Answer):
-    """POST checkpoints/uploads/{id}/finish (no SDK call)."""
+    """POST external_weights_upload_finish, and checkpoints/uploads/{id}/finish (no SDK call)."""
 
     tinker_path: str
 

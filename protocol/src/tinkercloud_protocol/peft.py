@@ -24,6 +24,9 @@ LENGTH_BYTES = 8
 """Size of the field with the header's length, at the start of a safetensors file."""
 MAX_RANK = 1024
 _PREFIX = "base_model.model."
+BASE_COPY = ".base_layer.weight"
+"""End of the name of a copy of a base weight, which PEFT saves along with an adapter of it if it is
+the weight of the LM head."""
 _HALF = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])(\.default)?\.weight")
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _WITHOUT_EFFECT = frozenset(
@@ -180,9 +183,10 @@ def read_header(start: bytes, size_bytes: int, rank: int) -> LoraConfig:
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a LoRA matrix without PEFT's prefix and without an adapter's name."""
-    found = _HALF.fullmatch(name.removeprefix(_PREFIX))
-    return name if found is None else f"{found['module']}.lora_{found['half']}.weight"
+    """Return the name of a tensor without PEFT's prefix and without an adapter's name."""
+    plain = name.removeprefix(_PREFIX)
+    found = _HALF.fullmatch(plain)
+    return plain if found is None else f"{found['module']}.lora_{found['half']}.weight"
 
 
 def _entries(start: bytes) -> dict[str, _Entry]:
@@ -216,8 +220,9 @@ def _check_entry(name: str, entry: _Entry, begin: int) -> None:
 def _modules(shapes: Mapping[str, Sequence[int]], rank: int) -> set[str]:
     """Return the adapted modules of a file; each must have both matrices, of this rank."""
     halves: dict[str, set[str]] = {"A": set(), "B": set()}
-    for name, shape in shapes.items():
-        found = _HALF.fullmatch(name.removeprefix(_PREFIX))
+    copies = {name for name in shapes if name.endswith(BASE_COPY)}
+    for name in shapes.keys() - copies:
+        shape, found = shapes[name], _HALF.fullmatch(name.removeprefix(_PREFIX))
         if found is None:
             why = next(reason for part, reason in _OTHER_TENSORS if part in name)
             raise InvalidRequest(f"adapter_model.safetensors: {name!r}: {why}")
@@ -234,6 +239,12 @@ def _modules(shapes: Mapping[str, Sequence[int]], rank: int) -> set[str]:
         raise InvalidRequest(
             f"adapter_model.safetensors: {single[:_SHOWN]} have lora_A or lora_B, but not both"
         )
+    for name in copies:
+        if name.removeprefix(_PREFIX).removesuffix(BASE_COPY) not in halves["A"]:
+            raise InvalidRequest(
+                f"adapter_model.safetensors: {name!r} is a copy of a base weight that has no"
+                " adapter; save with save_pretrained(..., save_embedding_layers=False)"
+            )
     if not halves["A"]:
         raise InvalidRequest("adapter_model.safetensors: it contains no LoRA matrix")
     return halves["A"]

@@ -232,7 +232,7 @@ async def test_a_file_may_arrive_in_parts_of_any_size(world: World, size: int) -
     upload = await world.imports.start(START, ME)
     parts = [ADAPTER[start : start + size] for start in range(0, len(ADAPTER), size)]
 
-    await world.imports.receive(upload.id, ME, sent(parts))
+    await world.imports.receive(upload.id, ME, sent(parts), None)
     path = await world.imports.finish(upload.id, ME)
 
     manifest = await world.checkpoints.manifest(CheckpointPath.parse(path), ME)
@@ -247,7 +247,7 @@ async def test_a_file_that_is_sent_twice_is_stored_once(world: World) -> None:
     upload = await world.imports.start(START, ME)
 
     for _ in range(2):
-        await world.imports.receive(upload.id, ME, sent([ADAPTER]))
+        await world.imports.receive(upload.id, ME, sent([ADAPTER]), None)
     await world.imports.finish(upload.id, ME)
 
     assert len(await world.keys()) == 3
@@ -263,10 +263,10 @@ async def test_a_file_that_arrives_twice_at_once_is_rejected(world: World) -> No
         await rest.wait()
         yield ADAPTER[20:]
 
-    first = asyncio.create_task(world.imports.receive(upload.id, ME, slow()))
+    first = asyncio.create_task(world.imports.receive(upload.id, ME, slow(), None))
     await is_receiving.wait()
     with pytest.raises(InvalidRequest, match="its file is being received"):
-        await world.imports.receive(upload.id, ME, sent([ADAPTER]))
+        await world.imports.receive(upload.id, ME, sent([ADAPTER]), None)
     rest.set()
     await first
 
@@ -275,13 +275,13 @@ async def test_a_file_that_arrives_twice_at_once_is_rejected(world: World) -> No
 
 async def test_an_abandoned_upload_is_swept(world: World) -> None:
     upload = await world.imports.start(START, ME)
-    await world.imports.receive(upload.id, ME, sent([ADAPTER]))
+    await world.imports.receive(upload.id, ME, sent([ADAPTER]), None)
     assert await world.keys()
 
     await world.expire()
     for attempt in (
         world.imports.finish(upload.id, ME),
-        world.imports.receive(upload.id, ME, sent([ADAPTER])),
+        world.imports.receive(upload.id, ME, sent([ADAPTER]), None),
     ):
         with pytest.raises(InvalidRequest, match="has expired"):
             await attempt
@@ -294,7 +294,7 @@ async def test_an_abandoned_upload_is_swept(world: World) -> None:
 
 async def test_a_finished_upload_outlives_its_row(world: World) -> None:
     upload = await world.imports.start(START, ME)
-    await world.imports.receive(upload.id, ME, sent([ADAPTER]))
+    await world.imports.receive(upload.id, ME, sent([ADAPTER]), None)
     path = await world.imports.finish(upload.id, ME)
 
     await world.expire()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft as peft_library
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,7 +26,7 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_datum
 from tinkercloud_testing.models import save, tiny_llama, tiny_mixtral, tiny_qwen3_moe
-from tinkercloud_testing.peft_adapters import WEIGHTS, logprobs, write_adapter
+from tinkercloud_testing.peft_adapters import WEIGHTS, logprobs, logprobs_of, write_adapter
 from tinkercloud_testing.trainers import run
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot
@@ -141,6 +142,29 @@ def test_training_an_imported_adapter_also_trains_the_weights_that_it_lacked(
     name = "model.layers.0.self_attn.k_proj.lora_B.weight"
     assert not before[name].any()
     assert after[name].any()
+
+
+@pytest.mark.filterwarnings("ignore:.*(tie_word_embeddings|save_embedding_layers):UserWarning")
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize("make", [tiny_llama, TIED])
+def test_the_copy_of_the_lm_head_that_peft_saves_must_equal_the_base_models(
+    make: Make, tmp_path: Path, base: Callable[[Make], Path]
+) -> None:
+    config = peft_library.LoraConfig(target_modules=["lm_head"], r=4, task_type="CAUSAL_LM")
+    adapted = peft_library.get_peft_model(make(), config)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    adapted.save_pretrained(str(tmp_path))
+    (copy,) = [name for name in load_file(tmp_path / WEIGHTS) if "lora_" not in name]
+    expected = logprobs_of(adapted.eval(), TOKENS)
+
+    trainer = imported(make, tmp_path, base(make))
+
+    np.testing.assert_allclose(scores(trainer), expected, atol=1e-5)
+    wrong(lambda tensors: {**tensors, copy: tensors[copy] * 1.01}, tmp_path)
+    with pytest.raises(InvalidRequest, match=r"lm_head\.base_layer\.weight.* differs"):
+        read(tmp_path, base(make))
 
 
 def renamed(folder: Path, rename: Callable[[str], str]) -> Path:

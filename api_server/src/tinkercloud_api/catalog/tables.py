@@ -247,9 +247,9 @@ class Upload(Table):
     manifest: Mapped[dict[str, Any]]
     """The checkpoint's manifest; without files until they have been received."""
     adapter_config: Mapped[dict[str, Any]]
-    """The content of `adapter_config.json`; empty for a copy."""
+    """The content of `adapter_config.json`; empty for a copy, and until it has been received."""
     size_bytes: Mapped[int] = mapped_column(BigInteger)
-    """Size of the files, as far as they are known in advance."""
+    """Size of the files, as far as it is known in advance; 0 if it is not known yet."""
     expires_at: Mapped[datetime]
     """When the upload is abandoned, or forgotten if it is finished."""
     is_finished: Mapped[bool] = mapped_column(default=False)

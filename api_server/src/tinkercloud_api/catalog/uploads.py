@@ -47,6 +47,18 @@ class UploadStatements(Statements):
         is_open = (Upload.id == upload_id, Upload.is_finished.is_(False))
         await self._change(update(Upload).where(*is_open).values(manifest=manifest))
 
+    async def set_adapter_config(self, upload_id: str, config: dict[str, Any]) -> None:
+        """Record the configuration of an upload."""
+        await self._change(
+            update(Upload).where(Upload.id == upload_id).values(adapter_config=config)
+        )
+
+    async def set_upload_size(self, upload_id: str, size_bytes: int) -> None:
+        """Record the size of an upload that did not declare it."""
+        await self._change(
+            update(Upload).where(Upload.id == upload_id).values(size_bytes=size_bytes)
+        )
+
     async def mark_finished(self, upload_id: str) -> None:
         """Record that the checkpoint of an upload exists."""
         await self._change(update(Upload).where(Upload.id == upload_id).values(is_finished=True))

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.peft import plain_name
+from tinkercloud_protocol.peft import BASE_COPY, plain_name
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.lora.adapters import Target
-
-_SHOWN = 3
 
 
 def from_file(tensors: Mapping[str, Tensor], scale: float, rank: int) -> dict[str, Tensor]:
@@ -25,6 +23,7 @@ def from_file(tensors: Mapping[str, Tensor], scale: float, rank: int) -> dict[st
 
     Args:
         tensors: tensors by PEFT's names, of any floating dtype; experts one by one or stacked.
+            Copies of base weights keep their dtype.
         scale: factor of B @ A that the adapter was trained with.
         rank: rank of the adapter.
 
@@ -32,8 +31,13 @@ def from_file(tensors: Mapping[str, Tensor], scale: float, rank: int) -> dict[st
         InvalidRequest: experts are missing, or differ in a half that they must share.
     """
     factor = scale / adapters.scale(rank)
-    named = {plain_name(name): tensor.float() for name, tensor in tensors.items()}
-    scaled = {name: each * factor if ".lora_B." in name else each for name, each in named.items()}
+    scaled = {}
+    for full_name, tensor in tensors.items():
+        name = plain_name(full_name)
+        if name.endswith(BASE_COPY):
+            scaled[name] = tensor
+        else:
+            scaled[name] = tensor.float() * factor if ".lora_B." in name else tensor.float()
     return adapters.from_peft_names(scaled)
 
 
