@@ -18,6 +18,7 @@ from tinkercloud_api.catalog.programs import ProgramCatalog
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Program
+from tinkercloud_api.providers.base import ServedModel
 from tinkercloud_api.providers.programs import ProgramLaunch, ProgramRunner, ProgramState
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol import programs as names
@@ -92,7 +93,8 @@ class Programs:
         """Run a program of the caller's own.
 
         Raises:
-            InvalidRequest: the caller may not run it, or already runs as many as allowed.
+            InvalidRequest: the caller may not run it, already runs as many as allowed, or another
+                program trains the model.
         """
         self._check_may_run_code(request, caller)
         row = Program(
@@ -134,6 +136,11 @@ class Programs:
             InvalidRequest: RLVE is not installed, a setting does not fit the model, or the owner
                 already runs as many programs as allowed.
         """
+        self._check_config(config, max_tokens)
+        if await self._records.program(rlve_program_id(model_id)) is None:
+            await self._check_number(caller.owner)
+
+    def _check_config(self, config: RlveConfig, max_tokens: int) -> None:
         if self._settings.provider == "local" and not _is_installed(rlve.MODULE):
             raise InvalidRequest(
                 "rlve_config: the RLVE program is not installed on this server; install it with"
@@ -144,35 +151,38 @@ class Programs:
                 f"rlve_config.rollout_max_response_len: is {config.rollout_max_response_len}, but"
                 f" prompt and response must fit into {max_tokens} tokens; use a smaller number"
             )
-        if await self._records.program(rlve_program_id(model_id)) is None:
-            await self._check_number(caller.owner)
 
     async def run_rlve(
         self, config: RlveConfig, model_id: str, base_model: str, caller: Principal
     ) -> ProgramInfo:
-        """Train a model with RLVE. Idempotent by model.
+        """Train a new model with RLVE. Idempotent by model.
 
         Raises:
             InvalidRequest: the owner already runs as many programs as allowed.
         """
-        row = Program(
-            id=rlve_program_id(model_id),
-            owner=caller.owner,
-            name="rlve",
-            base_model=base_model,
-            model_id=model_id,
-            module=rlve.MODULE,
-            source=None,
-            args=[config.model_dump_json(exclude_defaults=True)],
-            phase=ProgramPhase.PENDING,
-        )
+        row = _rlve_program(config, model_id, base_model, caller.owner)
+        row.id = rlve_program_id(model_id)
         return describe(await self._add(row))
+
+    async def run_rlve_on(
+        self, config: RlveConfig, model_id: str, base_model: ServedModel, caller: Principal
+    ) -> ProgramInfo:
+        """Train an existing model with RLVE.
+
+        Raises:
+            InvalidRequest: as for `check_rlve`, or another program trains the model.
+        """
+        self._check_config(config, base_model.max_context_length)
+        return describe(
+            await self._add(_rlve_program(config, model_id, base_model.name, caller.owner))
+        )
 
     async def _add(self, row: Program) -> Program:
         async with self._admission:
             if (known := await self._records.program(row.id)) is not None:
                 return known
             await self._check_number(row.owner)
+            await self._check_model_is_free(row.model_id)
             row = await self._records.add(row)
         try:
             await self._launch(row)
@@ -189,6 +199,14 @@ class Programs:
                 f"owner {owner!r} already runs {limit} programs (programs.max_per_owner); wait for"
                 " one to end, or stop one with `tinkercloud programs stop ID`"
             )
+
+    async def _check_model_is_free(self, model_id: str | None) -> None:
+        for other in await self._records.unfinished():
+            if model_id is not None and other.model_id == model_id:
+                raise InvalidRequest(
+                    f"model_id: program {other.id} already trains {model_id}; stop it first"
+                    f" (`tinkercloud programs stop {other.id}`)"
+                )
 
     async def _launch(self, row: Program) -> None:
         """Mint a new key for a program, revoke its earlier one, and start it."""
@@ -317,8 +335,22 @@ class Programs:
         return [summary(row) for row in rows]
 
 
+def _rlve_program(config: RlveConfig, model_id: str, base_model: str, owner: str) -> Program:
+    return Program(
+        id=f"rlve-{secrets.token_hex(8)}",
+        owner=owner,
+        name="rlve",
+        base_model=base_model,
+        model_id=model_id,
+        module=rlve.MODULE,
+        source=None,
+        args=[config.model_dump_json(exclude_defaults=True)],
+        phase=ProgramPhase.PENDING,
+    )
+
+
 def rlve_program_id(model_id: str) -> str:
-    """Return the id of the RLVE program of a model."""
+    """Return the id of the RLVE program that create_model starts for a model."""
     return f"rlve-{hashlib.sha256(model_id.encode()).hexdigest()[:16]}"
 
 
