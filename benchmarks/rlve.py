@@ -154,9 +154,11 @@ def plot(curve: dict[str, Any], file: Path) -> None:
 
 def main() -> None:
     """Train, and write the curve."""
-    with tempfile.TemporaryDirectory() as folder:
-        with a_server(Path(folder), {MODEL: smollm2()}) as server:
-            curve = train(server)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        a_server(Path(folder), {MODEL: smollm2()}) as server,
+    ):
+        curve = train(server)
     results = ROOT / "benchmarks" / "results" / "rlve.json"
     results.parent.mkdir(exist_ok=True)
     results.write_text(json.dumps(curve, indent=1) + "\n")
