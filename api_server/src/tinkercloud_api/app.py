@@ -34,6 +34,8 @@ from tinkercloud_api.middleware import BodyLimitMiddleware, MetricsMiddleware, m
 from tinkercloud_api.openapi import describe
 from tinkercloud_api.programs import Programs
 from tinkercloud_api.providers.base import SessionProvider
+from tinkercloud_api.providers.kubernetes import KubernetesProvider
+from tinkercloud_api.providers.kubernetes_programs import KubernetesPrograms
 from tinkercloud_api.providers.local_programs import LocalPrograms
 from tinkercloud_api.providers.programs import ProgramRunner
 from tinkercloud_api.proxy import Proxy
@@ -147,7 +149,7 @@ async def running_context(
             records=ProgramCatalog(engine),
             catalog=catalog,
             authenticator=authenticator,
-            runner=_program_runner(settings),
+            runner=_program_runner(settings, provider),
             settings=settings,
             server_url=own_url,
         ),
@@ -170,8 +172,10 @@ async def running_context(
         await catalog.close()
 
 
-def _program_runner(settings: Settings) -> ProgramRunner:
+def _program_runner(settings: Settings, provider: SessionProvider) -> ProgramRunner:
     """Return the runner of programs for the configured provider."""
+    if isinstance(provider, KubernetesProvider):
+        return KubernetesPrograms(provider)
     return LocalPrograms(settings.state_dir.absolute() / "programs", settings.programs)
 
 

@@ -77,7 +77,8 @@ class Programs:
         await self._runner.start(lambda *change: self._changes.put_nowait(change))
         for row in await self._records.unfinished():
             try:
-                await self._launch(row)
+                if not await self._runner.resume(self._described(row, {})):
+                    await self._launch(row)
             except WireError as error:
                 await self._fail(row, error.message)
 
@@ -111,6 +112,9 @@ class Programs:
         return describe(await self._add(row))
 
     def _check_may_run_code(self, request: RunProgramRequest, caller: Principal) -> None:
+        if self._settings.provider == "kubernetes":
+            # There a program is confined in a pod of its own, and each BaseModel decides.
+            return
         if not self._settings.programs.allow_code:
             raise InvalidRequest(
                 "this server does not run programs of its users, because they could do everything"
@@ -122,30 +126,33 @@ class Programs:
             raise InvalidRequest(f"only admin keys may run {what} on this server")
 
     async def check_rlve(
-        self, config: RlveConfig, model_id: str, caller: Principal, max_tokens: int
+        self, config: RlveConfig, model_id: str, base_model: ServedModel, caller: Principal
     ) -> None:
         """Check, before a model is created, that its RLVE program could be started.
 
         Args:
             config: the enabled configuration.
             model_id: the model, which may exist if the request is a repeated one.
+            base_model: the base model.
             caller: the owner of the model.
-            max_tokens: maximum context length of the base model.
 
         Raises:
             InvalidRequest: RLVE is not installed, a setting does not fit the model, or the owner
                 already runs as many programs as allowed.
         """
-        self._check_config(config, max_tokens)
+        self._check_config(config, base_model)
         if await self._records.program(rlve_program_id(model_id)) is None:
             await self._check_number(caller.owner)
 
-    def _check_config(self, config: RlveConfig, max_tokens: int) -> None:
+    def _check_config(self, config: RlveConfig, base_model: ServedModel) -> None:
+        if (why := self._runner.refusal(base_model.name)) is not None:
+            raise InvalidRequest(f"rlve_config: {why}")
         if self._settings.provider == "local" and not _is_installed(rlve.MODULE):
             raise InvalidRequest(
                 "rlve_config: the RLVE program is not installed on this server; install it with"
                 " `pip install tinkercloud-programs`"
             )
+        max_tokens = base_model.max_context_length
         if config.rollout_max_response_len >= max_tokens:
             raise InvalidRequest(
                 f"rlve_config.rollout_max_response_len: is {config.rollout_max_response_len}, but"
@@ -172,7 +179,7 @@ class Programs:
         Raises:
             InvalidRequest: as for `check_rlve`, or another program trains the model.
         """
-        self._check_config(config, base_model.max_context_length)
+        self._check_config(config, base_model)
         return describe(
             await self._add(_rlve_program(config, model_id, base_model.name, caller.owner))
         )
@@ -218,17 +225,18 @@ class Programs:
             await self._authenticator.revoke_key(row.key_id)
         row.key_id = minted.id
         await self._records.set_key(row.id, minted.id)
-        await self._runner.run(
-            ProgramLaunch(
-                program_id=row.id,
-                owner=row.owner,
-                module=row.module,
-                source=row.source,
-                args=tuple(row.args),
-                model_id=row.model_id,
-                environment=self._environment(row, key),
-                restarts=row.restarts or 0,
-            )
+        await self._runner.run(self._described(row, self._environment(row, key)))
+
+    def _described(self, row: Program, environment: Mapping[str, str]) -> ProgramLaunch:
+        return ProgramLaunch(
+            program_id=row.id,
+            owner=row.owner,
+            module=row.module,
+            source=row.source,
+            args=tuple(row.args),
+            model_id=row.model_id,
+            environment=environment,
+            restarts=row.restarts or 0,
         )
 
     def _environment(self, row: Program, key: str) -> Mapping[str, str]:

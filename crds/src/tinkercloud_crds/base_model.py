@@ -6,6 +6,7 @@ from pydantic import ConfigDict, Field
 
 from tinkercloud_crds.conditions import Conditions
 from tinkercloud_crds.placement import ObjectName, Placement
+from tinkercloud_crds.programs import Programs
 from tinkercloud_crds.shapes import (
     MAX_TOKENS,
     HeadShape,
@@ -177,6 +178,8 @@ class BaseModelSpec(Part):
     """Limits for each session."""
     sessions: SessionPolicy = SessionPolicy()
     """Options and limits for the lifecycle and scheduling of sessions."""
+    programs: Programs | None = None
+    """Programs that sessions may run (`spec.program`). If unset, they may run none."""
 
 
 class BaseModelStatus(Part):

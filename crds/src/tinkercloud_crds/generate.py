@@ -85,6 +85,7 @@ KINDS = (
             ("GPUs", "integer", ".status.gpus", 0),
             ("Owner", "string", ".spec.owner", 1),
             ("Queue", "string", ".spec.queueName", 1),
+            ("Program", "string", ".status.program.phase", 1),
             ("Active", "date", ".status.lastActivityTime", 1),
             ("Endpoint", "string", ".status.endpoint", 1),
             ("Reason", "string", f"{_condition('Ready')}.reason", 1),

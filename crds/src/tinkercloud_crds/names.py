@@ -40,6 +40,11 @@ class Names:
         """Secret with the head's token."""
         return f"{self.session}-token"
 
+    @property
+    def program(self) -> str:
+        """Job and NetworkPolicy of the session's program."""
+        return f"{self.session}-program"
+
     def claim_template(self, device_class: str, count: int) -> str:
         """Return the name of the ResourceClaimTemplate for a number of devices of a class.
 

@@ -7,6 +7,7 @@ from pydantic import ConfigDict, Field
 from tinkercloud_crds.base_model import ModelName
 from tinkercloud_crds.conditions import Conditions
 from tinkercloud_crds.placement import ObjectName
+from tinkercloud_crds.programs import ProgramField, ProgramStatus
 from tinkercloud_crds.shapes import Idle, Message, Seconds, Text
 from tinkercloud_crds.structural import IMMUTABLE, Part, rules
 
@@ -149,6 +150,8 @@ class TrainingSessionSpec(Part):
     """Kueue LocalQueue for the session. The BaseModel must allow it."""
     priority_class_name: ObjectName | None = None
     """PriorityClass of the pods. The BaseModel must allow it."""
+    program: ProgramField | None = None
+    """A program that runs next to the session. The BaseModel must allow programs."""
     suspend: bool = False
     """Whether to suspend the session. The operator then saves its state and deletes its pods."""
     idle: Idle | None = None
@@ -224,5 +227,7 @@ class TrainingSessionStatus(Part):
     """Failure that keeps the session's pods from running. Only set while they fail."""
     finished_time: Annotated[str, Field(max_length=40)] | None = None
     """When the session ended (RFC 3339)."""
+    program: ProgramStatus | None = None
+    """State of `spec.program`."""
     message: Message | None = None
     """Message of the Ready condition."""

@@ -53,6 +53,7 @@ _RESOURCES: Mapping[str, tuple[str, str]] = {
     "Event": ("api/v1", "events"),
     "NetworkPolicy": ("apis/networking.k8s.io/v1", "networkpolicies"),
     "PodDisruptionBudget": ("apis/policy/v1", "poddisruptionbudgets"),
+    "Job": ("apis/batch/v1", "jobs"),
     "ResourceClaimTemplate": ("apis/resource.k8s.io/v1", "resourceclaimtemplates"),
 }
 """API and plural of every kind that is read or written."""
@@ -315,6 +316,16 @@ class Client:
         except NotFound:
             return
 
+    async def log(self, pod: str, lines: int) -> bytes:
+        """Return the last lines of the output of a pod's only container.
+
+        Raises:
+            NotFound: the pod does not exist.
+            Rejected: it has not started.
+        """
+        path, query = f"{self._path('Pod', pod)}/log", [("tailLines", str(lines))]
+        return await self._content(_Request("GET", path, query))
+
     async def serves(self, kind: str) -> bool:
         """Return whether the API server knows a kind."""
         api, plural = _RESOURCES[kind]
@@ -355,19 +366,23 @@ class Client:
         query: Query | None = None,
         media: str = _JSON,
     ) -> Json:
-        request = _Request(verb, path, query or [], body, media)
+        content = await self._content(_Request(verb, path, query or [], body, media))
+        decoded: Json = json.loads(content)
+        return decoded
+
+    async def _content(self, request: _Request) -> bytes:
+        """Send a request and return the content of a successful answer."""
         try:
             answer = await self._send(request, self._timeout)
             async with answer.response as response:
-                content = await response.read()
+                content: bytes = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self._count(verb, "none")
+            self._count(request.verb, "none")
             raise _no_answer(request, error) from error
-        self._count(verb, str(response.status))
+        self._count(request.verb, str(response.status))
         if response.status >= 300:
             raise error_of(response.status, str(request), content)
-        decoded: Json = json.loads(content)
-        return decoded
+        return content
 
     async def _send(self, request: _Request, limits: aiohttp.ClientTimeout) -> RESTResponse:
         if not self._may_send():

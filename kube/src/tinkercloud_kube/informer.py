@@ -28,6 +28,10 @@ _FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 30.0
 
 
+_ANY = ""
+"""Stands for any name among those that somebody waits for."""
+
+
 def pause_seconds(failures: int) -> float:
     """Return how long to wait after consecutive failures: exponential, with jitter."""
     longest: float = min(
@@ -96,6 +100,15 @@ class Informer(Generic[T]):
                 if not waiters:
                     del self._waiters[name]
 
+    async def any_change(self) -> None:
+        """Wait until any object changes."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters[_ANY].add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters[_ANY].discard(waiter)
+
     async def run(self) -> None:
         """Keep the copy up to date until cancelled."""
         failures = 0
@@ -150,6 +163,6 @@ class Informer(Generic[T]):
             return
         if change.after is None:
             self._on_gone(change.name)
-        for waiter in self._waiters.get(change.name, ()):
+        for waiter in [*self._waiters.get(change.name, ()), *self._waiters.get(_ANY, ())]:
             if not waiter.done():
                 waiter.set_result(None)

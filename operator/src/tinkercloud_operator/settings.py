@@ -81,8 +81,18 @@ class Settings(BaseSettings):
     ] = [{"app.kubernetes.io/part-of": "tinkercloud"}]
     """Label selectors of the pods that may connect to heads, such as the API server and the
     operator."""
+    api_url: str | None = None
+    """URL of the API server inside the cluster, which programs (`spec.program`) use. If null,
+    sessions with programs are rejected."""
+    api_labels: Annotated[dict[str, str], Field(min_length=1)] = {
+        "app.kubernetes.io/part-of": "tinkercloud",
+        "app.kubernetes.io/component": "api",
+    }
+    """Labels of the API server's pods, the only pods to which programs may connect."""
+    api_port: Annotated[int, Field(gt=0, lt=65536)] = 8000
+    """Port of the API server's pods."""
     network_policies: bool = True
-    """Whether to create a NetworkPolicy for each session."""
+    """Whether to create a NetworkPolicy for each session and for each program."""
     outgoing_ports: list[Annotated[int, Field(gt=0, lt=65536)]] = [443]
     """Ports on which heads may connect to the checkpoint store and the model hub, at any address.
     Empty if both are volumes."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
-from tinkercloud_crds.conditions import Reason
+from tinkercloud_crds.conditions import Reason, timestamp
 from tinkercloud_crds.training_session import TrainerOverride, TrainingSessionStatus
 from tinkercloud_operator.children.secret_marker import has_secret, secret_marker
 from tinkercloud_operator.decide.actions import (
@@ -30,21 +30,25 @@ from tinkercloud_operator.decide.actions import (
 )
 from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.snapshot import ChildKey, Observed, Pod, PodProblem
+from tinkercloud_operator.spec.snapshot import ChildKey, Observed, Pod, PodProblem, ProgramPod
 from tinkercloud_testing.session_conditions import check_conditions
 from tinkercloud_testing.sessions import (
     COLOCATED,
     ENGINES,
+    PROGRAM,
+    PROGRAMS,
     SAMPLERS,
     TRAINERS,
     Json,
     a_base_model,
     a_pod,
+    a_session,
     observed,
 )
 
-SETTINGS = Settings()
+SETTINGS = Settings(api_url="http://api.default.svc:80")
 RAY_CLUSTER = ChildKey("RayCluster", "one")
+JOB = ChildKey("Job", "one-program")
 HEAD_CONFIG = ChildKey("ConfigMap", "one-config")
 PROBLEM = PodProblem(Reason.IMAGE_PULL_BACK_OFF, "container head: no such image")
 DENIED = "admission webhook denied it"
@@ -60,6 +64,7 @@ OFFERS: Mapping[str, BaseModelSpec] = {
     "queue": a_base_model(trainer=TRAINERS, placement={"queueName": "research"}),
     "short life": a_base_model(sessions={"idle": IDLE, "maxLifetimeSeconds": 7200}),
     "deleted when idle": a_base_model(sessions={"idle": IDLE | {"action": "Delete"}}),
+    "program": a_base_model(programs=PROGRAMS, sessions={"idle": IDLE}),
     "for a client": a_base_model(trainer=TRAINERS, placement={"queueName": "research"}),
     "for a client, short life": a_base_model(
         sessions={"idle": IDLE | {"action": "Delete"}, "maxLifetimeSeconds": 7200}
@@ -72,9 +77,12 @@ class World:
 
     def __init__(self, base_model: BaseModelSpec, *, is_declared: bool = True) -> None:
         self.offered = base_model
-        self.session = observed(base_model=base_model, is_declared=is_declared)
+        program = PROGRAM if base_model.programs is not None else None
+        spec = a_session(program=program)
+        self.session = observed(base_model=base_model, is_declared=is_declared, spec=spec)
         self.children: dict[ChildKey, Json] = {}
         self.pods: dict[str, Pod] = {}
+        self.program_pods: list[ProgramPod] = []
         self.has_secret = False
         self.is_gone = False
         self.ignores_saves = False
@@ -98,6 +106,7 @@ class World:
             children=children,
             has_secret=has_secret("one", children),
             pods=tuple(self.pods.values()),
+            program_pods=tuple(self.program_pods),
         )
 
     def change(self, **fields: Any) -> None:
@@ -241,6 +250,41 @@ class World:
         if not (admits and cluster["spec"].get("suspend") and self.pods):
             cluster["spec"]["suspend"] = not admits
 
+    # Kubernetes' controller of Jobs.
+
+    def work_on_job(self) -> None:
+        """Start a pod of the Job, or remove the pods of a deleted one."""
+        job = self.children.get(JOB)
+        if job is None:
+            self.program_pods = []
+        elif "conditions" not in job.get("status", {}) and not self._running_program():
+            made = timestamp(self.session.now)
+            self.program_pods.append(ProgramPod(made, True, False, None, None, None))
+
+    def _running_program(self) -> list[ProgramPod]:
+        return [pod for pod in self.program_pods if pod.is_running]
+
+    def end_program(self, exit_code: int) -> None:
+        """Let the program's process exit; the Job has failed after three failures."""
+        job = self.children.get(JOB)
+        if job is None or not self._running_program():
+            return
+        failure = f"exit code {exit_code}: it broke" if exit_code else None
+        ended = {"is_running": False, "is_ended": True, "failure": failure}
+        ended["exit_code"] = exit_code or None
+        self.program_pods[-1] = replace(self.program_pods[-1], **ended)
+        status = job.setdefault("status", {})
+        status["failed"] = status.get("failed", 0) + bool(exit_code)
+        if exit_code == 0 or status["failed"] > PROGRAMS["backoffLimit"]:
+            kind = "Failed" if exit_code else "Complete"
+            now = timestamp(self.session.now)
+            status["conditions"] = [{"type": kind, "status": "True", "lastTransitionTime": now}]
+
+    def stop_program(self, *, asked: bool) -> None:
+        if self.session.spec.program is not None:
+            program = self.session.spec.program.model_copy(update={"stop": asked})
+            self.change(spec=self.session.spec.model_copy(update={"program": program}))
+
     # Owners, clients and failures.
 
     def lose_pods(self, component: str) -> None:
@@ -324,15 +368,16 @@ class World:
         self.break_pods(None)
         plan = Plan()
         for _ in range(ENOUGH_ROUNDS):
-            before = (copy.deepcopy(self.children), dict(self.pods))
+            before = (copy.deepcopy(self.children), dict(self.pods), list(self.program_pods))
             self.kueue()
             self.kuberay()
             self.kubelet()
+            self.work_on_job()
             plan = self.operate()
             if self.is_gone:
                 return Plan()
             is_quiet = not plan.actions and plan.status is None
-            if is_quiet and before == (self.children, self.pods):
+            if is_quiet and before == (self.children, self.pods, self.program_pods):
                 return plan
             if plan.actions and plan.requeue_after_seconds is not None:
                 self.pass_time(min(plan.requeue_after_seconds, 5))
@@ -357,6 +402,12 @@ EVENTS: Mapping[str, Callable[[World], object]] = {
     "the Service is deleted": lambda world: world.lose_child("Service"),
     "the Secret is deleted": World.lose_secret,
     "children are edited": World.edit_children,
+    "the program starts": World.work_on_job,
+    "the program crashes": lambda world: world.end_program(1),
+    "the program succeeds": lambda world: world.end_program(0),
+    "the Job is deleted": lambda world: world.lose_child("Job"),
+    "its owner stops the program": lambda world: world.stop_program(asked=True),
+    "its owner starts the program": lambda world: world.stop_program(asked=False),
     "its owner suspends it": lambda world: world.suspend(asked=True),
     "its owner resumes it": lambda world: world.suspend(asked=False),
     "a client sends a request": World.use,

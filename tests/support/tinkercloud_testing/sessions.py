@@ -46,6 +46,15 @@ EXTERNAL: Json = {
 }
 """A sampler's shape with external servers."""
 
+PROGRAMS: Json = {"images": ["programs:1", "programs:2"], "backoffLimit": 2}
+"""What a BaseModel offers to programs."""
+PROGRAM: Json = {
+    "module": "tinker_cookbook.recipes.sl_basic",
+    "args": ["model_name=x"],
+    "apiKeySecret": {"name": "research-key"},
+}
+"""A program of a session."""
+
 
 def a_base_model(**fields: Any) -> BaseModelSpec:
     """Return the spec of a BaseModel; by default its head trains and samples itself."""

@@ -39,7 +39,9 @@ def test_the_api_server_has_these_rights_and_no_others() -> None:
     assert rights(one("Role", API)) == {
         "tinkercloud.dev/trainingsessions": OWN,
         "tinkercloud.dev/basemodels": READ,
-        "secrets": {"get"},
+        "secrets": {"get", "create"},
+        "pods": {"list"},
+        "pods/log": {"get"},
     }
 
 
@@ -56,6 +58,7 @@ def test_the_operator_has_these_rights_and_no_others() -> None:
         "secrets": {"get", "create"},
         "networking.k8s.io/networkpolicies": OWN,
         "policy/poddisruptionbudgets": OWN,
+        "batch/jobs": OWN,
         "resource.k8s.io/resourceclaimtemplates": OWN,
         "events": {"create"},
         f"coordination.k8s.io/leases/{OPERATOR}": READ | {"update", "patch"},
@@ -203,7 +206,9 @@ def test_only_named_peers_reach_the_api_server_and_its_metrics() -> None:
     rules = one("NetworkPolicy", API, *options)["spec"]["ingress"]
 
     peers = {rule["ports"][0]["port"]: rule["from"] for rule in rules}
-    gateways, test = peers[8000]
+    gateways, programs, test = peers[8000]
+    of_programs = programs["podSelector"]["matchExpressions"]
+    assert of_programs == [{"key": "tinkercloud.dev/program", "operator": "Exists"}]
     (monitoring,) = peers[9090]
     assert gateways == {"namespaceSelector": {"matchLabels": {NAME_OF_NAMESPACE: "gateways"}}}
     assert monitoring == {"namespaceSelector": {"matchLabels": {NAME_OF_NAMESPACE: "monitoring"}}}

@@ -100,6 +100,16 @@ class KubernetesProvider:
         await self._client.close()
         await self._api.close()
 
+    @property
+    def api(self) -> Client:
+        """The connection to Kubernetes."""
+        return self._api
+
+    @property
+    def sessions(self) -> Informer[TrainingSessionView]:
+        """All TrainingSessions."""
+        return self._sessions
+
     def models(self) -> list[ServedModel]:
         """See `SessionProvider.models`."""
         offered = {model.spec.model_name: model for model in self._offered()}
@@ -113,7 +123,8 @@ class KubernetesProvider:
         ordered = sorted(self._base_models.objects(), key=lambda model: model.name, reverse=True)
         return [model for model in ordered if model.is_offered]
 
-    def _base_model(self, name: str) -> BaseModelView | None:
+    def base_model(self, name: str) -> BaseModelView | None:
+        """Return the offered BaseModel of a model name, if there is one."""
         found = [model for model in self._offered() if model.spec.model_name == name]
         return found[-1] if found else None
 
@@ -134,7 +145,7 @@ class KubernetesProvider:
         assert placement.model is not None  # noqa: S101 - only runs are admitted
         if placement.options.session is not None:
             return session_spec.attached_model(placement, await self._confirmed(placement))
-        base_model = self._base_model(placement.base_model)
+        base_model = self.base_model(placement.base_model)
         if base_model is None:
             raise InvalidRequest(unknown_base_model(placement.base_model, self.models()))
         session_spec.check_options(placement.options, base_model)
@@ -221,7 +232,7 @@ class KubernetesProvider:
     async def _create(self, placement: Placement) -> None:
         if placement.options.session is not None:
             raise StateLost(f"TrainingSession {placement.options.session} no longer exists")
-        base_model = self._base_model(placement.base_model)
+        base_model = self.base_model(placement.base_model)
         if base_model is None:
             raise NotFound(unknown_base_model(placement.base_model, self.models()))
         manifest = session_spec.training_session(placement, base_model, datetime.now(UTC))

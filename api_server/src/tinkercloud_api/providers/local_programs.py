@@ -194,6 +194,14 @@ class LocalPrograms:
         """See `ProgramRunner.start`."""
         self._changed = changed
 
+    def refusal(self, base_model: str | None) -> str | None:  # noqa: ARG002 - part of the interface
+        """See `ProgramRunner.refusal`."""
+        return None
+
+    async def resume(self, launch: ProgramLaunch) -> bool:  # noqa: ARG002 - part of the interface
+        """See `ProgramRunner.resume`: programs end with the server that started them."""
+        return False
+
     async def close(self) -> None:
         """See `ProgramRunner.close`."""
         for task in self._tasks.values():

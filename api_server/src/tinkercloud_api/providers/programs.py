@@ -57,6 +57,19 @@ class ProgramRunner(Protocol):
     async def start(self, changed: ProgramChanged) -> None:
         """Begin to work; `changed` is called for each change of a program's state from now on."""
 
+    def refusal(self, base_model: str | None) -> str | None:
+        """Return why programs of a base model cannot run here; None if they can."""
+
+    async def resume(self, launch: ProgramLaunch) -> bool:
+        """Observe a program that an earlier server started, if it still runs.
+
+        Args:
+            launch: the program, without its API key.
+
+        Returns:
+            Whether it does not have to be started again.
+        """
+
     async def close(self) -> None:
         """Stop everything that must not outlive this process, without a change of phases."""
 

@@ -204,6 +204,11 @@ def attached_model(placement: Placement, session: TrainingSessionView | None) ->
 
 
 def _differences(placement: Placement, model: ModelSpec, spec: TrainingSessionSpec) -> list[str]:
+    if spec.program is not None and spec.program.id is not None:
+        # The API server created the session for a program, before any model of it was known.
+        return (
+            [] if spec.base_model == placement.base_model else [_other_base_model(spec, placement)]
+        )
     declared, requested = spec.lora, _lora(model.lora) if model.lora is not None else None
     pairs: list[tuple[str, object, object]] = [
         ("baseModel", spec.base_model, placement.base_model),
@@ -228,6 +233,13 @@ def _differences(placement: Placement, model: ModelSpec, spec: TrainingSessionSp
         for name, has, wants in pairs
         if has != wants
     ]
+
+
+def _other_base_model(spec: TrainingSessionSpec, placement: Placement) -> str:
+    return (
+        f"baseModel is {spec.base_model!r} in the session, but {placement.base_model!r} was"
+        " requested"
+    )
 
 
 def _kind(lora: Lora | None) -> str:

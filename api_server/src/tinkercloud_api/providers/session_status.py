@@ -7,6 +7,7 @@ from tinkercloud_api.providers.base import HeadFailed, Pending
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import NEVER_FITS, Condition, ConditionType, Reason, find
+from tinkercloud_crds.programs import ProgramStatus
 from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_kube.objects import Manifest
@@ -40,6 +41,7 @@ class TrainingSessionView:
     conditions: tuple[Condition, ...]
     endpoint: str | None
     incarnation: str | None
+    program: ProgramStatus | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ def read_session(manifest: Manifest) -> TrainingSessionView:
         conditions=tuple(map(Condition.model_validate, status.get("conditions", ()))),
         endpoint=status.get("endpoint"),
         incarnation=status.get("incarnation"),
+        program=ProgramStatus.model_validate(status["program"]) if "program" in status else None,
     )
 
 

@@ -56,7 +56,7 @@ async def create_model(request: CreateModelRequest, server: Server, caller: Call
     if rlve is not None:
         base_model = server.training_runs.served(request.base_model)
         wanted = str(ModelId(request.session_id, request.model_seq_id))
-        await server.programs.check_rlve(rlve, wanted, caller, base_model.max_context_length)
+        await server.programs.check_rlve(rlve, wanted, base_model, caller)
     request_id = await server.training_runs.create(request, caller)
     log.info("training run created", request_id=request_id, base_model=request.base_model)
     model_id = request_id.rpartition(":")[0]

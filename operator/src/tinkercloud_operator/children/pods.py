@@ -71,7 +71,7 @@ def pod_template(build: Build, component: str, container: Json, resources: Resou
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": settings.stop_seconds + 15,
-        "securityContext": _pod_security(settings),
+        "securityContext": pod_security(settings),
         "containers": [_with_scratch(container, resources, settings)],
         "volumes": _volumes(build, resources),
         **_placement(build, component),
@@ -120,7 +120,7 @@ def container(build: Build, name: str, image: str, resources: Resources, gpus: i
         },
         "volumeMounts": _mounts(build.settings),
         "env": [
-            *_ca_variables(build.settings),
+            *ca_variables(build.settings),
             {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a volume of the pod's own
             {"name": "OMP_WAIT_POLICY", "value": "PASSIVE"},
             {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
@@ -160,7 +160,7 @@ def _limits(settings: Settings, requests: Json) -> Json:
     return dict(requests) if settings.limit_cores else {"memory": requests["memory"]}
 
 
-def _ca_variables(settings: Settings) -> list[Json]:
+def ca_variables(settings: Settings) -> list[Json]:
     """Return the variables that point OpenSSL, rustls and requests to the trusted CAs."""
     if settings.ca_config_map is None:
         return []
@@ -191,7 +191,8 @@ def environment_of(*secrets: str | None) -> list[Json]:
     return [{"secretRef": {"name": name}} for name in secrets if name is not None]
 
 
-def _pod_security(settings: Settings) -> Json:
+def pod_security(settings: Settings) -> Json:
+    """Return the security context of a pod."""
     user, group = settings.run_as_user, settings.fs_group
     ids: Json = {} if user is None else {"runAsUser": user, "runAsGroup": user}
     if group is not None:

@@ -29,7 +29,7 @@ _TERMINATION_LOG = "/dev/termination-log"
 _SNAPSHOT_SHARE = 0.5
 """Share of the head's scratch space for sampling snapshots; half of it if the base model is stored
 there too. The latest snapshot and those in use do not count, and new ones are being written."""
-_DNS_PORTS = [
+DNS_PORTS = [
     {"protocol": protocol, "port": port} for port in (53, 5353) for protocol in ("UDP", "TCP")
 ]
 """OpenShift's DNS pods listen at 5353, and its network (OVN) applies policies to the pod behind a
@@ -182,7 +182,7 @@ def network_policy(build: Build) -> Json:
             ],
             "egress": [
                 {"to": [own]},
-                {"ports": _DNS_PORTS},
+                {"ports": DNS_PORTS},
                 *stores,
             ],
         },

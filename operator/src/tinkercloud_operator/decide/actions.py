@@ -89,14 +89,14 @@ class Stage(IntEnum):
     here, before the pods, which hold the state that it protects; everything else is deleted
     together with its owner."""
     PODS = 3
-    """The RayCluster, and the Services that pods do not wait for: creating a Service is slow, since
-    the API server allocates cluster IPs one at a time."""
+    """The RayCluster, the Job of a program, and the Services that pods do not wait for: creating a
+    Service is slow, since the API server allocates cluster IPs one at a time."""
 
 
 def stage(action: Action) -> Stage:
     """Return the stage of an action."""
     match action:
-        case Apply(manifest) if manifest["kind"] in {"RayCluster", "Service"}:
+        case Apply(manifest) if manifest["kind"] in {"RayCluster", "Service", "Job"}:
             return Stage.PODS
         case CreateSecretMarker():
             return Stage.PODS

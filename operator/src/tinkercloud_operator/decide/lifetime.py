@@ -58,6 +58,7 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import Condition, ConditionType, Reason, find
 from tinkercloud_crds.shapes import Idle
 from tinkercloud_crds.times import parse_time
+from tinkercloud_operator.decide.program_facts import is_running, used_until
 from tinkercloud_operator.spec.snapshot import Observed
 
 _AVAILABILITY_STEPS = (ConditionType.ACCEPTED, ConditionType.QUOTA_RESERVED, ConditionType.READY)
@@ -211,6 +212,8 @@ def _unchanged(observed: Observed, expiry: datetime | None) -> Decision:
 
 
 def _by_activity(observed: Observed, idle: Idle, expiry: datetime | None) -> Decision:
+    if is_running(observed):
+        return Decision(DesiredState.RUNNING, Reason.RUNNING, "", expiry)
     unused_since = last_use(observed)
     if observed.last_activity is not None:
         unused_since = max(unused_since, observed.last_activity + _ACTIVITY_DELAY)
@@ -234,10 +237,10 @@ def last_use(observed: Observed) -> datetime:
     """Return when a session was last used.
 
     Time during which it could not be used counts as use: until it is accepted, admitted and ready,
-    and while it is being resumed. A client that requests a suspended session needs it now,
-    regardless of the client's clock.
+    and while it is being resumed. So does time during which its program runs. A client that
+    requests a suspended session needs it now, regardless of the client's clock.
     """
-    moments = [observed.created, observed.last_activity]
+    moments = [observed.created, observed.last_activity, used_until(observed)]
     conditions = observed.status.conditions
     suspended = find(conditions, ConditionType.SUSPENDED)
     if suspended is None or suspended.status != "True":
@@ -271,6 +274,9 @@ def _abandoned_at(observed: Observed) -> datetime | None:
     """Return when the client of a session that never ran counts as gone, if it has one."""
     head, has_run = observed.head, observed.status.incarnation is not None
     if observed.is_declared or observed.spec.suspend or has_run:
+        return None
+    if observed.spec.program is not None:
+        # The program is the client; it starts when the session is ready.
         return None
     if head is not None and head.is_started:
         return None

@@ -15,7 +15,7 @@ from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.spec.quantities import parse_quantity
-from tinkercloud_operator.spec.snapshot import Node, Pod, PodProblem
+from tinkercloud_operator.spec.snapshot import Node, Pod, PodProblem, ProgramPod
 
 _WAITING_REASONS: Mapping[str, Reason] = {
     "ImagePullBackOff": Reason.IMAGE_PULL_BACK_OFF,
@@ -47,6 +47,9 @@ def slim(kind: str, manifest: Manifest) -> Manifest:
     if kind == "Pod":
         spec = _slim_pod_spec(manifest.get("spec", {}))
         return {"metadata": metadata, "spec": spec, "status": manifest.get("status", {})}
+    if kind == "Job":
+        suspend = {"suspend": bool(manifest.get("spec", {}).get("suspend"))}
+        return {**manifest, "metadata": metadata, "spec": suspend}
     if kind == "TrainingSession" and (written := _activity_fields(manifest["metadata"])):
         metadata["managedFields"] = written
     return {**manifest, "metadata": metadata}
@@ -218,6 +221,39 @@ def _container_problem(container: Mapping[str, Any]) -> PodProblem | None:
     last_words = str(ended.get("message", "")).strip().rpartition("\n")[2]
     why = f": {last_words}" if last_words else ""
     return PodProblem(reason, f"container {name}: {waiting.get('message') or reason}{code}{why}")
+
+
+def is_of_program(manifest: Manifest) -> bool:
+    """Return whether a pod runs a session's program."""
+    return labels.PROGRAM_LABEL in manifest["metadata"].get("labels", {})
+
+
+def program_pod(manifest: Manifest) -> ProgramPod:
+    """Parse a pod of a program, which has one container and restarts by being replaced."""
+    status = manifest.get("status", {})
+    container: Mapping[str, Any] = next(iter(status.get("containerStatuses", [])), {})
+    state = container.get("state", {})
+    problem = pod(manifest).problem
+    ended = state.get("terminated")
+    has_failed = status.get("phase") == "Failed"
+    return ProgramPod(
+        created=str(manifest["metadata"].get("creationTimestamp", "")),
+        is_running="running" in state,
+        is_ended=has_failed or status.get("phase") == "Succeeded",
+        waits=problem.message if problem is not None and not has_failed else None,
+        failure=_program_failure(status, ended or {}) if has_failed else None,
+        exit_code=ended.get("exitCode") if ended is not None and has_failed else None,
+    )
+
+
+def _program_failure(status: Mapping[str, Any], ended: Mapping[str, Any]) -> str:
+    if "reason" in status:
+        return _failure(status).message
+    if ended.get("reason") == "OOMKilled":
+        return "it exceeded its memory limit"
+    last_words = str(ended.get("message", "")).strip().rpartition("\n")[2]
+    code = f"exit code {ended['exitCode']}" if "exitCode" in ended else "it failed"
+    return f"{code}: {last_words}" if last_words else code
 
 
 def node(manifest: Manifest) -> Node:

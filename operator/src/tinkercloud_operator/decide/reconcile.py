@@ -6,6 +6,7 @@ interrupted and continued by another process.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Literal
 
@@ -33,7 +34,12 @@ from tinkercloud_operator.decide.actions import (
 from tinkercloud_operator.decide.deadlines import next_deadline
 from tinkercloud_operator.decide.drift import is_up_to_date
 from tinkercloud_operator.decide.lifetime import Decision, DesiredState, decide, stopping_since
-from tinkercloud_operator.decide.status import endpoint, status
+from tinkercloud_operator.decide.programs import (
+    is_of_program,
+    program_children,
+    surplus_of_program,
+)
+from tinkercloud_operator.decide.status import endpoint, is_ready, status
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.pinned import pending_changes, pinned_head_config, pinned_spec
 from tinkercloud_operator.spec.resolved import (
@@ -74,16 +80,15 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
                 observed, [], new_status, min(_QUEUE_SECONDS, recheck_seconds or _QUEUE_SECONDS)
             )
         case DesiredState.RUNNING:
-            return _plan(
-                observed,
-                _actions_to_run(observed, effective, settings),
-                new_status,
-                recheck_seconds,
-            )
+            own = _actions_to_run(observed, effective, settings)
+            program = _program_actions(observed, decision, settings, is_ready=is_ready(new_status))
+            return _plan(observed, [*own, *program], new_status, recheck_seconds)
         case DesiredState.SUSPENDED:
-            return _stop(observed, "suspend", settings, new_status, recheck_seconds)
+            plan = _stop(observed, "suspend", settings, new_status, recheck_seconds)
+            return _with_program(plan, observed, decision, settings)
         case DesiredState.FINISHED:
-            return _stop(observed, "checkpoint", settings, new_status, recheck_seconds)
+            plan = _stop(observed, "checkpoint", settings, new_status, recheck_seconds)
+            return _with_program(plan, observed, decision, settings)
         case DesiredState.DELETED:
             return _plan(observed, [DeleteSession()], new_status, None)
 
@@ -95,6 +100,12 @@ def _desired_spec(observed: Observed, settings: Settings) -> ResolvedSpec | Reje
         resolved = check_pod_groups(resolved, settings.kueue_groups)
     if isinstance(resolved, ResolvedSpec):
         resolved = _check_head_config(observed, resolved, settings)
+    if isinstance(resolved, ResolvedSpec) and observed.spec.program and settings.api_url is None:
+        message = (
+            "spec.program: the operator does not know the API server's URL; set"
+            " TINKERCLOUD_OPERATOR_API_URL"
+        )
+        resolved = Rejection(Reason.NOT_ALLOWED, message)
     return resolved
 
 
@@ -177,6 +188,27 @@ def _actions_to_run(
             yield Apply(wanted)
 
 
+def _with_program(plan: Plan, observed: Observed, decision: Decision, settings: Settings) -> Plan:
+    """Return the plan of a session that stops or has no pods, with that of its program."""
+    program = _program_actions(observed, decision, settings, is_ready=False)
+    return replace(plan, actions=(*program, *plan.actions))
+
+
+def _program_actions(
+    observed: Observed, decision: Decision, settings: Settings, *, is_ready: bool
+) -> list[Action]:
+    """Return what the session's program needs: its Job exists while it is to run."""
+    actions: list[Action] = [Delete(key) for key in surplus_of_program(observed, decision)]
+    for manifest in program_children(observed, decision, settings, is_ready=is_ready):
+        wanted, live = _owned(manifest, observed), observed.children.get(key_of(manifest))
+        # A Job cannot be changed: a running program keeps what it started with.
+        is_job = manifest["kind"] == "Job"
+        checked = {"metadata": wanted["metadata"]} if is_job else wanted
+        if not is_up_to_date(checked, live):
+            actions.append(Apply(wanted))
+    return actions
+
+
 def children(build: Build) -> list[Json]:
     """Return the children of a running session, without owner references, in creation order."""
     policies = [support_objects.network_policy(build)] if build.settings.network_policies else []
@@ -250,13 +282,15 @@ def _delete_support_objects(observed: Observed) -> Iterable[Action]:
     """Yield deletions of the children that a session without pods does not need.
 
     The Secret and its marker stay, so that clients with the head's token keep access after a
-    resume.
+    resume. `_program_actions` decides about the children of a program.
     """
     if observed.pods:
         return
     marker_key = ChildKey("ConfigMap", Names(observed.name).token_secret)
     for key, child in observed.children.items():
-        if key != marker_key and "deletionTimestamp" not in child["metadata"]:
+        if key == marker_key or is_of_program(key, observed):
+            continue
+        if "deletionTimestamp" not in child["metadata"]:
             yield Delete(key)
 
 
@@ -271,8 +305,9 @@ def _finalize(observed: Observed, settings: Settings) -> Plan:
     new_status = status(observed, desired, _effective_spec(observed, desired, settings), None)
     left = _seconds_left(observed, observed.deleted, settings.last_checkpoint_seconds)
     request = _save_request(observed, "checkpoint", left)
+    program = [Delete(key) for key in surplus_of_program(observed, None)]
     if request is not None:
-        return _plan(observed, [request], new_status, min(left, _RETRY_SECONDS))
+        return _plan(observed, [*program, request], new_status, min(left, _RETRY_SECONDS))
     if left > 0 and not _is_save_recorded(observed, new_status):
         return _plan(observed, [], new_status, 0.0)
     return Plan((SetFinalizer(present=False),))

@@ -16,6 +16,7 @@ from tinkercloud_crds.conditions import (
 from tinkercloud_crds.names import Names
 from tinkercloud_crds.training_session import Failing, Phase, TrainingSessionStatus, Workers
 from tinkercloud_operator.decide.lifetime import Decision, DesiredState
+from tinkercloud_operator.decide.programs import program_status
 from tinkercloud_operator.decide.readiness import StepStatus, readiness
 from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec
 from tinkercloud_operator.spec.snapshot import Observed
@@ -81,8 +82,14 @@ def status(
         saved_incarnation=_saved_incarnation(observed),
         failing=_failing(observed, decision, ready),
         finished_time=_finished_time(observed, decision),
+        program=program_status(observed, decision),
         message=ready.message[:MAX_MESSAGE_LENGTH] or None,
     )
+
+
+def is_ready(status: TrainingSessionStatus) -> bool:
+    """Return whether a status says that the session serves requests."""
+    return status.endpoint is not None
 
 
 def endpoint(observed: Observed) -> str:

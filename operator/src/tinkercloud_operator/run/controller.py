@@ -124,7 +124,8 @@ class Controller:
             if kind in _OPTIONAL_KINDS and kind not in self.served:
                 continue
             is_own = kind in OWN_KINDS
-            selector = "" if is_own else labels.SESSION_LABEL
+            of_pods = {"Pod": labels.COMPONENT_LABEL}
+            selector = "" if is_own else of_pods.get(kind, labels.SESSION_LABEL)
             await self._list(kind, selector)
         for name in self.watched.sessions:
             self.queue.add(name)

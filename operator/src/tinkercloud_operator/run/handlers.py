@@ -22,6 +22,7 @@ _CHILDREN = {
     "NetworkPolicy": ("networking.k8s.io", "v1", "networkpolicies"),
     "PodDisruptionBudget": ("policy", "v1", "poddisruptionbudgets"),
     "ResourceClaimTemplate": ("resource.k8s.io", "v1", "resourceclaimtemplates"),
+    "Job": ("batch", "v1", "jobs"),
 }
 _LEASE = ("coordination.k8s.io", "v1", "leases")
 
@@ -121,6 +122,8 @@ def _kopf_settings(settings: Settings) -> kopf.OperatorSettings:
     chosen.queueing.exit_timeout = 0.1
     for resource in _CHILDREN.values():
         chosen.watching.label_selectors[resource] = labels.SESSION_LABEL
+    # Also pods of programs, which are not the session's own.
+    chosen.watching.label_selectors[_CHILDREN["Pod"]] = labels.COMPONENT_LABEL
     chosen.persistence.diffbase_storage = _NoEssence()
     chosen.persistence.progress_storage = _NoProgress()
     chosen.watching.field_selectors[_LEASE] = f"metadata.name={settings.lease_name}"

@@ -32,7 +32,10 @@ CHILD_KINDS = (
     "NetworkPolicy",
     "PodDisruptionBudget",
     "ResourceClaimTemplate",
+    "Job",
 )
+_PROGRAM_POD = "ProgramPod"
+"""Pods of programs, which are kept apart from the session's own pods."""
 
 _PLACING = frozenset({"TrainingSession", "RayCluster", "Pod"})
 """Kinds that determine whether a session's pods are scheduled."""
@@ -61,7 +64,7 @@ def _kept(kind: str, manifest: Manifest) -> Manifest:
 
 
 def _objects_of(kind: str) -> Objects[Manifest]:
-    return Objects(partial(_kept, kind))
+    return Objects(partial(_kept, "Pod" if kind == _PROGRAM_POD else kind))
 
 
 @dataclass(slots=True)
@@ -73,7 +76,9 @@ class Watched:
     base_models: Objects[Manifest] = field(default_factory=partial(_objects_of, "BaseModel"))
     """By name."""
     _child_objects: dict[str, Objects[Manifest]] = field(
-        default_factory=lambda: {kind: _objects_of(kind) for kind in ("Pod", *CHILD_KINDS)}
+        default_factory=lambda: {
+            kind: _objects_of(kind) for kind in ("Pod", _PROGRAM_POD, *CHILD_KINDS)
+        }
     )
     """By kind."""
     _owners: SessionIndex = field(default_factory=SessionIndex)
@@ -85,6 +90,8 @@ class Watched:
 
     def note(self, kind: str, manifest: Manifest, *, is_gone: bool = False) -> set[str]:
         """Note the state of one object; return the sessions to reconcile."""
+        if kind == "Pod" and parsing.is_of_program(manifest):
+            kind = _PROGRAM_POD
         change = self._objects(kind).note(manifest, is_gone=is_gone)
         return set() if change is None else self._apply(kind, manifest, change)
 
@@ -96,6 +103,16 @@ class Watched:
             manifests: all objects of the kind at one moment.
             version: resource version of that moment; objects known to be newer are kept.
         """
+        if kind == "Pod":
+            listed = list(manifests)
+            of_programs = [each for each in listed if parsing.is_of_program(each)]
+            own = [each for each in listed if not parsing.is_of_program(each)]
+            return self._replace(kind, own, version) | self._replace(
+                _PROGRAM_POD, of_programs, version
+            )
+        return self._replace(kind, manifests, version)
+
+    def _replace(self, kind: str, manifests: Iterable[Manifest], version: int) -> set[str]:
         affected: set[str] = set()
         for change in self._objects(kind).replace(manifests, version):
             manifest = change.after if change.after is not None else change.before
@@ -141,8 +158,15 @@ class Watched:
             base_model=base_model,
             sessions_of_owner=self._older_siblings(manifest, base_model),
             start_order_message=self._turn(manifest) if surroundings.starts_in_order else None,
-            children={key: item for key, item in children.items() if key.kind != "Pod"},
+            children={
+                key: item for key, item in children.items() if key.kind not in {"Pod", _PROGRAM_POD}
+            },
             pods=_pods(children),
+            program_pods=tuple(
+                parsing.program_pod(item)
+                for key, item in children.items()
+                if key.kind == _PROGRAM_POD
+            ),
             failed=_failed(self._failures.get(name), children),
             predecessors={key: item for key, item in everything.items() if key not in children},
             has_secret=has_secret(name, children),
@@ -317,7 +341,9 @@ def _session_of(kind: str, metadata: Metadata) -> str:
     for owner in metadata.get("ownerReferences", []):
         if owner["kind"] == "TrainingSession":
             return str(owner["name"])
-    return str(metadata.get("labels", {}).get(labels.SESSION_LABEL, ""))
+    found = metadata.get("labels", {})
+    of_program = found.get(labels.PROGRAM_LABEL, "")
+    return str(of_program if kind == _PROGRAM_POD else found.get(labels.SESSION_LABEL, ""))
 
 
 def _session_uid(child: Manifest) -> str | None:

@@ -89,6 +89,7 @@ def _as_base_model(resolved: ResolvedSpec) -> BaseModelSpec:
             "limits": Limits(max_lora_rank=base_model.limits.max_lora_rank),
             "sessions": SessionPolicy.model_validate({}),
             "tokenizer": None,
+            "programs": None,
         }
     )
 

@@ -185,6 +185,7 @@ def resolve(
         *_engine_count_conflict(spec, base_model),
         *_replanning_conflict(spec, base_model),
         *_disallowed_choices(spec, base_model),
+        *_disallowed_program(spec, base_model),
     ]
     if problems:
         return Rejection(Reason.NOT_ALLOWED, "; ".join(problems))
@@ -348,6 +349,23 @@ def _disallowed_choices(spec: TrainingSessionSpec, base_model: BaseModelSpec) ->
         f" {', '.join(sorted({*offered, *([own] if own else [])})) or 'none'}"
         for field, requested, own, offered in choices
         if requested is not None and requested != own and requested not in offered
+    ]
+
+
+def _disallowed_program(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
+    program, offer = spec.program, base_model.programs
+    if program is None:
+        return []
+    if offer is None:
+        return [
+            "spec.program: the BaseModel allows no programs; set its spec.programs, or remove"
+            " spec.program"
+        ]
+    if program.image in {None, *offer.images}:
+        return []
+    return [
+        f"spec.program.image: {program.image!r} is not allowed by the BaseModel; allowed values:"
+        f" {', '.join(offer.images)}"
     ]
 
 

@@ -62,6 +62,23 @@ class Pod:
 
 
 @dataclass(frozen=True, slots=True)
+class ProgramPod:
+    """One pod of a session's program, which is one attempt to run it."""
+
+    created: str
+    """Creation time (RFC 3339)."""
+    is_running: bool
+    is_ended: bool
+    """Whether its container has ended for good."""
+    waits: str | None
+    """Why it does not run yet, if something is wrong."""
+    failure: str | None
+    """How it failed, if it did."""
+    exit_code: int | None
+    """Status of its failed exit."""
+
+
+@dataclass(frozen=True, slots=True)
 class Node:
     """The capacity of a node, and what it requires of pods."""
 
@@ -129,6 +146,8 @@ class Observed:
     """What the served TrainingSession CRD lacks, if anything."""
     cordoned: frozenset[str] = frozenset()
     """Cordoned nodes."""
+    program_pods: tuple[ProgramPod, ...] = ()
+    """Pods of its program, which are not among `pods`."""
 
     @property
     def has_predecessors(self) -> bool:
@@ -147,6 +166,11 @@ class Observed:
         return next(
             (child for key, child in self.children.items() if key.kind == "RayCluster"), None
         )
+
+    @property
+    def program_job(self) -> Manifest | None:
+        """The Job of its program."""
+        return next((child for key, child in self.children.items() if key.kind == "Job"), None)
 
     @property
     def is_suspended_by_kueue(self) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from tinkercloud_testing.resource_rules.rule import base_model, session
-from tinkercloud_testing.sessions import ENGINES, TRAINERS, Json
+from tinkercloud_testing.sessions import ENGINES, PROGRAM, TRAINERS, Json
 
 NIC: Json = {"name": "rdma/hca", "count": 1}
 
@@ -50,6 +50,21 @@ AT_THE_BOUND: Mapping[str, tuple[Callable[..., Json], Json, Json]] = {
         base_model,
         {"trainer": TRAINERS, "sampler": ENGINES | variable("NCCL_DEBUG", "~")},
         {"trainer": TRAINERS, "sampler": ENGINES | variable("NCCL_DEBUG", "$(RAY_AUTH_TOKEN)")},
+    ),
+    "spec.program.module": (
+        session,
+        {"program": PROGRAM | {"module": "a._b.c1"}},
+        {"program": PROGRAM | {"module": "a; b"}},
+    ),
+    "spec.program.args": (
+        session,
+        {"program": PROGRAM | {"args": ["a" * 16384] * 32}},
+        {"program": PROGRAM | {"args": ["a" * 16385]}},
+    ),
+    "spec.programs.images": (
+        base_model,
+        {"programs": {"images": ["a"]}},
+        {"programs": {"images": []}},
     ),
     "spec.sharing": (base_model, {"sharing": "Dedicated"}, {"sharing": "Shared"}),
     "spec.sampler.engines.startTimeoutSeconds": (
