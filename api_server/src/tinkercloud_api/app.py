@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
 
+import aiohttp
 import structlog
 from fastapi import FastAPI
 
@@ -126,6 +127,14 @@ async def running_context(
     locator = HeadLocator(catalog, checkpoints, provider, client)
     activity = Activity(catalog)
     authenticator = Authenticator(catalog, activity.use_key)
+    programs = Programs(
+        records=ProgramCatalog(engine),
+        catalog=catalog,
+        authenticator=authenticator,
+        runner=_program_runner(settings, provider),
+        settings=settings,
+        server_url=own_url,
+    )
     context = Context(
         settings=settings,
         catalog=catalog,
@@ -133,43 +142,55 @@ async def running_context(
         provider=provider,
         checkpoints=checkpoints,
         locator=locator,
-        training_runs=TrainingRuns(catalog, provider, checkpoints, locator),
+        training_runs=TrainingRuns(catalog, provider, checkpoints, locator, programs.halt_models),
         proxy=Proxy(client),
         activity=activity,
-        shared_heads=SharedHeads(
-            catalog,
-            provider,
-            activity,
-            client,
-            inactivity=timedelta(seconds=settings.session_silence_seconds),
-            period=_inactivity_period(settings),
-        ),
+        shared_heads=_shared_heads(settings, catalog, provider, activity, client),
         long_polls=LongPolls(),
-        programs=Programs(
-            records=ProgramCatalog(engine),
-            catalog=catalog,
-            authenticator=authenticator,
-            runner=_program_runner(settings, provider),
-            settings=settings,
-            server_url=own_url,
-        ),
+        programs=programs,
     )
-    await provider.start()
+    try:
+        async with _started(context):
+            yield context
+    finally:
+        await client.close()
+        await catalog.close()
+
+
+def _shared_heads(
+    settings: Settings,
+    catalog: Catalog,
+    provider: SessionProvider,
+    activity: Activity,
+    client: aiohttp.ClientSession,
+) -> SharedHeads:
+    return SharedHeads(
+        catalog,
+        provider,
+        activity,
+        client,
+        inactivity=timedelta(seconds=settings.session_silence_seconds),
+        period=_inactivity_period(settings),
+    )
+
+
+@asynccontextmanager
+async def _started(context: Context) -> AsyncIterator[None]:
+    """Run the provider, the programs and the periodic tasks for the duration of the context."""
+    await context.provider.start()
     await context.programs.start()
     loops = [_run_housekeeping(context), _suspend_inactive(context)]
     tasks = [asyncio.create_task(loop) for loop in loops]
     try:
-        yield context
+        yield
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await context.programs.stop()
-        await provider.stop()
-        await _report_lost(locator)
+        await context.provider.stop()
+        await _report_lost(context.locator)
         await context.activity.write()
-        await client.close()
-        await catalog.close()
 
 
 def _program_runner(settings: Settings, provider: SessionProvider) -> ProgramRunner:

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import importlib.util
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import structlog
 
@@ -299,11 +299,19 @@ class Programs:
         row = await self.find(program_id, caller)
         if ProgramPhase(row.phase).is_final:
             return describe(row)
-        await self._runner.halt(program_id)
-        await self._changes.join()
-        stopped = ProgramState(ProgramPhase.STOPPED, row.restarts, message="stopped by its owner")
-        await self._record(program_id, stopped)
+        await self._stop(row, "stopped by its owner")
         return describe(await self.find(program_id, caller))
+
+    async def halt_models(self, model_ids: Collection[str]) -> None:
+        """Stop the programs that were started for models, which are about to be deleted."""
+        for row in await self._records.unfinished():
+            if row.model_id in model_ids:
+                await self._stop(row, "its model was deleted")
+
+    async def _stop(self, row: Program, why: str) -> None:
+        await self._runner.halt(row.id)
+        await self._changes.join()
+        await self._record(row.id, ProgramState(ProgramPhase.STOPPED, row.restarts, message=why))
 
     async def logs(self, program_id: str, caller: Principal, max_bytes: int) -> str:
         """Return the newest output of a program.
