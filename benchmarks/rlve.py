@@ -43,9 +43,9 @@ CONFIG: dict[str, Any] = {
     "rollout_max_response_len": 16,
     "min_prompts_before_difficulty_check": 12,
     "difficulty_sliding_window_size": 2,
-    "num_rollout": 40,
+    "num_rollout": 32,
     "save_every_steps": 4,
-    "learning_rate": 5e-4,
+    "learning_rate": 1e-3,
 }
 ROOT = Path(__file__).parents[1]
 LINE = re.compile(r"^step (\d+): reward (\S+), accuracy (\S+), difficulty \S+ (\d+)$", re.MULTILINE)
@@ -92,8 +92,12 @@ def watched(server: Server, program_id: str) -> Iterator[dict[str, Any]]:
 
 def train(server: Server) -> dict[str, Any]:
     """Train a model, and return the curve."""
-    training = server.client().create_lora_training_client(base_model=MODEL, rank=16).result()
-    warm_up(training)
+    client = server.client()
+    warm = client.create_lora_training_client(base_model=MODEL, rank=16).result()
+    warm_up(warm)
+    saved = warm.save_state("warm").result().path
+    # Without the optimizer, whose moments are those of much larger gradients.
+    training = client.create_training_client_from_state(saved).result()
     body = {"model_id": training.model_id, "rlve_config": CONFIG}
     answer = server.post("programs", body)
     assert answer.status == 200, answer.body

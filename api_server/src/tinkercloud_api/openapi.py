@@ -14,6 +14,8 @@ from pydantic import BaseModel
 from tinkercloud_protocol import futures, routes
 from tinkercloud_protocol.sampling import CancelFutureRequest, RetrieveFutureRequest, SampleRequest
 from tinkercloud_protocol.training import (
+    AttachModelAnswer,
+    AttachModelRequest,
     LoadWeightsRequest,
     OptimStepRequest,
     SaveWeightsForSamplerRequest,
@@ -37,6 +39,7 @@ _WITHOUT_OBJECT = {"/api/v1/client/config", "/api/v1/client/dynamic_config", "/a
 _GONE = {
     "/api/v1/session_heartbeat",
     routes.ASAMPLE,
+    routes.ATTACH_MODEL,
     routes.CANCEL_FUTURE,
     routes.FORWARD_BACKWARD,
     routes.LOAD_WEIGHTS,
@@ -50,6 +53,7 @@ _JSON_BODIES: dict[str, type[BaseModel]] = {
     routes.SAVE_WEIGHTS: SaveWeightsRequest,
     routes.SAVE_WEIGHTS_FOR_SAMPLER: SaveWeightsForSamplerRequest,
     routes.LOAD_WEIGHTS: LoadWeightsRequest,
+    routes.ATTACH_MODEL: AttachModelRequest,
     routes.ASAMPLE: SampleRequest,
     routes.RETRIEVE_FUTURE: RetrieveFutureRequest,
     routes.CANCEL_FUTURE: CancelFutureRequest,
@@ -60,6 +64,7 @@ _SUMMARIES = {
     routes.SAVE_WEIGHTS: "Save a training checkpoint",
     routes.SAVE_WEIGHTS_FOR_SAMPLER: "Save weights for sampling",
     routes.LOAD_WEIGHTS: "Load a checkpoint into a model or as a new model",
+    routes.ATTACH_MODEL: "Continue the order of an existing model from another client",
     routes.ASAMPLE: "Sample",
     routes.RETRIEVE_FUTURE: "Wait for the result of a request",
     routes.CANCEL_FUTURE: "Cancel a sampling request",
@@ -125,7 +130,10 @@ def _hot_operation(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
         body = {futures.JSON: {"schema": {"$ref": _REFERENCE + model.__name__}}}
     is_result = path == routes.RETRIEVE_FUTURE
     content = {futures.JSON: {"schema": {"type": "object"}}}
-    if is_result:
+    if path == routes.ATTACH_MODEL:
+        answer = AttachModelAnswer.model_json_schema()
+        content = {futures.JSON: {"schema": answer}}
+    elif is_result:
         content[futures.PROTOBUF] = {"schema": {"type": "string", "format": "binary"}}
     elif path != routes.CANCEL_FUTURE:
         content = {futures.JSON: {"schema": {"$ref": f"{_REFERENCE}Promise"}}}
