@@ -1,7 +1,7 @@
 # The commands for contributors and new users. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test-tools test test-engines cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs compatibility generate protobuf check sbom bench bench-gpu clean
+.PHONY: help install run demo test-tools test test-engines cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs compatibility generate protobuf check sbom bench bench-gpu rlve clean
 
 # Idle OpenMP threads must sleep: if they spin, a small machine becomes many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -121,6 +121,9 @@ bench: .venv/.installed ## measure, and compare with a plain Hugging Face loop
 
 bench-gpu: .venv/.installed ## check and measure the engine on this machine's GPU; without one, check that the command works
 	@$(BIN)/python -m benchmarks.gpu
+
+rlve: .venv/.installed $(MODEL_FOLDER) ## train SmolLM2 on an RLVE environment and draw the curve (by hand; 15 minutes on two cores)
+	@PYTHONPATH=tests/support $(BIN)/python -m benchmarks.rlve
 
 clean: ## remove the environment and the state of `make run`
 	rm -rf .venv .uv .run

@@ -1,4 +1,4 @@
-"""Programs on the server: RLVE beside a model, files of admins, and what survives which crash."""
+"""Programs on the server: RLVE next to a model, files of admins, and what survives which crash."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -220,17 +220,22 @@ def test_programs_of_one_owner_are_hidden_from_others_and_limited(own_server: Se
     ]
 
     hidden = [own_server.request(*call[:2], call[2], key=another).status for call in calls]
+    taken = {"model_id": program["model_id"], "rlve_config": RLVE}
+    occupied = own_server.post("programs", taken, key=key)
     create_model(own_server, key)
     refused = own_server.post("create_model", a_model(own_server, key, {}), key=key)
 
     assert hidden == [404] * 4
     assert programs_of(own_server, another) == []
     assert own_server.request("POST", f"{path}/progress", {"step": 1}, key=key).status == 400
-    assert refused.status == 400
+    assert occupied.status == refused.status == 400
+    assert f"program {program['program_id']} already trains" in occupied.detail
     assert "already runs 2 programs" in refused.detail
     for each in programs_of(own_server, key):
-        own_server.request("POST", f"/api/v1/programs/{each['program_id']}/stop", {}, key=key)
-    assert {each["phase"] for each in programs_of(own_server, key)} == {"Stopped"}
+        session = each["model_id"].partition(":")[0]
+        own_server.request("DELETE", f"/api/v1/sessions/{session}", key=key)
+    ended = {(each["phase"], each["message"]) for each in programs_of(own_server, key)}
+    assert ended == {("Stopped", "its model was deleted")}
 
 
 def a_model(server: Server, key: str, changes: dict[str, Any]) -> dict[str, Any]:

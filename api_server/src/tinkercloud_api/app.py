@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
 
+import aiohttp
 import structlog
 from fastapi import FastAPI
 
@@ -153,12 +154,20 @@ async def running_context(
     store = open_store(settings.checkpoint_url)
     checkpoints = Checkpoints(catalog, store)
     locator = HeadLocator(catalog, checkpoints, provider, client)
-    training_runs = TrainingRuns(catalog, provider, checkpoints, locator)
     stored_runs = StoredRuns(
         catalog, checkpoints, ObjectStoreClient(store), settings.max_checkpoint_bytes_per_owner
     )
     activity = Activity(catalog)
     authenticator = Authenticator(catalog, activity.use_key)
+    programs = Programs(
+        records=ProgramCatalog(engine),
+        catalog=catalog,
+        authenticator=authenticator,
+        runner=_program_runner(settings, provider),
+        settings=settings,
+        server_url=own_url,
+    )
+    training_runs = TrainingRuns(catalog, provider, checkpoints, locator, programs.halt_models)
     context = Context(
         settings=settings,
         catalog=catalog,
@@ -175,45 +184,57 @@ async def running_context(
         training_runs=training_runs,
         proxy=Proxy(client),
         activity=activity,
-        shared_heads=SharedHeads(
-            catalog,
-            provider,
-            activity,
-            client,
-            inactivity=timedelta(seconds=settings.session_silence_seconds),
-            period=_inactivity_period(settings),
-        ),
+        shared_heads=_shared_heads(settings, catalog, provider, activity, client),
         long_polls=LongPolls(),
-        programs=Programs(
-            records=ProgramCatalog(engine),
-            catalog=catalog,
-            authenticator=authenticator,
-            runner=_program_runner(settings, provider),
-            settings=settings,
-            server_url=own_url,
-        ),
+        programs=programs,
         stored_runs=stored_runs,
         copies=Copies(checkpoints, training_runs, stored_runs),
         imports=Imports(catalog, training_runs, stored_runs, settings.max_import_bytes),
         direct_sessions=DirectSessions(catalog, training_runs),
         sampling_sessions=SamplingSessions(catalog, checkpoints, locator, training_runs, activity),
     )
-    await provider.start()
+    try:
+        async with _started(context):
+            yield context
+    finally:
+        await client.close()
+        await catalog.close()
+
+
+def _shared_heads(
+    settings: Settings,
+    catalog: Catalog,
+    provider: SessionProvider,
+    activity: Activity,
+    client: aiohttp.ClientSession,
+) -> SharedHeads:
+    return SharedHeads(
+        catalog,
+        provider,
+        activity,
+        client,
+        inactivity=timedelta(seconds=settings.session_silence_seconds),
+        period=_inactivity_period(settings),
+    )
+
+
+@asynccontextmanager
+async def _started(context: Context) -> AsyncIterator[None]:
+    """Run the provider, the programs and the periodic tasks for the duration of the context."""
+    await context.provider.start()
     await context.programs.start()
     loops = [_run_housekeeping(context), _suspend_inactive(context)]
     tasks = [asyncio.create_task(loop) for loop in loops]
     try:
-        yield context
+        yield
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await context.programs.stop()
-        await provider.stop()
-        await _report_lost(locator)
+        await context.provider.stop()
+        await _report_lost(context.locator)
         await context.activity.write()
-        await client.close()
-        await catalog.close()
 
 
 async def _signing_key(catalog: Catalog, settings: Settings) -> bytes:

@@ -19,6 +19,8 @@ from tinkercloud_protocol.sampling import (
     SampleRequest,
 )
 from tinkercloud_protocol.training import (
+    AttachModelAnswer,
+    AttachModelRequest,
     LoadWeightsRequest,
     OptimStepRequest,
     SaveWeightsExternalRequest,
@@ -97,6 +99,7 @@ _GONE = {
     routes.ASAMPLE,
     routes.SAMPLE,
     routes.FORWARD,
+    routes.ATTACH_MODEL,
     routes.CANCEL_FUTURE,
     routes.FORWARD,
     routes.FORWARD_BACKWARD,
@@ -131,6 +134,7 @@ _JSON_BODIES: dict[str, type[BaseModel]] = {
     routes.SAVE_WEIGHTS_FOR_SAMPLER: SaveWeightsForSamplerRequest,
     routes.SAVE_WEIGHTS_EXTERNAL: SaveWeightsExternalRequest,
     routes.LOAD_WEIGHTS: LoadWeightsRequest,
+    routes.ATTACH_MODEL: AttachModelRequest,
     routes.ASAMPLE: SampleOfWeights,
     routes.SAMPLE: SampleOfWeights,
     routes.RETRIEVE_FUTURE: RetrieveFutureRequest,
@@ -145,6 +149,7 @@ _SUMMARIES = {
     routes.SAVE_WEIGHTS_FOR_SAMPLER: "Save weights for sampling",
     routes.SAVE_WEIGHTS_EXTERNAL: "Save weights as files for other programs",
     routes.LOAD_WEIGHTS: "Load a checkpoint into a model or as a new model",
+    routes.ATTACH_MODEL: "Continue the order of an existing model from another client",
     routes.ASAMPLE: "Sample",
     routes.SAMPLE: "Sample, and wait for the result",
     routes.RETRIEVE_FUTURE: "Wait for the result of a request",
@@ -214,7 +219,10 @@ def _hot_operation(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
         body = {futures.JSON: {"schema": {"$ref": _REFERENCE + model.__name__}}}
     is_result = path in {routes.RETRIEVE_FUTURE, routes.SAMPLE}
     content = {futures.JSON: {"schema": {"type": "object"}}}
-    if path == routes.RETRIEVE_FUTURE:
+    if path == routes.ATTACH_MODEL:
+        answer = AttachModelAnswer.model_json_schema()
+        content = {futures.JSON: {"schema": answer}}
+    elif path == routes.RETRIEVE_FUTURE:
         content[futures.PROTOBUF] = {"schema": {"type": "string", "format": "binary"}}
     elif path not in {routes.CANCEL_FUTURE, routes.SAMPLE}:
         content = {futures.JSON: {"schema": {"$ref": f"{_REFERENCE}Promise"}}}

@@ -47,6 +47,29 @@ def run_program(
     typer.echo(json.dumps(answer) if as_json else answer["program_id"])
 
 
+@app.command("rlve")
+def run_rlve(
+    model_id: Annotated[str, typer.Argument(help="Model to train.")],
+    api_key: ApiKey,
+    environment: Annotated[
+        list[str], typer.Option("--environment", help="Environment of rlve-gym. Can be repeated.")
+    ],
+    *,
+    config: Annotated[str, typer.Option(help="Other fields of rlve_config, as JSON.")] = "{}",
+    base_url: BaseUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Train an existing model with RLVE."""
+    try:
+        fields = dict(json.loads(config))
+    except (TypeError, ValueError) as error:
+        fail(f"--config: not a JSON object ({error})")
+    rlve = {"enabled": True, "environment_list": environment} | fields
+    body = {"model_id": model_id, "rlve_config": rlve}
+    answer = request("POST", base_url, api_key, "programs", body)
+    typer.echo(json.dumps(answer) if as_json else answer["program_id"])
+
+
 @app.command("list")
 def list_programs(
     api_key: ApiKey,

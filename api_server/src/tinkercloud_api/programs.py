@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import importlib.util
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import structlog
 
@@ -94,7 +94,8 @@ class Programs:
         """Run a program of the caller's own.
 
         Raises:
-            InvalidRequest: the caller may not run it, or already runs as many as allowed.
+            InvalidRequest: the caller may not run it, already runs as many as allowed, or another
+                program trains the model.
         """
         self._check_may_run_code(request, caller)
         row = Program(
@@ -140,6 +141,12 @@ class Programs:
             InvalidRequest: RLVE is not installed, a setting does not fit the model, or the owner
                 already runs as many programs as allowed.
         """
+        self._check_config(config, base_model)
+        is_known = model_id is not None and await self._records.program(rlve_program_id(model_id))
+        if not is_known:
+            await self._check_number(caller.owner)
+
+    def _check_config(self, config: RlveConfig, base_model: ServedModel) -> None:
         if (why := self._runner.refusal(base_model.name)) is not None:
             raise InvalidRequest(f"rlve_config: {why}")
         if self._settings.provider == "local" and not _is_installed(rlve.MODULE):
@@ -153,36 +160,38 @@ class Programs:
                 f"rlve_config.rollout_max_response_len: is {config.rollout_max_response_len}, but"
                 f" prompt and response must fit into {max_tokens} tokens; use a smaller number"
             )
-        is_known = model_id is not None and await self._records.program(rlve_program_id(model_id))
-        if not is_known:
-            await self._check_number(caller.owner)
 
     async def run_rlve(
         self, config: RlveConfig, model_id: str, base_model: str, caller: Principal
     ) -> ProgramInfo:
-        """Train a model with RLVE. Idempotent by model.
+        """Train a new model with RLVE. Idempotent by model.
 
         Raises:
             InvalidRequest: the owner already runs as many programs as allowed.
         """
-        row = Program(
-            id=rlve_program_id(model_id),
-            owner=caller.owner,
-            name="rlve",
-            base_model=base_model,
-            model_id=model_id,
-            module=rlve.MODULE,
-            source=None,
-            args=[config.model_dump_json(exclude_defaults=True)],
-            phase=ProgramPhase.PENDING,
-        )
+        row = _rlve_program(config, model_id, base_model, caller.owner)
+        row.id = rlve_program_id(model_id)
         return describe(await self._add(row))
+
+    async def run_rlve_on(
+        self, config: RlveConfig, model_id: str, base_model: ServedModel, caller: Principal
+    ) -> ProgramInfo:
+        """Train an existing model with RLVE.
+
+        Raises:
+            InvalidRequest: as for `check_rlve`, or another program trains the model.
+        """
+        self._check_config(config, base_model)
+        return describe(
+            await self._add(_rlve_program(config, model_id, base_model.name, caller.owner))
+        )
 
     async def _add(self, row: Program) -> Program:
         async with self._admission:
             if (known := await self._records.program(row.id)) is not None:
                 return known
             await self._check_number(row.owner)
+            await self._check_model_is_free(row.model_id)
             row = await self._records.add(row)
         try:
             await self._launch(row)
@@ -199,6 +208,14 @@ class Programs:
                 f"owner {owner!r} already runs {limit} programs (programs.max_per_owner); wait for"
                 " one to end, or stop one with `tinkercloud programs stop ID`"
             )
+
+    async def _check_model_is_free(self, model_id: str | None) -> None:
+        for other in await self._records.unfinished():
+            if model_id is not None and other.model_id == model_id:
+                raise InvalidRequest(
+                    f"model_id: program {other.id} already trains {model_id}; stop it first"
+                    f" (`tinkercloud programs stop {other.id}`)"
+                )
 
     async def _launch(self, row: Program) -> None:
         """Mint a new key for a program, revoke its earlier one, and start it."""
@@ -284,11 +301,19 @@ class Programs:
         row = await self.find(program_id, caller)
         if ProgramPhase(row.phase).is_final:
             return describe(row)
-        await self._runner.halt(program_id)
-        await self._changes.join()
-        stopped = ProgramState(ProgramPhase.STOPPED, row.restarts, message="stopped by its owner")
-        await self._record(program_id, stopped)
+        await self._stop(row, "stopped by its owner")
         return describe(await self.find(program_id, caller))
+
+    async def halt_models(self, model_ids: Collection[str]) -> None:
+        """Stop the programs that were started for models, which are about to be deleted."""
+        for row in await self._records.unfinished():
+            if row.model_id in model_ids:
+                await self._stop(row, "its model was deleted")
+
+    async def _stop(self, row: Program, why: str) -> None:
+        await self._runner.halt(row.id)
+        await self._changes.join()
+        await self._record(row.id, ProgramState(ProgramPhase.STOPPED, row.restarts, message=why))
 
     async def logs(self, program_id: str, caller: Principal, max_bytes: int) -> str:
         """Return the newest output of a program.
@@ -328,8 +353,22 @@ class Programs:
         return [summary(row) for row in rows]
 
 
+def _rlve_program(config: RlveConfig, model_id: str, base_model: str, owner: str) -> Program:
+    return Program(
+        id=f"rlve-{secrets.token_hex(8)}",
+        owner=owner,
+        name="rlve",
+        base_model=base_model,
+        model_id=model_id,
+        module=rlve.MODULE,
+        source=None,
+        args=[config.model_dump_json(exclude_defaults=True)],
+        phase=ProgramPhase.PENDING,
+    )
+
+
 def rlve_program_id(model_id: str) -> str:
-    """Return the id of the RLVE program of a model."""
+    """Return the id of the RLVE program that create_model starts for a model."""
     return f"rlve-{hashlib.sha256(model_id.encode()).hexdigest()[:16]}"
 
 

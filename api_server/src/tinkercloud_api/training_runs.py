@@ -1,5 +1,6 @@
 """Creates training runs, and releases the resources of sessions that have ended."""
 
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -28,6 +29,10 @@ from tinkercloud_protocol.training import CreateModelRequest, LoadWeightsRequest
 log = structlog.get_logger(__name__)
 
 
+async def _nothing_to_stop(_run_ids: Collection[str]) -> None:
+    """Stop nothing: no program trains these runs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Created:
     """The request that creates a run."""
@@ -45,6 +50,8 @@ class TrainingRuns:
     provider: SessionProvider
     checkpoints: Checkpoints
     locator: HeadLocator
+    stop_programs: Callable[[Collection[str]], Awaitable[None]] = _nothing_to_stop
+    """Stops the programs that train runs, before these are deleted."""
 
     async def create(
         self, request: CreateModelRequest, model_id: ModelId, principal: Principal
@@ -189,6 +196,7 @@ class TrainingRuns:
 
     async def unload(self, run_id: str) -> None:
         """Delete a run and free its resources, but keep its checkpoints. This is idempotent."""
+        await self.stop_programs([run_id])
         await self.catalog.delete_run(run_id)
         if (row := await self.catalog.run(run_id)) is not None:
             samplers = await self.catalog.samplers_of_session(row.session_id)
@@ -204,6 +212,8 @@ class TrainingRuns:
 
     async def finish_session(self, session_id: str, reason: str, detail: str | None) -> None:
         """End a session and free its resources. This is idempotent."""
+        runs = await self.catalog.runs_of_session(session_id)
+        await self.stop_programs([run.id for run in runs])
         await self.catalog.finish_session(session_id, reason, detail)
         runs = await self.catalog.runs_of_session(session_id)
         samplers = await self.catalog.samplers_of_session(session_id)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints, model_validator
 
+from tinkercloud_protocol.rlve import RlveConfig
 from tinkercloud_protocol.wire import Items, Name, Storable, Uri, WireModel
 
 PROGRAM_ID = "TINKERCLOUD_PROGRAM_ID"
@@ -59,7 +60,7 @@ class ProgramPhase(StrEnum):
 
 
 class RunProgramRequest(WireModel):
-    """POST programs: run a Python file or an installed module."""
+    """POST programs: train a model with RLVE, or run a Python file or an installed module."""
 
     module: ModuleName | None = None
     """Module to run, as with `python -m`."""
@@ -67,6 +68,8 @@ class RunProgramRequest(WireModel):
         None
     )
     """Text of the Python file to run."""
+    rlve_config: RlveConfig | None = None
+    """Configuration with which RLVE trains `model_id`, as in create_model."""
     args: Annotated[Items[Argument], Field(max_length=128)] = Field(default_factory=list)
     """Command-line arguments."""
     name: Name | None = None
@@ -78,8 +81,14 @@ class RunProgramRequest(WireModel):
 
     @model_validator(mode="after")
     def _has_one_form(self) -> "RunProgramRequest":
-        if (self.module is None) == (self.source is None):
-            raise ValueError("set either module (an installed module) or source (a file's text)")
+        if [self.module, self.source, self.rlve_config].count(None) != 2:
+            raise ValueError(
+                "set one of module (an installed module), source (a file's text) and rlve_config"
+            )
+        if self.rlve_config is not None and not self.rlve_config.enabled:
+            raise ValueError("rlve_config: enabled is false; set it to true")
+        if self.rlve_config is not None and self.model_id is None:
+            raise ValueError("model_id: is required; name the model that RLVE is to train")
         return self
 
 

@@ -25,7 +25,7 @@ def an_answering_model(config: RlveConfig, folder: Path) -> Path:
     model = tiny_llama()
     save(model, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    problems, chance = Problems(config), random.Random(0)  # noqa: S311 - not for secrets
+    problems, chance = Problems(config), random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(_STEPS):
         loss = torch.zeros(())

@@ -46,7 +46,7 @@ def test_an_example_can_be_offered_by_the_chart(path: Path, tmp_path: Path) -> N
 
 
 DOCKERFILE = ROOT / "Dockerfile"
-TARGETS = {"api-server", "operator", "worker", "worker-cpu"}
+TARGETS = {"api-server", "operator", "programs", "worker", "worker-cpu"}
 
 
 def stages() -> dict[str, str]:

@@ -54,7 +54,7 @@ class Case:
 
 
 def cases(seed: int, count: int) -> list[Case]:
-    chance = random.Random(seed)  # noqa: S311 - a test's choice
+    chance = random.Random(seed)
     return [
         Case(
             number,

@@ -209,7 +209,7 @@ def test_older_live_sessions_of_the_same_owner_and_model_are_counted(watched: Wa
 def test_session_counts_follow_creation_finish_and_deletion(watched: Watched) -> None:
     limited = a_base_model_manifest(limits={"maxSessionsPerOwner": 5})
     watched.note("BaseModel", stored(limited))
-    rng, version = random.Random(0), 10  # noqa: S311 - a reproducible history
+    rng, version = random.Random(0), 10
     for _ in range(400):
         version += 1
         name, owner = f"s{rng.randrange(12)}", rng.choice(["ada", "bob"])

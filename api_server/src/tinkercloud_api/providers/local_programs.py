@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Mapping
@@ -123,6 +124,10 @@ class _LocalProgram:
             self._change(waiting, changed)
             await asyncio.sleep(pause)
 
+    def clean(self) -> None:
+        """Remove its working folder; its output is kept."""
+        shutil.rmtree(self._folder / "work", ignore_errors=True)
+
     def _change(self, state: ProgramState, changed: ProgramChanged) -> None:
         self.state = state
         changed(self._launch.program_id, state)
@@ -224,6 +229,7 @@ class LocalPrograms:
     ) -> None:
         try:
             await program.run(changed)
+            await asyncio.to_thread(program.clean)
         except OSError as error:
             reason = f"cannot be started: {error.strerror or error}"
             changed(program_id, ProgramState(ProgramPhase.FAILED, message=reason))
@@ -233,16 +239,11 @@ class LocalPrograms:
 
     async def halt(self, program_id: str) -> None:
         """See `ProgramRunner.halt`."""
-        task, program = self._tasks.get(program_id), self._programs.get(program_id)
-        if task is None or program is None:
-            return
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        if self._changed is not None and not program.state.phase.is_final:
-            stopped = ProgramState(
-                ProgramPhase.STOPPED, program.state.restarts, message="stopped by its owner"
-            )
-            self._changed(program_id, stopped)
+        if (task := self._tasks.get(program_id)) is not None:
+            program = self._programs[program_id]
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.to_thread(program.clean)
 
     async def logs(self, program_id: str, max_bytes: int) -> bytes:
         """See `ProgramRunner.logs`."""

@@ -82,7 +82,7 @@ class ProgramRunner(Protocol):
         """
 
     async def halt(self, program_id: str) -> None:
-        """Stop a program: SIGTERM, then SIGKILL. Its last state is Stopped. Idempotent.
+        """Stop a program: SIGTERM, then SIGKILL. The caller records that it stopped. Idempotent.
 
         Raises:
             Unavailable: it cannot be stopped now.

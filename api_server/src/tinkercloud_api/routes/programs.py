@@ -19,9 +19,17 @@ router = APIRouter(prefix="/api/v1/programs", tags=["programs"])
 
 @router.post("", response_model_exclude_none=True)
 async def run_program(request: RunProgramRequest, server: Server, caller: Caller) -> ProgramInfo:
-    """Run a Python file or an installed module on the server."""
+    """Train a model with RLVE, or run a Python file or an installed module on the server."""
     if request.model_id is not None:
         await server.locator.authorize_run(request.model_id, caller)
+        if request.rlve_config is not None:
+            run = caller.require(
+                await server.catalog.run(request.model_id), f"model {request.model_id!r}"
+            )
+            base_model = server.training_runs.served(run.base_model)
+            return await server.programs.run_rlve_on(
+                request.rlve_config, run.id, base_model, caller
+            )
     if request.base_model is not None:
         server.training_runs.served(request.base_model)
     return await server.programs.run(request, caller)

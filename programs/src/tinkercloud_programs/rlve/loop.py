@@ -173,7 +173,10 @@ class Trainer:
     def _report(self, groups: list[Group], metrics: dict[str, float]) -> None:
         reward = fmean(reward for group in groups for reward in group.rewards)
         accuracy = fmean(group.accuracy for group in groups)
-        print(f"step {self._step}: reward {reward:.3f}, accuracy {accuracy:.3f}")
+        highest = ", ".join(f"{name} {each.highest}" for name, each in self._difficulties.items())
+        print(
+            f"step {self._step}: reward {reward:.3f}, accuracy {accuracy:.3f}, difficulty {highest}"
+        )
         self._server.report(
             ProgramProgress(
                 step=self._step,
