@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # All images, one target each. From the root of the repository:
 #   docker build --target operator --tag tinkercloud-operator:0.1.0 .
-# Targets: api-server, operator, worker (NVIDIA GPUs), worker-cpu.
+# Targets: api-server, operator, programs, worker (NVIDIA GPUs), worker-cpu.
 # For a release, by digest: docs/operate/installation.md says how.
 ARG BASE=python:3.11-slim-bookworm
 
@@ -22,6 +22,7 @@ COPY crds/pyproject.toml crds/
 COPY kube/pyproject.toml kube/
 COPY operator/pyproject.toml operator/
 COPY planning/pyproject.toml planning/
+COPY programs/pyproject.toml programs/
 COPY protocol/pyproject.toml protocol/
 COPY worker_image/pyproject.toml worker_image/
 
@@ -47,6 +48,14 @@ COPY planning/src planning/src
 COPY operator/src operator/src
 RUN --mount=type=cache,target=/var/cache/uv \
     uv sync --frozen --package tinkercloud-operator --no-editable
+
+FROM workspace AS build-programs
+RUN --mount=type=cache,target=/var/cache/uv \
+    uv sync --frozen --package tinkercloud-programs --no-install-workspace
+COPY protocol/src protocol/src
+COPY programs/src programs/src
+RUN --mount=type=cache,target=/var/cache/uv \
+    uv sync --frozen --package tinkercloud-programs --no-editable
 
 FROM workspace AS build-worker
 RUN --mount=type=cache,target=/var/cache/uv \
@@ -91,6 +100,12 @@ COPY --from=build-operator /opt/tinkercloud /opt/tinkercloud
 USER 65532:65532
 EXPOSE 9090
 ENTRYPOINT ["python", "-m", "tinkercloud_operator"]
+
+# The command of a program's pod replaces the entrypoint.
+FROM runtime AS programs
+COPY --from=build-programs /opt/tinkercloud /opt/tinkercloud
+USER 65532:65532
+ENTRYPOINT ["python"]
 
 FROM runtime AS worker-cpu
 ENV OMP_WAIT_POLICY=PASSIVE

@@ -14,6 +14,7 @@ mkdir -p "$out"
 declare -A images=(
   [api]="--package tinkercloud-api --extra postgres --extra sdk"
   [operator]="--package tinkercloud-operator"
+  [programs]="--package tinkercloud-programs"
   [worker]="--package tinkercloud-worker --extra gpu --extra megatron"
   [worker-cpu]="--package tinkercloud-worker --extra megatron $(
     sed -n 's/^name = "\(nvidia-.*\|cuda-.*\|triton\)"$/--no-emit-package \1/p' uv.lock | tr '\n' ' '

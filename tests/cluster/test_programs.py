@@ -51,7 +51,7 @@ def namespace(
     offered: dict[str, Any] = {"trainer": {}, "sampler": {}}
     offered["programs"] = {
         "images": [image.name],
-        "resources": {"cpu": "100m", "memory": "512Mi", "scratch": "64Mi"},
+        "resources": {"cpu": "1", "memory": "512Mi", "scratch": "64Mi"},
     }
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     with cluster.a_namespace("programs", **labels) as name:
@@ -94,7 +94,7 @@ def program_of(cluster: Cluster, namespace: str, session: str) -> dict[str, Any]
     return status
 
 
-def test_a_program_fails_once_goes_on_is_stopped_and_leaves_nothing(
+def test_a_program_fails_once_resumes_is_stopped_and_leaves_nothing(
     cluster: Cluster, namespace: str, server: Server
 ) -> None:
     request = {"source": SOURCE, "base_model": MODEL, "name": "twice"}

@@ -55,7 +55,7 @@ def test_what_happens_to_a_running_program(event: str, phase: str, job: bool, po
     assert (JOB in world.children, POLICY in world.children) == (job, policy)
 
 
-def test_a_crash_is_counted_and_shown_while_the_program_goes_on() -> None:
+def test_a_crash_is_counted_and_shown_while_the_program_is_restarted() -> None:
     world = a_world("program", "it settles", "the program crashes", "it settles")
 
     assert program(world).restarts == 1
