@@ -1,4 +1,4 @@
-"""The Job of a program and its NetworkPolicy: what its pod may do, and what it is told."""
+"""The Job of a program and its NetworkPolicy: what its pod may do, and what it receives."""
 
 from typing import Any
 
