@@ -370,6 +370,8 @@ def _(world: World, do: Callable[..., Any]) -> None:
 @exercise("RestClient.assign_session_project")
 def _(world: World, do: Callable[..., Any]) -> None:
     do(world.session_id, "a-project")
+    runs = settle(world.rest.list_training_runs(limit=100, project_id="a-project")).training_runs
+    assert world.trained.model_id in [run.training_run_id for run in runs]
 
 
 @exercise("RestClient.search_sessions")

@@ -16,10 +16,7 @@ _EXPLANATIONS = {
     r"incorrect event loop": "fails in the SDK, before it sends a request; use the other form",
     r"whoami: .*JWT": "needs sign-in with JWT, and this server has API keys only; `tinker auth"
     " status` works",
-    r"archive is not supported|save_weights_external is not supported|copy_weights is not supp"
-    r"orted": "not served",
-    r"sessions/.*/project is not supported": "not served: sessions keep the project that they were"
-    " created with",
+    r"(archive|save_weights_external|copy_weights) is not supported": "not served",
     r"trace_export is not supported": "not served: the server records no traces",
     r"audit is not supported": "not served: the server keeps no audit log",
     r"billing/.* is not supported": "not served: the server bills nothing",
