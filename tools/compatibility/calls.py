@@ -139,7 +139,7 @@ def _(world: World, do: Callable[..., Any]) -> None:
 @exercise("ServiceClient.create_custom_loss")
 def _(world: World, do: Callable[..., Any]) -> None:
     def loss(logprobs: Any, weights: Any) -> Any:
-        return -(logprobs * weights).sum()
+        return -(logprobs * weights).sum(), {}
 
     assert do(loss, {"logprobs": 1, "weights": 1}) is not None
 

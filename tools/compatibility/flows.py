@@ -1,6 +1,7 @@
 """What takes several methods, or calls that public methods do not offer."""
 
 import math
+import os
 import pickle
 import subprocess
 import sys
@@ -151,10 +152,11 @@ def _tinker(*arguments: str) -> str:
         [str(Path(sys.executable).with_name("tinker")), "--format=json", *arguments],
         capture_output=True,
         text=True,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
         check=False,
     )
     print(result.stdout, result.stderr, file=sys.stderr)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0, result.stderr.strip().splitlines()[-1:]
     return result.stdout
 
 

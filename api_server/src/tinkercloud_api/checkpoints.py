@@ -399,6 +399,7 @@ def info(row: Checkpoint) -> CheckpointInfo:
         public=row.is_public,
         user_metadata=row.user_metadata,
         expires_at=row.expires_at,
+        base_model=row.base_model,
         damage=row.damage,
     )
 

@@ -177,6 +177,8 @@ class CheckpointInfo(Answer):
     public: bool
     user_metadata: dict[str, str] | None = None
     expires_at: datetime | None = None
+    base_model: str | None = None
+    """SDKs before 0.39 do not know this field."""
     damage: str | None = None
     """Why the checkpoint cannot be read, if so. The SDK does not know this field."""
 

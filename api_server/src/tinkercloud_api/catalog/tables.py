@@ -8,11 +8,11 @@ that the previous version does not use.
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, String, TypeDecorator
+from sqlalchemy import JSON, BigInteger, ForeignKey, Index, String, TypeDecorator, select
 from sqlalchemy import DateTime as SqlDateTime
 from sqlalchemy.engine import Dialect
 from sqlalchemy.exc import DontWrapMixin
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, column_property, mapped_column
 
 from tinkercloud_protocol.errors import InvalidRequest
 
@@ -186,3 +186,10 @@ class Checkpoint(Table):
     is_public: Mapped[bool] = mapped_column(default=False)
     damage: Mapped[str | None]
     """Why the manifest cannot be read; the other columns are from the previous manifest, if any."""
+    base_model: Mapped[str | None] = column_property(
+        select(TrainingRun.base_model)
+        .where(TrainingRun.id == run_id)
+        .correlate_except(TrainingRun)
+        .scalar_subquery()
+    )
+    """Base model of its run, of rows that queries return; not stored in this table."""
