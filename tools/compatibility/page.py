@@ -40,8 +40,8 @@ repeats it for the oldest version, one with JSON and protobuf, and the newest.
 | blank | this version has no such method |
 | number | does not work, or not in both forms; the reason is listed below the tables |
 
-All versions use one server with its default settings. The server does not depend on the installed
-SDK: it has a protobuf module of its own. How each version sends batches of training data:
+All versions use one server with its default settings, in which every import of the SDK fails: the
+installed SDK cannot change the server. How each version sends batches of training data:
 
 | SDK | Batches | Results |
 | --- | --- | --- |
