@@ -173,8 +173,10 @@ def test_lists_show_exactly_the_saved_checkpoints(
 
     listed = rest.list_checkpoints(training.model_id).result().checkpoints
     run = rest.get_training_run(training.model_id).result()
+    raw = server.request("GET", "/api/v1/checkpoints?limit=2").json()["checkpoints"]
 
     assert [entry.checkpoint_id for entry in listed] == ["weights/a", "sampler_weights/b"]
+    assert [entry["base_model"] for entry in raw] == [MODEL, MODEL]
     assert listed[0].user_metadata == {"note": "x"}
     assert (listed[0].size_bytes or 0) > 0
     assert listed[1].expires_at is not None

@@ -306,6 +306,38 @@ def test_two_models_in_one_head_are_independent(
     assert histories["one"] == histories["alone"]
 
 
+def test_rank_0_trains_all_weights_and_continues_from_a_checkpoint(
+    client: tinker.ServiceClient,
+) -> None:
+    training = client.create_lora_training_client(MODEL, rank=0).result()
+    before = loss_of(training.forward_backward(DATA, "cross_entropy").result())
+    training.optim_step(types.AdamParams(learning_rate=3e-3)).result()
+    after = loss_of(training.forward(DATA, "cross_entropy").result())
+    path = training.save_state("whole").result().path
+    resumed = client.create_training_client_from_state(path).result()
+
+    assert (training.get_info().is_lora, training.get_info().lora_rank) == (False, None)
+    assert after < before
+    assert loss_of(resumed.forward(DATA, "cross_entropy").result()) == pytest.approx(after)
+    assert resumed.get_info().is_lora is False
+
+
+def test_rank_0_is_refused_if_layers_are_excluded(server: Server) -> None:
+    session = server.post("create_session", {"sdk_version": "test"}).json()["session_id"]
+    answer = server.post(
+        "create_model",
+        {
+            "session_id": session,
+            "model_seq_id": 0,
+            "base_model": MODEL,
+            "lora_config": {"rank": 0, "train_mlp": False},
+        },
+    )
+
+    assert answer.status == 400
+    assert "remove train_mlp" in answer.detail
+
+
 def test_a_full_fine_tuning_run_trains_all_weights(server: Server) -> None:
     session = server.post("create_session", {"sdk_version": "test"}).json()["session_id"]
     created = server.post(

@@ -139,7 +139,7 @@ def _(world: World, do: Callable[..., Any]) -> None:
 @exercise("ServiceClient.create_custom_loss")
 def _(world: World, do: Callable[..., Any]) -> None:
     def loss(logprobs: Any, weights: Any) -> Any:
-        return -(logprobs * weights).sum()
+        return -(logprobs * weights).sum(), {}
 
     assert do(loss, {"logprobs": 1, "weights": 1}) is not None
 
@@ -370,6 +370,8 @@ def _(world: World, do: Callable[..., Any]) -> None:
 @exercise("RestClient.assign_session_project")
 def _(world: World, do: Callable[..., Any]) -> None:
     do(world.session_id, "a-project")
+    runs = settle(world.rest.list_training_runs(limit=100, project_id="a-project")).training_runs
+    assert world.trained.model_id in [run.training_run_id for run in runs]
 
 
 @exercise("RestClient.search_sessions")

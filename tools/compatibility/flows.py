@@ -1,8 +1,13 @@
 """What takes several methods, or calls that public methods do not offer."""
 
 import math
+import os
 import pickle
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import calls
@@ -24,6 +29,8 @@ def applicable(world: World) -> Iterator[tuple[str, Flow]]:
     yield "a model's alias", use_alias
     yield "full fine-tuning with rank=0", fine_tune_fully
     yield "a pickled SamplingClient", pickle_client
+    yield "`tinker run list`, `checkpoint list` and `checkpoint info`", use_command
+    yield "`tinker checkpoint download`", download
     yield "an error of the server reaches the caller", show_error
     if hasattr(tinker.ServiceClient, "__enter__"):
         yield "with ServiceClient()", use_context
@@ -118,6 +125,39 @@ def show_error(world: World) -> None:
     except Exception as error:  # noqa: BLE001 - the type differs between versions
         message = str(error)
     assert "no_such_loss" in message, message
+
+
+def use_command(world: World) -> None:
+    """List runs and checkpoints with the SDK's command."""
+    path = world.state_path
+    run_id = str(world.trained.model_id)
+    assert run_id in _tinker("run", "list", "--limit=1000")
+    assert path in _tinker("checkpoint", "list", f"--run-id={run_id}")
+    assert path in _tinker("checkpoint", "info", path)
+
+
+def download(world: World) -> None:
+    """Download a checkpoint with the SDK's command: for sampling in old ones, else for training."""
+    is_archive = hasattr(world.rest, "get_checkpoint_archive_url")
+    path = world.sampler_path if is_archive else world.state_path
+    with tempfile.TemporaryDirectory() as folder:
+        _tinker("checkpoint", "download", path, f"--output={folder}")
+        files = [file.name for file in Path(folder).rglob("*")]
+    assert "adapter_config.json" in files, files
+
+
+def _tinker(*arguments: str) -> str:
+    """Return the output of the SDK's command."""
+    result = subprocess.run(  # noqa: S603 - the command of this environment
+        [str(Path(sys.executable).with_name("tinker")), "--format=json", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        check=False,
+    )
+    print(result.stdout, result.stderr, file=sys.stderr)
+    assert result.returncode == 0, result.stderr.strip().splitlines()[-1:]
+    return result.stdout
 
 
 def use_context(_world: World) -> None:

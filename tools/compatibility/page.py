@@ -12,14 +12,14 @@ RESULTS = ROOT / "docs" / "compatibility.json"
 PAGE = RESULTS.with_suffix(".md")
 
 WORKS = "works"
+_TITLES = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "AsyncTinker")
 _EXPLANATIONS = {
     r"incorrect event loop": "fails in the SDK, before it sends a request; use the other form",
     r"whoami: .*JWT": "needs sign-in with JWT, and this server has API keys only; `tinker auth"
     " status` works",
-    r"archive is not supported|save_weights_external is not supported|copy_weights is not supp"
-    r"orted": "not served",
-    r"sessions/.*/project is not supported": "not served: sessions keep the project that they were"
-    " created with",
+    r"(archive|save_weights_external) is not supported": "not served: weights cannot be downloaded"
+    " through the API",
+    r"copy_weights is not supported": "not served: weights are not copied between projects",
     r"trace_export is not supported": "not served: the server records no traces",
     r"audit is not supported": "not served: the server keeps no audit log",
     r"billing/.* is not supported": "not served: the server bills nothing",
@@ -40,8 +40,8 @@ repeats it for the oldest version, one with JSON and protobuf, and the newest.
 | blank | this version has no such method |
 | number | does not work, or not in both forms; the reason is listed below the tables |
 
-All versions use one server with its default settings. The server does not depend on the installed
-SDK: it has a protobuf module of its own. How each version sends batches of training data:
+All versions use one server with its default settings, in which every import of the SDK fails: the
+installed SDK cannot change the server. How each version sends batches of training data:
 
 | SDK | Batches | Results |
 | --- | --- | --- |
@@ -96,7 +96,7 @@ def text() -> str:
 
 def _sections(names: Sequence[str]) -> Mapping[str, list[str]]:
     """Return the rows of each table by its title: a class, or what takes several methods."""
-    sections: dict[str, list[str]] = {}
+    sections: dict[str, list[str]] = {title: [] for title in _TITLES}
     for name in names:
         is_method = re.fullmatch(r"\w+(\.\w+)+(\(\w+=\))?", name)
         title = name.partition(".")[0] if is_method else "Programs"

@@ -14,9 +14,7 @@ from pathlib import Path
 
 from page import explanation, fingerprint
 
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.sdk_versions import MODEL, RESULTS, SETTINGS, exercise
-from tinkercloud_testing.servers import a_server
+from tinkercloud_testing.sdk_versions import RESULTS, a_server_without_sdk, exercise
 
 
 def main() -> None:
@@ -25,8 +23,7 @@ def main() -> None:
     wanted = sys.argv[1:]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        models = {MODEL: save(tiny_llama(), folder / "llama")}
-        with a_server(folder / "state", models, SETTINGS) as server:
+        with a_server_without_sdk(folder) as server:
             found = exercise(wanted, server, folder)
     content = {"program": fingerprint(), "versions": found}
     RESULTS.write_text(json.dumps(content, indent=1, sort_keys=False) + "\n")

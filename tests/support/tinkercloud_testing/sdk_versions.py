@@ -3,12 +3,15 @@
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from tinkercloud_testing.servers import Server
+from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_testing.servers import Server, a_server
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = ROOT / "tools" / "compatibility" / "program.py"
@@ -18,8 +21,6 @@ RESULTS = ROOT / "docs" / "compatibility.json"
 
 MODEL = "tiny/llama"
 ALIAS = "Qwen/Qwen3-4B-Instruct-2507"
-SETTINGS = {"TINKERCLOUD_ALIASES": json.dumps({ALIAS: MODEL})}
-"""Settings of the server that the program needs."""
 _AT_ONCE = 3
 """Versions that are exercised concurrently; the programs mostly wait for the server."""
 _PROGRAM_SECONDS = 600
@@ -71,12 +72,27 @@ def interpreter(version: str) -> Path:
     return environment / "bin" / "python"
 
 
+@contextmanager
+def a_server_without_sdk(folder: Path) -> Iterator[Server]:
+    """Run a server of MODEL, also under ALIAS, in which any import of the SDK fails."""
+    packages = folder / "without-sdk"
+    (packages / "tinker").mkdir(parents=True)
+    (packages / "tinker" / "__init__.py").write_text("raise ImportError('the server needs no SDK')")
+    settings = {
+        "TINKERCLOUD_ALIASES": json.dumps({ALIAS: MODEL}),
+        "PYTHONPATH": str(packages),
+    }
+    models = {MODEL: save(tiny_llama(), folder / "llama")}
+    with a_server(folder / "state", models, settings) as server:
+        yield server
+
+
 def exercise(wanted: list[str], server: Server, folder: Path) -> dict[str, dict[str, str]]:
     """Run the program with several SDK versions.
 
     Args:
         wanted: the versions.
-        server: a server of MODEL, with SETTINGS.
+        server: `a_server_without_sdk`.
         folder: an empty folder for logs and caches.
 
     Returns:

@@ -135,6 +135,11 @@ class Catalog(Counts, UploadStatements, SearchStatements):
         """Return a session."""
         return await self._one(select(Session).where(Session.id == session_id))
 
+    async def set_project(self, session_id: str, project_id: str) -> None:
+        """Assign a session, and with it its training runs, to a project."""
+        query = update(Session).where(Session.id == session_id)
+        await self._change(query.values(project_id=project_id))
+
     async def sessions(self, owner: str | None, page: Page) -> Sequence[str]:
         """Return session ids, newest first; `owner` None means all owners."""
         query = select(Session.id).order_by(Session.created_at.desc(), Session.id)

@@ -56,6 +56,12 @@ class Finish(WireModel):
     detail: Annotated[str, Field(max_length=4096), Storable] | None = None
 
 
+class Project(WireModel):
+    """PUT sessions/{id}/project."""
+
+    project_id: Name
+
+
 class Telemetry(BaseModel):
     """POST telemetry: events that the SDK reports. Only crashes are logged."""
 
@@ -115,6 +121,16 @@ async def finish(
     """End a session and free its resources; the first reason is kept."""
     caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
     await server.training_runs.finish_session(session_id, request.reason.type, request.detail)
+    return {}
+
+
+@router.put("/sessions/{session_id}/project")
+async def assign_project(
+    session_id: str, request: Project, server: Server, caller: Caller
+) -> dict[str, str]:
+    """Assign a session to a project, by which training runs can be listed."""
+    caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
+    await server.catalog.set_project(session_id, request.project_id)
     return {}
 
 

@@ -1,0 +1,103 @@
+"""Programs with fixed model names run on whatever is served, under an alias of it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tinker import types
+from tokenizers import AddedToken
+
+from tinkercloud_testing.models import byte_tokenizer, save, tiny_llama
+from tinkercloud_testing.servers import API_KEY, Server, a_server
+
+MODEL = "tiny/llama"
+ALIAS = "Qwen/Qwen3-4B-Instruct-2507"
+SETTINGS = {"TINKERCLOUD_ALIASES": json.dumps({ALIAS: MODEL})}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a tiny model whose tokenizer has the tokens of Qwen's chat template."""
+    folder = save(tiny_llama(), tmp_path_factory.mktemp("models") / "llama")
+    tokenizer = byte_tokenizer()
+    marks = [AddedToken(mark, special=True) for mark in ("<|im_start|>", "<|im_end|>")]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def aliased(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[Server]:
+    with a_server(tmp_path_factory.mktemp("state"), {MODEL: folder}, SETTINGS) as server:
+        yield server
+
+
+def test_a_model_is_listed_trained_sampled_and_resumed_under_its_alias(aliased: Server) -> None:
+    client = aliased.client()
+
+    names = [each.model_name for each in client.get_server_capabilities().supported_models]
+    training = client.create_lora_training_client(f"{ALIAS}:peft:32768", rank=4).result()
+    path = training.save_state("first").result().path
+    sampler = training.save_weights_for_sampler("first").result().path
+
+    assert names == [MODEL, ALIAS]
+    assert training.get_info().model_name == MODEL
+    client.create_training_client_from_state(path, base_model=ALIAS).result()
+    client.create_sampling_client(model_path=sampler, base_model=ALIAS).result()
+    assert client.create_sampling_client(model_path=sampler).result().get_base_model() == MODEL
+    sampling = client.create_sampling_client(base_model=ALIAS).result()
+    assert sampling.compute_logprobs(types.ModelInput.from_ints([1, 2])).result()[0] is None
+
+
+def test_a_recipe_for_a_listed_model_trains_without_naming_a_renderer(
+    aliased: Server, tmp_path: Path
+) -> None:
+    log_path = tmp_path / "logs"
+    options = (
+        f"model_name={ALIAS} env=arithmetic groups_per_batch=2 group_size=2 max_tokens=3"
+        f" max_steps=1 eval_every=0 save_every=0 lora_rank=4 loss_fn=importance_sampling"
+        f" behavior_if_log_dir_exists=delete log_path={log_path}"
+    )
+    environment = {
+        **os.environ,
+        "TINKER_BASE_URL": aliased.url,
+        "TINKER_API_KEY": API_KEY,
+        "HF_ENDPOINT": f"{aliased.url}/hf",
+        "HF_HOME": str(tmp_path / "hf"),
+        "WANDB_MODE": "disabled",
+    }
+    result = subprocess.run(
+        [sys.executable, "-m", "tinker_cookbook.recipes.math_rl.train", *options.split()],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert (log_path / "metrics.jsonl").read_text().count("env/all") >= 1
+
+
+@pytest.mark.parametrize(
+    ("alias", "message"),
+    [("other=unknown", "'unknown' is not among the models to serve"), (f"{MODEL}={MODEL}", "also")],
+)
+def test_the_server_does_not_start_with_an_alias_that_means_nothing(
+    alias: str, message: str, folder: Path, tmp_path: Path
+) -> None:
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "tinkercloud_api", "serve", f"--state-dir={tmp_path}"),
+            *(f"--model={MODEL}={folder}", f"--alias={alias}"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert result.returncode == 1
+    assert message in " ".join(result.stderr.split())
