@@ -258,7 +258,7 @@ class CheckpointInfo(Answer):
     size_bytes: int
     public: bool
     base_model: str | None = None
-    """None for checkpoints that an earlier release indexed. SDKs before 0.39 do not know this field."""
+    """None for checkpoints that an earlier release indexed. SDKs before 0.39 ignore it."""
     user_metadata: dict[str, str] | None = None
     expires_at: datetime | None = None
     damage: str | None = None
