@@ -1,7 +1,7 @@
 # The commands for contributors and new users. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test-tools test test-engines cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs generate check sbom bench bench-gpu clean
+.PHONY: help install run demo test-tools test test-engines cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs generate protobuf check sbom bench bench-gpu clean
 
 # Idle OpenMP threads must sleep: if they spin, a small machine becomes many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -78,6 +78,11 @@ e2e: cluster-images $(MODEL_FOLDER) ## install, train (in trainer pods too), upg
 
 scale: cluster-programs ## measure the operator with 1,000 sessions on simulated nodes
 	@$(BIN)/python -m benchmarks.operator_scale
+
+protobuf: .venv/.installed ## compile the protobuf messages of the Tinker API, after a change of messages.proto
+	@cd protocol/src && ../../.uv/bin/uv tool run --quiet --python 3.11 --from grpcio-tools==1.62.3 \
+		--with 'setuptools<80' python -m grpc_tools.protoc --proto_path=. --python_out=. --pyi_out=. \
+		tinkercloud_protocol/messages.proto
 
 lint: .venv/.installed ## check style, imports and layering
 	@$(BIN)/ruff check .

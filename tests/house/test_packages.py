@@ -35,7 +35,21 @@ def test_the_image_of_the_api_server_contains_the_sdk_for_helm_test() -> None:
 
 
 def test_the_worker_installs_what_training_payloads_need() -> None:
-    assert installed("tinkercloud-worker") >= HEAVY
+    assert installed("tinkercloud-worker") >= HEAVY - {"tinker"}
+
+
+@pytest.mark.parametrize("package", ["tinkercloud-worker", "tinkercloud-protocol"])
+def test_no_program_of_a_session_installs_the_sdk(package: str) -> None:
+    assert "tinker" not in installed(package, "--all-extras")
+
+
+@pytest.mark.parametrize("folder", ["protocol", "worker_image", "kube", "operator", "planning"])
+def test_no_module_of_a_program_imports_the_sdk(folder: str) -> None:
+    imports = re.compile(r"^\s*(?:import|from) tinker\b", re.MULTILINE)
+    sources = list((ROOT / folder / "src").rglob("*.py"))
+
+    assert sources
+    assert [path.name for path in sources if imports.search(path.read_text())] == []
 
 
 @pytest.mark.parametrize("package", ["tinkercloud_operator", "tinkercloud_planning"])

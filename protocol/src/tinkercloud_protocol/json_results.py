@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import orjson
-from tinker.proto import tinker_public_pb2 as pb
 
+from tinkercloud_protocol import messages_pb2 as pb
 from tinkercloud_protocol.tensors import EMPTY_TOP_LOGPROB, EMPTY_TOP_TOKEN
 
 _STOP_REASONS = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}

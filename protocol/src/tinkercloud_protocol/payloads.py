@@ -1,8 +1,8 @@
 """Tensors on the wire: conversion between protobuf bytes and NumPy arrays.
 
 Request tensors are views of the request's bytes if the layout allows it; only reshaped data is
-copied. Results are encoded once into their final bytes. The messages are those of the `tinker`
-package (`tinker.proto.tinker_public_pb2`).
+copied. Results are encoded once into their final bytes. The messages are those of the SDK,
+compiled from `messages.proto` under other names, so that any SDK can be loaded next to them.
 
 Shape legend: N tokens of a datum, K targets per position.
 """
@@ -12,8 +12,8 @@ from itertools import groupby
 
 import numpy as np
 from google.protobuf.message import DecodeError
-from tinker.proto import tinker_public_pb2 as pb
 
+from tinkercloud_protocol import messages_pb2 as pb
 from tinkercloud_protocol.batch_checks import (
     MAX_PARTS,
     check_parts,

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tinkercloud_protocol.errors import Overloaded
+from tinkercloud_protocol.errors import Overloaded, WireError
 from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.tensors import ForwardBackwardRequest
@@ -16,8 +16,8 @@ from tinkercloud_protocol.training import (
 )
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.operations import NOT_CREATED, Operations
-from tinkercloud_worker.head.queue import ModelQueue, Operation, RequestSource, Role
-from tinkercloud_worker.head.requests import OrderedRequest
+from tinkercloud_worker.head.queue import ModelQueue, Operation, RequestSource, Role, refusal
+from tinkercloud_worker.head.requests import OrderedRequest, Received, role_of_unread
 from tinkercloud_worker.head.results import Results
 from tinkercloud_worker.head.samplers import Samplers
 from tinkercloud_worker.head.unnumbered import GivenNumbers
@@ -34,6 +34,12 @@ class LiveModel:
     given_numbers: GivenNumbers
     lineage: list[str]
     """Generations of the heads that suspended it, oldest first."""
+
+    def operation_of(self, received: Received) -> Operation:
+        """Return the operation of a received request; that of an unreadable one fails."""
+        if isinstance(received.content, WireError):
+            return refusal(received.content, role_of_unread(received.path))
+        return self.operation(received.content, RequestSource(received.path, received.body))
 
     def operation(self, request: OrderedRequest, source: RequestSource) -> Operation:
         """Return the operation of a request."""
@@ -105,15 +111,15 @@ def new_model(
     return LiveModel(model_id, spec, operations, queue, given_numbers, lineage=[])
 
 
-def too_many(owner: str, all_models: Sequence[LiveModel], limit: int) -> Overloaded | None:
-    """Return the error of an owner that already has as many models as a head accepts, if so."""
-    models = [each for each in all_models if each.operations.refused in {None, NOT_CREATED}]
-    if len(models) < limit:
+def too_many_models(models: Sequence[LiveModel], owner: str, limit: int | None) -> WireError | None:
+    """Return the error if an owner, whose models these are, can't have another one."""
+    theirs = [model for model in models if model.operations.refused in {None, NOT_CREATED}]
+    if limit is None or len(theirs) < limit:
         return None
-    names = ", ".join(str(model.model_id) for model in models[:3])
+    names = ", ".join(str(model.model_id) for model in theirs[:3])
     return Overloaded(
-        f"owner {owner!r} already has {len(models)} models here ({names}"
-        f"{', ...' if len(models) > 3 else ''}; limits.max_models_per_owner is {limit}): delete"
+        f"owner {owner!r} already has {len(theirs)} models here ({names}"
+        f"{', ...' if len(theirs) > 3 else ''}; limits.max_models_per_owner is {limit}): delete"
         " a finished session (`tinkercloud sessions delete SESSION`), then create it again"
     )
 

@@ -12,7 +12,6 @@ from tinkercloud_protocol.errors import (
     InvalidRequest,
     NotFound,
     Unavailable,
-    WireError,
 )
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
@@ -24,14 +23,18 @@ from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.sampling_request import prepare
 from tinkercloud_worker.head.backend import Backend, random_seed
 from tinkercloud_worker.head.idle_memory import IdleMemory
-from tinkercloud_worker.head.live_model import LiveModel, latest_checkpoint, new_model, too_many
-from tinkercloud_worker.head.queue import Operation, RequestSource, refusal, to_result
+from tinkercloud_worker.head.live_model import (
+    LiveModel,
+    latest_checkpoint,
+    new_model,
+    too_many_models,
+)
+from tinkercloud_worker.head.queue import Operation, refusal, to_result
 from tinkercloud_worker.head.requests import (
     Prepared,
     Received,
     body_digest,
     content_digest,
-    role_of_unread,
     sample_request_id,
 )
 from tinkercloud_worker.head.results import Results, sample_gone
@@ -110,7 +113,8 @@ class HeadService:
                 " model_seq_id"
             )
         if model is None:
-            refused = self._too_many_models(spec.owner)
+            limit = self._backend.config.limits.max_models_per_owner
+            refused = too_many_models(self._of_owner(spec.owner), spec.owner, limit)
             model = new_model(model_id, spec, self._backend, self._samplers, self._results)
             self._models[name] = model
             create = Operation(model.operations.create)
@@ -119,10 +123,6 @@ class HeadService:
                 create = refusal(refused)
             model.queue.submit(0, b"create", 0, create)
         return str(RequestId(model_id, 0))
-
-    def _too_many_models(self, owner: str) -> WireError | None:
-        limit = self._backend.config.limits.max_models_per_owner
-        return too_many(owner, self._of_owner(owner), limit) if limit is not None else None
 
     @property
     def results(self) -> Results:
@@ -270,11 +270,7 @@ class HeadService:
         if isinstance(received.content, ForwardBackwardRequest):
             request_id = model.queue.request_id(received.place.seq_id)
             self._results.check_room(request_id, model.spec.owner)
-        if isinstance(received.content, WireError):
-            operation = refusal(received.content, role_of_unread(received.path))
-        else:
-            source = RequestSource(received.path, received.body)
-            operation = model.operation(received.content, source)
+        operation = model.operation_of(received)
         others = [m for m in self._of_owner(model.spec.owner) if m is not model]
         elsewhere = sum(other.queue.sequencer.queued_bytes for other in others)
         return model.queue.submit(
