@@ -16,6 +16,7 @@ import tinker
 import torch
 from tinker import types
 from tinker_cookbook import weights
+from tinker_cookbook.weights._artifacts import load_adapter_weights
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
@@ -130,6 +131,9 @@ def test_the_cookbook_downloads_a_training_checkpoint_encrypted_on_the_way(
     for name in ADAPTER:
         expected = (tmp_path / "plain" / name).read_bytes()
         assert (tmp_path / "cookbook" / name).read_bytes() == expected
+    tensors, config = load_adapter_weights(tmp_path / "cookbook")
+    assert (config["r"], config["lora_alpha"]) == (4, 32)
+    assert all(name.startswith("base_model.model.") for name in tensors)
 
 
 def test_encrypted_weights_never_exist_unencrypted_in_the_store(
