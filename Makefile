@@ -17,7 +17,7 @@ E2E_TESTS := test_installation.py test_trainer_pods.py
 LONG_CLUSTER_TESTS := $(E2E_TESTS) test_operator_faults.py
 SHARDED_TESTS := $(addprefix tests/conformance/,test_training_with_the_sdk.py test_checkpoints_with_the_sdk.py)
 TRAINER_TESTS := $(SHARDED_TESTS) $(addprefix tests/conformance/,bad_input test_sampling_with_the_sdk.py \
-  test_cookbook.py test_suspension.py::test_a_pending_gradient_survives_a_restart)
+  test_external_weights.py test_cookbook.py test_suspension.py::test_a_pending_gradient_survives_a_restart)
 PYTHON_FILES := $(wildcard pyproject.toml uv.lock */pyproject.toml)
 # TINKERCLOUD_TEST_CLUSTER=existing runs the cluster tests on the cluster of KUBECONFIG, from which they load images with
 # the command in TINKERCLOUD_TEST_IMAGE_LOADER. All tests share that cluster, so one worker runs them. Otherwise most tests

@@ -30,6 +30,8 @@ def test_an_owner_at_the_limit_learns_what_to_delete_and_can_still_train(bounded
         training.save_state("second").result()
     with pytest.raises(tinker.RequestFailedError, match="max_checkpoint_bytes_per_owner"):
         training.save_weights_for_sampler("third").result()
+    with pytest.raises(tinker.RequestFailedError, match="max_checkpoint_bytes_per_owner"):
+        training.save_weights_external("fourth").result()
 
     message = str(refused.value)
     size = bounded.rest(key).list_checkpoints(training.model_id).result().checkpoints[0].size_bytes

@@ -1,12 +1,27 @@
 """Settings of downloads."""
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr
 
 MIN_KEY_CHARACTERS = 32
 _DIFFERENT_CHARACTERS = 8
 """Minimum number of distinct characters of a key; one with fewer is not random."""
+_URL = re.compile(r"https?://[^\s/?#@]+(/[^\s?#]*)?")
+
+
+def _check_url(text: str) -> str:
+    if not _URL.fullmatch(text):
+        raise ValueError(
+            "is not an address that begins with http:// or https://, such as"
+            " https://tinker.example.com"
+        )
+    return text
+
+
+PublicUrl = Annotated[str, AfterValidator(_check_url)]
+"""Address of a server: scheme, host, and possibly a port and a path."""
 
 
 class DownloadSettings(BaseModel):

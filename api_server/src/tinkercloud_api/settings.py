@@ -27,7 +27,7 @@ from pydantic_settings import (
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
-from tinkercloud_api.download_settings import DownloadSettings
+from tinkercloud_api.download_settings import DownloadSettings, PublicUrl
 from tinkercloud_protocol.launch import (
     Limits,
     SamplerConfig,
@@ -53,7 +53,6 @@ _ENVIRONMENT_OPTIONS = {"sslrootcert", "sslcert", "sslkey", "sslcrl"}
 """Options of libpq that asyncpg reads from environment variables only."""
 _SQLALCHEMY_OPTIONS = {"prepared_statement_cache_size"}
 """URL options that SQLAlchemy consumes and does not pass to the driver."""
-_PUBLIC_URL = r"https?://[^\s/?#@]+(/[^\s?#]*)?"
 _HEAD_BODY_BYTES = Limits().max_body_bytes
 """Body size limit of session heads on Kubernetes."""
 _USED_ON_KUBERNETES = {"limits.max_body_bytes", "timings.long_poll_seconds"}
@@ -113,7 +112,7 @@ class Settings(BaseSettings):
     metrics_port: Annotated[int, Field(gt=0, lt=65536)] | None = None
     """Port on which to serve Prometheus metrics (/metrics), on the same address and without an API
     key. Default: metrics are not served."""
-    public_url: Annotated[str, Field(pattern=_PUBLIC_URL)] | None = None
+    public_url: PublicUrl | None = None
     """Address of the server for clients, such as `https://tinker.example.com`. The URLs of
     downloads start with it. Default: the address to which a client sent its request."""
     max_connections: Annotated[int, Field(gt=0)] | None = None

@@ -37,7 +37,6 @@ def test_unsupported_calls_are_named(run: Run) -> None:
         "GET /api/v1/audit": 404,
         "POST /api/v1/copy_weights": 404,
         "POST /api/v1/sessions/search": 404,
-        "GET /api/v1/training_runs/x/checkpoints/y/external_weights_urls": 404,
         "GET /api/v1/optim_step": 404,
     }
 

@@ -27,7 +27,27 @@ BAD_ORDERED_REQUESTS: dict[str, tuple[str, dict[str, object], str]] = {
         {"path": "x", "user_metadata": {"a": "x" * (2 << 20)}},
         "user_metadata.a",
     ),
-    "an export": ("save_weights_external", {"path": "x"}, "save_weights_external is not supported"),
+    "an export without a name": ("save_weights_external", {}, "path: Field required"),
+    "an export for nobody": (
+        "save_weights_external",
+        {"path": "x", "age_encryption_recipients": []},
+        "age_encryption_recipients: List should have at least 1 item",
+    ),
+    "an export for too many": (
+        "save_weights_external",
+        {"path": "x", "age_encryption_recipients": ["age1x"] * 11},
+        "age_encryption_recipients: List should have at most 10 items",
+    ),
+    "an export for no key": (
+        "save_weights_external",
+        {"path": "x", "age_encryption_recipients": ["age1x"]},
+        "age_encryption_recipients.0: is not a public key of age",
+    ),
+    "a load of an export": (
+        "load_weights",
+        {"path": "tinker://nobody:train:0/external_weights/x", "optimizer": False},
+        "holds files for download and can't be loaded",
+    ),
     "a load from elsewhere": (
         "load_weights",
         {"path": "http://é.example", "optimizer": False},

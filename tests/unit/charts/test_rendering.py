@@ -224,6 +224,7 @@ NAMED = (
     "nameOverride",
     "image.pullSecrets[0]",
     "apiServer.bootstrapKey.existingSecret",
+    "apiServer.downloads.existingSecret",
     "apiServer.modelClaims[0]",
     "apiServer.serviceAccount.name",
     "apiServer.scheduling.priorityClassName",

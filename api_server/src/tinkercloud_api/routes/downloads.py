@@ -1,6 +1,7 @@
 """URLs for downloading checkpoints, and the downloads themselves, which need no API key."""
 
 import re
+from collections.abc import Iterable
 from datetime import datetime
 from email.utils import format_datetime
 from typing import Annotated
@@ -28,6 +29,7 @@ router = APIRouter(tags=["downloads"])
 _RUNS = "/api/v1/training_runs"
 _FILE = signed_urls.PREFIX + "/{run_id}/{kind}/{name}/{file}"
 _HOST = re.compile(r"[A-Za-z0-9.-]+(:[0-9]+)?|\[[0-9A-Fa-f:.]+\](:[0-9]+)?")
+_ARCHIVES = {"application/gzip", "application/tar", "application/x-tar"}
 _NO_STORE = {"Cache-Control": "no-store"}
 """The responses contain URLs that are as good as a key until they expire."""
 
@@ -54,11 +56,11 @@ async def archive(
 ) -> Response:
     """Return the URL of a checkpoint's weights as a tar file.
 
-    The response is a redirect to it if the request accepts other types than JSON only.
+    The response is a redirect to it if the request accepts archives, as in SDKs before 0.22.
     """
     path = CheckpointPath.of_checkpoint_id(run_id, checkpoint_id)
     answer = await server.downloads.archive_url(path, caller, base_url(request, server))
-    if accepts_json(request.headers.get("accept", "*/*")):
+    if not accepts_archive(request.headers.getlist("accept")):
         return JSONResponse(answer.model_dump(mode="json"), headers=_NO_STORE)
     headers = {"Location": answer.url, "Expires": _http_date(answer.expires), **_NO_STORE}
     return Response(status_code=302, headers=headers)
@@ -132,14 +134,25 @@ class _Download(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response, or the error of an object that can't be read."""
+        has_started = False
         try:
             async with self._downloads.slots.hold(self._grant.owner):
                 stream = await self._downloads.open(self._content, self._part)
                 streaming = StreamingResponse(stream, self.status_code)
                 streaming.raw_headers = self.raw_headers
+                has_started = True
                 await streaming(scope, receive, send)
         except WireError as error:
-            await respond_error(send, error)
+            if not has_started:
+                await respond_error(send, error)
+                return
+            # The server closes the connection of an incomplete response.
+            log.warning(
+                "download aborted",
+                path=str(self._grant.path),
+                file=self._grant.file,
+                error=str(error),
+            )
 
 
 def base_url(request: Request, server: Context) -> str:
@@ -159,10 +172,10 @@ def base_url(request: Request, server: Context) -> str:
     return f"{scheme}://{host}"
 
 
-def accepts_json(accept: str) -> bool:
-    """Return whether an Accept header permits JSON."""
-    kinds = {each.partition(";")[0].strip().lower() for each in accept.split(",")}
-    return bool(kinds & {"*/*", "application/*", "application/json"})
+def accepts_archive(accept: Iterable[str]) -> bool:
+    """Return whether Accept headers, of which there may be several, name a type of archives."""
+    kinds = {each.partition(";")[0].strip().lower() for each in ",".join(accept).split(",")}
+    return not _ARCHIVES.isdisjoint(kinds)
 
 
 def _headers(content: Content) -> dict[str, str]:
