@@ -30,7 +30,10 @@ log = structlog.get_logger(__name__)
 _PROBE = "health-probe"
 _MAX_COPIED_BYTES = 5 << 30
 """Maximum size of an object that S3 copies in one request."""
-_PART_BYTES = 16 << 20
+_PART_BYTES = 64 << 20
+"""Part of a larger object that is copied; S3 accepts 10,000 of them."""
+_IN_FLIGHT = 4
+"""Parts of one object that are in memory, while they are sent to the store."""
 _SIGNING = S3Store | GCSStore | AzureStore
 _MISSING = (FileNotFoundError, NotFoundError)
 
@@ -106,7 +109,7 @@ class ObjectStoreClient:
         Errors that `chunks` raises are raised unchanged, unless they are errors of the system.
         """
         with _translate_errors():
-            await obstore.put_async(self._store, key, chunks)
+            await obstore.put_async(self._store, key, chunks, max_concurrency=_IN_FLIGHT)
             await self._synchronize(key)
 
     async def copy(self, key: str, target: str, size_bytes: int) -> None:
@@ -121,7 +124,13 @@ class ObjectStoreClient:
                     await obstore.copy_async(self._store, key, target)
                 else:
                     result = await obstore.get_async(self._store, key)
-                    await obstore.put_async(self._store, target, result.stream(_PART_BYTES))
+                    await obstore.put_async(
+                        self._store,
+                        target,
+                        result.stream(_PART_BYTES),
+                        chunk_size=_PART_BYTES,
+                        max_concurrency=_IN_FLIGHT,
+                    )
             except _MISSING:
                 raise NotFound(f"the object {key} is missing in the checkpoint store") from None
             await self._synchronize(target)

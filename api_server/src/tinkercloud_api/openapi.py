@@ -140,6 +140,8 @@ _JSON_BODIES: dict[str, type[BaseModel]] = {
     routes.RETRIEVE_FUTURE: RetrieveFutureRequest,
     routes.CANCEL_FUTURE: CancelFutureRequest,
 }
+_UPLOAD = "/api/v1/checkpoints/uploads/{upload_id}/adapter_model.safetensors"
+"""Served outside FastAPI, like the hot paths."""
 _SUMMARIES = {
     routes.FORWARD_BACKWARD: "Compute losses and accumulate gradients",
     routes.FORWARD: "Compute losses",
@@ -170,6 +172,7 @@ def describe(api: FastAPI) -> dict[str, Any]:
         }
         for path in _SUMMARIES:
             document["paths"][path] = {"post": _hot_operation(path, schemas)}
+        document["paths"][_UPLOAD] = {"put": _upload_operation()}
         for path, method, operation in _operations(document):
             _add_error_responses(path, method, operation)
         for name in ("HTTPValidationError", "ValidationError"):
@@ -232,6 +235,18 @@ def _hot_operation(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
         "summary": _SUMMARIES[path],
         "requestBody": {"required": True, "content": body},
         "responses": {"200": {"description": description, "content": content}},
+    }
+
+
+def _upload_operation() -> dict[str, Any]:
+    binary = {"schema": {"type": "string", "format": "binary"}}
+    name = {"name": "upload_id", "in": "path", "required": True, "schema": {"type": "string"}}
+    return {
+        "tags": ["training runs"],
+        "summary": "Upload the weights of an adapter",
+        "parameters": [name],
+        "requestBody": {"required": True, "content": {"application/octet-stream": binary}},
+        "responses": {"200": {"description": "Received."}},
     }
 
 
