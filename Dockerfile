@@ -101,11 +101,12 @@ USER 65532:65532
 EXPOSE 9090
 ENTRYPOINT ["python", "-m", "tinkercloud_operator"]
 
-# The command of a program's pod replaces the entrypoint.
+# RLVE, for `programs.images` of BaseModels. Programs compute in session heads, so this image has no torch.
 FROM runtime AS programs
 COPY --from=build-programs /opt/tinkercloud /opt/tinkercloud
 USER 65532:65532
-ENTRYPOINT ["python"]
+ENTRYPOINT ["python", "-m"]
+CMD ["tinkercloud_programs.rlve"]
 
 FROM runtime AS worker-cpu
 ENV OMP_WAIT_POLICY=PASSIVE

@@ -31,21 +31,21 @@ from tinkercloud_testing.servers import Server, a_server
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 ENVIRONMENT = "MaxMultiplicationFixedSum"
-WARM_UP_STEPS, WARM_UP_BATCH = 16, 8
-KILL_PROGRAM_AT, KILL_HEAD_AT = 12, 20
+WARM_UP_STEPS, WARM_UP_BATCH = 6, 8
+KILL_PROGRAM_AT, KILL_HEAD_AT = 10, 19
 CONFIG: dict[str, Any] = {
     "enabled": True,
     "environment_list": [ENVIRONMENT],
     "custom_prompt_preprocessor": "ChatTemplate_NoSystemPrompt",
-    "rollout_batch_size": 6,
+    "rollout_batch_size": 4,
     "n_samples_per_prompt": 8,
-    "over_sampling_batch_size": 6,
+    "over_sampling_batch_size": 4,
     "rollout_max_response_len": 16,
     "min_prompts_before_difficulty_check": 12,
     "difficulty_sliding_window_size": 2,
-    "num_rollout": 32,
+    "num_rollout": 36,
     "save_every_steps": 4,
-    "learning_rate": 1e-3,
+    "learning_rate": 4e-4,
 }
 ROOT = Path(__file__).parents[1]
 LINE = re.compile(r"^step (\d+): reward (\S+), accuracy (\S+), difficulty \S+ (\d+)$", re.MULTILINE)

@@ -1,6 +1,8 @@
 """RLVE: configurations, difficulty, problems, prompts and training data."""
 
 import random
+import subprocess
+import sys
 from statistics import fmean
 
 import pytest
@@ -30,6 +32,21 @@ def problems() -> Problems:
 def test_the_known_environments_are_those_of_the_package(problems: Problems) -> None:
     assert set(problems._environments) == ENVIRONMENTS
     assert set(problems._controllers) == ENVIRONMENTS
+
+
+def test_problems_need_no_torch() -> None:
+    script = """
+import random, sys
+sys.modules["torch"] = None
+from tinkercloud_programs.rlve.problems import Problems
+from tinkercloud_protocol.rlve import RlveConfig
+problems = Problems(RlveConfig(enabled=True, environment_list=["Division"]))
+print(problems.generate("Division", 0, random.Random(0)).verify("<answer>x</answer>").reward)
+print("torch" in sys.modules)
+"""
+    printed = subprocess.check_output([sys.executable, "-c", script], text=True)
+
+    assert printed.split() == ["-1.0", "False"]
 
 
 def test_the_difficulty_rises_when_enough_prompts_of_the_highest_one_are_solved() -> None:

@@ -18,17 +18,22 @@ def _import_gym() -> tuple[Any, Any]:
     """Return the environments and the parameter controllers of rlve-gym, by name.
 
     It needs torch only to seed torch's random numbers, which no environment uses: where torch is
-    not installed, an empty module with these functions takes its place.
+    not installed, a module with nothing but these functions takes its place during the import.
     """
-    if importlib.util.find_spec("torch") is None:
+    is_missing = importlib.util.find_spec("torch") is None
+    if is_missing:
         torch, cuda = types.ModuleType("torch"), types.ModuleType("torch.cuda")
         torch.manual_seed = lambda _seed: None  # type: ignore[attr-defined]
         cuda.manual_seed_all = lambda _seed: None  # type: ignore[attr-defined]
         torch.cuda = cuda  # type: ignore[attr-defined]
         sys.modules["torch"] = torch
-    from Gym.environments import identifier2environment  # noqa: PLC0415 - after the stand-in
-    from Gym.parameter_controllers import identifier2controller  # noqa: PLC0415
-
+    try:
+        from Gym.environments import identifier2environment  # noqa: PLC0415 - after the stand-in
+        from Gym.parameter_controllers import identifier2controller  # noqa: PLC0415
+    finally:
+        if is_missing:
+            # Other packages ask whether torch is there.
+            del sys.modules["torch"]
     return identifier2environment, identifier2controller
 
 
