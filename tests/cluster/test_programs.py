@@ -28,10 +28,12 @@ OWNER = "bootstrap"
 SECONDS = 240
 """Longer than anything takes on a busy machine."""
 SOURCE = """
-import sys, time, tinker
+import os, sys, time, httpx, tinker
 
-client = tinker.ServiceClient()
-sessions = client.create_rest_client().list_sessions().result().sessions
+headers = {"X-API-Key": os.environ["TINKER_API_KEY"]}
+server = httpx.Client(base_url=os.environ["TINKER_BASE_URL"], headers=headers)
+server.post("/api/v1/create_session", json={"sdk_version": "1"}).raise_for_status()
+sessions = tinker.RestClient().list_sessions().result().sessions
 print("attempt", len(sessions), flush=True)
 if len(sessions) == 1:
     sys.exit("the first attempt fails")
@@ -51,7 +53,7 @@ def namespace(
     offered: dict[str, Any] = {"trainer": {}, "sampler": {}}
     offered["programs"] = {
         "images": [image.name],
-        "resources": {"cpu": "100m", "memory": "512Mi", "scratch": "64Mi"},
+        "resources": {"cpu": "1", "memory": "512Mi", "scratch": "64Mi"},
     }
     labels = {"pod-security.kubernetes.io/enforce": "restricted"}
     with cluster.a_namespace("programs", **labels) as name:
@@ -80,7 +82,12 @@ def server(
     }
     running = Server({}, folder, settings)
     url = f"http://{HOST_ADDRESS}:{running.port}"
-    wishes: dict[str, object] = {"api_url": url, "image_pull_policy": "Never"}
+    wishes: dict[str, object] = {
+        "api_url": url,
+        "image_pull_policy": "Never",
+        # Simulated heads save nothing.
+        "last_checkpoint_seconds": 1,
+    }
     with an_operator(kubeconfig, namespace, cluster_folder, **wishes) as operator:
         running.start()
         yield running
@@ -94,7 +101,7 @@ def program_of(cluster: Cluster, namespace: str, session: str) -> dict[str, Any]
     return status
 
 
-def test_a_program_fails_once_goes_on_is_stopped_and_leaves_nothing(
+def test_a_program_fails_once_resumes_is_stopped_and_leaves_nothing(
     cluster: Cluster, namespace: str, server: Server
 ) -> None:
     request = {"source": SOURCE, "base_model": MODEL, "name": "twice"}
@@ -119,6 +126,9 @@ def test_a_program_fails_once_goes_on_is_stopped_and_leaves_nothing(
     assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
     assert cluster.get("networkpolicy", f"{name}-program", namespace)
 
+    server.stop()
+    server.start()
+    assert shown()["phase"] == "Running", "its key is valid: no second failure"
     stopped = server.post(f"programs/{made['program_id']}/stop", {}).json()
 
     assert stopped["phase"] == "Stopped"

@@ -166,3 +166,19 @@ def test_a_session_asks_for_a_model_that_an_example_offers(path: Path) -> None:
     offered = {read(each)["spec"]["modelName"] for each in BASE_MODELS}
 
     assert read(path)["spec"]["baseModel"] in offered
+
+
+@pytest.mark.parametrize("path", SESSIONS, ids=lambda path: path.stem)
+def test_an_example_is_accepted_with_its_program(path: Path) -> None:
+    offers = [BaseModelSpec.model_validate(read(each)["spec"]) for each in BASE_MODELS]
+    session = TrainingSessionSpec.model_validate(read(path)["spec"])
+    [offer] = [each for each in offers if each.model_name == session.base_model]
+
+    assert isinstance(resolve(session, offer, 0), ResolvedSpec)
+
+
+def test_the_page_about_programs_shows_the_example() -> None:
+    example = (ROOT / "crds" / "examples" / "program.yaml").read_text()
+    page = (ROOT / "docs" / "operate" / "programs.md").read_text()
+
+    assert example.partition("\n")[2] in page

@@ -1,4 +1,4 @@
-"""The Job of a program and its NetworkPolicy: what its pod may do, and what it is told."""
+"""The Job of a program and its NetworkPolicy: what its pod may do, and what it receives."""
 
 from typing import Any
 
@@ -59,6 +59,10 @@ def test_a_pod_is_restricted_and_has_no_credentials_but_its_key() -> None:
     secret = {"secretKeyRef": {"name": "research-key", "key": "apiKey"}}
     [key] = [each for each in container["env"] if "valueFrom" in each]
     assert key == {"name": "TINKER_API_KEY", "valueFrom": secret}
+
+
+def test_a_pod_stops_when_it_is_asked_to() -> None:
+    assert pod_of(a_program())["shareProcessNamespace"] is True
 
 
 def test_resources_are_bounded_by_the_base_model() -> None:

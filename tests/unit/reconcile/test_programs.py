@@ -4,16 +4,36 @@ import dataclasses
 
 import pytest
 
+from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_crds.programs import Program, ProgramStatus
+from tinkercloud_operator.decide import parsing
 from tinkercloud_operator.decide.reconcile import reconcile
-from tinkercloud_operator.settings import Settings
+from tinkercloud_operator.run.store import Surroundings, Watched
 from tinkercloud_operator.spec.snapshot import ChildKey
-from tinkercloud_testing.session_world import JOB, RAY_CLUSTER, World, a_world
-from tinkercloud_testing.sessions import PROGRAM, a_base_model, a_session, observed
+from tinkercloud_testing.session_world import JOB, RAY_CLUSTER, SETTINGS, World, a_world
+from tinkercloud_testing.sessions import (
+    NOON,
+    PROGRAM,
+    Json,
+    a_base_model,
+    a_session,
+    a_session_manifest,
+    observed,
+)
 
 POLICY = ChildKey("NetworkPolicy", "one-program")
 LOOKS = ["the operator reconciles"] * 2
+SURROUNDINGS = Surroundings(
+    has_kuberay=True,
+    has_device_claims=True,
+    starts_in_order=True,
+    nodes=None,
+    apply_error=None,
+    completed_saves={},
+    pending_saves=frozenset(),
+    now=NOON,
+)
 
 
 def program(world: World) -> ProgramStatus:
@@ -55,7 +75,7 @@ def test_what_happens_to_a_running_program(event: str, phase: str, job: bool, po
     assert (JOB in world.children, POLICY in world.children) == (job, policy)
 
 
-def test_a_crash_is_counted_and_shown_while_the_program_goes_on() -> None:
+def test_a_crash_is_counted_and_shown_while_the_program_is_restarted() -> None:
     world = a_world("program", "it settles", "the program crashes", "it settles")
 
     assert program(world).restarts == 1
@@ -129,7 +149,7 @@ def test_a_session_is_idle_only_after_its_program_has_ended() -> None:
 
 def test_a_program_that_cannot_start_does_not_keep_its_session() -> None:
     world = a_world("program", "it settles", "its owner stops the program", "it settles")
-    waiting = {"is_running": False, "waits": "container program: no such image"}
+    waiting: Json = {"is_running": False, "waits": "container program: no such image"}
     world.happen("its owner starts the program", *LOOKS, "the program starts")
     world.program_pods = [dataclasses.replace(pod, **waiting) for pod in world.program_pods]
     world.happen("the operator reconciles")
@@ -158,16 +178,85 @@ def test_a_deleted_session_ends_its_program_before_the_last_checkpoint() -> None
     ],
 )
 def test_a_session_with_a_program_that_cannot_run_is_refused(
-    offer: object, asked: dict[str, object], settings: dict[str, object], says: str
+    offer: object, asked: Json, settings: Json, says: str
 ) -> None:
     snapshot = observed(
         base_model=a_base_model(programs=offer), spec=a_session(program=PROGRAM | asked)
     )
 
-    plan = reconcile(snapshot, Settings(**{"api_url": "http://api"} | settings))
+    plan = reconcile(snapshot, SETTINGS.model_copy(update=settings))
 
     assert plan.status is not None
     accepted = find(plan.status.conditions, ConditionType.ACCEPTED)
     assert accepted is not None
     assert accepted.reason == Reason.NOT_ALLOWED
     assert says in accepted.message
+
+
+def a_pod_manifest(**status: object) -> Json:
+    metadata = {
+        "name": "one-program-x",
+        "uid": "uid-of-x",
+        "resourceVersion": "7",
+        "creationTimestamp": "2026-01-01T12:00:00Z",
+        "labels": {labels.PROGRAM_LABEL: "one", labels.COMPONENT_LABEL: "program"},
+    }
+    return {"metadata": metadata, "spec": {}, "status": status}
+
+
+@pytest.mark.parametrize(
+    ("terminated", "failure", "exit_code"),
+    [
+        (
+            {"exitCode": 1, "message": "Traceback:\nValueError: no"},
+            "exit code 1: ValueError: no",
+            1,
+        ),
+        ({"exitCode": 3}, "exit code 3", 3),
+        ({"exitCode": 137, "reason": "OOMKilled"}, "it exceeded its memory limit", 137),
+    ],
+)
+def test_a_failed_pod_says_how_it_failed(terminated: Json, failure: str, exit_code: int) -> None:
+    states = [{"name": "program", "state": {"terminated": terminated}}]
+
+    pod = parsing.program_pod(a_pod_manifest(phase="Failed", containerStatuses=states))
+
+    assert (pod.is_ended, pod.failure, pod.exit_code) == (True, failure, exit_code)
+
+
+def test_an_evicted_pod_says_so() -> None:
+    pod = parsing.program_pod(
+        a_pod_manifest(phase="Failed", reason="Evicted", message="the node was low on memory")
+    )
+
+    assert pod.failure == "Evicted: the node was low on memory"
+
+
+def test_a_pod_without_an_image_waits() -> None:
+    waiting = {"reason": "ErrImagePull", "message": "no such image"}
+    states = [{"name": "program", "state": {"waiting": waiting}}]
+
+    pod = parsing.program_pod(a_pod_manifest(phase="Pending", containerStatuses=states))
+
+    assert pod.waits == "container program: no such image"
+    assert (pod.is_running, pod.is_ended, pod.failure) == (False, False, None)
+
+
+def test_pods_of_programs_are_no_pods_of_their_session() -> None:
+    session = a_session_manifest("one")
+    session["metadata"] |= {"uid": "u", "resourceVersion": "1"}
+    session["metadata"]["creationTimestamp"] = "2026-01-01T12:00:00Z"
+    watched = Watched()
+    watched.note("TrainingSession", session)
+    running = [{"name": "program", "state": {"running": {}}}]
+
+    concerned = watched.note("Pod", a_pod_manifest(phase="Running", containerStatuses=running))
+
+    seen = watched.observed("one", SURROUNDINGS)
+    assert concerned == {"one"}
+    assert seen is not None
+    assert (seen.pods, len(seen.program_pods), seen.has_pods) == ((), 1, False)
+    watched.replace("Pod", [], version=9)
+    seen = watched.observed("one", SURROUNDINGS)
+    assert seen is not None
+    assert seen.program_pods == ()
