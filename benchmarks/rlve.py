@@ -30,9 +30,9 @@ from tinkercloud_testing.sdk_steps import a_text
 from tinkercloud_testing.servers import Server, a_server
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-ENVIRONMENT = "MaxMultiplicationFixedSum"
-WARM_UP_STEPS, WARM_UP_BATCH = 4, 8
-KILL_PROGRAM_AT, KILL_HEAD_AT = 14, 26
+ENVIRONMENT = "Division"
+WARM_UP_STEPS, WARM_UP_BATCH = 3, 8
+KILL_PROGRAM_AT, KILL_HEAD_AT = 9, 18
 CONFIG: dict[str, Any] = {
     "enabled": True,
     "environment_list": [ENVIRONMENT],
@@ -43,9 +43,9 @@ CONFIG: dict[str, Any] = {
     "rollout_max_response_len": 16,
     "min_prompts_before_difficulty_check": 12,
     "difficulty_sliding_window_size": 2,
-    "num_rollout": 44,
+    "num_rollout": 32,
     "save_every_steps": 4,
-    "learning_rate": 3e-4,
+    "learning_rate": 1.5e-4,
 }
 ROOT = Path(__file__).parents[1]
 LINE = re.compile(r"^step (\d+): reward (\S+), accuracy (\S+), difficulty \S+ (\d+)$", re.MULTILINE)
