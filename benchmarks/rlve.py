@@ -1,7 +1,7 @@
 """Trains SmolLM2 on one RLVE environment, on this machine's CPU: `make rlve`.
 
-1. A server is started, and a model is warmed up: it learns to answer in the form `<answer>12</answer>`.
-   The answers are those of other, randomly chosen problems, so that its accuracy starts at chance.
+1. A server is started, and a model is warmed up: it sees a few solved problems, so that it sometimes
+   answers in the form `<answer>12</answer>`, which the original model never does.
 2. RLVE trains the model on the server. In the middle, first the program and then the session head
    are killed (SIGKILL); nobody does anything about it.
 3. The reward and the difficulty of each step are written to docs/images/rlve.png and
@@ -30,22 +30,22 @@ from tinkercloud_testing.sdk_steps import a_text
 from tinkercloud_testing.servers import Server, a_server
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-ENVIRONMENT = "MaxMultiplicationFixedSum"
-WARM_UP_STEPS, WARM_UP_BATCH = 16, 8
-KILL_PROGRAM_AT, KILL_HEAD_AT = 12, 20
+ENVIRONMENT = "Division"
+WARM_UP_STEPS, WARM_UP_BATCH = 3, 8
+KILL_PROGRAM_AT, KILL_HEAD_AT = 9, 18
 CONFIG: dict[str, Any] = {
     "enabled": True,
     "environment_list": [ENVIRONMENT],
     "custom_prompt_preprocessor": "ChatTemplate_NoSystemPrompt",
-    "rollout_batch_size": 6,
+    "rollout_batch_size": 4,
     "n_samples_per_prompt": 8,
-    "over_sampling_batch_size": 6,
+    "over_sampling_batch_size": 4,
     "rollout_max_response_len": 16,
     "min_prompts_before_difficulty_check": 12,
     "difficulty_sliding_window_size": 2,
     "num_rollout": 32,
     "save_every_steps": 4,
-    "learning_rate": 1e-3,
+    "learning_rate": 1.5e-4,
 }
 ROOT = Path(__file__).parents[1]
 LINE = re.compile(r"^step (\d+): reward (\S+), accuracy (\S+), difficulty \S+ (\d+)$", re.MULTILINE)
@@ -58,11 +58,9 @@ def warm_up(training: tinker.TrainingClient) -> None:
     for step in range(WARM_UP_STEPS):
         batch = []
         for _ in range(WARM_UP_BATCH):
-            prompt = prompt_tokens(
-                tokenizer, problems.generate(ENVIRONMENT, 0, chance).text, config
-            )
-            another = problems.generate(ENVIRONMENT, 0, chance)
-            number = next(n for n in range(100) if another.verify(f"<answer>{n}</answer>").accuracy)
+            problem = problems.generate(ENVIRONMENT, 0, chance)
+            prompt = prompt_tokens(tokenizer, problem.text, config)
+            number = next(n for n in range(100) if problem.verify(f"<answer>{n}</answer>").accuracy)
             ending = f"<answer>{number}</answer><|im_end|>"
             answer = tokenizer.encode(ending, add_special_tokens=False)
             weights = [0.0] * (len(prompt) - 1) + [1.0 / WARM_UP_BATCH] * len(answer)
@@ -121,7 +119,7 @@ def train(server: Server) -> dict[str, Any]:
         "model": MODEL,
         "environment": ENVIRONMENT,
         "config": CONFIG,
-        "warm_up": {"steps": WARM_UP_STEPS, "batch": WARM_UP_BATCH, "answers": "of other problems"},
+        "warm_up": {"steps": WARM_UP_STEPS, "solved_problems_per_step": WARM_UP_BATCH},
         "seconds": round(time.monotonic() - started),
         "phase": program["phase"],
         "restarts": program["restarts"],

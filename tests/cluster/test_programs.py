@@ -82,7 +82,12 @@ def server(
     }
     running = Server({}, folder, settings)
     url = f"http://{HOST_ADDRESS}:{running.port}"
-    wishes: dict[str, object] = {"api_url": url, "image_pull_policy": "Never"}
+    wishes: dict[str, object] = {
+        "api_url": url,
+        "image_pull_policy": "Never",
+        # Simulated heads save nothing.
+        "last_checkpoint_seconds": 1,
+    }
     with an_operator(kubeconfig, namespace, cluster_folder, **wishes) as operator:
         running.start()
         yield running

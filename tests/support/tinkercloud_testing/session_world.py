@@ -270,7 +270,7 @@ class World:
         if job is None or not self._running_program():
             return
         failure = f"exit code {exit_code}: it broke" if exit_code else None
-        ended = {"is_running": False, "is_ended": True, "failure": failure}
+        ended: Json = {"is_running": False, "is_ended": True, "failure": failure}
         ended["exit_code"] = exit_code or None
         self.program_pods[-1] = replace(self.program_pods[-1], **ended)
         status = job.setdefault("status", {})

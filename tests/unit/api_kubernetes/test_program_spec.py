@@ -19,7 +19,7 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.programs import API_KEY, ProgramPhase
-from tinkercloud_testing.sessions import MODEL_NAME, NOON, PROGRAMS, a_base_model
+from tinkercloud_testing.sessions import MODEL_NAME, NOON, PROGRAMS, Json, a_base_model
 
 LAUNCH = ProgramLaunch(
     program_id="program-1",
@@ -34,10 +34,10 @@ FILE = replace(LAUNCH, module=None, source="print(1)")
 
 
 def view(launch: ProgramLaunch, **status: Any) -> TrainingSessionView:
-    manifest = program_spec.training_session(launch, MODEL_NAME, NOON)
+    manifest: Json = {**program_spec.training_session(launch, MODEL_NAME, NOON), "status": status}
     stored = {"uid": "u", "generation": 1, "creationTimestamp": "2026-01-01T12:00:00Z"}
     manifest["metadata"] |= stored
-    return read_session(manifest | {"status": status})
+    return read_session(manifest)
 
 
 def test_the_session_of_a_program_is_accepted_by_its_base_model() -> None:

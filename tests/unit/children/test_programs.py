@@ -61,6 +61,10 @@ def test_a_pod_is_restricted_and_has_no_credentials_but_its_key() -> None:
     assert key == {"name": "TINKER_API_KEY", "valueFrom": secret}
 
 
+def test_a_pod_stops_when_it_is_asked_to() -> None:
+    assert pod_of(a_program())["shareProcessNamespace"] is True
+
+
 def test_resources_are_bounded_by_the_base_model() -> None:
     build = a_program(offer={"resources": {"cpu": "2", "memory": "3Gi", "scratch": "5Gi"}})
 

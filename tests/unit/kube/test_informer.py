@@ -187,6 +187,15 @@ async def test_waiting_for_a_change_ends_when_the_object_differs(connection: Con
         await informer.changed("a", None)
 
 
+async def test_a_change_of_any_object_ends_a_wait_for_any(connection: Connection) -> None:
+    client = Scripted(connection, Page([stored("a", 1)], 3))
+
+    async with running(client) as informer:
+        waiting = asyncio.create_task(informer.any_change())
+        client.events.put_nowait(Event("MODIFIED", stored("b", 4)))
+        await waiting
+
+
 class WithoutPast(Scripted):
     """A client whose watches never start, whatever was listed just before."""
 

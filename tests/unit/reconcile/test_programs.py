@@ -10,9 +10,8 @@ from tinkercloud_crds.programs import Program, ProgramStatus
 from tinkercloud_operator.decide import parsing
 from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.run.store import Surroundings, Watched
-from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.snapshot import ChildKey
-from tinkercloud_testing.session_world import JOB, RAY_CLUSTER, World, a_world
+from tinkercloud_testing.session_world import JOB, RAY_CLUSTER, SETTINGS, World, a_world
 from tinkercloud_testing.sessions import (
     NOON,
     PROGRAM,
@@ -150,7 +149,7 @@ def test_a_session_is_idle_only_after_its_program_has_ended() -> None:
 
 def test_a_program_that_cannot_start_does_not_keep_its_session() -> None:
     world = a_world("program", "it settles", "its owner stops the program", "it settles")
-    waiting = {"is_running": False, "waits": "container program: no such image"}
+    waiting: Json = {"is_running": False, "waits": "container program: no such image"}
     world.happen("its owner starts the program", *LOOKS, "the program starts")
     world.program_pods = [dataclasses.replace(pod, **waiting) for pod in world.program_pods]
     world.happen("the operator reconciles")
@@ -179,13 +178,13 @@ def test_a_deleted_session_ends_its_program_before_the_last_checkpoint() -> None
     ],
 )
 def test_a_session_with_a_program_that_cannot_run_is_refused(
-    offer: object, asked: dict[str, object], settings: dict[str, object], says: str
+    offer: object, asked: Json, settings: Json, says: str
 ) -> None:
     snapshot = observed(
         base_model=a_base_model(programs=offer), spec=a_session(program=PROGRAM | asked)
     )
 
-    plan = reconcile(snapshot, Settings(**{"api_url": "http://api"} | settings))
+    plan = reconcile(snapshot, SETTINGS.model_copy(update=settings))
 
     assert plan.status is not None
     accepted = find(plan.status.conditions, ConditionType.ACCEPTED)

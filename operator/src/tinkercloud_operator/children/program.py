@@ -105,6 +105,8 @@ def _pod_template(build: ProgramBuild) -> Json:
         "serviceAccountName": "default",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
+        # A process that is the first of its container ignores SIGTERM unless it has a handler.
+        "shareProcessNamespace": True,
         "securityContext": pod_security(settings),
         "containers": [_container(build)],
         "volumes": _volumes(build),

@@ -76,9 +76,9 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
             observed.start_order_message is not None and observed.ray_cluster is None
         ):
             # The session is enqueued when it may start; this only refreshes its message.
-            return _plan(
-                observed, [], new_status, min(_QUEUE_SECONDS, recheck_seconds or _QUEUE_SECONDS)
-            )
+            seconds = min(_QUEUE_SECONDS, recheck_seconds or _QUEUE_SECONDS)
+            plan = _plan(observed, [], new_status, seconds)
+            return _with_program(plan, observed, decision, settings)
         case DesiredState.RUNNING:
             own = _actions_to_run(observed, effective, settings)
             program = _program_actions(observed, decision, settings, is_ready=is_ready(new_status))

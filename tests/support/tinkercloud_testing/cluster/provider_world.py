@@ -38,7 +38,9 @@ RULES = [
         "resources": ["basemodels"],
         "verbs": ["list", "watch"],
     },
-    {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]},
+    {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "create"]},
+    {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},
+    {"apiGroups": [""], "resources": ["pods/log"], "verbs": ["get"]},
 ]
 
 
@@ -220,6 +222,7 @@ def a_base_model(name: str, namespace: str, model_name: str = MODEL) -> dict[str
             "maxContextLength": 512,
             "head": {"image": "head"},
             "sessions": {"queueNames": ["research"], "maxIdleTimeoutSeconds": 7200},
+            "programs": {"images": ["programs:1"]},
         },
     }
 
