@@ -3,7 +3,8 @@
 A request whose model and number can be parsed takes its place in that model's order, whatever else
 is wrong with it, and its future reports the error. Rejecting it outright would leave a gap in the
 order: the SDK sends the chunks of a batch in parallel and the first one last, and never sends the
-first if another chunk was rejected.
+first if another chunk was rejected. A request without a number (`unnumbered`) leaves no gap, so it
+is rejected outright.
 """
 
 import asyncio
