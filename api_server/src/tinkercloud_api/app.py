@@ -39,6 +39,7 @@ from tinkercloud_api.routes import (
     keys,
     models,
     runs,
+    session_search,
     sessions,
     unloading,
     usage,
@@ -71,7 +72,7 @@ class Application:
         # The documentation pages would load scripts from third-party servers.
         api = FastAPI(title="Tinkercloud", lifespan=self._lifespan, docs_url=None, redoc_url=None)
         api.openapi = partial(describe, api)  # type: ignore[method-assign]  # documented by FastAPI
-        for module in (sessions, usage, models, unloading, runs, keys, health, hub):
+        for module in (session_search, sessions, usage, models, unloading, runs, keys, health, hub):
             api.include_router(module.router)
         api.add_middleware(BodyLimitMiddleware, max_bytes=JSON_BODY_BYTES)
         errors.install(api)
