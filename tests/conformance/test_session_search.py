@@ -132,6 +132,7 @@ def test_only_administrators_find_sessions_of_others(server: Server, key: str) -
         ({"statuses": [{"type": "unknown"}]}, "statuses.0.type"),
         ({"display_name": "a\0b"}, "U+0000"),
         ({"user_metadata": {"a\0": "b"}}, "U+0000"),
+        ({"user_metadata": {'a"': "b"}}, "such a key"),
     ],
 )
 def test_an_invalid_search_is_refused(

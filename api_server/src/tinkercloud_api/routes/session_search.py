@@ -3,7 +3,7 @@
 from typing import Annotated, Literal
 
 from fastapi import APIRouter
-from pydantic import AwareDatetime, Field
+from pydantic import AfterValidator, AwareDatetime, Field
 
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.session_search import Search, Status, matching
@@ -15,9 +15,19 @@ from tinkercloud_protocol.wire import MAX_METADATA_ENTRIES, Items, Name, Storabl
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"])
 
+
+def _addressable(key: str) -> str:
+    # SQLite cannot address such keys.
+    if '"' in key or "\\" in key:
+        raise ValueError(
+            'contains the character " or \\, and sessions cannot be searched by such a key'
+        )
+    return key
+
+
 Metadata = Annotated[
     dict[
-        Annotated[str, Field(max_length=128), Storable],
+        Annotated[str, Field(max_length=128), Storable, AfterValidator(_addressable)],
         Annotated[str, Field(max_length=4096), Storable],
     ],
     Field(max_length=MAX_METADATA_ENTRIES),
