@@ -18,6 +18,45 @@ MODEL = "tiny/llama"
 ALIAS = "Qwen/Qwen3-4B-Instruct-2507"
 SETTINGS = {"TINKERCLOUD_ALIASES": json.dumps({ALIAS: MODEL})}
 
+RECIPES = """
+import asyncio, sys
+import datasets
+from tinker_cookbook.hyperparam_utils import get_lr
+from tinker_cookbook.recipes import sl_loop
+from tinker_cookbook.recipes.math_rl import train as math_rl
+
+model, folder = sys.argv[1:]
+messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "aaaa"}]
+conversations = datasets.Dataset.from_list([{"messages": messages}] * 16)
+datasets.load_dataset = lambda name: datasets.DatasetDict(train=conversations)
+
+sl_loop.main(
+    sl_loop.Config(
+        model_name=model,
+        log_path=f"{folder}/sl",
+        batch_size=4,
+        learning_rate=10 * get_lr(model),
+        lora_rank=8,
+        save_every=2,
+    )
+)
+config = math_rl.CLIConfig(
+    model_name=model,
+    log_path=f"{folder}/rl",
+    env="arithmetic",
+    groups_per_batch=2,
+    group_size=2,
+    max_tokens=3,
+    max_steps=1,
+    eval_every=0,
+    save_every=0,
+    lora_rank=4,
+    loss_fn="importance_sampling",
+)
+asyncio.run(math_rl.cli_main(config))
+"""
+"""Both recipes look up the renderer by the name of the model; the first has no option for it."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -53,15 +92,9 @@ def test_a_model_is_listed_trained_sampled_and_resumed_under_its_alias(aliased: 
     assert sampling.compute_logprobs(types.ModelInput.from_ints([1, 2])).result()[0] is None
 
 
-def test_a_recipe_for_a_listed_model_trains_without_naming_a_renderer(
+def test_recipes_for_listed_models_train_without_naming_a_renderer(
     aliased: Server, tmp_path: Path
 ) -> None:
-    log_path = tmp_path / "logs"
-    options = (
-        f"model_name={ALIAS} env=arithmetic groups_per_batch=2 group_size=2 max_tokens=3"
-        f" max_steps=1 eval_every=0 save_every=0 lora_rank=4 loss_fn=importance_sampling"
-        f" behavior_if_log_dir_exists=delete log_path={log_path}"
-    )
     environment = {
         **os.environ,
         "TINKER_BASE_URL": aliased.url,
@@ -71,7 +104,7 @@ def test_a_recipe_for_a_listed_model_trains_without_naming_a_renderer(
         "WANDB_MODE": "disabled",
     }
     result = subprocess.run(
-        [sys.executable, "-m", "tinker_cookbook.recipes.math_rl.train", *options.split()],
+        [sys.executable, "-c", RECIPES, ALIAS, str(tmp_path)],
         env=environment,
         capture_output=True,
         text=True,
@@ -79,7 +112,10 @@ def test_a_recipe_for_a_listed_model_trains_without_naming_a_renderer(
     )
 
     assert result.returncode == 0, result.stderr[-4000:]
-    assert (log_path / "metrics.jsonl").read_text().count("env/all") >= 1
+    rows = [json.loads(line) for line in (tmp_path / "sl" / "metrics.jsonl").open()]
+    losses = [row["train_mean_nll"] for row in rows if "train_mean_nll" in row]
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "rl" / "metrics.jsonl").read_text().count("env/all") >= 1
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ _EXPLANATIONS = {
     r"trace_export is not supported": "not served: the server records no traces",
     r"audit is not supported": "not served: the server keeps no audit log",
     r"billing/.* is not supported": "not served: the server bills nothing",
-    r"sessions/search is not supported": "not served; `list_sessions` works",
 }
 """Reasons by pattern of `method: error`."""
 _HEAD = """# Compatibility with SDK versions

@@ -57,6 +57,7 @@ from tinkercloud_api.routes import (
     results,
     runs,
     searching,
+    session_search,
     sessions,
     tokenizers,
     unloading,
@@ -75,6 +76,8 @@ log = structlog.get_logger(__name__)
 
 JSON_BODY_BYTES = 1 << 20
 _ROUTED = (
+    # The path of the search looks like a session's.
+    session_search,
     *(sessions, usage, models, unloading, tokenizers, results, downloads, importing),
     searching,
     *(runs, programs, keys, health, hub),

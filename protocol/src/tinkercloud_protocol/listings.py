@@ -98,6 +98,36 @@ class SessionList(Answer):
     sessions: list[str]
 
 
+class SessionSummary(Answer):
+    """One session of POST sessions/search."""
+
+    session_id: str
+    created_at: datetime
+    owner: str
+    project_id: str
+    """Empty without a project."""
+    status: dict[str, Any] | None
+    """By `type`: active, cancelled (by the server) or client_finished; None if silent."""
+    checkpoints_count: int
+    checkpoint_storage_bytes: int
+    display_name: str | None
+    user_metadata: dict[str, str] | None
+
+
+class SessionCursor(Answer):
+    """Where the next page of POST sessions/search starts."""
+
+    last_created_at: datetime
+    last_session_id: str
+
+
+class SessionSummaryList(Answer):
+    """POST sessions/search."""
+
+    sessions: list[SessionSummary]
+    next_cursor: SessionCursor | None = None
+
+
 class ModelUsage(Answer):
     """A training run of a session, and the memory that its model uses."""
 

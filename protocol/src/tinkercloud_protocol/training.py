@@ -35,7 +35,7 @@ def _without_rank_0(config: object) -> object:
     Raises:
         ValueError: It excludes layers, which full fine-tuning cannot do.
     """
-    if not isinstance(config, dict) or config.get("rank") != 0:
+    if not isinstance(config, dict) or config.get("rank") != 0 or config["rank"] is False:
         return config
     excluded = [name for name in _LAYERS if config.get(name, True) is not True]
     if excluded:
@@ -79,7 +79,7 @@ class LoadWeightsRequest(WireModel):
     """
 
     path: Uri
-    optimizer: bool
+    optimizer: bool = False
     """Whether the optimizer state is restored too."""
     model_id: Name | None = None
     seq_id: SeqId | None = None

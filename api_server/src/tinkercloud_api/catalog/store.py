@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Collection, Sequence
 from datetime import datetime
 
-from sqlalchemy import ColumnElement, and_, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tinkercloud_api.catalog.counts import Counts
@@ -134,6 +134,10 @@ class Catalog(Counts, UploadStatements, SearchStatements):
     async def session(self, session_id: str) -> Session | None:
         """Return a session."""
         return await self._one(select(Session).where(Session.id == session_id))
+
+    async def find_sessions(self, query: Select[Session]) -> list[Session]:
+        """Return the sessions of a query (`session_search.matching`)."""
+        return list(await self._all(query))
 
     async def set_project(self, session_id: str, project_id: str) -> None:
         """Assign a session, and with it its training runs, to a project."""
