@@ -47,6 +47,7 @@ from tinkercloud_api.providers.local_programs import LocalPrograms
 from tinkercloud_api.providers.programs import ProgramRunner
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.routes import (
+    checkpoint_search,
     downloads,
     health,
     hub,
@@ -56,7 +57,6 @@ from tinkercloud_api.routes import (
     programs,
     results,
     runs,
-    searching,
     session_search,
     sessions,
     tokenizers,
@@ -79,7 +79,7 @@ _ROUTED = (
     # The path of the search looks like a session's.
     session_search,
     *(sessions, usage, models, unloading, tokenizers, results, downloads, importing),
-    searching,
+    checkpoint_search,
     *(runs, programs, keys, health, hub),
 )
 """Modules with the routes that FastAPI serves."""
