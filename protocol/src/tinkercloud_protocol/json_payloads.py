@@ -113,6 +113,7 @@ def decode_batch(content: Json) -> ForwardBackwardRequest:
         loss_fn=_text(batch, "loss_fn"),
         loss_fn_config={key: _setting(key, value) for key, value in config.items()},
         forward_only=_forward_only(content),
+        wants_losses=True,
     )
 
 

@@ -41,6 +41,9 @@ class ForwardBackwardRequest:
     loss_fn: str
     loss_fn_config: Mapping[str, float | str]
     forward_only: bool
+    wants_losses: bool = False
+    """Whether the result has the loss of every target for all losses, as plain HTTP clients expect;
+    to the SDK only that of cross_entropy is returned, as by the hosted service."""
 
     @property
     def num_bytes(self) -> int:

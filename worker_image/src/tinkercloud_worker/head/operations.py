@@ -119,7 +119,7 @@ class Operations:
         else:
             run = trainer.forward if batch.forward_only else trainer.forward_backward
             output = await self._compute(lambda yield_point: run(self._name, batch, yield_point))
-        body = await asyncio.to_thread(_encode_output, batch, output)
+        body = await asyncio.to_thread(_encode_output, request, batch, output)
         return Result(body, futures.PROTOBUF)
 
     async def optim_step(self, request: OptimStepRequest) -> Result:
@@ -443,9 +443,10 @@ def _decode(manifest: CheckpointManifest, files: formats.Contents, base_path: st
     return _Saved(replace(state, weights=weights), formats.decode_gradient(manifest, files))
 
 
-def _encode_output(batch: Batch, output: LossOutput) -> bytes:
-    elementwise_loss = batch.elementwise_loss(output.logprobs)
-    outputs = {"logprobs": output.logprobs, "elementwise_loss": elementwise_loss}
+def _encode_output(request: ForwardBackwardRequest, batch: Batch, output: LossOutput) -> bytes:
+    outputs = {"logprobs": output.logprobs}
+    if request.wants_losses or request.loss_fn == "cross_entropy":
+        outputs["elementwise_loss"] = batch.elementwise_loss(output.logprobs)
     metrics = {**batch.reported_metrics(output.metrics), **balance_metrics(output.expert_tokens)}
     return encode_forward_backward_output(outputs, metrics)
 
