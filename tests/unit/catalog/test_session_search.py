@@ -60,7 +60,9 @@ async def catalog(database_url: str) -> AsyncIterator[Catalog]:
         ({"statuses": [Status(type="cancelled"), Status(type="failed")]}, []),
     ],
 )
-async def test_sessions_match(wanted: dict[str, Any], found: list[int], catalog: Catalog) -> None:
+async def test_a_search_finds_the_sessions_that_match(
+    wanted: dict[str, Any], found: list[int], catalog: Catalog
+) -> None:
     search = Search(**{**ANY, "live_since": now() - timedelta(minutes=1), **wanted})
     sessions = await catalog.find_sessions(matching(search))
 
