@@ -28,13 +28,10 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.context import Context
-from tinkercloud_api.copies import Copies
 from tinkercloud_api.direct_sessions import DirectSessions
-from tinkercloud_api.downloads import Downloads
 from tinkercloud_api.head_client import open_client
 from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.hot_paths import HANDLERS, HotPaths
-from tinkercloud_api.imports import Imports
 from tinkercloud_api.long_polls import LongPolls
 from tinkercloud_api.middleware import BodyLimitMiddleware, MetricsMiddleware, metrics_server
 from tinkercloud_api.object_store import ObjectStoreClient
@@ -66,8 +63,11 @@ from tinkercloud_api.routes import (
 from tinkercloud_api.sampling_sessions import SamplingSessions
 from tinkercloud_api.settings import KEY_PREFIX, Settings
 from tinkercloud_api.shared_heads import SharedHeads
-from tinkercloud_api.stored_runs import StoredRuns
 from tinkercloud_api.training_runs import TrainingRuns
+from tinkercloud_api.transfers.copies import Copies
+from tinkercloud_api.transfers.downloads import Downloads
+from tinkercloud_api.transfers.imports import Imports
+from tinkercloud_api.transfers.stored_runs import StoredRuns
 from tinkercloud_protocol.asgi import Receive, Scope, Send
 from tinkercloud_protocol.futures import QueueState
 from tinkercloud_protocol.object_store import open_store

@@ -19,14 +19,22 @@ import typer
 from obstore.exceptions import BaseError
 from rich.console import Console
 
-from tinkercloud_api import logs, planning, program_commands, server, state_folder
+from tinkercloud_api import logs, planning, server, state_folder
 from tinkercloud_api.auth import Role, hash_key, new_key
 from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.catalog_rebuild import rebuild
-from tinkercloud_api.checkpoint_commands import checkpoints_app
-from tinkercloud_api.command_line import ApiKey, BaseUrl, Json, fail, read_settings, request, show
+from tinkercloud_api.commands import checkpoints, programs
+from tinkercloud_api.commands.shared import (
+    ApiKey,
+    BaseUrl,
+    Json,
+    fail,
+    read_settings,
+    request,
+    show,
+)
 from tinkercloud_api.doctor import CheckResult, examine
 from tinkercloud_api.models import ModelNotFoundError
 from tinkercloud_api.object_store import ObjectStoreClient
@@ -51,8 +59,8 @@ app.add_typer(keys_app, name="keys")
 app.add_typer(catalog_app, name="catalog")
 app.add_typer(models_app, name="models")
 app.add_typer(sessions_app, name="sessions")
-app.add_typer(program_commands.app, name="programs")
-app.add_typer(checkpoints_app, name="checkpoints")
+app.add_typer(programs.app, name="programs")
+app.add_typer(checkpoints.app, name="checkpoints")
 
 StateDir = Annotated[
     Path | None,

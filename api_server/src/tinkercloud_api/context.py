@@ -9,12 +9,9 @@ from tinkercloud_api.activity import Activity
 from tinkercloud_api.auth import Authenticator, Principal
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints import Checkpoints
-from tinkercloud_api.copies import Copies
 from tinkercloud_api.direct_sessions import DirectSessions
-from tinkercloud_api.downloads import Downloads
 from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.http import key_of
-from tinkercloud_api.imports import Imports
 from tinkercloud_api.long_polls import LongPolls
 from tinkercloud_api.programs import Programs
 from tinkercloud_api.providers.base import SessionProvider
@@ -22,8 +19,11 @@ from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.sampling_sessions import SamplingSessions
 from tinkercloud_api.settings import Settings
 from tinkercloud_api.shared_heads import SharedHeads
-from tinkercloud_api.stored_runs import StoredRuns
 from tinkercloud_api.training_runs import TrainingRuns
+from tinkercloud_api.transfers.copies import Copies
+from tinkercloud_api.transfers.downloads import Downloads
+from tinkercloud_api.transfers.imports import Imports
+from tinkercloud_api.transfers.stored_runs import StoredRuns
 
 
 @dataclass(frozen=True, slots=True)

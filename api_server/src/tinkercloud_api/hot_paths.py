@@ -10,7 +10,6 @@ import structlog
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp
 
-from tinkercloud_api import upload_urls
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.context import Context
 from tinkercloud_api.http import (
@@ -27,6 +26,7 @@ from tinkercloud_api.routes import futures as future_routes
 from tinkercloud_api.routes.call import Call, Handler
 from tinkercloud_api.routes.rejections import reject_unknown_call
 from tinkercloud_api.throttle import Throttle
+from tinkercloud_api.transfers import upload_urls
 from tinkercloud_protocol import futures, routes
 from tinkercloud_protocol.asgi import Receive, Scope, Send, respond
 from tinkercloud_protocol.errors import Unauthenticated, WireError

@@ -19,13 +19,13 @@ from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Upload
 from tinkercloud_api.checkpoints import Checkpoints
-from tinkercloud_api.copies import Copies, CopyWeightsRequest
 from tinkercloud_api.head_client import open_client
 from tinkercloud_api.head_locator import HeadLocator
-from tinkercloud_api.imports import Imports, StartUpload
 from tinkercloud_api.object_store import ObjectStoreClient
-from tinkercloud_api.stored_runs import StoredRuns
 from tinkercloud_api.training_runs import TrainingRuns
+from tinkercloud_api.transfers.copies import Copies, CopyWeightsRequest
+from tinkercloud_api.transfers.imports import Imports, StartUpload
+from tinkercloud_api.transfers.stored_runs import StoredRuns
 from tinkercloud_protocol.checkpoints import CheckpointManifest, StoredFile, encode_manifest
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Overloaded, Unavailable
 from tinkercloud_protocol.object_store import open_store

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkercloud_api.byte_ranges import RangeNotSatisfiable, requested
+from tinkercloud_api.transfers.byte_ranges import RangeNotSatisfiable, requested
 
 MODIFIED = datetime(2026, 11, 25, 12, 0, 0, 5, tzinfo=UTC)
 CONTENT = bytes(range(100))

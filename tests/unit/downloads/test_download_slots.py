@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tinkercloud_api.download_slots import DownloadSlots
+from tinkercloud_api.transfers.slots import DownloadSlots
 from tinkercloud_protocol.errors import Overloaded
 
 

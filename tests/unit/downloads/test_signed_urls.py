@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tinkercloud_api.signed_urls import (
+from tinkercloud_api.transfers.signed_urls import (
     Grant,
     InvalidSignature,
     UrlGone,

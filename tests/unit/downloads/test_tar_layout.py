@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkercloud_api.tar_layout import Segment, StoredObject, cut, tar, total_size
+from tinkercloud_api.transfers.tar_layout import Segment, StoredObject, cut, tar, total_size
 
 MODIFIED = datetime(2026, 11, 25, tzinfo=UTC)
 FILES = st.dictionaries(st.sampled_from(["a.json", "b.safetensors", "c"]), st.binary(max_size=1500))

@@ -18,9 +18,9 @@ from pydantic import SecretStr
 from tinkercloud_api.app import Application
 from tinkercloud_api.auth import Role, hash_key, new_key
 from tinkercloud_api.context import Context
-from tinkercloud_api.downloads import Content, Downloads
 from tinkercloud_api.settings import Settings
-from tinkercloud_api.signed_urls import Grant, microseconds
+from tinkercloud_api.transfers.downloads import Content, Downloads
+from tinkercloud_api.transfers.signed_urls import Grant, microseconds
 from tinkercloud_protocol.asgi import Message, Receive, Scope, Send
 from tinkercloud_protocol.checkpoints import CheckpointManifest
 from tinkercloud_protocol.object_store import open_store

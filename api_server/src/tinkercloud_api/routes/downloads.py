@@ -10,13 +10,13 @@ import structlog
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from tinkercloud_api import byte_ranges, signed_urls
-from tinkercloud_api.byte_ranges import RangeNotSatisfiable
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.context import Caller, Context, Server
-from tinkercloud_api.downloads import Content
 from tinkercloud_api.http import respond_error
-from tinkercloud_api.signed_urls import Grant
+from tinkercloud_api.transfers import byte_ranges, signed_urls
+from tinkercloud_api.transfers.byte_ranges import RangeNotSatisfiable
+from tinkercloud_api.transfers.downloads import Content
+from tinkercloud_api.transfers.signed_urls import Grant
 from tinkercloud_protocol.asgi import Receive, Scope, Send
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.listings import ArchiveUrl, ExternalWeightsUrls

@@ -6,14 +6,14 @@ from urllib.parse import parse_qsl
 import structlog
 from fastapi import APIRouter, Header, Request
 
-from tinkercloud_api import upload_urls
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.context import Caller, Context, Server
-from tinkercloud_api.copies import CopyWeightsRequest
-from tinkercloud_api.imports import MAX_CONFIG_BYTES, StartExternalUpload, StartUpload
 from tinkercloud_api.routes.call import Call
 from tinkercloud_api.routes.downloads import base_url
+from tinkercloud_api.transfers import upload_urls
+from tinkercloud_api.transfers.copies import CopyWeightsRequest
+from tinkercloud_api.transfers.imports import MAX_CONFIG_BYTES, StartExternalUpload, StartUpload
 from tinkercloud_protocol.asgi import Scope, check_encoding, respond
 from tinkercloud_protocol.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tinkercloud_protocol.errors import NotFound

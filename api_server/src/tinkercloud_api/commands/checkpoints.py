@@ -12,12 +12,12 @@ from urllib.parse import quote
 import aiohttp
 import typer
 
-from tinkercloud_api.command_line import ApiKey, BaseUrl, Json, fail, request, show
+from tinkercloud_api.commands.shared import ApiKey, BaseUrl, Json, fail, request, show
 from tinkercloud_protocol.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.paths import CheckpointPath
 
-checkpoints_app = typer.Typer(
+app = typer.Typer(
     help="List, export, import and delete checkpoints of a running server.", no_args_is_help=True
 )
 
@@ -31,7 +31,7 @@ PathArgument = Annotated[
 ]
 
 
-@checkpoints_app.command("list")
+@app.command("list")
 def list_checkpoints(
     api_key: ApiKey,
     base_url: BaseUrl = None,
@@ -63,7 +63,7 @@ def _row(checkpoint: dict[str, Any]) -> dict[str, object]:
     }
 
 
-@checkpoints_app.command("delete")
+@app.command("delete")
 def delete_checkpoints(
     paths: Annotated[
         list[str], typer.Argument(metavar="PATH...", help="Paths of checkpoints: tinker://...")
@@ -76,7 +76,7 @@ def delete_checkpoints(
         request("DELETE", base_url, api_key, url)
 
 
-@checkpoints_app.command("export")
+@app.command("export")
 def export_checkpoint(
     path: PathArgument,
     folder: Annotated[Path, typer.Argument(help="Folder to create; it may exist if it is empty.")],
@@ -124,7 +124,7 @@ def _unpack(archive: Path, folder: Path) -> list[str]:
     return [name for name in names if name != _COMPLETE]
 
 
-@checkpoints_app.command("import")
+@app.command("import")
 def import_adapter(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder of an adapter of Hugging Face PEFT.")

@@ -19,8 +19,8 @@ from pydantic import Field
 from tinkercloud_api.auth import Principal, Role
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Upload, now
-from tinkercloud_api.stored_runs import StoredRuns, is_open
 from tinkercloud_api.training_runs import TrainingRuns
+from tinkercloud_api.transfers.stored_runs import StoredRuns, is_open
 from tinkercloud_protocol import peft
 from tinkercloud_protocol.checkpoints import (
     ADAPTER_CONFIG,

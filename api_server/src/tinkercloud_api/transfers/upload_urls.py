@@ -8,7 +8,7 @@ from hashlib import sha256
 from urllib.parse import quote, urlencode
 
 from tinkercloud_api.auth import Principal, Role
-from tinkercloud_api.signed_urls import InvalidSignature, UrlGone
+from tinkercloud_api.transfers.signed_urls import InvalidSignature, UrlGone
 
 PREFIX = "/uploads/"
 _PURPOSE = "tinkercloud upload 1"

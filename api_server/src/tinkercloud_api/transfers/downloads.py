@@ -7,15 +7,15 @@ from datetime import datetime, timedelta
 
 import structlog
 
-from tinkercloud_api import tar_layout
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.download_settings import DownloadSettings
-from tinkercloud_api.download_slots import DownloadSlots
 from tinkercloud_api.object_store import ObjectStoreClient
-from tinkercloud_api.signed_urls import Grant, UrlGone, microseconds, signed_url
-from tinkercloud_api.tar_layout import Segment, StoredObject
+from tinkercloud_api.transfers import tar_layout
+from tinkercloud_api.transfers.signed_urls import Grant, UrlGone, microseconds, signed_url
+from tinkercloud_api.transfers.slots import DownloadSlots
+from tinkercloud_api.transfers.tar_layout import Segment, StoredObject
 from tinkercloud_protocol.checkpoints import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,

@@ -18,8 +18,8 @@ from pydantic import Field, model_validator
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.tables import Upload, now
 from tinkercloud_api.checkpoints import Checkpoints
-from tinkercloud_api.stored_runs import StoredRuns, check_unused
 from tinkercloud_api.training_runs import TrainingRuns
+from tinkercloud_api.transfers.stored_runs import StoredRuns, check_unused
 from tinkercloud_protocol.checkpoints import CheckpointManifest
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable
 from tinkercloud_protocol.ids import ModelId

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tinkercloud_api.command_line import ApiKey, BaseUrl, Json, fail, request, show
+from tinkercloud_api.commands.shared import ApiKey, BaseUrl, Json, fail, request, show
 
 app = typer.Typer(help="Manage the programs of a running server.", no_args_is_help=True)
 

@@ -1,0 +1,1 @@
+"""Groups of `tinkercloud` commands that call a running server, and what all commands share."""
