@@ -414,7 +414,10 @@ class HeadService:
         """Return why a request has no result yet, in the SDK's terms and in words."""
         parsed = RequestId.parse(request_id)
         if (model := self._models.get(str(parsed.target))) is not None:
-            return model.queue.why_waiting(parsed.seq_id)
+            state, reason = model.queue.why_waiting(parsed.seq_id)
+            if reason is None:
+                reason = self._backend.thread.why_waiting(model.spec.owner, str(model.model_id))
+            return state, reason
         if (sample := self._samples.get(request_id)) is None:
             return "active", None
         if (reason := self._sample_limiter.why_full(sample.owner)) is not None:

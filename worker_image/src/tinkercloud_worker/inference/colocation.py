@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, TypeVar
 
+from tinkercloud_worker.engine.fair_queue import Share
 from tinkercloud_worker.engine.thread import Batcher, EngineThread, ThreadStopped
 
 ItemT = TypeVar("ItemT")
@@ -39,10 +40,12 @@ class ColocatedThread(EngineThread):
         self._tasks: set[asyncio.Task[Any]] = set()
         """Unfinished jobs, even if their callers were cancelled."""
 
-    async def run_batched(self, batcher: Batcher[ItemT, T], item: ItemT) -> T:
+    async def run_batched(
+        self, batcher: Batcher[ItemT, T], item: ItemT, share: Share | None = None
+    ) -> T:
         """See `EngineThread.run_batched`."""
         has_turn = asyncio.Event()
-        holding = self._start_job(self._with_turn(batcher, item, has_turn))
+        holding = self._start_job(self._with_turn(batcher, item, share, has_turn))
         try:
             return await asyncio.shield(holding)
         except asyncio.CancelledError:
@@ -64,13 +67,17 @@ class ColocatedThread(EngineThread):
                 await self._release_memory()
 
     async def _with_turn(
-        self, batcher: Batcher[ItemT, T], item: ItemT, has_turn: asyncio.Event
+        self,
+        batcher: Batcher[ItemT, T],
+        item: ItemT,
+        share: Share | None,
+        has_turn: asyncio.Event,
     ) -> T:
         async with self._turn():
             has_turn.set()
             self._holders += 1
             try:
-                return await super().run_batched(batcher, item)
+                return await super().run_batched(batcher, item, share)
             finally:
                 try:
                     if self._holders == 1:
