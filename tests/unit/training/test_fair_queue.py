@@ -33,7 +33,7 @@ def test_while_owners_wait_their_shares_differ_by_at_most_one_item_of_each(
 ) -> None:
     queue = FairQueue[int](weights)
     put_all(queue, shares)
-    waiting = defaultdict(int, {})
+    waiting = defaultdict[str, int](int)
     for share in shares:
         waiting[share.owner] += 1
     used = dict.fromkeys(waiting, 0.0)

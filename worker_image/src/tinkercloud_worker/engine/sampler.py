@@ -67,6 +67,8 @@ class SamplingRequest:
     top_logprobs: int = 0
     """Most likely tokens to return for each sampled position."""
     prompt_logprobs: PromptLogprobParams = field(default_factory=PromptLogprobParams)
+    owner: str = ""
+    """Who sent it: requests of different owners take turns."""
 
     @property
     def num_positions(self) -> int:

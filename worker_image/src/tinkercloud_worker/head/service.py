@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -345,7 +346,8 @@ class HeadService:
 
         async def sample() -> Result:
             async with self._samplers.sampling(session_id) as version:
-                result = await backend.sampler.sample(version, prepared.validated)
+                validated = replace(prepared.validated, owner=owner)
+                result = await backend.sampler.sample(version, validated)
             body = encode_sample_response(result.sequences, result.prompt)
             return Result(body, futures.PROTOBUF)
 
