@@ -188,7 +188,8 @@ class SamplerConfig(_Config):
     """Maximum number of waiting and running sampling requests per owner. Further asample requests
     receive status 429, and the SDK backs off."""
     max_running_sequences: Annotated[int, Field(ge=1)] = 64
-    """Maximum number of sequences that are decoded together. Only for backend torch."""
+    """Maximum number of sequences that are decoded together; an owner without any may add one. Only
+    for backend torch."""
     prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 512
     """Number of prompt tokens to process between two decoding steps of other sequences. Only for
     backend torch."""
