@@ -42,20 +42,20 @@ async def _measure(engine: Engine) -> list[Measurement]:
     ]
     made = []
     for name, what, flood in floods:
-        alone, beside = await _alone_and_beside(lambda: _step(engine), flood)
-        made.append(Measurement(name, f"p95 of a step beside {what}", beside / alone, "x", "<= 2"))
-    alone, beside = await _alone_and_beside(
+        alone, both = await _alone_and_in_company(lambda: _step(engine), flood)
+        made.append(Measurement(name, f"p95 of a step next to {what}", both / alone, "x", "<= 2"))
+    alone, both = await _alone_and_in_company(
         lambda: _sample(engine, "small", 1, 5), lambda: _sample(engine, "flood", 640, 32)
     )
-    what = "p95 of a 5-token sample beside 640 samples of 32"
-    made.append(Measurement("C28", what, beside / alone, "x", "<= 30"))
+    what = "p95 of a 5-token sample next to 640 samples of 32"
+    made.append(Measurement("C28", what, both / alone, "x", "<= 30"))
     return made
 
 
-async def _alone_and_beside(
+async def _alone_and_in_company(
     work: Callable[[], Awaitable[object]], flood: Callable[[], Awaitable[object]]
 ) -> tuple[float, float]:
-    """Return the 95th percentile of the seconds of some work, alone and beside a flood."""
+    """Return the 95th percentile of the seconds of some work, alone and during a flood."""
     await work()
     alone = [await _seconds(work) for _ in range(ROUNDS)]
 
@@ -65,11 +65,11 @@ async def _alone_and_beside(
 
     flooding = asyncio.create_task(floods())
     await asyncio.sleep(0.2)
-    beside = [await _seconds(work) for _ in range(ROUNDS)]
+    both = [await _seconds(work) for _ in range(ROUNDS)]
     flooding.cancel()
     with suppress(asyncio.CancelledError):
         await flooding
-    return _p95(alone), _p95(beside)
+    return _p95(alone), _p95(both)
 
 
 async def _seconds(work: Callable[[], Awaitable[object]]) -> float:

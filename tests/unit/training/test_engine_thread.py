@@ -186,11 +186,11 @@ async def test_a_piece_that_fails_fails_its_own_job_only(thread: EngineThread) -
 
 
 async def test_the_rest_of_a_cancelled_job_does_not_run(thread: EngineThread) -> None:
-    pieces, reached, may_go_on = Pieces(), threading.Event(), threading.Event()
+    pieces, reached, may_proceed = Pieces(), threading.Event(), threading.Event()
 
     def wait(_yield_point: Callable[[], None]) -> None:
         reached.set()
-        may_go_on.wait()
+        may_proceed.wait()
 
     long = text(thread, pieces, "aaaaaaaa", "long")()
     await asyncio.sleep(0)
@@ -199,7 +199,7 @@ async def test_the_rest_of_a_cancelled_job_does_not_run(thread: EngineThread) ->
     long.cancel()
     await asyncio.sleep(0)
     ran = len(pieces.ran)
-    may_go_on.set()
+    may_proceed.set()
     await waiting
     await text(thread, pieces, "b", "other")()
 

@@ -176,5 +176,5 @@ async def test_passes_that_take_turns_by_micro_batch_give_the_bits_of_passes_alo
         assert equal(output, run(each.model_id, each.batch, lambda: None))
     for name in (*MODELS, "whole"):
         assert torch.equal(gradient(trainer, name), gradient(alone, name))
-    # All had begun before any had ended.
+    # All had started before any had ended.
     assert len({id(model) for model in trainer.order[:4]}) == 4

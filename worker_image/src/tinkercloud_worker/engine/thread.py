@@ -88,7 +88,7 @@ class _Job:
     left: int = 0
     """Tokens of its share that are not computed."""
     pieces: Pieces[Any] | None = None
-    """What is left of it, once it has begun."""
+    """What is left of it, once it has started."""
     runs_alone: bool = False
     """Whether a pass that it shared has failed."""
 

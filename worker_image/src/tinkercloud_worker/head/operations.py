@@ -290,6 +290,10 @@ class Operations:
     async def _on_thread(self, job: Callable[[], None]) -> None:
         await self._compute(lambda _: job())
 
+    def why_waiting(self) -> str | None:
+        """Return how much is computed before the running request; None if it does not wait."""
+        return self._backend.thread.why_waiting(self._spec.owner, self._name)
+
     def _share(self, tokens: int) -> Share:
         """Return the share of a job that waits for its turn."""
         return Share(self._spec.owner, self._name, tokens)

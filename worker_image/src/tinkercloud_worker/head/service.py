@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -346,8 +345,7 @@ class HeadService:
 
         async def sample() -> Result:
             async with self._samplers.sampling(session_id) as version:
-                validated = replace(prepared.validated, owner=owner)
-                result = await backend.sampler.sample(version, validated)
+                result = await backend.sampler.sample(version, prepared.validated.sent_by(owner))
             body = encode_sample_response(result.sequences, result.prompt)
             return Result(body, futures.PROTOBUF)
 
@@ -416,10 +414,7 @@ class HeadService:
         """Return why a request has no result yet, in the SDK's terms and in words."""
         parsed = RequestId.parse(request_id)
         if (model := self._models.get(str(parsed.target))) is not None:
-            state, reason = model.queue.why_waiting(parsed.seq_id)
-            if reason is None:
-                reason = self._backend.thread.why_waiting(model.spec.owner, str(model.model_id))
-            return state, reason
+            return model.why_waiting(parsed.seq_id)
         if (sample := self._samples.get(request_id)) is None:
             return "active", None
         if (reason := self._sample_limiter.why_full(sample.owner)) is not None:
