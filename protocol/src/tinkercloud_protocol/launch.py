@@ -285,6 +285,10 @@ class Limits(_Config):
     max_models_per_owner: Annotated[int, Field(ge=1)] | None = None
     """Maximum number of models of one owner that a head holds at the same time. If unset, only
     memory limits the number."""
+    owner_weights: dict[str, Annotated[int, Field(ge=1, le=1000)]] = {}
+    """Share of each owner in the computation that waits, relative to the others; 1 for owners that
+    are not named. An owner with weight 2 gets twice the tokens of one with weight 1, while both
+    have work. Applies to training, and to sampling by backend torch."""
     max_sampler_bytes: Annotated[int, Field(ge=1)] = 2 << 30
     """Maximum total size of sampler weights in memory, in bytes. When it is exceeded, the least
     recently used weights are moved to scratch_dir."""

@@ -7,7 +7,7 @@ memory that they leave in torch's cache is released too.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, TypeVar
 
@@ -23,7 +23,12 @@ class ColocatedThread(EngineThread):
     """An engine thread whose jobs wait until the servers have released their memory."""
 
     def __init__(
-        self, turn: Turn, release: Callable[[], None], on_crash: Callable[[BaseException], None]
+        self,
+        turn: Turn,
+        release: Callable[[], None],
+        on_crash: Callable[[BaseException], None],
+        *,
+        weights: Mapping[str, int] | None = None,
     ) -> None:
         """Create a thread.
 
@@ -31,8 +36,9 @@ class ColocatedThread(EngineThread):
             turn: context in which the trainer owns the GPUs; several may be open at once.
             release: frees the GPU memory that the trainer caches; called on the thread.
             on_crash: see `EngineThread`.
+            weights: see `EngineThread`.
         """
-        super().__init__(on_crash)
+        super().__init__(on_crash, weights=weights)
         self._turn = turn
         self._release = release
         self._holders = 0

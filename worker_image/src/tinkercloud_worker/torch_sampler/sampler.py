@@ -9,7 +9,7 @@ engine thread.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ class TorchSampler(Sampler, Background):
         *,
         versions: Versions,
         wake: Callable[[], None],
+        weights: Mapping[str, int] | None = None,
         graph_capturer: GraphCapturer | None = None,
     ) -> None:
         """Create a sampler without versions.
@@ -71,6 +72,7 @@ class TorchSampler(Sampler, Background):
             config: its limits.
             versions: the store of published weights.
             wake: notifies the engine thread of new work; thread-safe.
+            weights: the shares of owners, at least 1; an owner that is missing has 1.
             graph_capturer: captures decoding steps; None: steps run eagerly.
         """
         self._base = base
@@ -85,7 +87,7 @@ class TorchSampler(Sampler, Background):
         kept_tokens = config.max_cached_tokens // _KEPT_SHARE
         self._prefixes = PrefixStore(kept_tokens)
         self._kept = KvBudget(config.max_running_sequences, kept_tokens)
-        self._accounts = Accounts()
+        self._accounts = Accounts(weights)
         self._inbox: deque[Job] = deque()
         self._jobs: list[Job] = []
         self._batches: dict[int | None, DecodingBatch] = {}
