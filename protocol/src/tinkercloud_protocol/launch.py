@@ -188,7 +188,8 @@ class SamplerConfig(_Config):
     """Maximum number of waiting and running sampling requests per owner. Further asample requests
     receive status 429, and the SDK backs off."""
     max_running_sequences: Annotated[int, Field(ge=1)] = 64
-    """Maximum number of sequences that are decoded together. Only for backend torch."""
+    """Maximum number of sequences that are decoded together; an owner without any may add one. Only
+    for backend torch."""
     prefill_chunk_tokens: Annotated[int, Field(ge=1)] = 512
     """Number of prompt tokens to process between two decoding steps of other sequences. Only for
     backend torch."""
@@ -284,6 +285,10 @@ class Limits(_Config):
     max_models_per_owner: Annotated[int, Field(ge=1)] | None = None
     """Maximum number of models of one owner that a head holds at the same time. If unset, only
     memory limits the number."""
+    owner_weights: dict[str, Annotated[int, Field(ge=1, le=1000)]] = {}
+    """Share of each owner in the computation that waits, relative to the others; 1 for owners that
+    are not named. An owner with weight 2 gets twice the tokens of one with weight 1, while both
+    have work. Applies to training, and to sampling by backend torch."""
     max_sampler_bytes: Annotated[int, Field(ge=1)] = 2 << 30
     """Maximum total size of sampler weights in memory, in bytes. When it is exceeded, the least
     recently used weights are moved to scratch_dir."""

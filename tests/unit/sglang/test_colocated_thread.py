@@ -1,7 +1,7 @@
 """A trainer that shares its GPUs: jobs own the GPUs, and release memory afterwards."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -42,6 +42,10 @@ class Record:
             raise ValueError("bad")
         self.events.extend(items)
         return items
+
+    def pieces(self, item: str) -> Generator[int, None, str]:
+        yield from ()
+        return self.run_batch([item], lambda: None)[0]
 
 
 class Held:

@@ -1,13 +1,16 @@
-"""The engine thread: the order of jobs, and jobs that run as one."""
+"""The engine thread: the order of jobs, jobs that run as one, and jobs in pieces."""
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from typing import Any
 
 import pytest
 
+from tinkercloud_worker.engine.fair_queue import Share
 from tinkercloud_worker.engine.thread import EngineThread, NoBackground
+
+BAD = -1
 
 
 class Sums:
@@ -21,9 +24,35 @@ class Sums:
 
     def run_batch(self, items: Sequence[int], _between: Callable[[], None]) -> list[int]:
         self.ran.append(list(items))
-        if -1 in items:
-            raise ValueError("-1")
+        if BAD in items:
+            raise ValueError("bad")
         return [10 * item + sum(items) for item in items]
+
+    def pieces(self, item: int) -> Generator[int, None, int]:
+        yield from ()
+        return self.run_batch([item], lambda: None)[0]
+
+
+class Pieces:
+    """Runs texts letter by letter, and answers with the text."""
+
+    def __init__(self) -> None:
+        self.ran = ""
+
+    def can_batch(self, _items: Sequence[str], _item: str) -> bool:
+        return False
+
+    def run_batch(self, items: Sequence[str], _between: Callable[[], None]) -> list[str]:
+        return list(items)
+
+    def pieces(self, item: str) -> Generator[int, None, str]:
+        for index, letter in enumerate(item):
+            if index:
+                yield 1
+            if letter == "!":
+                raise ValueError("bad")
+            self.ran += letter
+        return item
 
 
 @pytest.fixture
@@ -48,8 +77,18 @@ async def while_busy(
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def item(thread: EngineThread, group: Sums, number: int) -> Callable[[], asyncio.Task[int]]:
-    return lambda: asyncio.create_task(thread.run_batched(group, number))
+def item(
+    thread: EngineThread, group: Sums, number: int, owner: str = "one"
+) -> Callable[[], asyncio.Task[int]]:
+    share = Share(owner, f"model-{number}", tokens=1)
+    return lambda: asyncio.create_task(thread.run_batched(group, number, share))
+
+
+def text(
+    thread: EngineThread, pieces: Pieces, letters: str, owner: str, model: str = "m"
+) -> Callable[[], asyncio.Task[str]]:
+    share = Share(owner, model, len(letters))
+    return lambda: asyncio.create_task(thread.run_batched(pieces, letters, share))
 
 
 async def test_items_of_a_group_that_wait_run_as_one_and_each_gets_its_own_result(
@@ -71,24 +110,118 @@ async def test_items_that_do_not_join_wait_for_the_next_turn(thread: EngineThrea
     assert group.ran == [[1, 2, 3], [4, 5]]
 
 
-async def test_groups_keep_apart_and_other_jobs_keep_their_turn(thread: EngineThread) -> None:
+async def test_groups_keep_apart_and_jobs_without_a_share_run_first(thread: EngineThread) -> None:
     one, other = Sums(), Sums()
     order: list[str] = []
     job = lambda: asyncio.create_task(thread.run(lambda _: order.append(f"{one.ran}{other.ran}")))  # noqa: E731 - as `item`
 
     await while_busy(
-        thread, item(thread, one, 1), job, item(thread, other, 5), item(thread, one, 2)
+        thread, item(thread, one, 1), job, item(thread, other, 5), job, item(thread, one, 2)
     )
 
     assert (one.ran, other.ran) == ([[1, 2]], [[5]])
-    assert order == ["[[1, 2]][]"]
+    # The busy job was a short one too, so it was the turn of a job with a share.
+    assert order == ["[[1, 2]][]", "[[1, 2]][[5]]"]
 
 
-async def test_an_error_is_raised_only_for_the_items_that_ran_together(
+async def test_after_an_error_each_item_runs_alone_and_only_the_bad_one_fails(
     thread: EngineThread,
 ) -> None:
     group = Sums()
 
-    results = await while_busy(thread, *[item(thread, group, n) for n in (1, -1, 3, 4)])
+    results = await while_busy(thread, *[item(thread, group, n) for n in (1, BAD, 3, 4)])
 
-    assert [type(result) for result in results] == [ValueError, ValueError, ValueError, int]
+    assert [type(result) for result in results] == [int, ValueError, int, int]
+    assert (results[0], results[2]) == (11, 33)
+    assert group.ran[0] == [1, BAD, 3]
+    assert sorted(group.ran[1:]) == [[BAD], [1], [3], [4]]
+
+
+async def test_an_owner_who_floods_does_not_fill_the_passes_of_others(
+    thread: EngineThread,
+) -> None:
+    group = Sums()
+    flood = [item(thread, group, n, "flooding") for n in range(10, 19)]
+
+    await while_busy(thread, *flood, item(thread, group, 1, "small"))
+
+    assert group.ran[0] == [10, 1, 11]
+
+
+async def test_others_run_between_the_pieces_of_a_long_job(thread: EngineThread) -> None:
+    pieces = Pieces()
+
+    results = await while_busy(
+        thread, text(thread, pieces, "aaaaaaaa", "long"), text(thread, pieces, "b", "short")
+    )
+
+    assert results == ["aaaaaaaa", "b"]
+    assert pieces.ran == "abaaaaaaa"
+
+
+async def test_jobs_of_one_model_never_run_between_its_pieces(thread: EngineThread) -> None:
+    pieces = Pieces()
+
+    await while_busy(
+        thread,
+        text(thread, pieces, "aaa", "one"),
+        text(thread, pieces, "bbb", "one"),
+        text(thread, pieces, "ccc", "other"),
+    )
+
+    assert pieces.ran.replace("c", "") == "aaabbb"
+    assert pieces.ran.replace("b", "").startswith("acac")
+
+
+async def test_a_piece_that_fails_fails_its_own_job_only(thread: EngineThread) -> None:
+    pieces = Pieces()
+
+    results = await while_busy(
+        thread, text(thread, pieces, "aa!a", "one"), text(thread, pieces, "bbbb", "other")
+    )
+
+    assert isinstance(results[0], ValueError)
+    assert results[1] == "bbbb"
+    assert pieces.ran.count("a") == 2
+
+
+async def test_the_rest_of_a_cancelled_job_does_not_run(thread: EngineThread) -> None:
+    pieces, reached, may_proceed = Pieces(), threading.Event(), threading.Event()
+
+    def wait(_yield_point: Callable[[], None]) -> None:
+        reached.set()
+        may_proceed.wait()
+
+    long = text(thread, pieces, "aaaaaaaa", "long")()
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(thread.run(wait))
+    await asyncio.to_thread(reached.wait)
+    long.cancel()
+    await asyncio.sleep(0)
+    ran = len(pieces.ran)
+    may_proceed.set()
+    await waiting
+    await text(thread, pieces, "b", "other")()
+
+    assert pieces.ran.count("a") == ran
+
+
+async def test_what_waits_says_how_much_runs_before_it(thread: EngineThread) -> None:
+    reasons: list[str | None] = []
+
+    async def look() -> None:
+        reasons.extend(thread.why_waiting("other", model) for model in ("m", "n"))
+
+    pieces = Pieces()
+    await while_busy(
+        thread,
+        text(thread, pieces, "aaa", "one"),
+        text(thread, pieces, "bb", "other"),
+        text(thread, pieces, "cccc", "one", "second"),
+        lambda: asyncio.create_task(look()),
+    )
+
+    assert reasons == [
+        "waiting for its turn to compute: 1 requests with 3 tokens run before it",
+        None,
+    ]

@@ -82,8 +82,9 @@ def build_sampler(
     Raises:
         OSError: the file with the servers' key can't be read.
     """
+    weights = config.limits.owner_weights
     if config.sampler.backend == "torch":
-        thread = EngineThread(on_crash)
+        thread = EngineThread(on_crash, weights=weights)
         sampler = TorchSampler(
             base(),
             tokenizer,
@@ -95,16 +96,19 @@ def build_sampler(
                 base().dtype,
             ),
             wake=thread.wake,
+            weights=weights,
             graph_capturer=accelerator.graph_capturer_for(base().device),
         )
         thread.start(sampler)
         return sampler, thread
     servers = inference_sampler(config, tokenizer, weight_host)
-    thread = EngineThread(on_crash)
+    thread = EngineThread(on_crash, weights=weights)
     if config.sampler.inference.colocated:
         # Free the memory that was cached while loading.
         trainer.release_memory()
-        thread = ColocatedThread(servers.training, trainer.release_memory, on_crash)
+        thread = ColocatedThread(
+            servers.training, trainer.release_memory, on_crash, weights=weights
+        )
     thread.start(NoBackground())
     return servers, thread
 

@@ -6,7 +6,7 @@ aborts the request.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -67,6 +67,12 @@ class SamplingRequest:
     top_logprobs: int = 0
     """Most likely tokens to return for each sampled position."""
     prompt_logprobs: PromptLogprobParams = field(default_factory=PromptLogprobParams)
+    owner: str = ""
+    """Who sent it: requests of different owners take turns."""
+
+    def sent_by(self, owner: str) -> "SamplingRequest":
+        """Return the same request with its owner."""
+        return replace(self, owner=owner)
 
     @property
     def num_positions(self) -> int:

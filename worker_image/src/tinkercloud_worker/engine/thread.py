@@ -1,29 +1,38 @@
 """The one thread that computes.
 
-Training jobs run one at a time, in order of arrival. Queued jobs that can share a pass (`Batcher`)
-run as one job when the first of them reaches the front of the queue. Between jobs, and at the yield
-points of a long job, the thread runs steps of a background task: the decoding steps of a sampler
-that shares the trainer's weights. So neither training nor sampling can starve the other, and two
-passes of the base model never run at once.
+Jobs that compute for a model wait for their turn, which is fair between owners (`fair_queue`).
+Queued jobs that can share a pass (`Batcher`) run as one job when it is the turn of the first of
+them. A long job runs in pieces, and takes a turn for each: jobs of other models run between two of
+them. Jobs without a share, such as saving and deleting, are short and run first, each in turn with
+one that computes.
+
+Between jobs, and at the yield points of a job that has no pieces, the thread runs steps of a
+background task: the decoding steps of a sampler that shares the trainer's weights. So neither
+training nor sampling can starve the other, and two passes of the base model never run at once.
 """
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_worker.engine.fair_queue import Ahead, FairQueue, Share
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ItemT = TypeVar("ItemT")
 ItemT_contra = TypeVar("ItemT_contra", contravariant=True)
 T_co = TypeVar("T_co", covariant=True)
 YieldPoint = Callable[[], None]
-
 """Called by a long job wherever background steps may run."""
+Pieces: TypeAlias = Generator[int, None, T]
+"""A job in pieces: it yields the tokens of each piece but the last, and returns its result."""
 
 _STEPS_PER_YIELD = 8
 """Background steps that run between two jobs, or at each yield point of a job."""
@@ -40,29 +49,53 @@ class Batcher(Protocol[ItemT_contra, T_co]):
         """Return whether an item can run in the same job as the items before it."""
 
     def run_batch(self, items: Sequence[ItemT_contra], yield_point: YieldPoint) -> Sequence[T_co]:
-        """Run the items and return one result for each. An exception fails all of them."""
+        """Run several items as one job, and return one result for each.
+
+        An exception means that nothing has changed: each item is then run by itself, so that only
+        those fail that fail alone.
+        """
+
+    def pieces(self, item: ItemT_contra) -> Generator[int, None, T_co]:
+        """Run one item by itself. Items of other models may run between two pieces."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SingleJob:
-    """Runs one job by itself."""
+    """Runs one job by itself, in one piece."""
 
-    job: Callable[[YieldPoint], Any]
+    job: Callable[[], Any]
 
     def can_batch(self, _items: Sequence[None], _item: None) -> bool:
         return False
 
-    def run_batch(self, _items: Sequence[None], yield_point: YieldPoint) -> Sequence[Any]:
-        return [self.job(yield_point)]
+    def run_batch(self, items: Sequence[None], _yield_point: YieldPoint) -> Sequence[Any]:
+        return [self.job() for _ in items]
+
+    def pieces(self, _item: None) -> Pieces[Any]:
+        yield from ()
+        return self.job()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Job:
     """An item in the queue."""
 
     batcher: Batcher[Any, Any]
     item: Any
     resolve: Callable[[Any, BaseException | None], None]
+    is_cancelled: Callable[[], bool]
+    share: Share | None
+    left: int = 0
+    """Tokens of its share that are not computed."""
+    pieces: Pieces[Any] | None = None
+    """What is left of it, once it has started."""
+    runs_alone: bool = False
+    """Whether a pass that it shared has failed."""
+
+    @property
+    def can_join(self) -> bool:
+        """Whether it may still share a pass."""
+        return self.pieces is None and not self.runs_alone
 
 
 class Background(Protocol):
@@ -90,7 +123,10 @@ class EngineThread:
     """Runs jobs for an event loop. Start it once; it runs until `stop`."""
 
     def __init__(
-        self, on_crash: Callable[[BaseException], None], now: Callable[[], float] = time.monotonic
+        self,
+        on_crash: Callable[[BaseException], None],
+        now: Callable[[], float] = time.monotonic,
+        weights: Mapping[str, int] | None = None,
     ) -> None:
         """Make a thread.
 
@@ -98,12 +134,17 @@ class EngineThread:
             on_crash: called on the thread if the background task raises. The thread has ended by
                 then and waiters would block forever, so this should end the process.
             now: clock, in seconds.
+            weights: the shares of owners, at least 1; an owner that is missing has 1.
         """
         self._on_crash = on_crash
         self._now = now
         self._last_report: float | None = None
         self._background: Background = NoBackground()
-        self._jobs: deque[_Job] = deque()
+        self._short: deque[_Job] = deque()
+        """Jobs without a share, in order of arrival."""
+        self._queue = FairQueue[_Job](weights)
+        self._running: Sequence[_Job] = ()
+        self._was_short = False
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -143,15 +184,32 @@ class EngineThread:
         with self._wake:
             self._wake.notify()
 
-    async def run(self, job: Callable[[YieldPoint], T]) -> T:
+    def why_waiting(self, owner: str, model: str) -> str | None:
+        """Return how much runs before the job of a model; None if it does not wait here."""
+        with self._wake:
+            ahead = self._queue.ahead_of(owner, model)
+            if ahead is None:
+                return None
+            running = [job for job in self._running if job.share is not None]
+            ahead = Ahead(
+                ahead.items + len(running), ahead.tokens + sum(job.left for job in running)
+            )
+        return (
+            f"waiting for its turn to compute: {ahead.items} requests with {ahead.tokens} tokens"
+            " run before it"
+        )
+
+    async def run(self, job: Callable[[YieldPoint], T], share: Share | None = None) -> T:
         """Run a job on the thread and return its result; its exception is raised here.
 
-        The job receives a function to call wherever background steps may run.
+        The job receives a function to call wherever background steps may run. A job without a share
+        is short: it does not wait for its turn.
 
         Raises:
             ThreadStopped: the thread was stopped.
         """
-        result: T = await self.run_batched(_SingleJob(job), None)
+        single = _SingleJob(lambda: job(self._run_background))
+        result: T = await self.run_batched(single, None, share)
         return result
 
     async def run_lightweight(self, job: Callable[[], T]) -> T:
@@ -159,14 +217,20 @@ class EngineThread:
 
         It needs no device memory, so other users of the trainer's device may continue meanwhile.
         """
-        result: T = await self._queued(_SingleJob(lambda _: job()), None)
+        result: T = await self._queued(_SingleJob(job), None, None)
         return result
 
-    async def run_batched(self, batcher: Batcher[ItemT, T], item: ItemT) -> T:
-        """Run an item together with queued items of the same batcher; return its result."""
-        return await self._queued(batcher, item)
+    async def run_batched(
+        self, batcher: Batcher[ItemT, T], item: ItemT, share: Share | None = None
+    ) -> T:
+        """Run an item, perhaps together with queued items of the same batcher; return its result.
 
-    async def _queued(self, batcher: Batcher[ItemT, T], item: ItemT) -> T:
+        Items of one model run in the order in which they arrive. An item without a share is short,
+        and runs by itself.
+        """
+        return await self._queued(batcher, item, share)
+
+    async def _queued(self, batcher: Batcher[ItemT, T], item: ItemT, share: Share | None) -> T:
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
 
@@ -181,36 +245,96 @@ class EngineThread:
         def resolve_there(result: T | None, error: BaseException | None) -> None:
             loop.call_soon_threadsafe(resolve, result, error)
 
+        job = _Job(batcher, item, resolve_there, done.cancelled, share)
         with self._wake:
             if self._stopping:
                 raise ThreadStopped("the engine thread has stopped; send the request again")
-            self._jobs.append(_Job(batcher, item, resolve_there))
+            if share is None:
+                self._short.append(job)
+            else:
+                job.left = share.tokens
+                self._queue.put(share, job)
             self._wake.notify()
         return await done
 
+    def _has_jobs(self) -> bool:
+        return bool(self._short or self._queue)
+
     def _next_jobs(self) -> list[_Job]:
-        """Return the first queued job and those that run with it. Call it with the lock held."""
-        if not self._jobs:
+        """Take the job whose turn it is and those that run with it. Call it with the lock held."""
+        if self._short and not (self._was_short and self._queue):
+            self._was_short = True
+            return [self._short.popleft()]
+        self._was_short = False
+        if not self._queue:
             return []
-        first = self._jobs.popleft()
-        jobs, waiting = [first], self._jobs
-        self._jobs = deque()
-        for job in waiting:
-            is_batched = job.batcher is first.batcher and first.batcher.can_batch(
-                [taken.item for taken in jobs], job.item
+        share, first = self._queue.next()
+        jobs = [first]
+
+        def joins(_share: Share, job: _Job) -> bool:
+            is_batched = (
+                job.can_join
+                and job.batcher is first.batcher
+                and first.batcher.can_batch([taken.item for taken in jobs], job.item)
             )
-            (jobs if is_batched else self._jobs).append(job)
+            if is_batched:
+                jobs.append(job)
+            return is_batched
+
+        if first.can_join:
+            self._queue.take_joining(share, joins)
         return jobs
 
     def _do(self, jobs: Sequence[_Job]) -> None:
+        if len(jobs) == 1:
+            self._advance(jobs[0])
+            return
         try:
             results = jobs[0].batcher.run_batch([job.item for job in jobs], self._run_background)
+        except Exception:
+            log.exception("a shared pass failed; each of its requests runs by itself")
+            for job in jobs:
+                job.runs_alone = True
+                self._put_back(job)
         except BaseException as error:  # noqa: BLE001 - each waiting caller gets it
             for job in jobs:
                 job.resolve(None, error)
         else:
             for job, result in zip(jobs, results, strict=True):
                 job.resolve(result, None)
+
+    def _advance(self, job: _Job) -> None:
+        """Run the next piece of a job."""
+        if job.pieces is not None and job.is_cancelled():
+            # Its model was deleted: nobody needs the rest.
+            job.pieces.close()
+            return
+        try:
+            if job.pieces is None:
+                job.pieces = job.batcher.pieces(job.item)
+            tokens = next(job.pieces)
+        except StopIteration as stop:
+            self._charge(job, job.left)
+            job.resolve(stop.value, None)
+        except BaseException as error:  # noqa: BLE001 - the waiting caller gets it
+            self._charge(job, job.left)
+            job.resolve(None, error)
+        else:
+            self._charge(job, tokens)
+            job.left -= tokens
+            self._put_back(job)
+
+    def _charge(self, job: _Job, tokens: int) -> None:
+        if job.share is not None:
+            with self._wake:
+                self._queue.charge(job.share, tokens)
+
+    def _put_back(self, job: _Job) -> None:
+        with self._wake:
+            if job.share is None:
+                self._short.appendleft(job)
+            else:
+                self._queue.put_back(job.share, job)
 
     def _run_background(self) -> None:
         self._last_report = self._now()
@@ -230,14 +354,16 @@ class EngineThread:
         while True:
             with self._wake:
                 self._last_report = None
-                while not (self._jobs or self._stopping or self._background.has_work()):
+                self._running = ()
+                while not (self._has_jobs() or self._stopping or self._background.has_work()):
                     self._wake.wait()
                 self._last_report = self._now()
                 if self._stopping:
                     return
-                jobs = self._next_jobs()
+                jobs = self._running = self._next_jobs()
             if jobs:
                 self._do(jobs)
             # Jobs reference their results, which can be as large as a model: free them now.
+            self._running = ()
             del jobs
             self._run_background()

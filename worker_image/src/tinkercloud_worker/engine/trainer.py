@@ -89,7 +89,7 @@ class TrainingState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingPass:
-    """A batch whose gradient is added to a model's gradient."""
+    """A batch, whose gradient is added to a model's gradient unless it is forward only."""
 
     model_id: str
     batch: Batch
@@ -112,7 +112,10 @@ class Trainer(Protocol):
 
     @property
     def batcher(self) -> "Batcher[TrainingPass, LossOutput] | None":
-        """Runs queued passes of several models as one job; None if each pass runs by itself."""
+        """Runs queued passes, some of several models as one job, and long ones in pieces.
+
+        None if each pass runs by itself and in one piece.
+        """
 
     def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
         """Create a model from the base weights, without gradient and moments.

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tinkercloud_protocol.errors import Overloaded, WireError
+from tinkercloud_protocol.futures import QueueState
 from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.tensors import ForwardBackwardRequest
@@ -63,6 +64,11 @@ class LiveModel:
                 return Operation(lambda: operations.save_weights_external(request), role, source)
             case LoadWeightsRequest():
                 return Operation(lambda: operations.load_weights(request), role, source)
+
+    def why_waiting(self, seq_id: int) -> tuple[QueueState, str | None]:
+        """Return why a request has no result yet, in the SDK's terms and in words."""
+        state, reason = self.queue.why_waiting(seq_id)
+        return state, reason or self.operations.why_waiting()
 
     async def quiesce(self) -> None:
         """Pause the queue; return once nothing runs, not even in the background."""

@@ -26,6 +26,7 @@ from tinkercloud_protocol.training import (
 from tinkercloud_worker.checkpoints import encryption, formats
 from tinkercloud_worker.engine.batch import Batch, prepare
 from tinkercloud_worker.engine.expert_load import balance_metrics
+from tinkercloud_worker.engine.fair_queue import Share
 from tinkercloud_worker.engine.thread import YieldPoint
 from tinkercloud_worker.engine.trainer import (
     Gradient,
@@ -43,6 +44,9 @@ from tinkercloud_worker.training import external_weights
 
 NOT_CREATED = "the model has not been created yet"
 """Why a new model accepts no requests (`Operations.refused`)."""
+
+_STEP_TOKENS = 64
+"""Tokens that an optimizer step counts as, between owners that wait for their turn."""
 
 T = TypeVar("T")
 Outcome = Result | Awaitable[Result]
@@ -112,13 +116,16 @@ class Operations:
             self._report_lost_gradient()
         trainer = self._backend.trainer
         batch = await asyncio.to_thread(prepare, request, trainer.limits)
-        if trainer.batcher is not None and not batch.forward_only:
+        share = self._share(batch.num_tokens)
+        if trainer.batcher is not None:
             training_pass = TrainingPass(self._name, batch)
-            queued = self._backend.thread.run_batched(trainer.batcher, training_pass)
+            queued = self._backend.thread.run_batched(trainer.batcher, training_pass, share)
             output: LossOutput = await self._unless_lost(queued)
         else:
             run = trainer.forward if batch.forward_only else trainer.forward_backward
-            output = await self._compute(lambda yield_point: run(self._name, batch, yield_point))
+            output = await self._compute(
+                lambda yield_point: run(self._name, batch, yield_point), share
+            )
         body = await asyncio.to_thread(_encode_output, request, batch, output)
         return Result(body, futures.PROTOBUF)
 
@@ -129,7 +136,8 @@ class Operations:
         params = request.adam()
         self.num_changes += 1
         metrics = await self._compute(
-            lambda _: self._backend.trainer.optim_step(self._name, params)
+            lambda _: self._backend.trainer.optim_step(self._name, params),
+            self._share(_STEP_TOKENS),
         )
         self._steps = int(metrics["step"])
         return futures.finished({"metrics": dict(metrics)})
@@ -310,13 +318,21 @@ class Operations:
     async def _on_thread(self, job: Callable[[], None]) -> None:
         await self._compute(lambda _: job())
 
-    async def _compute(self, job: Callable[[YieldPoint], T]) -> T:
-        """Run a job on the engine's thread.
+    def why_waiting(self) -> str | None:
+        """Return how much is computed before the running request; None if it does not wait."""
+        return self._backend.thread.why_waiting(self._spec.owner, self._name)
+
+    def _share(self, tokens: int) -> Share:
+        """Return the share of a job that waits for its turn."""
+        return Share(self._spec.owner, self._name, tokens)
+
+    async def _compute(self, job: Callable[[YieldPoint], T], share: Share | None = None) -> T:
+        """Run a job on the engine's thread, as one that waits for its turn if it has a share.
 
         Raises:
             StateLost: the engine has lost the model; the message says what to resume from.
         """
-        return await self._unless_lost(self._backend.thread.run(job))
+        return await self._unless_lost(self._backend.thread.run(job, share))
 
     async def _run_lightweight(self, job: Callable[[], T]) -> T:
         """Run a lightweight job on the engine's thread. Raises as `_compute`."""

@@ -347,7 +347,7 @@ class HeadService:
 
         async def sample() -> Result:
             async with self._samplers.sampling(session_id) as version:
-                result = await backend.sampler.sample(version, prepared.validated)
+                result = await backend.sampler.sample(version, prepared.validated.sent_by(owner))
             body = encode_sample_response(result.sequences, result.prompt)
             return Result(body, futures.PROTOBUF)
 
@@ -412,7 +412,7 @@ class HeadService:
         """Return why a request has no result yet, in the SDK's terms and in words."""
         parsed = RequestId.parse(request_id)
         if (model := self._models.get(str(parsed.target))) is not None:
-            return model.queue.why_waiting(parsed.seq_id)
+            return model.why_waiting(parsed.seq_id)
         if (sample := self._samples.get(request_id)) is None:
             return "active", None
         if (reason := self._sample_limiter.why_full(sample.owner)) is not None:

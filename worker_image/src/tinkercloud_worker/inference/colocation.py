@@ -7,10 +7,11 @@ memory that they leave in torch's cache is released too.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, TypeVar
 
+from tinkercloud_worker.engine.fair_queue import Share
 from tinkercloud_worker.engine.thread import Batcher, EngineThread, ThreadStopped
 
 ItemT = TypeVar("ItemT")
@@ -22,7 +23,12 @@ class ColocatedThread(EngineThread):
     """An engine thread whose jobs wait until the servers have released their memory."""
 
     def __init__(
-        self, turn: Turn, release: Callable[[], None], on_crash: Callable[[BaseException], None]
+        self,
+        turn: Turn,
+        release: Callable[[], None],
+        on_crash: Callable[[BaseException], None],
+        *,
+        weights: Mapping[str, int] | None = None,
     ) -> None:
         """Create a thread.
 
@@ -30,8 +36,9 @@ class ColocatedThread(EngineThread):
             turn: context in which the trainer owns the GPUs; several may be open at once.
             release: frees the GPU memory that the trainer caches; called on the thread.
             on_crash: see `EngineThread`.
+            weights: see `EngineThread`.
         """
-        super().__init__(on_crash)
+        super().__init__(on_crash, weights=weights)
         self._turn = turn
         self._release = release
         self._holders = 0
@@ -39,10 +46,12 @@ class ColocatedThread(EngineThread):
         self._tasks: set[asyncio.Task[Any]] = set()
         """Unfinished jobs, even if their callers were cancelled."""
 
-    async def run_batched(self, batcher: Batcher[ItemT, T], item: ItemT) -> T:
+    async def run_batched(
+        self, batcher: Batcher[ItemT, T], item: ItemT, share: Share | None = None
+    ) -> T:
         """See `EngineThread.run_batched`."""
         has_turn = asyncio.Event()
-        holding = self._start_job(self._with_turn(batcher, item, has_turn))
+        holding = self._start_job(self._with_turn(batcher, item, share, has_turn))
         try:
             return await asyncio.shield(holding)
         except asyncio.CancelledError:
@@ -64,13 +73,17 @@ class ColocatedThread(EngineThread):
                 await self._release_memory()
 
     async def _with_turn(
-        self, batcher: Batcher[ItemT, T], item: ItemT, has_turn: asyncio.Event
+        self,
+        batcher: Batcher[ItemT, T],
+        item: ItemT,
+        share: Share | None,
+        has_turn: asyncio.Event,
     ) -> T:
         async with self._turn():
             has_turn.set()
             self._holders += 1
             try:
-                return await super().run_batched(batcher, item)
+                return await super().run_batched(batcher, item, share)
             finally:
                 try:
                     if self._holders == 1:

@@ -5,7 +5,9 @@ and each tensor is a view into them. Zeroing, clipping, stepping, copying and sa
 handful of operations on long vectors, regardless of the number of tensors.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -121,6 +123,28 @@ def norm_of(flat: Tensor) -> Tensor:
     rest = torch.linalg.vector_norm(flat[even:])
     norm: Tensor = torch.linalg.vector_norm(torch.cat([parts, rest[None]]).double())
     return norm
+
+
+@contextmanager
+def unchanged_if_it_fails(gradients: Sequence[Tensor]) -> Iterator[None]:
+    """Give flat gradients their values back if the body raises.
+
+    A copy is made of those that are not zero.
+    """
+    norms = [torch.linalg.vector_norm(gradient, math.inf) for gradient in gradients]
+    copies = [
+        gradient.clone() if norm else None
+        for gradient, norm in zip(gradients, torch.stack(norms).tolist(), strict=True)
+    ]
+    try:
+        yield
+    except BaseException:
+        for gradient, copy in zip(gradients, copies, strict=True):
+            if copy is None:
+                gradient.zero_()
+            else:
+                gradient.copy_(copy)
+        raise
 
 
 class Trainable:

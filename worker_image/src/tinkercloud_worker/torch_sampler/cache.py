@@ -187,8 +187,9 @@ class _SlotLayer(_Layer):
         positions_B, rows_B = self._owner.positions_B, self._owner.rows_B
         keys[rows_B, :, positions_B] = key_states[:, :, 0]
         values[rows_B, :, positions_B] = value_states[:, :, 0]
-        count, length = len(positions_B), self._owner.read_length
-        return keys[:count, :, :length], values[:count, :, :length]
+        first, length = self._owner.first_row, self._owner.read_length
+        read = slice(first, first + len(positions_B))
+        return keys[read, :, :length], values[read, :, :length]
 
 
 class SlotCache(Cache):
@@ -200,7 +201,8 @@ class SlotCache(Cache):
         self.positions_B = torch.empty(0, dtype=torch.int64)
         """The position that the next step writes, for each running sequence."""
         self.rows_B = self.positions_B
-        """The slot of each running sequence: 0, 1, ..."""
+        """The slot of each sequence of the next step: `first_row` and those after it."""
+        self.first_row = 0
         self.read_length = 0
         """Positions of each slot that the next step reads."""
         self.generation = 0
@@ -260,10 +262,17 @@ class SlotCache(Cache):
                 if tensor is not None:
                     tensor[target, :, :length] = tensor[source, :, :length]
 
-    def begin_step(self, positions_B: Tensor, read_length: int) -> None:
-        """Set the positions that the next pass writes and reads; they must be allocated."""
+    def begin_step(self, positions_B: Tensor, read_length: int, first_row: int = 0) -> None:
+        """Set the positions that the next pass writes and reads; they must be allocated.
+
+        Args:
+            positions_B: the position that it writes in each slot.
+            read_length: positions of each slot that it reads.
+            first_row: the first slot; the others follow it.
+        """
         self.positions_B = positions_B
-        self.rows_B = torch.arange(len(positions_B), device=positions_B.device)
+        self.first_row = first_row
+        self.rows_B = torch.arange(len(positions_B), device=positions_B.device) + first_row
         self.read_length = read_length
 
     def clear(self) -> None:

@@ -50,6 +50,8 @@ class RunningSequence:
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     stopped: bool = False
+    error: Exception | None = None
+    """Why it can't be continued."""
     search: StopStringSearch | None = None
     """The search for its stop strings, after its first token."""
 
@@ -71,8 +73,8 @@ class RunningSequence:
 
     @property
     def is_done(self) -> bool:
-        """Whether a stop rule or the length limit has ended it."""
-        return self.stopped or len(self.tokens) >= self.request.max_tokens
+        """Whether a stop rule, the length limit or an error has ended it."""
+        return self.stopped or self.error is not None or len(self.tokens) >= self.request.max_tokens
 
     def result(self) -> SampledSequence:
         """Return the sampled sequence."""
@@ -103,7 +105,11 @@ class TokenSampler:
         self._scored = _own if sampled_logprobs == "model" else _tempered
 
     def extend(self, sequences: Sequence[RunningSequence], logits_BV: Tensor) -> None:
-        """Sample one token for each sequence from its row of logits."""
+        """Sample one token for each sequence from its row of logits.
+
+        An exception leaves all sequences as they were. If the end of a single one can't be
+        determined, that one ends with the error.
+        """
         uniforms = [uniform(s.request.seed, s.index, s.position + 1) for s in sequences]
         tokens_B = sample_tokens(logits_BV, [s.sampling_params for s in sequences], uniforms)
         scored_BV = self._scored(logits_BV, sequences)
@@ -111,14 +117,21 @@ class TokenSampler:
         logprobs_B = chosen_B - scored_BV.logsumexp(1)
         # Both in one transfer: float64 represents either exactly.
         tokens, logprobs = torch.stack([tokens_B.double(), logprobs_B.double()]).tolist()
-        for row, sequence in enumerate(sequences):
+        tops = [
+            torch.topk(torch.log_softmax(scored_BV[row], 0), sequence.request.top_logprobs)
+            if sequence.request.top_logprobs
+            else None
+            for row, sequence in enumerate(sequences)
+        ]
+        for row, (sequence, top) in enumerate(zip(sequences, tops, strict=True)):
             sequence.tokens.append(int(tokens[row]))
             sequence.logprobs.append(logprobs[row])
-            if sequence.request.top_logprobs:
-                row_logprobs_V = torch.log_softmax(scored_BV[row], 0)
-                top = torch.topk(row_logprobs_V, sequence.request.top_logprobs)
+            if top is not None:
                 sequence.top.append((top.indices, top.values))
-            sequence.stopped = self._has_stopped(sequence)
+            try:
+                sequence.stopped = self._has_stopped(sequence)
+            except Exception as error:  # noqa: BLE001 - it fails its own request
+                sequence.error = error
 
     def _has_stopped(self, sequence: RunningSequence) -> bool:
         request, token = sequence.request, sequence.tokens[-1]
@@ -250,20 +263,43 @@ class DecodingBatch:
         self._token_sampler.extend(self.sequences, logits_BV)
         return self._remove([sequence for sequence in self.sequences if sequence.is_done])
 
+    def step_each(self) -> None:
+        """Do what `step` does, one sequence after another; those that fail end with the error.
+
+        A step that has failed can be repeated: it would write the same positions again.
+        """
+        for slot, sequence in enumerate(self.sequences):
+            if sequence.is_done:
+                continue
+            try:
+                hidden_1D = self._computed_hidden(slot, [sequence])
+                logits_1V = self._base.logits(hidden_1D, segments_of([sequence.weights]))
+                self._token_sampler.extend([sequence], logits_1V)
+            except Exception as error:  # noqa: BLE001 - it fails its own request
+                sequence.error = error
+        self._remove([sequence for sequence in self.sequences if sequence.is_done])
+
     def hidden(self) -> Tensor:
         """Return the hidden states [B, D] of every sequence's newest token."""
-        tokens = [sequence.tokens[-1] for sequence in self.sequences]
-        positions = [sequence.position for sequence in self.sequences]
         if self._graphs is not None:
+            tokens = [sequence.tokens[-1] for sequence in self.sequences]
+            positions = [sequence.position for sequence in self.sequences]
             weights = [sequence.weights for sequence in self.sequences]
             hidden_BD = self._graphs.hidden(tokens, positions, weights)
             if hidden_BD is not None:
                 return hidden_BD
-        segments = segments_of([sequence.weights for sequence in self.sequences])
+        return self._computed_hidden(0, self.sequences)
+
+    def _computed_hidden(self, first: int, sequences: Sequence[RunningSequence]) -> Tensor:
+        """Return the hidden states [B, D] of the sequences from a slot on, without a graph."""
+        tokens = [sequence.tokens[-1] for sequence in sequences]
+        positions = [sequence.position for sequence in sequences]
+        segments = segments_of([sequence.weights for sequence in sequences])
         device = self._base.device
         positions_B = torch.tensor(positions, device=device)
-        self._cache.make_room(len(tokens), max(positions) + 1)
-        self._cache.begin_step(positions_B, max(positions) + 1)
+        longest = max(sequence.position for sequence in self.sequences)
+        self._cache.make_room(len(self.sequences), longest + 1)
+        self._cache.begin_step(positions_B, max(positions) + 1, first)
         with torch.no_grad(), rows_at(positions_B):
             hidden_BTD = self._base.hidden(
                 torch.tensor(tokens, device=device).unsqueeze(1),

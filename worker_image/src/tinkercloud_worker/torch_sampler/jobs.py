@@ -1,11 +1,13 @@
 """Requests that the torch sampler is processing."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 
 from torch import Tensor
 
 from tinkercloud_protocol.tensors import SampledSequence
+from tinkercloud_worker.engine.fair_queue import Accounts
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.lora.segments import ActiveWeights
 from tinkercloud_worker.torch_sampler.cache import KeyValues, KvBudget, PrefillCache
@@ -42,6 +44,21 @@ class Job:
     sequences: dict[int, SampledSequence] = field(default_factory=dict)
 
     @property
+    def owner(self) -> str:
+        """Who sent the request."""
+        return self.request.owner
+
+    @property
+    def failure(self) -> Exception | None:
+        """The error of a sequence that could not be continued."""
+        return next((each.error for each in self.running if each.error is not None), None)
+
+    @property
+    def runs_apart(self) -> bool:
+        """Whether its sequences can't share a batch with those of other weights."""
+        return self.is_full_model or self.version.is_apart
+
+    @property
     def is_full_model(self) -> bool:
         """Whether its weights, if loaded, are those of a full model."""
         return self.weights is not None and self.weights.lora_scale is None
@@ -61,3 +78,15 @@ def waiting(jobs: Iterable[Job]) -> KvBudget:
     """Return the number of prompts kept for samples that have not joined, and their tokens."""
     lengths = [len(job.request.prompt) for job in jobs if job.is_waiting]
     return KvBudget(len(lengths), sum(lengths))
+
+
+def in_turn(accounts: Accounts, jobs: Iterable[tuple[Job, int]]) -> Iterator[Job]:
+    """Yield jobs, each as often as given, in the order of their owners' turns.
+
+    Those of one owner come in the order given.
+    """
+    lines: dict[str, list[Iterable[Job]]] = {}
+    for job, times in jobs:
+        lines.setdefault(job.owner, []).append(repeat(job, times))
+    all_lines = {owner: chain.from_iterable(line) for owner, line in lines.items()}
+    return (job for _, job in accounts.in_turn(all_lines))

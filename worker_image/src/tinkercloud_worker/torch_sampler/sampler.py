@@ -9,8 +9,7 @@ engine thread.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import chain, repeat
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from tinkercloud_protocol.errors import InvalidRequest, WireError
+from tinkercloud_worker.engine.fair_queue import Accounts
 from tinkercloud_worker.engine.sampler import Sampler, SamplingRequest, SamplingResult
 from tinkercloud_worker.engine.thread import Background
 from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
@@ -33,7 +33,7 @@ from tinkercloud_worker.torch_sampler.decoding import (
 )
 from tinkercloud_worker.torch_sampler.decoding_check import check_decoding
 from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
-from tinkercloud_worker.torch_sampler.jobs import Job, waiting
+from tinkercloud_worker.torch_sampler.jobs import Job, in_turn, waiting
 from tinkercloud_worker.torch_sampler.prefixes import PrefixStore, common_length
 from tinkercloud_worker.torch_sampler.scoring import PromptScorer
 from tinkercloud_worker.torch_sampler.unbatched import UnbatchedDecoding
@@ -61,6 +61,7 @@ class TorchSampler(Sampler, Background):
         *,
         versions: Versions,
         wake: Callable[[], None],
+        weights: Mapping[str, int] | None = None,
         graph_capturer: GraphCapturer | None = None,
     ) -> None:
         """Create a sampler without versions.
@@ -71,6 +72,7 @@ class TorchSampler(Sampler, Background):
             config: its limits.
             versions: the store of published weights.
             wake: notifies the engine thread of new work; thread-safe.
+            weights: the shares of owners, at least 1; an owner that is missing has 1.
             graph_capturer: captures decoding steps; None: steps run eagerly.
         """
         self._base = base
@@ -85,6 +87,7 @@ class TorchSampler(Sampler, Background):
         kept_tokens = config.max_cached_tokens // _KEPT_SHARE
         self._prefixes = PrefixStore(kept_tokens)
         self._kept = KvBudget(config.max_running_sequences, kept_tokens)
+        self._accounts = Accounts(weights)
         self._inbox: deque[Job] = deque()
         self._jobs: list[Job] = []
         self._batches: dict[int | None, DecodingBatch] = {}
@@ -163,34 +166,58 @@ class TorchSampler(Sampler, Background):
     @override
     def step(self) -> None:
         """Prefill a chunk of prompts, then run one decoding step of every batch."""
-        while self._inbox:
-            self._jobs.append(self._inbox.popleft())
+        self._receive()
         self._abort_cancelled()
         self._prefill_prompts()
         self._schedule_samples()
         for batch in self._all_batches:
             if batch.sequences:
-                members = [job for job in self._jobs if job.batch is batch]
-                self._guarded(members, lambda batch=batch: batch.step())  # type: ignore[misc]
+                self._step(batch)
         for job in list(self._jobs):
             self._collect(job)
 
-    def _guarded(self, jobs: list[Job], work: Callable[[], object]) -> None:
-        """Run some work; if it raises, fail only the requests that it belongs to."""
+    def _receive(self) -> None:
+        """Add the requests that have arrived."""
+        if not self._inbox:
+            return
+        owners = dict.fromkeys(job.owner for job in self._jobs)
+        self._accounts.forget_idle(owners)
+        while self._inbox:
+            job = self._inbox.popleft()
+            self._jobs.append(job)
+            if job.owner not in owners:
+                owners[job.owner] = None
+                self._accounts.enter(job.owner)
+
+    def _guarded(self, job: Job, work: Callable[[], object]) -> None:
+        """Run some work for a request; if it raises, the request fails."""
         try:
             work()
-        except Exception as error:
-            if not isinstance(error, WireError):
-                log.exception("sampling failed")
-            for job in jobs:
-                self._finish(job, error)
+        except Exception as error:  # noqa: BLE001 - the request gets it
+            self._fail(job, error)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        if not isinstance(error, WireError):
+            log.error("sampling failed", exc_info=error)
+        self._finish(job, error)
+
+    @staticmethod
+    def _step(batch: DecodingBatch | UnbatchedDecoding) -> None:
+        """Run a decoding step; if it fails, run it for each sequence by itself."""
+        try:
+            batch.step()
+        except Exception:
+            log.exception("a decoding step failed; its sequences run one by one")
+            batch.step_each()
 
     def _prefill_prompts(self) -> None:
-        """Prefill prompts in order of arrival, up to one chunk of tokens."""
+        """Prefill prompts in the order of turns, up to one chunk of tokens."""
         left = self._config.prefill_chunk_tokens
         together: list[Job] = []
         is_full = False
-        for job in [job for job in self._jobs if not job.is_prefilled]:
+        for job in in_turn(
+            self._accounts, ((job, 1) for job in self._jobs if not job.is_prefilled)
+        ):
             if left <= 0:
                 break
             if self._should_await_prefix(job, together):
@@ -199,7 +226,8 @@ class TorchSampler(Sampler, Background):
             is_full = is_full or not (job.batch is not None or self._can_prefill(job))
             if is_full and job.batch is None:
                 continue
-            self._guarded([job], lambda job=job: self._admit(job))  # type: ignore[misc]
+            self._accounts.take(job.owner)
+            self._guarded(job, lambda job=job: self._admit(job))  # type: ignore[misc]
             if job not in self._jobs:
                 continue
             count = len(job.request.prompt) - job.prefilled
@@ -208,10 +236,25 @@ class TorchSampler(Sampler, Background):
             if self._can_share_prefill(job) and count == len(job.request.prompt):
                 together.append(job)
             else:
-                self._guarded([job], lambda job=job, count=count: self._prefill_chunk(job, count))  # type: ignore[misc]
+                self._guarded(job, lambda job=job, count=count: self._prefill_chunk(job, count))  # type: ignore[misc]
+            self._accounts.charge(job.owner, count)
             left -= count
         if together:
-            self._guarded(together, lambda: self._prefill_batch(together))
+            self._prefill_together(together)
+
+    def _prefill_together(self, jobs: Sequence[Job]) -> None:
+        """Prefill several full prompts in one pass; if it fails, each by itself."""
+        try:
+            self._prefill_batch(jobs)
+        except Exception:
+            log.exception("a shared prefill failed; its prompts run one by one")
+            for job in [job for job in jobs if not job.is_prefilled]:
+                job.prefilled = 0
+                length = len(job.request.prompt)
+                self._guarded(
+                    job,
+                    lambda job=job, length=length: self._prefill_chunk(job, length),  # type: ignore[misc]
+                )
 
     def _can_share_prefill(self, job: Job) -> bool:
         """Whether a prompt is prefilled in one pass with others, where launch overhead dominates.
@@ -223,7 +266,7 @@ class TorchSampler(Sampler, Background):
             self._graph_capturer is not None
             and job.batch is not self._unbatched
             and self._base.takes_packs
-            and not job.is_full_model
+            and not job.runs_apart
             and job.prefilled == 0
         )
 
@@ -288,12 +331,12 @@ class TorchSampler(Sampler, Background):
         """Return the batch that a job's sequences will join."""
         if job.request.num_positions > self._slotted:
             return self._unbatched
-        key = id(job.weights) if job.is_full_model else None
+        key = id(job.weights) if job.runs_apart else None
         if key not in self._batches:
-            # Only steps of the base and of adapters are captured; full models are short-lived.
+            # Only steps of the base and of usual adapters are captured.
             self._batches[key] = (
                 DecodingBatch(self._base, self._token_sampler)
-                if job.is_full_model or self._graph_capturer is None
+                if job.runs_apart or self._graph_capturer is None
                 else DecodingBatch(
                     self._base,
                     self._token_sampler,
@@ -312,7 +355,7 @@ class TorchSampler(Sampler, Background):
             job.scorer.add(start + row, self._base.logits(rows_RD, single_segment(job.weights)))
 
     def _schedule_samples(self) -> None:
-        """Add samples of prefilled prompts to batches, in order of arrival, while memory suffices.
+        """Add samples of prefilled prompts to batches, in the order of turns, if memory suffices.
 
         Samples do not overtake one that must wait, or short ones could starve a long one.
         """
@@ -320,50 +363,75 @@ class TorchSampler(Sampler, Background):
         # A prompt longer than the budget of waiting prompts uses memory of running sequences.
         excess = max(waiting(self._jobs).tokens - self._kept.tokens, 0)
         room = self._config.max_cached_tokens - excess
-        line = [
-            repeat(job, job.request.num_samples - job.started)
-            for job in self._jobs
-            if job.is_prefilled
+        waiting_jobs = [
+            (job, job.request.num_samples - job.started) for job in self._jobs if job.is_prefilled
         ]
-        for job in chain.from_iterable(line):
+        for job in in_turn(self._accounts, waiting_jobs):
             sequence = RunningSequence(job.request, job.started, job.weights)
             if not self._can_schedule([*starting, (job, sequence)], room):
                 break
             starting.append((job, sequence))
             job.started += 1
             job.running.append(sequence)
+            self._accounts.take(job.owner)
+            self._accounts.charge(job.owner, sequence.request.max_tokens)
         if starting:
-            jobs = list(dict.fromkeys(job for job, _ in starting))
-            self._guarded(jobs, lambda: self._start_decoding(starting))
+            self._start_decoding(starting)
 
     def _start_decoding(self, starting: Sequence[tuple[Job, RunningSequence]]) -> None:
         """Sample first tokens, and add the samples that continue to their batch."""
-        logits = [job.last_logits for job, _ in starting if job.last_logits is not None]
-        self._token_sampler.extend([sequence for _, sequence in starting], torch.stack(logits))
+        try:
+            self._extend(starting)
+        except Exception:
+            log.exception("sampling first tokens failed; they are sampled one by one")
+            for job, sequence in starting:
+                self._guarded(job, lambda pair=(job, sequence): self._extend([pair]))  # type: ignore[misc]
         for job, sequence in starting:
-            if not sequence.is_done and job.batch is not None:
-                job.batch.add(sequence, job.key_values)
+            if job in self._jobs and not sequence.is_done:
+                self._guarded(job, lambda job=job, sequence=sequence: self._join(job, sequence))  # type: ignore[misc]
         for job, _ in starting:
             if not job.is_waiting:
                 # The slots of its samples hold copies.
                 job.cache, job.key_values = None, ()
 
+    def _extend(self, starting: Sequence[tuple[Job, RunningSequence]]) -> None:
+        logits = [job.last_logits for job, _ in starting if job.last_logits is not None]
+        self._token_sampler.extend([sequence for _, sequence in starting], torch.stack(logits))
+
+    @staticmethod
+    def _join(job: Job, sequence: RunningSequence) -> None:
+        assert job.batch is not None  # noqa: S101 - prefilled
+        job.batch.add(sequence, job.key_values)
+
     def _can_schedule(self, starting: Sequence[tuple[Job, RunningSequence]], room: int) -> bool:
-        """Whether sequences may join. A single one always may, or it would never run."""
+        """Whether sequences may join. A single one always may, or it would never run.
+
+        An owner without running sequences may have one beyond the maximum number.
+        """
         count = self._num_running + len(starting)
         # A sequence of one token needs no slot.
         joining = [pair for pair in starting if pair[1].request.max_tokens > 1]
         return count == 1 or (
-            count <= self._config.max_running_sequences and self._cache_tokens_with(joining) <= room
+            (count <= self._config.max_running_sequences or self._is_first(starting))
+            and self._cache_tokens_with(joining) <= room
+        )
+
+    def _is_first(self, starting: Sequence[tuple[Job, RunningSequence]]) -> bool:
+        """Whether the last of these sequences is the only one of its owner."""
+        *others, (last, _) = starting
+        return not any(job.owner == last.owner for job, _ in others) and not any(
+            job.running for job in self._jobs if job.owner == last.owner
         )
 
     def _can_prefill(self, job: Job) -> bool:
         """Whether memory suffices to prefill a prompt and keep it until its samples join."""
         held, length = waiting(self._jobs), len(job.request.prompt)
         if held.sequences:
-            return (
-                held.sequences < self._kept.sequences and held.tokens + length <= self._kept.tokens
+            # An owner without waiting prompts may have one beyond the maximum number.
+            has_place = held.sequences < self._kept.sequences or not any(
+                other.is_waiting for other in self._jobs if other.owner == job.owner
             )
+            return has_place and held.tokens + length <= self._kept.tokens
         excess = max(length - self._kept.tokens, 0)
         room = self._config.max_cached_tokens - excess
         return not self._num_running or self._cache_tokens_with([]) <= room
@@ -385,12 +453,21 @@ class TorchSampler(Sampler, Background):
 
     def _collect(self, job: Job) -> None:
         """Collect a job's finished sequences; resolve the job when all have finished."""
+        if (error := job.failure) is not None:
+            self._fail(job, error)
+            return
         for sequence in [sequence for sequence in job.running if sequence.is_done]:
             job.running.remove(sequence)
+            self._give_back(sequence)
             job.sequences[sequence.index] = sequence.result()
         if len(job.sequences) == job.request.num_samples and job.scorer is not None:
             sequences = [job.sequences[index] for index in range(job.request.num_samples)]
             self._finish(job, SamplingResult(sequences, job.scorer.finish(job.reused)))
+
+    def _give_back(self, sequence: RunningSequence) -> None:
+        """Take the tokens that a sequence did not sample from its owner's account."""
+        request = sequence.request
+        self._accounts.charge(request.owner, len(sequence.tokens) - request.max_tokens)
 
     def _abort_cancelled(self) -> None:
         for job in [job for job in self._jobs if job.is_cancelled()]:
@@ -400,6 +477,8 @@ class TorchSampler(Sampler, Background):
         if job not in self._jobs:
             return
         self._jobs.remove(job)
+        for sequence in job.running:
+            self._give_back(sequence)
         if job.batch is not None:
             job.batch.abort(job.running)
         for key, batch in list(self._batches.items()):

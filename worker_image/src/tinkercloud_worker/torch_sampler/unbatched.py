@@ -59,15 +59,25 @@ class UnbatchedDecoding:
         return sum(each.longest for each in (*self.sequences, *joining))
 
     def step(self) -> list[RunningSequence]:
-        """Sample one token for every sequence; remove and return the finished ones."""
-        logits = [
-            self._base.logits(hidden_D[None], single_segment(sequence.weights))
-            for sequence, hidden_D in zip(self.sequences, self.hidden(), strict=True)
-        ]
-        self._token_sampler.extend(self.sequences, torch.cat(logits))
+        """Sample one token for every sequence; remove and return the finished ones.
+
+        A sequence that fails ends with the error, and the others continue.
+        """
+        for sequence in self.sequences:
+            try:
+                logits_1V = self._base.logits(
+                    self._newest(sequence)[None], single_segment(sequence.weights)
+                )
+                self._token_sampler.extend([sequence], logits_1V)
+            except Exception as error:  # noqa: BLE001 - it fails its own request
+                sequence.error = error
         ended = [sequence for sequence in self.sequences if sequence.is_done]
         self.abort(ended)
         return ended
+
+    def step_each(self) -> None:
+        """Do what `step` does, which computes sequences one after another anyway."""
+        self.step()
 
     def hidden(self) -> Tensor:
         """Return the hidden states [B, D] of every sequence's newest token."""

@@ -21,6 +21,7 @@ from tinkercloud_protocol.errors import NotFound
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.lora import adapters
+from tinkercloud_worker.lora.deltas import can_share_batch
 from tinkercloud_worker.lora.segments import ActiveWeights
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,9 @@ class Version:
     size_bytes: int
     file: Path
     """The file they are spilled to."""
+    is_apart: bool = False
+    """Whether the weights are so large, or not finite, that a product shared with other adapters
+    would change the others' results."""
     is_written: bool = False
     is_spilling: bool = False
     users: int = 1
@@ -82,7 +86,7 @@ class Versions:
             return Version(None, None, 0, file)
         active = self._active(weights.tensors, weights.lora)
         size_bytes = WeightsSnapshot(weights.lora, active.tensors).size_bytes
-        return Version(weights.lora, active, size_bytes, file)
+        return Version(weights.lora, active, size_bytes, file, is_apart=self._is_apart(active))
 
     def add(self, name: str, version: Version) -> None:
         """Register a version; an existing name keeps its weights. Call `spill` afterwards."""
@@ -193,6 +197,11 @@ class Versions:
         dtype = self._dtype if config is None else torch.float32
         there = {name: tensor.to(self._device, dtype) for name, tensor in tensors.items()}
         return ActiveWeights(there, adapters.scale(config.rank) if config else None)
+
+    def _is_apart(self, active: ActiveWeights) -> bool:
+        # In float32 each adapter has its own product.
+        is_adapter = active.lora_scale is not None and self._dtype != torch.float32
+        return is_adapter and not can_share_batch(active.tensors.values())
 
 
 def _delete(file: Path) -> None:

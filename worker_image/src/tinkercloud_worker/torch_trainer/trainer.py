@@ -22,11 +22,16 @@ from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.device.memory import Available
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import Batch, TokenLimits, capped_context_length
-from tinkercloud_worker.engine.thread import Batcher
+from tinkercloud_worker.engine.thread import Batcher, Pieces
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.lora.deltas import can_share_batch
-from tinkercloud_worker.lora.parameters import TensorLayout, Trainable, gradient_of
+from tinkercloud_worker.lora.parameters import (
+    TensorLayout,
+    Trainable,
+    gradient_of,
+    unchanged_if_it_fails,
+)
 from tinkercloud_worker.lora.segments import ActiveWeights, WeightSegment
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.lm_head import LMHead
@@ -148,10 +153,32 @@ class TorchTrainer(AdamTrainer):
 
     @override
     def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
+        return _run_through(self._forward_pieces(model_id, batch), yield_point)
+
+    @override
+    def forward_backward(
+        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
+    ) -> LossOutput:
+        return _run_through(self._gradient_pieces(model_id, batch), yield_point)
+
+    def pieces(self, item: TrainingPass) -> Pieces[LossOutput]:
+        """See `engine.thread.Batcher`: a pass in micro-batches.
+
+        Between two of them no autograd graph exists, and only the gradient of its own model has
+        changed.
+        """
+        if item.batch.forward_only:
+            return self._forward_pieces(item.model_id, item.batch)
+        return self._gradient_pieces(item.model_id, item.batch)
+
+    def _forward_pieces(self, model_id: str, batch: Batch) -> Pieces[LossOutput]:
         model = self._models[model_id]
         loss = losses.find(batch.loss_fn)
         output = PassOutput()
+        before = 0
         for pack in self._packs(batch):
+            if before:
+                yield before
             model_segments = _in_order([(model, pack.sequences)])
             with torch.no_grad():
                 hidden_RD, (expert_tokens_LE,) = self._counted_hidden(
@@ -160,19 +187,19 @@ class TorchTrainer(AdamTrainer):
             lp_RK = logprobs(self._lm_head_layer(model_segments), hidden_RD, pack.targets_RK)
             loss_sum, _ = losses.derivative(loss, lp_RK, pack.inputs)
             output.add(pack, lp_RK, loss_sum, expert_tokens_LE)
-            yield_point()
+            before = len(pack.sequences.ids_R)
         return output.finish(batch)
 
-    @override
-    def forward_backward(
-        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
-    ) -> LossOutput:
+    def _gradient_pieces(self, model_id: str, batch: Batch) -> Pieces[LossOutput]:
         model = self._models[model_id]
         output = PassOutput()
+        before = 0
         for pack in self._packs(batch):
+            if before:
+                yield before
             (results,) = self._run([(model, pack)], batch.loss_fn)
             output.add(pack, *results)
-            yield_point()
+            before = len(pack.sequences.ids_R)
         return output.finish(batch)
 
     @property
@@ -187,6 +214,7 @@ class TorchTrainer(AdamTrainer):
         kinds = {(each.batch.loss_fn, each.batch.num_targets) for each in everyone}
         return (
             self._base.takes_packs
+            and not any(each.batch.forward_only for each in everyone)
             and tokens <= self._max_batch_tokens
             and len(kinds) == 1
             and losses.find(item.batch.loss_fn).is_token_local
@@ -197,18 +225,28 @@ class TorchTrainer(AdamTrainer):
     def run_batch(
         self, items: Sequence[TrainingPass], yield_point: Callable[[], None]
     ) -> list[LossOutput]:
-        """See `engine.thread.Batcher`: `forward_backward` of each."""
-        if len(items) == 1 or not self._can_share_pass([item.model_id for item in items]):
-            return [self.forward_backward(item.model_id, item.batch, yield_point) for item in items]
-        packs = [pack for item in items for pack in self._packs(item.batch)]
+        """See `engine.thread.Batcher`: `forward_backward` of each, in one pass."""
         models = [self._models[item.model_id] for item in items]
+        with unchanged_if_it_fails([model.trainable.gradient for model in models]):
+            if self._can_share_pass([item.model_id for item in items]):
+                outputs = self._shared_pass(items, models)
+            else:
+                outputs = [
+                    self.forward_backward(item.model_id, item.batch, yield_point) for item in items
+                ]
+        yield_point()
+        return outputs
+
+    def _shared_pass(
+        self, items: Sequence[TrainingPass], models: Sequence[TrainedModel]
+    ) -> list[LossOutput]:
+        packs = [pack for item in items for pack in self._packs(item.batch)]
         results = self._run(list(zip(models, packs, strict=True)), items[0].batch.loss_fn)
         outputs = []
         for item, pack, of_pack in zip(items, packs, results, strict=True):
             output = PassOutput()
             output.add(pack, *of_pack)
             outputs.append(output.finish(item.batch))
-        yield_point()
         return outputs
 
     def _is_adapter(self, model_id: str) -> bool:
@@ -283,6 +321,18 @@ class TorchTrainer(AdamTrainer):
         weight, bias = self._base.lm_head_of(tensors)
         gradients = gradient_of(weight), None if bias is None else gradient_of(bias)
         return LMHead(self._base.lm_head(tensors), (), gradients)
+
+
+def _run_through(pieces: Pieces[LossOutput], yield_point: Callable[[], None]) -> LossOutput:
+    """Run all pieces of a pass, with a yield point after each."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as stop:
+            yield_point()
+            output: LossOutput = stop.value
+            return output
+        yield_point()
 
 
 class TorchTrainerWithSampler(TorchTrainer):

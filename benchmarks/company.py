@@ -1,0 +1,112 @@
+"""A small owner next to one who floods the same engine, with a tiny model."""
+
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+
+from benchmarks.measuring import Measurement
+from benchmarks.training import LORA, a_batch, random_data
+from tinkercloud_protocol.hyperparameters import AdamParams
+from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
+from tinkercloud_testing.models import VOCAB_SIZE, tiny_llama
+from tinkercloud_worker.engine.fair_queue import Share
+from tinkercloud_worker.engine.sampler import StopRules
+from tinkercloud_worker.engine.trainer import TrainingPass
+
+ROUNDS = 40
+NEVER = StopRules(frozenset(), ())
+CHUNKS = 1000
+
+
+def measure(_folder: str) -> Iterator[Measurement]:
+    with tempfile.TemporaryDirectory() as folder, an_engine(tiny_llama(), Path(folder)) as engine:
+        yield from asyncio.run(_measure(engine))
+
+
+async def _measure(engine: Engine) -> list[Measurement]:
+    for name in ("small", *(f"flood-{number}" for number in range(8))):
+        engine.trainer.add_model(name, LORA)
+    await engine.sampler.publish("base", None)
+    floods: Sequence[tuple[str, str, Callable[[], Awaitable[object]]]] = [
+        ("C25", "1,000 chunks of 64 tokens", lambda: _chunks(engine, "flood-0", 1)),
+        ("C26", "8 models with such chunks", lambda: _all_chunks(engine)),
+        ("C27", "one request of 64,000 tokens", lambda: _chunks(engine, "flood-0", CHUNKS)),
+    ]
+    made = []
+    for name, what, flood in floods:
+        alone, both = await _alone_and_in_company(lambda: _step(engine), flood)
+        made.append(Measurement(name, f"p95 of a step next to {what}", both / alone, "x", "<= 2"))
+    alone, both = await _alone_and_in_company(
+        lambda: _sample(engine, "small", 1, 5), lambda: _sample(engine, "flood", 640, 32)
+    )
+    what = "p95 of a 5-token sample next to 640 samples of 32"
+    made.append(Measurement("C28", what, both / alone, "x", "<= 30"))
+    return made
+
+
+async def _alone_and_in_company(
+    work: Callable[[], Awaitable[object]], flood: Callable[[], Awaitable[object]]
+) -> tuple[float, float]:
+    """Return the 95th percentile of the seconds of some work, alone and during a flood."""
+    await work()
+    alone = [await _seconds(work) for _ in range(ROUNDS)]
+
+    async def floods() -> None:
+        while True:
+            await flood()
+
+    flooding = asyncio.create_task(floods())
+    await asyncio.sleep(0.2)
+    both = [await _seconds(work) for _ in range(ROUNDS)]
+    flooding.cancel()
+    with suppress(asyncio.CancelledError):
+        await flooding
+    return _p95(alone), _p95(both)
+
+
+async def _seconds(work: Callable[[], Awaitable[object]]) -> float:
+    start = time.perf_counter()
+    await work()
+    return time.perf_counter() - start
+
+
+def _p95(seconds: Sequence[float]) -> float:
+    return statistics.quantiles(seconds, n=20)[-1]
+
+
+async def _step(engine: Engine) -> None:
+    await _pass(engine, "small", 1)
+    await engine.thread.run(
+        lambda _: engine.trainer.optim_step("small", AdamParams()), Share("small", "small", 64)
+    )
+
+
+async def _pass(engine: Engine, model: str, chunks: int) -> None:
+    batch = a_batch(engine.trainer, random_data([16] * 4 * chunks, VOCAB_SIZE))
+    share = Share(model.split("-", maxsplit=1)[0], model, batch.num_tokens)
+    await engine.thread.run_batched(engine.trainer.batcher, TrainingPass(model, batch), share)
+
+
+async def _chunks(engine: Engine, model: str, size: int) -> None:
+    """Run a thousand chunks, as requests of so many."""
+    for _ in range(CHUNKS // size):
+        await _pass(engine, model, size)
+
+
+async def _all_chunks(engine: Engine) -> None:
+    await asyncio.gather(*[_chunks(engine, f"flood-{number}", 1) for number in range(8)])
+
+
+async def _sample(engine: Engine, owner: str, count: int, tokens: int) -> None:
+    request = a_sampling_request(
+        list(range(1, 9)), num_samples=count, max_tokens=tokens, stop=NEVER
+    )
+    await engine.sampler.sample("base", replace(request, owner=owner))

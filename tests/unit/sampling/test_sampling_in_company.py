@@ -1,0 +1,227 @@
+"""Requests of several owners in one sampler: a failure stays with its own, and turns are fair."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tinkercloud_protocol.launch import SamplerConfig
+from tinkercloud_testing.engines import (
+    Engine,
+    a_sampling_request,
+    an_engine,
+    held,
+    publish_adapter,
+)
+from tinkercloud_testing.models import in_dtype, tiny_llama
+from tinkercloud_testing.recording import Operations
+from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult, StopRules
+from tinkercloud_worker.lora.segments import WeightSegment
+from tinkercloud_worker.torch_sampler.decoding import RunningSequence, TokenSampler
+from tinkercloud_worker.torch_sampler.sampling import sample_tokens
+
+NEVER = StopRules(frozenset(), ())
+Asked = tuple[str, SamplingRequest]
+Answer = SamplingResult | BaseException
+
+
+def a_request(
+    seed: int, owner: str = "", *, top_k: int = 0, max_tokens: int = 6
+) -> SamplingRequest:
+    prompt = [(seed * 7 + position * position) % 250 for position in range(9)]
+    request = a_sampling_request(prompt, max_tokens=max_tokens, seed=seed, top_k=top_k, stop=NEVER)
+    return replace(request, owner=owner)
+
+
+async def sample_together(engine: Engine, asked: Sequence[Asked]) -> list[Answer]:
+    async with held(engine):
+        sent = [
+            asyncio.create_task(engine.sampler.sample(version, request))
+            for version, request in asked
+        ]
+        await asyncio.sleep(0)
+    return await asyncio.gather(*sent, return_exceptions=True)
+
+
+def tokens(answer: Answer) -> list[int]:
+    assert isinstance(answer, SamplingResult), answer
+    return list(answer.sequences[0].tokens)
+
+
+def fail_passes(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    method: str,
+    which: Callable[..., bool],
+) -> None:
+    """Make passes of the base that use some weights raise."""
+    base = engine.sampler._base
+    bad = engine.sampler._versions.acquire(version).in_memory
+    compute = getattr(base, method)
+
+    def faulty(ids: Any, segments: Sequence[WeightSegment], **kwargs: Any) -> torch.Tensor:
+        if which(ids) and any(segment.weights is bad for segment in segments):
+            raise torch.OutOfMemoryError("a fault")
+        result: torch.Tensor = compute(ids, segments, **kwargs)
+        return result
+
+    monkeypatch.setattr(base, method, faulty)
+
+
+def is_step(ids: torch.Tensor) -> bool:
+    return ids.shape[1] == 1
+
+
+async def test_a_step_that_fails_fails_the_request_that_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with an_engine(tiny_llama(), tmp_path) as engine:
+        names = ["one", "bad", "two"]
+        for seed, name in enumerate(names, 1):
+            await publish_adapter(engine, name, seed)
+        alone = [
+            tokens(await engine.sampler.sample(name, a_request(seed)))
+            for seed, name in enumerate(names)
+        ]
+        fail_passes(engine, monkeypatch, "bad", "hidden", is_step)
+
+        one, bad, two = await sample_together(
+            engine, [(name, a_request(seed)) for seed, name in enumerate(names)]
+        )
+
+        assert isinstance(bad, torch.OutOfMemoryError)
+        assert [tokens(one), tokens(two)] == [alone[0], alone[2]]
+        assert not engine.sampler.has_work()
+
+
+async def test_a_shared_prefill_that_fails_fails_the_prompt_that_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with an_engine(tiny_llama(), tmp_path, graph_capturer=Operations()) as engine:
+        names = ["one", "bad", "two"]
+        for seed, name in enumerate(names, 1):
+            await publish_adapter(engine, name, seed)
+        for method in ("hidden", "hidden_of"):
+            fail_passes(engine, monkeypatch, "bad", method, lambda _: True)
+
+        one, bad, two = await sample_together(
+            engine, [(name, a_request(seed)) for seed, name in enumerate(names)]
+        )
+
+        assert isinstance(bad, torch.OutOfMemoryError)
+        assert (len(tokens(one)), len(tokens(two))) == (6, 6)
+
+
+async def test_a_sequence_whose_token_cannot_be_sampled_fails_its_own_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(logits: Any, params: Any, uniforms: Any) -> Any:
+        if any(each.top_k == 7 for each in params):
+            raise RuntimeError("a fault")
+        return sample_tokens(logits, params, uniforms)
+
+    monkeypatch.setattr("tinkercloud_worker.torch_sampler.decoding.sample_tokens", faulty)
+    with an_engine(tiny_llama(), tmp_path) as engine:
+        await engine.sampler.publish("base", None)
+        alone = tokens(await engine.sampler.sample("base", a_request(1)))
+
+        one, bad = await sample_together(
+            engine, [("base", a_request(1)), ("base", a_request(2, top_k=7))]
+        )
+
+    assert isinstance(bad, RuntimeError)
+    assert tokens(one) == alone
+
+
+@pytest.mark.parametrize("is_slotted", [True, False], ids=["slots", "one by one"])
+async def test_a_search_for_stop_strings_that_fails_fails_its_own_request(
+    is_slotted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_stopped = TokenSampler._has_stopped
+
+    def faulty(self: TokenSampler, sequence: RunningSequence) -> bool:
+        if sequence.request.seed == 2 and len(sequence.tokens) == 3:
+            raise RuntimeError("a fault")
+        return has_stopped(self, sequence)
+
+    monkeypatch.setattr(TokenSampler, "_has_stopped", faulty)
+    with an_engine(tiny_llama(), tmp_path) as engine:
+        engine.sampler._slotted *= is_slotted
+        await engine.sampler.publish("base", None)
+        alone = tokens(await engine.sampler.sample("base", a_request(1)))
+
+        one, bad = await sample_together(engine, [("base", a_request(n)) for n in (1, 2)])
+
+    assert isinstance(bad, RuntimeError)
+    assert tokens(one) == alone
+
+
+async def test_an_adapter_that_is_not_finite_does_not_change_the_samples_of_others(
+    tmp_path: Path,
+) -> None:
+    with an_engine(in_dtype(tiny_llama(), torch.bfloat16), tmp_path) as engine:
+        for seed, name in enumerate(["one", "two"], 1):
+            await publish_adapter(engine, name, seed)
+        bad = engine.trainer.snapshot("two-2")
+        for tensor in bad.tensors.values():
+            tensor.fill_(float("nan"))
+        await engine.sampler.publish("bad", bad)
+        alone = await engine.sampler.sample("one", a_request(1))
+
+        one, _ = await sample_together(engine, [("one", a_request(1)), ("bad", a_request(2))])
+
+    assert isinstance(one, SamplingResult)
+    assert torch.tensor(one.sequences[0].logprobs).isfinite().all()
+    assert tokens(one) == tokens(alone)
+
+
+async def order_of_ends(engine: Engine, requests: Sequence[SamplingRequest]) -> list[str]:
+    """Return the owners of requests in the order in which they ended."""
+    ended: list[str] = []
+
+    async def sample(request: SamplingRequest) -> None:
+        await engine.sampler.sample("base", request)
+        ended.append(request.owner)
+
+    async with held(engine):
+        sent = [asyncio.create_task(sample(request)) for request in requests]
+        await asyncio.sleep(0)
+    await asyncio.gather(*sent)
+    return ended
+
+
+async def test_a_small_request_does_not_wait_behind_those_of_an_owner_who_floods(
+    tmp_path: Path,
+) -> None:
+    config = SamplerConfig(max_running_sequences=2, prefill_chunk_tokens=20)
+    with an_engine(tiny_llama(), tmp_path, config) as engine:
+        await engine.sampler.publish("base", None)
+        flood = [a_request(seed, "flooding", max_tokens=12) for seed in range(20)]
+
+        ended = await order_of_ends(engine, [*flood, a_request(99, "small", max_tokens=3)])
+
+    assert ended[0] == "small"
+
+
+async def test_one_owner_s_requests_start_in_order_of_arrival(tmp_path: Path) -> None:
+    config = SamplerConfig(max_running_sequences=2)
+    with an_engine(tiny_llama(), tmp_path, config) as engine:
+        await engine.sampler.publish("base", None)
+        sent = [a_request(seed, max_tokens=4) for seed in range(6)]
+        order: list[int] = []
+
+        async def sample(request: SamplingRequest) -> None:
+            await engine.sampler.sample("base", request)
+            order.append(request.seed)
+
+        async with held(engine):
+            tasks = [asyncio.create_task(sample(request)) for request in sent]
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+
+    assert order == sorted(order)

@@ -1,0 +1,180 @@
+"""A pass that fails in company fails alone, and a long pass leaves room for others."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from typing_extensions import override
+
+from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.models import tiny_llama
+from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.engine.fair_queue import Share
+from tinkercloud_worker.engine.thread import EngineThread, NoBackground
+from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
+from tinkercloud_worker.model.base_model import TorchBaseModel
+from tinkercloud_worker.torch_trainer.trainer import ModelSegments, TorchTrainer
+from tinkercloud_worker.training.adam import TrainedModel
+from tinkercloud_worker.training.collate import Pack
+
+MODELS = ("bad", "clean", "pending")
+
+
+class Faulty(TorchTrainer):
+    """A trainer whose passes with the model "bad" fail once all gradients have been added."""
+
+    fails = False
+    num_passes = 0
+
+    def __init__(self, base: TorchBaseModel, max_batch_tokens: int) -> None:
+        super().__init__(base, max_batch_tokens=max_batch_tokens)
+        self.order: list[TrainedModel] = []
+        """The models of all passes."""
+
+    @override
+    def _run(
+        self, shares: Sequence[tuple[TrainedModel, Pack]], loss_fn: str
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        self.num_passes += 1
+        results = super()._run(shares, loss_fn)
+        if self.fails and any(model is self._models["bad"] for model, _ in shares):
+            raise torch.OutOfMemoryError("a fault")
+        return results
+
+    @override
+    def _counted_hidden(
+        self, model_segments: ModelSegments, sequences: PackedSequences
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
+        self.order.extend(model for _, model in model_segments)
+        return super()._counted_hidden(model_segments, sequences)
+
+
+def a_trainer(max_batch_tokens: int = 64) -> Faulty:
+    base = TorchBaseModel(tiny_llama())
+    trainer = Faulty(base, max_batch_tokens)
+    for seed, name in enumerate(MODELS):
+        trainer.add_model(name, LoraConfig(rank=4, seed=seed))
+        torch.manual_seed(seed)
+        torch.nn.init.normal_(trainer._models[name].trainable.flat, std=0.1)
+    trainer.forward_backward("pending", a_pass(trainer, "pending", [4]).batch, lambda: None)
+    return trainer
+
+
+def a_pass(
+    trainer: TorchTrainer, model_id: str, lengths: Sequence[int], *, forward_only: bool = False
+) -> TrainingPass:
+    data = random_data(lengths, seed=len(model_id))
+    request = a_request(data, "cross_entropy", forward_only=forward_only)
+    return TrainingPass(model_id, prepare(request, trainer.limits))
+
+
+def gradient(trainer: TorchTrainer, model_id: str) -> torch.Tensor:
+    return trainer._models[model_id].trainable.gradient
+
+
+def equal(one: LossOutput, other: LossOutput) -> bool:
+    return one.metrics == other.metrics and all(
+        np.array_equal(*both) for both in zip(one.logprobs, other.logprobs, strict=True)
+    )
+
+
+@pytest.fixture
+async def thread() -> AsyncIterator[EngineThread]:
+    thread = EngineThread(on_crash=lambda error: pytest.fail(repr(error)))
+    thread.start(NoBackground())
+    yield thread
+    thread.stop()
+
+
+async def together(
+    thread: EngineThread, trainer: TorchTrainer, passes: Sequence[TrainingPass]
+) -> list[LossOutput | BaseException]:
+    """Run passes of different owners that wait at the same time."""
+    may_end = threading.Event()
+    busy = asyncio.create_task(thread.run(lambda _: may_end.wait()))
+    await asyncio.sleep(0)
+    tasks = [
+        asyncio.create_task(
+            thread.run_batched(
+                trainer.batcher, each, Share(each.model_id, each.model_id, each.batch.num_tokens)
+            )
+        )
+        for each in passes
+    ]
+    await asyncio.sleep(0)
+    may_end.set()
+    await busy
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_a_shared_pass_that_fails_adds_no_gradient() -> None:
+    trainer = a_trainer()
+    trainer.fails = True
+    before = {name: gradient(trainer, name).clone() for name in MODELS}
+
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.run_batch([a_pass(trainer, name, [5, 6]) for name in MODELS], lambda: None)
+
+    assert before["pending"].any()
+    for name in MODELS:
+        assert torch.equal(gradient(trainer, name), before[name])
+
+
+async def test_in_a_shared_pass_only_the_request_that_fails_alone_fails(
+    thread: EngineThread,
+) -> None:
+    trainer, alone = a_trainer(), a_trainer()
+    trainer.fails = True
+    passes = [a_pass(trainer, name, [5, 6]) for name in MODELS]
+
+    failed, *outputs = await together(thread, trainer, passes)
+
+    assert isinstance(failed, torch.OutOfMemoryError)
+    assert trainer.num_passes == 1 + 1 + 3
+    for each, output in zip(passes[1:], outputs, strict=True):
+        expected = alone.forward_backward(each.model_id, each.batch, lambda: None)
+        assert isinstance(output, LossOutput)
+        assert equal(output, expected)
+        assert torch.equal(gradient(trainer, each.model_id), gradient(alone, each.model_id))
+
+
+async def test_a_micro_batch_that_fails_fails_its_own_request_only(thread: EngineThread) -> None:
+    trainer, alone = a_trainer(max_batch_tokens=8), a_trainer(max_batch_tokens=8)
+    trainer.fails = True
+    passes = [a_pass(trainer, name, [7, 8, 6, 8]) for name in MODELS]
+
+    failed, *outputs = await together(thread, trainer, passes)
+
+    assert isinstance(failed, torch.OutOfMemoryError)
+    for each, output in zip(passes[1:], outputs, strict=True):
+        assert isinstance(output, LossOutput)
+        assert equal(output, alone.forward_backward(each.model_id, each.batch, lambda: None))
+
+
+@pytest.mark.parametrize("recomputed", [None, 4], ids=["kept", "recomputed"])
+async def test_passes_that_take_turns_by_micro_batch_give_the_bits_of_passes_alone(
+    thread: EngineThread, recomputed: int | None
+) -> None:
+    trainer, alone = a_trainer(max_batch_tokens=8), a_trainer(max_batch_tokens=8)
+    trainer._max_kept_tokens = alone._max_kept_tokens = recomputed
+    trainer.add_model("whole", None)
+    alone.add_model("whole", None)
+    passes = [a_pass(trainer, name, [7, 8, 6, 8, 2]) for name in ("clean", "whole", "pending")]
+    passes.append(a_pass(trainer, "bad", [8, 8, 8], forward_only=True))
+    trainer.order.clear()
+
+    outputs = await together(thread, trainer, passes)
+
+    for each, output in zip(passes, outputs, strict=True):
+        run = alone.forward if each.batch.forward_only else alone.forward_backward
+        assert isinstance(output, LossOutput)
+        assert equal(output, run(each.model_id, each.batch, lambda: None))
+    for name in (*MODELS, "whole"):
+        assert torch.equal(gradient(trainer, name), gradient(alone, name))
+    # All had started before any had ended.
+    assert len({id(model) for model in trainer.order[:4]}) == 4
