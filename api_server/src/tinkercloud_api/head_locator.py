@@ -24,8 +24,9 @@ import structlog
 
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import EXPIRED, STORED, SamplingSession, TrainingRun
-from tinkercloud_api.checkpoints import Checkpoints, latest
+from tinkercloud_api.catalog.tables import SamplingSession, TrainingRun
+from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.lost_runs import lost_message, why_deleted
 from tinkercloud_api.providers.base import HeadEndpoint, Pending, Placement, SessionProvider
 from tinkercloud_api.providers.session_options import SessionOptions
 from tinkercloud_protocol import routes
@@ -33,7 +34,6 @@ from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable
 from tinkercloud_protocol.futures import QueueState
 from tinkercloud_protocol.ids import SamplingSessionId, model_of_sampler
 from tinkercloud_protocol.launch import ModelSpec, SamplerSpec
-from tinkercloud_protocol.paths import CheckpointKind
 
 log = structlog.get_logger(__name__)
 
@@ -178,7 +178,7 @@ class HeadLocator:
         """
         run = await self._run(run_id)
         if run is None or run.is_deleted:
-            raise StateLost(await self._why_deleted(run_id))
+            raise StateLost(await why_deleted(self._catalog, run_id))
         endpoint = self._provider.find(run.placement)
         if endpoint is None or endpoint.generation != run.generation:
             return await asyncio.shield(self._placement_task(run_id))
@@ -202,10 +202,10 @@ class HeadLocator:
         # The cached row may be stale: another server may have placed the run in the meantime.
         row = await self._catalog.run(run_id)
         if row is None or row.deleted_at is not None:
-            raise StateLost(await self._why_deleted(run_id))
+            raise StateLost(await why_deleted(self._catalog, run_id))
         run, lost = self.cache_run(row), row.generation
         if lost is not None and await self._provider.is_gone(run.placement):
-            raise StateLost(await self._lost_message(run_id))
+            raise StateLost(await lost_message(self._checkpoints, run_id))
         if lost is not None and self._provider.has_ended(run.placement, lost):
             # Report a lost run without waiting for another head, which may take long to start.
             await self._require_suspended(run_id, run, lost)
@@ -221,7 +221,7 @@ class HeadLocator:
                 # The run may have been deleted before it was created on the head.
                 run.is_deleted = True
                 await self._release_run(run_id, run, set())
-                raise StateLost(await self._why_deleted(run_id))
+                raise StateLost(await why_deleted(self._catalog, run_id))
             raise Unavailable(
                 f"training run {run_id} was placed on another session head at the same time; send"
                 " the request again"
@@ -239,7 +239,7 @@ class HeadLocator:
         """
         unsaved = self._provider.unsaved(run.placement)
         if not await self._checkpoints.is_suspended(run_id, generation, unsaved):
-            raise StateLost(await self._lost_message(run_id))
+            raise StateLost(await lost_message(self._checkpoints, run_id))
 
     async def report_lost(self) -> None:
         """Log the runs that were not saved by the heads that have ended since the last call."""
@@ -447,32 +447,6 @@ class HeadLocator:
                 f"the session head did not respond ({str(error) or type(error).__name__}); send"
                 " the request again"
             ) from None
-
-    async def _why_deleted(self, run_id: str) -> str:
-        row = await self._catalog.run(run_id)
-        if row is not None and row.generation == STORED:
-            return (
-                f"training run {run_id} only holds a copied or imported checkpoint; create a model"
-                " from it with create_training_client_from_state"
-            )
-        session = await self._catalog.session(row.session_id) if row is not None else None
-        expired = session is not None and session.finish_reason == EXPIRED
-        why = f" ({session.finish_detail})" if session is not None and expired else ""
-        return f"training run {run_id} was deleted{why}; its checkpoints remain"
-
-    async def _lost_message(self, run_id: str) -> str:
-        await self._checkpoints.discover(run_id)
-        saved = latest(await self._checkpoints.of_run(run_id), CheckpointKind.TRAINING)
-        loss = "it has no checkpoint, so all of its training is lost"
-        if saved is not None:
-            path = saved.tinker_path
-            loss = (
-                "all training since its last checkpoint is lost; resume with"
-                f" create_training_client_from_state_with_optimizer({path!r})"
-            )
-        return (
-            f"training run {run_id} is lost: its session head stopped without saving it, and {loss}"
-        )
 
 
 def placement_of(row: TrainingRun) -> Placement:

@@ -4,7 +4,6 @@ All updates are idempotent: creating a row that exists returns the existing row.
 does not respond, methods raise Unavailable, on which the client sends its request again.
 """
 
-import secrets
 from collections.abc import Collection, Sequence
 from datetime import datetime
 
@@ -12,13 +11,12 @@ from sqlalchemy import ColumnElement, Select, and_, delete, func, or_, select, u
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tinkercloud_api.catalog.counts import Counts
+from tinkercloud_api.catalog.keys import KeyStatements
 from tinkercloud_api.catalog.searches import SearchStatements
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.tables import (
-    ApiKey,
     Checkpoint,
     SamplingSession,
-    ServerSecret,
     Session,
     TrainingRun,
     now,
@@ -32,97 +30,13 @@ _MAX_SWEPT = 100
 """Limit of runs or sessions per housekeeping round."""
 
 
-class Catalog(Counts, UploadStatements, SearchStatements):
+class Catalog(KeyStatements, Counts, UploadStatements, SearchStatements):
     """Queries and updates of the catalog database."""
 
     async def ping(self) -> None:
         """Check that the database responds."""
         async with self._reading() as db:
             await db.execute(select(1))
-
-    async def shared_secret(self, name: str) -> str:
-        """Return a random secret, which the first server that asks for it creates."""
-        existing = select(ServerSecret).where(ServerSecret.name == name)
-        row = await self._one(existing)
-        if row is None:
-            row = await self._insert(
-                ServerSecret(name=name, value=secrets.token_urlsafe(32)), existing
-            )
-        return row.value
-
-    # Keys
-
-    async def add_key(
-        self,
-        *,
-        key_hash: str,
-        name: str,
-        owner: str,
-        role: str,
-        expires_at: datetime | None = None,
-    ) -> ApiKey:
-        """Register a key; if it is already registered, return the existing row."""
-        return await self._insert(
-            ApiKey(key_hash=key_hash, name=name, owner=owner, role=role, expires_at=expires_at),
-            select(ApiKey).where(ApiKey.key_hash == key_hash),
-        )
-
-    async def add_bootstrap_key(
-        self, *, key_hash: str, name: str, owner: str, role: str
-    ) -> tuple[ApiKey, Sequence[int]]:
-        """Register the configured bootstrap key, and revoke previously configured ones.
-
-        A key that has been revoked stays revoked and does not replace others.
-
-        Returns:
-            The key, and the ids of the keys that it replaced.
-        """
-        row = await self._insert(
-            ApiKey(key_hash=key_hash, name=name, owner=owner, role=role, is_bootstrap=True),
-            select(ApiKey).where(ApiKey.key_hash == key_hash),
-        )
-        if not row.is_valid(now()):
-            return row, []
-        # A key from `keys create` that is later configured as bootstrap key is rotated as well.
-        configured = update(ApiKey).where(ApiKey.id == row.id).values(is_bootstrap=True)
-        is_replaced = and_(ApiKey.is_bootstrap, ApiKey.id != row.id, ApiKey.revoked_at.is_(None))
-        replaced = update(ApiKey).where(is_replaced).values(revoked_at=now())
-        async with self._writing() as db:
-            await db.execute(configured)
-            found = await db.scalars(replaced.returning(ApiKey.id))
-            return row, sorted(found.all())
-
-    async def key(self, key_hash: str) -> ApiKey | None:
-        """Return a key that has not been revoked; it may have expired."""
-        query = select(ApiKey).where(ApiKey.key_hash == key_hash, ApiKey.revoked_at.is_(None))
-        return await self._one(query)
-
-    async def keys(self) -> Sequence[ApiKey]:
-        """Return all keys, oldest first."""
-        return await self._all(select(ApiKey).order_by(ApiKey.id))
-
-    async def revoke_key(self, key_id: int) -> bool:
-        """Revoke a key; return whether there was one to revoke."""
-        return await self._change(
-            update(ApiKey)
-            .where(ApiKey.id == key_id, ApiKey.revoked_at.is_(None))
-            .values(revoked_at=now())
-        )
-
-    async def last_use_of_key(self, key_id: int) -> datetime | None:
-        """Return the recorded time of a key's last use."""
-        row = await self._one(select(ApiKey).where(ApiKey.id == key_id))
-        return row.last_used_at if row is not None else None
-
-    async def touch_keys(self, moments: dict[int, datetime]) -> None:
-        """Record when keys were last used."""
-        async with self._writing() as db:
-            # All replicas lock rows in the same order to prevent deadlocks.
-            for key_id, moment in sorted(moments.items()):
-                is_later = or_(ApiKey.last_used_at.is_(None), ApiKey.last_used_at < moment)
-                await db.execute(
-                    update(ApiKey).where(ApiKey.id == key_id, is_later).values(last_used_at=moment)
-                )
 
     # Sessions
 
