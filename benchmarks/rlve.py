@@ -47,6 +47,8 @@ CONFIG: dict[str, Any] = {
     "save_every_steps": 4,
     "learning_rate": 1.5e-4,
 }
+WINDOW = 6
+"""Steps that a point of the smooth curves is the mean of."""
 ROOT = Path(__file__).parents[1]
 LINE = re.compile(r"^step (\d+): reward (\S+), accuracy (\S+), difficulty \S+ (\d+)$", re.MULTILINE)
 
@@ -131,6 +133,12 @@ def train(server: Server) -> dict[str, Any]:
     }
 
 
+def smoothed(values: list[float]) -> list[float]:
+    """Return the mean of each value and those before it, up to `WINDOW` values."""
+    windows = [values[max(0, end - WINDOW) : end] for end in range(1, len(values) + 1)]
+    return [sum(window) / len(window) for window in windows]
+
+
 def plot(curve: dict[str, Any], file: Path) -> None:
     """Draw reward and difficulty by step."""
     mpl.use("Agg")
@@ -139,7 +147,9 @@ def plot(curve: dict[str, Any], file: Path) -> None:
     steps = [each["step"] for each in curve["steps"]]
     figure, axes = plt.subplots(figsize=(8, 4))
     for name, color in (("reward", "tab:blue"), ("accuracy", "tab:green")):
-        axes.plot(steps, [each[name] for each in curve["steps"]], color=color, label=name)
+        values = [each[name] for each in curve["steps"]]
+        axes.plot(steps, values, color=color, alpha=0.35)
+        axes.plot(steps, smoothed(values), color=color, label=f"{name} (mean of {WINDOW} steps)")
     for what, step in curve["killed_at_step"].items():
         axes.axvline(step, color="tab:red", linestyle=":")
         axes.text(step, -0.98, f" {what} killed", color="tab:red", fontsize=8)
