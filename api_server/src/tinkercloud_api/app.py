@@ -18,6 +18,7 @@ from functools import partial
 import aiohttp
 import structlog
 from fastapi import FastAPI
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api import errors, metrics
 from tinkercloud_api.activity import Activity
@@ -162,13 +163,13 @@ async def running_context(
     )
     activity = Activity(catalog)
     authenticator = Authenticator(catalog, activity.use_key)
-    programs = Programs(
-        records=ProgramCatalog(engine),
+    programs = _programs(
+        settings,
+        provider,
+        engine=engine,
         catalog=catalog,
         authenticator=authenticator,
-        runner=_program_runner(settings, provider),
-        settings=settings,
-        server_url=own_url,
+        own_url=own_url,
     )
     training_runs = TrainingRuns(catalog, provider, checkpoints, locator, programs.halt_models)
     context = Context(
@@ -246,6 +247,25 @@ async def _signing_key(catalog: Catalog, settings: Settings) -> bytes:
     if configured is not None:
         return configured.get_secret_value().encode()
     return (await catalog.shared_secret(_SIGNING_KEY)).encode()
+
+
+def _programs(
+    settings: Settings,
+    provider: SessionProvider,
+    *,
+    engine: AsyncEngine,
+    catalog: Catalog,
+    authenticator: Authenticator,
+    own_url: str,
+) -> Programs:
+    return Programs(
+        records=ProgramCatalog(engine),
+        catalog=catalog,
+        authenticator=authenticator,
+        runner=_program_runner(settings, provider),
+        settings=settings,
+        server_url=own_url,
+    )
 
 
 def _program_runner(settings: Settings, provider: SessionProvider) -> ProgramRunner:
