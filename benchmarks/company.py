@@ -47,8 +47,10 @@ async def _measure(engine: Engine) -> list[Measurement]:
     alone, both = await _alone_and_in_company(
         lambda: _sample(engine, "small", 1, 5), lambda: _sample(engine, "flood", 640, 32)
     )
+    # The sampler drops cancelled requests before it answers another.
+    await _sample(engine, "small", 1, 1)
     what = "p95 of a 5-token sample next to 640 samples of 32"
-    made.append(Measurement("C28", what, both / alone, "x", "<= 30"))
+    made.append(Measurement("C28", what, both / alone, "x", "<= 5"))
     return made
 
 
