@@ -268,6 +268,11 @@ class Programs:
                 self._changes.task_done()
 
     async def _record(self, program_id: str, state: ProgramState) -> None:
+        if state.phase.is_final:
+            # Before anybody can see that it ended.
+            row = await self._records.program(program_id)
+            if row is not None and row.key_id is not None:
+                await self._authenticator.revoke_key(row.key_id)
         is_new = await self._records.set_state(
             program_id,
             phase=state.phase,
@@ -276,12 +281,8 @@ class Programs:
             message=state.message,
             started_at=state.started_at,
         )
-        if not is_new or not state.phase.is_final:
-            return
-        log.info("program ended", program_id=program_id, phase=state.phase, reason=state.message)
-        row = await self._records.program(program_id)
-        if row is not None and row.key_id is not None:
-            await self._authenticator.revoke_key(row.key_id)
+        if is_new and state.phase.is_final:
+            log.info("program ended", program_id=program_id, phase=state.phase, why=state.message)
 
     async def find(self, program_id: str, caller: Principal) -> Program:
         """Return a program that exists for this caller.
