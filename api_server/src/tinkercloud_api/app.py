@@ -158,9 +158,9 @@ async def running_context(
     store = open_store(settings.checkpoint_url)
     checkpoints = Checkpoints(catalog, store)
     locator = HeadLocator(catalog, checkpoints, provider, client)
-    stored_runs = StoredRuns(
-        catalog, checkpoints, ObjectStoreClient(store), settings.max_checkpoint_bytes_per_owner
-    )
+    objects, quota = ObjectStoreClient(store), settings.max_checkpoint_bytes_per_owner
+    stored_runs = StoredRuns(catalog, checkpoints, objects, quota)
+    signing_key = await _signing_key(catalog, settings)
     activity = Activity(catalog)
     authenticator = Authenticator(catalog, activity.use_key)
     programs = _programs(
@@ -178,12 +178,7 @@ async def running_context(
         authenticator=authenticator,
         provider=provider,
         checkpoints=checkpoints,
-        downloads=Downloads(
-            checkpoints,
-            ObjectStoreClient(store),
-            settings.downloads,
-            await _signing_key(catalog, settings),
-        ),
+        downloads=Downloads(checkpoints, objects, settings.downloads, signing_key),
         locator=locator,
         training_runs=training_runs,
         proxy=Proxy(client),

@@ -33,7 +33,7 @@ class Server:
     def __init__(self, session: aiohttp.ClientSession, port: int) -> None:
         self.settings = SimpleNamespace(limits=SimpleNamespace(max_body_bytes=1 << 20))
         self.activity = SimpleNamespace(touch=lambda _model: None)
-        self.checkpoints = self.locator = self
+        self.checkpoints = self.locator = self.authenticator = self
         self.proxy = Proxy(session)
         self._route = HeadEndpoint(f"http://127.0.0.1:{port}", "token", "g1")
 
@@ -41,6 +41,9 @@ class Server:
         raise NotFound(WHY)
 
     async def authorize_run(self, *_: object) -> None: ...
+
+    async def reader(self, caller: Principal, _token: str | None) -> Principal:
+        return caller
 
     async def head_of_run(self, _model: str) -> HeadEndpoint:
         return self._route
