@@ -94,7 +94,8 @@ class HotPaths:
         receive, send = drain_body(scope, receive, send, discard)
         handler = self._handler(scope)
         if handler is None or principal is None:
-            await self._app(_with_json_type(scope), receive, send)
+            _declare_json(scope)
+            await self._app(scope, receive, send)
             return
         call = Call(self._server(), HotRequest(scope, receive), send, principal)
         try:
@@ -148,10 +149,12 @@ class HotPaths:
         return handler
 
 
-def _with_json_type(scope: Scope) -> Scope:
-    """Return a request whose body is declared as JSON, if `curl -d` has declared it as a form."""
+def _declare_json(scope: Scope) -> None:
+    """Declare the body of a request as JSON, if `curl -d` has declared it as a form.
+
+    In the scope itself, in which middleware outside this one looks for the route.
+    """
     fields = dict(scope["headers"])
-    if not futures.is_json(fields.get(b"content-type", b"").decode("latin-1")):
-        return scope
-    others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
-    return {**scope, "headers": [*others, (b"content-type", futures.JSON.encode())]}
+    if futures.is_json(fields.get(b"content-type", b"").decode("latin-1")):
+        others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+        scope["headers"] = [*others, (b"content-type", futures.JSON.encode())]

@@ -94,7 +94,7 @@ def test_a_request_over_the_limit_fails_in_sequence(run: Run) -> None:
 
 BAD_CREATIONS: dict[str, tuple[dict[str, object], int, str]] = {
     "unknown model": ({"base_model": "gpt-17"}, 400, "served base models: 'tiny/llama'"),
-    "rank of zero": ({"lora_config": {"rank": 0}}, 400, "lora_config.rank"),
+    "negative rank": ({"lora_config": {"rank": -1}}, 400, "lora_config.rank"),
     "nothing to train": (
         {
             "lora_config": {
@@ -233,7 +233,7 @@ def test_a_load_in_both_forms_or_in_neither_is_rejected(run: Run) -> None:
 
 NOT_SERVED_IN_ORDER = {
     "create_custom_loss": "POST /api/v1/create_custom_loss is not supported by this server",
-    "copy_weights": "POST /api/v1/copy_weights is not supported by this server",
+    "join_sampling_session": "POST /api/v1/join_sampling_session is not supported by this server",
     "a_call_of_next_year": "POST /api/v1/a_call_of_next_year is not supported by this server",
     "merge%20weights/é?a=b": "is not supported by this server",
 }
@@ -276,7 +276,7 @@ def test_an_invalid_batch_in_json_fails_in_its_place(run: Run, path: str) -> Non
 
 def test_an_unsupported_call_without_a_sequence_number_is_rejected_immediately(run: Run) -> None:
     for body in ({}, {"model_id": run.model_id}, {"seq_id": 1}, {"model_id": 1, "seq_id": 1}):
-        assert run.server.post("copy_weights", body).status == 404
+        assert run.server.post("join_sampling_session", body).status == 404
     assert run.server.post("forward_backward", {"model_id": run.model_id}).status == 400
 
 
