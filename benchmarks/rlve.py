@@ -39,7 +39,7 @@ from tinkercloud_testing.servers import Server, a_server
 MODEL = "small/llama"
 ENVIRONMENT = "MaxMultiplicationFixedSum"
 SEEDS = (0, 1)
-KILL_PROGRAM_AT, KILL_HEAD_AT = 100, 200
+KILL_PROGRAM_AT, KILL_HEAD_AT = 80, 160
 CONFIG: dict[str, Any] = {
     "enabled": True,
     "environment_list": [ENVIRONMENT],
@@ -50,9 +50,9 @@ CONFIG: dict[str, Any] = {
     "over_sampling_batch_size": 16,
     "rollout_max_response_len": 12,
     "min_prompts_before_difficulty_check": 32,
-    "num_rollout": 300,
+    "num_rollout": 240,
     "save_every_steps": 20,
-    "learning_rate": 5e-4,
+    "learning_rate": 1.5e-4,
 }
 WARM_UP_STEPS, WARM_UP_BATCH, WARM_UP_LEARNING_RATE = 120, 32, 2e-3
 WARM_UP_DIFFICULTIES = (0, 1, 2)
