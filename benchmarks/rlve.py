@@ -183,11 +183,9 @@ def draw(axes: Axes, curve: dict[str, Any]) -> None:
     axes.set(xlabel="step", title=f"seed {curve['seed']}", ylim=(-0.2, 1.05))
     right = axes.twinx()
     difficulty = [each["difficulty"] for each in curve["steps"]]
-    (line,) = right.step(steps, difficulty, color="tab:gray", where="post")
+    right.step(steps, difficulty, color="tab:gray", where="post")
+    axes.plot([], [], color="tab:gray", label="highest difficulty (right)")
     right.set(ylabel="highest difficulty", ylim=(-0.8, 4.2), yticks=range(5))
-    lines = [each for each in axes.get_lines() if not str(each.get_label()).startswith("_")]
-    labels = [str(each.get_label()) for each in lines]
-    axes.legend([*lines, line], [*labels, "highest difficulty"], fontsize=8, loc="upper left")
 
 
 def plot(curves: Sequence[dict[str, Any]], file: Path) -> None:
@@ -199,8 +197,10 @@ def plot(curves: Sequence[dict[str, Any]], file: Path) -> None:
     for axes, curve in zip(panels[0], curves, strict=True):
         draw(axes, curve)
     panels[0][0].set(ylabel="mean of the step")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 0.94))
     figure.suptitle(f"RLVE on the server: {ENVIRONMENT}, a model of 0.9 million parameters, CPU")
-    figure.tight_layout(rect=(0, 0, 1, 0.94))
+    figure.tight_layout(rect=(0, 0, 1, 0.9))
     figure.savefig(file, dpi=110)
 
 
