@@ -122,8 +122,8 @@ bench: .venv/.installed ## measure, and compare with a plain Hugging Face loop
 bench-gpu: .venv/.installed ## check and measure the engine on this machine's GPU; without one, check that the command works
 	@$(BIN)/python -m benchmarks.gpu
 
-rlve: .venv/.installed $(MODEL_FOLDER) ## train SmolLM2 on an RLVE environment and draw the curve (by hand; 15 minutes on two cores)
-	@PYTHONPATH=tests/support $(BIN)/python -m benchmarks.rlve
+rlve: .venv/.installed ## train a small model on an RLVE environment and draw the curve (by hand; 10 minutes on two cores)
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m benchmarks.rlve
 
 clean: ## remove the environment and the state of `make run`
 	rm -rf .venv .uv .run
