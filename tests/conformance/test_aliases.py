@@ -1,4 +1,4 @@
-"""Programs with fixed model names run on whatever is served, under an alias of it."""
+"""Programs with fixed model names run on any served model that has an alias of that name."""
 
 import json
 import os

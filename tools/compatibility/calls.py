@@ -55,7 +55,7 @@ def run(world: World, class_name: str, method: str) -> None:
     """Exercise one form of a method.
 
     Raises:
-        Exception: whatever the SDK raises, or an AssertionError if the result is wrong.
+        Exception: any exception of the SDK; AssertionError if the result is wrong.
     """
     client = CLIENTS[class_name](world)
     CALLS[f"{class_name}.{method.removesuffix('_async')}"](world, bound(client, method))

@@ -58,7 +58,7 @@ def outcome(work: Callable[[], None]) -> str:
     def attempt() -> None:
         try:
             work()
-        except BaseException as error:  # noqa: BLE001 - whatever the SDK raises is the result
+        except BaseException as error:  # noqa: BLE001 - any exception of the SDK is a result
             traceback.print_exc()
             result.append(_reason(error))
         else:

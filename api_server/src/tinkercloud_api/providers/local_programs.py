@@ -161,7 +161,7 @@ class _LocalProgram:
             await _stop(attempt)
             raise
         finally:
-            # Whatever it started would hold the pipe open.
+            # Child processes that outlive it would hold the pipe open.
             attempt.signal_group(signal.SIGKILL)
             await reader
             self._attempt = None

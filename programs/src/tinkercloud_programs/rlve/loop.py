@@ -1,8 +1,8 @@
 """The training loop: sample groups, verify them, train, save, report.
 
-A checkpoint and the state that belongs to it become the place to resume from in one report to the
-server. Whatever interrupts the program, it continues from there: in the same model while that
-exists, else in a new model that is created from the checkpoint.
+One report to the server contains both a checkpoint and its state. After any interruption, the
+program resumes from the latest report: in the same model if it exists, otherwise in a new model
+that is created from the checkpoint.
 """
 
 import os

@@ -129,7 +129,7 @@ def norm_of(flat: Tensor) -> Tensor:
 def unchanged_if_it_fails(gradients: Sequence[Tensor]) -> Iterator[None]:
     """Give flat gradients their values back if the body raises.
 
-    A copy is made of those that are not zero.
+    Only nonzero gradients are copied.
     """
     norms = [torch.linalg.vector_norm(gradient, math.inf) for gradient in gradients]
     copies = [
