@@ -20,7 +20,7 @@ MAX_HEADERS = 100
 HEAD_SECONDS = 20.0
 """Time limit for receiving the headers, from their first byte or from the connection's start."""
 BODY_IDLE_SECONDS = 60.0
-"""Time limit without any byte of a body that is being read."""
+"""Time limit without any byte of a body that is being read, up to twice that after a pause."""
 _DESCRIPTORS_OF_OTHERS = 256
 """File descriptors that are not client connections: files, the catalog, child processes."""
 _DESCRIPTORS_OF_ONE = 2
@@ -116,7 +116,8 @@ class BoundedProtocol(HttpToolsProtocol):
         """Close the connection if a body that is being read has stalled."""
         now = self.loop.time()
         if self.flow.read_paused:
-            self._last_byte = now
+            # Reading may resume just before the next check, and the client has its time from then.
+            self._last_byte = now + BODY_IDLE_SECONDS
         waited = now - self._last_byte
         if waited >= BODY_IDLE_SECONDS:
             self._close()

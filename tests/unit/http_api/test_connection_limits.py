@@ -1,6 +1,7 @@
 """A client without a key can occupy only few bytes of the server, for a short time."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -150,11 +151,42 @@ async def test_a_body_that_the_server_is_not_reading_yet_does_not_time_out(
         writer.close()
 
 
+async def test_a_body_whose_reading_resumes_just_before_a_check_does_not_time_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checks: list[Callable[[], None]] = []
+    checked = asyncio.Event()
+    check = connections.BoundedProtocol._check_body
+
+    def note(protocol: connections.BoundedProtocol) -> None:
+        checks.append(lambda: check(protocol))
+        check(protocol)
+        checked.set()
+
+    monkeypatch.setattr(connections, "BODY_IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(connections.BoundedProtocol, "_check_body", note)
+    size = 4 << 20
+
+    async def resumes_before_a_check(scope: Scope, receive: Receive, send: Send) -> None:
+        await checked.wait()
+        time.sleep(0.6)
+        reading = asyncio.ensure_future(receive())
+        asyncio.get_running_loop().call_soon(checks[-1])
+        await reading
+        await reads_first(scope, receive, send)
+
+    async with served(resumes_before_a_check) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(BEGIN + b"content-length: %d\r\n\r\n" % size + bytes(size))
+        assert b"http.request" in await reader.readuntil(b'"http.request"')
+        writer.close()
+
+
 async def test_a_response_may_take_longer_than_a_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.05)
-    monkeypatch.setattr(connections, "BODY_IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(connections, "BODY_IDLE_SECONDS", 0.5)
 
     async def responds_late(scope: Scope, receive: Receive, send: Send) -> None:
         await reads_first(scope, receive, send)
