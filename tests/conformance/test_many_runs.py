@@ -13,7 +13,7 @@ from tinkercloud_testing.servers import Server
 MODEL = "tiny/llama"
 NUM_RUNS, NUM_OWNERS, STEPS = 64, 4, 3
 RANKS = (1, 2, 4, 8, 16, 32)
-LAYERS = (
+LAYERS: tuple[dict[str, bool], ...] = (
     {},
     {"train_mlp": False},
     {"train_attn": False, "train_unembed": False},
