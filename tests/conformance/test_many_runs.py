@@ -13,12 +13,9 @@ from tinkercloud_testing.servers import Server
 MODEL = "tiny/llama"
 NUM_RUNS, NUM_OWNERS, STEPS = 64, 4, 3
 RANKS = (1, 2, 4, 8, 16, 32)
-LAYERS: tuple[dict[str, bool], ...] = (
-    {},
-    {"train_mlp": False},
-    {"train_attn": False, "train_unembed": False},
-    {"train_unembed": False},
-)
+ATTENTION, MLP, UNEMBED = 1, 2, 4
+LAYERS = (ATTENTION | MLP | UNEMBED, ATTENTION | UNEMBED, MLP, ATTENTION | MLP)
+"""Layers with adapters."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +25,15 @@ class Run:
     number: int
 
     def create(self, client: tinker.ServiceClient) -> tinker.TrainingClient:
-        switches = LAYERS[self.number % len(LAYERS)]
-        rank = RANKS[self.number % len(RANKS)]
-        made = client.create_lora_training_client(MODEL, rank, seed=self.number, **switches)
+        layers = LAYERS[self.number % len(LAYERS)]
+        made = client.create_lora_training_client(
+            MODEL,
+            rank=RANKS[self.number % len(RANKS)],
+            seed=self.number,
+            train_attn=bool(layers & ATTENTION),
+            train_mlp=bool(layers & MLP),
+            train_unembed=bool(layers & UNEMBED),
+        )
         return made.result()
 
     @property
