@@ -19,7 +19,8 @@ from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
 from tinkercloud_api.catalog_rebuild import Rebuilt, has_checkpoints, rebuild
-from tinkercloud_api.checkpoints import Checkpoints, latest
+from tinkercloud_api.checkpoint_rows import latest
+from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_protocol.checkpoints import CheckpointManifest, suspended_key
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable
@@ -262,7 +263,7 @@ async def test_a_failure_of_the_store_is_reported_as_unavailable(world: World) -
         checkpoints.delete(path("a"), ME),
         checkpoints.set_ttl(path("a"), ME, 60),
         checkpoints.is_suspended("s:train:0", "g1", None),
-        checkpoints.delete_suspended("s:train:0"),
+        checkpoints.delete_state("s:train:0", "g1"),
         checkpoints.discover("s:train:0"),
     ):
         with pytest.raises(Unavailable, match="object store"):
