@@ -48,9 +48,7 @@ def test_a_run_whose_head_is_killed_continues_from_its_last_autosave_bit_for_bit
         expected = [step(undisturbed) for _ in range(10)]
         training = a_training_client(server)
         for _ in range(3):
-            before = autosaves(server, training)
-            step(training), step(training)
-            wait_until(lambda before=before: autosaves(server, training) != before, "an autosave")
+            train_until_autosave(server, training)
         wait_until(lambda: autosaves(server, training) == names(4, 6), "the oldest is deleted")
         assert listed(server, training) == []
         assert step(training) == expected[6]
@@ -73,6 +71,13 @@ def test_a_run_whose_head_is_killed_continues_from_its_last_autosave_bit_for_bit
         assert autosaves(server, training) == names(4, 6)
         server.rest().delete_checkpoint(training.model_id, "weights/autosave-step-000004").result()
         assert listed(server, training) == names(6)
+
+
+def train_until_autosave(server: Server, training: tinker.TrainingClient) -> None:
+    before = autosaves(server, training)
+    for _ in range(2):
+        step(training)
+    wait_until(lambda: autosaves(server, training) != before, "an autosave")
 
 
 def end_session(server: Server, training: tinker.TrainingClient) -> None:

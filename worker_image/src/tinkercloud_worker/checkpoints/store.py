@@ -235,7 +235,8 @@ class CheckpointStore:
         """Delete a checkpoint, its manifest first. A missing checkpoint is not an error."""
         with suppress(FileNotFoundError), _store_errors():
             await obstore.delete_async(self._store, path.manifest_key)
-        await self._delete_others(path.prefix, set())
+        with suppress(FileNotFoundError):
+            await self._delete_others(path.prefix, set())
 
     async def _put_files(self, manifest: CheckpointManifest, files: Mapping[str, bytes]) -> None:
         with _store_errors():

@@ -43,10 +43,17 @@ class Autosaver:
         model.operations.on_change = self._wake.set
         self._wake.set()
 
-    async def interrupt(self, model: LiveModel) -> None:
-        """Abandon the save of this model that runs, if any; return once it has ended."""
+    async def discard(self, model: LiveModel) -> None:
+        """Delete the automatic checkpoints of a deleted model.
+
+        If the engine has lost the model, they are kept: an error has told the client to resume from
+        the latest.
+        """
         if self._saving is not None and self._saving[0] is model:
-            await _end(self._saving[1])
+            # Not cancelled: the store may complete a write whose caller has left.
+            await asyncio.wait({self._saving[1]})
+        if not model.operations.is_lost:
+            await model.operations.checkpoints.remove_autosaves()
 
     async def save_last(self) -> list[str]:
         """Write the last checkpoint of every model instead of automatic ones; return the paths."""

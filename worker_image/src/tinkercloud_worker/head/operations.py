@@ -268,15 +268,6 @@ class Operations:
         await self.checkpoints.write_autosave(await self.export_state())
         self.schedule.saved(point)
 
-    async def discard_autosaves(self) -> None:
-        """Delete the automatic checkpoints of a deleted model.
-
-        If the engine has lost the model, they are kept: an error has told the client to resume from
-        the latest.
-        """
-        if not self.is_lost:
-            await self.checkpoints.remove_autosaves()
-
     def _count_change(self) -> None:
         self.schedule.changed(time.monotonic())
         self.on_change()

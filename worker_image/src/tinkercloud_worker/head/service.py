@@ -247,9 +247,8 @@ class HeadService:
         if model is not None:
             model.queue.close(f"model {model_id} was deleted")
             self._results.abandon(str(model_id))
-            await self._autosaver.interrupt(model)
             await model.operations.delete()
-            _in_background = self._spawn(model.operations.discard_autosaves())
+            _in_background = self._spawn(self._autosaver.discard(model))
 
     def submit(self, received: Received, key: str | None = None) -> str:
         """Queue a training request; return its id. An unreadable one fails in its place.
