@@ -131,7 +131,7 @@ def test_a_head_killed_during_startup_is_started_a_second_time(
         step(training)
 
 
-def test_training_goes_on_visibly_while_the_store_fails_and_is_saved_afterwards(
+def test_training_continues_while_the_store_fails_visibly_and_is_saved_afterwards(
     model_folder: Path, tmp_path: Path
 ) -> None:
     settings = {"TINKERCLOUD_AUTOSAVE__STEPS": "1"}

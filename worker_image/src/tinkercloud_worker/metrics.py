@@ -67,7 +67,7 @@ AUTOSAVE_FAILING = Gauge(
 )
 AUTOSAVE_SECONDS = Histogram(
     "tinkercloud_autosave_seconds",
-    "Time to copy and write an automatic checkpoint, in seconds; training goes on meanwhile",
+    "Time to copy and write an automatic checkpoint, in seconds; training continues meanwhile",
     buckets=(0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000),
 )
 

@@ -2,11 +2,11 @@
 
 One task serves all models and saves one at a time, the one that has been due for longest first. So
 at most one copy of a model is in memory, however slow the store is, and a model that falls behind
-is saved in its newest state. Only the copy runs on the engine's thread, between two jobs; encoding
-and writing run beside training.
+is saved in its newest state. Only the copy is made on the engine's thread, between two jobs; other
+threads encode and write it, while training continues.
 
-A failed save is tried again, less and less often. Training goes on meanwhile; the failure is in the
-log, in the metrics, and in the head's list of models.
+A failed save is tried again after growing pauses. It is in the log, in the metrics, and in the
+head's list of models.
 """
 
 import asyncio
@@ -46,8 +46,7 @@ class Autosaver:
     async def discard(self, model: LiveModel) -> None:
         """Delete the automatic checkpoints of a deleted model.
 
-        If the engine has lost the model, they are kept: an error has told the client to resume from
-        the latest.
+        If the engine has lost the model, they are kept: an error has named the latest of them.
         """
         if self._saving is not None and self._saving[0] is model:
             # Not cancelled: the store may complete a write whose caller has left.
@@ -122,7 +121,7 @@ class Autosaver:
         schedule.failed(time.monotonic(), reason)
         metrics.AUTOSAVE_FAILURES.inc()
         log.warning(
-            "autosave failed; training goes on, and the save is tried again",
+            "autosave failed; training continues, and the save is tried again",
             model_id=name,
             unsaved_steps=schedule.unsaved,
             reason=reason,
