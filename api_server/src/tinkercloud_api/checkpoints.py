@@ -311,7 +311,8 @@ class Checkpoints:
             manifest = None
         if manifest is not None:
             principal.require(manifest, f"checkpoint {path}")
-            await self._index(manifest)
+            if not path.is_autosave:
+                await self._index(manifest)
         elif row is not None and (row.is_indexed or row.damage is not None):
             principal.require(row, f"checkpoint {path}")
         else:
@@ -324,9 +325,9 @@ class Checkpoints:
 
         Raises:
             NotFound: it does not exist for this principal.
+            InvalidRequest: it is an automatic one, which a head may replace.
         """
-        manifest = await self._required(path)
-        principal.require(manifest, f"checkpoint {path}")
+        manifest = await self._lasting(path, principal)
         await self._index(manifest)
         await self._catalog.set_public(path, is_public=is_public)
 
@@ -339,14 +340,25 @@ class Checkpoints:
 
         Raises:
             NotFound: it does not exist for this principal.
+            InvalidRequest: it is an automatic one, which a head may replace.
         """
-        manifest = await self._required(path)
-        principal.require(manifest, f"checkpoint {path}")
+        manifest = await self._lasting(path, principal)
         expires_at = None
         if ttl_seconds is not None:
             expires_at = datetime.now(UTC) + timedelta(seconds=ttl_seconds)
         await self._index(manifest)
         await self._catalog.set_expiry(path, expires_at)
+
+    async def _lasting(self, path: CheckpointPath, principal: Principal) -> CheckpointManifest:
+        """Return the manifest of a principal's checkpoint that only its owner deletes."""
+        manifest = await self._required(path)
+        principal.require(manifest, f"checkpoint {path}")
+        if path.is_autosave and await self._catalog.checkpoint(path) is None:
+            raise InvalidRequest(
+                f"{path} is an automatic checkpoint, which the session head of its run replaces;"
+                " save one under a name with save_state"
+            )
+        return manifest
 
     async def delete_expired(self) -> None:
         """Delete expired checkpoints.

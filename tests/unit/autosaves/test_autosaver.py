@@ -1,22 +1,26 @@
 """A head saves its models by itself, one at a time and while training continues."""
 
 import asyncio
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import obstore
 import pytest
 
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.autosave import AutosaveConfig
 from tinkercloud_protocol.checkpoints import GRADIENT, CheckpointManifest
 from tinkercloud_protocol.errors import StateLost
+from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.launch import HeldModel
 from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head
 from tinkercloud_testing.waiting import reached
+from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints.store import StoreFailed
+from tinkercloud_worker.engine.trainer import TrainingState
+from tinkercloud_worker.head import save_schedule
 
 AT_ONCE = AutosaveConfig(steps=1)
 EVERY_2_STEPS = AutosaveConfig(steps=2, seconds=0)
@@ -48,7 +52,7 @@ async def train(head: Head, first: int, last: int) -> None:
 
 
 def held(head: Head) -> HeldModel:
-    (model,) = head.service.held()
+    (model,) = [each for each in head.service.held() if each.model_id == str(MODEL)]
     return model
 
 
@@ -122,6 +126,52 @@ async def test_a_failing_store_is_visible_and_an_autosave_follows_its_recovery(
         await reached(lambda: held(head).unsaved_steps == 0)
         assert held(head).autosave_failure is None
         assert saved() == names(2)
+
+
+async def test_a_save_that_fails_halfway_leaves_no_files(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with a_head(root, tmp_path, "g1", autosave=AT_ONCE) as head:
+        await head.begin()
+        monkeypatch.setattr(durable, "put_atomically", fail)
+        await train(head, 1, 3)
+        await reached(lambda: held(head).autosave_failure is not None)
+
+        assert "no space left on device" in (held(head).autosave_failure or "")
+        assert not list((tmp_path / "store").rglob("autosave-*"))
+
+
+async def test_while_the_store_fails_other_models_are_not_copied_in_vain(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Callable[[], list[str]]
+) -> None:
+    async def fail(*_args: object, **_kwargs: object) -> None:
+        raise StoreFailed("the checkpoint store is full")
+
+    with a_head(root, tmp_path, "g1", autosave=AT_ONCE) as head:
+        await head.begin()
+        exports: list[str] = []
+        export = head.backend.trainer.export_state
+
+        def record(name: str) -> TrainingState:
+            exports.append(name)
+            return export(name)
+
+        monkeypatch.setattr(head.backend.trainer, "export_state", record)
+        with monkeypatch.context() as broken:
+            broken.setattr(head.backend.store, "write", fail)
+            broken.setattr(save_schedule, "_FIRST_RETRY_SECONDS", 1e9)
+            broken.setattr(save_schedule, "_LONGEST_RETRY_SECONDS", 1e9)
+            await train(head, 1, 3)
+            await reached(lambda: held(head).autosave_failure is not None)
+            other = ModelId("s", 1)
+            await head.service.create_model(other, SPEC)
+            head.service._models[str(other)].operations._count_change()
+            await train(head, 3, 5)
+
+        assert exports == [str(MODEL)]
 
 
 async def test_autosaves_that_an_interrupted_save_left_incomplete_are_deleted(
@@ -267,13 +317,13 @@ async def test_a_lost_model_names_its_autosave_which_outlives_it(
 async def test_a_store_that_fails_to_delete_delays_the_deletion_of_old_autosaves_only(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Callable[[], list[str]]
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError("Permission denied")
+    async def refuse(*_: object) -> None:
+        raise StoreFailed("the checkpoint store denies access")
 
     with a_head(root, tmp_path, "g1", autosave=AT_ONCE) as head:
         await head.begin()
         with monkeypatch.context() as broken:
-            broken.setattr(obstore, "list_with_delimiter_async", refuse)
+            broken.setattr(head.backend.store, "delete", refuse)
             for first in (1, 3, 5):
                 await train(head, first, first + 2)
                 await reached(lambda: held(head).unsaved_steps == 0)

@@ -158,6 +158,24 @@ async def test_autosaves_are_hidden_until_the_run_is_lost_and_then_are_checkpoin
     assert await world.names() == {"mine", older.name, newer.name}
 
 
+async def test_an_autosave_that_a_head_may_replace_can_be_deleted_but_not_published(
+    world: World,
+) -> None:
+    autosave = CheckpointPath.of_autosave(RUN, 1)
+    await world.put(a_manifest(autosave))
+    for change in (
+        world.checkpoints.publish(autosave, ME, is_public=True),
+        world.checkpoints.set_ttl(autosave, ME, 60),
+    ):
+        with pytest.raises(InvalidRequest, match=r"automatic checkpoint.* save_state"):
+            await change
+    assert await world.names() == set()
+
+    await world.checkpoints.delete(autosave, ME)
+
+    assert await world.files() == set()
+
+
 async def test_a_damaged_autosave_is_not_named(world: World) -> None:
     good, damaged = CheckpointPath.of_autosave(RUN, 1), CheckpointPath.of_autosave(RUN, 2)
     await world.put(a_manifest(good))

@@ -16,8 +16,10 @@ from collections.abc import Mapping
 import structlog
 
 from tinkercloud_worker import metrics
+from tinkercloud_worker.checkpoints.store import StoreFailed
 from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.queue import error_message, to_result
+from tinkercloud_worker.head.save_schedule import Backoff
 
 log = structlog.get_logger(__name__)
 
@@ -35,6 +37,8 @@ class Autosaver:
         self._wake = asyncio.Event()
         self._saving: tuple[LiveModel, asyncio.Task[None]] | None = None
         self._saving_last = asyncio.Lock()
+        self._store = Backoff()
+        """Failures of the store concern all models. Trying each would copy each in vain."""
         metrics.AUTOSAVE_FAILING.set_function(self._count_failing)
         self._worker = asyncio.create_task(self._work())
 
@@ -58,21 +62,16 @@ class Autosaver:
         """Write the last checkpoint of every model instead of automatic ones; return the paths."""
         async with self._saving_last:
             if self._saving is not None:
-                await _end(self._saving[1])
+                # Not awaited: a store that hangs would delay the last checkpoint.
+                self._saving[1].cancel()
             models = [m for m in self._models.values() if m.operations.refused is None]
             try:
                 return [await model.operations.save_last() for model in models]
             finally:
                 self._wake.set()
 
-    async def stop(self) -> None:
-        """Save nothing from now on; abandon the save that runs. Idempotent."""
-        await _end(self._worker)
-        if self._saving is not None:
-            await _end(self._saving[1])
-
     def close(self) -> None:
-        """Stop immediately."""
+        """Save nothing from now on; abandon the save that runs. Idempotent."""
         self._worker.cancel()
         if self._saving is not None:
             self._saving[1].cancel()
@@ -87,7 +86,7 @@ class Autosaver:
             due = self._next_due()
             if due is None:
                 await self._wake.wait()
-            elif (pause := due[0] - time.monotonic()) > 0:
+            elif (pause := max(due[0], self._store.retry_at) - time.monotonic()) > 0:
                 await _wait(self._wake, pause)
             else:
                 await self._save(due[1])
@@ -113,12 +112,15 @@ class Autosaver:
             return
         schedule, error = model.operations.schedule, task.exception()
         if error is None:
+            self._store.succeeded()
             metrics.AUTOSAVES.inc()
             metrics.AUTOSAVE_SECONDS.observe(time.monotonic() - began)
             log.debug("autosaved", model_id=name)
             return
         reason = error_message(to_result(error)) if isinstance(error, Exception) else repr(error)
         schedule.failed(time.monotonic(), reason)
+        if isinstance(error, StoreFailed):
+            self._store.failed(time.monotonic())
         metrics.AUTOSAVE_FAILURES.inc()
         log.warning(
             "autosave failed; training continues, and the save is tried again",
@@ -126,11 +128,6 @@ class Autosaver:
             unsaved_steps=schedule.unsaved,
             reason=reason,
         )
-
-
-async def _end(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait({task})
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

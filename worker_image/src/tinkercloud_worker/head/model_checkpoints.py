@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 
@@ -149,15 +150,19 @@ class ModelCheckpoints:
     async def _write_autosave(
         self, manifest: CheckpointManifest, encode: Callable[[], formats.Files]
     ) -> CheckpointManifest:
-        if self._autosaves is not None:
-            # If this save fails, its files are deleted with the old ones.
-            self._autosaves.setdefault(manifest.path, _LONG_AGO)
+        autosaves = await self._list_autosaves()
         writing = self._write(manifest, encode, overwrite=True)
         del encode
-        self._latest_autosave = written = await writing
         try:
-            autosaves = await self._list_autosaves()
-            autosaves[written.path] = written.created_at
+            self._latest_autosave = written = await writing
+        except Exception:
+            if manifest.path not in autosaves:
+                # A store that is full should not keep half of it.
+                with suppress(WireError):
+                    await self._backend.store.delete(manifest.path)
+            raise
+        autosaves[written.path] = written.created_at
+        try:
             for path in sorted(autosaves, key=autosaves.__getitem__)[:-_KEPT_AUTOSAVES]:
                 await self._backend.store.delete(path)
                 del autosaves[path]

@@ -23,6 +23,25 @@ class SavePoint:
     time: float
 
 
+class Backoff:
+    """When something that fails is tried again."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self.retry_at = 0.0
+        """When to try again; in the past if nothing has failed."""
+
+    def failed(self, now: float) -> None:
+        """Record a failure."""
+        pause = min(_FIRST_RETRY_SECONDS * 2.0**self._failures, _LONGEST_RETRY_SECONDS)
+        self._failures += 1
+        self.retry_at = now + pause
+
+    def succeeded(self) -> None:
+        """Record a success."""
+        self._failures, self.retry_at = 0, 0.0
+
+
 class SaveSchedule:
     """Counts one model's changes and decides when they are saved."""
 
@@ -32,8 +51,7 @@ class SaveSchedule:
         self._saved = 0
         self._since = 0.0
         """When the oldest unsaved change was counted, or earlier."""
-        self._failures = 0
-        self._retry_at = 0.0
+        self._backoff = Backoff()
         self._has_ended = False
         self.failure: str | None = None
         """Why the last save failed; None if it succeeded."""
@@ -55,16 +73,15 @@ class SaveSchedule:
 
     def saved(self, point: SavePoint) -> None:
         """Record that the state copied after this point is stored."""
-        self._failures, self._retry_at, self.failure = 0, 0.0, None
+        self._backoff.succeeded()
+        self.failure = None
         if point.changes > self._saved:
             self._saved, self._since = point.changes, point.time
 
     def failed(self, now: float, reason: str) -> None:
         """Record that a save failed."""
         self.failure = reason
-        pause = min(_FIRST_RETRY_SECONDS * 2.0**self._failures, _LONGEST_RETRY_SECONDS)
-        self._failures += 1
-        self._retry_at = now + pause
+        self._backoff.failed(now)
 
     def end(self) -> None:
         """Save nothing from now on."""
@@ -75,7 +92,7 @@ class SaveSchedule:
         if self.unsaved == 0 or self._has_ended:
             return None
         if self._config.steps and self.unsaved >= self._config.steps:
-            return max(self._since, self._retry_at)
+            return max(self._since, self._backoff.retry_at)
         if self._config.seconds:
-            return max(self._since + self._config.seconds, self._retry_at)
+            return max(self._since + self._config.seconds, self._backoff.retry_at)
         return None

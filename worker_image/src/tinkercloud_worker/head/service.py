@@ -458,7 +458,7 @@ class HeadService:
             Unavailable: some models could not be written; the message says which and why.
         """
         self._is_draining = True
-        await self._autosaver.stop()
+        self._autosaver.close()
         await self._shutdown.suspend(store or self._backend.store)
 
     def release_waiters(self) -> None:
