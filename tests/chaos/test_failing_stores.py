@@ -129,3 +129,39 @@ def test_a_head_killed_during_startup_is_started_a_second_time(
 
         assert "restarting a session head" in server.log
         step(training)
+
+
+def test_training_continues_while_the_store_fails_visibly_and_is_saved_afterwards(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    settings = {"TINKERCLOUD_AUTOSAVE__STEPS": "1"}
+    with a_server(tmp_path, {MODEL: model_folder}, settings) as server:
+        expected = expected_losses(server, 4)
+        training = a_training_client(server)
+        assert step(training) == expected[0]
+        wait_until(lambda: usage(server, training)["unsaved_steps"] == 0, "an autosave")
+
+        with failing_store(server):
+            assert [step(training), step(training)] == expected[1:3]
+            wait_until(lambda: usage(server, training)["autosave_failure"] is not None, "a failure")
+            assert usage(server, training)["unsaved_steps"] == 2
+            assert "autosave failed" in (heads_folder(server) / "head.log").read_text()
+            assert failing_autosaves(server) == 1
+
+        wait_until(lambda: usage(server, training)["unsaved_steps"] == 0, "an autosave")
+        weights = server.state_dir / "checkpoints/runs" / training.model_id / "weights"
+        assert (weights / "autosave-step-000003/manifest.json").exists()
+        assert usage(server, training)["autosave_failure"] is None
+        assert failing_autosaves(server) == 0
+        assert step(training) == expected[3]
+
+
+def usage(server: Server, training: tinker.TrainingClient) -> dict[str, object]:
+    session = training.holder.get_session_id()
+    answer = server.request("GET", f"/api/v1/session_usage/{session}").json()
+    (model,) = answer["models"]
+    return dict(model)
+
+
+def failing_autosaves(server: Server) -> object:
+    return server.request("GET", "/api/v1/health").json()["failing_autosaves"]

@@ -80,6 +80,11 @@ class _Saved:
     others: list[str] = field(default_factory=list)
     """One sentence for each folder that is not a checkpoint."""
 
+    def leave_out_autosaves(self) -> None:
+        """Forget automatic checkpoints, which the run's head may replace and delete."""
+        self.manifests = [m for m in self.manifests if not m.path.is_autosave]
+        self.damaged = {p: why for p, why in self.damaged.items() if not p.is_autosave}
+
 
 async def _saved(model_id: ModelId, objects: ObjectStoreClient) -> _Saved:
     saved = _Saved()
@@ -111,6 +116,9 @@ async def _rebuild_run(
     if not described:
         return
     await _add_run(model_id, described, catalog)
+    run = await catalog.run(str(model_id))
+    if run is None or run.generation != _NO_HEAD:
+        saved.leave_out_autosaves()
     for manifest in saved.manifests:
         row = await catalog.checkpoint(manifest.path)
         if row is None or row.damage is not None:

@@ -22,6 +22,7 @@ from tinkercloud_api.catalog.searches import CheckpointSearch
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
+from tinkercloud_api.checkpoint_rows import info, name_of, path_of
 from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_protocol.checkpoints import (
     CheckpointManifest,
@@ -137,7 +138,7 @@ class Checkpoints:
         unfinished = await self._catalog.size_of_uploads(owner)
         if size + unfinished + size_bytes > limit:
             largest = await self._catalog.largest_checkpoints(owner, _LARGEST_LISTED)
-            named = ", ".join(f"{_name(row)} ({row.size_bytes} bytes)" for row in largest)
+            named = ", ".join(f"{name_of(row)} ({row.size_bytes} bytes)" for row in largest)
             raise InvalidRequest(
                 f"the checkpoints of {owner!r} use {size} of {limit} bytes"
                 f" (max_checkpoint_bytes_per_owner), unfinished uploads and copies {unfinished},"
@@ -203,15 +204,34 @@ class Checkpoints:
         return found
 
     async def discover(self, run_id: str) -> None:
-        """Index the training checkpoints that a head has written without a request."""
-        folder = f"{run_prefix(run_id)}/{CheckpointKind.TRAINING}/"
+        """Index the training checkpoints that a head has written without a request.
+
+        Automatic ones are left out: a head replaces and deletes them.
+        """
+        await self._discover_all([p for p in await self._in_store(run_id) if not p.is_autosave])
+
+    async def keep_autosaves(self, run_id: str) -> None:
+        """Index the automatic checkpoints of a lost run: now they are checkpoints like others."""
+        await self._discover_all([p for p in await self._in_store(run_id) if p.is_autosave])
+
+    async def _in_store(self, run_id: str) -> list[CheckpointPath]:
+        """Return the training checkpoints in a run's folder, incomplete ones included."""
+        folder, paths = f"{run_prefix(run_id)}/{CheckpointKind.TRAINING}/", []
         for name in await self._objects.folders(folder):
             try:
-                await self._discover(CheckpointPath(run_id, CheckpointKind.TRAINING, name))
+                paths.append(CheckpointPath(run_id, CheckpointKind.TRAINING, name))
             except InvalidRequest as error:
                 log.warning(
                     "skipping an invalid checkpoint folder", path=folder + name, error=error.message
                 )
+        return paths
+
+    async def _discover_all(self, paths: Sequence[CheckpointPath]) -> None:
+        for path in paths:
+            try:
+                await self._discover(path)
+            except InvalidRequest as error:
+                log.warning("skipping a damaged checkpoint", path=str(path), error=error.message)
 
     async def _discover(self, path: CheckpointPath) -> None:
         if await self._catalog.checkpoint(path) is None:
@@ -245,8 +265,22 @@ class Checkpoints:
         log.info("uploaded a suspended run that its head could not upload", run_id=run_id)
         return True
 
-    async def delete_suspended(self, run_id: str) -> None:
-        """Delete the suspended state of a run, manifest first. A missing state is not an error."""
+    async def delete_state(self, run_id: str, generation: str | None) -> None:
+        """Delete the state of a deleted run that no head holds. A missing state is not an error.
+
+        If the run was suspended, its automatic checkpoints are deleted too. Those of a lost run
+        remain, because an error has named one of them.
+
+        Args:
+            run_id: the run.
+            generation: generation of the head that held it last; None if none ever did.
+        """
+        stored = _suspended(run_id, await self._objects.read(suspended_key(run_id)))
+        if stored is not None and stored.continues_from(generation or ""):
+            for path in [p for p in await self._in_store(run_id) if p.is_autosave]:
+                if await self._catalog.checkpoint(path) is None:
+                    await self._objects.delete(path.manifest_key)
+                    await self._objects.delete_folder(path.prefix)
         await self._objects.delete(suspended_key(run_id))
         await self._objects.delete_folder(suspended_prefix(run_id))
 
@@ -277,7 +311,8 @@ class Checkpoints:
             manifest = None
         if manifest is not None:
             principal.require(manifest, f"checkpoint {path}")
-            await self._index(manifest)
+            if not path.is_autosave:
+                await self._index(manifest)
         elif row is not None and (row.is_indexed or row.damage is not None):
             principal.require(row, f"checkpoint {path}")
         else:
@@ -290,9 +325,9 @@ class Checkpoints:
 
         Raises:
             NotFound: it does not exist for this principal.
+            InvalidRequest: it is an automatic one, which a head may replace.
         """
-        manifest = await self._required(path)
-        principal.require(manifest, f"checkpoint {path}")
+        manifest = await self._lasting(path, principal)
         await self._index(manifest)
         await self._catalog.set_public(path, is_public=is_public)
 
@@ -305,14 +340,25 @@ class Checkpoints:
 
         Raises:
             NotFound: it does not exist for this principal.
+            InvalidRequest: it is an automatic one, which a head may replace.
         """
-        manifest = await self._required(path)
-        principal.require(manifest, f"checkpoint {path}")
+        manifest = await self._lasting(path, principal)
         expires_at = None
         if ttl_seconds is not None:
             expires_at = datetime.now(UTC) + timedelta(seconds=ttl_seconds)
         await self._index(manifest)
         await self._catalog.set_expiry(path, expires_at)
+
+    async def _lasting(self, path: CheckpointPath, principal: Principal) -> CheckpointManifest:
+        """Return the manifest of a principal's checkpoint that only its owner deletes."""
+        manifest = await self._required(path)
+        principal.require(manifest, f"checkpoint {path}")
+        if path.is_autosave and await self._catalog.checkpoint(path) is None:
+            raise InvalidRequest(
+                f"{path} is an automatic checkpoint, which the session head of its run replaces;"
+                " save one under a name with save_state"
+            )
+        return manifest
 
     async def delete_expired(self) -> None:
         """Delete expired checkpoints.
@@ -325,12 +371,12 @@ class Checkpoints:
                 await self._expire(row)
             except WireError as error:
                 log.warning(
-                    "cannot delete an expired checkpoint", path=_name(row), error=error.message
+                    "cannot delete an expired checkpoint", path=name_of(row), error=error.message
                 )
 
     async def _expire(self, row: Checkpoint) -> None:
         """Delete an expired checkpoint, unless another one was saved in its place."""
-        path = _path(row)
+        path = path_of(row)
         manifest = await self._read(path)
         if manifest is not None and manifest.created_at != row.created_at:
             await self._catalog.reindex_checkpoint(manifest)
@@ -382,7 +428,7 @@ class Checkpoints:
                     await self._refresh_one(row)
                 except WireError as error:
                     log.warning(
-                        "cannot read a checkpoint manifest", path=_name(row), error=error.message
+                        "cannot read a checkpoint manifest", path=name_of(row), error=error.message
                     )
 
         await asyncio.gather(*[read(row) for row in rows])
@@ -407,12 +453,12 @@ class Checkpoints:
     async def _refresh_one(self, row: Checkpoint) -> None:
         has_timed_out = _has_timed_out(row)
         try:
-            manifest = await self._read(_path(row))
+            manifest = await self._read(path_of(row))
         except InvalidRequest as error:
             # It is listed as damaged. Until the time limit, an overwrite may replace it.
             if row.damage is None or has_timed_out:
                 await self._catalog.mark_damaged(
-                    _path(row), error.message, is_indexed=has_timed_out
+                    path_of(row), error.message, is_indexed=has_timed_out
                 )
             raise
         # An overwrite has completed when the manifest has changed. Comparing its time with that of
@@ -420,7 +466,7 @@ class Checkpoints:
         if manifest is not None and (has_timed_out or manifest.created_at != row.created_at):
             await self._catalog.reindex_checkpoint(manifest)
         elif manifest is None and has_timed_out:
-            await self._catalog.forget_checkpoint(_path(row))
+            await self._catalog.forget_checkpoint(path_of(row))
 
 
 def _has_timed_out(row: Checkpoint) -> bool:
@@ -429,41 +475,6 @@ def _has_timed_out(row: Checkpoint) -> bool:
 
 def _not_found(path: CheckpointPath) -> NotFound:
     return NotFound(f"checkpoint {path} does not exist, or belongs to another owner")
-
-
-def _name(row: Checkpoint) -> str:
-    return str(_path(row))
-
-
-def _path(row: Checkpoint) -> CheckpointPath:
-    return CheckpointPath(row.run_id, CheckpointKind(row.kind), row.name)
-
-
-def info(row: Checkpoint) -> CheckpointInfo:
-    """Return the list entry of a checkpoint."""
-    path = _path(row)
-    return CheckpointInfo(
-        checkpoint_id=path.checkpoint_id,
-        checkpoint_type=path.kind.checkpoint_type,
-        time=row.created_at or row.asked_at,
-        tinker_path=str(path),
-        size_bytes=row.size_bytes or 0,
-        public=row.is_public,
-        base_model=row.base_model,
-        user_metadata=row.user_metadata,
-        expires_at=row.expires_at,
-        damage=row.damage,
-    )
-
-
-def latest(infos: Sequence[CheckpointInfo], kind: CheckpointKind) -> CheckpointInfo | None:
-    """Return the newest readable checkpoint of a kind."""
-    of_kind = [
-        entry
-        for entry in infos
-        if entry.checkpoint_type == kind.checkpoint_type and entry.damage is None
-    ]
-    return max(of_kind, key=lambda entry: entry.time, default=None)
 
 
 def _suspended(run_id: str, content: bytes | None) -> SuspendedManifest | None:

@@ -355,7 +355,7 @@ class HeadLocator:
         """Delete a run from its head, if it has one, and its suspended state from the store."""
         if (endpoint := self._provider.find(run.placement)) is not None:
             await self._delete(endpoint, f"{routes.HEAD_MODELS}/{run_id}", unresponsive)
-        await self._checkpoints.delete_suspended(run_id)
+        await self._checkpoints.delete_state(run_id, run.generation)
 
     async def _remove_samplers(
         self, samplers: Sequence[SamplingSession], unresponsive: set[HeadEndpoint]

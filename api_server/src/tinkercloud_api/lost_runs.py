@@ -2,7 +2,8 @@
 
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import EXPIRED, STORED
-from tinkercloud_api.checkpoints import Checkpoints, latest
+from tinkercloud_api.checkpoint_rows import latest
+from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_protocol.paths import CheckpointKind
 
 
@@ -23,6 +24,7 @@ async def why_deleted(catalog: Catalog, run_id: str) -> str:
 async def lost_message(checkpoints: Checkpoints, run_id: str) -> str:
     """Return how much of a run was lost with its head, and how to resume it."""
     await checkpoints.discover(run_id)
+    await checkpoints.keep_autosaves(run_id)
     saved = latest(await checkpoints.of_run(run_id), CheckpointKind.TRAINING)
     loss = "it has no checkpoint, so all of its training is lost"
     if saved is not None:

@@ -28,6 +28,7 @@ from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
 from tinkercloud_api.download_settings import DownloadSettings, PublicUrl
+from tinkercloud_protocol.autosave import AutosaveConfig
 from tinkercloud_protocol.launch import (
     Limits,
     SamplerConfig,
@@ -68,6 +69,7 @@ _INSTEAD_ON_KUBERNETES = {
     " `trainer.startTimeoutSeconds` of the BaseModel",
     "trainer": "set `trainer` of the BaseModel",
     "sampler": "set `sampler` of the BaseModel",
+    "autosave": "set `head.autosave` of the BaseModel",
     "limits.max_lora_rank": "set `limits.maxLoraRank` of the BaseModel",
     "limits.max_context_length": "set `maxContextLength` of the BaseModel",
     "limits.max_snapshot_bytes": "it is half of `head.resources.scratch` of the BaseModel",
@@ -209,6 +211,8 @@ class Settings(BaseSettings):
     """Limits of client requests."""
     timings: Timings = Timings()
     """Timeouts and intervals of the session heads."""
+    autosave: AutosaveConfig = AutosaveConfig()
+    """How often the session heads save models automatically, in case a head is killed."""
     programs: ProgramSettings = ProgramSettings()
     """Programs that the server runs for its users."""
 

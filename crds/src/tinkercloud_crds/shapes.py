@@ -79,6 +79,22 @@ class Planning(Part):
     """Contents of the model's `config.json`."""
 
 
+class Autosave(Part):
+    """When the head saves its models by itself, so that a head that is killed does not lose them.
+
+    The two latest automatic checkpoints of each model are kept.
+    """
+
+    steps: Annotated[int, Field(ge=0, le=1_000_000)] = 50
+    """Number of optimizer steps after which a model is saved. 0: steps are not counted."""
+    seconds: Annotated[int, Field(ge=0, le=31_536_000)] = 300
+    """Time, in seconds, after which a step is saved even if fewer than `steps` have followed. 0: no
+    limit. If `steps` is 0 too, nothing is saved automatically."""
+    whole_models: bool = False
+    """Whether to save fully fine-tuned models as well. Each save writes 12 bytes per parameter, and
+    takes twice as much memory in the head while it is written."""
+
+
 class HeadShape(Part):
     """The head pod, which serves requests. Without trainer pods it also trains, on its CPU."""
 
@@ -88,6 +104,8 @@ class HeadShape(Part):
     """Resources of the head's container."""
     placement: RolePlacement | None = None
     """Overrides of `placement` for the head pod."""
+    autosave: Autosave = Autosave()
+    """Automatic checkpoints."""
 
 
 class TrainerShape(Part):

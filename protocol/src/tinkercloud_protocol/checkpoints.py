@@ -12,6 +12,9 @@ Layout of `<root>/runs/<run id>/<kind>/<name>/`:
     gradient.safetensors           gradient that was not applied yet, float32, named like the
                                    weights; if present, format 2          (kind `weights`)
 
+Checkpoints of kind `weights` whose names start with `autosave-step-` are written by the head
+itself, which keeps the latest two. They have no gradient.
+
 The kind `external_weights` holds files for other programs: the two files of an adapter, or, after
 full fine-tuning, a Hugging Face folder. If they are encrypted, each is named `<file>.age`.
 

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
+from tinkercloud_protocol.autosave import AutosaveConfig
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.training import OptimizerConfig
 
@@ -359,6 +360,7 @@ class HeadConfig(_Config):
     sampler: SamplerConfig = SamplerConfig()
     limits: Limits = Limits()
     timings: Timings = Timings()
+    autosave: AutosaveConfig = AutosaveConfig()
 
     @model_validator(mode="after")
     def _check_gpu_of_trainer(self) -> Self:
@@ -449,6 +451,10 @@ class HeldModel(_Config):
     """Size of the model's unnamed snapshots, in memory and in scratch_dir."""
     result_bytes: int = 0
     """Size of the results of the model and its samplers."""
+    unsaved_steps: int = 0
+    """Number of changes, mostly optimizer steps, that are in no checkpoint."""
+    autosave_failure: str | None = None
+    """Why the last automatic save failed; None if it succeeded."""
 
     @property
     def memory_bytes(self) -> int:

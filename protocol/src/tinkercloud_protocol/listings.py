@@ -72,6 +72,8 @@ class ServerHealth(Answer):
     """Models of the caller (of everybody, for an administrator) that are in memory."""
     active_sessions: int
     """The same for sessions with a heartbeat or a request in the last two minutes."""
+    failing_autosaves: int = 0
+    """The same for models whose last automatic save failed (provider local)."""
 
 
 class CreateSessionAnswer(Answer):
@@ -138,6 +140,10 @@ class ModelUsage(Answer):
     this server shares among runs; it is in a Kubernetes session, or was lost with its head."""
     memory_bytes: int | None
     """None if unknown."""
+    unsaved_steps: int = 0
+    """Number of changes, mostly optimizer steps, that are in no checkpoint."""
+    autosave_failure: str | None = None
+    """Why the last automatic save failed; None if it succeeded."""
 
 
 class SessionUsage(Answer):

@@ -16,6 +16,8 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.ids import ModelId
 
 SCHEME = "tinker://"
+_AUTOSAVE = "autosave-step-"
+"""Start of the names of automatic checkpoints, which clients may not use for theirs."""
 MANIFEST_NAME = "manifest.json"
 _NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.=+@,-]{0,127}")
 _NAME_RULE = (
@@ -76,6 +78,16 @@ class CheckpointPath:
         return cls(run_id, parse_kind(kind), name)
 
     @classmethod
+    def of_autosave(cls, run_id: str, step: int) -> "CheckpointPath":
+        """Return the path of a run's automatic checkpoint after an optimizer step."""
+        return cls(run_id, CheckpointKind.TRAINING, f"{_AUTOSAVE}{step:06d}")
+
+    @property
+    def is_autosave(self) -> bool:
+        """Whether a head wrote it by itself. It replaces and deletes these, unless it is killed."""
+        return self.kind is CheckpointKind.TRAINING and is_reserved(self.name)
+
+    @classmethod
     def of_checkpoint_id(cls, run_id: str, checkpoint_id: str) -> "CheckpointPath":
         """Join a training run id and a checkpoint id such as `weights/step-10`.
 
@@ -119,6 +131,11 @@ class CheckpointPath:
 
     def __str__(self) -> str:
         return f"{SCHEME}{self.run_id}/{self.kind}/{self.name}"
+
+
+def is_reserved(name: str) -> bool:
+    """Return whether a name of training checkpoints is reserved for automatic ones."""
+    return name.startswith(_AUTOSAVE)
 
 
 def run_prefix(run_id: str) -> str:

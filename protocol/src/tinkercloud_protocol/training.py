@@ -5,10 +5,18 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.paths import is_reserved
 from tinkercloud_protocol.rlve import RlveConfig
 from tinkercloud_protocol.wire import Name, TtlSeconds, Uri, UserMetadata, WireModel
 
@@ -147,6 +155,16 @@ class SaveWeightsRequest(WireModel):
     ttl_seconds: TtlSeconds | None = None
     overwrite: bool = False
     user_metadata: UserMetadata | None = None
+
+    @field_validator("path")
+    @classmethod
+    def _is_not_reserved(cls, path: str | None) -> str | None:
+        if path is not None and is_reserved(path):
+            raise ValueError(
+                f"the name {path[:160]!r} is reserved for automatic checkpoints; choose one that"
+                " does not start like this"
+            )
+        return path
 
     def name(self) -> str:
         """Return the checkpoint's name; a request without `path` must have a number."""

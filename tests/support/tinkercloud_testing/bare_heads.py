@@ -12,6 +12,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol import futures, routes
+from tinkercloud_protocol.autosave import AutosaveConfig
 from tinkercloud_protocol.checkpoints import SuspendedManifest
 from tinkercloud_protocol.envelope import TrainingEnvelope, peek_training
 from tinkercloud_protocol.errors import InvalidRequest
@@ -151,6 +152,7 @@ def a_head(
     turn: Turn | None = None,
     sampler: SamplerConfig | None = None,
     drain_seconds: float = 5,
+    autosave: AutosaveConfig | None = None,
     make: Callable[[], PreTrainedModel] = tiny_llama,
 ) -> Iterator[Head]:
     """Run a head in this process; the end of the context is like killing it."""
@@ -164,6 +166,7 @@ def a_head(
         sampler=sampler or SamplerConfig(),
         limits=limits or Limits(),
         timings=Timings(long_poll_seconds=20, drain_seconds=drain_seconds),
+        autosave=autosave or AutosaveConfig(),
     )
     store = CheckpointStore(open_store(root))
     with an_engine(make(), scratch / generation) as engine:

@@ -19,9 +19,16 @@ from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
 from tinkercloud_api.catalog_rebuild import Rebuilt, has_checkpoints, rebuild
-from tinkercloud_api.checkpoints import Checkpoints, latest
+from tinkercloud_api.checkpoint_rows import latest
+from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.lost_runs import lost_message
 from tinkercloud_api.object_store import ObjectStoreClient
-from tinkercloud_protocol.checkpoints import CheckpointManifest, suspended_key
+from tinkercloud_protocol.checkpoints import (
+    CheckpointManifest,
+    SuspendedManifest,
+    encode_manifest,
+    suspended_key,
+)
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.object_store import open_store
@@ -31,6 +38,7 @@ from tinkercloud_testing.servers import free_port
 ME = Principal(1, "key", "me", Role.USER)
 PAGE = Page(0, 100)
 HOUR = timedelta(hours=1)
+RUN = "s:train:0"
 
 
 def path(name: str, run_id: str = "s:train:0") -> CheckpointPath:
@@ -132,6 +140,89 @@ async def test_an_unreadable_checkpoint_does_not_hide_others(
         str(path("newer")),
     }
     await world.checkpoints.discover("s:train:0")
+
+
+async def test_autosaves_are_hidden_until_the_run_is_lost_and_then_are_checkpoints(
+    world: World,
+) -> None:
+    older, newer = CheckpointPath.of_autosave(RUN, 9), CheckpointPath.of_autosave(RUN, 3)
+    await world.put(a_manifest(path("mine"), created_at=datetime.now(UTC) - 3 * HOUR))
+    await world.put(a_manifest(older, created_at=datetime.now(UTC) - 2 * HOUR))
+    await world.put(a_manifest(newer, created_at=datetime.now(UTC) - HOUR))
+    await world.checkpoints.discover(RUN)
+    assert await world.names() == {"mine"}
+
+    message = await lost_message(world.checkpoints, RUN)
+
+    assert f"create_training_client_from_state_with_optimizer('{newer}')" in message
+    assert await world.names() == {"mine", older.name, newer.name}
+
+
+async def test_an_autosave_that_a_head_may_replace_can_be_deleted_but_not_published(
+    world: World,
+) -> None:
+    autosave = CheckpointPath.of_autosave(RUN, 1)
+    await world.put(a_manifest(autosave))
+    for change in (
+        world.checkpoints.publish(autosave, ME, is_public=True),
+        world.checkpoints.set_ttl(autosave, ME, 60),
+    ):
+        with pytest.raises(InvalidRequest, match=r"automatic checkpoint.* save_state"):
+            await change
+    assert await world.names() == set()
+
+    await world.checkpoints.delete(autosave, ME)
+
+    assert await world.files() == set()
+
+
+async def test_a_damaged_autosave_is_not_named(world: World) -> None:
+    good, damaged = CheckpointPath.of_autosave(RUN, 1), CheckpointPath.of_autosave(RUN, 2)
+    await world.put(a_manifest(good))
+    await obstore.put_async(world.store, damaged.manifest_key, b"{")
+
+    assert f"('{good}')" in await lost_message(world.checkpoints, RUN)
+
+
+def suspended_by(generation: str) -> bytes:
+    manifest = SuspendedManifest(
+        run_id=RUN,
+        generation=generation,
+        owner="me",
+        base_model="m",
+        lora=None,
+        created_at=datetime.now(UTC),
+        data_prefix="d",
+        files={},
+    )
+    return encode_manifest(manifest)
+
+
+async def test_autosaves_are_deleted_with_a_suspended_run_except_those_that_an_error_has_named(
+    world: World,
+) -> None:
+    named, other = CheckpointPath.of_autosave(RUN, 1), CheckpointPath.of_autosave(RUN, 2)
+    await world.put(a_manifest(named))
+    await world.checkpoints.keep_autosaves(RUN)
+    await world.put(a_manifest(other))
+    await world.put(a_manifest(path("mine")))
+    await obstore.put_async(world.store, suspended_key(RUN), suspended_by("g2"))
+
+    await world.checkpoints.delete_state(RUN, "g2")
+
+    assert await world.files() == {"mine", named.name}
+
+
+async def test_autosaves_of_a_run_that_was_lost_after_it_was_suspended_are_kept(
+    world: World,
+) -> None:
+    autosave = CheckpointPath.of_autosave(RUN, 1)
+    await world.put(a_manifest(autosave))
+    await obstore.put_async(world.store, suspended_key(RUN), suspended_by("g1"))
+
+    await world.checkpoints.delete_state(RUN, "g2")
+
+    assert await world.files() == {autosave.name}
 
 
 async def test_a_folder_that_is_not_a_checkpoint_does_not_hide_others(world: World) -> None:
@@ -262,7 +353,7 @@ async def test_a_failure_of_the_store_is_reported_as_unavailable(world: World) -
         checkpoints.delete(path("a"), ME),
         checkpoints.set_ttl(path("a"), ME, 60),
         checkpoints.is_suspended("s:train:0", "g1", None),
-        checkpoints.delete_suspended("s:train:0"),
+        checkpoints.delete_state("s:train:0", "g1"),
         checkpoints.discover("s:train:0"),
     ):
         with pytest.raises(Unavailable, match="object store"):
@@ -537,3 +628,20 @@ async def test_a_lost_catalog_is_rebuilt_and_an_intact_one_is_unchanged(
     assert {(run.owner, run.base_model, run.spec["lora"]["rank"]) for run in runs} == {
         ("me", "m", 4)
     }
+
+
+async def test_a_rebuilt_catalog_lists_autosaves_of_lost_runs_only(world: World) -> None:
+    suspended, lost = "s:train:0", "s:train:1"
+    for run_id in (suspended, lost):
+        autosave = CheckpointPath.of_autosave(run_id, 1)
+        await world.put(a_manifest(autosave, created_at=datetime.now(UTC) - HOUR))
+    await obstore.put_async(world.store, suspended_key(suspended), suspended_by("g1"))
+
+    await rebuild(world.catalog, ObjectStoreClient(world.store))
+
+    assert await world.checkpoints.of_run(suspended) == []
+    (info,) = await world.checkpoints.of_run(lost)
+    assert info.tinker_path == str(CheckpointPath.of_autosave(lost, 1))
+    row = await world.catalog.run(suspended)
+    assert row is not None
+    assert row.generation == "g1"

@@ -9,7 +9,7 @@ from tinkercloud_protocol import routes
 from tinkercloud_protocol.checkpoints import CheckpointManifest
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
-from tinkercloud_worker.head import operations
+from tinkercloud_worker.head import model_checkpoints
 
 
 class Clock(datetime):
@@ -35,7 +35,7 @@ async def test_checkpoints_are_in_order_even_if_the_clock_is_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = (tmp_path / "store").as_uri()
-    monkeypatch.setattr(operations, "datetime", Clock)
+    monkeypatch.setattr(model_checkpoints, "datetime", Clock)
     moments = []
     with a_head(root, tmp_path / "1", "g1") as first:
         await first.begin()

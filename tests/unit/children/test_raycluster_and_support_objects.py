@@ -13,6 +13,7 @@ from tinkercloud_operator.children import support_objects
 from tinkercloud_operator.children.pods import Build
 from tinkercloud_operator.children.raycluster import ray_cluster
 from tinkercloud_operator.decide.reconcile import children, key_of
+from tinkercloud_protocol.autosave import AutosaveConfig
 from tinkercloud_protocol.launch import HeadConfig
 from tinkercloud_testing.sessions import (
     COLOCATED,
@@ -329,6 +330,10 @@ def test_the_head_configuration_follows_base_model_and_session() -> None:
         trainer={"dtype": "float32", "maxBatchTokens": 4096, "startTimeoutSeconds": 7200},
         limits={"maxLoraRank": 64},
         maxContextLength=2048,
+        head={
+            "image": "worker:1",
+            "autosave": {"steps": 7, "seconds": 60, "wholeModels": True},
+        },
     )
     asked = a_session(trainer={"maxBatchTokens": 1024})
 
@@ -340,6 +345,7 @@ def test_the_head_configuration_follows_base_model_and_session() -> None:
     assert config.trainer.start_timeout_seconds == 7200
     assert (config.limits.max_lora_rank, config.limits.max_context_length) == (64, 2048)
     assert config.timings.suspend_seconds == 90
+    assert config.autosave == AutosaveConfig(steps=7, seconds=60, whole_models=True)
     assert (config.listen.host, config.listen.port) == ("0.0.0.0", 8000)  # noqa: S104 - a pod's
 
 

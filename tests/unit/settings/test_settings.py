@@ -154,6 +154,7 @@ def rejection(*arguments: str) -> str:
             "9",
             "limits.max_result_bytes: .*heads on Kubernetes use the default",
         ),
+        ("AUTOSAVE__STEPS", "9", "autosave.steps: .*set `head.autosave` of the BaseModel"),
         ("TIMINGS__DRAIN_SECONDS", "9", "timings.drain_seconds: .*sessions.drainSeconds"),
         ("TIMINGS__SUSPEND_SECONDS", "9", "timings.suspend_seconds: .*sessions.suspendSeconds"),
         ("TIMINGS__GAP_SECONDS", "9", "timings.gap_seconds: .*heads on Kubernetes use the default"),

@@ -57,6 +57,20 @@ ENGINE_UNLOADS = Counter(
     "tinkercloud_engine_unloads", "Adapters unloaded from the inference server", ["engine"]
 )
 
+AUTOSAVES = Counter("tinkercloud_autosaves", "Automatic checkpoints that were written")
+AUTOSAVE_FAILURES = Counter(
+    "tinkercloud_autosave_failures",
+    "Automatic checkpoints that could not be written; each is tried again",
+)
+AUTOSAVE_FAILING = Gauge(
+    "tinkercloud_autosave_failing_models", "Models whose last automatic save failed"
+)
+AUTOSAVE_SECONDS = Histogram(
+    "tinkercloud_autosave_seconds",
+    "Time to copy and write an automatic checkpoint, in seconds; training continues meanwhile",
+    buckets=(0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000),
+)
+
 What = Literal["adapter", "model"]
 Way = Literal["request", "group", "shared_memory", "file"]
 

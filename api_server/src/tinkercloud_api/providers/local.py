@@ -230,6 +230,7 @@ class _LocalHead:
             sampler=settings.sampler,
             limits=settings.limits,
             timings=timings,
+            autosave=settings.autosave,
         )
 
     async def _wait_until_ready(

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Query
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.tables import TrainingRun
-from tinkercloud_api.checkpoints import latest
+from tinkercloud_api.checkpoint_rows import latest
 from tinkercloud_api.context import Caller, Context, Server
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.listings import (

@@ -82,4 +82,6 @@ def _state(run: TrainingRun, held: HeldModel | None) -> dict[str, object]:
     return {
         "state": "suspended" if held.is_suspended else "in memory",
         "memory_bytes": held.memory_bytes,
+        "unsaved_steps": held.unsaved_steps,
+        "autosave_failure": held.autosave_failure,
     }

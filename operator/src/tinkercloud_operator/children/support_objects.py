@@ -12,6 +12,7 @@ from tinkercloud_operator.children.pods import (
 )
 from tinkercloud_operator.spec.quantities import parse_quantity
 from tinkercloud_operator.spec.resolved import ResolvedSpec
+from tinkercloud_protocol.autosave import AutosaveConfig
 from tinkercloud_protocol.launch import (
     BaseModelSource,
     HeadConfig,
@@ -68,6 +69,7 @@ def head_config(build: Build) -> HeadConfig:
         timings=Timings(
             drain_seconds=settings.drain_seconds, suspend_seconds=settings.suspend_seconds
         ),
+        autosave=AutosaveConfig(**base_model.head.autosave.model_dump()),
     )
 
 

@@ -7,6 +7,7 @@ only in the kernel's memory until fsync, for which obstore has no option.
 import asyncio
 import os
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -43,7 +44,9 @@ async def put_atomically(
     try:
         await obstore.rename_async(store, staged, key, overwrite=mode == "overwrite")
     except BaseException:
-        await obstore.delete_async(store, staged)
+        # A rename whose caller was cancelled may have happened all the same.
+        with suppress(FileNotFoundError):
+            await obstore.delete_async(store, staged)
         raise
     await asyncio.to_thread(_synchronize, _root(store), key)
 

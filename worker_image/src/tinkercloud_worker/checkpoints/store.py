@@ -33,7 +33,13 @@ from tinkercloud_protocol.checkpoints import (
     suspended_key,
 )
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, WireError
-from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath, suspended_prefix
+from tinkercloud_protocol.paths import (
+    CheckpointKind,
+    CheckpointPath,
+    is_reserved,
+    run_prefix,
+    suspended_prefix,
+)
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints.parts import IN_FLIGHT, parts
 
@@ -212,6 +218,25 @@ class CheckpointStore:
         """
         if not overwrite and await self.find(path) is not None:
             raise _exists(path)
+
+    async def autosaves(self, run_id: str) -> list[CheckpointPath]:
+        """Return the automatic checkpoints in a run's folder, incomplete ones included."""
+        folder = f"{run_prefix(run_id)}/{CheckpointKind.TRAINING}/"
+        with _store_errors():
+            listed = await obstore.list_with_delimiter_async(self._store, folder)
+        names = [found.rstrip("/").rpartition("/")[2] for found in listed["common_prefixes"]]
+        return [
+            CheckpointPath(run_id, CheckpointKind.TRAINING, name)
+            for name in names
+            if is_reserved(name)
+        ]
+
+    async def delete(self, path: CheckpointPath) -> None:
+        """Delete a checkpoint, its manifest first. A missing checkpoint is not an error."""
+        with suppress(FileNotFoundError), _store_errors():
+            await obstore.delete_async(self._store, path.manifest_key)
+        with suppress(FileNotFoundError):
+            await self._delete_others(path.prefix, set())
 
     async def _put_files(self, manifest: CheckpointManifest, files: Mapping[str, bytes]) -> None:
         with _store_errors():

@@ -77,6 +77,8 @@ class HeadState(_Part):
     samplers: list[StoredSampler]
     keys: Mapping[str, int] = {}
     """Numbers of the requests that were sent without one, by idempotency key."""
+    unsaved_changes: int = 1
+    """Number of changes that are in no training checkpoint; 1 if an older head wrote the state."""
 
 
 class Bodies:

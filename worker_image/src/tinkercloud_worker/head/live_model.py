@@ -134,7 +134,7 @@ def too_many_models(models: Sequence[LiveModel], owner: str, limit: int | None) 
 
 
 def latest_checkpoint(models: Iterable[LiveModel]) -> str | None:
-    """Return the path of the latest checkpoint of these models."""
-    written = [model.operations.latest for model in models]
+    """Return the path of the latest checkpoint of these models, except automatic ones."""
+    written = [model.operations.checkpoints.latest for model in models]
     latest = max((each for each in written if each), key=lambda m: m.created_at, default=None)
     return latest.tinker_path if latest is not None else None

@@ -1,13 +1,14 @@
 """Executes training requests."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TypeVar
 
 from tinkercloud_protocol import futures
+from tinkercloud_protocol.autosave import AutosaveConfig
 from tinkercloud_protocol.checkpoints import CheckpointManifest, base_mismatch
 from tinkercloud_protocol.errors import InvalidRequest, StateLost
 from tinkercloud_protocol.futures import Result
@@ -38,7 +39,9 @@ from tinkercloud_worker.engine.trainer import (
     WeightsSnapshot,
 )
 from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.model_checkpoints import ModelCheckpoints
 from tinkercloud_worker.head.samplers import Samplers
+from tinkercloud_worker.head.save_schedule import SavePoint, SaveSchedule
 from tinkercloud_worker.model import imported
 from tinkercloud_worker.training import external_weights
 
@@ -71,16 +74,22 @@ class Operations:
         self._spec = spec
         self._backend = backend
         self._samplers = samplers
-        self._uploads: dict[str, asyncio.Task[CheckpointManifest]] = {}
+        self.checkpoints = ModelCheckpoints(self._name, spec, backend)
+        config = backend.config.autosave
+        self.schedule = SaveSchedule(
+            config if config.applies_to(spec.lora) else AutosaveConfig(steps=0, seconds=0)
+        )
+        """When the head saves the model by itself; it counts steps and loads."""
+        self.on_change: Callable[[], None] = _do_nothing
+        """Called after each change that the schedule counts."""
         self._steps = 0
         self.num_changes = 0
         """How often the weights may have changed since this object was created."""
-        self._last_moment = datetime.min.replace(tzinfo=UTC)
         self._refused: str | None = NOT_CREATED
         self._gradient_lost: str | None = None
         """How the gradient was lost; None once a request has reported it."""
-        self.latest: CheckpointManifest | None = None
-        """The training checkpoint that was written last."""
+        self.is_lost = False
+        """Whether the engine has lost the model."""
 
     async def create(self) -> Result:
         """Create the model from the base weights or from a checkpoint."""
@@ -135,10 +144,13 @@ class Operations:
         self._report_lost_gradient()
         params = request.adam()
         self.num_changes += 1
-        metrics = await self._compute(
-            lambda _: self._backend.trainer.optim_step(self._name, params),
-            self._share(_STEP_TOKENS),
-        )
+        try:
+            metrics = await self._compute(
+                lambda _: self._backend.trainer.optim_step(self._name, params),
+                self._share(_STEP_TOKENS),
+            )
+        finally:
+            self._count_change()
         self._steps = int(metrics["step"])
         return futures.finished({"metrics": dict(metrics)})
 
@@ -152,14 +164,25 @@ class Operations:
         """
         self._check_alive()
         path = CheckpointPath(self._name, CheckpointKind.TRAINING, request.name())
-        await self._refuse_duplicate(path, overwrite=request.overwrite)
+        await self.checkpoints.refuse_duplicate(path, overwrite=request.overwrite)
+        point = self.schedule.begin(time.monotonic())
         # State and gradient are consistent: no other request of this model runs meanwhile.
         state, gradient = await self.export_state(), await self.export_gradient()
-        manifest = self._manifest(path, request.ttl_seconds, request.user_metadata, state.step)
+        manifest = self.checkpoints.manifest(
+            path, state.step, request.ttl_seconds, request.user_metadata
+        )
         if gradient is not None:
             manifest = manifest.model_copy(update={"format_version": 2})
         encode = partial(formats.encode_training, state, gradient, manifest.base_model)
-        return self._upload(path, manifest, encode, overwrite=request.overwrite)
+        uploading = self.checkpoints.upload(manifest, encode, overwrite=request.overwrite)
+        if request.ttl_seconds is None:
+            # Until the model changes again, it needs no automatic checkpoint.
+            uploading.add_done_callback(partial(self._record_saved, point))
+        return _saved_result(uploading)
+
+    def _record_saved(self, point: SavePoint, uploading: asyncio.Task[CheckpointManifest]) -> None:
+        if not uploading.cancelled() and uploading.exception() is None:
+            self.schedule.saved(point)
 
     async def save_weights_for_sampler(self, request: SaveWeightsForSamplerRequest) -> Outcome:
         """Publish the weights: as a named checkpoint, or for one sampling session."""
@@ -167,26 +190,28 @@ class Operations:
         path = None
         if request.path is not None:
             path = CheckpointPath(self._name, CheckpointKind.SAMPLER, request.path)
-            await self._refuse_duplicate(path, overwrite=False)
+            await self.checkpoints.refuse_duplicate(path, overwrite=False)
         if path is None:
             return await self._publish(request)
         weights = await self._run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
-        manifest = self._manifest(path, request.ttl_seconds, request.user_metadata, self._steps)
+        manifest = self.checkpoints.manifest(
+            path, self._steps, request.ttl_seconds, request.user_metadata
+        )
         encode = partial(formats.encode_weights, weights, manifest.base_model)
-        return self._upload(path, manifest, encode, overwrite=False)
+        return _saved_result(self.checkpoints.upload(manifest, encode, overwrite=False))
 
     async def save_weights_external(self, request: SaveWeightsExternalRequest) -> Outcome:
         """Write the weights as files for other programs, encrypted if there are recipients."""
         self._check_alive()
         recipients = encryption.parse_recipients(request.age_encryption_recipients or [])
         path = CheckpointPath(self._name, CheckpointKind.EXTERNAL, request.path)
-        await self._refuse_duplicate(path, overwrite=False)
+        await self.checkpoints.refuse_duplicate(path, overwrite=False)
         weights = await self._run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
-        manifest = self._manifest(path, request.ttl_seconds, None, self._steps)
+        manifest = self.checkpoints.manifest(path, self._steps, request.ttl_seconds)
         config = self._backend.config
         plain = partial(external_weights.encode, weights, config.model, config.trainer.dtype)
         encode = partial(encryption.encrypted, plain, recipients) if recipients else plain
-        return self._upload(path, manifest, encode, overwrite=False)
+        return _saved_result(self.checkpoints.upload(manifest, encode, overwrite=False))
 
     async def _publish(self, request: SaveWeightsForSamplerRequest) -> Result:
         index = request.sampling_session_seq_id
@@ -214,8 +239,12 @@ class Operations:
     async def load_weights(self, request: LoadWeightsRequest) -> Result:
         """Replace the weights by a checkpoint's; reset or replace optimizer state and gradient."""
         self._check_alive()
-        await asyncio.gather(*self._uploads.values(), return_exceptions=True)
-        await self._import(await self._read(request.path, with_optimizer=request.optimizer))
+        await self.checkpoints.settle()
+        saved = await self._read(request.path, with_optimizer=request.optimizer)
+        try:
+            await self._import(saved)
+        finally:
+            self._count_change()
         return futures.finished({"path": request.path, "model_id": self._name})
 
     async def save_last(self) -> str:
@@ -224,15 +253,24 @@ class Operations:
         It has the state after the last optim_step: a client that resumes from it sends the data of
         the next step again. The call is idempotent.
         """
-        state = await self.export_state()
-        path = CheckpointPath(self._name, CheckpointKind.TRAINING, f"last-step-{state.step:06d}")
-        manifest = self._manifest(path, None, None, state.step)
-        encode = partial(formats.encode_state, state, manifest.base_model)
-        uploaded = self._upload(path, manifest, encode, overwrite=True)
-        # The upload frees the state once it is encoded; this frame must not keep it alive.
-        del state, encode
-        await uploaded
-        return str(path)
+        point = self.schedule.begin(time.monotonic())
+        written = await self.checkpoints.write_last(await self.export_state())
+        self.schedule.saved(point)
+        await self.checkpoints.remove_autosaves()
+        return written.tinker_path
+
+    async def autosave(self) -> None:
+        """Write an automatic training checkpoint, and delete all but the latest two.
+
+        It has the state after the last optim_step, without any gradient, as `save_last`.
+        """
+        point = self.schedule.begin(time.monotonic())
+        await self.checkpoints.write_autosave(await self.export_state())
+        self.schedule.saved(point)
+
+    def _count_change(self) -> None:
+        self.schedule.changed(time.monotonic())
+        self.on_change()
 
     @property
     def refused(self) -> str | None:
@@ -278,18 +316,6 @@ class Operations:
             InvalidRequest: it does not match the model's configuration.
         """
         await self._on_thread(lambda: self._backend.trainer.import_gradient(self._name, gradient))
-
-    def next_moment(self) -> datetime:
-        """Return a timestamp later than that of every checkpoint the run has saved.
-
-        It identifies the latest checkpoint, even after this machine's clock was set back.
-        """
-        self._last_moment = max(datetime.now(UTC), self._last_moment + timedelta(microseconds=1))
-        return self._last_moment
-
-    def continue_after(self, moment: datetime) -> None:
-        """Make all later timestamps greater than this one."""
-        self._last_moment = max(self._last_moment, moment)
 
     def mark_gradient_lost(self, reason: str) -> None:
         """Record how the gradient was lost; the next request that uses it fails with that."""
@@ -342,7 +368,9 @@ class Operations:
         try:
             return await result
         except StateLost as error:
-            path = self.latest.tinker_path if self.latest else self._spec.restore_from
+            self.is_lost = True
+            self.schedule.end()
+            path = self.checkpoints.to_resume_from()
             if path is None:
                 raise
             raise StateLost(
@@ -395,62 +423,18 @@ class Operations:
         if state.weights.lora is None and self._spec.lora is not None:
             raise InvalidRequest(f"{uri} holds a fully fine-tuned model, not a LoRA adapter")
 
-    async def _refuse_duplicate(self, path: CheckpointPath, *, overwrite: bool) -> None:
-        if (upload := self._uploads.get(str(path))) is not None:
-            await asyncio.gather(upload, return_exceptions=True)
-        await self._backend.store.refuse_duplicate(path, overwrite=overwrite)
 
-    def _manifest(
-        self,
-        path: CheckpointPath,
-        ttl_seconds: int | None,
-        user_metadata: dict[str, str] | None,
-        step: int,
-    ) -> CheckpointManifest:
-        now, created_at = datetime.now(UTC), self.next_moment()
-        return CheckpointManifest(
-            tinker_path=str(path),
-            owner=self._spec.owner,
-            base_model=self._backend.config.model.name,
-            base_fingerprint=self._backend.base_fingerprint,
-            lora=self._spec.lora,
-            optimizer=self._spec.optimizer,
-            step=step,
-            created_at=created_at,
-            expires_at=now + timedelta(seconds=ttl_seconds) if ttl_seconds else None,
-            user_metadata=user_metadata,
-            files={},
-        )
+def _do_nothing() -> None:
+    """Stands for a callback until there is one."""
 
-    def _upload(
-        self,
-        path: CheckpointPath,
-        manifest: CheckpointManifest,
-        encode: Callable[[], formats.Files],
-        *,
-        overwrite: bool,
-    ) -> Awaitable[Result]:
-        async def upload(encode: Callable[[], formats.Files]) -> CheckpointManifest:
-            files = await asyncio.to_thread(encode)
-            # Free the encoded state, which is as large again, before the slow part.
-            del encode
-            written = await self._backend.store.write(manifest, files, overwrite=overwrite)
-            if path.kind is CheckpointKind.TRAINING:
-                self.latest = written
-            return written
 
-        task = asyncio.create_task(upload(encode))
-        self._uploads[str(path)] = task
-        task.add_done_callback(lambda _: self._uploads.pop(str(path), None))
-
-        async def result() -> Result:
-            written = await task
-            answer: dict[str, object] = {"path": str(path)}
-            if path.kind is CheckpointKind.EXTERNAL:
-                answer["size_bytes"] = written.size_bytes
-            return futures.finished(answer)
-
-        return result()
+async def _saved_result(uploading: asyncio.Task[CheckpointManifest]) -> Result:
+    """Wait for a checkpoint; return the result of the request that saves it."""
+    written = await uploading
+    answer: dict[str, object] = {"path": written.tinker_path}
+    if written.path.kind is CheckpointKind.EXTERNAL:
+        answer["size_bytes"] = written.size_bytes
+    return futures.finished(answer)
 
 
 def _decode(manifest: CheckpointManifest, files: formats.Contents, base_path: str) -> _Saved:

@@ -8,11 +8,7 @@ from typing import Any
 import structlog
 
 from tinkercloud_protocol import futures
-from tinkercloud_protocol.errors import (
-    InvalidRequest,
-    NotFound,
-    Unavailable,
-)
+from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.launch import HeadStatus, HeldModel, ModelSpec, SamplerSpec
@@ -21,6 +17,7 @@ from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_protocol.tensors import ForwardBackwardRequest
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.sampling_request import prepare
+from tinkercloud_worker.head.autosaver import Autosaver
 from tinkercloud_worker.head.backend import Backend, random_seed
 from tinkercloud_worker.head.idle_memory import IdleMemory
 from tinkercloud_worker.head.live_model import (
@@ -87,7 +84,7 @@ class HeadService:
             self._suspension,
             self._suspended,
         )
-        self._saving = asyncio.Lock()
+        self._autosaver = Autosaver(self._models)
         self._idle_memory = IdleMemory(backend)
         self._last_activity = time.monotonic()
         self._tasks = {asyncio.create_task(self._sweep())}
@@ -117,6 +114,7 @@ class HeadService:
             refused = too_many_models(self._of_owner(spec.owner), spec.owner, limit)
             model = new_model(model_id, spec, self._backend, self._samplers, self._results)
             self._models[name] = model
+            self._autosaver.watch(model)
             create = Operation(model.operations.create)
             if refused is not None:
                 model.operations.refuse(refused.message)
@@ -229,6 +227,7 @@ class HeadService:
         """Add a resumed model, and restart its unfinished sampling requests."""
         model_id = model.model_id
         self._models[str(model_id)] = model
+        self._autosaver.watch(model)
         # Regardless of the limits: these requests were accepted earlier.
         for request in unfinished:
             try:
@@ -249,6 +248,7 @@ class HeadService:
             model.queue.close(f"model {model_id} was deleted")
             self._results.abandon(str(model_id))
             await model.operations.delete()
+            _in_background = self._spawn(self._autosaver.discard(model))
 
     def submit(self, received: Received, key: str | None = None) -> str:
         """Queue a training request; return its id. An unreadable one fails in its place.
@@ -444,9 +444,7 @@ class HeadService:
         """Write an automatic training checkpoint of every model; return the paths."""
         # Save what there is now, rather than wait for trainers that are still starting.
         self._backend.trainer.stop_waiting()
-        async with self._saving:
-            models = [m for m in self._models.values() if m.operations.refused is None]
-            return [await model.operations.save_last() for model in models]
+        return await self._autosaver.save_last()
 
     async def suspend(self, store: CheckpointStore | None = None) -> None:
         """Reject new requests, finish running ones, and write all state for the next head.
@@ -460,6 +458,7 @@ class HeadService:
             Unavailable: some models could not be written; the message says which and why.
         """
         self._is_draining = True
+        self._autosaver.close()
         await self._shutdown.suspend(store or self._backend.store)
 
     def release_waiters(self) -> None:
@@ -468,6 +467,7 @@ class HeadService:
 
     def close(self) -> None:
         """Stop immediately."""
+        self._autosaver.close()
         for model in self._models.values():
             model.queue.close("the session head stopped")
         for task in self._tasks:

@@ -91,6 +91,8 @@ class SuspendedModels:
             model_bytes=self._backend.trainer.memory_bytes(name),
             sampler_bytes=sum(sampler.size_bytes for sampler in published),
             result_bytes=sum(self._results.bytes_of(target) for target in (name, *sessions)),
+            unsaved_steps=model.operations.schedule.unsaved,
+            autosave_failure=model.operations.schedule.failure,
         )
 
     def is_suspending(self, name: str) -> bool:

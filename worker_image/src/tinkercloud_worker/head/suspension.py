@@ -9,6 +9,7 @@ selects them.
 """
 
 import asyncio
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -148,7 +149,7 @@ class Suspension:
             base_model=config.model.name,
             base_fingerprint=self.backend.base_fingerprint,
             lora=model.spec.lora,
-            created_at=model.operations.next_moment(),
+            created_at=model.operations.checkpoints.next_moment(),
             data_prefix=uuid.uuid4().hex,
             files={},
         )
@@ -184,6 +185,7 @@ class Suspension:
             samples=samples,
             samplers=[],
             keys=model.given_numbers.keys,
+            unsaved_changes=model.operations.schedule.unsaved,
         )
 
     def _kept_results(self, model: LiveModel, state: QueueSnapshot) -> list[ExportedResult]:
@@ -279,8 +281,9 @@ class Suspension:
             await self._restore_weights(model, manifest, head.state)
             await self._restore_samplers(model_id, manifest, head.state.samplers)
             own = self.backend.config.generation
+            model.operations.schedule.changed(time.monotonic(), head.state.unsaved_changes)
             model.lineage = [each for each in manifest.lineage if each != own]
-            model.operations.continue_after(manifest.created_at)
+            model.operations.checkpoints.continue_after(manifest.created_at)
             accept()
             if manifest.generation == own:
                 # The catalog names this head: once the model has changed, no other head may resume

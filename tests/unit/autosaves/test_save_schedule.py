@@ -1,0 +1,142 @@
+"""When a model is saved: never too late, never without a change, and less often while it fails."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinkercloud_protocol.autosave import AutosaveConfig
+from tinkercloud_worker.head.save_schedule import SaveSchedule
+
+STEPS, SECONDS = 5, 100.0
+CONFIG = AutosaveConfig(steps=STEPS, seconds=SECONDS)
+
+PAUSES = st.lists(st.floats(0, 3 * SECONDS), max_size=60)
+"""Seconds before each of a run's steps."""
+
+
+def times(pauses: Sequence[float]) -> list[float]:
+    """Return when each step ends."""
+    total, ends = 0.0, []
+    for pause in pauses:
+        total += pause
+        ends.append(total)
+    return ends
+
+
+@given(PAUSES)
+def test_with_a_store_that_is_fast_a_run_is_never_further_behind_than_configured(
+    pauses: Sequence[float],
+) -> None:
+    schedule = SaveSchedule(CONFIG)
+    unsaved: list[float] = []
+    saves = 0
+    for now in times(pauses):
+        # The timer fires between two steps.
+        if (due := schedule.due_at()) is not None and due <= now:
+            schedule.saved(schedule.begin(due))
+            unsaved, saves = [], saves + 1
+        assert all(now - step <= SECONDS for step in unsaved)
+        schedule.changed(now)
+        unsaved.append(now)
+        if (due := schedule.due_at()) is not None and due <= now:
+            schedule.saved(schedule.begin(now))
+            unsaved, saves = [], saves + 1
+        assert schedule.unsaved == len(unsaved) < STEPS
+    assert saves <= len(pauses)
+
+
+@given(st.lists(st.sampled_from(["step", "copy", "stored", "failed"]), max_size=80))
+def test_a_step_counts_as_saved_only_if_it_ended_before_a_copy_that_was_stored(
+    events: Sequence[str],
+) -> None:
+    schedule = SaveSchedule(CONFIG)
+    steps = stored = 0
+    copy = None
+    for now, event in enumerate(events):
+        if event == "step":
+            schedule.changed(float(now))
+            steps += 1
+        elif event == "copy":
+            copy = (steps, schedule.begin(float(now)))
+        elif copy is not None and event == "stored":
+            stored = max(stored, copy[0])
+            schedule.saved(copy[1])
+        elif copy is not None:
+            schedule.failed(float(now), "the store is full")
+        assert schedule.unsaved == steps - stored
+        assert (schedule.due_at() is None) == (steps == stored)
+
+
+def test_a_model_that_does_not_change_is_not_saved() -> None:
+    schedule = SaveSchedule(CONFIG)
+    assert schedule.due_at() is None
+
+    schedule.changed(1.0)
+    assert schedule.due_at() == 1.0 + SECONDS
+    schedule.saved(schedule.begin(2.0))
+
+    assert schedule.due_at() is None
+
+
+def test_steps_that_end_while_a_copy_is_written_are_due_from_the_time_of_the_copy() -> None:
+    schedule = SaveSchedule(CONFIG)
+    schedule.changed(0.0)
+    point = schedule.begin(50.0)
+    schedule.changed(60.0)
+    schedule.saved(point)
+
+    assert schedule.unsaved == 1
+    assert schedule.due_at() == 50.0 + SECONDS
+
+
+def test_an_older_copy_that_is_stored_last_does_not_hide_newer_steps() -> None:
+    schedule = SaveSchedule(CONFIG)
+    schedule.changed(0.0)
+    older = schedule.begin(1.0)
+    schedule.changed(2.0)
+    schedule.saved(schedule.begin(3.0))
+    schedule.changed(4.0)
+
+    schedule.saved(older)
+
+    assert schedule.unsaved == 1
+
+
+def test_pauses_after_failures_grow_to_a_limit_and_end_with_a_success() -> None:
+    schedule = SaveSchedule(CONFIG)
+    schedule.changed(0.0, STEPS)
+    pauses = []
+    for _ in range(9):
+        schedule.failed(1000.0, "the store is full")
+        due = schedule.due_at()
+        assert due is not None
+        pauses.append(due - 1000.0)
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert schedule.failure == "the store is full"
+
+    schedule.saved(schedule.begin(2000.0))
+    schedule.changed(2001.0, STEPS)
+
+    assert schedule.failure is None
+    assert schedule.due_at() == 2001.0
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds", "due"),
+    [(0, 100.0, 101.0), (50, 0.0, None), (0, 0.0, None), (1, 0.0, 1.0)],
+)
+def test_zero_switches_a_rule_off(steps: int, seconds: float, due: float | None) -> None:
+    schedule = SaveSchedule(AutosaveConfig(steps=steps, seconds=seconds))
+    schedule.changed(1.0)
+
+    assert schedule.due_at() == due
+
+
+def test_a_lost_model_is_not_saved() -> None:
+    schedule = SaveSchedule(CONFIG)
+    schedule.changed(1.0, STEPS)
+    schedule.end()
+
+    assert schedule.due_at() is None
