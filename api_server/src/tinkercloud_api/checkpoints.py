@@ -18,9 +18,9 @@ import structlog
 from obstore.store import ObjectStore
 
 from tinkercloud_api.auth import Principal
+from tinkercloud_api.catalog.counts import Storage
 from tinkercloud_api.catalog.searches import CheckpointSearch
 from tinkercloud_api.catalog.statements import Page
-from tinkercloud_api.catalog.counts import Storage
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
 from tinkercloud_api.object_store import ObjectStoreClient

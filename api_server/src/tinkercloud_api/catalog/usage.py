@@ -1,7 +1,7 @@
 """The ledger of usage: what each head has reported, by hour, owner, session and model.
 
-Rows have totals, keyed by the generation of the head, and never decrease. A report that is repeated,
-late, or recorded by several servers therefore changes nothing that is already known.
+Rows have totals, keyed by the generation of the head, and never decrease. A report that is late or
+repeated, or recorded by several servers, therefore changes nothing that is already known.
 """
 
 from collections.abc import Sequence
