@@ -64,12 +64,17 @@ def grow(counts: Counts, more: tuple[int, str, int]) -> Counts:
     return {**counts, (hour, model): (known_tokens + tokens, known_seconds + tokens / 4)}
 
 
+def history(work: list[tuple[int, str, int]]) -> list[Counts]:
+    """Return what a head has counted after each request."""
+    nothing: Counts = {}
+    return list(accumulate(work, grow, initial=nothing))[1:]
+
+
 HISTORIES = st.lists(
     st.tuples(st.integers(40, 60), st.sampled_from(MODELS), st.integers(1, 9)),
     min_size=1,
     max_size=8,
-).map(lambda work: list(accumulate(work, grow, initial={}))[1:])
-"""What a head has counted, after each request."""
+).map(history)
 
 
 @settings(
@@ -82,10 +87,10 @@ def test_reports_in_any_order_repeated_or_lost_add_up_to_the_counts_of_the_heads
     runner: asyncio.Runner, ledger: UsageLedger, heads: list[list[Counts]], data: st.DataObject
 ) -> None:
     owner, generations = uuid4().hex, [uuid4().hex for _ in heads]
-    sent = [(head, index) for head, history in enumerate(heads) for index in range(len(history))]
+    sent = [(head, index) for head, counts in enumerate(heads) for index in range(len(counts))]
     arriving = data.draw(st.lists(st.sampled_from(sent), max_size=12))
-    for head, history in enumerate(heads):
-        last = (head, len(history) - 1)
+    for head, reports in enumerate(heads):
+        last = (head, len(reports) - 1)
         arriving.insert(data.draw(st.integers(0, len(arriving))), last)
 
     arrived: list[dict[tuple[int, str], tuple[int, float]]] = [{} for _ in heads]
@@ -96,11 +101,12 @@ def test_reports_in_any_order_repeated_or_lost_add_up_to_the_counts_of_the_heads
         recorded = runner.run(totals(ledger, "model", owner))
         assert tokens_of(recorded) == sum(n for each in arrived for n, _ in each.values())
 
-    final = [key_and_counts for history in heads for key_and_counts in history[-1].items()]
+    final = [key_and_counts for reports in heads for key_and_counts in reports[-1].items()]
     for by in ("hour", "day", "model"):
         rows = runner.run(totals(ledger, by, owner))
         assert tokens_of(rows) == sum(tokens for _, (tokens, _) in final)
         assert sum(row.amounts["engine_seconds"] for row in rows) == tokens_of(rows) / 4
+    rows = runner.run(totals(ledger, "model", owner))
     by_model = {row.model_id: row.amounts["trained_tokens"] for row in rows}
     assert by_model == {
         model: sum(tokens for (_, name), (tokens, _) in final if name == model)

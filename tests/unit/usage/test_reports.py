@@ -1,4 +1,4 @@
-"""Reports of a head on its lease: all to every server, again if need be, and the last at its end."""
+"""Reports of a head on its lease: all of them to every server, the last one when it stops."""
 
 import asyncio
 from collections.abc import AsyncIterator
