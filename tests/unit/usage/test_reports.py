@@ -57,7 +57,7 @@ def hold(head: ServedHead, recorder: Recorder) -> asyncio.Task[None]:
     return asyncio.create_task(hold_lease(head.client, endpoint, recorder))
 
 
-async def test_each_server_is_told_everything_first_and_changes_later(head: ServedHead) -> None:
+async def test_each_server_receives_everything_first_and_changes_later(head: ServedHead) -> None:
     early, late = Recorder(), Recorder()
     train(head, "a", 3)
     leases = [hold(head, early)]

@@ -95,12 +95,12 @@ class HeadEndpoints:
         except (aiohttp.ClientError, OSError, Unavailable) as error:
             log.info("the lease of a session head has ended", why=type(error).__name__)
         finally:
-            # Whoever uses the head next looks it up again, and holds its lease if it still runs.
+            # The next use of the head looks it up again, and holds its lease if it still runs.
             self.invalidate(endpoint)
             del self._leases[endpoint]
 
     async def stop(self) -> None:
-        """Give up the leases."""
+        """End the leases."""
         leases = list(self._leases.values())
         for lease in leases:
             lease.cancel()
