@@ -18,18 +18,17 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Recorder:
-    """Records the trained tokens of reports by model; refuses some first."""
+    """Records the trained tokens of reports by model; fails for the first ones."""
 
-    def __init__(self, refusals: int = 0) -> None:
-        self.refusals = refusals
+    def __init__(self, *failures: Exception) -> None:
+        self._failures = list(failures)
         self.tokens: dict[str, int] = {}
         self.generations: set[str] = set()
         self._changed = asyncio.Event()
 
     async def __call__(self, report: UsageReport) -> None:
-        if self.refusals:
-            self.refusals -= 1
-            raise Unavailable("the catalog does not respond")
+        if self._failures:
+            raise self._failures.pop()
         self.generations.add(report.generation)
         self.tokens |= {entry.model_id: entry.trained_tokens for entry in report.entries}
         self._changed.set()
@@ -94,7 +93,7 @@ async def test_a_stopping_head_reports_what_it_has_not_reported_and_ends_the_lea
 
 
 async def test_a_report_that_was_not_recorded_is_part_of_the_next_lease(head: ServedHead) -> None:
-    recorder = Recorder(refusals=1)
+    recorder = Recorder(Unavailable("the catalog does not respond"))
     train(head, "a", 3)
 
     with pytest.raises(Unavailable):
@@ -102,6 +101,20 @@ async def test_a_report_that_was_not_recorded_is_part_of_the_next_lease(head: Se
     lease = hold(head, recorder)
 
     await recorder.wait_for({"a:train:0": 3})
+    lease.cancel()
+
+
+async def test_a_report_that_can_never_be_recorded_does_not_end_the_lease(
+    head: ServedHead,
+) -> None:
+    recorder = Recorder(ValueError("bad"))
+    train(head, "a", 3)
+    lease = hold(head, recorder)
+    while recorder._failures:
+        await asyncio.sleep(0.01)
+    train(head, "a", 1)
+
+    await recorder.wait_for({"a:train:0": 4})
     lease.cancel()
 
 

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from tinkercloud_api.providers.base import HeadEndpoint, RecordUsage
 from tinkercloud_protocol import routes
+from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.usage import UsageReport
 from tinkercloud_protocol.wire import describe
 
@@ -37,8 +38,14 @@ async def hold_lease(
                 report = UsageReport.model_validate_json(line)
             except ValidationError as error:
                 log.warning("ignoring an unreadable usage report", error=describe(error))
-            else:
+                continue
+            try:
                 await record_usage(report)
+            except Unavailable:
+                raise
+            except Exception:
+                # The lease must not end, and the next report has the same totals or larger ones.
+                log.exception("a usage report was not recorded")
 
 
 async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 
 _HOUR_SECONDS = 3600
 _KEPT_HOURS = 48
@@ -32,7 +33,7 @@ class Payer:
 
 
 NOBODY = Payer("", "", "")
-"""Pays for requests of the head itself."""
+"""Pays for what the head computes for itself, which is not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +85,11 @@ class UsageMeter:
         """
         self._now = now
         self._lock = threading.Lock()
-        self._counts: dict[tuple[int, Payer], Usage] = {}
-        self._changed_at: dict[tuple[int, Payer], int] = {}
-        """The revision in which each count last changed."""
+        self._counts: dict[tuple[int, Payer], tuple[int, Usage]] = {}
+        """Each count, with the revision in which it last changed, in the order of revisions."""
         self._revision = 0
+        self._hour = 0
+        """The hour of the last count."""
         self._listeners: list[Callable[[], None]] = []
 
     def count(self, payer: Payer, usage: Usage) -> None:
@@ -111,28 +113,30 @@ class UsageMeter:
                 self._add(payer, Usage(engine_seconds=seconds * share / total))
 
     def _add(self, payer: Payer, usage: Usage) -> None:
+        if payer == NOBODY:
+            return
         hour = int(self._now() // _HOUR_SECONDS)
-        key = (hour, payer)
-        if key not in self._counts:
+        if hour != self._hour:
+            self._hour = hour
             self._forget_before(hour - _KEPT_HOURS)
         self._revision += 1
-        self._counts[key] = self._counts.get(key, Usage()) + usage
-        self._changed_at[key] = self._revision
+        _, known = self._counts.pop((hour, payer), (0, Usage()))
+        self._counts[hour, payer] = (self._revision, known + usage)
 
     def _forget_before(self, hour: int) -> None:
         for key in [key for key in self._counts if key[0] < hour]:
-            del self._counts[key], self._changed_at[key]
+            del self._counts[key]
 
     def changes(self, since: int) -> tuple[int, list[HourOfUsage]]:
-        """Return the current revision, and all counts that have changed after another one.
+        """Return the current revision, and the counts that have changed since another, latest last.
 
         Args:
             since: a revision that was returned earlier; 0 for all counts that are remembered.
         """
         with self._lock:
-            changed = [key for key, revision in self._changed_at.items() if revision > since]
-            counts = [HourOfUsage(*key, self._counts[key]) for key in changed]
-            return self._revision, counts
+            latest = takewhile(lambda item: item[1][0] > since, reversed(self._counts.items()))
+            counts = [HourOfUsage(hour, payer, usage) for (hour, payer), (_, usage) in latest]
+            return self._revision, counts[::-1]
 
     @contextmanager
     def notifying(self, notify: Callable[[], None]) -> Iterator[None]:

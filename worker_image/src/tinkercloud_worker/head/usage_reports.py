@@ -14,7 +14,7 @@ from tinkercloud_worker.head.backend import Backend
 
 _GATHER_SECONDS = 1.0
 """Time from a completed request to the report of it and of those that complete meanwhile."""
-_MAX_ENTRIES = 100
+_MAX_ENTRIES = 50
 """Entries of a line."""
 
 
@@ -35,7 +35,8 @@ async def usage_reports(backend: Backend, drained: asyncio.Event) -> AsyncIterat
                 await _until_set(changed, ended)
                 await asyncio.wait({ended}, timeout=_GATHER_SECONDS)
                 changed.clear()
-                revision, counts = backend.usage.changes(revision)
+                # In a thread, because the first report has everything.
+                revision, counts = await asyncio.to_thread(backend.usage.changes, revision)
                 for line in _lines(backend, counts):
                     yield line
         finally:
