@@ -24,10 +24,12 @@ class Recorder:
         self._failures = list(failures)
         self.tokens: dict[str, int] = {}
         self.generations: set[str] = set()
+        self.has_failed = asyncio.Event()
         self._changed = asyncio.Event()
 
     async def __call__(self, report: UsageReport) -> None:
         if self._failures:
+            self.has_failed.set()
             raise self._failures.pop()
         self.generations.add(report.generation)
         self.tokens |= {entry.model_id: entry.trained_tokens for entry in report.entries}
@@ -110,8 +112,7 @@ async def test_a_report_that_can_never_be_recorded_does_not_end_the_lease(
     recorder = Recorder(ValueError("bad"))
     train(head, "a", 3)
     lease = hold(head, recorder)
-    while recorder._failures:
-        await asyncio.sleep(0.01)
+    await recorder.has_failed.wait()
     train(head, "a", 1)
 
     await recorder.wait_for({"a:train:0": 4})
