@@ -190,6 +190,8 @@ def test_owners_see_their_own_usage_and_admins_that_of_all(
     of_ann = usage_of(own_server, API_KEY, owner="ann")
     page = own_server.request("GET", "/api/v1/usage?access_scope=accessible").json()
     refused = own_server.request("GET", "/api/v1/usage?owner=ann", key=bob)
+    bad = ["by=week", "since=yesterday", "until=2026-01-01T00:00:00", "limit=0", "owner=%00"]
+    rejected = {query: own_server.request("GET", f"/api/v1/usage?{query}") for query in bad}
 
     assert {row["owner"] for row in everybody} == {"ann"}
     assert of_ann == own["usage"]
@@ -203,6 +205,9 @@ def test_owners_see_their_own_usage_and_admins_that_of_all(
     ]
     assert own["storage"][0] in page["storage"]
     assert refused.status == 404
+    assert {query: each.status for query, each in rejected.items()} == dict.fromkeys(bad, 400)
+    for query, each in rejected.items():
+        assert query.partition("=")[0] in each.detail or "U+0000" in each.detail
     assert total(usage_of(own_server, ann, since="2020-01-01T00:00:00Z")) == expected
     assert usage_of(own_server, ann, until="2020-01-01T00:00:00Z") == []
 

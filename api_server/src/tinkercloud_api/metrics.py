@@ -70,7 +70,7 @@ for _reason in get_args(ProxyError):
 QUEUE_STATES: tuple[QueueState, ...] = get_args(QueueState)
 
 OTHER_OWNERS = "(other owners)"
-_MAX_OWNERS = 200
+MAX_OWNERS = 200
 """Owners with series of their own."""
 _owners: set[str] = set()
 
@@ -83,7 +83,7 @@ def count_usage(owner: str, amounts: Mapping[str, float]) -> None:
         amounts: what has been added, by name: `engine_seconds`, or a kind of tokens that ends in
             `_tokens`.
     """
-    if len(_owners) < _MAX_OWNERS:
+    if len(_owners) < MAX_OWNERS:
         _owners.add(owner)
     label = owner if owner in _owners else OTHER_OWNERS
     for name, amount in amounts.items():
