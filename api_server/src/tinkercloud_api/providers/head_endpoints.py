@@ -18,7 +18,6 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.names import Names
 from tinkercloud_kube.client import Client
 from tinkercloud_protocol import routes
-from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.launch import HeadStatus
 
 log = structlog.get_logger(__name__)
@@ -92,7 +91,7 @@ class HeadEndpoints:
     async def _hold_lease(self, endpoint: HeadEndpoint) -> None:
         try:
             await hold_lease(self._client, endpoint, self._record_usage)
-        except (aiohttp.ClientError, OSError, Unavailable) as error:
+        except (aiohttp.ClientError, OSError) as error:
             log.info("the lease of a session head has ended", why=type(error).__name__)
         finally:
             # The next use of the head looks it up again, and holds its lease if it still runs.

@@ -1,5 +1,6 @@
 """The lease of a head: a connection that ends with either process. It carries usage reports."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from http import HTTPStatus
 
@@ -15,15 +16,16 @@ from tinkercloud_protocol.wire import describe
 
 log = structlog.get_logger(__name__)
 
+_RETRY_SECONDS = 1.0
+
 
 async def hold_lease(
     client: aiohttp.ClientSession, endpoint: HeadEndpoint, record_usage: RecordUsage
 ) -> None:
-    """Hold the lease of a head and record its reports, until it has sent the last one.
+    """Hold the lease of a head until it has sent its last report and all are recorded.
 
     Raises:
         aiohttp.ClientError: the head is gone, or does not accept the connection.
-        Unavailable: a report was not recorded; another connection begins with all of them.
     """
     async with client.get(
         endpoint.url + routes.HEAD_LEASE,
@@ -38,14 +40,23 @@ async def hold_lease(
                 report = UsageReport.model_validate_json(line)
             except ValidationError as error:
                 log.warning("ignoring an unreadable usage report", error=describe(error))
-                continue
-            try:
-                await record_usage(report)
-            except Unavailable:
-                raise
-            except Exception:
-                # The lease must not end, and the next report has the same totals or larger ones.
-                log.exception("a usage report was not recorded")
+            else:
+                await _record(report, record_usage)
+
+
+async def _record(report: UsageReport, record_usage: RecordUsage) -> None:
+    """Record a report, when the catalog responds. Meanwhile the head collects what follows."""
+    while True:
+        try:
+            await record_usage(report)
+        except Unavailable:
+            await asyncio.sleep(_RETRY_SECONDS)
+        except Exception:
+            log.exception("a usage report can't be recorded")
+            # The lease must not end: the head would stop.
+            return
+        else:
+            return
 
 
 async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -44,15 +44,13 @@ from tinkercloud_api.providers.base import (
 from tinkercloud_api.providers.head_lease import hold_lease
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol import routes
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable
+from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, HeadStatus, Listen, ModelSpec
 
 log = structlog.get_logger(__name__)
 
 _ADOPT_SECONDS = 5.0
 _LEASE_RETRY_SECONDS = 0.2
-_RECORD_RETRY_SECONDS = 1.0
-"""Pause after a usage report that the catalog did not accept."""
 _STOP_MARGIN_SECONDS = 10.0
 """Time for a head to exit after its own shutdown timeout, before it is killed."""
 _LOG_TAIL_BYTES = 4096
@@ -288,8 +286,6 @@ class _LocalHead:
                 break
             except aiohttp.ClientError:
                 continue
-            except Unavailable:
-                await asyncio.sleep(_RECORD_RETRY_SECONDS)
         await self._ended()
         if self._is_stopping:
             log.info("session head stopped", model=self._model.name)
@@ -353,7 +349,9 @@ class _LocalHead:
             _signal(pid, signal.SIGKILL)
             await ended
         if self._lease is not None:
-            await self._lease
+            # It may be waiting for the catalog.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._lease, _STOP_MARGIN_SECONDS)
         if self._process is not None:
             await self._process.wait()
 
