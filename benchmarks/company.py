@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
@@ -20,6 +19,7 @@ from tinkercloud_testing.models import VOCAB_SIZE, tiny_llama
 from tinkercloud_worker.engine.fair_queue import Share
 from tinkercloud_worker.engine.sampler import StopRules
 from tinkercloud_worker.engine.trainer import TrainingPass
+from tinkercloud_worker.engine.usage import Payer
 
 ROUNDS = 40
 NEVER = StopRules(frozenset(), ())
@@ -111,4 +111,4 @@ async def _sample(engine: Engine, owner: str, count: int, tokens: int) -> None:
     request = a_sampling_request(
         list(range(1, 9)), num_samples=count, max_tokens=tokens, stop=NEVER
     )
-    await engine.sampler.sample("base", replace(request, owner=owner))
+    await engine.sampler.sample("base", request.sent_by(Payer(owner, "", "")))

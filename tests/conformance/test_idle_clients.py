@@ -1,6 +1,9 @@
 """The models of a vanished client leave memory, and are restored when the client returns."""
 
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,13 @@ def models(server: Server) -> dict[str, dict[str, Any]]:
     path = "/api/v1/session_usage?access_scope=accessible&limit=1000"
     sessions = server.request("GET", path).json()["sessions"]
     return {model["model_id"]: model for session in sessions for model in session["models"]}
+
+
+def the_session(server: Server, key: str) -> dict[str, Any]:
+    """Return the description of an owner's only session."""
+    (session,) = server.request("GET", "/api/v1/session_usage", key=key).json()["sessions"]
+    assert isinstance(session, dict)
+    return session
 
 
 def be_silent(server: Server, *clients: tinker.TrainingClient) -> None:
@@ -180,3 +190,29 @@ def test_a_restored_model_leaves_nothing_in_the_store(own_server: Server) -> Non
 
     wait_until(lambda: not list(folder.rglob("*.*")), "the end of the suspended state")
     sent.result()
+
+
+def test_the_list_of_sessions_shows_clients_that_vanished_and_what_they_have_in_memory(
+    own_server: Server,
+) -> None:
+    key = own_server.new_key("gone")
+    session = own_server.post("create_session", {"sdk_version": "none"}, key=key).json()
+    body = {"base_model": MODEL, "lora_config": {"rank": 4}, **session}
+    created = own_server.post("create_model", body, key=key).json()
+    own_server.result(created["request_id"], key=key)
+    wait_until(lambda: the_session(own_server, key)["memory_bytes"] == 0, "the suspension")
+    with closing(sqlite3.connect(own_server.state_dir / "catalog.db")) as catalog, catalog:
+        past = (datetime.now(UTC) - timedelta(minutes=3)).strftime("%Y-%m-%d %H:%M:%S.000000")
+        change = "UPDATE sessions SET last_heartbeat_at = ? WHERE owner = 'gone'"
+        catalog.execute(change, (past,))
+
+    listed = own_server.command("sessions", "list", "--api-key", key)
+    own_server.post("session_heartbeat", session, key=key)
+    save = {"model_id": created["model_id"], "path": "back"}
+    saved = own_server.post("save_weights", save, key=key).json()
+
+    assert own_server.result(saved["request_id"], key=key).status == 200
+    heartbeat = past.partition(".")[0]
+    for text in (session["session_id"], "gone", "silent", heartbeat, "1 suspended", "0.0 MB"):
+        assert text in listed
+    wait_until(lambda: the_session(own_server, key)["state"] == "live", "the heartbeat")

@@ -27,6 +27,7 @@ from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.programs import ProgramCatalog
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
+from tinkercloud_api.catalog.usage import UsageLedger
 from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.context import Context
 from tinkercloud_api.direct_sessions import DirectSessions
@@ -56,6 +57,7 @@ from tinkercloud_api.routes import (
     results,
     runs,
     session_search,
+    session_usage,
     sessions,
     tokenizers,
     unloading,
@@ -79,7 +81,7 @@ JSON_BODY_BYTES = 1 << 20
 _ROUTED = (
     # The path of the search looks like a session's.
     session_search,
-    *(sessions, usage, models, unloading, tokenizers, results, downloads, importing),
+    *(sessions, session_usage, usage, models, unloading, tokenizers, results, downloads, importing),
     checkpoint_search,
     *(runs, programs, keys, health, hub),
 )
@@ -191,6 +193,7 @@ async def running_context(
         imports=Imports(catalog, training_runs, stored_runs, settings.max_import_bytes),
         direct_sessions=DirectSessions(catalog, training_runs),
         sampling_sessions=SamplingSessions(catalog, checkpoints, locator, training_runs, activity),
+        usage=UsageLedger(engine),
     )
     try:
         async with _started(context):
@@ -220,7 +223,7 @@ def _shared_heads(
 @asynccontextmanager
 async def _started(context: Context) -> AsyncIterator[None]:
     """Run the provider, the programs and the periodic tasks for the duration of the context."""
-    await context.provider.start()
+    await context.provider.start(context.usage.record)
     await context.programs.start()
     loops = [_run_housekeeping(context), _suspend_inactive(context)]
     tasks = [asyncio.create_task(loop) for loop in loops]
@@ -328,7 +331,7 @@ async def _run_housekeeping(context: Context) -> None:
     """Periodically write activity to the catalog and free the resources of ended sessions."""
 
     async def count_sessions() -> None:
-        since = now() - usage.LIVE
+        since = now() - session_usage.LIVE
         metrics.CLIENT_SESSIONS.set(await context.catalog.count_live_sessions(since))
 
     started = now()

@@ -18,6 +18,7 @@ import structlog
 from obstore.store import ObjectStore
 
 from tinkercloud_api.auth import Principal
+from tinkercloud_api.catalog.counts import Storage
 from tinkercloud_api.catalog.searches import CheckpointSearch
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
@@ -289,6 +290,11 @@ class Checkpoints:
         await self._refresh(await self._catalog.unindexed_checkpoints(owner))
         rows, total = await self._catalog.checkpoints(owner, page)
         return [info(row) for row in rows], total
+
+    async def storage(self, owner: str | None, page: Page) -> Sequence[Storage]:
+        """Return what checkpoints occupy, by owner, the largest first; owner None means all."""
+        await self._refresh(await self._catalog.unindexed_checkpoints(owner))
+        return await self._catalog.storage(owner, page)
 
     async def search(self, wanted: CheckpointSearch) -> list[CheckpointInfo]:
         """Return the checkpoints that match a search, newest first."""

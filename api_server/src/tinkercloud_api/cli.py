@@ -1,7 +1,7 @@
 """The `tinkercloud` command.
 
 `serve`, `keys`, `catalog` and `doctor` use this machine's state folder; `models`, `sessions`,
-`checkpoints` and `programs` call a running server, local or remote (TINKER_BASE_URL,
+`checkpoints`, `programs` and `usage` call a running server, local or remote (TINKER_BASE_URL,
 TINKER_API_KEY). `plan` needs neither.
 """
 
@@ -25,7 +25,7 @@ from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, o
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.catalog_rebuild import rebuild
-from tinkercloud_api.commands import checkpoints, programs
+from tinkercloud_api.commands import checkpoints, programs, usage
 from tinkercloud_api.commands.shared import (
     ApiKey,
     BaseUrl,
@@ -61,6 +61,7 @@ app.add_typer(models_app, name="models")
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(programs.app, name="programs")
 app.add_typer(checkpoints.app, name="checkpoints")
+app.command("usage")(usage.show_usage)
 
 StateDir = Annotated[
     Path | None,

@@ -8,6 +8,7 @@ from fastapi import Depends, Request
 from tinkercloud_api.activity import Activity
 from tinkercloud_api.auth import Authenticator, Principal
 from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.usage import UsageLedger
 from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.direct_sessions import DirectSessions
 from tinkercloud_api.head_locator import HeadLocator
@@ -48,6 +49,7 @@ class Context:
     imports: Imports
     direct_sessions: DirectSessions
     sampling_sessions: SamplingSessions
+    usage: UsageLedger
 
 
 def get_context(request: Request) -> Context:

@@ -3,6 +3,7 @@
 Gauges describe one replica unless stated otherwise.
 """
 
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -46,6 +47,16 @@ CLIENT_SESSIONS = Gauge(
     "tinkercloud_client_sessions",
     "SDK sessions with a recent heartbeat, according to the catalog (the same on every replica)",
 )
+USAGE_TOKENS = Counter(
+    "tinkercloud_usage_tokens",
+    "Tokens that session heads have processed, as far as this replica has recorded them",
+    ["owner", "kind"],
+)
+USAGE_ENGINE_SECONDS = Counter(
+    "tinkercloud_usage_engine_seconds",
+    "Seconds in which session heads have computed, as far as this replica has recorded them",
+    ["owner"],
+)
 HOUSEKEEPING_ERRORS = Counter("tinkercloud_housekeeping_errors", "Failed housekeeping tasks")
 
 Direction = Literal["to_head", "from_head"]
@@ -57,3 +68,26 @@ for _direction in get_args(Direction):
 for _reason in get_args(ProxyError):
     PROXY_ERRORS.labels(_reason)
 QUEUE_STATES: tuple[QueueState, ...] = get_args(QueueState)
+
+OTHER_OWNERS = "(other owners)"
+MAX_OWNERS = 200
+"""Owners with series of their own."""
+_owners: set[str] = set()
+
+
+def count_usage(owner: str, amounts: Mapping[str, float]) -> None:
+    """Count usage that was recorded.
+
+    Args:
+        owner: who has used it. Owners after the first 200 are counted together.
+        amounts: what has been added, by name: `engine_seconds`, or a kind of tokens that ends in
+            `_tokens`.
+    """
+    if len(_owners) < MAX_OWNERS:
+        _owners.add(owner)
+    label = owner if owner in _owners else OTHER_OWNERS
+    for name, amount in amounts.items():
+        if name == "engine_seconds":
+            USAGE_ENGINE_SECONDS.labels(label).inc(amount)
+        else:
+            USAGE_TOKENS.labels(label, name.removesuffix("_tokens")).inc(amount)

@@ -183,7 +183,7 @@ class Settings(BaseSettings):
     orphan_grace_seconds: Annotated[float, Field(gt=0)] = 120.0
     """How long, in seconds, session heads keep running after their server is killed. A server that
     starts within this time takes over the heads and their models."""
-    session_silence_seconds: Annotated[float, Field(gt=0)] = 900.0
+    session_silence_seconds: Annotated[float, Field(gt=0)] = 600.0
     """Client inactivity, in seconds, after which a model is suspended. A client is inactive if the
     server receives neither its heartbeats nor its requests for the model. The session head then
     writes the model to the checkpoint store and frees its memory. The next request resumes the

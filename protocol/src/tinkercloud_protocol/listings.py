@@ -166,6 +166,46 @@ class SessionUsageList(Answer):
     sessions: list[SessionUsage]
 
 
+class OwnerUsage(Answer):
+    """What an owner has used of a base model in a period, or of one of its models."""
+
+    owner: str
+    base_model: str
+    model_id: str | None = None
+    """The trained or sampled model, or the run of the sampled checkpoint, if usage is listed by
+    model. Null: requests to the base model itself."""
+    starts_at: datetime
+    """Start of the hour or day; by model, of the first hour with usage."""
+    ends_at: datetime
+    """End of the hour or day; by model, of the last hour with usage."""
+    trained_tokens: int
+    """Tokens of forward_backward requests."""
+    forward_tokens: int
+    """Tokens of forward-only requests."""
+    prefill_tokens: int
+    """Tokens of prompts that were computed. A prompt counts once for all of its samples."""
+    cached_tokens: int
+    """Tokens of prompts that were found in a cache."""
+    sampled_tokens: int
+    engine_seconds: float
+    """Seconds in which the session head has computed, without those of inference servers."""
+
+
+class OwnerStorage(Answer):
+    """What an owner's checkpoints occupy now."""
+
+    owner: str
+    checkpoints: int
+    size_bytes: int
+
+
+class UsageList(Answer):
+    """GET usage (no SDK call)."""
+
+    usage: list[OwnerUsage]
+    storage: list[OwnerStorage]
+
+
 class ModelData(Answer):
     """What a model consists of."""
 

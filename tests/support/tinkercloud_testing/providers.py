@@ -2,7 +2,13 @@
 
 from pathlib import Path
 
-from tinkercloud_api.providers.base import HeadEndpoint, Pending, Placement, ServedModel
+from tinkercloud_api.providers.base import (
+    HeadEndpoint,
+    Pending,
+    Placement,
+    RecordUsage,
+    ServedModel,
+)
 from tinkercloud_protocol.launch import ModelSpec
 
 
@@ -12,7 +18,7 @@ class OneHead:
     def __init__(self) -> None:
         self.endpoint: HeadEndpoint | None = None
 
-    async def start(self) -> None: ...
+    async def start(self, record_usage: RecordUsage) -> None: ...
 
     async def stop(self) -> None: ...
 

@@ -68,6 +68,7 @@ class ServedHead:
     """A head, called as an API server calls it."""
 
     lifecycle: Lifecycle
+    backend: Backend
     url: str
     client: aiohttp.ClientSession
 
@@ -121,7 +122,7 @@ async def a_served_head(folder: Path, limits: Limits | None = None) -> AsyncIter
         lifecycle = Lifecycle(config.timings, lambda: backend)
         app = HeadApp(lifecycle, limits, HeadToken(token_file), config.generation)
         async with served(app) as url, aiohttp.ClientSession() as client:
-            head = ServedHead(lifecycle, url, client)
+            head = ServedHead(lifecycle, backend, url, client)
             ready = await head.send(routes.HEAD_WAIT_READY, b"", "", method="GET")
             assert ready.status == 200
             yield head

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tinkercloud_testing.engines import (
 from tinkercloud_testing.models import in_dtype, tiny_llama
 from tinkercloud_testing.recording import Operations
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult, StopRules
+from tinkercloud_worker.engine.usage import Payer
 from tinkercloud_worker.lora.segments import WeightSegment
 from tinkercloud_worker.torch_sampler.decoding import RunningSequence, TokenSampler
 from tinkercloud_worker.torch_sampler.sampling import sample_tokens
@@ -34,7 +34,7 @@ def a_request(
 ) -> SamplingRequest:
     prompt = [(seed * 7 + position * position) % 250 for position in range(9)]
     request = a_sampling_request(prompt, max_tokens=max_tokens, seed=seed, top_k=top_k, stop=NEVER)
-    return replace(request, owner=owner)
+    return request.sent_by(Payer(owner, "", ""))
 
 
 async def sample_together(engine: Engine, asked: Sequence[Asked]) -> list[Answer]:

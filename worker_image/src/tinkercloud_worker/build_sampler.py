@@ -17,6 +17,7 @@ from tinkercloud_worker.engine.sampler import Sampler
 from tinkercloud_worker.engine.stopping import decoder_of
 from tinkercloud_worker.engine.thread import EngineThread, NoBackground
 from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot
+from tinkercloud_worker.engine.usage import UsageMeter
 from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.colocation import ColocatedThread
 from tinkercloud_worker.inference.dialect import Dialect
@@ -67,6 +68,7 @@ def build_sampler(
     trainer: Trainer,
     *,
     weight_host: WeightHost,
+    usage: UsageMeter,
     on_crash: OnCrash,
 ) -> tuple[Sampler, EngineThread]:
     """Build the sampler, and start the thread for training jobs.
@@ -77,6 +79,7 @@ def build_sampler(
         tokenizer: the model's tokenizer.
         trainer: shares its GPUs with the engines, if they are colocated.
         weight_host: sends full models to engines, unless they go in requests or by files.
+        usage: counts the seconds of the thread.
         on_crash: see `EngineThread`.
 
     Raises:
@@ -84,7 +87,7 @@ def build_sampler(
     """
     weights = config.limits.owner_weights
     if config.sampler.backend == "torch":
-        thread = EngineThread(on_crash, weights=weights)
+        thread = EngineThread(on_crash, weights=weights, usage=usage)
         sampler = TorchSampler(
             base(),
             tokenizer,
@@ -102,12 +105,12 @@ def build_sampler(
         thread.start(sampler)
         return sampler, thread
     servers = inference_sampler(config, tokenizer, weight_host)
-    thread = EngineThread(on_crash, weights=weights)
+    thread = EngineThread(on_crash, weights=weights, usage=usage)
     if config.sampler.inference.colocated:
         # Free the memory that was cached while loading.
         trainer.release_memory()
         thread = ColocatedThread(
-            servers.training, trainer.release_memory, on_crash, weights=weights
+            servers.training, trainer.release_memory, on_crash, weights=weights, usage=usage
         )
     thread.start(NoBackground())
     return servers, thread

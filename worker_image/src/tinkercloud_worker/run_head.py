@@ -27,6 +27,7 @@ from tinkercloud_worker.build_trainer import build_trainer, build_weight_host
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.trainer import Trainer
+from tinkercloud_worker.engine.usage import UsageMeter
 from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.lifecycle import Lifecycle
@@ -56,12 +57,14 @@ def build_backend(config: HeadConfig) -> Backend:
             wanted=wanted,
             taken=taken,
         )
+    usage = UsageMeter()
     sampler, thread = build_sampler(
         config,
         base,
         tokenizer,
         trainer,
         weight_host=weight_host or HeadWeightHost(),
+        usage=usage,
         on_crash=_end_process,
     )
     return Backend(
@@ -72,6 +75,7 @@ def build_backend(config: HeadConfig) -> Backend:
         store=CheckpointStore(open_store(config.checkpoint_root)),
         end_tokens=end_tokens(config.model.path, tokenizer),
         base_fingerprint=_served_fingerprint(config, trainer),
+        usage=usage,
     )
 
 

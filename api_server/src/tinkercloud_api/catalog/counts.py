@@ -1,16 +1,38 @@
 """Counts of what an owner uses, and the creation of sessions under ids that the server derives."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 from sqlalchemy import func, or_, select
 
-from tinkercloud_api.catalog.statements import Statements
-from tinkercloud_api.catalog.tables import Session, TrainingRun
+from tinkercloud_api.catalog.statements import Page, Statements
+from tinkercloud_api.catalog.tables import Checkpoint, Session, TrainingRun
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """What the checkpoints of an owner occupy."""
+
+    owner: str
+    checkpoints: int
+    size_bytes: int
 
 
 class Counts(Statements):
     """A part of the catalog's queries."""
+
+    async def storage(self, owner: str | None, page: Page) -> Sequence[Storage]:
+        """Return what checkpoints occupy, by owner, the largest first; owner None means all."""
+        size = func.sum(Checkpoint.size_bytes)
+        query = select(Checkpoint.owner, func.count(), size).group_by(Checkpoint.owner)
+        query = query.where(Checkpoint.size_bytes.is_not(None))
+        if owner is not None:
+            query = query.where(Checkpoint.owner == owner)
+        ordered = query.order_by(size.desc(), Checkpoint.owner)
+        async with self._reading() as db:
+            rows = (await db.execute(ordered.offset(page.offset).limit(page.limit))).all()
+        return [Storage(name, count, int(size or 0)) for name, count, size in rows]
 
     async def count_runs_named(self, run_ids: Collection[str], owner: str | None) -> int:
         """Return how many of these runs exist and were not deleted.

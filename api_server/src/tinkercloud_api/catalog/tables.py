@@ -8,7 +8,7 @@ that the previous version does not use.
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, ForeignKey, Index, String, TypeDecorator
+from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, String, TypeDecorator
 from sqlalchemy import DateTime as SqlDateTime
 from sqlalchemy.engine import Dialect
 from sqlalchemy.exc import DontWrapMixin
@@ -253,3 +253,27 @@ class Upload(Table):
     expires_at: Mapped[datetime]
     """When the upload is abandoned, or forgotten if it is finished."""
     is_finished: Mapped[bool] = mapped_column(default=False)
+
+
+class UsageHour(Table):
+    """What an owner has used of a head in an hour, for one session and model."""
+
+    __tablename__ = "usage_hours"
+    __table_args__ = (Index("usage_hours_by_owner", "owner", "hour"),)
+
+    generation: Mapped[str] = mapped_column(primary_key=True)
+    """Generation of the head."""
+    hour: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    """Hours from 1970-01-01 in UTC to the start of the hour."""
+    owner: Mapped[str] = mapped_column(primary_key=True)
+    session_id: Mapped[str] = mapped_column(primary_key=True)
+    """The session that sent the requests, which may have no row."""
+    model_id: Mapped[str] = mapped_column(primary_key=True)
+    """The trained or sampled model; for a checkpoint, its run. Empty for the base model."""
+    base_model: Mapped[str]
+    trained_tokens: Mapped[int] = mapped_column(BigInteger)
+    forward_tokens: Mapped[int] = mapped_column(BigInteger)
+    prefill_tokens: Mapped[int] = mapped_column(BigInteger)
+    cached_tokens: Mapped[int] = mapped_column(BigInteger)
+    sampled_tokens: Mapped[int] = mapped_column(BigInteger)
+    engine_seconds: Mapped[float] = mapped_column(Double)

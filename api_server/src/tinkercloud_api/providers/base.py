@@ -1,6 +1,6 @@
 """Interface of the providers of session heads."""
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -9,6 +9,10 @@ from tinkercloud_api.providers.session_options import NO_OPTIONS, SessionOptions
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.futures import QueueState
 from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.usage import UsageReport
+
+RecordUsage = Callable[[UsageReport], Awaitable[None]]
+"""Records a report of a head, which may be repeated. Raises Unavailable if it can't."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +86,12 @@ class HeadFailed(WireError):
 class SessionProvider(Protocol):
     """Starts, finds and stops session heads."""
 
-    async def start(self) -> None:
-        """Find running heads and start watching them."""
+    async def start(self, record_usage: RecordUsage) -> None:
+        """Find running heads and start watching them.
+
+        Args:
+            record_usage: called with each usage report of a head.
+        """
 
     async def stop(self) -> None:
         """Stop everything that must not outlive this process."""

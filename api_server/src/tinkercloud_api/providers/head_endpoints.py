@@ -1,21 +1,26 @@
 """Resolves a ready TrainingSession to the endpoint of its head: address, token, generation.
 
 The token is read from a Secret and the generation from the head itself, once for each process that
-serves the session (`status.incarnation`), and cached.
+serves the session (`status.incarnation`), and cached. While an endpoint is cached, the lease of the
+head is held, on which it reports its usage.
 """
 
 import asyncio
 from dataclasses import dataclass
 
 import aiohttp
+import structlog
 
-from tinkercloud_api.providers.base import HeadEndpoint
+from tinkercloud_api.providers.base import HeadEndpoint, RecordUsage
+from tinkercloud_api.providers.head_lease import hold_lease
 from tinkercloud_api.providers.session_status import Ready, TrainingSessionView
 from tinkercloud_crds import labels
 from tinkercloud_crds.names import Names
 from tinkercloud_kube.client import Client
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.launch import HeadStatus
+
+log = structlog.get_logger(__name__)
 
 _STATUS_SECONDS = 10.0
 
@@ -34,9 +39,13 @@ class _Cached:
 class HeadEndpoints:
     """Endpoints of running heads. Belongs to one event loop."""
 
-    def __init__(self, api: Client, client: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, api: Client, client: aiohttp.ClientSession, record_usage: RecordUsage
+    ) -> None:
         self._api = api
         self._client = client
+        self._record_usage = record_usage
+        self._leases: dict[HeadEndpoint, asyncio.Task[None]] = {}
         self._cached: dict[str, _Cached] = {}
         self._resolving: dict[tuple[str, str], asyncio.Task[HeadEndpoint]] = {}
 
@@ -75,7 +84,26 @@ class HeadEndpoints:
         status = await self._status(ready.endpoint, token)
         endpoint = HeadEndpoint(ready.endpoint, token, status.generation)
         self._cached[session.name] = _Cached(session.uid, ready.incarnation, endpoint)
+        if endpoint not in self._leases:
+            self._leases[endpoint] = asyncio.create_task(self._hold_lease(endpoint))
         return endpoint
+
+    async def _hold_lease(self, endpoint: HeadEndpoint) -> None:
+        try:
+            await hold_lease(self._client, endpoint, self._record_usage)
+        except (aiohttp.ClientError, OSError) as error:
+            log.info("the lease of a session head has ended", why=type(error).__name__)
+        finally:
+            # The next use of the head looks it up again, and holds its lease if it still runs.
+            self.invalidate(endpoint)
+            del self._leases[endpoint]
+
+    async def stop(self) -> None:
+        """End the leases."""
+        leases = list(self._leases.values())
+        for lease in leases:
+            lease.cancel()
+        await asyncio.gather(*leases, return_exceptions=True)
 
     async def _status(self, url: str, token: str) -> HeadStatus:
         try:

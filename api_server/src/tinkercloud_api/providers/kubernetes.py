@@ -28,6 +28,7 @@ from tinkercloud_api.providers.base import (
     HeadFailed,
     Pending,
     Placement,
+    RecordUsage,
     ServedModel,
     unknown_base_model,
 )
@@ -83,7 +84,7 @@ class KubernetesProvider:
         """Error of the last failed step of `acquire`, by name of the TrainingSession."""
         self._watching: list[asyncio.Task[None]] = []
 
-    async def start(self) -> None:
+    async def start(self, record_usage: RecordUsage) -> None:
         """See `SessionProvider.start`. Returns when all objects have been listed."""
         self._api = await Client.connect(self._namespace, labels.API_FIELD_MANAGER)
         self._client = open_client()
@@ -91,7 +92,7 @@ class KubernetesProvider:
             self._api, "TrainingSession", readable(read_session), self._forget
         )
         self._base_models = Informer(self._api, "BaseModel", readable(read_base_model))
-        self._endpoints = HeadEndpoints(self._api, self._client)
+        self._endpoints = HeadEndpoints(self._api, self._client, record_usage)
         self._activity_annotator = ActivityAnnotator(self._api)
         for informer in (self._sessions, self._base_models):
             self._watching.append(asyncio.create_task(informer.run()))
@@ -106,6 +107,7 @@ class KubernetesProvider:
             with suppress(asyncio.CancelledError):
                 await task
         await self._activity_annotator.stop()
+        await self._endpoints.stop()
         await self._client.close()
         await self._api.close()
 

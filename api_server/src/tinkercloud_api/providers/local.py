@@ -21,7 +21,6 @@ import shutil
 import signal
 import socket
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
@@ -32,14 +31,17 @@ import aiohttp
 import structlog
 
 from tinkercloud_api.head_client import open_client
+from tinkercloud_api.providers.backoff import Backoff
 from tinkercloud_api.providers.base import (
     HeadEndpoint,
     HeadFailed,
     Pending,
     Placement,
+    RecordUsage,
     ServedModel,
     unknown_base_model,
 )
+from tinkercloud_api.providers.head_lease import hold_lease
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
@@ -52,9 +54,6 @@ _LEASE_RETRY_SECONDS = 0.2
 _STOP_MARGIN_SECONDS = 10.0
 """Time for a head to exit after its own shutdown timeout, before it is killed."""
 _LOG_TAIL_BYTES = 4096
-_BACKOFF_SECONDS = 1.0
-_MAX_BACKOFF_SECONDS = 60.0
-"""Limit of the delay between failed starts, which doubles after each failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,48 +69,27 @@ class _Killed(HeadFailed):
     """A head was killed while it was starting."""
 
 
-class _Backoff:
-    """Exponential backoff between failed starts of a head."""
-
-    def __init__(self) -> None:
-        self._failures = 0
-        self._not_before = 0.0
-        self._reason = ""
-
-    def check(self) -> None:
-        """Check that a start may begin now.
-
-        Raises:
-            HeadFailed: a start failed recently; the message says why, and when to retry.
-        """
-        left = self._not_before - time.monotonic()
-        if left > 0:
-            raise HeadFailed(f"{self._reason}; try again in {left:.0f} s")
-
-    def record(self, error: BaseException | None) -> None:
-        """Record the outcome of a start; None means success."""
-        self._failures = self._failures + 1 if error is not None else 0
-        self._reason = str(error)
-        pause = min(_BACKOFF_SECONDS * 2.0 ** (self._failures - 1), _MAX_BACKOFF_SECONDS)
-        self._not_before = time.monotonic() + pause if error is not None else 0.0
-
-
 class _LocalHead:
     """The head of one base model: stopped, starting or running."""
 
     def __init__(
-        self, model: ServedModel, settings: Settings, client: aiohttp.ClientSession
+        self,
+        model: ServedModel,
+        settings: Settings,
+        client: aiohttp.ClientSession,
+        record_usage: RecordUsage,
     ) -> None:
         self._model = model
         self._settings = settings
         self._client = client
+        self._record_usage = record_usage
         self._folder = settings.state_dir.absolute() / "heads" / _slug(model.name)
         self._reason = self._folder / "reason"
         self._starting: asyncio.Task[HeadEndpoint] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._lease: asyncio.Task[None] | None = None
         self._is_stopping = False
-        self._backoff = _Backoff()
+        self._backoff = Backoff()
         self.unsaved = self._folder / "unsaved"
         """Folder for suspended runs that the head could not upload to the checkpoint store."""
         self.endpoint: HeadEndpoint | None = None
@@ -303,7 +281,7 @@ class _LocalHead:
         """Hold the head's lease. If the connection is refused, the head is terminating."""
         while True:
             try:
-                await self._get(endpoint, routes.HEAD_LEASE)
+                await hold_lease(self._client, endpoint, self._record_usage)
                 await asyncio.sleep(_LEASE_RETRY_SECONDS)
             except aiohttp.ClientConnectorError:
                 break
@@ -372,7 +350,9 @@ class _LocalHead:
             _signal(pid, signal.SIGKILL)
             await ended
         if self._lease is not None:
-            await self._lease
+            # It may be waiting for the catalog.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._lease, _STOP_MARGIN_SECONDS)
         if self._process is not None:
             await self._process.wait()
 
@@ -394,11 +374,11 @@ class LocalProvider:
         self._client: aiohttp.ClientSession | None = None
         self._heads: dict[str, _LocalHead] = {}
 
-    async def start(self) -> None:
+    async def start(self, record_usage: RecordUsage) -> None:
         """See `SessionProvider.start`."""
         self._client = open_client()
         for model in self._models.values():
-            head = _LocalHead(model, self._settings, self._client)
+            head = _LocalHead(model, self._settings, self._client, record_usage)
             self._heads[model.name] = head
             await head.adopt()
             if self._settings.preload:

@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse
 
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.context import Caller, Context, Server
-from tinkercloud_api.routes.usage import LIVE
+from tinkercloud_api.routes.session_usage import LIVE
 from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.listings import ServerHealth
 

@@ -9,7 +9,7 @@ from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.session_search import Search, Status, matching
 from tinkercloud_api.catalog.tables import EXPIRED, Session, now
 from tinkercloud_api.context import Caller, Context, Server
-from tinkercloud_api.routes.usage import LIVE
+from tinkercloud_api.routes.session_usage import LIVE
 from tinkercloud_protocol.listings import SessionCursor, SessionSummary, SessionSummaryList
 from tinkercloud_protocol.wire import MAX_METADATA_ENTRIES, Items, Name, Storable, WireModel
 

@@ -1,87 +1,84 @@
-"""Resource usage of sessions, for administrators (not SDK calls)."""
+"""What owners have used, and what their checkpoints occupy (not an SDK call)."""
 
-from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
+from pydantic import AwareDatetime
 
+from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.statements import Page
-from tinkercloud_api.catalog.tables import Session, TrainingRun, now
+from tinkercloud_api.catalog.usage import Grouping, UsageQuery, UsageTotal
 from tinkercloud_api.context import Caller, Server
-from tinkercloud_protocol.launch import HeldModel
-from tinkercloud_protocol.listings import ModelUsage, SessionUsage, SessionUsageList
+from tinkercloud_protocol.errors import NotFound
+from tinkercloud_protocol.listings import OwnerStorage, OwnerUsage, UsageList
+from tinkercloud_protocol.usage import hour_of, start_of
 
-router = APIRouter(prefix="/api/v1", tags=["sessions"])
-
-LIVE = timedelta(minutes=2)
-"""A session is live if a heartbeat, sent every ten seconds, was recorded within this time."""
+router = APIRouter(prefix="/api/v1", tags=["usage"])
 
 
-@router.get("/session_usage")
-async def list_usage(
+@router.get("/usage")
+async def show_usage(  # noqa: PLR0917 - query parameters
     server: Server,
     caller: Caller,
-    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
+    by: Grouping = "model",
+    owner: str | None = None,
+    since: AwareDatetime | None = None,
+    until: AwareDatetime | None = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     offset: Annotated[int, Query(ge=0, lt=1 << 63)] = 0,
     access_scope: Literal["owned", "accessible"] = "owned",
-) -> SessionUsageList:
-    """List sessions with their resource usage, newest first."""
-    owner = caller.owner_filter(access_scope)
-    names = await server.catalog.sessions(owner, Page(offset, limit))
-    return SessionUsageList(sessions=await _usage(names, server))
+) -> UsageList:
+    """List what was used, the latest first: in each hour or day (UTC), or of each model.
 
-
-@router.get("/session_usage/{session_id}")
-async def show_usage(session_id: str, server: Server, caller: Caller) -> SessionUsage:
-    """Return the resource usage of a session."""
-    caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
-    (usage,) = await _usage([session_id], server)
-    return usage
-
-
-async def _usage(session_ids: Sequence[str], server: Server) -> list[SessionUsage]:
-    sessions = await server.catalog.sessions_named(session_ids)
-    runs = await server.catalog.runs_of_sessions(session_ids)
-    held = await server.shared_heads.models()
-    return [
-        _describe(session, [run for run in runs if run.session_id == session.id], held)
-        for session in sessions
-    ]
-
-
-def _describe(
-    session: Session, runs: Sequence[TrainingRun], held: dict[str, HeldModel]
-) -> SessionUsage:
-    models = [
-        ModelUsage(model_id=run.id, base_model=run.base_model, **_state(run, held.get(run.id)))
-        for run in runs
-    ]
-    known = [model.memory_bytes for model in models if model.memory_bytes is not None]
-    return SessionUsage(
-        session_id=session.id,
-        owner=session.owner,
-        state=_state_of(session, now()),
-        last_heartbeat_at=session.last_heartbeat_at,
-        models=models,
-        memory_bytes=sum(known) if known else None,
+    `since` and `until` select whole hours: those that end after `since` and start before `until`.
+    """
+    whose = _whose(caller, owner, access_scope)
+    query = UsageQuery(
+        by,
+        whose,
+        since=hour_of(since) if since is not None else None,
+        until=_hour_after(until) if until is not None else None,
+    )
+    page = Page(offset, limit)
+    totals = await server.usage.totals(query, page)
+    storage = await server.checkpoints.storage(whose, page)
+    return UsageList(
+        usage=[_describe(total) for total in totals],
+        storage=[
+            OwnerStorage(owner=s.owner, checkpoints=s.checkpoints, size_bytes=s.size_bytes)
+            for s in storage
+        ],
     )
 
 
-def _state_of(session: Session, moment: datetime) -> Literal["live", "silent", "ended"]:
-    if session.finished_at is not None:
-        return "ended"
-    return "live" if session.last_heartbeat_at >= moment - LIVE else "silent"
+def _whose(caller: Principal, owner: str | None, access_scope: str) -> str | None:
+    """Return whose usage a caller sees; None means everybody's.
+
+    Raises:
+        NotFound: it names another owner, and may not see that owner's objects.
+    """
+    if owner is None:
+        return caller.owner_filter(access_scope)
+    if not caller.may_see(owner):
+        raise NotFound(f"owner: usage of {owner!r} does not exist, or belongs to another owner")
+    return owner
 
 
-def _state(run: TrainingRun, held: HeldModel | None) -> dict[str, object]:
-    if run.deleted_at is not None:
-        return {"state": "deleted", "memory_bytes": 0}
-    if held is None:
-        return {"state": "unknown", "memory_bytes": None}
-    return {
-        "state": "suspended" if held.is_suspended else "in memory",
-        "memory_bytes": held.memory_bytes,
-        "unsaved_steps": held.unsaved_steps,
-        "autosave_failure": held.autosave_failure,
-    }
+def _hour_after(moment: datetime) -> int:
+    """Return the first hour that does not start before a time."""
+    hour = hour_of(moment)
+    return hour if start_of(hour) == moment else hour + 1
+
+
+def _describe(total: UsageTotal) -> OwnerUsage:
+    return OwnerUsage.model_validate(
+        {
+            "owner": total.owner,
+            "base_model": total.base_model,
+            "model_id": total.model_id or None,
+            "starts_at": start_of(total.first_hour),
+            "ends_at": start_of(total.end_hour),
+            **total.amounts,
+        }
+    )

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from tinkercloud_protocol.tensors import Int32Array, PromptScores, SampledSequence
 from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
+from tinkercloud_worker.engine.usage import NOBODY, Payer, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +68,17 @@ class SamplingRequest:
     top_logprobs: int = 0
     """Most likely tokens to return for each sampled position."""
     prompt_logprobs: PromptLogprobParams = field(default_factory=PromptLogprobParams)
-    owner: str = ""
-    """Who sent it: requests of different owners take turns."""
+    payer: Payer = NOBODY
+    """Who sent it, and for which model."""
 
-    def sent_by(self, owner: str) -> "SamplingRequest":
-        """Return the same request with its owner."""
-        return replace(self, owner=owner)
+    @property
+    def owner(self) -> str:
+        """Who sent it: requests of different owners take turns."""
+        return self.payer.owner
+
+    def sent_by(self, payer: Payer) -> "SamplingRequest":
+        """Return the same request with who pays for it."""
+        return replace(self, payer=payer)
 
     @property
     def num_positions(self) -> int:
@@ -92,6 +98,15 @@ class SamplingResult:
 
     sequences: Sequence[SampledSequence]
     prompt: PromptScores
+
+    def usage(self, num_prompt_tokens: int) -> Usage:
+        """Return the tokens of the request, whose prompt counts once for all samples."""
+        cached = self.prompt.cached_tokens
+        return Usage(
+            prefill_tokens=num_prompt_tokens - cached,
+            cached_tokens=cached,
+            sampled_tokens=sum(len(sequence.tokens) for sequence in self.sequences),
+        )
 
 
 class Sampler(Protocol):

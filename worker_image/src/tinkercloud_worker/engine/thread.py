@@ -15,13 +15,14 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_worker.engine.fair_queue import Ahead, FairQueue, Share
+from tinkercloud_worker.engine.usage import Payer, UsageMeter
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ T = TypeVar("T")
 ItemT = TypeVar("ItemT")
 ItemT_contra = TypeVar("ItemT_contra", contravariant=True)
 T_co = TypeVar("T_co", covariant=True)
+Tokens: TypeAlias = Mapping[Payer, int]
+"""Tokens that were computed for each."""
 YieldPoint = Callable[[], None]
 """Called by a long job wherever background steps may run."""
 Pieces: TypeAlias = Generator[int, None, T]
@@ -104,8 +107,8 @@ class Background(Protocol):
     def has_work(self) -> bool:
         """Return whether `step` has anything to do."""
 
-    def step(self) -> None:
-        """Run one step. Must not raise."""
+    def step(self) -> Tokens:
+        """Run one step; return what it computed. Must not raise."""
 
 
 class NoBackground:
@@ -115,8 +118,9 @@ class NoBackground:
         """Return False."""
         return False
 
-    def step(self) -> None:
+    def step(self) -> Tokens:
         """Do nothing."""
+        return {}
 
 
 class EngineThread:
@@ -127,6 +131,7 @@ class EngineThread:
         on_crash: Callable[[BaseException], None],
         now: Callable[[], float] = time.monotonic,
         weights: Mapping[str, int] | None = None,
+        usage: UsageMeter | None = None,
     ) -> None:
         """Make a thread.
 
@@ -135,7 +140,11 @@ class EngineThread:
                 then and waiters would block forever, so this should end the process.
             now: clock, in seconds.
             weights: the shares of owners, at least 1; an owner that is missing has 1.
+            usage: counts the seconds of jobs that have a share, and of background steps; None to
+                count nothing.
         """
+        self._usage = usage or UsageMeter()
+        self._background_seconds = 0.0
         self._on_crash = on_crash
         self._now = now
         self._last_report: float | None = None
@@ -285,6 +294,16 @@ class EngineThread:
             self._queue.take_joining(share, joins)
         return jobs
 
+    def _do_timed(self, jobs: Sequence[_Job]) -> None:
+        """Run jobs, and count the time that they took without the background steps in it."""
+        began, in_background = self._now(), self._background_seconds
+        self._do(jobs)
+        seconds = self._now() - began - (self._background_seconds - in_background)
+        tokens = Counter[Payer]()
+        for share in [job.share for job in jobs if job.share is not None]:
+            tokens[Payer.of_model(share.owner, share.model)] += max(share.tokens, 1)
+        self._usage.count_seconds(tokens, seconds)
+
     def _do(self, jobs: Sequence[_Job]) -> None:
         if len(jobs) == 1:
             self._advance(jobs[0])
@@ -341,8 +360,11 @@ class EngineThread:
         for _ in range(_STEPS_PER_YIELD):
             if not self._background.has_work():
                 return
-            self._background.step()
+            began = self._now()
+            tokens = self._background.step()
             self._last_report = self._now()
+            self._background_seconds += self._last_report - began
+            self._usage.count_seconds(tokens, self._last_report - began)
 
     def _run(self) -> None:
         try:
@@ -362,7 +384,7 @@ class EngineThread:
                     return
                 jobs = self._running = self._next_jobs()
             if jobs:
-                self._do(jobs)
+                self._do_timed(jobs)
             # Jobs reference their results, which can be as large as a model: free them now.
             self._running = ()
             del jobs

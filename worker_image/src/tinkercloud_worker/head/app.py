@@ -360,7 +360,7 @@ class HeadApp:
             )
 
     async def _lease(self, request: Request, receive: Receive, send: Send) -> None:
-        """Hold the connection open for as long as the API server at its other end is alive."""
+        """Report usage for as long as the API server at the other end is alive."""
         try:
             self._authenticate(request)
         except WireError as error:
@@ -370,11 +370,16 @@ class HeadApp:
         await send({"type": "http.response.body", "body": b"", "more_body": True})
         with self._lifecycle.held_lease():
             gone = asyncio.create_task(_disconnected(receive))
-            drained = asyncio.create_task(self._lifecycle.drained.wait())
-            await asyncio.wait({gone, drained}, return_when=asyncio.FIRST_COMPLETED)
+            reporting = asyncio.create_task(self._report_usage(send))
+            await asyncio.wait({gone, reporting}, return_when=asyncio.FIRST_COMPLETED)
             gone.cancel()
-            drained.cancel()
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
         await send({"type": "http.response.body", "body": b""})
+
+    async def _report_usage(self, send: Send) -> None:
+        async for line in self._lifecycle.usage_reports():
+            await send({"type": "http.response.body", "body": line, "more_body": True})
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()

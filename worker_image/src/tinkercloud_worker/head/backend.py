@@ -1,13 +1,14 @@
 """The trainer, sampler, engine thread and store of a head."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tinkercloud_protocol.launch import HeadConfig
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.sampler import Sampler
 from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.engine.trainer import Trainer
+from tinkercloud_worker.engine.usage import UsageMeter
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class Backend:
     base_fingerprint: str | None = None
     """Fingerprint of the served model (`model.fingerprint`); None where neither the head nor the
     trainer has its files."""
+    usage: UsageMeter = field(default_factory=UsageMeter)
+    """Counts what the head computes."""
 
 
 def random_seed() -> int:

@@ -15,8 +15,8 @@ unchanged. The time spent loading does not count, since nobody can hold the leas
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from tinkercloud_protocol.object_store import open_store
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.service import HeadService
+from tinkercloud_worker.head.usage_reports import usage_reports
 
 log = structlog.get_logger(__name__)
 
@@ -146,6 +147,14 @@ class Lifecycle:
         finally:
             self._leases -= 1
             self._update_orphan_timer()
+
+    async def usage_reports(self) -> AsyncIterator[bytes]:
+        """Yield reports of the head's usage as it changes, and the last one when it stops."""
+        with suppress(Unavailable):
+            await self.wait_until_ready()
+        if self._backend is not None:
+            async for line in usage_reports(self._backend, self.drained):
+                yield line
 
     def _update_orphan_timer(self) -> None:
         if self._orphan_timer is not None:

@@ -38,6 +38,7 @@ from tinkercloud_worker.engine.trainer import (
     TrainingState,
     WeightsSnapshot,
 )
+from tinkercloud_worker.engine.usage import Payer, Usage
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.model_checkpoints import ModelCheckpoints
 from tinkercloud_worker.head.samplers import Samplers
@@ -135,6 +136,9 @@ class Operations:
             output = await self._compute(
                 lambda yield_point: run(self._name, batch, yield_point), share
             )
+        tokens = batch.num_tokens
+        usage = Usage(forward_tokens=tokens) if batch.forward_only else Usage(trained_tokens=tokens)
+        self._backend.usage.count(Payer.of_model(self._spec.owner, self._name), usage)
         body = await asyncio.to_thread(_encode_output, request, batch, output)
         return Result(body, futures.PROTOBUF)
 

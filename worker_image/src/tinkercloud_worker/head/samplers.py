@@ -23,6 +23,7 @@ from tinkercloud_protocol.launch import SamplerSpec
 from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.trainer import Publication
+from tinkercloud_worker.engine.usage import Payer
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.current_weights import CurrentWeights
 from tinkercloud_worker.head.weights_lru import WeightsLru
@@ -88,6 +89,15 @@ class Samplers:
     def owner_of(self, name: str) -> str | None:
         """Return the owner of a model or a session; None if it is unknown here."""
         return self._owners.get(model_of_sampler(name) or name)
+
+    def payer_of(self, session_id: SamplingSessionId) -> Payer:
+        """Return who pays for a request to a session: its owner, for the model that it samples."""
+        name = str(session_id)
+        model = session_id.model or self._inflight_sessions.get(name) or self._snapshots.get(name)
+        spec = self._specs.get(name)
+        if model is None and spec is not None and spec.model_path is not None:
+            model = CheckpointPath.parse(spec.model_path).run_id
+        return Payer(self.owner_of(name) or "", session_id.session_id, str(model or ""))
 
     def _begin_load(self, name: str) -> None:
         self._loads[name] = asyncio.create_task(self._load(name, self._specs[name]))

@@ -347,7 +347,9 @@ class HeadService:
 
         async def sample() -> Result:
             async with self._samplers.sampling(session_id) as version:
-                result = await backend.sampler.sample(version, prepared.validated.sent_by(owner))
+                sent = prepared.validated.sent_by(self._samplers.payer_of(session_id))
+                result = await backend.sampler.sample(version, sent)
+            backend.usage.count(sent.payer, result.usage(len(sent.prompt)))
             body = encode_sample_response(result.sequences, result.prompt)
             return Result(body, futures.PROTOBUF)
 

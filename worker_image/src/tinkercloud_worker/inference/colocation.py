@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from tinkercloud_worker.engine.fair_queue import Share
 from tinkercloud_worker.engine.thread import Batcher, EngineThread, ThreadStopped
+from tinkercloud_worker.engine.usage import UsageMeter
 
 ItemT = TypeVar("ItemT")
 T = TypeVar("T")
@@ -29,6 +30,7 @@ class ColocatedThread(EngineThread):
         on_crash: Callable[[BaseException], None],
         *,
         weights: Mapping[str, int] | None = None,
+        usage: UsageMeter | None = None,
     ) -> None:
         """Create a thread.
 
@@ -37,8 +39,9 @@ class ColocatedThread(EngineThread):
             release: frees the GPU memory that the trainer caches; called on the thread.
             on_crash: see `EngineThread`.
             weights: see `EngineThread`.
+            usage: see `EngineThread`.
         """
-        super().__init__(on_crash, weights=weights)
+        super().__init__(on_crash, weights=weights, usage=usage)
         self._turn = turn
         self._release = release
         self._holders = 0

@@ -1,5 +1,6 @@
 """Requests that the torch sampler is processing."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, repeat
@@ -9,6 +10,7 @@ from torch import Tensor
 from tinkercloud_protocol.tensors import SampledSequence
 from tinkercloud_worker.engine.fair_queue import Accounts
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
+from tinkercloud_worker.engine.usage import Payer
 from tinkercloud_worker.lora.segments import ActiveWeights
 from tinkercloud_worker.torch_sampler.cache import KeyValues, KvBudget, PrefillCache
 from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, RunningSequence
@@ -43,6 +45,9 @@ class Job:
     running: list[RunningSequence] = field(default_factory=list)
     sequences: dict[int, SampledSequence] = field(default_factory=dict)
 
+    timed: int = 0
+    """Computed prompt tokens that `tokens_of_step` has returned."""
+
     @property
     def owner(self) -> str:
         """Who sent the request."""
@@ -72,6 +77,20 @@ class Job:
     def is_prefilled(self) -> bool:
         """Whether its prompt is prefilled, so that samples may join."""
         return self.last_logits is not None
+
+
+def tokens_of_step(jobs: Iterable[Job]) -> Counter[Payer]:
+    """Return the prompt tokens computed since the last call, and a token for each running sample.
+
+    Args:
+        jobs: the jobs of the step.
+    """
+    tokens = Counter[Payer]()
+    for job in jobs:
+        prompt_tokens = max(job.prefilled - job.reused - job.timed, 0)
+        job.timed += prompt_tokens
+        tokens[job.request.payer] += prompt_tokens + len(job.running)
+    return tokens
 
 
 def waiting(jobs: Iterable[Job]) -> KvBudget:

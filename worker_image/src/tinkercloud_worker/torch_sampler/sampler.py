@@ -19,7 +19,7 @@ from typing_extensions import override
 from tinkercloud_protocol.errors import InvalidRequest, WireError
 from tinkercloud_worker.engine.fair_queue import Accounts
 from tinkercloud_worker.engine.sampler import Sampler, SamplingRequest, SamplingResult
-from tinkercloud_worker.engine.thread import Background
+from tinkercloud_worker.engine.thread import Background, Tokens
 from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
 from tinkercloud_worker.lora.segments import single_segment
 from tinkercloud_worker.model.base_model import TorchBaseModel
@@ -33,7 +33,7 @@ from tinkercloud_worker.torch_sampler.decoding import (
 )
 from tinkercloud_worker.torch_sampler.decoding_check import check_decoding
 from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
-from tinkercloud_worker.torch_sampler.jobs import Job, in_turn, waiting
+from tinkercloud_worker.torch_sampler.jobs import Job, in_turn, tokens_of_step, waiting
 from tinkercloud_worker.torch_sampler.prefixes import PrefixStore, common_length
 from tinkercloud_worker.torch_sampler.scoring import PromptScorer
 from tinkercloud_worker.torch_sampler.unbatched import UnbatchedDecoding
@@ -164,17 +164,20 @@ class TorchSampler(Sampler, Background):
         return bool(self._inbox or self._jobs)
 
     @override
-    def step(self) -> None:
+    def step(self) -> Tokens:
         """Prefill a chunk of prompts, then run one decoding step of every batch."""
         self._receive()
         self._abort_cancelled()
+        jobs = list(self._jobs)
         self._prefill_prompts()
         self._schedule_samples()
+        computed = tokens_of_step(jobs)
         for batch in self._all_batches:
             if batch.sequences:
                 self._step(batch)
         for job in list(self._jobs):
             self._collect(job)
+        return computed
 
     def _receive(self) -> None:
         """Add the requests that have arrived."""

@@ -1,0 +1,68 @@
+"""The lease of a head: a connection that ends with either process. It carries usage reports."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from http import HTTPStatus
+
+import aiohttp
+import structlog
+from pydantic import ValidationError
+
+from tinkercloud_api.providers.base import HeadEndpoint, RecordUsage
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.usage import UsageReport
+from tinkercloud_protocol.wire import describe
+
+log = structlog.get_logger(__name__)
+
+_RETRY_SECONDS = 1.0
+
+
+async def hold_lease(
+    client: aiohttp.ClientSession, endpoint: HeadEndpoint, record_usage: RecordUsage
+) -> None:
+    """Hold the lease of a head until it has sent its last report and all are recorded.
+
+    Raises:
+        aiohttp.ClientError: the head is gone, or does not accept the connection.
+    """
+    async with client.get(
+        endpoint.url + routes.HEAD_LEASE,
+        headers={routes.HEAD_TOKEN_HEADER: endpoint.token},
+        timeout=aiohttp.ClientTimeout(total=None),
+    ) as response:
+        if response.status != HTTPStatus.OK:
+            # aiohttp's own error contains the request headers, which include the token.
+            raise aiohttp.ClientError(f"{routes.HEAD_LEASE} returned status {response.status}")
+        async for line in _lines(response.content.iter_any()):
+            try:
+                report = UsageReport.model_validate_json(line)
+            except ValidationError as error:
+                log.warning("ignoring an unreadable usage report", error=describe(error))
+            else:
+                await _record(report, record_usage)
+
+
+async def _record(report: UsageReport, record_usage: RecordUsage) -> None:
+    """Record a report, when the catalog responds. Meanwhile the head collects what follows."""
+    while True:
+        try:
+            await record_usage(report)
+        except Unavailable:
+            await asyncio.sleep(_RETRY_SECONDS)
+        except Exception:
+            log.exception("a usage report can't be recorded")
+            # The lease must not end: the head would stop.
+            return
+        else:
+            return
+
+
+async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield complete lines, of any length."""
+    rest = b""
+    async for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line

@@ -1,0 +1,71 @@
+"""Reports of a head's usage to the API servers that hold its lease.
+
+A report has the counts that have changed since the previous one on the same connection, and the
+first has all. A head that is killed loses what it has not reported: the usage of about a second.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+from tinkercloud_protocol.usage import UsageEntry, UsageReport
+from tinkercloud_worker.engine.usage import HourOfUsage
+from tinkercloud_worker.head.backend import Backend
+
+_GATHER_SECONDS = 1.0
+"""Time from a completed request to the report of it and of those that complete meanwhile."""
+_MAX_ENTRIES = 50
+"""Entries of a line."""
+
+
+async def usage_reports(backend: Backend, drained: asyncio.Event) -> AsyncIterator[bytes]:
+    """Yield reports, one a line, whenever usage has changed.
+
+    Args:
+        backend: the parts of the head.
+        drained: set when nothing is computed any more; the last report follows immediately.
+    """
+    changed = asyncio.Event()
+    changed.set()
+    ended = asyncio.create_task(drained.wait())
+    revision = 0
+    with backend.usage.notifying(changed.set):
+        try:
+            while not ended.done():
+                await _until_set(changed, ended)
+                await asyncio.wait({ended}, timeout=_GATHER_SECONDS)
+                changed.clear()
+                # In a thread, because the first report has everything.
+                revision, counts = await asyncio.to_thread(backend.usage.changes, revision)
+                for line in _lines(backend, counts):
+                    yield line
+        finally:
+            ended.cancel()
+
+
+async def _until_set(changed: asyncio.Event, ended: "asyncio.Task[bool]") -> None:
+    changing = asyncio.create_task(changed.wait())
+    try:
+        await asyncio.wait({changing, ended}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        changing.cancel()
+
+
+def _lines(backend: Backend, counts: Sequence[HourOfUsage]) -> Iterator[bytes]:
+    for start in range(0, len(counts), _MAX_ENTRIES):
+        report = UsageReport(
+            generation=backend.config.generation,
+            base_model=backend.config.model.name,
+            entries=[_entry(count) for count in counts[start : start + _MAX_ENTRIES]],
+        )
+        yield report.model_dump_json().encode() + b"\n"
+
+
+def _entry(count: HourOfUsage) -> UsageEntry:
+    return UsageEntry(
+        hour=count.hour,
+        owner=count.payer.owner,
+        session_id=count.payer.session_id,
+        model_id=count.payer.model_id,
+        **dataclasses.asdict(count.usage),
+    )
