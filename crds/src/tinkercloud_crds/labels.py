@@ -24,6 +24,8 @@ MANAGED_BY = "tinkercloud"
 OWNER_LABEL = f"{GROUP}/owner"
 """Label on TrainingSessions that the API server created: their owner, or its hash if the owner is
 not a valid label value."""
+POOL_OWNER = "tinkercloud-pool"
+"""`spec.owner` of the sessions of role Pool, which belong to no user."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 """Label on RayClusters that Kueue admits."""
 

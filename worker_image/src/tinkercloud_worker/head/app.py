@@ -323,8 +323,11 @@ class HeadApp:
     async def _models(self, _request: Request) -> Response:
         return Response(HeldModels(models=self._service.held()).model_dump_json().encode())
 
-    async def _checkpoint(self, _request: Request) -> Response:
-        saved = Saved(checkpoints=await self._service.checkpoint())
+    async def _checkpoint(self, request: Request) -> Response:
+        if model := _resource(request):
+            saved = Saved(checkpoints=await self._service.checkpoint_model(ModelId.parse(model)))
+        else:
+            saved = Saved(checkpoints=await self._service.checkpoint())
         return Response(saved.model_dump_json().encode())
 
     async def _put_model(self, request: Request) -> Response:

@@ -448,6 +448,14 @@ class HeadService:
             models = [m for m in self._models.values() if m.operations.refused is None]
             return [await model.operations.save_last() for model in models]
 
+    async def checkpoint_model(self, model_id: ModelId) -> list[str]:
+        """Write an automatic training checkpoint of one model; return its path, if it is here."""
+        async with self._saving:
+            model = self._models.get(str(model_id))
+            if model is None or model.operations.refused is not None:
+                return []
+            return [await model.operations.save_last()]
+
     async def suspend(self, store: CheckpointStore | None = None) -> None:
         """Reject new requests, finish running ones, and write all state for the next head.
 

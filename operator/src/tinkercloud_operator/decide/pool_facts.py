@@ -1,0 +1,138 @@
+"""Reads the facts about the pool of a BaseModel from its objects. Pure."""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Set
+from datetime import datetime
+
+from pydantic import ValidationError
+
+from tinkercloud_crds import labels
+from tinkercloud_crds.base_model import BaseModelSpec, Pool
+from tinkercloud_crds.conditions import ConditionType
+from tinkercloud_crds.times import parse_time
+from tinkercloud_crds.training_session import TrainingSessionSpec
+from tinkercloud_kube.objects import Manifest
+from tinkercloud_operator.decide import parsing
+from tinkercloud_operator.decide.lifetime import ACTIVITY_DELAY
+from tinkercloud_operator.decide.pools import Cluster, Member, PoolFacts
+from tinkercloud_operator.decide.session_index import age, is_live
+from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
+
+_NAME_LENGTH = 22
+"""Of the BaseModel's name in the names of clusters, which have at most 40 characters."""
+
+
+def is_cluster(session: Manifest) -> bool:
+    """Return whether a session is a cluster of a pool."""
+    return bool(session["spec"].get("role") == "Pool")
+
+
+def is_member(session: Manifest) -> bool:
+    """Return whether a session has, or waits for, a place in a pool."""
+    return bool(session["spec"].get("sharing") == "Shared")
+
+
+def pool_facts(
+    model_name: str,
+    active: Manifest | None,
+    sessions: Iterable[Manifest],
+    *,
+    older_siblings: Callable[[Manifest], int],
+    deleting: Set[str],
+    now: datetime,
+) -> PoolFacts:
+    """Return the facts about the pool of a model name.
+
+    Args:
+        model_name: `spec.modelName` of the BaseModel.
+        active: the active BaseModel of that name, if there is one.
+        sessions: all sessions of that name.
+        older_siblings: returns how many live sessions of a session's owner are older.
+        deleting: uids of clusters whose deletion was requested, whether it is visible yet or not.
+        now: the current time.
+    """
+    offer = parsing.base_model(active) if active is not None else None
+    listed = sorted(sessions, key=age)
+    return PoolFacts(
+        prefix=_prefix(active["metadata"]["name"] if active is not None else model_name),
+        pool=_pool(offer)
+        if active is not None and "deletionTimestamp" not in active["metadata"]
+        else None,
+        clusters=[_cluster(each, deleting) for each in listed if is_cluster(each)],
+        members=[_member(each, offer, older_siblings) for each in listed if is_member(each)],
+        now=now,
+    )
+
+
+def _prefix(name: str) -> str:
+    """Return the beginning of the names of a BaseModel's clusters: readable and unique."""
+    readable = re.sub(r"[^a-z0-9]+", "-", name.lower())[:_NAME_LENGTH].strip("-")
+    return f"pool-{readable}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+
+
+def _pool(offer: BaseModelSpec | None) -> Pool | None:
+    if offer is None or offer.sharing != "Shared":
+        return None
+    return offer.pool or Pool()
+
+
+def _cluster(session: Manifest, deleting: Set[str]) -> Cluster:
+    metadata = session["metadata"]
+    conditions: list[Manifest] = session.get("status", {}).get("conditions", [])
+    ready: Manifest = {}
+    for condition in conditions:
+        if condition["type"] == ConditionType.READY:
+            ready = condition
+    is_ready = ready.get("status") == "True" and not session["spec"].get("suspend")
+    used = parsing.last_activity(session)
+    moments = [
+        parse_time(metadata["creationTimestamp"]),
+        parse_time(ready["lastTransitionTime"]) if is_ready else None,
+        used + ACTIVITY_DELAY if used is not None else None,
+    ]
+    return Cluster(
+        name=metadata["name"],
+        is_ready=is_ready,
+        is_stopping="deletionTimestamp" in metadata or metadata["uid"] in deleting,
+        unused_since=max(moment for moment in moments if moment is not None),
+    )
+
+
+def _member(
+    session: Manifest, offer: BaseModelSpec | None, older_siblings: Callable[[Manifest], int]
+) -> Member:
+    spec = session["spec"]
+    may_wait = _may_wait(session, offer, older_siblings)
+    return Member(
+        name=session["metadata"]["name"],
+        owner=str(spec.get("owner", "")),
+        cluster=spec.get("poolCluster"),
+        waits_since=parse_time(session["metadata"]["creationTimestamp"]) if may_wait else None,
+    )
+
+
+def _may_wait(
+    session: Manifest, offer: BaseModelSpec | None, older_siblings: Callable[[Manifest], int]
+) -> bool:
+    """Return whether a session may be given a place."""
+    is_leaving = "deletionTimestamp" in session["metadata"] or not is_live(session)
+    if is_leaving or session["spec"].get("suspend"):
+        return False
+    if session["spec"].get("poolCluster") is not None:
+        # It was accepted before; only the loss of its cluster makes it wait again.
+        return True
+    if session["spec"].get("role") != "Sampler" and not _has_finalizer(session):
+        # It is set first, so that what a head holds for the session is dropped when it ends.
+        return False
+    try:
+        spec = TrainingSessionSpec.model_validate(session["spec"])
+    except ValidationError:
+        return False
+    limited = offer is not None and offer.limits.max_sessions_per_owner is not None
+    older = older_siblings(session) if limited else 0
+    return isinstance(resolve(spec, offer, older), ResolvedSpec)
+
+
+def _has_finalizer(session: Manifest) -> bool:
+    return labels.FINALIZER in session["metadata"].get("finalizers", [])
