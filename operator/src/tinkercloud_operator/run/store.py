@@ -21,6 +21,7 @@ from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_kube.objects import Change, Manifest, Objects
 from tinkercloud_operator.children.secret_marker import has_secret
 from tinkercloud_operator.decide import parsing, start_order
+from tinkercloud_operator.decide.pool_facts import is_cluster
 from tinkercloud_operator.decide.session_index import SessionIndex, age, is_live
 from tinkercloud_operator.decide.status import head_url
 from tinkercloud_operator.spec.snapshot import ChildKey, Node, Observed, Pod, PoolCluster, SaveKey
@@ -196,7 +197,7 @@ class Watched:
     def _pool_cluster(self, name: str | None, namespace: str) -> PoolCluster | None:
         """Return the pool cluster of a session, if it has one that exists."""
         manifest = self.sessions.get(name) if name is not None else None
-        if name is None or manifest is None:
+        if name is None or manifest is None or not is_cluster(manifest):
             return None
         status = parsing.session_status(manifest)
         ready = find(status.conditions, ConditionType.READY)
