@@ -116,7 +116,7 @@ def test_samplers_of_the_base_model_share_a_cluster_too(
 ) -> None:
     alone = server.new_key("only-samples")
     known = world.sessions()
-    sampler = server.client(alone).create_sampling_client(base_model=MODEL)
+    sampler = server.client(alone).create_sampling_client(base_model=MODEL).result()
     waiting = sampler.compute_logprobs(PROMPT)
     name = world.new_session(known)
 
@@ -127,43 +127,50 @@ def test_samplers_of_the_base_model_share_a_cluster_too(
     assert (spec["role"], spec["sharing"]) == ("Sampler", "Shared")
 
 
-def test_a_run_that_was_saved_with_its_cluster_continues_on_another(
-    pool: Pool, world: World, server: Server, other: Server
-) -> None:
-    first, second = world.a_head(MODEL), world.a_head(MODEL)
-    world.a_pool_cluster("pool-b", first)
+@dataclass
+class Run:
+    """A run on a cluster of its own, which a test may end."""
+
+    training: tinker.TrainingClient
+    session: str
+    cluster: str
+    head: Head
+
+
+@pytest.fixture
+def placed(pool: Pool, world: World, server: Server) -> Run:
+    """Return a run on another cluster than `pool.cluster`."""
+    head = world.a_head(MODEL)
+    cluster = world.a_pool_cluster(f"pool-of-head-{len(world.heads)}", head)
     known = world.sessions()
     waiting = server.client().create_lora_training_client(MODEL, rank=4, seed=1)
-    name = world.new_session(known)
-    world.place(name, "pool-b")
-    training = waiting.result()
+    session = world.new_session(known)
+    world.place(session, cluster)
+    return Run(waiting.result(), session, cluster, head)
+
+
+def test_a_run_that_was_saved_with_its_cluster_continues_on_another(
+    pool: Pool, world: World, server: Server, placed: Run
+) -> None:
     alone = pool.a_run(server)
     expected = [step(alone) for _ in range(3)]
-    losses = [step(training)]
+    losses = [step(placed.training)]
 
-    first.stop()
-    world.a_pool_cluster("pool-c", second)
-    world.cluster.delete("trainingsession", "pool-b", world.namespace)
-    world.place(name, "pool-c")
-    losses += [step(training), step(training)]
+    placed.head.stop()
+    world.cluster.delete("trainingsession", placed.cluster, world.namespace)
+    world.place(placed.session, pool.cluster)
+    losses += [step(placed.training), step(placed.training)]
 
     assert losses == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_run_whose_cluster_was_lost_fails_instead_of_continuing_with_older_weights(
-    pool: Pool, world: World, server: Server
+def test_a_run_whose_head_was_lost_fails_instead_of_continuing_with_older_weights(
+    pool: Pool, world: World, placed: Run
 ) -> None:
-    first, second = world.a_head(MODEL), world.a_head(MODEL)
-    world.a_pool_cluster("pool-d", first)
-    known = world.sessions()
-    waiting = server.client().create_lora_training_client(MODEL, rank=4, seed=1)
-    name = world.new_session(known)
-    world.place(name, "pool-d")
-    training = waiting.result()
-    step(training)
+    step(placed.training)
 
-    first.kill()
-    world.make_ready("pool-d", second, incarnation="pod-b.0")
+    placed.head.kill()
+    world.make_ready(placed.cluster, pool.head, incarnation="pod-b.0")
 
     with pytest.raises((tinker.TinkerError, ValueError), match="session head stopped"):
-        step(training)
+        step(placed.training)
