@@ -60,7 +60,7 @@ def operator(
 
 def offer(sessions: Sessions, **pool: int) -> None:
     """Offer a BaseModel with a pool."""
-    shared = {"sharing": "Shared", "pool": POOL | pool}
+    shared: dict[str, Any] = {"sharing": "Shared", "pool": POOL | pool}
     sessions.cluster.apply(a_base_model(sessions.namespace, **shared))
 
 

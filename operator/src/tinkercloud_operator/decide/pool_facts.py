@@ -2,25 +2,21 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterable, Set
 from datetime import datetime
-
-from pydantic import ValidationError
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec, Pool
 from tinkercloud_crds.conditions import ConditionType
 from tinkercloud_crds.times import parse_time
-from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide import parsing
 from tinkercloud_operator.decide.lifetime import ACTIVITY_DELAY
 from tinkercloud_operator.decide.pools import Cluster, Member, PoolFacts
 from tinkercloud_operator.decide.session_index import age, is_live
-from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
 
 _NAME_LENGTH = 22
-"""Of the BaseModel's name in the names of clusters, which have at most 40 characters."""
+"""Maximum length of the BaseModel's name within names of clusters, which are limited to 40."""
 
 
 def is_cluster(session: Manifest) -> bool:
@@ -38,7 +34,6 @@ def pool_facts(
     active: Manifest | None,
     sessions: Iterable[Manifest],
     *,
-    older_siblings: Callable[[Manifest], int],
     deleting: Set[str],
     now: datetime,
 ) -> PoolFacts:
@@ -48,7 +43,6 @@ def pool_facts(
         model_name: `spec.modelName` of the BaseModel.
         active: the active BaseModel of that name, if there is one.
         sessions: all sessions of that name.
-        older_siblings: returns how many live sessions of a session's owner are older.
         deleting: uids of clusters whose deletion was requested, whether it is visible yet or not.
         now: the current time.
     """
@@ -60,7 +54,7 @@ def pool_facts(
         if active is not None and "deletionTimestamp" not in active["metadata"]
         else None,
         clusters=[_cluster(each, deleting) for each in listed if is_cluster(each)],
-        members=[_member(each, offer, older_siblings) for each in listed if is_member(each)],
+        members=[_member(each) for each in listed if is_member(each)],
         now=now,
     )
 
@@ -78,12 +72,7 @@ def _pool(offer: BaseModelSpec | None) -> Pool | None:
 
 
 def _cluster(session: Manifest, deleting: Set[str]) -> Cluster:
-    metadata = session["metadata"]
-    conditions: list[Manifest] = session.get("status", {}).get("conditions", [])
-    ready: Manifest = {}
-    for condition in conditions:
-        if condition["type"] == ConditionType.READY:
-            ready = condition
+    metadata, ready = session["metadata"], _condition(session, ConditionType.READY)
     is_ready = ready.get("status") == "True" and not session["spec"].get("suspend")
     used = parsing.last_activity(session)
     moments = [
@@ -99,40 +88,28 @@ def _cluster(session: Manifest, deleting: Set[str]) -> Cluster:
     )
 
 
-def _member(
-    session: Manifest, offer: BaseModelSpec | None, older_siblings: Callable[[Manifest], int]
-) -> Member:
-    spec = session["spec"]
-    may_wait = _may_wait(session, offer, older_siblings)
+def _member(session: Manifest) -> Member:
+    spec, created = session["spec"], parse_time(session["metadata"]["creationTimestamp"])
     return Member(
         name=session["metadata"]["name"],
         owner=str(spec.get("owner", "")),
         cluster=spec.get("poolCluster"),
-        waits_since=parse_time(session["metadata"]["creationTimestamp"]) if may_wait else None,
+        waits_since=created if _may_wait(session) else None,
     )
 
 
-def _may_wait(
-    session: Manifest, offer: BaseModelSpec | None, older_siblings: Callable[[Manifest], int]
-) -> bool:
-    """Return whether a session may be given a place."""
-    is_leaving = "deletionTimestamp" in session["metadata"] or not is_live(session)
-    if is_leaving or session["spec"].get("suspend"):
+def _may_wait(session: Manifest) -> bool:
+    """Return whether a session may be given a place: it was accepted, and has not ended."""
+    metadata, spec = session["metadata"], session["spec"]
+    if "deletionTimestamp" in metadata or not is_live(session) or spec.get("suspend"):
         return False
-    if session["spec"].get("poolCluster") is not None:
-        # It was accepted before; only the loss of its cluster makes it wait again.
-        return True
-    if session["spec"].get("role") != "Sampler" and not _has_finalizer(session):
+    if spec.get("role") != "Sampler" and labels.FINALIZER not in metadata.get("finalizers", []):
         # It is set first, so that what a head holds for the session is dropped when it ends.
         return False
-    try:
-        spec = TrainingSessionSpec.model_validate(session["spec"])
-    except ValidationError:
-        return False
-    limited = offer is not None and offer.limits.max_sessions_per_owner is not None
-    older = older_siblings(session) if limited else 0
-    return isinstance(resolve(spec, offer, older), ResolvedSpec)
+    return bool(_condition(session, ConditionType.ACCEPTED).get("status") == "True")
 
 
-def _has_finalizer(session: Manifest) -> bool:
-    return labels.FINALIZER in session["metadata"].get("finalizers", [])
+def _condition(session: Manifest, kind: ConditionType) -> Manifest:
+    """Return a condition of a session; an empty one if it is not set."""
+    conditions: list[Manifest] = session.get("status", {}).get("conditions", [])
+    return next((each for each in conditions if each["type"] == kind), {})

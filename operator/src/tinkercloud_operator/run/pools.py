@@ -56,7 +56,6 @@ class Pools:
             model_name,
             self._watched.offering(model_name),
             self._watched.sessions_of(model_name),
-            older_siblings=self._watched.older_siblings,
             deleting=self._deleting,
             now=datetime.now(UTC),
         )

@@ -24,7 +24,15 @@ from tinkercloud_operator.decide import parsing, start_order
 from tinkercloud_operator.decide.pool_facts import is_cluster
 from tinkercloud_operator.decide.session_index import SessionIndex, age, is_live
 from tinkercloud_operator.decide.status import head_url
-from tinkercloud_operator.spec.snapshot import ChildKey, Node, Observed, Pod, PoolCluster, SaveKey
+from tinkercloud_operator.spec.snapshot import (
+    ChildKey,
+    Node,
+    Observed,
+    Pod,
+    PoolCluster,
+    ProgramPod,
+    SaveKey,
+)
 
 Metadata = Mapping[str, Any]
 
@@ -166,11 +174,7 @@ class Watched:
                 key: item for key, item in children.items() if key.kind not in {"Pod", _PROGRAM_POD}
             },
             pods=_pods(children),
-            program_pods=tuple(
-                parsing.program_pod(item)
-                for key, item in children.items()
-                if key.kind == _PROGRAM_POD
-            ),
+            program_pods=_program_pods(children),
             failed=_failed(self._failures.get(name), children),
             predecessors={key: item for key, item in everything.items() if key not in children},
             has_secret=has_secret(name, children),
@@ -219,10 +223,6 @@ class Watched:
             for session in self.sessions_of(cluster["spec"].get("baseModel", ""))
             if session["spec"].get("poolCluster") == name
         ]
-
-    def older_siblings(self, session: Manifest) -> int:
-        """Return how many live sessions of the same owner and BaseModel are older."""
-        return self._owners.older(session)
 
     def sessions_of(self, model_name: str) -> list[Manifest]:
         """Return the sessions of a base model."""
@@ -352,6 +352,12 @@ def _pods(children: Mapping[ChildKey, Manifest]) -> tuple[Pod, ...]:
         if _ray_cluster_of(item) not in {owner, None}
         else parsing.pod(item)
         for item in pods
+    )
+
+
+def _program_pods(children: Mapping[ChildKey, Manifest]) -> tuple[ProgramPod, ...]:
+    return tuple(
+        parsing.program_pod(item) for key, item in children.items() if key.kind == _PROGRAM_POD
     )
 
 

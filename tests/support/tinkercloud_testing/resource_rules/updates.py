@@ -58,6 +58,21 @@ UPDATE_RULES = (
     never_changes("TrainingSession", "lora", *RANKS),
     never_changes("TrainingSession", "restoreFrom", *PATHS),
     never_changes("TrainingSession", "queueName", *QUEUES),
+    Rule(
+        "spec.sharing",
+        IMMUTABLE,
+        {
+            "suspended": session(sharing="Shared", suspend=True),
+            "placed": session(sharing="Shared", poolCluster="pool-a"),
+            "longer kept": session(sharing="Shared", ttlSecondsAfterFinished=86400),
+        },
+        {
+            "Dedicated": session(sharing="Dedicated"),
+            "by default": session(),
+            "suspended": session(suspend=True),
+        },
+        before=session(sharing="Shared"),
+    ),
     stays_set_or_unset("modelId", *RUNS[:3]),
     stays_set_or_unset("lora", *RANKS[:3]),
     stays_set_or_unset("restoreFrom", *PATHS[:3]),

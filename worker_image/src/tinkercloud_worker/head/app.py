@@ -324,10 +324,7 @@ class HeadApp:
         return Response(HeldModels(models=self._service.held()).model_dump_json().encode())
 
     async def _checkpoint(self, request: Request) -> Response:
-        if model := _resource(request):
-            saved = Saved(checkpoints=await self._service.checkpoint_model(ModelId.parse(model)))
-        else:
-            saved = Saved(checkpoints=await self._service.checkpoint())
+        saved = Saved(checkpoints=await self._service.checkpoint(only=_resource(request)))
         return Response(saved.model_dump_json().encode())
 
     async def _put_model(self, request: Request) -> Response:

@@ -440,21 +440,14 @@ class HeadService:
             latest_checkpoint=latest_checkpoint(self._models.values()),
         )
 
-    async def checkpoint(self) -> list[str]:
-        """Write an automatic training checkpoint of every model; return the paths."""
-        # Save what there is now, rather than wait for trainers that are still starting.
-        self._backend.trainer.stop_waiting()
+    async def checkpoint(self, only: str = "") -> list[str]:
+        """Write an automatic training checkpoint of every model, or of one; return the paths."""
+        if not only:
+            # Save what there is now, rather than wait for trainers that are still starting.
+            self._backend.trainer.stop_waiting()
         async with self._saving:
-            models = [m for m in self._models.values() if m.operations.refused is None]
-            return [await model.operations.save_last() for model in models]
-
-    async def checkpoint_model(self, model_id: ModelId) -> list[str]:
-        """Write an automatic training checkpoint of one model; return its path, if it is here."""
-        async with self._saving:
-            model = self._models.get(str(model_id))
-            if model is None or model.operations.refused is not None:
-                return []
-            return [await model.operations.save_last()]
+            models = [model for name, model in self._models.items() if only in {"", name}]
+            return [await m.operations.save_last() for m in models if m.operations.refused is None]
 
     async def suspend(self, store: CheckpointStore | None = None) -> None:
         """Reject new requests, finish running ones, and write all state for the next head.
