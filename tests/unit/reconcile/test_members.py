@@ -37,7 +37,7 @@ def a_run(cluster: PoolCluster | None = None, **fields: Any) -> Observed:
     return observed(**values | {"pool_cluster": cluster} | fields)
 
 
-def told(plan: Plan, kind: ConditionType = ConditionType.READY) -> tuple[str, str]:
+def condition_of(plan: Plan, kind: ConditionType = ConditionType.READY) -> tuple[str, str]:
     assert plan.status is not None
     condition = find(plan.status.conditions, kind)
     assert condition is not None
@@ -48,8 +48,8 @@ def test_a_run_without_a_place_waits_and_has_no_children() -> None:
     plan = reconcile(a_run(pool_message="all 8 slots are taken"), SETTINGS)
 
     assert plan.actions == ()
-    assert told(plan) == ("False", Reason.POOL_FULL)
-    assert told(plan, ConditionType.ACCEPTED) == ("True", Reason.ACCEPTED)
+    assert condition_of(plan) == ("False", Reason.POOL_FULL)
+    assert condition_of(plan, ConditionType.ACCEPTED) == ("True", Reason.ACCEPTED)
     assert plan.status is not None
     assert (plan.status.phase, plan.status.message) == ("Queued", "all 8 slots are taken")
     assert plan.status.endpoint is None
@@ -59,12 +59,12 @@ def test_a_placed_run_is_as_ready_as_its_cluster() -> None:
     ready = reconcile(a_run(a_cluster()), SETTINGS)
     waits = reconcile(a_run(a_cluster(endpoint=None)), SETTINGS)
 
-    assert told(ready) == ("True", Reason.READY)
+    assert condition_of(ready) == ("True", Reason.READY)
     assert ready.status is not None
     assert (ready.status.phase, ready.status.endpoint) == ("Ready", URL)
     assert ready.status.incarnation == "head-0"
     assert (ready.status.gpus, ready.status.ray_cluster) == (0, None)
-    assert told(waits) == ("False", Reason.POOL_CLUSTER_NOT_READY)
+    assert condition_of(waits) == ("False", Reason.POOL_CLUSTER_NOT_READY)
     assert waits.status is not None
     assert waits.status.endpoint is None
 
@@ -111,7 +111,7 @@ def test_a_sampler_needs_no_finalizer_because_it_has_no_state() -> None:
 def test_a_run_is_rejected_when_its_base_model_has_no_pool() -> None:
     plan = reconcile(a_run(base_model=a_base_model()), SETTINGS)
 
-    assert told(plan, ConditionType.STALLED) == ("True", Reason.NOT_ALLOWED)
+    assert condition_of(plan, ConditionType.STALLED) == ("True", Reason.NOT_ALLOWED)
     assert plan.status is not None
     assert "the BaseModel has no pool" in (plan.status.message or "")
 
@@ -122,7 +122,7 @@ def test_a_run_that_is_served_continues_when_its_base_model_changes(
 ) -> None:
     plan = reconcile(a_run(a_cluster(), base_model=base_model), SETTINGS)
 
-    assert told(plan) == ("True", Reason.READY)
+    assert condition_of(plan) == ("True", Reason.READY)
 
 
 def test_a_deleted_run_is_removed_from_its_head_before_the_finalizer_is() -> None:
@@ -155,7 +155,7 @@ def test_a_run_that_reached_its_lifetime_frees_its_slot() -> None:
     plan = reconcile(a_run(a_cluster(), spec=spec, status=served, now=late), SETTINGS)
 
     assert [type(action) for action in plan.actions] == [RemoveModel]
-    assert told(plan) == ("False", Reason.LIFETIME_EXCEEDED)
+    assert condition_of(plan) == ("False", Reason.LIFETIME_EXCEEDED)
     assert plan.status is not None
     assert plan.status.finished_time is not None
 
@@ -196,7 +196,7 @@ def test_a_cluster_has_the_trainers_and_samplers_of_its_base_model() -> None:
 
     kinds = {action.manifest["kind"] for action in plan.actions if isinstance(action, Apply)}
     assert "RayCluster" in kinds
-    assert told(plan, ConditionType.ACCEPTED) == ("True", Reason.ACCEPTED)
+    assert condition_of(plan, ConditionType.ACCEPTED) == ("True", Reason.ACCEPTED)
 
 
 def test_the_head_of_a_deleted_cluster_saves_its_runs_so_that_others_resume_them() -> None:
