@@ -1,5 +1,6 @@
 """Pools of clusters: the operator on a real control plane with KubeRay; pods are simulated."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,16 @@ def operator(
     kubeconfig = operator_account(definitions, namespace, cluster_folder)
     with an_operator(kubeconfig, namespace, cluster_folder, **PATIENCE) as running:
         yield running
+
+
+@pytest.fixture
+def sessions(cluster: Cluster, namespace: str, operator: RunningOperator) -> Iterator[Sessions]:
+    """Return the sessions of a namespace of their own, whose pools end with the test."""
+    yield Sessions(cluster, namespace)
+    where = ("--all", "-n", namespace, "--timeout=120s")
+    cluster.kubectl("delete", "basemodels", *where)
+    cluster.kubectl("delete", "trainingsessions", *where)
+    sys.stdout.write(operator.program.log_tail())
 
 
 def offer(sessions: Sessions, **pool: int) -> None:

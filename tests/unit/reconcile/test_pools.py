@@ -89,7 +89,9 @@ def some_facts(draw: st.DrawFn) -> PoolFacts:
         )
         for index in range(draw(st.integers(0, 8)))
     ]
-    return PoolFacts("pool-tiny", draw(st.sampled_from([pool, pool, None])), clusters, members, NOW)
+    offered = draw(st.sampled_from([pool, pool, None]))
+    closed = draw(st.sampled_from([None, None, ago(-60)]))
+    return PoolFacts("pool-tiny", offered, clusters, members, NOW, closed)
 
 
 def load(known: PoolFacts) -> "Counter[str]":
@@ -115,7 +117,7 @@ def test_there_are_never_more_clusters_than_allowed_nor_fewer_than_wanted(known:
         assert len(known.clusters) + len(plan.create) <= most
     if plan.delete:
         assert usable - len(plan.delete) >= least
-    if not plan.create and usable < least:
+    if not plan.create and usable < least and not known.is_closed:
         assert len(known.clusters) >= most
 
 
@@ -333,3 +335,15 @@ def test_no_name_of_a_cluster_is_used_twice() -> None:
 
     assert plan.create == ("pool-tiny-0", "pool-tiny-2")
     assert len({*chain(plan.create, [NAMES[1]])}) == 3
+
+
+def test_a_closed_pool_gets_no_cluster_until_it_opens_again() -> None:
+    opens = NOW + timedelta(minutes=5)
+    waits = a_member("one", waited_seconds=60)
+    closed = replace(facts(members=[waits]), closed_until=opens)
+
+    plan = plan_pool(closed)
+
+    assert (plan.create, plan.changes_at) == ((), opens)
+    assert "closed" in plan.waiting["one"]
+    assert plan_pool(replace(closed, now=opens)).create == ("pool-tiny-0",)

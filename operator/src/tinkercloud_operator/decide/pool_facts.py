@@ -46,16 +46,17 @@ def pool_facts(
         deleting: uids of clusters whose deletion was requested, whether it is visible yet or not.
         now: the current time.
     """
-    offer = parsing.base_model(active) if active is not None else None
+    offered = active or {"metadata": {"name": model_name, "deletionTimestamp": ""}}
+    metadata = offered["metadata"]
+    is_active = "deletionTimestamp" not in metadata
     listed = sorted(sessions, key=age)
     return PoolFacts(
-        prefix=_prefix(active["metadata"]["name"] if active is not None else model_name),
-        pool=_pool(offer)
-        if active is not None and "deletionTimestamp" not in active["metadata"]
-        else None,
+        prefix=_prefix(metadata["name"]),
+        pool=_pool(parsing.base_model(offered)) if is_active else None,
         clusters=[_cluster(each, deleting) for each in listed if is_cluster(each)],
         members=[_member(each) for each in listed if is_member(each)],
         now=now,
+        closed_until=parse_time(metadata.get("annotations", {}).get(labels.POOL_CLOSED_UNTIL)),
     )
 
 

@@ -51,6 +51,13 @@ class PoolFacts:
     members: Sequence[Member]
     """Oldest first."""
     now: datetime
+    closed_until: datetime | None = None
+    """Until when no cluster is added, if it is closed."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no cluster is added now."""
+        return self.closed_until is not None and self.now < self.closed_until
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +165,7 @@ def _new_clusters(
     facts: PoolFacts, waiting: Sequence[Member], load: Counter[str]
 ) -> tuple[str, ...]:
     pool = facts.pool
-    if pool is None:
+    if pool is None or facts.is_closed:
         return ()
     usable = _usable(facts)
     due = [member for member in waiting if not usable or _due(member, pool) <= facts.now]
@@ -212,6 +219,8 @@ def _changes_at(facts: PoolFacts, waiting: Sequence[Member], load: Counter[str])
     if facts.pool is None:
         return None
     moments = [_due(member, facts.pool) for member in waiting]
+    if facts.closed_until is not None:
+        moments.append(facts.closed_until)
     if not waiting and len(_usable(facts)) > facts.pool.min_clusters:
         moments += [
             _unused_at(facts, cluster) for cluster in _usable(facts) if not load[cluster.name]
@@ -223,6 +232,8 @@ def _why_waiting(facts: PoolFacts, create: Iterable[str]) -> str:
     """Return the message of all members that wait."""
     if facts.pool is None:
         return "the BaseModel has no pool"
+    if facts.is_closed:
+        return "the pool is closed: no cluster is added to it for now"
     usable = _usable(facts)
     starting = [*(each.name for each in usable if not each.is_ready), *create]
     if starting:
