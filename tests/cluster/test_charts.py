@@ -198,7 +198,7 @@ def test_uninstalling_closes_pools_and_deletes_their_clusters_last(
     cluster: Cluster, namespace: str, tmp_path: Path
 ) -> None:
     shared = a_base_model_manifest("shared", namespace, sharing="Shared")
-    run = a_session_manifest("run", namespace, sharing="Shared")
+    run = a_session_manifest("run", namespace, sharing="Shared", modelId="run:train:0")
     run["metadata"]["finalizers"] = ["tinkercloud.dev/last-checkpoint"]
     pool = a_session_manifest("pool-a", namespace, role="Pool", lora=None)
     cluster.apply(shared, run, pool)

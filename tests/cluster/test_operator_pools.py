@@ -43,14 +43,14 @@ def definitions(cluster: Cluster, kuberay: KubeRay, kwok: KwokNodes) -> Cluster:
     return cluster
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def namespace(definitions: Cluster) -> Iterator[str]:
     with definitions.a_namespace("pools") as name:
         definitions.apply(*a_volume(name))
         yield name
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def operator(
     definitions: Cluster, namespace: str, cluster_folder: Path
 ) -> Iterator[RunningOperator]:
@@ -61,7 +61,7 @@ def operator(
 
 @pytest.fixture
 def sessions(cluster: Cluster, namespace: str, operator: RunningOperator) -> Iterator[Sessions]:
-    """Return the sessions of a namespace of their own, whose pools end with the test."""
+    """Return the sessions of the file's namespace, whose pools end with each test."""
     yield Sessions(cluster, namespace)
     where = ("--all", "-n", namespace, "--timeout=120s")
     cluster.kubectl("delete", "basemodels", *where)

@@ -98,12 +98,10 @@ class Story:
 
 @pytest.fixture(scope="module")
 def story(installation: Installation) -> Story:
-    command = ("exec", f"deployment/{RELEASE}-api", "--", "tinkercloud", "keys", "create")
-    made = {
-        owner: str(json.loads(installation.kubectl(*command, owner, "--json"))["key"])
-        for owner in ("ada", "bob")
-    }
-    return Story(keys=made)
+    where = ("exec", f"--namespace={installation.namespace}", f"deployment/{RELEASE}-api", "--")
+    command = (*where, "tinkercloud", "keys", "create", "--json")
+    said = {owner: installation.cluster.kubectl(*command, owner) for owner in ("ada", "bob")}
+    return Story(keys={owner: str(json.loads(text)["key"]) for owner, text in said.items()})
 
 
 def test_two_owners_train_and_sample_on_one_warm_cluster(

@@ -119,9 +119,10 @@ class TrainingSessionSpec(Part):
                 " valid for role Pool; remove them",
             ),
             (
-                "self.sharing != 'Shared' || self.role == 'Sampler' || has(self.lora)",
-                "sharing: Shared requires lora, because full fine-tuning needs its own pods; set"
-                " lora, or remove sharing",
+                "self.sharing != 'Shared' || self.role == 'Sampler'"
+                " || (has(self.lora) && has(self.modelId))",
+                "sharing: Shared requires lora and modelId, because full fine-tuning and sessions"
+                " from your own manifests need their own pods; remove sharing",
             ),
             (
                 "self.sharing != 'Shared' || (!has(self.trainer) && !has(self.sampler)"

@@ -81,11 +81,14 @@ def _cluster(session: Manifest, deleting: Set[str]) -> Cluster:
         parse_time(ready["lastTransitionTime"]) if is_ready else None,
         used + ACTIVITY_DELAY if used is not None else None,
     ]
+    stalled = _condition(session, ConditionType.STALLED)
+    is_stalled = stalled.get("status") == "True"
     return Cluster(
         name=metadata["name"],
         is_ready=is_ready,
         is_stopping="deletionTimestamp" in metadata or metadata["uid"] in deleting,
         unused_since=max(moment for moment in moments if moment is not None),
+        problem=f"{stalled['reason']}: {stalled.get('message', '')}" if is_stalled else None,
     )
 
 

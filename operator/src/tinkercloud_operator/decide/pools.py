@@ -24,6 +24,8 @@ class Cluster:
     """Whether it is being deleted."""
     unused_since: datetime
     """When it was last used, or when it became ready or was created if it never was."""
+    problem: str | None = None
+    """What keeps it from becoming ready without intervention, if anything does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +237,14 @@ def _why_waiting(facts: PoolFacts, create: Iterable[str]) -> str:
     if facts.is_closed:
         return "the pool is closed: no cluster is added to it for now"
     usable = _usable(facts)
-    starting = [*(each.name for each in usable if not each.is_ready), *create]
+    starting = [
+        *(
+            f"{each.name} ({each.problem})" if each.problem else each.name
+            for each in usable
+            if not each.is_ready
+        ),
+        *create,
+    ]
     if starting:
         return f"waiting for a cluster of the pool to be ready: {', '.join(sorted(starting)[:4])}"
     slots = facts.pool.slots_per_cluster * len(usable)

@@ -5,6 +5,7 @@ from tinkercloud_testing.sessions import PROGRAM, Json
 
 POOL: Json = {"role": "Pool", "lora": None}
 SHARED: Json = {"sharing": "Shared"}
+RUN: Json = {**SHARED, "modelId": "run:train:0"}
 RESTORED = {"path": "tinker://run:train:0/weights/last"}
 
 
@@ -61,17 +62,17 @@ POOL_RULES = (
     ),
     Rule(
         "spec",
-        "sharing: Shared requires lora, because full fine-tuning needs its own pods; set lora, or"
-        " remove sharing",
+        "sharing: Shared requires lora and modelId, because full fine-tuning and sessions from your"
+        " own manifests need their own pods; remove sharing",
         {
-            "LoRA": session(**SHARED),
+            "LoRA": session(**RUN),
             "a sampler": session(**SHARED, role="Sampler", lora=None),
             "full fine-tuning with its own pods": session(lora=None),
         },
         {
-            "full fine-tuning": session(**SHARED, lora=None),
-            "of a checkpoint": session(**SHARED, lora=None, restoreFrom=RESTORED),
-            "of a run": session(**SHARED, lora=None, modelId="run:train:0"),
+            "full fine-tuning": session(**RUN, lora=None),
+            "full fine-tuning of a checkpoint": session(**RUN, lora=None, restoreFrom=RESTORED),
+            "from a manifest": session(**SHARED),
         },
     ),
     Rule(
@@ -79,24 +80,24 @@ POOL_RULES = (
         "sharing: trainer, sampler, queueName, priorityClassName and program are not valid with"
         " Shared, because the session has no pods of its own; remove them",
         {
-            "a run": session(**SHARED, modelId="run:train:0"),
-            "an idle policy": session(**SHARED, idle={"timeoutSeconds": 60, "action": "Delete"}),
-            "a checkpoint": session(**SHARED, restoreFrom=RESTORED),
+            "a run": session(**RUN),
+            "an idle policy": session(**RUN, idle={"timeoutSeconds": 60, "action": "Delete"}),
+            "a checkpoint": session(**RUN, restoreFrom=RESTORED),
         },
         {
-            "trainer": session(**SHARED, trainer={"replicas": 1}),
-            "sampler": session(**SHARED, sampler={"replicas": 1}),
-            "queueName": session(**SHARED, queueName="research"),
-            "priorityClassName": session(**SHARED, priorityClassName="high"),
-            "program": session(**SHARED, program=PROGRAM),
+            "trainer": session(**RUN, trainer={"replicas": 1}),
+            "sampler": session(**RUN, sampler={"replicas": 1}),
+            "queueName": session(**RUN, queueName="research"),
+            "priorityClassName": session(**RUN, priorityClassName="high"),
+            "program": session(**RUN, program=PROGRAM),
         },
     ),
     Rule(
         "spec",
         "poolCluster: only valid with sharing Shared; remove it",
         {
-            "placed": session(**SHARED, poolCluster="pool-a"),
-            "waiting": session(**SHARED),
+            "placed": session(**RUN, poolCluster="pool-a"),
+            "waiting": session(**RUN),
             "with its own pods": session(),
         },
         {

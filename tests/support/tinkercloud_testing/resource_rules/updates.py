@@ -62,16 +62,18 @@ UPDATE_RULES = (
         "spec.sharing",
         IMMUTABLE,
         {
-            "suspended": session(sharing="Shared", suspend=True),
-            "placed": session(sharing="Shared", poolCluster="pool-a"),
-            "longer kept": session(sharing="Shared", ttlSecondsAfterFinished=86400),
+            "suspended": session(modelId=RUNS[0], sharing="Shared", suspend=True),
+            "placed": session(modelId=RUNS[0], sharing="Shared", poolCluster="pool-a"),
+            "longer kept": session(
+                modelId=RUNS[0], sharing="Shared", ttlSecondsAfterFinished=86400
+            ),
         },
         {
-            "Dedicated": session(sharing="Dedicated"),
-            "by default": session(),
-            "suspended": session(suspend=True),
+            "Dedicated": session(modelId=RUNS[0], sharing="Dedicated"),
+            "by default": session(modelId=RUNS[0]),
+            "suspended": session(modelId=RUNS[0], suspend=True),
         },
-        before=session(sharing="Shared"),
+        before=session(modelId=RUNS[0], sharing="Shared"),
     ),
     stays_set_or_unset("modelId", *RUNS[:3]),
     stays_set_or_unset("lora", *RANKS[:3]),
