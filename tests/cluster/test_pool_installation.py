@@ -99,7 +99,7 @@ class Story:
 @pytest.fixture(scope="module")
 def story(installation: Installation) -> Story:
     where = ("exec", f"--namespace={installation.namespace}", f"deployment/{RELEASE}-api", "--")
-    command = (*where, "tinkercloud", "keys", "create", "--json")
+    command = (*where, "python", "-m", "tinkercloud_api", "keys", "create", "--json")
     said = {owner: installation.cluster.kubectl(*command, owner) for owner in ("ada", "bob")}
     return Story(keys={owner: str(json.loads(text)["key"]) for owner, text in said.items()})
 
