@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import httpx
 import pytest
 import tinker
 import yaml
@@ -33,7 +34,8 @@ from tinkercloud_testing.cluster.installation import (
 )
 from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.node import HOST_ADDRESS, RealNode
-from tinkercloud_testing.cluster.program_images import program_image
+from tinkercloud_testing.cluster.program_images import PROGRAMS, program_image
+from tinkercloud_testing.cluster.training_sessions import a_session
 from tinkercloud_testing.models import save, smollm2, tiny_llama
 from tinkercloud_testing.sdk_steps import a_text
 from tinkercloud_testing.waiting import wait_until
@@ -52,7 +54,39 @@ SMOLLM2 = {
             "resources": {"cpu": "500m", "memory": "6Gi"},
         },
         "trainer": {"dtype": "float32"},
+        "programs": {
+            "images": ["tinkercloud.test/programs:test"],
+            "resources": {"cpu": "250m", "memory": "2Gi", "scratch": "1Gi"},
+        },
     },
+}
+RLVE = {
+    "enabled": True,
+    "environment_list": ["Division"],
+    "answer_marker_type": r"\boxed{}",
+    "rollout_batch_size": 2,
+    "n_samples_per_prompt": 8,
+    "rollout_max_response_len": 32,
+    "num_rollout": 2,
+    "save_every_steps": 1,
+}
+"""Each step samples until two prompts have responses with different rewards, and trains on them."""
+RECIPE = {
+    "module": "tinker_cookbook.recipes.math_rl.train",
+    "args": [
+        "env=arithmetic",
+        f"model_name={MODEL}",
+        "lora_rank=8",
+        "renderer_name=role_colon",
+        "groups_per_batch=2",
+        "group_size=2",
+        "max_tokens=8",
+        "max_steps=2",
+        "eval_every=0",
+        "log_path=/program/log",
+    ],
+    "env": [{"name": "WANDB_MODE", "value": "disabled"}],
+    "apiKeySecret": {"name": "research-key"},
 }
 TINY_MODEL = "tiny/llama"
 
@@ -71,7 +105,7 @@ def installation(
     shutil.copytree(source, models / source.name)
     for path in models.glob("*/*"):
         path.chmod(0o644)
-    real_node.load(*map(program_image, ("api-server", "operator", "worker")))
+    real_node.load(*map(program_image, PROGRAMS))
     values = values_of_one_node(SMOLLM2) | {"test": {"baseModel": TINY_MODEL}}
     with an_installation(cluster, folder, values) as release:
         yield release
@@ -225,6 +259,59 @@ def test_a_new_session_resumes_from_the_checkpoint(
     training = client.create_training_client_from_state(story.path).result()
 
     assert loss_of(training, pairs()) == story.loss
+
+
+def wait_until_the_program_succeeded(installation: Installation, session: str) -> None:
+    succeeded = "jsonpath={.status.program.phase}=Succeeded"
+    where = f"trainingsession/{session}"
+    installation.cluster.wait_for(where, succeeded, installation.namespace, START_SECONDS)
+
+
+def test_rlve_trains_in_a_job_that_create_model_started(installation: Installation) -> None:
+    known = {session["metadata"]["name"] for session in installation.sessions()}
+    api = httpx.Client(
+        base_url=f"{installation.url}/api/v1/", headers={"X-API-Key": installation.key}, timeout=60
+    )
+    asked = {"base_model": MODEL, "lora_config": {"rank": 8}, "rlve_config": RLVE}
+
+    with api:
+        api.post("create_model", json=asked).raise_for_status()
+        wait_until(lambda: len(installation.sessions()) > len(known), "a session", START_SECONDS)
+        [name] = {s["metadata"]["name"] for s in installation.sessions()} - known
+        wait_until_the_program_succeeded(installation, name)
+        [program] = api.get("programs").json()["programs"]
+        log = api.get(f"programs/{program['program_id']}/logs").json()["text"]
+
+    assert program["phase"] == "Succeeded"
+    assert program["progress"]["step"] == 2
+    assert program["progress"]["metrics"]["datums"] >= 16
+    rest = installation.client().create_rest_client()
+    saved = {found.tinker_path for found in rest.list_user_checkpoints().result().checkpoints}
+    assert program["progress"]["checkpoint"] in saved
+    assert log == installation.kubectl("logs", f"job/{name}-program")
+    installation.delete_session(name)
+
+
+def test_a_declared_session_runs_a_recipe_of_the_cookbook(installation: Installation) -> None:
+    secret = a_secret("research-key", installation.namespace, {"apiKey": installation.key})
+    session = a_session(
+        installation.namespace,
+        "recipe",
+        baseModel=MODEL,
+        owner="bootstrap",
+        lora={"rank": 8},
+        program=RECIPE,
+    )
+
+    installation.cluster.apply(secret, session)
+
+    wait_until_the_program_succeeded(installation, "recipe")
+    rest = installation.client().create_rest_client()
+    saved = [found.tinker_path for found in rest.list_user_checkpoints().result().checkpoints]
+    assert [path for path in saved if path.endswith("/weights/final")]
+    assert "Saved checkpoints" in installation.kubectl("logs", "job/recipe-program")
+    installation.delete_session("recipe")
+    installation.kubectl("delete", "secret/research-key")
 
 
 def test_helm_test_trains_a_downloaded_model_in_a_pod_and_ends_its_session(

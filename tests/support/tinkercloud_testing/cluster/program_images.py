@@ -36,10 +36,13 @@ from tinkercloud_testing.cluster.programs import ROOT, layer_folder, system_tool
 
 _LIGHT = ("tinkercloud-api[postgres,sdk]", "tinkercloud-operator")
 _WORKER = ("tinkercloud-worker[megatron]",)
+_RECIPES = ("tinkercloud-programs", "tinker-cookbook[math-rl]")
 PROGRAMS: Mapping[str, tuple[str, Sequence[Sequence[str]]]] = {
     "api-server": ("tinkercloud_api", [_LIGHT]),
     "operator": ("tinkercloud_operator", [_LIGHT]),
     "worker": ("tinkercloud_worker", [_LIGHT, _WORKER]),
+    # The cookbook imports torch, which the layer of the worker contains already.
+    "programs": ("tinkercloud_programs.rlve", [_LIGHT, _WORKER, _RECIPES]),
 }
 """The package that `python -m` runs and its dependencies, one layer each, by image name."""
 _VENV = "/opt/venv"
