@@ -348,6 +348,7 @@ async def test_the_last_checkpoint_of_one_model_leaves_the_others_alone(
     with a_head(root, tmp_path, "g1") as head:
         await head.begin()
         await head.service.create_model(other, SPEC)
+        await head.service.retrieve(f"{other}:0")
 
         paths = [await head.service.checkpoint(only=str(name)) for name in (other, unknown)]
 
