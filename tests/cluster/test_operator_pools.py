@@ -223,3 +223,27 @@ def test_another_operator_process_finds_the_pool_as_it_is(
 
     assert [place(sessions, name) for name in ("one", "two")] == places
     assert len(clusters(sessions)) == 2
+
+
+def test_a_changed_base_model_reaches_a_cluster_when_it_has_no_sessions(
+    sessions: Sessions,
+) -> None:
+    offer(sessions, slotsPerCluster=1)
+    share(sessions, "one")
+    sessions.wait_for("one", "condition=Ready")
+    old = place(sessions, "one")
+
+    changed: dict[str, Any] = {"sharing": "Shared", "pool": POOL, "maxContextLength": 2048}
+    sessions.cluster.apply(a_base_model(sessions.namespace, **changed))
+    wait_until(
+        lambda: sessions.condition(old or "", "Accepted").get("reason") == "ChangeWaits",
+        "the change waits for the session",
+        SOON_SECONDS,
+    )
+    assert clusters(sessions) == [old]
+    sessions.delete("one")
+
+    wait_until(lambda: old not in clusters(sessions), "the cluster replaced", SOON_SECONDS)
+    [new] = wait_for_clusters(sessions, 1)
+    sessions.wait_for(new, "condition=Ready")
+    assert sessions.condition(new, "Accepted")["reason"] == "Accepted"

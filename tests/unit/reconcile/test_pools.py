@@ -75,8 +75,15 @@ def some_facts(draw: st.DrawFn) -> PoolFacts:
         scale_down_after_seconds=draw(st.sampled_from([0, 900])),
     )
     seconds = st.sampled_from([0.0, 29.0, 30.0, 899.0, 900.0, 5000.0])
+    rarely = st.sampled_from([False, False, True])
     clusters = [
-        Cluster(name, draw(st.booleans()), draw(st.booleans()), ago(draw(seconds)))
+        Cluster(
+            name,
+            is_ready=draw(st.booleans()),
+            is_stopping=draw(st.booleans()),
+            unused_since=ago(draw(seconds)),
+            is_outdated=draw(rarely),
+        )
         for name in draw(st.lists(st.sampled_from(NAMES), unique=True))
     ]
     places = st.sampled_from([None, None, *NAMES])
@@ -116,7 +123,8 @@ def test_there_are_never_more_clusters_than_allowed_nor_fewer_than_wanted(known:
     if plan.create:
         assert len(known.clusters) + len(plan.create) <= most
     if plan.delete:
-        assert usable - len(plan.delete) >= least
+        outdated = sum(each.is_outdated for each in known.clusters if each.name in plan.delete)
+        assert usable - len(plan.delete) >= least - min(1, outdated)
     if not plan.create and usable < least and not known.is_closed:
         assert len(known.clusters) >= most
 
@@ -170,7 +178,9 @@ def test_a_plan_that_was_executed_leaves_nothing_to_do(known: PoolFacts) -> None
 def test_a_cluster_beyond_the_minimum_is_added_only_after_the_wait(known: PoolFacts) -> None:
     plan = plan_pool(known)
 
-    usable = [each for each in known.clusters if not each.is_stopping]
+    usable = [
+        each for each in known.clusters if not each.is_stopping and each.name not in plan.delete
+    ]
     if known.pool is None or not usable:
         return
     wait = timedelta(seconds=known.pool.scale_up_after_seconds)
@@ -193,7 +203,11 @@ def test_a_cluster_within_the_maximum_is_deleted_only_after_it_was_unused(known:
         return
     usable = [each for each in known.clusters if not each.is_stopping]
     since = ago(known.pool.scale_down_after_seconds)
-    early = [each for each in usable if each.name in plan.delete and each.unused_since > since]
+    early = [
+        each
+        for each in usable
+        if each.name in plan.delete and each.unused_since > since and not each.is_outdated
+    ]
     assert len(early) <= max(0, len(usable) - known.pool.max_clusters)
 
 
@@ -358,3 +372,24 @@ def test_a_closed_pool_gets_no_cluster_until_it_opens_again() -> None:
     assert (plan.create, plan.changes_at) == ((), opens)
     assert "closed" in plan.waiting["one"]
     assert plan_pool(replace(closed, now=opens)).create == ("pool-tiny-0",)
+
+
+def test_outdated_clusters_are_replaced_one_after_the_other_once_they_are_empty() -> None:
+    pool = POOL.model_copy(update={"min_clusters": 2})
+    old = [replace(a_cluster(name), is_outdated=True) for name in NAMES[:2]]
+
+    first = plan_pool(facts(*old, pool=pool))
+    used = plan_pool(facts(*old, members=[a_member("one", NAMES[0])], pool=pool))
+    meanwhile = plan_pool(executed(facts(*old, pool=pool), first))
+
+    assert (first.delete, first.create) == ((NAMES[0],), ("pool-tiny-2",))
+    assert used.delete == (NAMES[1],)
+    assert (meanwhile.delete, meanwhile.create) == ((), ())
+
+
+def test_a_run_goes_to_an_outdated_cluster_only_if_no_other_has_a_slot() -> None:
+    old, new = replace(a_cluster(NAMES[0]), is_outdated=True), a_cluster(NAMES[1])
+    full = [a_member("one", NAMES[1]), a_member("two", NAMES[1])]
+
+    assert plan_pool(facts(old, new, members=[a_member("a")])).places == {"a": NAMES[1]}
+    assert plan_pool(facts(old, new, members=[*full, a_member("a")])).places == {"a": NAMES[0]}

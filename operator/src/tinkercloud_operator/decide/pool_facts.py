@@ -7,7 +7,7 @@ from datetime import datetime
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec, Pool
-from tinkercloud_crds.conditions import ConditionType
+from tinkercloud_crds.conditions import ConditionType, Reason
 from tinkercloud_crds.times import parse_time
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide import parsing
@@ -88,6 +88,8 @@ def _cluster(session: Manifest, deleting: Set[str]) -> Cluster:
         is_ready=is_ready,
         is_stopping="deletionTimestamp" in metadata or metadata["uid"] in deleting,
         unused_since=max(moment for moment in moments if moment is not None),
+        is_outdated=_condition(session, ConditionType.ACCEPTED).get("reason")
+        == Reason.CHANGE_WAITS,
         problem=f"{stalled['reason']}: {stalled.get('message', '')}" if is_stalled else None,
     )
 

@@ -24,6 +24,8 @@ class Cluster:
     """Whether it is being deleted."""
     unused_since: datetime
     """When it was last used, or when it became ready or was created if it never was."""
+    is_outdated: bool = False
+    """Whether its pods were started with an earlier specification."""
     problem: str | None = None
     """What keeps it from becoming ready without intervention, if anything does."""
 
@@ -69,7 +71,7 @@ class PoolPlan:
     create: tuple[str, ...]
     """Names of clusters."""
     delete: tuple[str, ...]
-    """Names of clusters without members."""
+    """Names of clusters without members: too many, unused or outdated."""
     places: Mapping[str, str]
     """Clusters of members that get a place now, by name of the member."""
     waiting: Mapping[str, str]
@@ -92,8 +94,8 @@ def plan_pool(facts: PoolFacts) -> PoolPlan:
         places[member.name] = chosen
         load[chosen] += 1
         owners.add((chosen, member.owner))
-    create = _new_clusters(facts, waiting, load)
-    delete = _surplus_clusters(facts, waiting, load)
+    delete = _surplus_clusters(facts, waiting, load) or _outdated_cluster(facts, load)
+    create = _new_clusters(facts, waiting, load, delete)
     why = _why_waiting(facts, create)
     return PoolPlan(
         create=create,
@@ -142,7 +144,10 @@ def _unplaced(facts: PoolFacts) -> list[Member]:
 def _place(
     facts: PoolFacts, member: Member, load: Counter[str], owners: set[tuple[str | None, str]]
 ) -> str | None:
-    """Return the cluster for a member: one that serves its owner, else the least loaded."""
+    """Return the cluster for a member: one that serves its owner, else the least loaded.
+
+    Outdated clusters come last, so that they can be replaced when their sessions have ended.
+    """
     if facts.pool is None:
         return None
     free = [
@@ -152,9 +157,10 @@ def _place(
         and not cluster.is_stopping
         and load[cluster.name] < facts.pool.slots_per_cluster
     ]
+    outdated = {cluster.name for cluster in facts.clusters if cluster.is_outdated}
     return min(
         free,
-        key=lambda name: ((name, member.owner) not in owners, load[name], name),
+        key=lambda name: (name in outdated, (name, member.owner) not in owners, load[name], name),
         default=None,
     )
 
@@ -164,12 +170,12 @@ def _usable(facts: PoolFacts) -> list[Cluster]:
 
 
 def _new_clusters(
-    facts: PoolFacts, waiting: Sequence[Member], load: Counter[str]
+    facts: PoolFacts, waiting: Sequence[Member], load: Counter[str], delete: Sequence[str]
 ) -> tuple[str, ...]:
     pool = facts.pool
     if pool is None or facts.is_closed:
         return ()
-    usable = _usable(facts)
+    usable = [cluster for cluster in _usable(facts) if cluster.name not in delete]
     due = [member for member in waiting if not usable or _due(member, pool) <= facts.now]
     starting = sum(
         max(0, pool.slots_per_cluster - load[each.name]) for each in usable if not each.is_ready
@@ -209,6 +215,14 @@ def _surplus_clusters(
     ]
     chosen = {cluster.name: None for cluster in (*surplus, *unused)}
     return tuple(chosen)[: max(0, len(usable) - least)]
+
+
+def _outdated_cluster(facts: PoolFacts, load: Counter[str]) -> tuple[str, ...]:
+    """Return a cluster without members to replace, if all others work: one after the other."""
+    if any(cluster.is_stopping or not cluster.is_ready for cluster in facts.clusters):
+        return ()
+    outdated = [each.name for each in facts.clusters if each.is_outdated and not load[each.name]]
+    return tuple(sorted(outdated)[:1])
 
 
 def _unused_at(facts: PoolFacts, cluster: Cluster) -> datetime:
