@@ -111,6 +111,39 @@ def test_a_run_without_a_place_reports_what_it_waits_for(
     assert server.result(promise["request_id"]).json()["model_id"] == f"{session_id}:train:0"
 
 
+@pytest.fixture
+def impatient(world: World) -> Iterator[Server]:
+    """Run a replica that suspends the models of clients after a second without heartbeats."""
+    server = world.server("impatient", TINKERCLOUD_SESSION_SILENCE_SECONDS="1")
+    server.start()
+    yield server
+    server.clients.close()
+    server.stop()
+
+
+def test_the_model_of_a_silent_client_leaves_the_memory_of_the_cluster_until_it_is_used_again(
+    pool: Pool, world: World, server: Server, impatient: Server
+) -> None:
+    known = world.sessions()
+    session_id = impatient.post("create_session", {"sdk_version": "1"}).json()["session_id"]
+    create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL}
+    lora = {"rank": 4, "seed": 1}
+    promise = impatient.post("create_model", {**create, "lora_config": lora}).json()
+    world.place(world.new_session(known), pool.cluster)
+    model_id = impatient.result(promise["request_id"]).json()["model_id"]
+
+    def state() -> str:
+        usage = impatient.request("GET", f"/api/v1/session_usage/{session_id}").json()
+        return str(usage["models"][0]["state"])
+
+    wait_until(lambda: state() == "suspended", "the model in the store")
+    alone = pool.a_run(server)
+    again = tinker.TrainingClient(server.client().holder, 0, model_id, info=alone.get_info())
+
+    assert step(again) == pytest.approx(step(alone), abs=1e-5)
+    assert state() == "in memory"
+
+
 def test_samplers_of_the_base_model_share_a_cluster_too(
     pool: Pool, world: World, server: Server
 ) -> None:

@@ -120,7 +120,8 @@ class World:
     database_url: str
     heads: list[Head] = field(default_factory=list)
 
-    def server(self, name: str) -> Server:
+    def server(self, name: str, **others: str) -> Server:
+        """Return an API server that is not started yet, with other settings by variable."""
         settings = {
             "KUBECONFIG": str(self.kubeconfig),
             "TINKERCLOUD_PROVIDER": "kubernetes",
@@ -128,6 +129,7 @@ class World:
             "TINKERCLOUD_DATABASE_URL": self.database_url,
             "TINKERCLOUD_CHECKPOINT_ROOT": (self.folder / "store").as_uri(),
             "TINKERCLOUD_TIMINGS__LONG_POLL_SECONDS": "2",
+            **others,
         }
         return Server({}, self.folder / name, settings)
 
