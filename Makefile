@@ -13,7 +13,7 @@ BIN := .venv/bin
 MODEL := HuggingFaceTB/SmolLM2-135M-Instruct
 CACHE := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/tinkercloud
 MODEL_FOLDER := $(CACHE)/SmolLM2-135M-Instruct
-E2E_TESTS := test_installation.py test_trainer_pods.py
+E2E_TESTS := test_installation.py test_pool_installation.py test_trainer_pods.py
 LONG_CLUSTER_TESTS := $(E2E_TESTS) test_operator_faults.py
 SHARDED_TESTS := $(addprefix tests/conformance/,test_training_with_the_sdk.py test_checkpoints_with_the_sdk.py)
 TRAINER_TESTS := $(SHARDED_TESTS) $(addprefix tests/conformance/,bad_input test_sampling_with_the_sdk.py \
@@ -76,7 +76,7 @@ test-cluster: cluster-images ## run the tests on a real Kubernetes (needs Linux 
 test-faults: cluster-programs ## make the API server fail, kill the operator at every write, create 200 sessions
 	@$(BIN)/pytest tests/cluster/test_operator_crash_points.py tests/cluster/test_operator_faults.py tests/cluster/test_operator_scale.py
 
-e2e: cluster-images $(MODEL_FOLDER) ## install, train (in trainer pods too), upgrade, resume and uninstall on a real Kubernetes
+e2e: cluster-images $(MODEL_FOLDER) ## install, train (in trainer pods and a pool too), upgrade, resume and uninstall on a real Kubernetes
 	@$(BIN)/pytest $(E2E_TESTS:%=tests/cluster/%)
 
 scale: cluster-programs ## measure the operator with 1,000 sessions on simulated nodes

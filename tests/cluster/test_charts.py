@@ -22,6 +22,7 @@ from tinkercloud_testing.charts import (
 )
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_testing.sessions import a_base_model_manifest, a_session_manifest
 
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 EXAMPLES = sorted((ROOT / "crds" / "examples").glob("*.yaml"))
@@ -190,6 +191,29 @@ def test_uninstalling_deletes_sessions_with_the_rights_of_the_operator(
     ended = delete_sessions(cluster, namespace, tmp_path, timeout_seconds=30)
 
     assert ended.returncode == 0, ended.stderr
+    assert cluster.objects("trainingsessions", namespace) == []
+
+
+def test_uninstalling_closes_pools_and_deletes_their_clusters_last(
+    cluster: Cluster, namespace: str, tmp_path: Path
+) -> None:
+    shared = a_base_model_manifest("shared", namespace, sharing="Shared")
+    run = a_session_manifest("run", namespace, sharing="Shared", modelId="run:train:0")
+    run["metadata"]["finalizers"] = ["tinkercloud.dev/last-checkpoint"]
+    pool = a_session_manifest("pool-a", namespace, role="Pool", lora=None)
+    cluster.apply(shared, run, pool)
+
+    ended = delete_sessions(cluster, namespace, tmp_path, timeout_seconds=2)
+
+    [model] = cluster.objects("basemodels", namespace)
+    assert "tinkercloud.dev/pool-closed-until" in model["metadata"]["annotations"]
+    assert "sessions not deleted within 2 s: run" in ended.stderr
+    found = cluster.get("trainingsession", "pool-a", namespace)["metadata"]
+    assert "deletionTimestamp" not in found
+    removal = '--patch=[{"op": "remove", "path": "/metadata/finalizers"}]'
+    where = (f"--namespace={namespace}", "--type=json")
+    cluster.kubectl("patch", "trainingsession/run", *where, removal)
+    assert delete_sessions(cluster, namespace, tmp_path, timeout_seconds=30).returncode == 0
     assert cluster.objects("trainingsessions", namespace) == []
 
 

@@ -232,19 +232,23 @@ def test_sessions_are_listed_as_the_documentation_shows(crds: Cluster, namespace
 
     header, row = crds.kubectl("get", "trainingsessions", f"--namespace={namespace}").splitlines()
 
-    assert " ".join(header.split()) == "NAME PHASE READY MODEL TRAINERS SAMPLERS GPUS AGE"
+    assert " ".join(header.split()) == "NAME PHASE READY MODEL TRAINERS SAMPLERS GPUS POOL AGE"
     assert " ".join(row.split()[:-1]) == "ts-4f9c2a71-0 Ready True Qwen/Qwen3-8B 2/2 1/1 3"
 
 
 def test_base_models_are_listed_with_their_choices(crds: Cluster, namespace: str) -> None:
     write(crds, base_model("qwen", trainer=TRAINERS, sampler=SAMPLERS), namespace)
-    seen = {"liveSessions": 2, "gpus": 20, "conditions": [a_condition("Ready")]}
+    pool = {"clusterSummary": "1/2", "slotSummary": "5/16"}
+    seen = {"liveSessions": 2, "gpus": 20, "pool": pool, "conditions": [a_condition("Ready")]}
     crds.patch_status("bm", "qwen", seen, namespace)
 
     header, row = crds.kubectl("get", "basemodels", f"--namespace={namespace}").splitlines()
 
-    assert " ".join(header.split()) == "NAME MODEL READY TRAINER SAMPLER SESSIONS GPUS AGE"
-    assert " ".join(row.split()[:-1]) == "qwen Qwen/Qwen3-8B True megatron sglang 2 20"
+    assert header.split() == [
+        *["NAME", "MODEL", "READY", "TRAINER", "SAMPLER"],
+        *["SESSIONS", "CLUSTERS", "SLOTS", "GPUS", "AGE"],
+    ]
+    assert " ".join(row.split()[:-1]) == "qwen Qwen/Qwen3-8B True megatron sglang 2 1/2 5/16 20"
 
 
 @pytest.mark.parametrize("asked", ["bm,tsess", "ml"])

@@ -136,6 +136,7 @@ def test_kubectl_shows_the_columns_for_platform_engineers(sessions: Sessions) ->
         "TRAINERS",
         "SAMPLERS",
         "GPUS",
+        "POOL",
         "AGE",
     ]
     assert row.split()[:7] == ["shown", "Ready", "True", MODEL, "2/2", "1/1", "3"]

@@ -64,7 +64,6 @@ _INSTEAD_ON_KUBERNETES = {
     "preload": "heads start when clients need them",
     "orphan_grace_seconds": "heads do not depend on the API server",
     "session_expiry_days": "set `sessions.maxLifetimeSeconds` of the BaseModel",
-    "session_silence_seconds": "set `sessions.idle` of the BaseModel",
     "head_start_seconds": "heads have half an hour to start, and trainers have"
     " `trainer.startTimeoutSeconds` of the BaseModel",
     "trainer": "set `trainer` of the BaseModel",
@@ -187,7 +186,8 @@ class Settings(BaseSettings):
     """Client inactivity, in seconds, after which a model is suspended. A client is inactive if the
     server receives neither its heartbeats nor its requests for the model. The session head then
     writes the model to the checkpoint store and frees its memory. The next request resumes the
-    model."""
+    model. On Kubernetes this applies to models in pools; `sessions.idle` of the BaseModel applies
+    to sessions with their own pods."""
     session_expiry_days: Annotated[float, Field(gt=0)] | None = 90.0
     """Client inactivity, in days, after which an open session ends. The states of its models are
     deleted, but its checkpoints are kept. A server ends sessions only after it has run for at least

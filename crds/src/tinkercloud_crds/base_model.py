@@ -1,6 +1,6 @@
 """BaseModel: a model that the platform offers. `get_server_capabilities` lists the ready ones."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -22,6 +22,9 @@ ModelName = Annotated[
     str,
     Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?$"),
 ]
+
+
+Sharing = Literal["Dedicated", "Shared"]
 
 
 class VolumeSource(Part):
@@ -105,11 +108,42 @@ class SessionPolicy(Part):
     waiting for nodes does not count."""
 
 
+class Pool(Part):
+    """The clusters that the sessions of a BaseModel share (`sharing: Shared`)."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (
+                "self.minClusters <= self.maxClusters",
+                "minClusters: must not exceed maxClusters",
+            ),
+        )
+    )
+
+    min_clusters: Annotated[int, Field(ge=0, le=100)] = 0
+    """Number of clusters that always exist. With 1 or more, a new run does not wait for pods to
+    start, as long as a slot is free."""
+    max_clusters: Annotated[int, Field(ge=1, le=100)] = 1
+    """Maximum number of clusters. Further runs wait for a slot (`PoolFull`)."""
+    slots_per_cluster: Annotated[int, Field(ge=1, le=1000)] = 8
+    """Number of sessions that a cluster serves at the same time. Each keeps an adapter and its
+    optimizer state in the memory of the trainers."""
+    scale_up_after_seconds: Annotated[int, Field(ge=0, le=86_400)] = 30
+    """How long, in seconds, a run waits for a slot before another cluster is started. If the pool
+    has no cluster, one is started at once."""
+    scale_down_after_seconds: Annotated[int, Field(ge=0, le=31_536_000)] = 900
+    """How long, in seconds, a cluster without sessions is kept after it was last used."""
+
+
 class BaseModelSpec(Part):
     """A model that users can train and sample, and the pods that serve it."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
+            (
+                "!has(self.pool) || self.sharing == 'Shared'",
+                "pool: only valid with sharing Shared; set sharing to Shared, or remove pool",
+            ),
             (
                 "!has(self.sampler) || !self.sampler.colocated || self.trainer.gpusPerReplica >= 1",
                 "sampler.colocated: requires trainers with GPUs; set trainer.gpusPerReplica",
@@ -172,14 +206,37 @@ class BaseModelSpec(Part):
     """The sampler pods of each session, or the external servers that replace them."""
     placement: Placement = Placement()
     """Where the pods of a session may run, and their labels and annotations."""
-    sharing: Annotated[str, Field(json_schema_extra={"enum": ["Dedicated"]})] = "Dedicated"
-    """How sessions share pods. `Dedicated`: every session has its own pods."""
+    sharing: Sharing = "Dedicated"
+    """How the sessions of SDK users share pods. `Dedicated`: every session has its own pods.
+    `Shared`: LoRA runs and samplers of all owners share the clusters of a pool; full fine-tuning
+    still gets its own pods. A change applies to new sessions."""
+    pool: Pool | None = None
+    """Size of the pool. Only valid with `sharing: Shared`."""
     limits: Limits = Limits()
     """Limits for each session."""
     sessions: SessionPolicy = SessionPolicy()
     """Options and limits for the lifecycle and scheduling of sessions."""
     programs: Programs | None = None
     """Programs that sessions may run (`spec.program`). If unset, they may run none."""
+
+
+class PoolStatus(Part):
+    """What the pool of a BaseModel consists of, and what uses it."""
+
+    clusters: Annotated[int, Field(ge=0)] = 0
+    """Number of clusters, including those that are starting or stopping."""
+    ready: Annotated[int, Field(ge=0)] = 0
+    """Number of clusters that serve requests."""
+    models: Annotated[int, Field(ge=0)] = 0
+    """Number of sessions that have a place in a cluster."""
+    slots: Annotated[int, Field(ge=0)] = 0
+    """Number of sessions that all clusters together can serve."""
+    waiting: Annotated[int, Field(ge=0)] = 0
+    """Number of sessions that wait for a place."""
+    cluster_summary: Annotated[str, Field(max_length=16)] = ""
+    """Ready clusters and all clusters, such as `1/2`, for `kubectl get`."""
+    slot_summary: Annotated[str, Field(max_length=16)] = ""
+    """Sessions with a place and slots, such as `5/16`, for `kubectl get`."""
 
 
 class BaseModelStatus(Part):
@@ -190,6 +247,8 @@ class BaseModelStatus(Part):
     conditions: Conditions
     """The conditions Ready, Reconciling and Stalled."""
     live_sessions: Annotated[int, Field(ge=0)] = 0
-    """Number of sessions that have pods or are waiting for them."""
+    """Number of sessions that have pods, or a place in the pool, or are waiting for them."""
     gpus: Annotated[int, Field(ge=0)] = 0
     """Number of GPUs that the pods of all sessions request."""
+    pool: PoolStatus | None = None
+    """The pool. Only set if there is one."""

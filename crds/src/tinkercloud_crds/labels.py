@@ -24,6 +24,8 @@ MANAGED_BY = "tinkercloud"
 OWNER_LABEL = f"{GROUP}/owner"
 """Label on TrainingSessions that the API server created: their owner, or its hash if the owner is
 not a valid label value."""
+POOL_OWNER = "tinkercloud-pool"
+"""`spec.owner` of the sessions of role Pool, which belong to no user."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 """Label on RayClusters that Kueue admits."""
 
@@ -33,6 +35,9 @@ last used it (RFC 3339). The operator copies it into the status and uses it to d
 sessions."""
 LAST_ACTIVITY_SECONDS = 60
 """Minimum interval, in seconds, between two updates of `LAST_ACTIVITY`."""
+POOL_CLOSED_UNTIL = f"{GROUP}/pool-closed-until"
+"""Annotation on a BaseModel: the time (RFC 3339) until which its pool gets no new cluster. Set when
+the operator is uninstalled, so that it does not replace the clusters that are deleted then."""
 CREATED_FOR = f"{GROUP}/created-for"
 """Annotation on TrainingSessions that the API server created: the run or sampling session that
 first requested them."""

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from tinkercloud_crds.base_model import ModelName
+from tinkercloud_crds.base_model import ModelName, Sharing
 from tinkercloud_crds.conditions import Conditions
 from tinkercloud_crds.placement import ObjectName
 from tinkercloud_crds.programs import ProgramField, ProgramStatus
@@ -111,16 +111,46 @@ class TrainingSessionSpec(Part):
                 " && !has(self.trainer))",
                 "role: lora, restoreFrom and trainer are not valid for role Sampler; remove them",
             ),
+            (
+                "self.role != 'Pool' || (self.sharing == 'Dedicated' && !has(self.modelId)"
+                " && !has(self.lora) && !has(self.restoreFrom) && !has(self.trainer)"
+                " && !has(self.sampler) && !has(self.program))",
+                "role: sharing, modelId, lora, restoreFrom, trainer, sampler and program are not"
+                " valid for role Pool; remove them",
+            ),
+            (
+                "self.sharing != 'Shared' || self.role == 'Sampler'"
+                " || (has(self.lora) && has(self.modelId))",
+                "sharing: Shared requires lora and modelId, because full fine-tuning and sessions"
+                " from your own manifests need their own pods; remove sharing",
+            ),
+            (
+                "self.sharing != 'Shared' || (!has(self.trainer) && !has(self.sampler)"
+                " && !has(self.queueName) && !has(self.priorityClassName) && !has(self.program))",
+                "sharing: trainer, sampler, queueName, priorityClassName and program are not valid"
+                " with Shared, because the session has no pods of its own; remove them",
+            ),
+            (
+                "!has(self.poolCluster) || self.sharing == 'Shared'",
+                "poolCluster: only valid with sharing Shared; remove it",
+            ),
         )
     )
 
     base_model: Annotated[ModelName, Field(json_schema_extra=rules(IMMUTABLE))]
     """`modelName` of a BaseModel in the same namespace."""
-    role: Annotated[Literal["Trainer", "Sampler"], Field(json_schema_extra=rules(IMMUTABLE))] = (
-        "Trainer"
-    )
+    role: Annotated[
+        Literal["Trainer", "Sampler", "Pool"], Field(json_schema_extra=rules(IMMUTABLE))
+    ] = "Trainer"
     """`Trainer`: one training run and its samplers. `Sampler`: only samplers, of the base model or
-    of saved checkpoints."""
+    of saved checkpoints. `Pool`: the pods of one cluster of the BaseModel's pool; the operator
+    creates these."""
+    sharing: Annotated[Sharing, Field(json_schema_extra=rules(IMMUTABLE))] = "Dedicated"
+    """`Dedicated`: the session has its own pods. `Shared`: a cluster of the BaseModel's pool serves
+    it, together with sessions of other owners."""
+    pool_cluster: ObjectName | None = None
+    """TrainingSession of role Pool whose pods serve this session, set by the operator. Leave it
+    unset in your own manifests, and do not change it: the state of a run does not move with it."""
     model_id: (
         Annotated[
             str,

@@ -66,7 +66,8 @@ HEAD_SUSPEND = "/suspend"
 """POST writes the head's whole state to the object store and responds when nothing can be lost. The
 head rejects new requests from the start of this request."""
 HEAD_CHECKPOINT = "/checkpoint"
-"""POST writes a training checkpoint of every model and returns their paths, `launch.Saved`."""
+"""POST writes a training checkpoint of every model, or POST /checkpoint/<model id> of one, and
+returns their paths, `launch.Saved`."""
 HEAD_FORGET_RESULTS = "/forget_results"
 """POST drops the results of one owner that were delivered, `launch.ForgetResults`; returns
 `launch.Forgotten`."""

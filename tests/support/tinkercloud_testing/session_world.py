@@ -25,6 +25,7 @@ from tinkercloud_operator.decide.actions import (
     Delete,
     DeleteSession,
     Plan,
+    RemoveModel,
     SaveRequest,
     SetFinalizer,
 )
@@ -164,6 +165,8 @@ class World:
                 self.is_gone = not present and self.session.deleted is not None
             case DeleteSession():
                 self.delete()
+            case RemoveModel():
+                raise AssertionError("a session with its own pods has no pool cluster")
 
     def _apply(self, manifest: Mapping[str, Any]) -> None:
         key = ChildKey(manifest["kind"], manifest["metadata"]["name"])

@@ -168,20 +168,42 @@ def test_a_request_that_makes_an_invalid_training_session_is_rejected_by_field()
 def test_the_queues_of_the_base_model_are_allowed() -> None:
     base_model = a_base_model(placement={"queueName": "own"}, sessions={"queueNames": ["research"]})
 
-    check_options(SessionOptions(queue="own"), base_model)
-    check_options(SessionOptions(queue="research"), base_model)
+    check_options(replace(RUN, options=SessionOptions(queue="own")), base_model)
+    check_options(replace(RUN, options=SessionOptions(queue="research")), base_model)
     with pytest.raises(InvalidRequest, match="'other' is not allowed; allowed values: 'own', 'res"):
-        check_options(SessionOptions(queue="other"), base_model)
+        check_options(replace(RUN, options=SessionOptions(queue="other")), base_model)
 
 
 def test_an_unlisted_priority_and_a_too_long_idle_timeout_are_rejected() -> None:
     base_model = a_base_model(sessions={"maxIdleTimeoutSeconds": 600})
 
-    check_options(SessionOptions(idle_timeout=600), base_model)
+    check_options(replace(RUN, options=SessionOptions(idle_timeout=600)), base_model)
     with pytest.raises(InvalidRequest, match="allowed values: none; remove the option"):
-        check_options(SessionOptions(priority="high"), base_model)
+        check_options(replace(RUN, options=SessionOptions(priority="high")), base_model)
     with pytest.raises(InvalidRequest, match="got 601; base model 'tiny/llama' allows at most"):
-        check_options(SessionOptions(idle_timeout=601), base_model)
+        check_options(replace(RUN, options=SessionOptions(idle_timeout=601)), base_model)
+
+
+SHARED = a_base_model(sharing="Shared", sessions={"queueNames": ["research"]})
+
+
+def test_lora_runs_and_samplers_of_a_base_model_with_a_pool_share_its_clusters() -> None:
+    made = [training_session(each, SHARED, NOW)["spec"] for each in (RUN, SAMPLER)]
+
+    assert [spec["sharing"] for spec in made] == ["Shared", "Shared"]
+
+
+def test_full_fine_tuning_of_a_base_model_with_a_pool_gets_its_own_pods() -> None:
+    whole = replace(RUN, model=MODEL.model_copy(update={"lora": None}))
+
+    assert "sharing" not in training_session(whole, SHARED, NOW)["spec"]
+
+
+def test_options_of_pods_are_rejected_for_a_run_without_pods_of_its_own() -> None:
+    chosen = replace(RUN, options=SessionOptions(queue="research"))
+
+    with pytest.raises(InvalidRequest, match=r"tinkercloud.dev/queue: .* shared pool"):
+        check_options(chosen, SHARED)
 
 
 def attach(session: TrainingSessionView | None, **changes: Any) -> ModelSpec:

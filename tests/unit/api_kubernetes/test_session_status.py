@@ -175,3 +175,50 @@ def test_a_base_model_is_offered_unless_it_is_known_not_to_be_ready() -> None:
 
     assert read_base_model(manifest).is_offered
     assert not read_base_model({**manifest, "status": {"conditions": [broken]}}).is_offered
+
+
+def a_run_in_a_pool(*conditions: dict[str, Any], **status: Any) -> TrainingSessionView:
+    run = a_session(*conditions, **status)
+    spec = {"sharing": "Shared", "pool_cluster": "pool-a"}
+    return replace(run, spec=run.spec.model_copy(update=spec))
+
+
+def a_pool_cluster(*conditions: dict[str, Any], **status: Any) -> TrainingSessionView:
+    cluster = replace(a_session(*conditions, **status), name="pool-a")
+    return replace(cluster, spec=cluster.spec.model_copy(update={"role": "Pool"}))
+
+
+def test_a_run_in_a_pool_has_the_endpoint_of_its_cluster_whatever_its_own_status_says() -> None:
+    cluster = a_pool_cluster(READY, endpoint="http://pool:8000", incarnation="pool.1")
+
+    state = readiness(a_run_in_a_pool(READY, **SERVING), cluster)
+
+    assert state == Ready("http://pool:8000", "pool.1")
+
+
+def test_a_run_whose_cluster_is_gone_has_no_endpoint_although_its_status_still_has_one() -> None:
+    assert isinstance(readiness(a_run_in_a_pool(READY, **SERVING)), Pending)
+
+
+def test_a_run_does_not_end_with_its_cluster() -> None:
+    ended = replace(a_pool_cluster(READY, **SERVING), is_deleted=True)
+    waits = a_condition(ConditionType.READY, "False", Reason.LOADING, "loading the model")
+
+    assert readiness(a_run_in_a_pool(READY), ended) == Pending(
+        "paused_capacity",
+        "TrainingSession one is on pool cluster pool-a: TrainingSession pool-a has ended",
+    )
+    assert readiness(a_run_in_a_pool(READY), a_pool_cluster(waits)) == Pending(
+        "active",
+        "TrainingSession one is on pool cluster pool-a: TrainingSession pool-a: Loading: loading"
+        " the model",
+    )
+
+
+def test_a_deleted_run_has_ended_although_its_cluster_serves() -> None:
+    deleted = replace(a_run_in_a_pool(READY), is_deleted=True)
+
+    state = readiness(deleted, a_pool_cluster(READY, **SERVING))
+
+    assert isinstance(state, Ended)
+    assert isinstance(state.error, StateLost)

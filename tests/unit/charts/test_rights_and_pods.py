@@ -47,9 +47,9 @@ def test_the_api_server_has_these_rights_and_no_others() -> None:
 
 def test_the_operator_has_these_rights_and_no_others() -> None:
     assert rights(one("Role", OPERATOR)) == {
-        "tinkercloud.dev/basemodels": READ,
+        "tinkercloud.dev/basemodels": READ | {"patch"},
         "tinkercloud.dev/basemodels/status": {"get", "patch"},
-        "tinkercloud.dev/trainingsessions": READ | {"patch", "delete"},
+        "tinkercloud.dev/trainingsessions": OWN,
         "tinkercloud.dev/trainingsessions/status": {"get", "patch"},
         "ray.io/rayclusters": OWN,
         "pods": READ,

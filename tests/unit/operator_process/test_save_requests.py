@@ -7,7 +7,7 @@ import pytest
 
 from tinkercloud_crds import labels
 from tinkercloud_operator import metrics
-from tinkercloud_operator.decide.actions import SaveRequest
+from tinkercloud_operator.decide.actions import HeadRequest, SaveRequest
 from tinkercloud_operator.run.controller import Controller
 from tinkercloud_operator.run.head_client import HeadClient, SaveResult
 from tinkercloud_operator.run.save_requests import HeadSaver
@@ -25,10 +25,10 @@ class StubHeadClient(HeadClient):
     """A head client whose saves complete when a test says so."""
 
     def __init__(self) -> None:
-        self.requests: list[tuple[str, SaveRequest]] = []
+        self.requests: list[tuple[str, HeadRequest]] = []
         self.results: asyncio.Queue[SaveResult | None] = asyncio.Queue()
 
-    async def save(self, session: str, request: SaveRequest) -> SaveResult | None:
+    async def save(self, session: str, request: HeadRequest) -> SaveResult | None:
         self.requests.append((session, request))
         return await self.results.get()
 

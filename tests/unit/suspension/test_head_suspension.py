@@ -11,8 +11,9 @@ import pytest
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.checkpoints import GRADIENT, CheckpointManifest
 from tinkercloud_protocol.errors import StateLost, Unavailable
+from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.paths import CheckpointPath
-from tinkercloud_testing.bare_heads import MODEL, Head, a_head
+from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head
 from tinkercloud_testing.dying_store import Death, DyingObstore
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints import store as store_module
@@ -338,3 +339,18 @@ async def test_the_last_checkpoint_is_a_normal_one_and_saving_it_is_idempotent(
         assert paths == [[expected], [expected]]
         assert head.service.status().latest_checkpoint == expected
         assert (await head.backend.store.manifest(CheckpointPath.parse(expected))).step == 1
+
+
+async def test_the_last_checkpoint_of_one_model_leaves_the_others_alone(
+    root: str, tmp_path: Path
+) -> None:
+    other, unknown = ModelId("s", 1), ModelId("s", 2)
+    with a_head(root, tmp_path, "g1") as head:
+        await head.begin()
+        await head.service.create_model(other, SPEC)
+        await head.service.retrieve(f"{other}:0")
+
+        paths = [await head.service.checkpoint(only=str(name)) for name in (other, unknown)]
+
+        assert paths == [[f"tinker://{other}/weights/last-step-000000"], []]
+        assert head.service.status().latest_checkpoint == paths[0][0]

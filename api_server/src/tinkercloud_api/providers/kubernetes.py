@@ -6,7 +6,8 @@ informer's copy; the status is written by the operator alone.
 
 A run is served by its own session, or by a session declared in Git to which its client attached.
 Samplers of a base model or of a saved checkpoint are served by a running session of the same owner
-and base model, or else by a session that all such samplers of the owner share.
+and base model, or else by a session that all such samplers of the owner share. If the BaseModel has
+a pool, the pods are those of a pool cluster, on which the operator gives the session a place.
 """
 
 import asyncio
@@ -38,6 +39,7 @@ from tinkercloud_api.providers.session_activity import ActivityAnnotator
 from tinkercloud_api.providers.session_status import (
     BaseModelView,
     Ended,
+    Readiness,
     Ready,
     TrainingSessionView,
     read_base_model,
@@ -160,7 +162,7 @@ class KubernetesProvider:
         base_model = self.base_model(placement.base_model)
         if base_model is None:
             raise InvalidRequest(unknown_base_model(placement.base_model, self.models()))
-        session_spec.check_options(placement.options, base_model)
+        session_spec.check_options(placement, base_model)
         session_spec.training_session(placement, base_model, datetime.now(UTC))
         return placement.model
 
@@ -169,9 +171,26 @@ class KubernetesProvider:
         session = self._session(placement)
         if session is None or not _belongs(session, placement):
             return None
-        self._activity_annotator.touch(session)
-        state = readiness(session)
-        return self._endpoints.cached(session, state) if isinstance(state, Ready) else None
+        serving, state = self._state(session)
+        for used in {session.name: session, serving.name: serving}.values():
+            self._activity_annotator.touch(used)
+        return self._endpoints.cached(serving, state) if isinstance(state, Ready) else None
+
+    def _state(self, session: TrainingSessionView) -> tuple[TrainingSessionView, Readiness]:
+        """Return the session whose pods serve a session, and the readiness.
+
+        A session without pods of its own is served by its pool cluster. Endpoints belong to the
+        cluster and its head's process, so one of an earlier cluster or process is never used.
+        """
+        cluster = self._cluster_of(session)
+        return cluster or session, readiness(session, cluster)
+
+    def _cluster_of(self, session: TrainingSessionView | None) -> TrainingSessionView | None:
+        """Return the pool cluster that serves a session, if it has one that exists."""
+        name = session.spec.pool_cluster if session is not None else None
+        cluster = self._sessions.get(name) if name is not None else None
+        is_pool = cluster is not None and cluster.spec.role == "Pool"
+        return cluster if is_pool else None
 
     def _session(self, placement: Placement) -> TrainingSessionView | None:
         if placement.model is None:
@@ -182,13 +201,14 @@ class KubernetesProvider:
         """Return the session that was used before if it is ready, else the oldest ready one."""
         key = (placement.owner, placement.base_model)
         chosen = self._sessions.get(self._samplers.get(key, ""))
-        if chosen is not None and isinstance(readiness(chosen), Ready):
+        if chosen is not None and self._is_ready(chosen):
             return chosen
         serving = [
             session
             for session in self._sessions.objects()
             if (session.spec.owner, session.spec.base_model) == key
-            and isinstance(readiness(session), Ready)
+            and session.spec.role != "Pool"
+            and self._is_ready(session)
         ]
         if not serving:
             return self._sessions.get(_name(placement))
@@ -196,12 +216,16 @@ class KubernetesProvider:
         self._samplers[key] = oldest.name
         return oldest
 
+    def _is_ready(self, session: TrainingSessionView) -> bool:
+        return isinstance(self._state(session)[1], Ready)
+
     async def acquire(self, placement: Placement) -> HeadEndpoint:
         """See `SessionProvider.acquire`. Each iteration is one step towards a ready session."""
         failures = 0
         while True:
             session = self._session(placement)
             name = session.name if session is not None else _name(placement)
+            cluster = self._cluster_of(session)
             try:
                 endpoint = await self._step(placement, session)
             except (errors.Unavailable, errors.Conflict, HeadUnresponsive) as error:
@@ -209,7 +233,7 @@ class KubernetesProvider:
                 self._last_errors[name] = str(error)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause_seconds(failures)):
-                        await self._sessions.changed(name, session)
+                        await self._changed(name, session, cluster)
                 continue
             except errors.KubernetesError as error:
                 raise wire_error(error) from None
@@ -217,7 +241,21 @@ class KubernetesProvider:
             if endpoint is not None:
                 return endpoint
             failures = 0
-            await self._sessions.changed(name, session)
+            await self._changed(name, session, cluster)
+
+    async def _changed(
+        self, name: str, session: TrainingSessionView | None, cluster: TrainingSessionView | None
+    ) -> None:
+        """Wait until a session, or the pool cluster that serves it, differs from what it was."""
+        waiting = [asyncio.create_task(self._sessions.changed(name, session))]
+        if cluster is not None:
+            changed = self._sessions.changed(cluster.name, cluster)
+            waiting.append(asyncio.create_task(changed))
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
 
     async def _step(
         self, placement: Placement, session: TrainingSessionView | None
@@ -231,10 +269,10 @@ class KubernetesProvider:
                 f"TrainingSession {session.name} already belongs to {session.spec.model_id!r},"
                 f" whose name collides with that of {placement.target!r}; create another run"
             )
-        state = readiness(session)
+        serving, state = self._state(session)
         if isinstance(state, Ready):
             self._activity_annotator.touch(session)
-            return await self._endpoints.resolve(session, state)
+            return await self._endpoints.resolve(serving, state)
         if isinstance(state, Ended):
             await self._replace(placement, session, state)
             return None
@@ -289,15 +327,24 @@ class KubernetesProvider:
             return Pending("active", error_message)
         if session is None:
             return Pending("active", f"TrainingSession {_name(placement)} is being created")
-        state = readiness(session)
+        state = self._state(session)[1]
         if isinstance(state, Pending):
             return state
         what = "has ended" if isinstance(state, Ended) else "is ready; connecting to its head"
         return Pending("active", f"TrainingSession {session.name} {what}")
 
     def shared_heads(self) -> list[HeadEndpoint]:
-        """See `SessionProvider.shared_heads`: the operator suspends idle sessions."""
-        return []
+        """See `SessionProvider.shared_heads`: those of pool clusters that this process has used.
+
+        The operator suspends idle sessions that have their own pods.
+        """
+        clusters = [each for each in self._sessions.objects() if each.spec.role == "Pool"]
+        found = [
+            self._endpoints.cached(cluster, state)
+            for cluster in clusters
+            if isinstance(state := readiness(cluster), Ready)
+        ]
+        return [endpoint for endpoint in found if endpoint is not None]
 
     def runs(self) -> list[str]:
         """See `SessionProvider.runs`."""

@@ -109,6 +109,11 @@ class KubernetesPrograms:
         """Add a program to the TrainingSession of a model; return the session's name."""
         session = await self._session_of(model_id, launch.owner)
         self._check(session.spec.base_model)
+        if session.spec.sharing == "Shared":
+            raise InvalidRequest(
+                f"model {model_id!r} is served from a shared pool, where no program can run next to"
+                " it; start the program with base_model instead, which gives it its own pods"
+            )
         before = session.spec.program
         if before is not None and before.id == launch.program_id:
             return session.name

@@ -75,6 +75,8 @@ def training_session(
         spec["role"] = "Sampler"
     else:
         spec |= _training(placement.target, placement.model)
+    if base_model is not None and is_shared(placement, base_model):
+        spec["sharing"] = "Shared"
     spec |= _options(placement.options, base_model)
     try:
         declared = TrainingSessionSpec(**spec)
@@ -100,6 +102,12 @@ def training_session(
             mode="json", by_alias=True, exclude_unset=True, exclude_none=True
         ),
     }
+
+
+def is_shared(placement: Placement, base_model: BaseModelView) -> bool:
+    """Whether a pool serves a placement: samplers and LoRA runs of a BaseModel that has one."""
+    is_full = placement.model is not None and placement.model.lora is None
+    return base_model.spec.sharing == "Shared" and not is_full
 
 
 def _training(model_id: str, model: ModelSpec) -> dict[str, Any]:
@@ -144,13 +152,16 @@ def _options(options: SessionOptions, base_model: BaseModelView | None) -> dict[
     return fields
 
 
-def check_options(options: SessionOptions, base_model: BaseModelView) -> None:
+def check_options(placement: Placement, base_model: BaseModelView) -> None:
     """Check that a run's options are allowed.
 
     Raises:
         InvalidRequest: the BaseModel does not allow an option; the message lists allowed values.
     """
     policy, own = base_model.spec.sessions, base_model.spec.placement
+    if is_shared(placement, base_model):
+        _check_no_pods(placement.options, base_model)
+    options = placement.options
     _check_name("queue", options.queue, own.queue_name, policy.queue_names)
     _check_name("priority", options.priority, own.priority_class_name, policy.priority_class_names)
     longest = policy.max_idle_timeout_seconds
@@ -158,6 +169,16 @@ def check_options(options: SessionOptions, base_model: BaseModelView) -> None:
         raise InvalidRequest(
             f"{PREFIX}idle-timeout: got {options.idle_timeout}; base model"
             f" {base_model.spec.model_name!r} allows at most {longest} seconds"
+        )
+
+
+def _check_no_pods(options: SessionOptions, base_model: BaseModelView) -> None:
+    """Check that no option of pods is set for a run without pods of its own."""
+    chosen = [("queue", options.queue), ("priority", options.priority)]
+    if found := [f"{PREFIX}{name}" for name, value in chosen if value is not None]:
+        raise InvalidRequest(
+            f"{', '.join(found)}: base model {base_model.spec.model_name!r} serves runs from a"
+            " shared pool, so a run has no pods of its own; remove the option"
         )
 
 

@@ -20,6 +20,7 @@ _QUEUE_STATES: dict[str, QueueState] = {
     Reason.QUEUED: "paused_capacity",
     Reason.UNSCHEDULABLE: "paused_capacity",
     Reason.SCHEDULING_GATED: "paused_capacity",
+    Reason.POOL_FULL: "paused_capacity",
     Reason.QUOTA_EXCEEDED: "paused_rate_limit",
 }
 """SDK queue states of reasons that need external action; all other reasons are `active`."""
@@ -103,8 +104,15 @@ def read_base_model(manifest: Manifest) -> BaseModelView:
     )
 
 
-def readiness(session: TrainingSessionView) -> Readiness:
-    """Return whether a session is ready, pending or has ended."""
+def readiness(
+    session: TrainingSessionView, cluster: TrainingSessionView | None = None
+) -> Readiness:
+    """Return whether a session is ready, pending or has ended.
+
+    Args:
+        session: the session.
+        cluster: the pool cluster that serves it, if it has none of its own and that one exists.
+    """
     ready = _current(session, ConditionType.READY)
     stalled = _current(session, ConditionType.STALLED)
     if session.is_deleted or (ready is not None and ready.reason in _ENDED):
@@ -121,8 +129,11 @@ def readiness(session: TrainingSessionView) -> Readiness:
                 session, " is suspended by its owner", "set spec.suspend to false to resume it"
             ),
         )
+    if cluster is not None:
+        return _on_cluster(session, cluster)
     if (
-        ready is not None
+        session.spec.sharing == "Dedicated"
+        and ready is not None
         and ready.status == "True"
         and session.endpoint is not None
         and session.incarnation is not None
@@ -134,6 +145,20 @@ def readiness(session: TrainingSessionView) -> Readiness:
         _QUEUE_STATES.get(ready.reason, "active"),
         _describe(session, f": {ready.reason}", ready.message),
     )
+
+
+def _on_cluster(session: TrainingSessionView, cluster: TrainingSessionView) -> Readiness:
+    """Return the readiness of a session that a pool cluster serves: that of the cluster.
+
+    The session does not end with its cluster: the operator gives it a place on another one.
+    """
+    state = readiness(cluster)
+    if isinstance(state, Ready):
+        return state
+    where = _describe(session, f" is on pool cluster {cluster.name}", "")
+    if isinstance(state, Pending):
+        return Pending(state.queue_state, f"{where}: {state.reason}")
+    return Pending("paused_capacity", f"{where}: {state.error.message}")
 
 
 def idle_since(session: TrainingSessionView) -> datetime | None:

@@ -54,6 +54,23 @@ class SaveRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoveModel:
+    """Ask the head of a pool cluster to save a last checkpoint of a model and to drop the model."""
+
+    cluster: str
+    """The TrainingSession of the cluster."""
+    url: str
+    incarnation: str
+    model_id: str
+    timeout_seconds: float
+    kind: Literal["remove"] = "remove"
+
+
+HeadRequest = SaveRequest | RemoveModel
+"""A request that a head answers once it has saved something."""
+
+
+@dataclass(frozen=True, slots=True)
 class SetFinalizer:
     """Add or remove the session's finalizer."""
 
@@ -75,7 +92,14 @@ class PostEvent:
 
 
 Action = (
-    Apply | CreateSecret | CreateSecretMarker | Delete | SaveRequest | SetFinalizer | DeleteSession
+    Apply
+    | CreateSecret
+    | CreateSecretMarker
+    | Delete
+    | SaveRequest
+    | RemoveModel
+    | SetFinalizer
+    | DeleteSession
 )
 
 
@@ -102,7 +126,7 @@ def stage(action: Action) -> Stage:
             return Stage.PODS
         case Apply() | CreateSecret() | SetFinalizer(present=True):
             return Stage.SUPPORT
-        case SaveRequest() | Delete() | DeleteSession() | SetFinalizer():
+        case SaveRequest() | RemoveModel() | Delete() | DeleteSession() | SetFinalizer():
             return Stage.SESSION
 
 

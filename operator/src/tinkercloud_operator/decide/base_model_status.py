@@ -3,17 +3,22 @@
 from collections.abc import Sequence
 from datetime import datetime
 
-from tinkercloud_crds.base_model import BaseModelStatus
+from tinkercloud_crds.base_model import BaseModelStatus, PoolStatus
 from tinkercloud_crds.conditions import ConditionStatus, ConditionType, Reason, moved
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide import parsing
+from tinkercloud_operator.decide.pool_facts import is_cluster
 from tinkercloud_operator.spec.parallelism import planning_problem
 
 _NO_PODS = frozenset({"Suspended", "Finished"})
 
 
 def base_model_status(
-    base_model: Manifest, active: Manifest | None, sessions: Sequence[Manifest], now: datetime
+    base_model: Manifest,
+    active: Manifest | None,
+    sessions: Sequence[Manifest],
+    now: datetime,
+    pool: PoolStatus | None = None,
 ) -> BaseModelStatus:
     """Return the status of a BaseModel.
 
@@ -22,6 +27,7 @@ def base_model_status(
         active: the active BaseModel of this model name.
         sessions: all sessions of this model name.
         now: transition time of conditions that change.
+        pool: the status of its pool, if it has one.
     """
     previous = BaseModelStatus.model_validate(base_model.get("status", {}))
     generation = base_model["metadata"].get("generation", 0)
@@ -49,8 +55,13 @@ def base_model_status(
             )
             for kind, truth in truths.items()
         ],
-        live_sessions=sum(status.get("phase") not in _NO_PODS for status in statuses),
+        live_sessions=sum(
+            session.get("status", {}).get("phase") not in _NO_PODS
+            for session in its_own
+            if not is_cluster(session)
+        ),
         gpus=sum(status.get("gpus", 0) for status in statuses),
+        pool=pool if reason is not Reason.DUPLICATE else None,
     )
 
 

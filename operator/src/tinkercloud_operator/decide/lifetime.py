@@ -66,7 +66,7 @@ _AVAILABILITY_STEPS = (ConditionType.ACCEPTED, ConditionType.QUOTA_RESERVED, Con
 _STARTING = frozenset({Reason.PROVISIONING, Reason.HEAD_STARTING, Reason.LOADING})
 """Reasons of sessions that are starting normally but cannot be used yet."""
 
-_ACTIVITY_DELAY = timedelta(seconds=labels.LAST_ACTIVITY_SECONDS + 30)
+ACTIVITY_DELAY = timedelta(seconds=labels.LAST_ACTIVITY_SECONDS + 30)
 """Upper bound on the delay between a request and its record on the session: the API server writes
 the annotation at intervals, and one of its writes may fail."""
 _ABANDONED_AFTER = timedelta(minutes=10)
@@ -216,7 +216,7 @@ def _by_activity(observed: Observed, idle: Idle, expiry: datetime | None) -> Dec
         return Decision(DesiredState.RUNNING, Reason.RUNNING, "", expiry)
     unused_since = last_use(observed)
     if observed.last_activity is not None:
-        unused_since = max(unused_since, observed.last_activity + _ACTIVITY_DELAY)
+        unused_since = max(unused_since, observed.last_activity + ACTIVITY_DELAY)
     idle_at = unused_since + timedelta(seconds=idle.timeout_seconds)
     if observed.now >= idle_at:
         message = f"no requests for {idle.timeout_seconds} s"

@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from tinkercloud_crds import labels
-from tinkercloud_crds.conditions import ConditionType, Reason, find
+from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.names import Names
 from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_operator.children import engines, support_objects
@@ -27,19 +27,19 @@ from tinkercloud_operator.decide.actions import (
     Delete,
     DeleteSession,
     Plan,
-    PostEvent,
     SaveRequest,
     SetFinalizer,
 )
 from tinkercloud_operator.decide.deadlines import next_deadline
 from tinkercloud_operator.decide.drift import is_up_to_date
 from tinkercloud_operator.decide.lifetime import Decision, DesiredState, decide, stopping_since
+from tinkercloud_operator.decide.members import reconcile_member
 from tinkercloud_operator.decide.programs import (
     is_of_program,
     program_children,
     surplus_of_program,
 )
-from tinkercloud_operator.decide.status import endpoint, is_ready, status
+from tinkercloud_operator.decide.status import endpoint, is_ready, reporting_plan, status
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.pinned import pending_changes, pinned_head_config, pinned_spec
 from tinkercloud_operator.spec.resolved import (
@@ -60,6 +60,8 @@ _QUEUE_SECONDS = 60.0
 
 def reconcile(observed: Observed, settings: Settings) -> Plan:
     """Return the plan for a session."""
+    if observed.spec.sharing == "Shared":
+        return reconcile_member(observed, settings)
     if observed.deleted is not None:
         return _finalize(observed, settings)
     desired = _desired_spec(observed, settings)
@@ -71,18 +73,18 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
     match decision.desired:
         case DesiredState.RUNNING if stopping_since(observed) is not None:
             # Record the end of the stop first: a new RayCluster would be mistaken for the old one.
-            return _plan(observed, [], new_status, 0.0)
+            return reporting_plan(observed, [], new_status, 0.0)
         case DesiredState.RUNNING if (
             observed.start_order_message is not None and observed.ray_cluster is None
         ):
             # The session is enqueued when it may start; this only refreshes its message.
             seconds = min(_QUEUE_SECONDS, recheck_seconds or _QUEUE_SECONDS)
-            plan = _plan(observed, [], new_status, seconds)
+            plan = reporting_plan(observed, [], new_status, seconds)
             return _with_program(plan, observed, decision, settings)
         case DesiredState.RUNNING:
             own = _actions_to_run(observed, effective, settings)
             program = _program_actions(observed, decision, settings, is_ready=is_ready(new_status))
-            return _plan(observed, [*own, *program], new_status, recheck_seconds)
+            return reporting_plan(observed, [*own, *program], new_status, recheck_seconds)
         case DesiredState.SUSPENDED:
             plan = _stop(observed, "suspend", settings, new_status, recheck_seconds)
             return _with_program(plan, observed, decision, settings)
@@ -90,7 +92,7 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
             plan = _stop(observed, "checkpoint", settings, new_status, recheck_seconds)
             return _with_program(plan, observed, decision, settings)
         case DesiredState.DELETED:
-            return _plan(observed, [DeleteSession()], new_status, None)
+            return reporting_plan(observed, [DeleteSession()], new_status, None)
 
 
 def _desired_spec(observed: Observed, settings: Settings) -> ResolvedSpec | Rejection:
@@ -171,7 +173,7 @@ def _actions_to_run(
     build = Build(
         Names(observed.name), effective, settings, pinned_head_config(observed, effective)
     )
-    if observed.spec.role == "Trainer" and not observed.has_finalizer:
+    if observed.spec.role != "Sampler" and not observed.has_finalizer:
         yield SetFinalizer(present=True)
     if not observed.has_kuberay or observed.kuberay_gap or observed.has_predecessors:
         return
@@ -261,21 +263,23 @@ def _stop(
 ) -> Plan:
     """Request a save from the head, wait for it for a limited time, then delete the RayCluster."""
     if observed.ray_cluster is None:
-        return _plan(observed, _delete_support_objects(observed), new_status, recheck_seconds)
+        return reporting_plan(
+            observed, _delete_support_objects(observed), new_status, recheck_seconds
+        )
     started = stopping_since(observed)
     left = _seconds_left(observed, started or observed.now, settings.stop_seconds)
     request = _save_request(observed, kind, left)
     if request is not None and started is None:
         # After a save request the head serves nothing else, so record the stop first: another
         # operator process that takes over must know of it.
-        return _plan(observed, [], new_status, 0.0)
+        return reporting_plan(observed, [], new_status, 0.0)
     if request is not None:
-        return _plan(observed, [request], new_status, min(left, _RETRY_SECONDS))
+        return reporting_plan(observed, [request], new_status, min(left, _RETRY_SECONDS))
     if left > 0 and not _is_save_recorded(observed, new_status):
-        return _plan(observed, [], new_status, 0.0)
+        return reporting_plan(observed, [], new_status, 0.0)
     is_deleting = "deletionTimestamp" in observed.ray_cluster["metadata"]
     deletions = [] if is_deleting else [Delete(ChildKey("RayCluster", observed.name))]
-    return _plan(observed, deletions, new_status, recheck_seconds)
+    return reporting_plan(observed, deletions, new_status, recheck_seconds)
 
 
 def _delete_support_objects(observed: Observed) -> Iterable[Action]:
@@ -304,12 +308,15 @@ def _finalize(observed: Observed, settings: Settings) -> Plan:
     desired = _desired_spec(observed, settings)
     new_status = status(observed, desired, _effective_spec(observed, desired, settings), None)
     left = _seconds_left(observed, observed.deleted, settings.last_checkpoint_seconds)
-    request = _save_request(observed, "checkpoint", left)
+    # The runs on a pool cluster do not end with it: another cluster resumes them.
+    kind: Literal["suspend", "checkpoint"]
+    kind = "suspend" if observed.spec.role == "Pool" else "checkpoint"
+    request = _save_request(observed, kind, left)
     program = [Delete(key) for key in surplus_of_program(observed, None)]
     if request is not None:
-        return _plan(observed, [*program, request], new_status, min(left, _RETRY_SECONDS))
+        return reporting_plan(observed, [*program, request], new_status, min(left, _RETRY_SECONDS))
     if left > 0 and not _is_save_recorded(observed, new_status):
-        return _plan(observed, [], new_status, 0.0)
+        return reporting_plan(observed, [], new_status, 0.0)
     return Plan((SetFinalizer(present=False),))
 
 
@@ -343,28 +350,3 @@ def _save_request(
 
 def _seconds_until(observed: Observed, moment: datetime | None) -> float | None:
     return None if moment is None else max(0.0, (moment - observed.now).total_seconds())
-
-
-def _plan(
-    observed: Observed,
-    actions: Iterable[Action],
-    new_status: TrainingSessionStatus,
-    requeue_after_seconds: float | None,
-) -> Plan:
-    return Plan(
-        tuple(actions),
-        _ready_event(observed, new_status),
-        new_status if new_status != observed.status else None,
-        requeue_after_seconds,
-    )
-
-
-def _ready_event(observed: Observed, new_status: TrainingSessionStatus) -> PostEvent | None:
-    """Return the Event for a changed reason of the Ready condition, if it changed."""
-    before = find(observed.status.conditions, ConditionType.READY)
-    ready = find(new_status.conditions, ConditionType.READY)
-    stalled = find(new_status.conditions, ConditionType.STALLED)
-    if ready is None or (before is not None and before.reason == ready.reason):
-        return None
-    is_warning = stalled is not None and stalled.status == "True"
-    return PostEvent(Reason(ready.reason), ready.message or ready.reason, is_warning)

@@ -49,13 +49,18 @@ class Claim:
 
 
 def claim(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> Claim | None:
-    """Return what a session competes for; None if it is ordered elsewhere or needs no devices."""
+    """Return what a session competes for.
+
+    None if it is ordered elsewhere, needs no devices, or has no pods of its own.
+    """
     placement = base_model.placement
+    if spec.sharing == "Shared":
+        return None
     if spec.queue_name or placement.queue_name or placement.scheduler_name:
         return None
     trainer, sampler = base_model.trainer, base_model.sampler
     roles: list[tuple[TrainerShape | SamplerShape, RolePlacement | None]] = []
-    if spec.role == "Trainer" and trainer.replicas:
+    if spec.role != "Sampler" and trainer.replicas:
         roles.append((trainer, trainer.placement))
     if sampler.backend == "sglang":
         is_inside = sampler.colocated and bool(roles)

@@ -1,6 +1,6 @@
 """Computes the status of a session: conditions, phase, counts. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import (
@@ -10,11 +10,13 @@ from tinkercloud_crds.conditions import (
     ConditionStatus,
     ConditionType,
     Reason,
+    find,
     moved,
     timestamp,
 )
 from tinkercloud_crds.names import Names
 from tinkercloud_crds.training_session import Failing, Phase, TrainingSessionStatus, Workers
+from tinkercloud_operator.decide.actions import Action, Plan, PostEvent
 from tinkercloud_operator.decide.lifetime import Decision, DesiredState
 from tinkercloud_operator.decide.programs import program_status
 from tinkercloud_operator.decide.readiness import StepStatus, readiness
@@ -68,8 +70,8 @@ def status(
     previous = observed.status
     return TrainingSessionStatus(
         observed_generation=observed.generation,
-        phase=_phase(observed, decision, ready),
-        conditions=_conditions(observed, ready, steps, decision),
+        phase=phase(observed, decision, ready),
+        conditions=conditions(observed, ready, steps, decision),
         endpoint=endpoint(observed) if ready.is_reached else None,
         incarnation=incarnation or previous.incarnation,
         ray_cluster=observed.name if observed.ray_cluster is not None else None,
@@ -94,16 +96,47 @@ def is_ready(status: TrainingSessionStatus) -> bool:
 
 def endpoint(observed: Observed) -> str:
     """Return the cluster-internal URL of a session's head."""
-    service = Names(observed.name).head_service
-    return f"http://{service}.{observed.namespace}.svc:{labels.HEAD_PORT}"
+    return head_url(observed.name, observed.namespace)
 
 
-def _conditions(
+def head_url(session: str, namespace: str) -> str:
+    """Return the cluster-internal URL of the head of a session with that name."""
+    return f"http://{Names(session).head_service}.{namespace}.svc:{labels.HEAD_PORT}"
+
+
+def reporting_plan(
+    observed: Observed,
+    actions: Iterable[Action],
+    new_status: TrainingSessionStatus,
+    requeue_after_seconds: float | None,
+) -> Plan:
+    """Return a plan that writes the status if it differs, with the Event for it."""
+    return Plan(
+        tuple(actions),
+        _ready_event(observed, new_status),
+        new_status if new_status != observed.status else None,
+        requeue_after_seconds,
+    )
+
+
+def _ready_event(observed: Observed, new_status: TrainingSessionStatus) -> PostEvent | None:
+    """Return the Event for a changed reason of the Ready condition, if it changed."""
+    before = find(observed.status.conditions, ConditionType.READY)
+    ready = find(new_status.conditions, ConditionType.READY)
+    stalled = find(new_status.conditions, ConditionType.STALLED)
+    if ready is None or (before is not None and before.reason == ready.reason):
+        return None
+    is_warning = stalled is not None and stalled.status == "True"
+    return PostEvent(Reason(ready.reason), ready.message or ready.reason, is_warning)
+
+
+def conditions(
     observed: Observed,
     ready: StepStatus,
     steps: Mapping[ConditionType, StepStatus],
     decision: Decision | None,
 ) -> list[Condition]:
+    """Return the conditions of a session: its steps, and those that summarize them."""
     is_stalled = not ready.is_reached and ready.reason in _NEEDS_HELP
     is_settled = ready.is_reached or is_stalled or ready.reason in _EXPECTED_STOPS
     stable = StepStatus(is_reached=False, reason=Reason.STABLE)
@@ -150,7 +183,8 @@ def _suspended(observed: Observed, decision: Decision | None) -> StepStatus:
     return StepStatus(is_reached=False, reason=Reason.RUNNING)
 
 
-def _phase(observed: Observed, decision: Decision | None, ready: StepStatus) -> Phase:
+def phase(observed: Observed, decision: Decision | None, ready: StepStatus) -> Phase:
+    """Return the phase of a session, which summarizes its conditions."""
     if observed.deleted is not None:
         return "Terminating"
     if ready.is_reached:
@@ -166,6 +200,7 @@ def _phase(observed: Observed, decision: Decision | None, ready: StepStatus) -> 
     phases: Mapping[Reason, Phase] = {
         Reason.QUEUED: "Queued",
         Reason.QUOTA_EXCEEDED: "Queued",
+        Reason.POOL_FULL: "Queued",
         Reason.HEAD_STARTING: "Loading",
         Reason.LOADING: "Loading",
     }

@@ -7,7 +7,9 @@ import structlog
 from tinkercloud_kube.errors import KubernetesError
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide.base_model_status import base_model_status
+from tinkercloud_operator.decide.pools import pool_status
 from tinkercloud_operator.run.executor import Executor
+from tinkercloud_operator.run.pools import Pools
 from tinkercloud_operator.run.store import Watched
 from tinkercloud_operator.run.work_queue import WorkQueue
 
@@ -20,9 +22,10 @@ _GATHER_SECONDS = 2.0
 class BaseModels:
     """The BaseModels during one term of leadership. Belongs to one event loop."""
 
-    def __init__(self, watched: Watched, executor: Executor) -> None:
+    def __init__(self, watched: Watched, executor: Executor, pools: Pools) -> None:
         self._watched = watched
         self._executor = executor
+        self._pools = pools
         self._queue = WorkQueue()
         """BaseModels whose status may have changed."""
 
@@ -70,7 +73,8 @@ class BaseModels:
         model_name = base_model["spec"].get("modelName", "")
         active = self._watched.offering(model_name)
         sessions = self._watched.sessions_of(model_name)
-        status = base_model_status(base_model, active, sessions, datetime.now(UTC))
+        pool = pool_status(self._pools.facts(model_name))
+        status = base_model_status(base_model, active, sessions, datetime.now(UTC), pool)
         written = status.model_dump(mode="json", by_alias=True, exclude_none=True)
         content = self._executor.storable("BaseModel", written)
         if content != base_model.get("status"):

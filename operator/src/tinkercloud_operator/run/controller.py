@@ -18,6 +18,7 @@ from tinkercloud_operator.run.base_models import BaseModels
 from tinkercloud_operator.run.executor import Executor
 from tinkercloud_operator.run.gauges import count_sessions
 from tinkercloud_operator.run.head_client import HeadClient
+from tinkercloud_operator.run.pools import Pools
 from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.run.served_definitions import OWN_KINDS, ServedDefinitions
 from tinkercloud_operator.run.store import CHILD_KINDS, Surroundings, Watched
@@ -70,7 +71,8 @@ class Controller:
         self._executor = Executor(
             cluster, self._head_saver, self.note, self.watched.note, self._definitions.storable
         )
-        self._base_models = BaseModels(self.watched, self._executor)
+        self._pools = Pools(self.watched, cluster, self.note, self.queue.add)
+        self._base_models = BaseModels(self.watched, self._executor, self._pools)
         self._settings = settings
         self._nodes: tuple[float, tuple[Node, ...] | None] = (float("-inf"), None)
         self._cordoned: frozenset[str] = frozenset()
@@ -105,6 +107,7 @@ class Controller:
             else:
                 self.queue.add(session)
         self._base_models.note(kind, manifest)
+        self._pools.note(kind, manifest, is_gone=is_gone)
         if kind == "TrainingSession" and is_gone:
             self._executor.forget(manifest["metadata"]["name"])
             self._head_saver.forget(manifest["metadata"]["name"])
@@ -130,6 +133,7 @@ class Controller:
         for name in self.watched.sessions:
             self.queue.add(name)
         self._base_models.enqueue_all()
+        self._pools.enqueue_all()
         self._is_complete.set()
         self._unready = None
 
@@ -228,6 +232,11 @@ class Controller:
         await self._is_complete.wait()
         await self._base_models.work()
 
+    async def work_on_pools(self) -> None:
+        """Maintain the pools of BaseModels, forever."""
+        await self._is_complete.wait()
+        await self._pools.work()
+
     async def _reconcile(self, name: str) -> None:
         for _ in range(_MAX_ROUNDS):
             observed = await self._observe(name)
@@ -254,6 +263,7 @@ class Controller:
             kuberay_gap=self._definitions.kuberay_gap,
             own_gap=self._definitions.own_gaps.get("TrainingSession"),
             cordoned=self._cordoned,
+            pool_message=self._pools.waiting_message(name),
         )
         observed = self.watched.observed(name, surroundings)
         if observed is None or observed.deleted is not None:

@@ -28,6 +28,7 @@ from tinkercloud_operator.decide.actions import (
     DeleteSession,
     Plan,
     PostEvent,
+    RemoveModel,
     SaveRequest,
     SetFinalizer,
 )
@@ -126,7 +127,7 @@ class Executor:
             case Delete(key):
                 uid = observed.children[key]["metadata"]["uid"]
                 await self._cluster.delete(ObjectRef(key.kind, key.name), uid)
-            case SaveRequest():
+            case SaveRequest() | RemoveModel():
                 self._head_saver.submit(observed.name, action)
             case SetFinalizer(present):
                 await (

@@ -1,6 +1,8 @@
 """HTTP client that asks session heads to save their state."""
 
+import asyncio
 from dataclasses import dataclass
+from urllib.parse import quote
 
 import aiohttp
 import structlog
@@ -9,7 +11,7 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.names import Names
 from tinkercloud_kube.client import Client
 from tinkercloud_kube.errors import KubernetesError
-from tinkercloud_operator.decide.actions import SaveRequest
+from tinkercloud_operator.decide.actions import HeadRequest, RemoveModel, SaveRequest
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.launch import Saved
 
@@ -30,22 +32,13 @@ class HeadClient:
         self._cluster = cluster
         self._client = client
 
-    async def save(self, session: str, request: SaveRequest) -> SaveResult | None:
-        """Ask a head to save its state; return None if the save failed."""
-        path = {"suspend": routes.HEAD_SUSPEND, "checkpoint": routes.HEAD_CHECKPOINT}[request.kind]
+    async def save(self, session: str, request: HeadRequest) -> SaveResult | None:
+        """Send a request to a head; return None if it failed."""
         try:
-            token = await self._token(session)
-            timeout = aiohttp.ClientTimeout(total=request.timeout_seconds, connect=5)
-            async with self._client.post(
-                request.url + path,
-                headers={routes.HEAD_TOKEN_HEADER: token},
-                timeout=timeout,
-                raise_for_status=True,
-            ) as response:
-                body = await response.read()
-            if request.kind == "suspend":
-                return SaveResult(latest_checkpoint=None)
-            saved = Saved.model_validate_json(body)
+            async with asyncio.timeout(request.timeout_seconds):
+                if isinstance(request, RemoveModel):
+                    return await self._remove(request)
+                return await self._save(session, request)
         except (aiohttp.ClientError, TimeoutError, KubernetesError, KeyError, ValueError) as error:
             log.warning(
                 "the head did not save its state",
@@ -54,7 +47,32 @@ class HeadClient:
                 error=f"{type(error).__name__}: {error}",
             )
             return None
+
+    async def _save(self, session: str, request: SaveRequest) -> SaveResult:
+        token = await self._token(session)
+        if request.kind == "suspend":
+            await self._call("POST", request.url + routes.HEAD_SUSPEND, token)
+            return SaveResult(latest_checkpoint=None)
+        return await self._checkpoint(request.url + routes.HEAD_CHECKPOINT, token)
+
+    async def _remove(self, request: RemoveModel) -> SaveResult:
+        token, model = await self._token(request.cluster), quote(request.model_id)
+        url = f"{request.url}{routes.HEAD_CHECKPOINT}/{model}"
+        saved = await self._checkpoint(url, token)
+        await self._call("DELETE", f"{request.url}{routes.HEAD_MODELS}/{model}", token)
+        return saved
+
+    async def _checkpoint(self, url: str, token: str) -> SaveResult:
+        saved = Saved.model_validate_json(await self._call("POST", url, token))
         return SaveResult(saved.checkpoints[-1] if saved.checkpoints else None)
+
+    async def _call(self, method: str, url: str, token: str) -> bytes:
+        headers = {routes.HEAD_TOKEN_HEADER: token}
+        timeout = aiohttp.ClientTimeout(total=None, connect=5)
+        async with self._client.request(
+            method, url, headers=headers, timeout=timeout, raise_for_status=True
+        ) as response:
+            return await response.read()
 
     async def _token(self, session: str) -> str:
         secret = await self._cluster.secret(Names(session).token_secret)

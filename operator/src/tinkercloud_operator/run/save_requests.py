@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from tinkercloud_operator import metrics
-from tinkercloud_operator.decide.actions import SaveRequest
+from tinkercloud_operator.decide.actions import HeadRequest
 from tinkercloud_operator.run.head_client import HeadClient
 from tinkercloud_operator.spec.snapshot import SaveKey
 
@@ -28,7 +28,7 @@ class HeadSaver:
     def __init__(self, client: HeadClient, on_saved: Callable[[str], object]) -> None:
         self._client = client
         self._on_saved = on_saved
-        self._queue: asyncio.Queue[tuple[str, SaveRequest]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[str, HeadRequest]] = asyncio.Queue()
         self._pending: set[tuple[str, SaveKey]] = set()
         """With the session's name."""
         self._completed: dict[str, Mapping[SaveKey, str | None]] = {}
@@ -41,7 +41,7 @@ class HeadSaver:
         """Return a session's saves that are in progress."""
         return frozenset(key for name, key in self._pending if name == session)
 
-    def submit(self, session: str, request: SaveRequest) -> None:
+    def submit(self, session: str, request: HeadRequest) -> None:
         """Start a save, unless it is already in progress."""
         pending = session, (request.kind, request.incarnation)
         if pending not in self._pending:
@@ -59,7 +59,7 @@ class HeadSaver:
             while True:
                 tasks.create_task(self._save(*await self._queue.get()))
 
-    async def _save(self, session: str, request: SaveRequest) -> None:
+    async def _save(self, session: str, request: HeadRequest) -> None:
         key = (request.kind, request.incarnation)
         try:
             result = await self._client.save(session, request)

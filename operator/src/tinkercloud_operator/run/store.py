@@ -15,13 +15,24 @@ from pydantic import ValidationError
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.conditions import ConditionType, find
 from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_kube.objects import Change, Manifest, Objects
 from tinkercloud_operator.children.secret_marker import has_secret
 from tinkercloud_operator.decide import parsing, start_order
+from tinkercloud_operator.decide.pool_facts import is_cluster
 from tinkercloud_operator.decide.session_index import SessionIndex, age, is_live
-from tinkercloud_operator.spec.snapshot import ChildKey, Node, Observed, Pod, SaveKey
+from tinkercloud_operator.decide.status import head_url
+from tinkercloud_operator.spec.snapshot import (
+    ChildKey,
+    Node,
+    Observed,
+    Pod,
+    PoolCluster,
+    ProgramPod,
+    SaveKey,
+)
 
 Metadata = Mapping[str, Any]
 
@@ -56,6 +67,7 @@ class Surroundings:
     kuberay_gap: str | None = None
     own_gap: str | None = None
     cordoned: frozenset[str] = frozenset()
+    pool_message: str | None = None
 
 
 def _kept(kind: str, manifest: Manifest) -> Manifest:
@@ -162,11 +174,7 @@ class Watched:
                 key: item for key, item in children.items() if key.kind not in {"Pod", _PROGRAM_POD}
             },
             pods=_pods(children),
-            program_pods=tuple(
-                parsing.program_pod(item)
-                for key, item in children.items()
-                if key.kind == _PROGRAM_POD
-            ),
+            program_pods=_program_pods(children),
             failed=_failed(self._failures.get(name), children),
             predecessors={key: item for key, item in everything.items() if key not in children},
             has_secret=has_secret(name, children),
@@ -180,6 +188,8 @@ class Watched:
             kuberay_gap=surroundings.kuberay_gap,
             own_gap=surroundings.own_gap,
             cordoned=surroundings.cordoned,
+            pool_cluster=self._pool_cluster(spec.pool_cluster, metadata["namespace"]),
+            pool_message=surroundings.pool_message,
         )
 
     def has_only_ready_pods(self, name: str) -> bool:
@@ -187,6 +197,32 @@ class Watched:
         children = self._children.get(name, {})
         pods = [parsing.pod(item) for key, item in children.items() if key.kind == "Pod"]
         return bool(pods) and all(pod.is_ready for pod in pods)
+
+    def _pool_cluster(self, name: str | None, namespace: str) -> PoolCluster | None:
+        """Return the pool cluster of a session, if it has one that exists."""
+        manifest = self.sessions.get(name) if name is not None else None
+        if name is None or manifest is None or not is_cluster(manifest):
+            return None
+        status = parsing.session_status(manifest)
+        ready = find(status.conditions, ConditionType.READY)
+        is_ready = ready is not None and ready.status == "True"
+        is_serving = is_ready and "deletionTimestamp" not in manifest["metadata"]
+        return PoolCluster(
+            name=name,
+            endpoint=head_url(name, namespace) if is_serving else None,
+            incarnation=status.incarnation,
+            has_pods=ChildKey("RayCluster", name) in self._children.get(name, {}),
+            conditions=status.conditions,
+        )
+
+    def members_of(self, cluster: Manifest) -> list[str]:
+        """Return the sessions that a pool cluster serves."""
+        name = cluster["metadata"]["name"]
+        return [
+            session["metadata"]["name"]
+            for session in self.sessions_of(cluster["spec"].get("baseModel", ""))
+            if session["spec"].get("poolCluster") == name
+        ]
 
     def sessions_of(self, model_name: str) -> list[Manifest]:
         """Return the sessions of a base model."""
@@ -316,6 +352,12 @@ def _pods(children: Mapping[ChildKey, Manifest]) -> tuple[Pod, ...]:
         if _ray_cluster_of(item) not in {owner, None}
         else parsing.pod(item)
         for item in pods
+    )
+
+
+def _program_pods(children: Mapping[ChildKey, Manifest]) -> tuple[ProgramPod, ...]:
+    return tuple(
+        parsing.program_pod(item) for key, item in children.items() if key.kind == _PROGRAM_POD
     )
 
 

@@ -36,7 +36,7 @@ def pinned_spec(observed: Observed) -> ResolvedSpec | None:
         return None
     return ResolvedSpec(
         base_model=description,
-        trainer=description.trainer if observed.spec.role == "Trainer" else None,
+        trainer=description.trainer if observed.spec.role != "Sampler" else None,
         sampler=description.sampler,
         placement=description.placement,
         plan=observed.status.plan,
@@ -90,6 +90,8 @@ def _as_base_model(resolved: ResolvedSpec) -> BaseModelSpec:
             "sessions": SessionPolicy.model_validate({}),
             "tokenizer": None,
             "programs": None,
+            "sharing": "Dedicated",
+            "pool": None,
         }
     )
 

@@ -186,19 +186,25 @@ def resolve(
         *_replanning_conflict(spec, base_model),
         *_disallowed_choices(spec, base_model),
         *_disallowed_program(spec, base_model),
+        *_disallowed_sharing(spec, base_model),
     ]
     if problems:
         return Rejection(Reason.NOT_ALLOWED, "; ".join(problems))
     if (waits := _over_quota(spec, base_model, sessions_of_owner)) is not None:
         return waits
-    resolved = _with_parallelism(
-        _apply_choices(spec, base_model), None if spec.lora is None else spec.lora.rank
-    )
+    resolved = _with_parallelism(_apply_choices(spec, base_model), _planned_rank(spec, base_model))
     return (
         (_engine_rejection(resolved) or resolved)
         if isinstance(resolved, ResolvedSpec)
         else resolved
     )
+
+
+def _planned_rank(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> int | None:
+    """Return the rank to plan the trainers for; None for full fine-tuning."""
+    if spec.role == "Pool":
+        return base_model.limits.max_lora_rank
+    return None if spec.lora is None else spec.lora.rank
 
 
 def missing_fields(base_model: BaseModelSpec) -> list[str]:
@@ -369,12 +375,21 @@ def _disallowed_program(spec: TrainingSessionSpec, base_model: BaseModelSpec) ->
     ]
 
 
+def _disallowed_sharing(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
+    if spec.sharing == "Dedicated" or base_model.sharing == "Shared":
+        return []
+    return [
+        "spec.sharing: got 'Shared', but the BaseModel has no pool; set its spec.sharing to Shared,"
+        " or create a session with sharing Dedicated"
+    ]
+
+
 def _over_quota(
     spec: TrainingSessionSpec, base_model: BaseModelSpec, sessions_of_owner: int
 ) -> Rejection | None:
     """Return a rejection with the queue position if the owner is at its session limit."""
     limit = base_model.limits.max_sessions_per_owner
-    if limit is None or sessions_of_owner < limit:
+    if limit is None or sessions_of_owner < limit or spec.role == "Pool":
         return None
     return Rejection(
         Reason.QUOTA_EXCEEDED,
@@ -386,7 +401,7 @@ def _over_quota(
 
 def _apply_choices(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> ResolvedSpec:
     chosen = (spec.trainer.model_dump(exclude_none=True) if spec.trainer else {}) or {}
-    trainer = base_model.trainer.model_copy(update=chosen) if spec.role == "Trainer" else None
+    trainer = base_model.trainer.model_copy(update=chosen) if spec.role != "Sampler" else None
     places = {"queue_name": spec.queue_name, "priority_class_name": spec.priority_class_name}
     return ResolvedSpec(
         base_model=base_model,

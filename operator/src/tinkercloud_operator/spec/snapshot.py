@@ -3,17 +3,17 @@
 `reconcile` decides from this alone; the current time is part of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 from tinkercloud_crds.base_model import BaseModelSpec
-from tinkercloud_crds.conditions import Reason
+from tinkercloud_crds.conditions import Condition, Reason
 from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
 from tinkercloud_kube.objects import Manifest
 
 SaveKey = tuple[str, str]
-"""Identifies a save: its kind (`suspend` or `checkpoint`) and the head's incarnation."""
+"""Identifies a save: its kind (`suspend`, `checkpoint` or `remove`) and the head's incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,20 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolCluster:
+    """The pool cluster that serves a session without pods of its own."""
+
+    name: str
+    endpoint: str | None
+    """URL of its head; None while it is not ready, or is being deleted."""
+    incarnation: str | None
+    """Identity of its head process."""
+    has_pods: bool
+    """Whether its RayCluster exists."""
+    conditions: Sequence[Condition]
+
+
+@dataclass(frozen=True, slots=True)
 class Observed:
     """One TrainingSession, its children, its surroundings and the current time."""
 
@@ -148,6 +162,10 @@ class Observed:
     """Cordoned nodes."""
     program_pods: tuple[ProgramPod, ...] = ()
     """Pods of its program, which are not among `pods`."""
+    pool_cluster: PoolCluster | None = None
+    """The cluster that `spec.poolCluster` names, if it exists."""
+    pool_message: str | None = None
+    """Why it has no place in a pool; None if it has one, or needs none."""
 
     @property
     def has_predecessors(self) -> bool:

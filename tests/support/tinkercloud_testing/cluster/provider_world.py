@@ -4,6 +4,7 @@ Tests take the role of the operator: they write the status and the Secret of a s
 """
 
 import contextlib
+import json
 import os
 import secrets
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 
 import tinker
 
+from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import ConditionType, Reason
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Listen
@@ -57,6 +59,7 @@ class Head:
     store: Path
     port: int = field(default_factory=free_port)
     token: str = field(default_factory=secrets.token_hex)
+    model_name: str = MODEL
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -68,7 +71,7 @@ class Head:
         (self.folder / "token").write_text(self.token)
         config = HeadConfig(
             head="head",
-            model=BaseModelSource(name=MODEL, path=str(self.model)),
+            model=BaseModelSource(name=self.model_name, path=str(self.model)),
             token_file=str(self.folder / "token"),
             checkpoint_root=self.store.as_uri(),
             scratch_dir=str(self.folder / "scratch"),
@@ -117,7 +120,8 @@ class World:
     database_url: str
     heads: list[Head] = field(default_factory=list)
 
-    def server(self, name: str) -> Server:
+    def server(self, name: str, **others: str) -> Server:
+        """Return an API server that is not started yet, with other settings by variable."""
         settings = {
             "KUBECONFIG": str(self.kubeconfig),
             "TINKERCLOUD_PROVIDER": "kubernetes",
@@ -125,6 +129,7 @@ class World:
             "TINKERCLOUD_DATABASE_URL": self.database_url,
             "TINKERCLOUD_CHECKPOINT_ROOT": (self.folder / "store").as_uri(),
             "TINKERCLOUD_TIMINGS__LONG_POLL_SECONDS": "2",
+            **others,
         }
         return Server({}, self.folder / name, settings)
 
@@ -133,10 +138,10 @@ class World:
         """The head that sessions share unless a test stops it, because starting one takes long."""
         return self.a_head()
 
-    def a_head(self) -> Head:
+    def a_head(self, model_name: str = MODEL) -> Head:
         """Return a running head that a test may stop and kill."""
         folder = self.folder / f"head-{len(self.heads)}"
-        head = Head(folder, self.model, self.folder / "store")
+        head = Head(folder, self.model, self.folder / "store", model_name=model_name)
         self.heads.append(head)
         head.start()
         return head
@@ -183,6 +188,20 @@ class World:
         self.cluster.apply(secret)
         ready = (ConditionType.READY, "True", Reason.READY, "")
         self.say(name, ready, endpoint=head.url, incarnation=incarnation)
+
+    def a_pool_cluster(self, name: str, head: Head) -> str:
+        """Make a pool cluster that is ready; return its name."""
+        spec = {"baseModel": head.model_name, "role": "Pool", "owner": labels.POOL_OWNER}
+        cluster = a_declared_session(name, self.namespace)
+        self.cluster.apply({**cluster, "spec": spec})
+        self.make_ready(name, head)
+        return name
+
+    def place(self, session: str, pool_cluster: str) -> None:
+        """Give a session a place on a pool cluster."""
+        patch = json.dumps({"spec": {"poolCluster": pool_cluster}})
+        where = (f"--namespace={self.namespace}", "--type=merge", f"--patch={patch}")
+        self.cluster.kubectl("patch", "trainingsession", session, *where)
 
     def a_training_client(self, server: Server, head: Head | None = None) -> tinker.TrainingClient:
         """Return a client of a run at a head, by default the shared one."""

@@ -3,6 +3,7 @@
 from tinkercloud_testing.resource_rules.base_models import BASE_MODEL_RULES
 from tinkercloud_testing.resource_rules.extras import EXTRAS_RULES
 from tinkercloud_testing.resource_rules.placement import PLACEMENT_RULES
+from tinkercloud_testing.resource_rules.pools import POOL_RULES
 from tinkercloud_testing.resource_rules.programs import PROGRAM_RULES
 from tinkercloud_testing.resource_rules.rule import IMMUTABLE
 from tinkercloud_testing.resource_rules.sessions import SESSION_RULES
@@ -12,6 +13,7 @@ RULES = (
     *BASE_MODEL_RULES,
     *EXTRAS_RULES,
     *PLACEMENT_RULES,
+    *POOL_RULES,
     *PROGRAM_RULES,
     *SESSION_RULES,
     *UPDATE_RULES,

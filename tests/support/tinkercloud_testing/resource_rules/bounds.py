@@ -66,7 +66,12 @@ AT_THE_BOUND: Mapping[str, tuple[Callable[..., Json], Json, Json]] = {
         {"programs": {"images": ["a"]}},
         {"programs": {"images": []}},
     ),
-    "spec.sharing": (base_model, {"sharing": "Dedicated"}, {"sharing": "Shared"}),
+    "spec.sharing": (base_model, {"sharing": "Shared"}, {"sharing": "Borrowed"}),
+    "spec.pool.slotsPerCluster": (
+        base_model,
+        {"sharing": "Shared", "pool": {"slotsPerCluster": 1}},
+        {"sharing": "Shared", "pool": {"slotsPerCluster": 0}},
+    ),
     "spec.sampler.engines.startTimeoutSeconds": (
         base_model,
         {"trainer": TRAINERS, "sampler": ENGINES | {"engines": {"startTimeoutSeconds": 1}}},

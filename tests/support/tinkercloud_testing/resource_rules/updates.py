@@ -58,6 +58,23 @@ UPDATE_RULES = (
     never_changes("TrainingSession", "lora", *RANKS),
     never_changes("TrainingSession", "restoreFrom", *PATHS),
     never_changes("TrainingSession", "queueName", *QUEUES),
+    Rule(
+        "spec.sharing",
+        IMMUTABLE,
+        {
+            "suspended": session(modelId=RUNS[0], sharing="Shared", suspend=True),
+            "placed": session(modelId=RUNS[0], sharing="Shared", poolCluster="pool-a"),
+            "longer kept": session(
+                modelId=RUNS[0], sharing="Shared", ttlSecondsAfterFinished=86400
+            ),
+        },
+        {
+            "Dedicated": session(modelId=RUNS[0], sharing="Dedicated"),
+            "by default": session(modelId=RUNS[0]),
+            "suspended": session(modelId=RUNS[0], suspend=True),
+        },
+        before=session(modelId=RUNS[0], sharing="Shared"),
+    ),
     stays_set_or_unset("modelId", *RUNS[:3]),
     stays_set_or_unset("lora", *RANKS[:3]),
     stays_set_or_unset("restoreFrom", *PATHS[:3]),

@@ -323,8 +323,8 @@ class HeadApp:
     async def _models(self, _request: Request) -> Response:
         return Response(HeldModels(models=self._service.held()).model_dump_json().encode())
 
-    async def _checkpoint(self, _request: Request) -> Response:
-        saved = Saved(checkpoints=await self._service.checkpoint())
+    async def _checkpoint(self, request: Request) -> Response:
+        saved = Saved(checkpoints=await self._service.checkpoint(only=_resource(request)))
         return Response(saved.model_dump_json().encode())
 
     async def _put_model(self, request: Request) -> Response:

@@ -58,15 +58,23 @@ class Autosaver:
         if not model.operations.is_lost:
             await model.operations.checkpoints.remove_autosaves()
 
-    async def save_last(self) -> list[str]:
-        """Write the last checkpoint of every model instead of automatic ones; return the paths."""
+    async def save_last(self, only: str = "") -> list[str]:
+        """Write last checkpoints instead of automatic ones; return the paths.
+
+        Args:
+            only: the id of one model; otherwise all models are saved.
+        """
         async with self._saving_last:
-            if self._saving is not None:
+            if self._saving is not None and only in {"", str(self._saving[0].model_id)}:
                 # Not awaited: a store that hangs would delay the last checkpoint.
                 self._saving[1].cancel()
-            models = [m for m in self._models.values() if m.operations.refused is None]
+            models = [model for name, model in self._models.items() if only in {"", name}]
             try:
-                return [await model.operations.save_last() for model in models]
+                return [
+                    await model.operations.save_last()
+                    for model in models
+                    if model.operations.refused is None
+                ]
             finally:
                 self._wake.set()
 

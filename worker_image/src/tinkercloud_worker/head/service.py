@@ -442,11 +442,12 @@ class HeadService:
             latest_checkpoint=latest_checkpoint(self._models.values()),
         )
 
-    async def checkpoint(self) -> list[str]:
-        """Write an automatic training checkpoint of every model; return the paths."""
-        # Save what there is now, rather than wait for trainers that are still starting.
-        self._backend.trainer.stop_waiting()
-        return await self._autosaver.save_last()
+    async def checkpoint(self, only: str = "") -> list[str]:
+        """Write an automatic training checkpoint of every model, or of one; return the paths."""
+        if not only:
+            # Save what there is now, rather than wait for trainers that are still starting.
+            self._backend.trainer.stop_waiting()
+        return await self._autosaver.save_last(only)
 
     async def suspend(self, store: CheckpointStore | None = None) -> None:
         """Reject new requests, finish running ones, and write all state for the next head.

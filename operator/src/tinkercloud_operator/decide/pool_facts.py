@@ -1,0 +1,121 @@
+"""Reads the facts about the pool of a BaseModel from its objects. Pure."""
+
+import hashlib
+import re
+from collections.abc import Iterable, Set
+from datetime import datetime
+
+from tinkercloud_crds import labels
+from tinkercloud_crds.base_model import BaseModelSpec, Pool
+from tinkercloud_crds.conditions import ConditionType, Reason
+from tinkercloud_crds.times import parse_time
+from tinkercloud_kube.objects import Manifest
+from tinkercloud_operator.decide import parsing
+from tinkercloud_operator.decide.lifetime import ACTIVITY_DELAY
+from tinkercloud_operator.decide.pools import Cluster, Member, PoolFacts
+from tinkercloud_operator.decide.session_index import age, is_live
+
+_NAME_LENGTH = 22
+"""Maximum length of the BaseModel's name within names of clusters, which are limited to 40."""
+
+
+def is_cluster(session: Manifest) -> bool:
+    """Return whether a session is a cluster of a pool."""
+    return bool(session["spec"].get("role") == "Pool")
+
+
+def is_member(session: Manifest) -> bool:
+    """Return whether a session has, or waits for, a place in a pool."""
+    return bool(session["spec"].get("sharing") == "Shared")
+
+
+def pool_facts(
+    model_name: str,
+    active: Manifest | None,
+    sessions: Iterable[Manifest],
+    *,
+    deleting: Set[str],
+    now: datetime,
+) -> PoolFacts:
+    """Return the facts about the pool of a model name.
+
+    Args:
+        model_name: `spec.modelName` of the BaseModel.
+        active: the active BaseModel of that name, if there is one.
+        sessions: all sessions of that name.
+        deleting: uids of clusters whose deletion was requested, whether it is visible yet or not.
+        now: the current time.
+    """
+    offered = active or {"metadata": {"name": model_name, "deletionTimestamp": ""}}
+    metadata = offered["metadata"]
+    is_active = "deletionTimestamp" not in metadata
+    listed = sorted(sessions, key=age)
+    return PoolFacts(
+        prefix=_prefix(metadata["name"]),
+        pool=_pool(parsing.base_model(offered)) if is_active else None,
+        clusters=[_cluster(each, deleting) for each in listed if is_cluster(each)],
+        members=[_member(each) for each in listed if is_member(each)],
+        now=now,
+        closed_until=parse_time(metadata.get("annotations", {}).get(labels.POOL_CLOSED_UNTIL)),
+    )
+
+
+def _prefix(name: str) -> str:
+    """Return the beginning of the names of a BaseModel's clusters: readable and unique."""
+    readable = re.sub(r"[^a-z0-9]+", "-", name.lower())[:_NAME_LENGTH].strip("-")
+    return f"pool-{readable}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+
+
+def _pool(offer: BaseModelSpec | None) -> Pool | None:
+    if offer is None or offer.sharing != "Shared":
+        return None
+    return offer.pool or Pool()
+
+
+def _cluster(session: Manifest, deleting: Set[str]) -> Cluster:
+    metadata, ready = session["metadata"], _condition(session, ConditionType.READY)
+    is_ready = ready.get("status") == "True" and not session["spec"].get("suspend")
+    used = parsing.last_activity(session)
+    moments = [
+        parse_time(metadata["creationTimestamp"]),
+        parse_time(ready["lastTransitionTime"]) if is_ready else None,
+        used + ACTIVITY_DELAY if used is not None else None,
+    ]
+    stalled = _condition(session, ConditionType.STALLED)
+    is_stalled = stalled.get("status") == "True"
+    return Cluster(
+        name=metadata["name"],
+        is_ready=is_ready,
+        is_stopping="deletionTimestamp" in metadata or metadata["uid"] in deleting,
+        unused_since=max(moment for moment in moments if moment is not None),
+        is_outdated=_condition(session, ConditionType.ACCEPTED).get("reason")
+        == Reason.CHANGE_WAITS,
+        problem=f"{stalled['reason']}: {stalled.get('message', '')}" if is_stalled else None,
+    )
+
+
+def _member(session: Manifest) -> Member:
+    spec, created = session["spec"], parse_time(session["metadata"]["creationTimestamp"])
+    return Member(
+        name=session["metadata"]["name"],
+        owner=str(spec.get("owner", "")),
+        cluster=spec.get("poolCluster"),
+        waits_since=created if _may_wait(session) else None,
+    )
+
+
+def _may_wait(session: Manifest) -> bool:
+    """Return whether a session may be given a place: it was accepted, and has not ended."""
+    metadata, spec = session["metadata"], session["spec"]
+    if "deletionTimestamp" in metadata or not is_live(session) or spec.get("suspend"):
+        return False
+    if spec.get("role") != "Sampler" and labels.FINALIZER not in metadata.get("finalizers", []):
+        # It is set first, so that what a head holds for the session is dropped when it ends.
+        return False
+    return bool(_condition(session, ConditionType.ACCEPTED).get("status") == "True")
+
+
+def _condition(session: Manifest, kind: ConditionType) -> Manifest:
+    """Return a condition of a session; an empty one if it is not set."""
+    conditions: list[Manifest] = session.get("status", {}).get("conditions", [])
+    return next((each for each in conditions if each["type"] == kind), {})

@@ -1,0 +1,272 @@
+"""Decides what the pool of a BaseModel needs: clusters to create or delete, and places. Pure.
+
+A session that shares a cluster is a *member* of the pool. It waits until a ready cluster has a free
+slot, is placed there once, and stays. One worker of one process decides for a whole pool, so slots
+are never promised twice.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from tinkercloud_crds.base_model import Pool, PoolStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A cluster of a pool."""
+
+    name: str
+    is_ready: bool
+    """Whether it serves requests."""
+    is_stopping: bool
+    """Whether it is being deleted."""
+    unused_since: datetime
+    """When it was last used, or when it became ready or was created if it never was."""
+    is_outdated: bool = False
+    """Whether its pods were started with an earlier specification."""
+    problem: str | None = None
+    """What keeps it from becoming ready without intervention, if anything does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A session that has, or waits for, a place in a pool."""
+
+    name: str
+    owner: str
+    cluster: str | None
+    """The cluster that it is placed on, which may no longer exist."""
+    waits_since: datetime | None
+    """When it began to wait; None if it may not be given a place, because it was rejected, has
+    ended or is suspended."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFacts:
+    """Everything that decides about a pool."""
+
+    prefix: str
+    """The names of clusters are this and a number, such as `pool-qwen3-8b-1f0c-0`."""
+    pool: Pool | None
+    """The wanted size; None if the BaseModel has no pool any more, so that none is added."""
+    clusters: Sequence[Cluster]
+    members: Sequence[Member]
+    """Oldest first."""
+    now: datetime
+    closed_until: datetime | None = None
+    """Until when no cluster is added, if it is closed."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no cluster is added now."""
+        return self.closed_until is not None and self.now < self.closed_until
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """What to do about a pool."""
+
+    create: tuple[str, ...]
+    """Names of clusters."""
+    delete: tuple[str, ...]
+    """Names of clusters without members: too many, unused or outdated."""
+    places: Mapping[str, str]
+    """Clusters of members that get a place now, by name of the member."""
+    waiting: Mapping[str, str]
+    """Why each of the other members waits, by name."""
+    changes_at: datetime | None
+    """When the plan may change although no object does."""
+
+
+def plan_pool(facts: PoolFacts) -> PoolPlan:
+    """Return what a pool needs now. Executing it and planning again gives an empty plan."""
+    load = _load(facts)
+    places: dict[str, str] = {}
+    waiting: list[Member] = []
+    owners = {(member.cluster, member.owner) for member in facts.members}
+    for member in _unplaced(facts):
+        chosen = _place(facts, member, load, owners)
+        if chosen is None:
+            waiting.append(member)
+            continue
+        places[member.name] = chosen
+        load[chosen] += 1
+        owners.add((chosen, member.owner))
+    delete = _surplus_clusters(facts, waiting, load) or _outdated_cluster(facts, load)
+    create = _new_clusters(facts, waiting, load, delete)
+    why = _why_waiting(facts, create)
+    return PoolPlan(
+        create=create,
+        delete=delete,
+        places=places,
+        waiting={member.name: why for member in waiting},
+        changes_at=_changes_at(facts, waiting, load),
+    )
+
+
+def pool_status(facts: PoolFacts) -> PoolStatus | None:
+    """Return the status of a pool; None if there is none."""
+    if facts.pool is None and not facts.clusters:
+        return None
+    models = sum(_load(facts).values())
+    usable = [each for each in facts.clusters if not each.is_stopping]
+    ready = sum(each.is_ready for each in usable)
+    slots = len(usable) * (facts.pool.slots_per_cluster if facts.pool is not None else 0)
+    return PoolStatus(
+        clusters=len(facts.clusters),
+        ready=ready,
+        models=models,
+        slots=slots,
+        waiting=len(_unplaced(facts)),
+        cluster_summary=f"{ready}/{len(facts.clusters)}",
+        slot_summary=f"{models}/{slots}",
+    )
+
+
+def _load(facts: PoolFacts) -> Counter[str]:
+    """Return the number of members on each cluster, including those that have ended."""
+    names = {cluster.name for cluster in facts.clusters}
+    return Counter(member.cluster for member in facts.members if member.cluster in names)
+
+
+def _unplaced(facts: PoolFacts) -> list[Member]:
+    """Return the members that wait, oldest first: also those whose cluster is gone."""
+    names = {cluster.name for cluster in facts.clusters}
+    return [
+        member
+        for member in facts.members
+        if member.waits_since is not None and member.cluster not in names
+    ]
+
+
+def _place(
+    facts: PoolFacts, member: Member, load: Counter[str], owners: set[tuple[str | None, str]]
+) -> str | None:
+    """Return the cluster for a member: one that serves its owner, else the least loaded.
+
+    Outdated clusters come last, so that they can be replaced when their sessions have ended.
+    """
+    if facts.pool is None:
+        return None
+    free = [
+        cluster.name
+        for cluster in facts.clusters
+        if cluster.is_ready
+        and not cluster.is_stopping
+        and load[cluster.name] < facts.pool.slots_per_cluster
+    ]
+    outdated = {cluster.name for cluster in facts.clusters if cluster.is_outdated}
+    return min(
+        free,
+        key=lambda name: (name in outdated, (name, member.owner) not in owners, load[name], name),
+        default=None,
+    )
+
+
+def _usable(facts: PoolFacts) -> list[Cluster]:
+    return [cluster for cluster in facts.clusters if not cluster.is_stopping]
+
+
+def _new_clusters(
+    facts: PoolFacts, waiting: Sequence[Member], load: Counter[str], delete: Sequence[str]
+) -> tuple[str, ...]:
+    pool = facts.pool
+    if pool is None or facts.is_closed:
+        return ()
+    usable = [cluster for cluster in _usable(facts) if cluster.name not in delete]
+    due = [member for member in waiting if not usable or _due(member, pool) <= facts.now]
+    starting = sum(
+        max(0, pool.slots_per_cluster - load[each.name]) for each in usable if not each.is_ready
+    )
+    # Rounded up: the last of several waiting members needs a cluster too.
+    needed = -(-max(0, len(due) - starting) // pool.slots_per_cluster)
+    missing = pool.min_clusters - len(usable)
+    # A cluster that is being deleted still has its pods.
+    allowed = pool.max_clusters - len(facts.clusters)
+    number = max(0, min(max(needed, missing), allowed))
+    # A member that was placed on a lost cluster must not be mistaken for one on its successor.
+    taken = {each.name for each in facts.clusters} | {each.cluster for each in facts.members}
+    names = (f"{facts.prefix}-{index}" for index in range(len(taken) + number))
+    return tuple([name for name in names if name not in taken][:number])
+
+
+def _due(member: Member, pool: Pool) -> datetime:
+    """Return when a cluster may be started for a waiting member."""
+    assert member.waits_since is not None  # noqa: S101 - it waits
+    return member.waits_since + timedelta(seconds=pool.scale_up_after_seconds)
+
+
+def _surplus_clusters(
+    facts: PoolFacts, waiting: Sequence[Member], load: Counter[str]
+) -> tuple[str, ...]:
+    """Return clusters to delete: without members, and too many or unused for long enough."""
+    usable = _usable(facts)
+    least, most = (facts.pool.min_clusters, facts.pool.max_clusters) if facts.pool else (0, 0)
+    empty = sorted(
+        (cluster for cluster in usable if not load[cluster.name]),
+        key=lambda cluster: (cluster.is_ready, cluster.unused_since, cluster.name),
+    )
+    surplus = empty[: max(0, len(usable) - most)]
+    # While members wait, a cluster that starts is needed, however long that takes.
+    unused = [
+        cluster for cluster in empty if not waiting and _unused_at(facts, cluster) <= facts.now
+    ]
+    chosen = {cluster.name: None for cluster in (*surplus, *unused)}
+    return tuple(chosen)[: max(0, len(usable) - least)]
+
+
+def _outdated_cluster(facts: PoolFacts, load: Counter[str]) -> tuple[str, ...]:
+    """Return a cluster without members to replace, if all others work: one after the other."""
+    if any(cluster.is_stopping or not cluster.is_ready for cluster in facts.clusters):
+        return ()
+    outdated = [each.name for each in facts.clusters if each.is_outdated and not load[each.name]]
+    return tuple(sorted(outdated)[:1])
+
+
+def _unused_at(facts: PoolFacts, cluster: Cluster) -> datetime:
+    """Return when a cluster without members may be deleted."""
+    seconds = facts.pool.scale_down_after_seconds if facts.pool is not None else 0
+    return cluster.unused_since + timedelta(seconds=seconds)
+
+
+def _changes_at(facts: PoolFacts, waiting: Sequence[Member], load: Counter[str]) -> datetime | None:
+    if facts.pool is None:
+        return None
+    moments = [_due(member, facts.pool) for member in waiting]
+    if facts.closed_until is not None:
+        moments.append(facts.closed_until)
+    if not waiting and len(_usable(facts)) > facts.pool.min_clusters:
+        moments += [
+            _unused_at(facts, cluster) for cluster in _usable(facts) if not load[cluster.name]
+        ]
+    return min((moment for moment in moments if moment > facts.now), default=None)
+
+
+def _why_waiting(facts: PoolFacts, create: Iterable[str]) -> str:
+    """Return the message of all members that wait."""
+    if facts.pool is None:
+        return "the BaseModel has no pool"
+    if facts.is_closed:
+        return "the pool is closed: no cluster is added to it for now"
+    usable = _usable(facts)
+    starting = [
+        *(
+            f"{each.name} ({each.problem})" if each.problem else each.name
+            for each in usable
+            if not each.is_ready
+        ),
+        *create,
+    ]
+    if starting:
+        return f"waiting for a cluster of the pool to be ready: {', '.join(sorted(starting)[:4])}"
+    slots = facts.pool.slots_per_cluster * len(usable)
+    taken = f"all {slots} slots of the pool's clusters are taken"
+    if len(facts.clusters) >= facts.pool.max_clusters:
+        most = facts.pool.max_clusters
+        return (
+            f"{taken}, and there may be no more clusters (pool.maxClusters is {most}); another"
+            " session must end, or an administrator can raise it"
+        )
+    return f"{taken}; another cluster is started soon (pool.scaleUpAfterSeconds)"

@@ -1,0 +1,156 @@
+"""Maintains the pools of BaseModels: their clusters, and the places of sessions on them."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+
+import structlog
+
+from tinkercloud_kube.client import Client, ObjectRef
+from tinkercloud_kube.errors import AlreadyExists, KubernetesError, NotFound
+from tinkercloud_kube.objects import Manifest
+from tinkercloud_operator.children.pool_cluster import pool_cluster
+from tinkercloud_operator.decide.pool_facts import is_cluster, is_member, pool_facts
+from tinkercloud_operator.decide.pools import PoolFacts, plan_pool
+from tinkercloud_operator.run.store import Watched
+from tinkercloud_operator.run.work_queue import WorkQueue
+
+log = structlog.get_logger(__name__)
+
+
+class Pools:
+    """The pools during one term of leadership. Belongs to one event loop.
+
+    Args:
+        watched: the known objects.
+        cluster: the Kubernetes API.
+        note: called with the kind and the new state of an object after a write.
+        enqueue: called with the name of a session to reconcile.
+    """
+
+    def __init__(
+        self,
+        watched: Watched,
+        cluster: Client,
+        note: Callable[[str, Manifest], object],
+        enqueue: Callable[[str], object],
+    ) -> None:
+        self._watched = watched
+        self._cluster = cluster
+        self._note = note
+        self._enqueue = enqueue
+        self._queue = WorkQueue()
+        """Model names whose pool may need something."""
+        self._deleting: set[str] = set()
+        """Uids of clusters whose deletion may not be visible yet."""
+        self._waiting: dict[str, str] = {}
+        """Why each session without a place waits, by name."""
+
+    def waiting_message(self, session: str) -> str | None:
+        """Return why a session waits for a place, if it does."""
+        return self._waiting.get(session)
+
+    def facts(self, model_name: str) -> PoolFacts:
+        """Return the facts about the pool of a model name."""
+        return pool_facts(
+            model_name,
+            self._watched.offering(model_name),
+            self._watched.sessions_of(model_name),
+            deleting=self._deleting,
+            now=datetime.now(UTC),
+        )
+
+    def note(self, kind: str, manifest: Manifest, *, is_gone: bool = False) -> None:
+        """Record a changed object: a BaseModel, a cluster of a pool, or a session on one."""
+        if kind == "BaseModel":
+            self._queue.add(str(manifest["spec"].get("modelName", "")))
+        if kind != "TrainingSession":
+            return
+        if is_gone:
+            self._deleting.discard(manifest["metadata"]["uid"])
+            self._waiting.pop(manifest["metadata"]["name"], None)
+        if is_cluster(manifest):
+            # Their steps to Ready are those of the cluster.
+            for session in self._watched.members_of(manifest):
+                self._enqueue(session)
+        if is_cluster(manifest) or is_member(manifest):
+            self._queue.add(str(manifest["spec"].get("baseModel", "")))
+
+    def enqueue_all(self) -> None:
+        """Enqueue the pools of all BaseModels and sessions."""
+        for base_model in self._watched.base_models.values():
+            self.note("BaseModel", base_model)
+        for session in self._watched.sessions.values():
+            self.note("TrainingSession", session)
+
+    async def work(self) -> None:
+        """Maintain the pools, forever; one worker, so that no slot is promised twice."""
+        while True:
+            name = await self._queue.take()
+            try:
+                await self._maintain(name)
+            except KubernetesError as error:
+                log.warning("could not maintain the pool; retrying", model=name, error=str(error))
+                self._queue.failed(name)
+            except Exception:
+                log.exception("maintaining the pool failed unexpectedly; retrying", model=name)
+                self._queue.failed(name)
+            else:
+                self._queue.done(name)
+
+    async def _maintain(self, model_name: str) -> None:
+        facts = self.facts(model_name)
+        plan = plan_pool(facts)
+        self._record_waiting(facts, plan.waiting)
+        for session, name in plan.places.items():
+            await self._place(session, name)
+        for name in plan.delete:
+            await self._delete(name)
+        base_model = self._watched.offering(model_name)
+        if base_model is not None:
+            for name in plan.create:
+                await self._create(name, base_model)
+        if plan.changes_at is not None:
+            seconds = (plan.changes_at - datetime.now(UTC)).total_seconds()
+            self._queue.add_after(model_name, max(0.0, seconds))
+
+    def _record_waiting(self, facts: PoolFacts, waiting: Mapping[str, str]) -> None:
+        for member in facts.members:
+            before, message = self._waiting.get(member.name), waiting.get(member.name)
+            if message is None:
+                self._waiting.pop(member.name, None)
+            else:
+                self._waiting[member.name] = message
+            if message != before:
+                self._enqueue(member.name)
+
+    async def _place(self, session: str, cluster: str) -> None:
+        """Give a session a place, unless it was deleted."""
+        known = self._watched.sessions.get(session)
+        if known is None:
+            return
+        patch = {"metadata": {"uid": known["metadata"]["uid"]}, "spec": {"poolCluster": cluster}}
+        with suppress(NotFound):
+            placed = await self._cluster.merge(ObjectRef("TrainingSession", session), patch)
+            log.info("placed a session on a pool cluster", session=session, cluster=cluster)
+            self._note("TrainingSession", placed)
+
+    async def _delete(self, name: str) -> None:
+        known = self._watched.sessions.get(name)
+        if known is None:
+            return
+        uid = known["metadata"]["uid"]
+        # Before the request: while it is in progress, no session may be placed there.
+        self._deleting.add(uid)
+        try:
+            await self._cluster.delete(ObjectRef("TrainingSession", name), uid)
+        except KubernetesError:
+            self._deleting.discard(uid)
+            raise
+        log.info("deleted an unused pool cluster", cluster=name)
+
+    async def _create(self, name: str, base_model: Manifest) -> None:
+        with suppress(AlreadyExists):
+            created = await self._cluster.create(pool_cluster(name, base_model), is_strict=True)
+            log.info("created a pool cluster", cluster=name)
+            self._note("TrainingSession", created)

@@ -1,0 +1,209 @@
+"""Runs of several owners on the clusters of a pool. The test takes the role of the operator."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import tinker
+from tinker import types
+
+from tinkercloud_crds.conditions import ConditionType, Reason
+from tinkercloud_testing.cluster.provider_world import Head, World, a_base_model
+from tinkercloud_testing.sdk_steps import step
+from tinkercloud_testing.servers import API_KEY, Server
+from tinkercloud_testing.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+MODEL = "tiny/shared"
+PROMPT = types.ModelInput.from_ints([5, 6, 7])
+
+
+@dataclass
+class Pool:
+    """A pool with one cluster that is ready."""
+
+    world: World
+    head: Head
+    cluster: str
+
+    def a_run(self, server: Server, key: str = API_KEY) -> tinker.TrainingClient:
+        """Create a run and give it a place."""
+        known = self.world.sessions()
+        waiting = server.client(key).create_lora_training_client(MODEL, rank=4, seed=1)
+        self.world.place(self.world.new_session(known), self.cluster)
+        return waiting.result()
+
+
+@pytest.fixture(scope="module")
+def pool(world: World) -> Iterator[Pool]:
+    shared = a_base_model("shared", world.namespace, MODEL)
+    shared["spec"] |= {"sharing": "Shared", "pool": {"slotsPerCluster": 8}}
+    world.cluster.apply(shared)
+    head = world.a_head(MODEL)
+    yield Pool(world, head, world.a_pool_cluster("pool-a", head))
+    world.cluster.delete("basemodel", "shared", world.namespace)
+
+
+@pytest.fixture(scope="module")
+def stranger(server: Server) -> str:
+    """Return the key of another owner."""
+    return server.new_key("pool-stranger")
+
+
+def test_two_owners_train_and_sample_on_one_cluster_as_if_each_were_alone(
+    pool: Pool, world: World, server: Server, other: Server, stranger: str
+) -> None:
+    known = world.sessions()
+
+    mine, theirs = pool.a_run(server), pool.a_run(other, stranger)
+    losses = [[step(mine), step(mine)], [step(theirs), step(theirs)]]
+    sampler = theirs.save_weights_and_get_sampling_client().result()
+    sampled = sampler.compute_logprobs(PROMPT).result()
+
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert losses[0][1] < losses[0][0]
+    assert len(sampled) == 3
+    made = [world.session(name)["spec"] for name in set(world.sessions()) - set(known)]
+    assert [spec["sharing"] for spec in made] == ["Shared"] * 2
+    assert {spec["owner"] for spec in made} == {"bootstrap", "pool-stranger"}
+
+
+def test_a_run_of_another_owner_in_the_same_pool_is_not_found(
+    pool: Pool, server: Server, stranger: str
+) -> None:
+    run = pool.a_run(server)
+    pool.a_run(server, stranger)
+    path = run.save_state("mine").result().path
+    attempts = {
+        "get_info": {"model_id": run.model_id},
+        "optim_step": {"model_id": run.model_id, "seq_id": 9, "adam_params": {}},
+        "save_weights": {"model_id": run.model_id, "seq_id": 9, "path": "x"},
+        "retrieve_future": {"request_id": f"{run.model_id}:0"},
+        "unload_model": {"model_id": run.model_id},
+        "weights_info": {"tinker_path": path},
+    }
+
+    statuses = {url: server.post(url, body, key=stranger).status for url, body in attempts.items()}
+
+    assert statuses == dict.fromkeys(attempts, 404)
+
+
+def test_a_run_without_a_place_reports_what_it_waits_for(
+    pool: Pool, world: World, server: Server
+) -> None:
+    known = world.sessions()
+    session_id = server.post("create_session", {"sdk_version": "1"}).json()["session_id"]
+    create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL}
+    promise = server.post("create_model", {**create, "lora_config": {"rank": 4}}).json()
+    name = world.new_session(known)
+    world.say(name, (ConditionType.READY, "False", Reason.POOL_FULL, "all 8 slots are taken"))
+
+    def waiting() -> dict[str, object]:
+        return server.post("retrieve_future", {"request_id": promise["request_id"]}).json()
+
+    wait_until(lambda: waiting()["queue_state"] == "paused_capacity", "the status to be seen")
+
+    assert waiting()["queue_state_reason"] == (
+        f"TrainingSession {name}: PoolFull: all 8 slots are taken"
+    )
+    world.place(name, pool.cluster)
+    assert server.result(promise["request_id"]).json()["model_id"] == f"{session_id}:train:0"
+
+
+@pytest.fixture
+def impatient(world: World) -> Iterator[Server]:
+    """Run a replica that suspends the models of clients after a second without heartbeats."""
+    server = world.server("impatient", TINKERCLOUD_SESSION_SILENCE_SECONDS="1")
+    server.start()
+    yield server
+    server.clients.close()
+    server.stop()
+
+
+def test_the_model_of_a_silent_client_leaves_the_memory_of_the_cluster_until_it_is_used_again(
+    pool: Pool, world: World, server: Server, impatient: Server
+) -> None:
+    known = world.sessions()
+    session_id = impatient.post("create_session", {"sdk_version": "1"}).json()["session_id"]
+    create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL}
+    lora = {"rank": 4, "seed": 1}
+    promise = impatient.post("create_model", {**create, "lora_config": lora}).json()
+    world.place(world.new_session(known), pool.cluster)
+    model_id = impatient.result(promise["request_id"]).json()["model_id"]
+
+    def state() -> str:
+        usage = impatient.request("GET", f"/api/v1/session_usage/{session_id}").json()
+        return str(usage["models"][0]["state"])
+
+    wait_until(lambda: state() == "suspended", "the model in the store")
+    alone = pool.a_run(server)
+    again = tinker.TrainingClient(server.client().holder, 0, model_id, info=alone.get_info())
+
+    assert step(again) == pytest.approx(step(alone), abs=1e-5)
+    assert state() == "in memory"
+
+
+def test_samplers_of_the_base_model_share_a_cluster_too(
+    pool: Pool, world: World, server: Server
+) -> None:
+    alone = server.new_key("only-samples")
+    known = world.sessions()
+    sampler = server.client(alone).create_sampling_client(base_model=MODEL).result()
+    waiting = sampler.compute_logprobs(PROMPT)
+    name = world.new_session(known)
+
+    world.place(name, pool.cluster)
+
+    assert len(waiting.result()) == 3
+    spec = world.session(name)["spec"]
+    assert (spec["role"], spec["sharing"]) == ("Sampler", "Shared")
+
+
+@dataclass
+class Run:
+    """A run on a cluster of its own, which a test may end."""
+
+    training: tinker.TrainingClient
+    session: str
+    cluster: str
+    head: Head
+
+
+@pytest.fixture
+def placed(pool: Pool, world: World, server: Server) -> Run:
+    """Return a run on another cluster than `pool.cluster`."""
+    head = world.a_head(MODEL)
+    cluster = world.a_pool_cluster(f"pool-of-head-{len(world.heads)}", head)
+    known = world.sessions()
+    waiting = server.client().create_lora_training_client(MODEL, rank=4, seed=1)
+    session = world.new_session(known)
+    world.place(session, cluster)
+    return Run(waiting.result(), session, cluster, head)
+
+
+def test_a_run_that_was_saved_with_its_cluster_continues_on_another(
+    pool: Pool, world: World, server: Server, placed: Run
+) -> None:
+    alone = pool.a_run(server)
+    expected = [step(alone) for _ in range(3)]
+    losses = [step(placed.training)]
+
+    placed.head.stop()
+    world.cluster.delete("trainingsession", placed.cluster, world.namespace)
+    world.place(placed.session, pool.cluster)
+    losses += [step(placed.training), step(placed.training)]
+
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_run_whose_head_was_lost_fails_instead_of_continuing_with_older_weights(
+    pool: Pool, world: World, placed: Run
+) -> None:
+    step(placed.training)
+
+    placed.head.kill()
+    world.make_ready(placed.cluster, pool.head, incarnation="pod-b.0")
+
+    with pytest.raises((tinker.TinkerError, ValueError), match="session head stopped"):
+        step(placed.training)

@@ -1,0 +1,395 @@
+"""What a pool needs: clusters by need, places by slots, nothing that flaps."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinkercloud_crds.base_model import Pool
+from tinkercloud_operator.decide.pools import (
+    Cluster,
+    Member,
+    PoolFacts,
+    PoolPlan,
+    plan_pool,
+    pool_status,
+)
+
+NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
+NAMES = [f"pool-tiny-{index}" for index in range(5)]
+POOL = Pool(
+    min_clusters=0,
+    max_clusters=3,
+    slots_per_cluster=2,
+    scale_up_after_seconds=30,
+    scale_down_after_seconds=900,
+)
+
+
+def ago(seconds: float) -> datetime:
+    return NOW - timedelta(seconds=seconds)
+
+
+def a_cluster(name: str, *, is_ready: bool = True, unused_seconds: float = 0) -> Cluster:
+    return Cluster(name, is_ready, is_stopping=False, unused_since=ago(unused_seconds))
+
+
+def a_member(
+    name: str, cluster: str | None = None, *, owner: str = "ada", waited_seconds: float = 0
+) -> Member:
+    return Member(name, owner, cluster, ago(waited_seconds))
+
+
+def facts(
+    *clusters: Cluster, members: Sequence[Member] = (), pool: Pool | None = POOL
+) -> PoolFacts:
+    return PoolFacts("pool-tiny", pool, clusters, members, NOW)
+
+
+def executed(before: PoolFacts, plan: PoolPlan) -> PoolFacts:
+    """Return the facts after a plan was executed."""
+    stopped = [
+        replace(each, is_stopping=each.is_stopping or each.name in plan.delete)
+        for each in before.clusters
+    ]
+    started = [Cluster(name, False, False, before.now) for name in plan.create]
+    placed = [
+        replace(each, cluster=plan.places.get(each.name, each.cluster)) for each in before.members
+    ]
+    return replace(before, clusters=[*stopped, *started], members=placed)
+
+
+@st.composite
+def some_facts(draw: st.DrawFn) -> PoolFacts:
+    smallest = draw(st.integers(0, 3))
+    pool = Pool(
+        min_clusters=smallest,
+        max_clusters=draw(st.integers(max(1, smallest), 4)),
+        slots_per_cluster=draw(st.integers(1, 3)),
+        scale_up_after_seconds=draw(st.sampled_from([0, 30])),
+        scale_down_after_seconds=draw(st.sampled_from([0, 900])),
+    )
+    seconds = st.sampled_from([0.0, 29.0, 30.0, 899.0, 900.0, 5000.0])
+    rarely = st.sampled_from([False, False, True])
+    clusters = [
+        Cluster(
+            name,
+            is_ready=draw(st.booleans()),
+            is_stopping=draw(st.booleans()),
+            unused_since=ago(draw(seconds)),
+            is_outdated=draw(rarely),
+        )
+        for name in draw(st.lists(st.sampled_from(NAMES), unique=True))
+    ]
+    places = st.sampled_from([None, None, *NAMES])
+    members = [
+        Member(
+            f"run-{index}",
+            draw(st.sampled_from(["ada", "bob"])),
+            draw(places),
+            ago(draw(seconds)) if draw(st.booleans()) else None,
+        )
+        for index in range(draw(st.integers(0, 8)))
+    ]
+    offered = draw(st.sampled_from([pool, pool, None]))
+    closed = draw(st.sampled_from([None, None, ago(-60)]))
+    return PoolFacts("pool-tiny", offered, clusters, members, NOW, closed)
+
+
+def load(known: PoolFacts) -> "Counter[str]":
+    return Counter(member.cluster for member in known.members if member.cluster is not None)
+
+
+@given(some_facts())
+def test_no_cluster_with_members_is_deleted(known: PoolFacts) -> None:
+    plan = plan_pool(known)
+
+    used = {*load(known), *plan.places.values()}
+    assert not used & {*plan.delete}
+
+
+@given(some_facts())
+def test_there_are_never_more_clusters_than_allowed_nor_fewer_than_wanted(known: PoolFacts) -> None:
+    plan = plan_pool(known)
+
+    least = known.pool.min_clusters if known.pool is not None else 0
+    most = known.pool.max_clusters if known.pool is not None else 0
+    usable = sum(not each.is_stopping for each in known.clusters)
+    if plan.create:
+        assert len(known.clusters) + len(plan.create) <= most
+    if plan.delete:
+        outdated = sum(each.is_outdated for each in known.clusters if each.name in plan.delete)
+        assert usable - len(plan.delete) >= least - min(1, outdated)
+    if not plan.create and usable < least and not known.is_closed:
+        assert len(known.clusters) >= most
+
+
+@given(some_facts())
+def test_members_are_placed_on_ready_clusters_with_free_slots(known: PoolFacts) -> None:
+    plan = plan_pool(known)
+
+    by_name = {each.name: each for each in known.clusters}
+    after = load(executed(known, plan))
+    for name in {*plan.places.values()}:
+        assert by_name[name].is_ready
+        assert not by_name[name].is_stopping
+        assert known.pool is not None
+        assert after[name] <= known.pool.slots_per_cluster
+
+
+@given(some_facts())
+def test_every_waiting_member_gets_a_place_or_a_reason(known: PoolFacts) -> None:
+    plan = plan_pool(known)
+
+    existing = {each.name for each in known.clusters}
+    waiting = {
+        each.name
+        for each in known.members
+        if each.waits_since is not None and each.cluster not in existing
+    }
+    assert {*plan.places, *plan.waiting} == waiting
+    assert not {*plan.places} & {*plan.waiting}
+    assert all(plan.waiting.values())
+
+
+@given(some_facts())
+def test_older_members_are_placed_first(known: PoolFacts) -> None:
+    plan = plan_pool(known)
+
+    order = [each.name for each in known.members if each.name in {*plan.places, *plan.waiting}]
+    assert order == [*plan.places, *plan.waiting]
+
+
+@given(some_facts())
+def test_a_plan_that_was_executed_leaves_nothing_to_do(known: PoolFacts) -> None:
+    after = executed(known, plan_pool(known))
+
+    again = plan_pool(after)
+
+    assert (again.create, again.delete, again.places) == ((), (), {})
+
+
+@given(some_facts())
+def test_a_cluster_beyond_the_minimum_is_added_only_after_the_wait(known: PoolFacts) -> None:
+    plan = plan_pool(known)
+
+    usable = [
+        each for each in known.clusters if not each.is_stopping and each.name not in plan.delete
+    ]
+    if known.pool is None or not usable:
+        return
+    wait = timedelta(seconds=known.pool.scale_up_after_seconds)
+    due = [
+        each
+        for each in known.members
+        if each.name in plan.waiting
+        and each.waits_since is not None
+        and each.waits_since + wait <= NOW
+    ]
+    if len(usable) + len(plan.create) > known.pool.min_clusters and plan.create:
+        assert due
+
+
+@given(some_facts())
+def test_a_cluster_within_the_maximum_is_deleted_only_after_it_was_unused(known: PoolFacts) -> None:
+    plan = plan_pool(known)
+
+    if known.pool is None:
+        return
+    usable = [each for each in known.clusters if not each.is_stopping]
+    since = ago(known.pool.scale_down_after_seconds)
+    early = [
+        each
+        for each in usable
+        if each.name in plan.delete and each.unused_since > since and not each.is_outdated
+    ]
+    assert len(early) <= max(0, len(usable) - known.pool.max_clusters)
+
+
+@given(some_facts())
+def test_a_plan_changes_by_itself_only_when_it_says_so(known: PoolFacts) -> None:
+    settled = executed(known, plan_pool(known))
+    due = plan_pool(settled).changes_at
+    later = NOW + timedelta(days=1) if due is None else due - timedelta(seconds=1)
+    assert due is None or due > NOW
+
+    plan = plan_pool(replace(settled, now=max(NOW, later)))
+
+    assert (plan.create, plan.delete, plan.places) == ((), (), {})
+
+
+def test_the_first_run_of_an_empty_pool_starts_a_cluster_at_once() -> None:
+    plan = plan_pool(facts(members=[a_member("one")]))
+
+    assert plan.create == ("pool-tiny-0",)
+    assert plan.waiting == {
+        "one": "waiting for a cluster of the pool to be ready: pool-tiny-0",
+    }
+
+
+def test_a_pool_with_a_minimum_is_warm_before_the_first_run() -> None:
+    pool = POOL.model_copy(update={"min_clusters": 2})
+
+    assert plan_pool(facts(pool=pool)).create == ("pool-tiny-0", "pool-tiny-1")
+
+
+def test_a_run_waits_for_a_slot_before_another_cluster_is_started() -> None:
+    full = [a_member("one", NAMES[0]), a_member("two", NAMES[0])]
+    waits = a_member("three", waited_seconds=10)
+
+    plan = plan_pool(facts(a_cluster(NAMES[0]), members=[*full, waits]))
+
+    assert plan.create == ()
+    assert plan.changes_at == NOW + timedelta(seconds=20)
+    waited = a_member("three", waited_seconds=30)
+    plan = plan_pool(facts(a_cluster(NAMES[0]), members=[*full, waited]))
+    assert plan.create == ("pool-tiny-1",)
+
+
+def test_slots_of_clusters_that_start_count_before_more_are_started() -> None:
+    starting = a_cluster(NAMES[0], is_ready=False)
+    waiting = [a_member(f"run-{index}", waited_seconds=60) for index in range(3)]
+
+    assert plan_pool(facts(starting, members=waiting[:2])).create == ()
+    assert plan_pool(facts(starting, members=waiting)).create == ("pool-tiny-1",)
+
+
+def test_a_full_pool_says_what_would_help() -> None:
+    pool = POOL.model_copy(update={"max_clusters": 1})
+    members = [a_member("one", NAMES[0]), a_member("two", NAMES[0]), a_member("three")]
+
+    plan = plan_pool(facts(a_cluster(NAMES[0]), members=members, pool=pool))
+
+    assert plan.waiting == {
+        "three": "all 2 slots of the pool's clusters are taken, and there may be no more clusters"
+        " (pool.maxClusters is 1); another session must end, or an administrator can raise it"
+    }
+
+
+def test_a_run_says_why_the_cluster_that_it_waits_for_does_not_start() -> None:
+    broken = replace(a_cluster(NAMES[0], is_ready=False), problem="ImagePullBackOff: no such image")
+
+    plan = plan_pool(facts(broken, members=[a_member("one")]))
+
+    assert plan.waiting["one"] == (
+        "waiting for a cluster of the pool to be ready: pool-tiny-0 (ImagePullBackOff: no such"
+        " image)"
+    )
+
+
+def test_a_new_run_goes_to_the_cluster_of_its_owner_and_otherwise_to_the_least_loaded() -> None:
+    pool = POOL.model_copy(update={"slots_per_cluster": 8})
+    members = [
+        a_member("one", NAMES[0]),
+        a_member("two", NAMES[0]),
+        a_member("three", NAMES[1], owner="bob"),
+        a_member("of ada"),
+        a_member("of eve", owner="eve"),
+    ]
+
+    plan = plan_pool(facts(a_cluster(NAMES[0]), a_cluster(NAMES[1]), members=members, pool=pool))
+
+    assert plan.places == {"of ada": NAMES[0], "of eve": NAMES[1]}
+
+
+def test_a_run_whose_cluster_is_gone_gets_another_place() -> None:
+    plan = plan_pool(facts(a_cluster(NAMES[1]), members=[a_member("one", NAMES[0])]))
+
+    assert plan.places == {"one": NAMES[1]}
+
+
+def test_a_run_stays_on_a_cluster_that_is_not_ready() -> None:
+    known = facts(
+        a_cluster(NAMES[0], is_ready=False), a_cluster(NAMES[1]), members=[a_member("a", NAMES[0])]
+    )
+
+    plan = plan_pool(known)
+
+    assert (plan.places, plan.waiting) == ({}, {})
+
+
+def test_an_unused_cluster_is_deleted_when_its_time_is_over() -> None:
+    plan = plan_pool(facts(a_cluster(NAMES[0], unused_seconds=600)))
+
+    assert plan.delete == ()
+    assert plan.changes_at == NOW + timedelta(seconds=300)
+    assert plan_pool(facts(a_cluster(NAMES[0], unused_seconds=900))).delete == (NAMES[0],)
+
+
+def test_a_cluster_that_starts_slowly_is_kept_while_a_run_waits_for_it() -> None:
+    slow = a_cluster(NAMES[0], is_ready=False, unused_seconds=5000)
+
+    assert plan_pool(facts(slow, members=[a_member("one")])).delete == ()
+    assert plan_pool(facts(slow)).delete == (NAMES[0],)
+
+
+@pytest.mark.parametrize("pool", [None, Pool(min_clusters=0, max_clusters=1)])
+def test_a_smaller_pool_loses_its_empty_clusters_at_once_and_keeps_the_others(
+    pool: Pool | None,
+) -> None:
+    known = facts(
+        a_cluster(NAMES[0]), a_cluster(NAMES[1]), members=[a_member("a", NAMES[0])], pool=pool
+    )
+
+    plan = plan_pool(known)
+
+    assert (plan.create, plan.delete) == ((), (NAMES[1],))
+
+
+def test_the_status_counts_clusters_models_and_slots() -> None:
+    members = [a_member("one", NAMES[0]), a_member("two", NAMES[0]), a_member("three")]
+    known = facts(a_cluster(NAMES[0]), a_cluster(NAMES[1], is_ready=False), members=members)
+
+    status = pool_status(known)
+
+    assert status is not None
+    assert (status.cluster_summary, status.slot_summary) == ("1/2", "2/4")
+    assert (status.models, status.waiting) == (2, 1)
+    assert pool_status(facts(pool=None)) is None
+
+
+def test_no_name_of_a_cluster_is_used_twice() -> None:
+    pool = POOL.model_copy(update={"min_clusters": 3})
+
+    plan = plan_pool(facts(a_cluster(NAMES[1]), pool=pool))
+
+    assert plan.create == ("pool-tiny-0", "pool-tiny-2")
+    assert len({*chain(plan.create, [NAMES[1]])}) == 3
+
+
+def test_a_closed_pool_gets_no_cluster_until_it_opens_again() -> None:
+    opens = NOW + timedelta(minutes=5)
+    waits = a_member("one", waited_seconds=60)
+    closed = replace(facts(members=[waits]), closed_until=opens)
+
+    plan = plan_pool(closed)
+
+    assert (plan.create, plan.changes_at) == ((), opens)
+    assert "closed" in plan.waiting["one"]
+    assert plan_pool(replace(closed, now=opens)).create == ("pool-tiny-0",)
+
+
+def test_outdated_clusters_are_replaced_one_after_the_other_once_they_are_empty() -> None:
+    pool = POOL.model_copy(update={"min_clusters": 2})
+    old = [replace(a_cluster(name), is_outdated=True) for name in NAMES[:2]]
+
+    first = plan_pool(facts(*old, pool=pool))
+    used = plan_pool(facts(*old, members=[a_member("one", NAMES[0])], pool=pool))
+    meanwhile = plan_pool(executed(facts(*old, pool=pool), first))
+
+    assert (first.delete, first.create) == ((NAMES[0],), ("pool-tiny-2",))
+    assert used.delete == (NAMES[1],)
+    assert (meanwhile.delete, meanwhile.create) == ((), ())
+
+
+def test_a_run_goes_to_an_outdated_cluster_only_if_no_other_has_a_slot() -> None:
+    old, new = replace(a_cluster(NAMES[0]), is_outdated=True), a_cluster(NAMES[1])
+    full = [a_member("one", NAMES[1]), a_member("two", NAMES[1])]
+
+    assert plan_pool(facts(old, new, members=[a_member("a")])).places == {"a": NAMES[1]}
+    assert plan_pool(facts(old, new, members=[*full, a_member("a")])).places == {"a": NAMES[0]}
