@@ -45,6 +45,8 @@ PROGRAMS: Mapping[str, tuple[str, Sequence[Sequence[str]]]] = {
     "programs": ("tinkercloud_programs.rlve", [_LIGHT, _WORKER, _RECIPES]),
 }
 """The package that `python -m` runs and its dependencies, one layer each, by image name."""
+_SYSTEM_TOOLS: Mapping[str, Sequence[str]] = {"programs": ["git"]}
+"""Commands of this machine by image name. The cookbook's recipes record the state of their code."""
 _VENV = "/opt/venv"
 _PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 _SITE = f"{_VENV}/lib/{_PYTHON}/site-packages"
@@ -66,6 +68,7 @@ def program_image(name: str) -> Image:
     """
     package, imported = PROGRAMS[name]
     layers, present = [_base(), _interpreter()], dict[str, Distribution]()
+    layers += map(_tool, _SYSTEM_TOOLS.get(name, ()))
     for roots in imported:
         needed = _closure(roots)
         layers.append(_libraries({key: needed[key] for key in needed if key not in present}))
@@ -119,8 +122,7 @@ def _interpreter() -> Layer:
         modules = (path.relative_to(library) for path in library.rglob("*.py"))
         needed = [library / path for path in modules if not unneeded & set(path.parts)]
         _add_compiled(tar, {path: str(path) for path in needed})
-        for path in _shared_libraries([executable, *library.glob("lib-dynload/*.so")]):
-            add_bytes(tar, str(path.parent.resolve() / path.name), path.read_bytes(), 0o755)
+        _add_shared_libraries(tar, [executable, *library.glob("lib-dynload/*.so")])
         add_link(tar, f"{_VENV}/bin/python", str(executable))
         settings = f"home = {executable.parent}\ninclude-system-site-packages = false\n"
         add_bytes(tar, f"{_VENV}/pyvenv.cfg", settings.encode())
@@ -128,10 +130,27 @@ def _interpreter() -> Layer:
     return _cache().layer(f"python {_RECIPE} {prefix} {sys.version}", fill)
 
 
+def _tool(name: str) -> Layer:
+    """Return the layer with a command of this machine and the libraries that it loads."""
+    executable = Path(system_tool(name)).resolve()
+
+    def fill(tar: tarfile.TarFile) -> None:
+        add_bytes(tar, str(executable), executable.read_bytes(), 0o755)
+        _add_shared_libraries(tar, [executable])
+
+    stamp = executable.stat().st_mtime_ns
+    return _cache().layer(f"tool {_RECIPE} {executable} {stamp}", fill)
+
+
 def _add_parents(tar: tarfile.TarFile, path: Path) -> None:
     """Make all parent folders of a file accessible: one may be the home folder of root."""
     for parent in reversed(path.parents[:-1]):
         add_folder(tar, str(parent))
+
+
+def _add_shared_libraries(tar: tarfile.TarFile, programs: Iterable[Path]) -> None:
+    for path in _shared_libraries(programs):
+        add_bytes(tar, str(path.parent.resolve() / path.name), path.read_bytes(), 0o755)
 
 
 def _shared_libraries(programs: Iterable[Path]) -> list[Path]:
