@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ from tinkercloud_testing.cluster.faulty_api import Trap
 from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.kwok import KwokNodes
 from tinkercloud_testing.cluster.operators import install_definitions
-from tinkercloud_testing.cluster.training_sessions import Sessions
+from tinkercloud_testing.cluster.training_sessions import Sessions, a_base_model
 from tinkercloud_testing.cluster.worlds import World, a_world
 from tinkercloud_testing.waiting import wait_until
 
@@ -44,6 +45,7 @@ ENDLESS_SECONDS = 300
 RUNNING_CHILDREN = 12
 """RayCluster, head, two trainers, sampler; Services of the head and of the engine, Secret and its
 marker, ConfigMap, NetworkPolicy, budget."""
+POOL_MODEL = "Qwen/Qwen3-4B"
 SUSPENDED_CHILDREN = 2
 """Secret and its marker."""
 
@@ -115,11 +117,17 @@ def idle(action: str) -> Callable[[Sessions, str], object]:
     return lambda sessions, name: make_idle(sessions, action, name, idle=policy)
 
 
+def share(sessions: Sessions, name: str) -> None:
+    """Create a run that has no pods of its own."""
+    sessions.make(name, baseModel=POOL_MODEL, sharing="Shared", modelId=f"{name}:train:0")
+
+
 CREATE = Step(Sessions.make, "condition=Ready", RUNNING_CHILDREN)
 SUSPEND = Step(suspended(is_asked=True), "condition=Suspended", SUSPENDED_CHILDREN)
 RESUME = Step(suspended(is_asked=False), "condition=Ready", RUNNING_CHILDREN)
 DELETE = Step(Sessions.delete, "delete", 0)
 CULL_TO_SUSPEND = Step(idle("Suspend"), "condition=Suspended", SUSPENDED_CHILDREN)
+SHARE = Step(share, "condition=Ready", 0)
 CULL_TO_DELETE = Step(idle("Delete"), "delete", 0)
 
 
@@ -238,3 +246,32 @@ def test_culling_completes_if_the_operator_is_killed_at_any_write(
 
     sys.stdout.write(f"idle, to {action}: killed at each of up to {most} writes\n")
     assert most > 1
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_pool_has_one_cluster_for_a_run_if_the_operator_is_killed_at_any_write(
+    worlds: Worlds, moment: str
+) -> None:
+    pool = {"minClusters": 0, "scaleUpAfterSeconds": 0, "scaleDownAfterSeconds": 0}
+    shared: dict[str, Any] = {"modelName": POOL_MODEL, "sharing": "Shared", "pool": pool}
+    for world in worlds.worlds:
+        namespace = world.sessions.namespace
+        world.sessions.cluster.apply(a_base_model(namespace, "pool", **shared))
+
+    def life(world: World, crash: Crash) -> bool:
+        name = f"shared-{crash.write}"
+        is_killed_early = is_killed(world, name, SHARE, crash)
+        assert len(pool_clusters(world)) == 1
+        is_killed_late = is_killed(world, name, DELETE, crash)
+        wait_until(lambda: not pool_clusters(world), "no cluster left", ENDLESS_SECONDS)
+        return is_killed_early or is_killed_late
+
+    most = crashes(worlds, moment, life)
+
+    sys.stdout.write(f"pool: killed at each of up to {most} writes\n")
+    assert most > 4
+
+
+def pool_clusters(world: World) -> list[str]:
+    sessions = world.sessions.cluster.objects("trainingsessions", world.sessions.namespace)
+    return [each["metadata"]["name"] for each in sessions if each["spec"]["role"] == "Pool"]

@@ -158,11 +158,25 @@ def test_every_waiting_member_gets_a_place_or_a_reason(known: PoolFacts) -> None
 
 
 @given(some_facts())
-def test_older_members_are_placed_first(known: PoolFacts) -> None:
+def test_the_older_members_of_an_owner_are_placed_first(known: PoolFacts) -> None:
     plan = plan_pool(known)
 
-    order = [each.name for each in known.members if each.name in {*plan.places, *plan.waiting}]
-    assert order == [*plan.places, *plan.waiting]
+    for owner in ("ada", "bob"):
+        own = [each.name for each in known.members if each.owner == owner]
+        order = [name for name in own if name in {*plan.places, *plan.waiting}]
+        assert order == [name for name in (*plan.places, *plan.waiting) if name in own]
+
+
+@given(some_facts())
+def test_no_owner_gets_a_place_before_another_who_has_fewer_and_waits(known: PoolFacts) -> None:
+    plan = plan_pool(known)
+
+    after = executed(known, plan)
+    names = {each.name for each in after.clusters}
+    held = Counter(each.owner for each in after.members if each.cluster in names)
+    starved = {each.owner for each in known.members if each.name in plan.waiting}
+    favored = {each.owner for each in known.members if each.name in plan.places}
+    assert all(held[lucky] <= held[waits] + 1 for lucky in favored for waits in starved)
 
 
 @given(some_facts())
@@ -295,6 +309,14 @@ def test_a_new_run_goes_to_the_cluster_of_its_owner_and_otherwise_to_the_least_l
     plan = plan_pool(facts(a_cluster(NAMES[0]), a_cluster(NAMES[1]), members=members, pool=pool))
 
     assert plan.places == {"of ada": NAMES[0], "of eve": NAMES[1]}
+
+
+def test_an_owner_who_floods_the_pool_does_not_delay_another_one() -> None:
+    flood = [a_member(f"flood-{index}") for index in range(10)]
+
+    plan = plan_pool(facts(a_cluster(NAMES[0]), members=[*flood, a_member("late", owner="bob")]))
+
+    assert plan.places == {"flood-0": NAMES[0], "late": NAMES[0]}
 
 
 def test_a_run_whose_cluster_is_gone_gets_another_place() -> None:

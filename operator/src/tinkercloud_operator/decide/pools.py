@@ -5,10 +5,11 @@ slot, is placed there once, and stays. One worker of one process decides for a w
 are never promised twice.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from heapq import heapify, heappop, heapreplace
 
 from tinkercloud_crds.base_model import Pool, PoolStatus
 
@@ -86,7 +87,7 @@ def plan_pool(facts: PoolFacts) -> PoolPlan:
     places: dict[str, str] = {}
     waiting: list[Member] = []
     owners = {(member.cluster, member.owner) for member in facts.members}
-    for member in _unplaced(facts):
+    for member in _in_turn(facts, load):
         chosen = _place(facts, member, load, owners)
         if chosen is None:
             waiting.append(member)
@@ -139,6 +140,28 @@ def _unplaced(facts: PoolFacts) -> list[Member]:
         for member in facts.members
         if member.waits_since is not None and member.cluster not in names
     ]
+
+
+def _in_turn(facts: PoolFacts, load: Mapping[str, int]) -> Iterator[Member]:
+    """Yield the members that wait: next is the oldest of the owner with the fewest places.
+
+    So an owner who asks for many places at once delays another one by none.
+    """
+    places = Counter(each.owner for each in facts.members if each.cluster in load)
+    queues: dict[str, deque[Member]] = {}
+    for member in _unplaced(facts):
+        queues.setdefault(member.owner, deque()).append(member)
+    order = {member.name: index for index, member in enumerate(facts.members)}
+    heap = [(places[owner], order[queue[0].name], owner) for owner, queue in queues.items()]
+    heapify(heap)
+    while heap:
+        held, _, owner = heap[0]
+        queue = queues[owner]
+        yield queue.popleft()
+        if queue:
+            heapreplace(heap, (held + 1, order[queue[0].name], owner))
+        else:
+            heappop(heap)
 
 
 def _place(

@@ -43,6 +43,8 @@ class Pools:
         """Model names whose pool may need something."""
         self._deleting: set[str] = set()
         """Uids of clusters whose deletion may not be visible yet."""
+        self._seen: dict[str, Manifest] = {}
+        """What the members of each cluster depend on, by the cluster's name."""
         self._waiting: dict[str, str] = {}
         """Why each session without a place waits, by name."""
 
@@ -70,11 +72,24 @@ class Pools:
             self._deleting.discard(manifest["metadata"]["uid"])
             self._waiting.pop(manifest["metadata"]["name"], None)
         if is_cluster(manifest):
-            # Their steps to Ready are those of the cluster.
-            for session in self._watched.members_of(manifest):
-                self._enqueue(session)
+            self._note_cluster(manifest, is_gone=is_gone)
         if is_cluster(manifest) or is_member(manifest):
             self._queue.add(str(manifest["spec"].get("baseModel", "")))
+
+    def _note_cluster(self, manifest: Manifest, *, is_gone: bool) -> None:
+        """Enqueue the members of a cluster if what their status depends on has changed."""
+        name, status = manifest["metadata"]["name"], manifest.get("status", {})
+        seen = {
+            "is_leaving": is_gone or "deletionTimestamp" in manifest["metadata"],
+            "incarnation": status.get("incarnation"),
+            "conditions": status.get("conditions"),
+        }
+        before = self._seen.pop(name, None)
+        if not is_gone:
+            self._seen[name] = seen
+        if seen != before:
+            for session in self._watched.members_of(manifest):
+                self._enqueue(session)
 
     def enqueue_all(self) -> None:
         """Enqueue the pools of all BaseModels and sessions."""
