@@ -350,8 +350,7 @@ class HeadService:
                 sent = prepared.validated.sent_by(self._samplers.payer_of(session_id))
                 result = await backend.sampler.sample(version, sent)
             backend.usage.count(sent.payer, result.usage(len(sent.prompt)))
-            body = encode_sample_response(result.sequences, result.prompt)
-            return Result(body, futures.PROTOBUF)
+            return Result(encode_sample_response(result.sequences, result.prompt), futures.PROTOBUF)
 
         def report_cancellation(task: asyncio.Task[None]) -> None:
             # A done callback, because the task may be cancelled before it starts.
