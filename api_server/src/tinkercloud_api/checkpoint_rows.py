@@ -1,10 +1,14 @@
 """Checkpoints as rows of the catalog, as list entries, and as paths."""
 
 from collections.abc import Sequence
+from datetime import timedelta
 
-from tinkercloud_api.catalog.tables import Checkpoint
+from tinkercloud_api.catalog.tables import Checkpoint, now
 from tinkercloud_protocol.listings import CheckpointInfo
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+
+_PENDING_LIMIT = timedelta(hours=6)
+"""How long the manifest of a pending checkpoint is looked for."""
 
 
 def name_of(row: Checkpoint) -> str:
@@ -42,3 +46,8 @@ def latest(infos: Sequence[CheckpointInfo], kind: CheckpointKind) -> CheckpointI
         if entry.checkpoint_type == kind.checkpoint_type and entry.damage is None
     ]
     return max(of_kind, key=lambda entry: entry.time, default=None)
+
+
+def has_timed_out(row: Checkpoint) -> bool:
+    """Whether a pending checkpoint is looked for no longer."""
+    return now() - row.asked_at > _PENDING_LIMIT

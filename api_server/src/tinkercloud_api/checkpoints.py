@@ -23,7 +23,7 @@ from tinkercloud_api.catalog.searches import CheckpointSearch
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
-from tinkercloud_api.checkpoint_rows import info, name_of, path_of
+from tinkercloud_api.checkpoint_rows import has_timed_out, info, name_of, path_of
 from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_protocol.checkpoints import (
     CheckpointManifest,
@@ -43,15 +43,11 @@ from tinkercloud_protocol.paths import (
 
 log = structlog.get_logger(__name__)
 
-_PENDING_LIMIT = timedelta(hours=6)
-"""How long the manifest of a pending checkpoint is looked for."""
 _LARGEST_LISTED = 3
 """Number of large checkpoints that the error message of the quota lists."""
 _CONCURRENT_READS = 16
 """Limit of manifests that one request reads concurrently. If a folder has more pending checkpoints
 than this, the folder is listed first."""
-
-
 _PROBE_SECONDS = 30.0
 """Interval between health checks that write, as object stores charge for requests."""
 
@@ -453,30 +449,24 @@ class Checkpoints:
             if len(inside) > _CONCURRENT_READS:
                 with suppress(Unavailable):
                     names &= set(await self._objects.folders(folder))
-            kept += [row for row in inside if row.name in names or _has_timed_out(row)]
+            kept += [row for row in inside if row.name in names or has_timed_out(row)]
         return kept
 
     async def _refresh_one(self, row: Checkpoint) -> None:
-        has_timed_out = _has_timed_out(row)
+        is_over = has_timed_out(row)
         try:
             manifest = await self._read(path_of(row))
         except InvalidRequest as error:
             # It is listed as damaged. Until the time limit, an overwrite may replace it.
-            if row.damage is None or has_timed_out:
-                await self._catalog.mark_damaged(
-                    path_of(row), error.message, is_indexed=has_timed_out
-                )
+            if row.damage is None or is_over:
+                await self._catalog.mark_damaged(path_of(row), error.message, is_indexed=is_over)
             raise
         # An overwrite has completed when the manifest has changed. Comparing its time with that of
         # the request would compare the clocks of two machines.
-        if manifest is not None and (has_timed_out or manifest.created_at != row.created_at):
+        if manifest is not None and (is_over or manifest.created_at != row.created_at):
             await self._catalog.reindex_checkpoint(manifest)
-        elif manifest is None and has_timed_out:
+        elif manifest is None and is_over:
             await self._catalog.forget_checkpoint(path_of(row))
-
-
-def _has_timed_out(row: Checkpoint) -> bool:
-    return datetime.now(UTC) - row.asked_at > _PENDING_LIMIT
 
 
 def _not_found(path: CheckpointPath) -> NotFound:
