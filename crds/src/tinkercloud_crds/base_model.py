@@ -128,6 +128,9 @@ class Pool(Part):
     slots_per_cluster: Annotated[int, Field(ge=1, le=1000)] = 8
     """Number of sessions that a cluster serves at the same time. Each keeps an adapter and its
     optimizer state in the memory of the trainers."""
+    spare_slots: Annotated[int, Field(ge=0, le=1000)] = 0
+    """Number of slots that are kept free while the pool is in use. If fewer are free, another
+    cluster is started, before a run has to wait for it."""
     scale_up_after_seconds: Annotated[int, Field(ge=0, le=86_400)] = 30
     """How long, in seconds, a run waits for a slot before another cluster is started. If the pool
     has no cluster, one is started at once."""

@@ -71,6 +71,7 @@ def some_facts(draw: st.DrawFn) -> PoolFacts:
         min_clusters=smallest,
         max_clusters=draw(st.integers(max(1, smallest), 4)),
         slots_per_cluster=draw(st.integers(1, 3)),
+        spare_slots=draw(st.sampled_from([0, 0, 1, 4])),
         scale_up_after_seconds=draw(st.sampled_from([0, 30])),
         scale_down_after_seconds=draw(st.sampled_from([0, 900])),
     )
@@ -206,7 +207,24 @@ def test_a_cluster_beyond_the_minimum_is_added_only_after_the_wait(known: PoolFa
         and each.waits_since + wait <= NOW
     ]
     if len(usable) + len(plan.create) > known.pool.min_clusters and plan.create:
-        assert due
+        assert due or known.pool.spare_slots
+
+
+@given(some_facts())
+def test_spare_slots_are_free_or_the_pool_is_as_large_as_it_may_be(known: PoolFacts) -> None:
+    after = executed(known, plan_pool(known))
+
+    if known.pool is None or known.is_closed or not (known.members and is_in_use(after)):
+        return
+    used, size = load(after), known.pool.slots_per_cluster
+    usable = [each.name for each in after.clusters if not each.is_stopping]
+    free = sum(max(0, size - used[name]) for name in usable)
+    assert free >= known.pool.spare_slots or len(after.clusters) >= known.pool.max_clusters
+
+
+def is_in_use(known: PoolFacts) -> bool:
+    names = {each.name for each in known.clusters}
+    return any(each.cluster in names or each.waits_since is not None for each in known.members)
 
 
 @given(some_facts())
@@ -263,6 +281,27 @@ def test_a_run_waits_for_a_slot_before_another_cluster_is_started() -> None:
     waited = a_member("three", waited_seconds=30)
     plan = plan_pool(facts(a_cluster(NAMES[0]), members=[*full, waited]))
     assert plan.create == ("pool-tiny-1",)
+
+
+def test_a_cluster_is_started_before_the_spare_slots_are_taken() -> None:
+    pool = POOL.model_copy(update={"spare_slots": 1})
+    one, two = a_member("one", NAMES[0]), a_member("two", NAMES[0])
+
+    assert plan_pool(facts(a_cluster(NAMES[0]), members=[one], pool=pool)).create == ()
+    grown = plan_pool(facts(a_cluster(NAMES[0]), members=[one, two], pool=pool))
+    assert grown.create == ("pool-tiny-1",)
+
+
+def test_the_cluster_of_the_spare_slots_is_kept_until_the_pool_is_no_longer_in_use() -> None:
+    pool = POOL.model_copy(update={"spare_slots": 1})
+    full = [a_member("one", NAMES[0]), a_member("two", NAMES[0])]
+    spare = a_cluster(NAMES[1], unused_seconds=5000)
+
+    kept = plan_pool(facts(a_cluster(NAMES[0]), spare, members=full, pool=pool))
+    unused = plan_pool(facts(a_cluster(NAMES[0], unused_seconds=900), spare, pool=pool))
+
+    assert (kept.create, kept.delete) == ((), ())
+    assert {*unused.delete} == {*NAMES[:2]}
 
 
 def test_slots_of_clusters_that_start_count_before_more_are_started() -> None:

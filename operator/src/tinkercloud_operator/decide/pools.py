@@ -200,11 +200,9 @@ def _new_clusters(
         return ()
     usable = [cluster for cluster in _usable(facts) if cluster.name not in delete]
     due = [member for member in waiting if not usable or _due(member, pool) <= facts.now]
-    starting = sum(
-        max(0, pool.slots_per_cluster - load[each.name]) for each in usable if not each.is_ready
-    )
+    wanted = len(due) + _spare_slots(pool, waiting, load) - _free_slots(pool, usable, load)
     # Rounded up: the last of several waiting members needs a cluster too.
-    needed = -(-max(0, len(due) - starting) // pool.slots_per_cluster)
+    needed = -(-max(0, wanted) // pool.slots_per_cluster)
     missing = pool.min_clusters - len(usable)
     # A cluster that is being deleted still has its pods.
     allowed = pool.max_clusters - len(facts.clusters)
@@ -236,8 +234,22 @@ def _surplus_clusters(
     unused = [
         cluster for cluster in empty if not waiting and _unused_at(facts, cluster) <= facts.now
     ]
-    chosen = {cluster.name: None for cluster in (*surplus, *unused)}
-    return tuple(chosen)[: max(0, len(usable) - least)]
+    chosen = tuple({cluster.name: None for cluster in (*surplus, *unused)})
+    if facts.pool is not None:
+        free = _free_slots(facts.pool, usable, load)
+        beyond = free - _spare_slots(facts.pool, waiting, load)
+        chosen = chosen[: max(len(surplus), beyond // facts.pool.slots_per_cluster)]
+    return chosen[: max(0, len(usable) - least)]
+
+
+def _free_slots(pool: Pool, usable: Iterable[Cluster], load: Counter[str]) -> int:
+    """Return the number of free slots of clusters, including those that are starting."""
+    return sum(max(0, pool.slots_per_cluster - load[cluster.name]) for cluster in usable)
+
+
+def _spare_slots(pool: Pool, waiting: Sequence[Member], load: Counter[str]) -> int:
+    """Return how many slots must be free: none if the pool is not in use."""
+    return pool.spare_slots if waiting or load.total() else 0
 
 
 def _outdated_cluster(facts: PoolFacts, load: Counter[str]) -> tuple[str, ...]:

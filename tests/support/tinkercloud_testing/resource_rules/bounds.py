@@ -72,6 +72,11 @@ AT_THE_BOUND: Mapping[str, tuple[Callable[..., Json], Json, Json]] = {
         {"sharing": "Shared", "pool": {"slotsPerCluster": 1}},
         {"sharing": "Shared", "pool": {"slotsPerCluster": 0}},
     ),
+    "spec.pool.spareSlots": (
+        base_model,
+        {"sharing": "Shared", "pool": {"spareSlots": 0}},
+        {"sharing": "Shared", "pool": {"spareSlots": -1}},
+    ),
     "spec.sampler.engines.startTimeoutSeconds": (
         base_model,
         {"trainer": TRAINERS, "sampler": ENGINES | {"engines": {"startTimeoutSeconds": 1}}},
