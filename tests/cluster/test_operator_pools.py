@@ -17,7 +17,6 @@ from tinkercloud_testing.cluster.operators import (
     operator_account,
 )
 from tinkercloud_testing.cluster.training_sessions import (
-    MODEL,
     SOON_SECONDS,
     Sessions,
     a_base_model,
