@@ -193,6 +193,8 @@ def test_owners_see_their_own_usage_and_admins_that_of_all(
     bad = ["by=week", "since=yesterday", "until=2026-01-01T00:00:00", "limit=0", "owner=%00"]
     rejected = {query: own_server.request("GET", f"/api/v1/usage?{query}") for query in bad}
 
+    far = "since=0001-01-01T00:00:00%2B01:00&until=9999-12-31T23:30:00-01:00"
+    assert own_server.request("GET", f"/api/v1/usage?{far}").status == 200
     assert {row["owner"] for row in everybody} == {"ann"}
     assert of_ann == own["usage"]
     assert {"ann", "bob"} <= {row["owner"] for row in page["usage"]}

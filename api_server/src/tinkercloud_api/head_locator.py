@@ -399,6 +399,8 @@ class HeadLocator:
 
     async def _sweep(self, run_id: str, run: _KnownRun, unresponsive: set[HeadEndpoint]) -> None:
         await self._delete_state(run_id, run, unresponsive)
+        # Those of a killed head are left: from now on they are checkpoints like others.
+        await self._checkpoints.keep_autosaves(run_id)
         await self._catalog.mark_swept(run_id)
 
     def pending_counts(self) -> "Counter[QueueState]":

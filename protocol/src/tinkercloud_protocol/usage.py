@@ -15,6 +15,11 @@ def hour_of(moment: datetime) -> int:
     return (moment - _EPOCH) // timedelta(hours=1)
 
 
+def hour_after(moment: datetime) -> int:
+    """Return the first hour that does not start before a time."""
+    return -((_EPOCH - moment) // timedelta(hours=1))
+
+
 def start_of(hour: int) -> datetime:
     """Return the start of an hour."""
     return _EPOCH + timedelta(hours=hour)

@@ -79,7 +79,7 @@ async def test_the_latest_two_autosaves_are_kept_without_a_gradient(
         for round_ in range(3):
             await train(head, 1 + 4 * round_, 5 + 4 * round_)
             await reached(lambda round_=round_: names(2 * round_ + 2)[0] in saved())  # type: ignore[misc]
-        await reached(lambda: saved() == names(4, 6))
+        await reached(lambda: saved() == names(4, 6) and not held(head).unsaved_steps)
         head.add(13)
         await head.answer(13)
 
@@ -291,6 +291,51 @@ async def test_the_last_checkpoint_replaces_the_autosaves(
 
         assert saved() == ["last-step-000002"]
         assert held(head).unsaved_steps == 0
+
+
+async def test_an_abandoned_autosave_that_the_store_has_completed_is_deleted_too(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Callable[[], list[str]]
+) -> None:
+    with a_head(root, tmp_path, "g1", autosave=AT_ONCE) as head:
+        await head.begin()
+        write, has_written = head.backend.store.write, asyncio.Event()
+
+        async def write_and_hang(*args: Any, **kwargs: Any) -> CheckpointManifest:
+            await write(*args, **kwargs)
+            has_written.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        with monkeypatch.context() as hanging:
+            hanging.setattr(head.backend.store, "write", write_and_hang)
+            await train(head, 1, 3)
+            await has_written.wait()
+        await head.service.checkpoint()
+
+        assert saved() == ["last-step-000001"]
+
+
+async def test_a_model_that_is_lost_after_a_resume_names_the_autosave_of_the_head_before(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Callable[[], list[str]]
+) -> None:
+    def lose(*_: object) -> None:
+        raise StateLost("model lost with its ranks; resume from its last checkpoint")
+
+    with a_head(root, tmp_path, "g1", autosave=EVERY_2_STEPS) as before:
+        await before.begin()
+        await train(before, 1, 5)
+        await reached(lambda: saved() == names(2) and not held(before).unsaved_steps)
+        await before.service.suspend()
+    with a_head(root, tmp_path, "g2", autosave=EVERY_2_STEPS) as after:
+        await after.resume("g1")
+        monkeypatch.setattr(after.backend.trainer, "optim_step", lose)
+        after.add(5)
+        after.apply(6)
+
+        failure = await after.answer(6)
+
+        path = CheckpointPath.of_autosave(str(MODEL), 2)
+        assert f"create_training_client_from_state_with_optimizer('{path}')".encode() in failure
 
 
 async def test_a_lost_model_names_its_autosave_which_outlives_it(

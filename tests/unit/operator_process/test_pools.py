@@ -110,6 +110,32 @@ async def test_a_refused_deletion_leaves_the_cluster_in_use(operator: Operator) 
         await reached(lambda: operator.wrote(f"PATCH {OWN}/trainingsessions/one"))
 
 
+async def test_a_run_whose_place_is_refused_does_not_delay_the_others(operator: Operator) -> None:
+    operator.api.refused["one"] = 403
+    operator.see_cluster()
+    operator.see_run("one")
+    operator.see_run("two")
+
+    with operator.working():
+        await reached(lambda: operator.wrote(f"PATCH {OWN}/trainingsessions/two"))
+
+
+async def test_a_run_that_was_changed_meanwhile_gets_its_place_once_that_is_seen(
+    operator: Operator,
+) -> None:
+    path = f"{OWN}/trainingsessions/one"
+    operator.see_cluster()
+    operator.see_run()
+    seen = operator.watched.sessions["one"]
+    changed = operator.api.put(path, {"spec": seen["spec"] | {"poolCluster": "pool-b"}})
+
+    with operator.working():
+        await reached(lambda: operator.wrote(f"PATCH {path}"))
+        assert operator.api.objects[path] == changed
+        operator._note("TrainingSession", operator.api.put(path, {"spec": seen["spec"]}))
+        await reached(lambda: operator.api.objects[path]["spec"] == {"poolCluster": "pool-a"})
+
+
 async def test_runs_are_reconciled_when_their_cluster_changes_but_not_when_it_is_used(
     operator: Operator,
 ) -> None:

@@ -155,9 +155,16 @@ def test_a_run_that_reached_its_lifetime_frees_its_slot() -> None:
     plan = reconcile(a_run(a_cluster(), spec=spec, status=served, now=late), SETTINGS)
 
     assert [type(action) for action in plan.actions] == [RemoveModel]
+    assert condition_of(plan) == ("False", Reason.SUSPENDING)
+    assert plan.status is not None
+    assert plan.status.finished_time is None
+    saved = {("remove", "head-0"): "tinker://one:train:0/weights/last"}
+    over = a_run(a_cluster(), spec=spec, status=plan.status, now=late, completed_saves=saved)
+    plan = reconcile(over, SETTINGS)
     assert condition_of(plan) == ("False", Reason.LIFETIME_EXCEEDED)
     assert plan.status is not None
     assert plan.status.finished_time is not None
+    assert plan.status.latest_checkpoint == saved["remove", "head-0"]
 
 
 @pytest.mark.parametrize(("action", "deleted"), [("Suspend", False), ("Delete", True)])
@@ -197,6 +204,33 @@ def test_a_cluster_has_the_trainers_and_samplers_of_its_base_model() -> None:
     kinds = {action.manifest["kind"] for action in plan.actions if isinstance(action, Apply)}
     assert "RayCluster" in kinds
     assert condition_of(plan, ConditionType.ACCEPTED) == ("True", Reason.ACCEPTED)
+
+
+@pytest.mark.parametrize("action", ["Suspend", "Delete"])
+def test_a_cluster_is_neither_suspended_for_idleness_nor_ended_by_its_age(action: str) -> None:
+    idle = {"timeoutSeconds": 600, "action": action}
+    sessions = {"idle": idle, "maxLifetimeSeconds": 1200}
+    world = World(a_base_model(sharing="Shared", sessions=sessions))
+    world.change(spec=a_session(role="Pool", lora=None, owner="tinkercloud-pool"))
+    world.settle()
+
+    world.pass_time(7200)
+    assert reconcile(world.observe(), SETTINGS) == Plan()
+    ready = find(world.status.conditions, ConditionType.READY)
+    assert ready is not None
+    assert ready.status == "True"
+
+
+def test_the_head_of_a_deleted_cluster_has_as_much_time_as_one_that_is_suspended() -> None:
+    world = World(SHARED)
+    world.change(spec=a_session(role="Pool", lora=None, owner="tinkercloud-pool"))
+    world.settle()
+
+    world.delete()
+    plan = reconcile(world.observe(), SETTINGS)
+
+    [asked] = [action for action in plan.actions if isinstance(action, SaveRequest)]
+    assert asked.timeout_seconds == SETTINGS.stop_seconds
 
 
 def test_the_head_of_a_deleted_cluster_saves_its_runs_so_that_others_resume_them() -> None:

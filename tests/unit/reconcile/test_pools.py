@@ -84,6 +84,8 @@ def some_facts(draw: st.DrawFn) -> PoolFacts:
             is_stopping=draw(st.booleans()),
             unused_since=ago(draw(seconds)),
             is_outdated=draw(rarely),
+            has_failed=draw(rarely),
+            is_suspended=draw(rarely),
         )
         for name in draw(st.lists(st.sampled_from(NAMES), unique=True))
     ]
@@ -111,7 +113,18 @@ def test_no_cluster_with_members_is_deleted(known: PoolFacts) -> None:
     plan = plan_pool(known)
 
     used = {*load(known), *plan.places.values()}
-    assert not used & {*plan.delete}
+    assert not (used - failed(known)) & {*plan.delete}
+
+
+def failed(known: PoolFacts) -> set[str]:
+    return {each.name for each in known.clusters if each.has_failed}
+
+
+@given(some_facts())
+def test_a_failed_cluster_is_deleted_at_once(known: PoolFacts) -> None:
+    stopping = {each.name for each in known.clusters if each.is_stopping}
+
+    assert failed(known) <= {*plan_pool(known).delete} | stopping
 
 
 @given(some_facts())
@@ -123,9 +136,10 @@ def test_there_are_never_more_clusters_than_allowed_nor_fewer_than_wanted(known:
     usable = sum(not each.is_stopping for each in known.clusters)
     if plan.create:
         assert len(known.clusters) + len(plan.create) <= most
-    if plan.delete:
-        outdated = sum(each.is_outdated for each in known.clusters if each.name in plan.delete)
-        assert usable - len(plan.delete) >= least - min(1, outdated)
+    deleted = {*plan.delete} - failed(known)
+    if deleted:
+        outdated = sum(each.is_outdated for each in known.clusters if each.name in deleted)
+        assert usable - len(deleted) >= least - min(1, outdated)
     if not plan.create and usable < least and not known.is_closed:
         assert len(known.clusters) >= most
 
@@ -238,7 +252,9 @@ def test_a_cluster_within_the_maximum_is_deleted_only_after_it_was_unused(known:
     early = [
         each
         for each in usable
-        if each.name in plan.delete and each.unused_since > since and not each.is_outdated
+        if each.name in {*plan.delete} - failed(known)
+        and each.unused_since > since
+        and not each.is_outdated
     ]
     assert len(early) <= max(0, len(usable) - known.pool.max_clusters)
 
@@ -372,6 +388,27 @@ def test_a_run_stays_on_a_cluster_that_is_not_ready() -> None:
     plan = plan_pool(known)
 
     assert (plan.places, plan.waiting) == ({}, {})
+
+
+def test_the_members_of_a_failed_cluster_get_places_on_another_one() -> None:
+    broken = replace(a_cluster(NAMES[0], is_ready=False), has_failed=True)
+    members = [a_member("one", NAMES[0]), a_member("two", waited_seconds=60)]
+    known = facts(broken, members=members)
+
+    plan = plan_pool(known)
+
+    assert plan.delete == (NAMES[0],)
+    assert plan.create == ("pool-tiny-1",)
+    gone = facts(a_cluster(NAMES[1]), members=members)
+    assert plan_pool(gone).places == {"one": NAMES[1], "two": NAMES[1]}
+
+
+def test_the_slots_of_a_suspended_cluster_do_not_count() -> None:
+    suspended = replace(a_cluster(NAMES[0], is_ready=False), is_suspended=True)
+
+    plan = plan_pool(facts(suspended, members=[a_member("one", waited_seconds=60)]))
+
+    assert (plan.create, plan.delete) == (("pool-tiny-1",), ())
 
 
 def test_an_unused_cluster_is_deleted_when_its_time_is_over() -> None:

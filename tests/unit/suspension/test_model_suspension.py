@@ -13,6 +13,7 @@ from tinkercloud_protocol.errors import NotFound, StateLost, Unavailable
 from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.launch import HeldModel, Limits
 from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head
+from tinkercloud_testing.served_heads import a_served_head
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.suspension import Suspension
 
@@ -426,3 +427,15 @@ async def test_a_failed_model_is_suspended_and_still_reports_its_failure(
 
         head.add(1)
         assert b"could not be created" in await head.answer(1)
+
+
+async def test_the_last_checkpoint_of_a_suspended_model_is_written(tmp_path: Path) -> None:
+    async with a_served_head(tmp_path) as head:
+        await head.begin(NAME, SPEC)
+        suspended = await head.send(f"{routes.HEAD_SUSPEND_MODEL}/{NAME}", b"", NAME)
+        assert orjson.loads(suspended.body) == {"is_suspended": True}
+
+        saved = await head.send(f"{routes.HEAD_CHECKPOINT}/{NAME}", b"", NAME)
+
+        path = f"tinker://{NAME}/weights/last-step-000000"
+        assert orjson.loads(saved.body) == {"checkpoints": [path]}

@@ -356,6 +356,12 @@ class KubernetesProvider:
         session = await self._confirmed(placement)
         if session is None or not _belongs(session, placement):
             return True
+        if session.is_deleted:
+            # The client is told the last checkpoint, which replaces the automatic ones.
+            raise Unavailable(
+                f"TrainingSession {session.name} is being deleted, and its head saves a last"
+                " checkpoint; send the request again"
+            )
         state = readiness(session)
         return isinstance(state, Ended) and isinstance(state.error, StateLost)
 

@@ -129,7 +129,8 @@ def readiness(
                 session, " is suspended by its owner", "set spec.suspend to false to resume it"
             ),
         )
-    if cluster is not None:
+    is_leaving = ready is not None and ready.reason == Reason.SUSPENDING
+    if cluster is not None and not is_leaving:
         return _on_cluster(session, cluster)
     if (
         session.spec.sharing == "Dedicated"

@@ -1,6 +1,5 @@
 """What owners have used, and what their checkpoints occupy (not an SDK call)."""
 
-from datetime import datetime
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
@@ -12,7 +11,7 @@ from tinkercloud_api.catalog.usage import Grouping, UsageQuery, UsageTotal
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_protocol.errors import NotFound
 from tinkercloud_protocol.listings import OwnerStorage, OwnerUsage, UsageList
-from tinkercloud_protocol.usage import hour_of, start_of
+from tinkercloud_protocol.usage import hour_after, hour_of, start_of
 
 router = APIRouter(prefix="/api/v1", tags=["usage"])
 
@@ -38,7 +37,7 @@ async def show_usage(  # noqa: PLR0917 - query parameters
         by,
         whose,
         since=hour_of(since) if since is not None else None,
-        until=_hour_after(until) if until is not None else None,
+        until=hour_after(until) if until is not None else None,
     )
     page = Page(offset, limit)
     totals = await server.usage.totals(query, page)
@@ -63,12 +62,6 @@ def _whose(caller: Principal, owner: str | None, access_scope: str) -> str | Non
     if not caller.may_see(owner):
         raise NotFound(f"owner: usage of {owner!r} does not exist, or belongs to another owner")
     return owner
-
-
-def _hour_after(moment: datetime) -> int:
-    """Return the first hour that does not start before a time."""
-    hour = hour_of(moment)
-    return hour if start_of(hour) == moment else hour + 1
 
 
 def _describe(total: UsageTotal) -> OwnerUsage:

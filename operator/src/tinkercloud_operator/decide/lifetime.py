@@ -161,7 +161,8 @@ def _unless_stopped(observed: Observed, idle: Idle | None, expiry: datetime | No
     if node is not None:
         message = f"node {node} is cordoned; saving the state to resume the session on other nodes"
         return Decision(DesiredState.SUSPENDED, Reason.SUSPENDING, message, expiry)
-    if _was_suspended_by_owner(observed):
+    if observed.spec.role == "Pool" or _was_suspended_by_owner(observed):
+        # Its pool decides when a cluster is no longer needed, and deletes it (`decide.pools`).
         return Decision(DesiredState.RUNNING, Reason.RUNNING, "", expiry)
     if idle is None or _is_queued(observed):
         return _unchanged(observed, expiry)

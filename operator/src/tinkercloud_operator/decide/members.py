@@ -35,6 +35,8 @@ from tinkercloud_operator.spec.snapshot import Observed, PoolCluster
 
 _RETRY_SECONDS = 5.0
 """Interval between two requests to a head that has not completed one."""
+_LEAST_REMOVAL_SECONDS = 15.0
+"""Time limit for dropping a model of a head, even if no time is given to save it."""
 
 
 def reconcile_member(observed: Observed, settings: Settings) -> Plan:
@@ -51,7 +53,7 @@ def reconcile_member(observed: Observed, settings: Settings) -> Plan:
         case DesiredState.DELETED:
             return reporting_plan(observed, [DeleteSession()], new_status, None)
         case DesiredState.FINISHED:
-            request = _removal(observed, settings.last_checkpoint_seconds)
+            request = _removal(observed, _removal_seconds(settings))
             if request is not None:
                 return reporting_plan(observed, [request], new_status, _RETRY_SECONDS)
             return reporting_plan(observed, [], new_status, seconds)
@@ -78,7 +80,7 @@ def _finalize(observed: Observed, resolved: ResolvedSpec | Rejection, settings: 
     """Let the head drop the model, then remove the finalizer, after a limited time in any case."""
     if not observed.has_finalizer or observed.deleted is None:
         return Plan()
-    limit = observed.deleted + timedelta(seconds=settings.last_checkpoint_seconds)
+    limit = observed.deleted + timedelta(seconds=_removal_seconds(settings))
     left = (limit - observed.now).total_seconds()
     request = _removal(observed, left)
     if request is not None:
@@ -87,6 +89,10 @@ def _finalize(observed: Observed, resolved: ResolvedSpec | Rejection, settings: 
     if left > 0 and _is_restarting(observed):
         return reporting_plan(observed, [], _status(observed, resolved, None), left)
     return Plan((SetFinalizer(present=False),))
+
+
+def _removal_seconds(settings: Settings) -> float:
+    return max(settings.last_checkpoint_seconds, _LEAST_REMOVAL_SECONDS)
 
 
 def _removal(observed: Observed, left: float) -> RemoveModel | None:
@@ -99,6 +105,11 @@ def _removal(observed: Observed, left: float) -> RemoveModel | None:
     if ("remove", cluster.incarnation) in observed.completed_saves:
         return None
     return RemoveModel(cluster.name, cluster.endpoint, cluster.incarnation, model_id, left)
+
+
+def _is_leaving(observed: Observed) -> bool:
+    """Return whether a head still has to save and drop the model."""
+    return _removal(observed, _LEAST_REMOVAL_SECONDS) is not None
 
 
 def _is_restarting(observed: Observed) -> bool:
@@ -114,7 +125,8 @@ def _status(
     previous, cluster = observed.status, observed.pool_cluster
     is_served = ready.is_reached and cluster is not None
     finished = previous.finished_time
-    if finished is None and decision is not None and decision.desired is DesiredState.FINISHED:
+    is_over = decision is not None and decision.desired is DesiredState.FINISHED
+    if finished is None and is_over and not _is_leaving(observed):
         finished = timestamp(observed.now)
     return TrainingSessionStatus(
         observed_generation=observed.generation,
@@ -170,7 +182,9 @@ def _later_steps(observed: Observed, decision: Decision | None) -> Iterable[Step
     if decision is None:
         yield from [StepStatus(is_reached=False, reason=Reason.TERMINATING)] * 4
     elif decision.desired is not DesiredState.RUNNING:
-        stops = StepStatus(is_reached=False, reason=decision.reason, message=decision.message)
+        # Clients wait for the last checkpoint, whose path they are told then.
+        reason = Reason.SUSPENDING if _is_leaving(observed) else decision.reason
+        stops = StepStatus(is_reached=False, reason=reason, message=decision.message)
         yield from [stops] * 4
     elif cluster is None:
         message = observed.pool_message or "waiting for a place in the pool"

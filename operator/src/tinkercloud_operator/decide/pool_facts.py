@@ -86,6 +86,8 @@ def _cluster(session: Manifest, deleting: Set[str]) -> Cluster:
     return Cluster(
         name=metadata["name"],
         is_ready=is_ready,
+        has_failed=ready.get("reason") == Reason.START_FAILED or not is_live(session),
+        is_suspended=bool(session["spec"].get("suspend")),
         is_stopping="deletionTimestamp" in metadata or metadata["uid"] in deleting,
         unused_since=max(moment for moment in moments if moment is not None),
         is_outdated=_condition(session, ConditionType.ACCEPTED).get("reason")

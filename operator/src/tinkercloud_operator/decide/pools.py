@@ -27,6 +27,10 @@ class Cluster:
     """When it was last used, or when it became ready or was created if it never was."""
     is_outdated: bool = False
     """Whether its pods were started with an earlier specification."""
+    has_failed: bool = False
+    """Whether it will never be ready again: its pods did not start until the deadline."""
+    is_suspended: bool = False
+    """Whether an administrator has suspended it, so that its slots do not count."""
     problem: str | None = None
     """What keeps it from becoming ready without intervention, if anything does."""
 
@@ -72,7 +76,8 @@ class PoolPlan:
     create: tuple[str, ...]
     """Names of clusters."""
     delete: tuple[str, ...]
-    """Names of clusters without members: too many, unused or outdated."""
+    """Names of clusters: those that have failed, and of those without members the surplus, the
+    unused and the outdated."""
     places: Mapping[str, str]
     """Clusters of members that get a place now, by name of the member."""
     waiting: Mapping[str, str]
@@ -95,7 +100,8 @@ def plan_pool(facts: PoolFacts) -> PoolPlan:
         places[member.name] = chosen
         load[chosen] += 1
         owners.add((chosen, member.owner))
-    delete = _surplus_clusters(facts, waiting, load) or _outdated_cluster(facts, load)
+    unneeded = _surplus_clusters(facts, waiting, load) or _outdated_cluster(facts, load)
+    delete = (*_failed_clusters(facts), *unneeded)
     create = _new_clusters(facts, waiting, load, delete)
     why = _why_waiting(facts, create)
     return PoolPlan(
@@ -189,7 +195,11 @@ def _place(
 
 
 def _usable(facts: PoolFacts) -> list[Cluster]:
-    return [cluster for cluster in facts.clusters if not cluster.is_stopping]
+    return [each for each in facts.clusters if not (each.is_stopping or each.has_failed)]
+
+
+def _offering_slots(facts: PoolFacts) -> list[Cluster]:
+    return [cluster for cluster in _usable(facts) if not cluster.is_suspended]
 
 
 def _new_clusters(
@@ -198,7 +208,7 @@ def _new_clusters(
     pool = facts.pool
     if pool is None or facts.is_closed:
         return ()
-    usable = [cluster for cluster in _usable(facts) if cluster.name not in delete]
+    usable = [cluster for cluster in _offering_slots(facts) if cluster.name not in delete]
     due = [member for member in waiting if not usable or _due(member, pool) <= facts.now]
     wanted = len(due) + _spare_slots(pool, waiting, load) - _free_slots(pool, usable, load)
     # Rounded up: the last of several waiting members needs a cluster too.
@@ -219,17 +229,26 @@ def _due(member: Member, pool: Pool) -> datetime:
     return member.waits_since + timedelta(seconds=pool.scale_up_after_seconds)
 
 
+def _failed_clusters(facts: PoolFacts) -> tuple[str, ...]:
+    """Return clusters that can't serve any more; their members get other places, if they have any.
+
+    A cluster has no pods when its start has failed, so only saved state can be continued.
+    """
+    failed = [each for each in facts.clusters if each.has_failed and not each.is_stopping]
+    return tuple(cluster.name for cluster in failed)
+
+
 def _surplus_clusters(
     facts: PoolFacts, waiting: Sequence[Member], load: Counter[str]
 ) -> tuple[str, ...]:
     """Return clusters to delete: without members, and too many or unused for long enough."""
-    usable = _usable(facts)
+    usable = _offering_slots(facts) if facts.pool is not None else _usable(facts)
     least, most = (facts.pool.min_clusters, facts.pool.max_clusters) if facts.pool else (0, 0)
     empty = sorted(
         (cluster for cluster in usable if not load[cluster.name]),
         key=lambda cluster: (cluster.is_ready, cluster.unused_since, cluster.name),
     )
-    surplus = empty[: max(0, len(usable) - most)]
+    surplus = empty[: max(0, len(_usable(facts)) - most)]
     # While members wait, a cluster that starts is needed, however long that takes.
     unused = [
         cluster for cluster in empty if not waiting and _unused_at(facts, cluster) <= facts.now
@@ -285,7 +304,7 @@ def _why_waiting(facts: PoolFacts, create: Iterable[str]) -> str:
         return "the BaseModel has no pool"
     if facts.is_closed:
         return "the pool is closed: no cluster is added to it for now"
-    usable = _usable(facts)
+    usable = _offering_slots(facts)
     starting = [
         *(
             f"{each.name} ({each.problem})" if each.problem else each.name

@@ -301,16 +301,18 @@ def _delete_support_objects(observed: Observed) -> Iterable[Action]:
 def _finalize(observed: Observed, settings: Settings) -> Plan:
     """Request a last checkpoint for a deleted session, then remove the finalizer.
 
-    The finalizer is also removed once `last_checkpoint_seconds` have passed.
+    The finalizer is also removed once `last_checkpoint_seconds` have passed; for a cluster of a
+    pool, which is suspended, once `stop_seconds` have.
     """
     if not observed.has_finalizer or observed.deleted is None:
         return Plan()
     desired = _desired_spec(observed, settings)
     new_status = status(observed, desired, _effective_spec(observed, desired, settings), None)
-    left = _seconds_left(observed, observed.deleted, settings.last_checkpoint_seconds)
     # The runs on a pool cluster do not end with it: another cluster resumes them.
-    kind: Literal["suspend", "checkpoint"]
-    kind = "suspend" if observed.spec.role == "Pool" else "checkpoint"
+    is_pool = observed.spec.role == "Pool"
+    kind: Literal["suspend", "checkpoint"] = "suspend" if is_pool else "checkpoint"
+    seconds = settings.stop_seconds if is_pool else settings.last_checkpoint_seconds
+    left = _seconds_left(observed, observed.deleted, seconds)
     request = _save_request(observed, kind, left)
     program = [Delete(key) for key in surplus_of_program(observed, None)]
     if request is not None:

@@ -17,6 +17,10 @@ from tinkercloud_protocol.launch import Saved
 
 log = structlog.get_logger(__name__)
 
+_DROP_SECONDS = 10.0
+"""Reserved for dropping a model whose last checkpoint could not be saved in time: it would occupy
+memory of the cluster without a slot."""
+
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
@@ -57,10 +61,29 @@ class HeadClient:
 
     async def _remove(self, request: RemoveModel) -> SaveResult:
         token, model = await self._token(request.cluster), quote(request.model_id)
-        url = f"{request.url}{routes.HEAD_CHECKPOINT}/{model}"
-        saved = await self._checkpoint(url, token)
+        saved = await self._last_checkpoint(request, f"{routes.HEAD_CHECKPOINT}/{model}", token)
         await self._call("DELETE", f"{request.url}{routes.HEAD_MODELS}/{model}", token)
         return saved
+
+    async def _last_checkpoint(self, request: RemoveModel, path: str, token: str) -> SaveResult:
+        """Return the last checkpoint of a model; none if there is no time for another attempt.
+
+        Raises:
+            aiohttp.ClientError: the head refused, and there is time for another attempt.
+        """
+        seconds = request.timeout_seconds - _DROP_SECONDS
+        try:
+            async with asyncio.timeout(max(0.0, seconds)):
+                return await self._checkpoint(request.url + path, token)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            if isinstance(error, aiohttp.ClientError) and seconds > _DROP_SECONDS:
+                raise
+            log.warning(
+                "a run ends without a last checkpoint",
+                model_id=request.model_id,
+                error=f"{type(error).__name__}: {error}",
+            )
+            return SaveResult(latest_checkpoint=None)
 
     async def _checkpoint(self, url: str, token: str) -> SaveResult:
         saved = Saved.model_validate_json(await self._call("POST", url, token))

@@ -117,8 +117,11 @@ class Pools:
         facts = self.facts(model_name)
         plan = plan_pool(facts)
         self._record_waiting(facts, plan.waiting)
-        for session, name in plan.places.items():
-            await self._place(session, name)
+        failures = [
+            failure
+            for session, name in plan.places.items()
+            if (failure := await self._place(session, name)) is not None
+        ]
         for name in plan.delete:
             await self._delete(name)
         base_model = self._watched.offering(model_name)
@@ -128,6 +131,8 @@ class Pools:
         if plan.changes_at is not None:
             seconds = (plan.changes_at - datetime.now(UTC)).total_seconds()
             self._queue.add_after(model_name, max(0.0, seconds))
+        if failures:
+            raise failures[0]
 
     def _record_waiting(self, facts: PoolFacts, waiting: Mapping[str, str]) -> None:
         for member in facts.members:
@@ -139,16 +144,28 @@ class Pools:
             if message != before:
                 self._enqueue(member.name)
 
-    async def _place(self, session: str, cluster: str) -> None:
-        """Give a session a place, unless it was deleted."""
+    async def _place(self, session: str, cluster: str) -> KubernetesError | None:
+        """Give a session a place, unless it was deleted; return the failure of an attempt.
+
+        The session must be as it is known. Otherwise a late request of an operator that is no
+        longer the leader could move a run that was started elsewhere.
+        """
         known = self._watched.sessions.get(session)
         if known is None:
-            return
-        patch = {"metadata": {"uid": known["metadata"]["uid"]}, "spec": {"poolCluster": cluster}}
-        with suppress(NotFound):
+            return None
+        metadata = {key: known["metadata"][key] for key in ("uid", "resourceVersion")}
+        patch = {"metadata": metadata, "spec": {"poolCluster": cluster}}
+        try:
             placed = await self._cluster.merge(ObjectRef("TrainingSession", session), patch)
-            log.info("placed a session on a pool cluster", session=session, cluster=cluster)
-            self._note("TrainingSession", placed)
+        except NotFound:
+            return None
+        except KubernetesError as error:
+            # Others must not wait because one session can't be placed.
+            log.warning("could not place a session; retrying", session=session, error=str(error))
+            return error
+        log.info("placed a session on a pool cluster", session=session, cluster=cluster)
+        self._note("TrainingSession", placed)
+        return None
 
     async def _delete(self, name: str) -> None:
         known = self._watched.sessions.get(name)

@@ -258,7 +258,9 @@ def idle_policy(spec: TrainingSessionSpec, base_model: BaseModelSpec | None) -> 
 
 
 def max_lifetime(spec: TrainingSessionSpec, base_model: BaseModelSpec | None) -> int | None:
-    """Return the maximum lifetime in seconds; None for no limit."""
+    """Return the maximum lifetime in seconds; None for no limit, as for a cluster of a pool."""
+    if spec.role == "Pool":
+        return None
     allowed = base_model.sessions.max_lifetime_seconds if base_model is not None else None
     lifetimes = (spec.max_lifetime_seconds, allowed)
     return min((life for life in lifetimes if life is not None), default=None)

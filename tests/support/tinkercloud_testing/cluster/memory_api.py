@@ -81,14 +81,19 @@ class MemoryApi:
             case "DELETE":
                 return self._delete(path, await request.json())
             case _:
-                return web.json_response(
-                    self.put(path.removesuffix("/status"), json.loads(await request.read()))
-                )
+                return self._patch(path.removesuffix("/status"), json.loads(await request.read()))
 
     def _create(self, path: str, manifest: Json) -> web.Response:
         if path in self.objects:
             return _status(409, "already exists", "AlreadyExists")
         return web.json_response(self.put(path, manifest), status=201)
+
+    def _patch(self, path: str, manifest: Json) -> web.Response:
+        wanted = manifest.get("metadata", {}).get("resourceVersion")
+        found = self.objects.get(path, {"metadata": {}})
+        if wanted is not None and found["metadata"].get("resourceVersion") != wanted:
+            return _status(409, "the object has been modified")
+        return web.json_response(self.put(path, manifest))
 
     def _delete(self, path: str, options: Json) -> web.Response:
         found = self.objects.get(path, {"metadata": {}})

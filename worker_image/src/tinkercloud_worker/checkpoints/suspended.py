@@ -79,6 +79,8 @@ class HeadState(_Part):
     """Numbers of the requests that were sent without one, by idempotency key."""
     unsaved_changes: int = 1
     """Number of changes that are in no training checkpoint; 1 if an older head wrote the state."""
+    latest_checkpoint: str | None = None
+    """Path of the latest training checkpoint, automatic ones included."""
 
 
 class Bodies:

@@ -324,7 +324,11 @@ class HeadApp:
         return Response(HeldModels(models=self._service.held()).model_dump_json().encode())
 
     async def _checkpoint(self, request: Request) -> Response:
-        saved = Saved(checkpoints=await self._service.checkpoint(only=_resource(request)))
+        only = _resource(request)
+        if only:
+            # Its state may be in the store, from which no checkpoint is made.
+            await self._service.recall(only)
+        saved = Saved(checkpoints=await self._service.checkpoint(only=only))
         return Response(saved.model_dump_json().encode())
 
     async def _put_model(self, request: Request) -> Response:

@@ -36,12 +36,16 @@ class ModelCheckpoints:
         self.latest: CheckpointManifest | None = None
         """The latest training checkpoint that was written, other than automatic ones."""
         self._latest_autosave: CheckpointManifest | None = None
+        self.inherited: str | None = None
+        """Path of the latest training checkpoint that an earlier head of a resumed model wrote."""
 
     def to_resume_from(self) -> str | None:
         """Return the path of the latest state in the store; None if there is none."""
         written = [each for each in (self.latest, self._latest_autosave) if each is not None]
         newest = max(written, key=lambda manifest: manifest.created_at, default=None)
-        return newest.tinker_path if newest is not None else self._spec.restore_from
+        if newest is not None:
+            return newest.tinker_path
+        return self.inherited or self._spec.restore_from
 
     def next_moment(self) -> datetime:
         """Return a timestamp later than that of every checkpoint the run has saved.
@@ -151,15 +155,19 @@ class ModelCheckpoints:
         self, manifest: CheckpointManifest, encode: Callable[[], formats.Files]
     ) -> CheckpointManifest:
         autosaves = await self._list_autosaves()
+        is_new = manifest.path not in autosaves
+        # Before it is written, so that it is also removed if writing is abandoned.
+        autosaves.setdefault(manifest.path, _LONG_AGO)
         writing = self._write(manifest, encode, overwrite=True)
         del encode
         try:
             self._latest_autosave = written = await writing
         except Exception:
-            if manifest.path not in autosaves:
+            if is_new:
                 # A store that is full should not keep half of it.
                 with suppress(WireError):
                     await self._backend.store.delete(manifest.path)
+                    del autosaves[manifest.path]
             raise
         autosaves[written.path] = written.created_at
         try:

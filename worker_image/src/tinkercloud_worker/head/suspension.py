@@ -186,6 +186,7 @@ class Suspension:
             samplers=[],
             keys=model.given_numbers.keys,
             unsaved_changes=model.operations.schedule.unsaved,
+            latest_checkpoint=model.operations.checkpoints.to_resume_from(),
         )
 
     def _kept_results(self, model: LiveModel, state: QueueSnapshot) -> list[ExportedResult]:
@@ -284,6 +285,7 @@ class Suspension:
             model.operations.schedule.changed(time.monotonic(), head.state.unsaved_changes)
             model.lineage = [each for each in manifest.lineage if each != own]
             model.operations.checkpoints.continue_after(manifest.created_at)
+            model.operations.checkpoints.inherited = head.state.latest_checkpoint
             accept()
             if manifest.generation == own:
                 # The catalog names this head: once the model has changed, no other head may resume

@@ -31,9 +31,12 @@ async def usage_reports(backend: Backend, drained: asyncio.Event) -> AsyncIterat
     revision = 0
     with backend.usage.notifying(changed.set):
         try:
-            while not ended.done():
+            is_last = False
+            while not is_last:
                 await _until_set(changed, ended)
                 await asyncio.wait({ended}, timeout=_GATHER_SECONDS)
+                # Before the counts are read: what is counted later needs another report.
+                is_last = ended.done()
                 changed.clear()
                 # In a thread, because the first report has everything.
                 revision, counts = await asyncio.to_thread(backend.usage.changes, revision)
