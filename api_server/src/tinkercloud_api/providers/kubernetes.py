@@ -357,7 +357,7 @@ class KubernetesProvider:
         if session is None or not _belongs(session, placement):
             return True
         if session.is_deleted:
-            # The client is told the last checkpoint, which replaces the automatic ones.
+            # The error is to name the last checkpoint, which replaces the automatic ones.
             raise Unavailable(
                 f"TrainingSession {session.name} is being deleted, and its head saves a last"
                 " checkpoint; send the request again"

@@ -182,7 +182,7 @@ def _later_steps(observed: Observed, decision: Decision | None) -> Iterable[Step
     if decision is None:
         yield from [StepStatus(is_reached=False, reason=Reason.TERMINATING)] * 4
     elif decision.desired is not DesiredState.RUNNING:
-        # Clients wait for the last checkpoint, whose path they are told then.
+        # Clients wait for the last checkpoint, which the error then names.
         reason = Reason.SUSPENDING if _is_leaving(observed) else decision.reason
         stops = StepStatus(is_reached=False, reason=reason, message=decision.message)
         yield from [stops] * 4
