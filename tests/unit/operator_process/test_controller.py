@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 import pytest
@@ -14,7 +15,7 @@ from tinkercloud_operator.run.head_client import HeadClient
 from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.run.probes import Probes
 from tinkercloud_operator.settings import Settings
-from tinkercloud_testing.cluster.memory_api import Connection, Json
+from tinkercloud_testing.cluster.memory_api import MOMENT, Connection, Json
 from tinkercloud_testing.sessions import a_base_model_manifest, a_session_manifest
 from tinkercloud_testing.waiting import reached
 
@@ -122,6 +123,37 @@ async def test_installing_kuberay_restarts_the_watches(
     await resyncing
 
     assert stop.is_set()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"generation": 2}, {"deletionTimestamp": MOMENT}, {"annotations": {"used": "yes"}}],
+    ids=["spec", "deletion", "annotation"],
+)
+async def test_a_change_that_the_response_to_an_own_write_shows_first_is_reconciled(
+    controller: Controller, connection: Connection, changed: dict[str, Any]
+) -> None:
+    observed = await controller._observe("one")
+    assert observed is not None
+    controller.queue.done(await controller.queue.take())
+    event = connection.api.put(f"{SESSIONS}/one", {}, **changed)
+
+    await controller._executor.write_status("TrainingSession", "one", observed.uid, {})
+    controller.on_event("TrainingSession", "MODIFIED", event)
+
+    assert len(controller.queue) == 1
+
+
+async def test_an_own_write_alone_causes_no_reconciliation(
+    controller: Controller, connection: Connection
+) -> None:
+    observed = await controller._observe("one")
+    assert observed is not None
+    controller.queue.done(await controller.queue.take())
+
+    await controller._executor.write_status("TrainingSession", "one", observed.uid, {})
+
+    assert len(controller.queue) == 0
 
 
 async def test_a_duplicate_base_model_becomes_active_when_the_older_one_is_deleted(

@@ -69,7 +69,7 @@ class Controller:
         self._head_saver = HeadSaver(head_client, self.queue.add)
         self._definitions = ServedDefinitions(cluster)
         self._executor = Executor(
-            cluster, self._head_saver, self.note, self.watched.note, self._definitions.storable
+            cluster, self._head_saver, self.note, self._note_own, self._definitions.storable
         )
         self._pools = Pools(self.watched, cluster, self.note, self.queue.add)
         self._base_models = BaseModels(self.watched, self._executor, self._pools)
@@ -111,6 +111,19 @@ class Controller:
         if kind == "TrainingSession" and is_gone:
             self._executor.forget(manifest["metadata"]["name"])
             self._head_saver.forget(manifest["metadata"]["name"])
+
+    def _note_own(self, kind: str, manifest: Manifest) -> None:
+        """Record one of our own objects after a write of its status or finalizer.
+
+        The write itself needs no reconciliation. But somebody else may have changed the object
+        since it was observed, and then the watch event is older than what is recorded here.
+        """
+        objects = self.watched.sessions if kind == "TrainingSession" else self.watched.base_models
+        known = objects.get(manifest["metadata"]["name"])
+        affected = self.watched.note(kind, manifest)
+        if known is not None and _is_changed_by_others(known, manifest):
+            for session in affected:
+                self.queue.add(session)
 
     async def resync(self) -> None:
         """List all objects and enqueue every session.
@@ -285,3 +298,9 @@ class Controller:
             nodes = None
         self._nodes = (moment, nodes)
         return nodes
+
+
+def _is_changed_by_others(known: Manifest, now: Manifest) -> bool:
+    """Whether an object differs in what the operator's own writes of it do not change."""
+    fields = ("generation", "deletionTimestamp", "annotations")
+    return any(known["metadata"].get(each) != now["metadata"].get(each) for each in fields)
