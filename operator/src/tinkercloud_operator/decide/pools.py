@@ -2,7 +2,7 @@
 
 A session that shares a cluster is a *member* of the pool. It waits until a ready cluster has a free
 slot, is placed there once, and stays. One worker of one process decides for a whole pool, so slots
-are never promised twice.
+are never assigned twice.
 """
 
 from collections import Counter, deque
@@ -76,8 +76,8 @@ class PoolPlan:
     create: tuple[str, ...]
     """Names of clusters."""
     delete: tuple[str, ...]
-    """Names of clusters: those that have failed, and of those without members the surplus, the
-    unused and the outdated."""
+    """Names of failed clusters, and of clusters without members that are surplus, unused or
+    outdated."""
     places: Mapping[str, str]
     """Clusters of members that get a place now, by name of the member."""
     waiting: Mapping[str, str]

@@ -99,7 +99,7 @@ class Pools:
             self.note("TrainingSession", session)
 
     async def work(self) -> None:
-        """Maintain the pools, forever; one worker, so that no slot is promised twice."""
+        """Maintain the pools, forever; one worker, so that no slot is assigned twice."""
         while True:
             name = await self._queue.take()
             try:

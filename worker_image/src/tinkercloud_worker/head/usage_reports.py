@@ -13,7 +13,7 @@ from tinkercloud_worker.engine.usage import HourOfUsage
 from tinkercloud_worker.head.backend import Backend
 
 _GATHER_SECONDS = 1.0
-"""Time from a completed request to the report of it and of those that complete meanwhile."""
+"""Delay of a report after a request completes; requests that complete meanwhile are included."""
 _MAX_ENTRIES = 50
 """Entries of a line."""
 
