@@ -219,7 +219,14 @@ def percentile(values: Sequence[float], percent: int) -> float:
 def main() -> None:
     """Print a table of all pools and of Dedicated sessions, over all seeds."""
     table = Table(
-        "", "sessions", "wait p50", "wait p95", "GPU hours allocated", "idle", "idle / all GPUs", "length p50"
+        "",
+        "sessions",
+        "wait p50",
+        "wait p95",
+        "GPU hours allocated",
+        "idle",
+        "idle / all GPUs",
+        "length p50",
     )
     for name, pool in {**POOLS, "Dedicated": DEDICATED}.items():
         days = [Day(pool, sessions_of_a_day(seed)).run() for seed in SEEDS]
