@@ -18,9 +18,11 @@ from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.providers.base import HeadEndpoint, Placement
 from tinkercloud_api.training_runs import TrainingRuns
+from tinkercloud_protocol.checkpoints import CheckpointManifest, encode_manifest
 from tinkercloud_protocol.errors import StateLost, Unavailable
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.object_store import open_store
+from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_testing.providers import OneHead
 
 SPEC = ModelSpec(owner="me", lora=None).model_dump(mode="json")
@@ -259,3 +261,28 @@ async def test_a_failing_head_is_not_called_for_every_run(world: World) -> None:
     world.head.is_failing = False
     await world.locator.release_leftovers(datetime.now(UTC) + timedelta(days=1))
     assert set(world.head.released) >= {f"s:train:{index}" for index in range(20)}
+
+
+async def test_automatic_checkpoints_that_a_killed_head_has_left_are_listed_in_the_end(
+    world: World, tmp_path: Path
+) -> None:
+    run_id = await world.begin(0)
+    path = CheckpointPath.of_autosave(run_id, 3)
+    manifest = CheckpointManifest(
+        tinker_path=str(path),
+        owner="me",
+        base_model="tiny",
+        lora=None,
+        step=3,
+        created_at=datetime.now(UTC),
+        files={},
+    )
+    store = open_store((tmp_path / "store").as_uri())
+    await store.put_async(path.manifest_key, encode_manifest(manifest))
+    await world.runs.finish_session("s", "success", None)
+    assert await world.checkpoints.of_run(run_id) == []
+
+    await world.locator.release_leftovers(datetime.now(UTC) + timedelta(days=1))
+
+    [listed] = await world.checkpoints.of_run(run_id)
+    assert listed.tinker_path == str(path)

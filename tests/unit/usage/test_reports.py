@@ -13,6 +13,7 @@ from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.usage import UsageReport
 from tinkercloud_testing.served_heads import TOKEN, ServedHead, a_served_head
 from tinkercloud_worker.engine.usage import Payer, Usage
+from tinkercloud_worker.head.usage_reports import usage_reports
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -92,6 +93,20 @@ async def test_a_stopping_head_reports_what_it_has_not_reported_and_ends_the_lea
     await lease
 
     assert recorder.tokens == {"a:train:0": 3} | {f"s{n}:train:0": 2 for n in range(250)}
+
+
+async def test_what_is_counted_while_a_report_is_sent_is_in_the_last_one(head: ServedHead) -> None:
+    drained = asyncio.Event()
+    reports = usage_reports(head.backend, drained)
+    train(head, "a", 3)
+    await anext(reports)
+
+    train(head, "a", 1)
+    drained.set()
+    await asyncio.sleep(0)
+    [last] = [UsageReport.model_validate_json(line) async for line in reports]
+
+    assert [entry.trained_tokens for entry in last.entries] == [4]
 
 
 async def test_a_report_that_the_catalog_does_not_accept_is_recorded_later(

@@ -1,0 +1,79 @@
+"""The end of a run in a pool: its head saves a last checkpoint, and drops the model in any case."""
+
+import base64
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import aiohttp
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from tinkercloud_operator.decide.actions import RemoveModel
+from tinkercloud_operator.run.head_client import HeadClient, SaveResult
+from tinkercloud_testing.cluster.memory_api import Connection
+
+SECRET = "/api/v1/namespaces/default/secrets/pool-a-token"
+RUN = "one:train:0"
+CHECKPOINT, MODEL = f"POST /checkpoint/{RUN}", f"DELETE /models/{RUN}"
+SAVED = f"tinker://{RUN}/weights/last"
+
+
+@dataclass
+class Head:
+    """A head whose store works or fails."""
+
+    client: HeadClient
+    url: str = ""
+    is_failing: bool = False
+    requests: list[str] = field(default_factory=list)
+
+    async def answer(self, request: web.Request) -> web.Response:
+        self.requests.append(f"{request.method} {request.path}")
+        if self.is_failing and request.method == "POST":
+            return web.json_response({"detail": "the store does not respond"}, status=503)
+        return web.json_response({"checkpoints": [SAVED]})
+
+    async def remove(self, seconds: float) -> SaveResult | None:
+        return await self.client.save("one", RemoveModel("pool-a", self.url, "h", RUN, seconds))
+
+
+@pytest.fixture
+async def head(connection: Connection) -> AsyncIterator[Head]:
+    token = base64.b64encode(b"token").decode()
+    connection.api.put(SECRET, {"data": {"token": token}})
+    async with aiohttp.ClientSession() as http:
+        made = Head(HeadClient(connection.cluster, http))
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", made.answer)
+        async with TestServer(app) as server:
+            made.url = str(server.make_url("")).rstrip("/")
+            yield made
+
+
+async def test_a_model_is_dropped_after_its_last_checkpoint(head: Head) -> None:
+    assert await head.remove(60) == SaveResult(SAVED)
+    assert head.requests == [CHECKPOINT, MODEL]
+
+
+async def test_a_model_whose_checkpoint_fails_is_kept_while_there_is_time_to_try_again(
+    head: Head,
+) -> None:
+    head.is_failing = True
+
+    assert await head.remove(60) is None
+    assert head.requests == [CHECKPOINT]
+
+
+async def test_a_model_whose_checkpoint_fails_until_the_end_is_dropped_without_one(
+    head: Head,
+) -> None:
+    head.is_failing = True
+
+    assert await head.remove(15) == SaveResult(None)
+    assert head.requests == [CHECKPOINT, MODEL]
+
+
+async def test_a_model_is_dropped_if_there_is_no_time_to_save_it(head: Head) -> None:
+    assert await head.remove(9) == SaveResult(None)
+    assert head.requests[-1] == MODEL
