@@ -222,3 +222,11 @@ def test_a_deleted_run_has_ended_although_its_cluster_serves() -> None:
 
     assert isinstance(state, Ended)
     assert isinstance(state.error, StateLost)
+
+
+def test_clients_wait_while_the_head_of_a_pool_saves_and_drops_an_ended_run() -> None:
+    leaving = a_run_in_a_pool(a_condition(ConditionType.READY, "False", Reason.SUSPENDING, "old"))
+
+    assert readiness(leaving, a_pool_cluster(READY, **SERVING)) == Pending(
+        "active", "TrainingSession one: Suspending: old"
+    )

@@ -1,0 +1,42 @@
+"""When a run is reported as lost: not before its head has saved a last checkpoint."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from tinkercloud_api.providers.base import Placement
+from tinkercloud_api.providers.kubernetes import KubernetesProvider
+from tinkercloud_api.providers.session_options import SessionOptions
+from tinkercloud_api.providers.session_status import TrainingSessionView, read_session
+from tinkercloud_protocol.errors import Unavailable
+
+SESSION = read_session(
+    {
+        "metadata": {
+            "name": "one",
+            "uid": "u",
+            "resourceVersion": "1",
+            "generation": 2,
+            "creationTimestamp": "2026-01-01T00:00:00Z",
+        },
+        "spec": {"baseModel": "tiny/llama", "owner": "me"},
+    }
+)
+RUN = Placement("s:train:0", "me", "tiny/llama", options=SessionOptions(session="one"))
+
+
+def a_provider(session: TrainingSessionView) -> KubernetesProvider:
+    provider = KubernetesProvider("default", None)
+    provider._sessions = SimpleNamespace(get={"one": session}.get)  # type: ignore[assignment]
+    return provider
+
+
+async def test_a_run_is_not_gone_while_its_session_is_being_deleted() -> None:
+    with pytest.raises(Unavailable, match="send the request again"):
+        await a_provider(replace(SESSION, is_deleted=True)).is_gone(RUN)
+
+
+async def test_a_run_is_gone_if_the_session_belongs_to_another_owner() -> None:
+    assert await a_provider(SESSION).is_gone(replace(RUN, owner="bob"))
+    assert not await a_provider(SESSION).is_gone(RUN)
