@@ -203,7 +203,8 @@ async def test_the_rest_of_a_cancelled_job_does_not_run(thread: EngineThread) ->
     await waiting
     await text(thread, pieces, "b", "other")()
 
-    assert pieces.ran.count("a") == ran
+    # The thread may have waited before it began the long job, whose first piece always runs.
+    assert pieces.ran.count("a") == max(ran, 1)
 
 
 async def test_what_waits_says_how_much_runs_before_it(thread: EngineThread) -> None:
