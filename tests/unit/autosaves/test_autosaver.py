@@ -56,6 +56,10 @@ def held(head: Head) -> HeldModel:
     return model
 
 
+def lose(*_: object) -> None:
+    raise StateLost("model lost with its ranks; resume from its last checkpoint")
+
+
 class HeldStore:
     """Holds the writes of a head's store until they are released."""
 
@@ -318,9 +322,6 @@ async def test_an_abandoned_autosave_that_the_store_has_completed_is_deleted_too
 async def test_a_model_that_is_lost_after_a_resume_names_the_autosave_of_the_head_before(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Callable[[], list[str]]
 ) -> None:
-    def lose(*_: object) -> None:
-        raise StateLost("model lost with its ranks; resume from its last checkpoint")
-
     with a_head(root, tmp_path, "g1", autosave=EVERY_2_STEPS) as before:
         await before.begin()
         await train(before, 1, 5)
@@ -341,9 +342,6 @@ async def test_a_model_that_is_lost_after_a_resume_names_the_autosave_of_the_hea
 async def test_a_lost_model_names_its_autosave_which_outlives_it(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: Callable[[], list[str]]
 ) -> None:
-    def lose(*_: object) -> None:
-        raise StateLost("model lost with its ranks; resume from its last checkpoint")
-
     with a_head(root, tmp_path, "g1", autosave=AT_ONCE) as head:
         await head.begin()
         await train(head, 1, 3)
