@@ -14,7 +14,7 @@ MODEL := HuggingFaceTB/SmolLM2-135M-Instruct
 CACHE := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/tinkercloud
 MODEL_FOLDER := $(CACHE)/SmolLM2-135M-Instruct
 E2E_TESTS := test_installation.py test_pool_installation.py test_trainer_pods.py
-LONG_CLUSTER_TESTS := $(E2E_TESTS) test_operator_faults.py
+FAULT_TESTS := $(addprefix test_operator_,crash_points.py faults.py scale.py)
 SHARDED_TESTS := $(addprefix tests/conformance/,test_training_with_the_sdk.py test_checkpoints_with_the_sdk.py)
 TRAINER_TESTS := $(SHARDED_TESTS) $(addprefix tests/conformance/,bad_input test_sampling_with_the_sdk.py \
   test_external_weights.py test_cookbook.py test_suspension.py::test_a_pending_gradient_survives_a_restart)
@@ -71,10 +71,11 @@ cluster-images: cluster-programs ## make the images of the test cluster and load
 	@PYTHONPATH=tests/support $(BIN)/python -m tinkercloud_testing.cluster.prepare
 
 test-cluster: cluster-images ## run the tests on a real Kubernetes (needs Linux and root)
-	@$(PYTEST) tests/cluster $(LONG_CLUSTER_TESTS:%=--ignore=tests/cluster/%)
+	@$(PYTEST) tests/cluster $(FAULT_TESTS:%=--ignore=tests/cluster/%) \
+	  $(E2E_TESTS:%=--ignore=tests/cluster/%)
 
-test-faults: cluster-programs ## make the API server fail, kill the operator at every write, create 200 sessions
-	@$(BIN)/pytest tests/cluster/test_operator_crash_points.py tests/cluster/test_operator_faults.py tests/cluster/test_operator_scale.py
+test-faults: cluster-programs ## by hand, before a change of the operator: fail the API server, kill the operator at every write, create 200 sessions
+	@$(BIN)/pytest $(FAULT_TESTS:%=tests/cluster/%)
 
 e2e: cluster-images $(MODEL_FOLDER) ## install, train (in trainer pods and a pool too), upgrade, resume and uninstall on a real Kubernetes
 	@$(BIN)/pytest $(E2E_TESTS:%=tests/cluster/%)
