@@ -316,11 +316,12 @@ class TorchTrainer(AdamTrainer):
             return LMHead(
                 self._base.frozen_lm_head,
                 self._base.lm_head_adapters(_weight_segments(model_segments)),
+                cap=self._base.logits_cap,
             )
         tensors = model.trainable.tensors
         weight, bias = self._base.lm_head_of(tensors)
         gradients = gradient_of(weight), None if bias is None else gradient_of(bias)
-        return LMHead(self._base.lm_head(tensors), (), gradients)
+        return LMHead(self._base.lm_head(tensors), (), gradients, self._base.logits_cap)
 
 
 def _run_through(pieces: Pieces[LossOutput], yield_point: Callable[[], None]) -> LossOutput:
