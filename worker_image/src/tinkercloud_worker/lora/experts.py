@@ -183,7 +183,7 @@ def _computed(
     if deltas is not None:
         delta = torch.cat([added(deltas.gate), added(deltas.up)], -1)
         if not experts.is_concatenated:
-            delta = delta.unflatten(-1, (2, -1)).transpose(1, 2).flatten(1)
+            delta = delta.view(len(delta), 2, -1).transpose(1, 2).flatten(1)
         gate_up = gate_up + delta
     inner_SF = cast("Tensor", experts._apply_gate(gate_up))
 
