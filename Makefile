@@ -1,7 +1,7 @@
 # The commands for contributors and new users. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test-tools test test-engines cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs compatibility generate protobuf check sbom bench bench-gpu rlve clean
+.PHONY: help install run demo test-tools test test-engines cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs compatibility generate protobuf check sbom bench bench-gpu rlve fuzz clean
 
 # Idle OpenMP threads must sleep: if they spin, a small machine becomes many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -56,7 +56,7 @@ test-tools: .venv/.installed $(MODEL_FOLDER)
 
 test: test-tools ## run all tests that need neither a cluster nor several ranks
 	@$(PYTEST) tests/house tests/unit
-	@$(PYTEST) tests/chaos tests/conformance
+	@$(PYTEST) tests/chaos tests/conformance tests/fuzz
 
 test-engines: .venv/.installed ## run the tests of trainers with several ranks and of inference servers (downloads vLLM once)
 	@$(PYTEST) tests/engines/megatron tests/engines/sglang
@@ -125,6 +125,9 @@ bench-gpu: .venv/.installed ## check and measure the engine on this machine's GP
 
 rlve: .venv/.installed ## train a small model on an RLVE environment and draw the curve (by hand; 10 minutes on two cores)
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m benchmarks.rlve
+
+fuzz: .venv/.installed ## send the server 100,000 requests that no program would send (by hand; half an hour on two cores)
+	@FUZZ_CASES=15000 $(BIN)/pytest --timeout 7200 tests/fuzz
 
 clean: ## remove the environment and the state of `make run`
 	rm -rf .venv .uv .run
