@@ -134,7 +134,8 @@ class AdapterGroup:
         ]
         if list(self.places) != regular:
             return None
-        return values_N[first.start : last.stop].unflatten(0, (len(self.places), length))
+        rows_N = values_N[first.start : last.stop]
+        return rows_N.view(len(self.places), length, values_N.shape[1])
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
