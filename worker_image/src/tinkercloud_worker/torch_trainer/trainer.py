@@ -63,6 +63,7 @@ class TorchTrainer(AdamTrainer):
         base: TorchBaseModel,
         *,
         max_batch_tokens: int,
+        max_shared_tokens: int | None = None,
         max_context_length: int | None = None,
         max_kept_tokens: int | None = None,
         available: Available = lambda: None,
@@ -72,6 +73,8 @@ class TorchTrainer(AdamTrainer):
         Args:
             base: the base model.
             max_batch_tokens: maximum tokens of a micro-batch; a longer example gets its own.
+            max_shared_tokens: maximum tokens of a micro-batch that several models share; None: as
+                any other, 0: none share one.
             max_context_length: maximum tokens of an example; None means the base model's.
             max_kept_tokens: activation checkpointing threshold: micro-batches with more tokens are
                 recomputed layer by layer in the backward pass. None: never recompute.
@@ -84,6 +87,9 @@ class TorchTrainer(AdamTrainer):
         self._base = base
         self.base_fingerprint = base.fingerprint
         self._max_batch_tokens = max_batch_tokens
+        self._max_shared_tokens = min(
+            max_batch_tokens, max_batch_tokens if max_shared_tokens is None else max_shared_tokens
+        )
         self._max_kept_tokens = max_kept_tokens
         self._available = available
 
@@ -215,7 +221,7 @@ class TorchTrainer(AdamTrainer):
         return (
             self._base.takes_packs
             and not any(each.batch.forward_only for each in everyone)
-            and tokens <= self._max_batch_tokens
+            and tokens <= self._max_shared_tokens
             and len(kinds) == 1
             and losses.find(item.batch.loss_fn).is_token_local
             and len({each.model_id for each in everyone}) == len(everyone)
