@@ -25,6 +25,7 @@ from tinkercloud_api.activity import Activity
 from tinkercloud_api.auth import REMEMBERED_SECONDS, Authenticator, Role, hash_key
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.programs import ProgramCatalog
+from tinkercloud_api.catalog.sampler_clients import SamplerClients
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.catalog.usage import UsageLedger
@@ -194,6 +195,7 @@ async def running_context(
         direct_sessions=DirectSessions(catalog, training_runs),
         sampling_sessions=SamplingSessions(catalog, checkpoints, locator, training_runs, activity),
         usage=UsageLedger(engine),
+        sampler_clients=SamplerClients(engine),
     )
     try:
         async with _started(context):

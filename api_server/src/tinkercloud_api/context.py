@@ -7,6 +7,7 @@ from fastapi import Depends, Request
 
 from tinkercloud_api.activity import Activity
 from tinkercloud_api.auth import Authenticator, Principal
+from tinkercloud_api.catalog.sampler_clients import SamplerClients
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.usage import UsageLedger
 from tinkercloud_api.checkpoints import Checkpoints
@@ -50,6 +51,7 @@ class Context:
     direct_sessions: DirectSessions
     sampling_sessions: SamplingSessions
     usage: UsageLedger
+    sampler_clients: SamplerClients
 
 
 def get_context(request: Request) -> Context:

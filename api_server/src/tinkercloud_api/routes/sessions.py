@@ -73,7 +73,11 @@ class Telemetry(BaseModel):
 @router.post("/client/config")
 async def client_config(server: Server, _caller: Caller) -> ClientConfig:
     """Return the flags that the SDK requests at startup."""
-    return ClientConfig(proto_compress_fwdbwd=server.settings.compress_uploads)
+    settings = server.settings
+    return ClientConfig(
+        proto_compress_fwdbwd=settings.compress_uploads,
+        sample_use_retrieve_futures=settings.batch_polls,
+    )
 
 
 @router.post("/client/dynamic_config")
