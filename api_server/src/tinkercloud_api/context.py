@@ -11,6 +11,7 @@ from tinkercloud_api.catalog.sampler_clients import SamplerClients
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.usage import UsageLedger
 from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.custom_losses import CustomLosses
 from tinkercloud_api.direct_sessions import DirectSessions
 from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.http import key_of
@@ -52,6 +53,7 @@ class Context:
     sampling_sessions: SamplingSessions
     usage: UsageLedger
     sampler_clients: SamplerClients
+    custom_losses: CustomLosses
 
 
 def get_context(request: Request) -> Context:

@@ -32,6 +32,8 @@ class ClientConfig(Answer):
     proto_compress_fwdbwd: bool = False
     """zstd compression of uploads, which pays over a network but not on loopback."""
     fwdbwd_max_chunk_bytes_count: int = 5_000_000
+    custom_loss_server_side: bool = True
+    """Uploaded losses run on the server, in one pass instead of two."""
     sample_join_sampling_session: bool = True
     """Clients of one sampling session get numbers from the server, so that they never collide."""
     sample_use_retrieve_futures: bool = False

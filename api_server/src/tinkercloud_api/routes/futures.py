@@ -7,7 +7,7 @@ import orjson
 
 from tinkercloud_api.long_polls import ShuttingDown
 from tinkercloud_api.providers.base import HeadEndpoint, Pending
-from tinkercloud_api.routes import unloading
+from tinkercloud_api.routes import custom_losses, unloading
 from tinkercloud_api.routes.call import SMALL_BODY_BYTES, Call
 from tinkercloud_protocol import batched_futures, futures, routes
 from tinkercloud_protocol.asgi import respond
@@ -47,6 +47,10 @@ async def retrieve(call: Call, seconds: float) -> None:
     if (model_id := unloading.unloaded_model(name)) is not None:
         await call.server.locator.authorize_run(model_id, call.principal)
         await respond(call.send, (await unloading.result_of(model_id, call.server)).body)
+        return
+    if (loss_id := custom_losses.created_loss(name)) is not None:
+        result = await call.server.custom_losses.result(loss_id, call.principal)
+        await respond(call.send, result.body)
         return
     request_id = RequestId.parse(name)
     is_sample = isinstance(request_id.target, SamplingSessionId)

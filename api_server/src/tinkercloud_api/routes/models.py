@@ -41,6 +41,7 @@ router = APIRouter(prefix="/api/v1", tags=["models"])
 
 FEATURES = (
     *("lora", "full_fine_tuning", "sampling", "prompt_logprobs", "custom_losses_on_the_client"),
+    "custom_losses_on_the_server",
     *("checkpoints", "suspend_and_resume", "json_api"),
 )
 """What `get_server_capabilities` lists."""

@@ -125,6 +125,7 @@ async def finish(
     """End a session and free its resources; the first reason is kept."""
     caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
     await server.training_runs.finish_session(session_id, request.reason.type, request.detail)
+    await server.custom_losses.delete(session_id)
     return {}
 
 
@@ -143,6 +144,7 @@ async def delete_session(session_id: str, server: Server, caller: Caller) -> dic
     """End a session administratively (not an SDK call), but keep its checkpoints."""
     caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
     await server.training_runs.finish_session(session_id, "interrupted", "deleted")
+    await server.custom_losses.delete(session_id)
     return {}
 
 
