@@ -179,6 +179,9 @@ class Settings(BaseSettings):
     compress_uploads: bool = False
     """Whether clients compress the bodies of forward_backward requests. Only useful on slow
     networks."""
+    batch_polls: bool = False
+    """Whether an SDK client polls once for all of its samples, instead of once for each. Saves
+    connections if thousands of samples are in flight, and costs each of them another request."""
     orphan_grace_seconds: Annotated[float, Field(gt=0)] = 120.0
     """How long, in seconds, session heads keep running after their server is killed. A server that
     starts within this time takes over the heads and their models."""

@@ -19,6 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from tinkercloud_protocol import envelope, futures, routes
 from tinkercloud_protocol.asgi import Receive, Scope, Send
+from tinkercloud_protocol.batched_futures import RetrieveFuturesRequest
 from tinkercloud_protocol.errors import (
     BodyTooLarge,
     InvalidRequest,
@@ -99,6 +100,7 @@ class HeadApp:
             ("POST", routes.ATTACH_MODEL): self._attach_model,
             ("POST", routes.ASAMPLE): self._asample,
             ("POST", routes.RETRIEVE_FUTURE): self._retrieve_future,
+            ("POST", routes.RETRIEVE_FUTURES): self._retrieve_futures,
             ("POST", routes.CANCEL_FUTURE): self._cancel_future,
             ("POST", routes.HEAD_SUSPEND): self._suspend,
             ("POST", routes.HEAD_CHECKPOINT): self._checkpoint,
@@ -291,9 +293,11 @@ class HeadApp:
 
     async def _retrieve_future(self, request: Request) -> Response:
         body = await request.body(LARGE_BODY_BYTES)
-        request_id = parse_json(RetrieveFutureRequest, body).request_id
+        asked = parse_json(RetrieveFutureRequest, body)
+        request_id = asked.request_id
         self._check_target(request, request_id.rpartition(":")[0])
-        result = await self._service.retrieve(request_id, _seconds_to_wait(request))
+        max_bytes = futures.INLINE_BYTES if asked.allow_metadata_only else None
+        result = await self._service.retrieve(request_id, _seconds_to_wait(request), max_bytes)
         if result is None:
             pending = futures.pending(request_id, *self._service.why_waiting(request_id))
             return Response(pending, futures.PENDING_STATUS)
@@ -304,6 +308,12 @@ class HeadApp:
             convert = sample_as_json if is_sample else forward_backward_as_json
             return Response(await _off_loop(convert, result.body))
         return Response(result.body, content_type=result.content_type)
+
+    async def _retrieve_futures(self, request: Request) -> Response:
+        body = await request.body(self._limits.max_body_bytes)
+        asked = await _off_loop(partial(parse_json, RetrieveFuturesRequest), body)
+        self._check_target(request, asked.target.sampling_session_id)
+        return Response(await self._service.completed(asked, _seconds_to_wait(request)))
 
     async def _cancel_future(self, request: Request) -> Response:
         body = await request.body(LARGE_BODY_BYTES)

@@ -25,7 +25,7 @@ from tinkercloud_protocol.training import (
     SaveWeightsRequest,
 )
 from tinkercloud_worker.checkpoints import encryption, formats
-from tinkercloud_worker.engine.batch import Batch, prepare
+from tinkercloud_worker.engine.batch import Batch, prepare, prepare_custom
 from tinkercloud_worker.engine.expert_load import balance_metrics
 from tinkercloud_worker.engine.fair_queue import Share
 from tinkercloud_worker.engine.thread import YieldPoint
@@ -43,6 +43,7 @@ from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.model_checkpoints import ModelCheckpoints
 from tinkercloud_worker.head.samplers import Samplers
 from tinkercloud_worker.head.save_schedule import SavePoint, SaveSchedule
+from tinkercloud_worker.head.session_losses import SessionLosses
 from tinkercloud_worker.model import imported
 from tinkercloud_worker.training import external_weights
 
@@ -75,6 +76,7 @@ class Operations:
         self._spec = spec
         self._backend = backend
         self._samplers = samplers
+        self._losses = SessionLosses(model_id.session_id, backend.store)
         self.checkpoints = ModelCheckpoints(self._name, spec, backend)
         config = backend.config.autosave
         self.schedule = SaveSchedule(
@@ -125,7 +127,7 @@ class Operations:
         if not request.forward_only:
             self._report_lost_gradient()
         trainer = self._backend.trainer
-        batch = await asyncio.to_thread(prepare, request, trainer.limits)
+        batch = await self._prepared(request)
         share = self._share(batch.num_tokens)
         if trainer.batcher is not None:
             training_pass = TrainingPass(self._name, batch)
@@ -141,6 +143,13 @@ class Operations:
         self._backend.usage.count(Payer.of_model(self._spec.owner, self._name), usage)
         body = await asyncio.to_thread(_encode_output, request, batch, output)
         return Result(body, futures.PROTOBUF)
+
+    async def _prepared(self, request: ForwardBackwardRequest) -> Batch:
+        limits = self._backend.trainer.limits
+        if request.loss_fn != "custom":
+            return await asyncio.to_thread(prepare, request, limits)
+        definition = await self._losses.definition(request.loss_fn_config)
+        return await asyncio.to_thread(prepare_custom, request, definition, limits)
 
     async def optim_step(self, request: OptimStepRequest) -> Result:
         """Apply the gradient."""
@@ -449,9 +458,15 @@ def _decode(manifest: CheckpointManifest, files: formats.Contents, base_path: st
 
 def _encode_output(request: ForwardBackwardRequest, batch: Batch, output: LossOutput) -> bytes:
     outputs = {"logprobs": output.logprobs}
-    if request.wants_losses or request.loss_fn == "cross_entropy":
+    # An uploaded loss has one value for each datum, not for each target.
+    is_elementwise = batch.definition is None
+    if is_elementwise and (request.wants_losses or request.loss_fn == "cross_entropy"):
         outputs["elementwise_loss"] = batch.elementwise_loss(output.logprobs)
-    metrics = {**batch.reported_metrics(output.metrics), **balance_metrics(output.expert_tokens)}
+    metrics = {
+        **batch.custom_metrics(output.logprobs),
+        **batch.reported_metrics(output.metrics),
+        **balance_metrics(output.expert_tokens),
+    }
     return encode_forward_backward_output(outputs, metrics)
 
 

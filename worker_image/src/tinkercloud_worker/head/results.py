@@ -12,14 +12,16 @@ them runs.
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import structlog
 
+from tinkercloud_protocol import futures
 from tinkercloud_protocol.errors import NotFound, Overloaded, ResultGone
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.launch import Limits, Timings
+from tinkercloud_worker.head.completions import Completions
 
 log = structlog.get_logger(__name__)
 
@@ -100,6 +102,8 @@ class Results:
         """Results by owner."""
         self._is_frozen = False
         self._released = asyncio.Event()
+        self.completions = Completions()
+        """Completed samples, for clients that wait for all of theirs at once."""
 
     def open(self, request_id: str, digest: bytes, owner: str) -> bool:
         """Register an owner's request; return False if its id is already registered."""
@@ -107,6 +111,7 @@ class Results:
             return False
         self._entries[request_id] = _Entry(digest, owner)
         self._ids_by_target.setdefault(_target(request_id), set()).add(request_id)
+        self.completions.open(request_id)
         return True
 
     def has_room(self, owner: str) -> bool:
@@ -152,6 +157,7 @@ class Results:
             return
         entry.result = result
         entry.finished.set()
+        self.completions.finish(request_id, result)
         owned = self._owned.setdefault(entry.owner, _Owned())
         owned.num_bytes += entry.size
         if entry.read_at is not None:
@@ -185,8 +191,16 @@ class Results:
             else:
                 return
 
-    async def wait(self, request_id: str, seconds: float) -> Result | None:
+    async def wait(
+        self, request_id: str, seconds: float, max_bytes: int | None = None
+    ) -> Result | None:
         """Wait for a result; return None after `seconds`.
+
+        Args:
+            request_id: the request.
+            seconds: how long to wait.
+            max_bytes: size above which only the metadata of a result is returned, which does not
+                count as reading it; None means that all of it is.
 
         Raises:
             NotFound: the id is unknown, or its result is no longer kept.
@@ -206,11 +220,20 @@ class Results:
                     await self._released.wait()
         except TimeoutError:
             return None
-        if self._is_frozen:
+        result = entry.result
+        if self._is_frozen or result is None:
             return None
-        if entry.result is not None:
-            self._mark_read(request_id, entry)
-        return entry.result
+        if max_bytes is not None and len(result.body) > max_bytes:
+            return futures.metadata_of(result)
+        self._mark_read(request_id, entry)
+        return result
+
+    def acknowledge(self, target: str, request_ids: Iterable[str]) -> None:
+        """Drop results of a sampling session that its client has received completely."""
+        known = self._ids_by_target.get(target, set())
+        for request_id in known.intersection(request_ids):
+            if self._entries[request_id].read_at is not None:
+                self._drop(request_id)
 
     def freeze(self) -> None:
         """Stop returning results: another process would not know which were read from now on."""
@@ -244,6 +267,7 @@ class Results:
     def release(self) -> None:
         """Wake all waiters, with or without a result."""
         self._released.set()
+        self.completions.close()
         for entry in self._entries.values():
             entry.finished.set()
 
@@ -322,6 +346,10 @@ class Results:
     def _drop(self, request_id: str) -> None:
         """Drop a result."""
         entry, target = self._entries.pop(request_id), _target(request_id)
+        if entry.read_at is None:
+            self.completions.lose(request_id)
+        else:
+            self.completions.forget(request_id)
         self._ids_by_target[target].discard(request_id)
         if not self._ids_by_target[target]:
             del self._ids_by_target[target]

@@ -8,6 +8,7 @@ from typing import Any
 import structlog
 
 from tinkercloud_protocol import futures
+from tinkercloud_protocol.batched_futures import RetrieveFuturesRequest
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
@@ -34,7 +35,8 @@ from tinkercloud_worker.head.requests import (
     content_digest,
     sample_request_id,
 )
-from tinkercloud_worker.head.results import Results, sample_gone
+from tinkercloud_worker.head.results import Results
+from tinkercloud_worker.head.retrieval import Retrieval
 from tinkercloud_worker.head.sample_limiter import SampleLimiter
 from tinkercloud_worker.head.samplers import Samplers
 from tinkercloud_worker.head.shutdown import HeadShutdown, Sample
@@ -60,6 +62,7 @@ class HeadService:
             on_room=self._wake_queues,
         )
         self._samplers = Samplers(backend)
+        self._retrieval = Retrieval(backend, self._results, self._samplers, self.recall)
         self._suspension = Suspension(backend, self._results, self._samplers)
         self._models: dict[str, LiveModel] = {}
         self._suspended = SuspendedModels(
@@ -380,34 +383,17 @@ class HeadService:
         if sample is not None:
             sample.task.cancel()
 
-    async def retrieve(self, request_id: str, seconds: float | None = None) -> Result | None:
-        """Wait for a result; None if it takes longer than a long poll, or than `seconds`.
-
-        Raises:
-            ResultGone: it is a sample, and no longer kept.
-            NotFound: the request is unknown, or its result is no longer kept.
-        """
+    async def retrieve(
+        self, request_id: str, seconds: float | None = None, max_bytes: int | None = None
+    ) -> Result | None:
+        """Wait for a result (`Retrieval.retrieve`)."""
         self._last_activity = time.monotonic()
-        longest = self._backend.config.timings.long_poll_seconds
-        seconds = longest if seconds is None else min(seconds, longest)
-        try:
-            async with asyncio.timeout(seconds):
-                await self.recall(request_id.rpartition(":")[0])
-        except (TimeoutError, Unavailable) as error:
-            # The SDK polls again.
-            log.info(
-                "a result is waiting for its model to resume",
-                request_id=request_id,
-                reason=str(error),
-            )
-            return None
-        try:
-            return await self._results.wait(request_id, seconds)
-        except NotFound as error:
-            owner = self._samplers.owner_of(request_id.rpartition(":")[0])
-            if ":sample:" not in request_id or owner is None:
-                raise
-            raise sample_gone(error, owner, self._backend.config.limits) from None
+        return await self._retrieval.retrieve(request_id, seconds, max_bytes)
+
+    async def completed(self, request: RetrieveFuturesRequest, seconds: float | None) -> bytes:
+        """Wait until samples of a client are complete (`Retrieval.completed`)."""
+        self._last_activity = time.monotonic()
+        return await self._retrieval.completed(request, seconds)
 
     def why_waiting(self, request_id: str) -> tuple[futures.QueueState, str | None]:
         """Return why a request has no result yet, in the SDK's terms and in words."""

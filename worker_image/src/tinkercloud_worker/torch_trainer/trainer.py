@@ -179,7 +179,7 @@ class TorchTrainer(AdamTrainer):
 
     def _forward_pieces(self, model_id: str, batch: Batch) -> Pieces[LossOutput]:
         model = self._models[model_id]
-        loss = losses.find(batch.loss_fn)
+        loss = batch.loss
         output = PassOutput()
         before = 0
         for pack in self._packs(batch):
@@ -203,7 +203,7 @@ class TorchTrainer(AdamTrainer):
         for pack in self._packs(batch):
             if before:
                 yield before
-            (results,) = self._run([(model, pack)], batch.loss_fn)
+            (results,) = self._run([(model, pack)], batch.loss)
             output.add(pack, *results)
             before = len(pack.sequences.ids_R)
         return output.finish(batch)
@@ -223,7 +223,7 @@ class TorchTrainer(AdamTrainer):
             and not any(each.batch.forward_only for each in everyone)
             and tokens <= self._max_shared_tokens
             and len(kinds) == 1
-            and losses.find(item.batch.loss_fn).is_token_local
+            and item.batch.loss.is_token_local
             and len({each.model_id for each in everyone}) == len(everyone)
             and all(self._is_adapter(each.model_id) for each in everyone)
         )
@@ -247,7 +247,7 @@ class TorchTrainer(AdamTrainer):
         self, items: Sequence[TrainingPass], models: Sequence[TrainedModel]
     ) -> list[LossOutput]:
         packs = [pack for item in items for pack in self._packs(item.batch)]
-        results = self._run(list(zip(models, packs, strict=True)), items[0].batch.loss_fn)
+        results = self._run(list(zip(models, packs, strict=True)), items[0].batch.loss)
         outputs = []
         for item, pack, of_pack in zip(items, packs, results, strict=True):
             output = PassOutput()
@@ -271,7 +271,7 @@ class TorchTrainer(AdamTrainer):
         return pack_all(batch, most, self._base.device)
 
     def _run(
-        self, shares: Sequence[tuple[TrainedModel, Pack]], loss_fn: str
+        self, shares: Sequence[tuple[TrainedModel, Pack]], loss: losses.Loss
     ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
         """Accumulate the gradients of packs; return the arguments of `add` for each."""
         sequences = PackedSequences.joined([pack.sequences for _, pack in shares])
@@ -279,7 +279,7 @@ class TorchTrainer(AdamTrainer):
         hidden_RD, expert_tokens = self._counted_hidden(model_segments, sequences)
         parts = [(rows, pack) for (rows, _), (_, pack) in zip(model_segments, shares, strict=True)]
         lp_RK, sums, gradient_RD = _losses_and_gradient(
-            self._lm_head_layer(model_segments), parts, hidden_RD.detach(), losses.find(loss_fn)
+            self._lm_head_layer(model_segments), parts, hidden_RD.detach(), loss
         )
         self._backward(model_segments, hidden_RD, gradient_RD)
         return [
