@@ -320,8 +320,10 @@ class HeadLocator:
         endpoint = await find(target)
         if endpoint == refused:
             # What is known of the run is older than its move.
-            run = self._runs.get(sampler.run_id or "" if sampler is not None else target)
-            await self._provider.changed((run or sampler).placement)
+            run_id = sampler.run_id if sampler is not None else target
+            known = self._runs.get(run_id or "") or sampler
+            assert known is not None  # noqa: S101 - `find` has looked it up
+            await self._provider.changed(known.placement)
             endpoint = await find(target)
         return endpoint
 
