@@ -61,6 +61,9 @@ def plan_moves(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> Mo
         if target is not None:
             start[member.name] = target
             load[target] += 1
+            _release(member, clusters, load)
+    for member in cancel:
+        _release(member, clusters, load)
     on_left = [each for each in movable if clusters[each.cluster or ""].is_left]
     ready = [each for each in leaving if each not in stranded]
     ask = [each.name for each in leaving if not each.has_left]
@@ -78,6 +81,12 @@ def _is_moving(member: Member, clusters: Mapping[str, Cluster]) -> bool:
     """Return whether a member is being moved; one whose cluster is gone gets another place."""
     is_live = member.waits_since is not None
     return is_live and member.moving_to is not None and member.cluster in clusters
+
+
+def _release(member: Member, clusters: Mapping[str, Cluster], load: Counter[str]) -> None:
+    """Free the slot that a member has on the target of a move that does not take place."""
+    if member.moving_to in clusters and member.moving_to != member.cluster:
+        load[member.moving_to] -= 1
 
 
 def _can_leave(member: Member, clusters: Mapping[str, Cluster]) -> bool:

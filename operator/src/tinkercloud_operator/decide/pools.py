@@ -46,11 +46,15 @@ def plan_pool(facts: PoolFacts) -> PoolPlan:
             waiting.append(member)
             continue
         places[member.name] = chosen
+        if member.moving_to in facts.names:
+            load[member.moving_to] -= 1
         load[chosen] += 1
         owners.add((chosen, member.owner))
     moves = plan_moves(facts, load, has_waiting=bool(waiting))
-    unneeded = _surplus_clusters(facts, waiting, load, moves) or _replaced_clusters(facts, load)
-    delete = (*_failed_clusters(facts), *unneeded)
+    unneeded = _surplus_clusters(facts, waiting, load, moves) or _outdated_cluster(facts, load)
+    delete = tuple(
+        dict.fromkeys((*_failed_clusters(facts), *_drained_clusters(facts, load), *unneeded))
+    )
     create = _new_clusters(facts, waiting, load, delete, moves)
     why = _why_waiting(facts, create)
     return PoolPlan(
@@ -128,9 +132,8 @@ def _place(
         for cluster in facts.clusters
         if cluster.is_ready and not (cluster.is_stopping or cluster.is_draining)
     ]
-    if member.moving_to in serving:
-        load[member.moving_to] -= 1
-        return member.moving_to
+    if (target := member.moving_to) in serving and load[target] <= facts.pool.slots_per_cluster:
+        return target
     free = [name for name in serving if load[name] < facts.pool.slots_per_cluster]
     outdated = {cluster.name for cluster in facts.clusters if cluster.is_outdated}
     return min(
@@ -171,7 +174,8 @@ def _new_clusters(
     allowed = pool.max_clusters - len(facts.clusters)
     number = max(0, min(max(needed, missing), allowed))
     # A member that was placed on a lost cluster must not be mistaken for one on its successor.
-    taken = {each.name for each in facts.clusters} | {each.cluster for each in facts.members}
+    known = {name for each in facts.members for name in (each.cluster, each.moving_to)}
+    taken = facts.names | known
     names = (f"{facts.prefix}-{index}" for index in range(len(taken) + number))
     return tuple([name for name in names if name not in taken][:number])
 
@@ -221,16 +225,17 @@ def _spare_slots(pool: Pool, waiting: Sequence[Member], load: Counter[str]) -> i
     return pool.spare_slots if waiting or load.total() else 0
 
 
-def _replaced_clusters(facts: PoolFacts, load: Counter[str]) -> tuple[str, ...]:
-    """Return clusters without members to replace: all that are drained, or one that is outdated.
+def _drained_clusters(facts: PoolFacts, load: Counter[str]) -> tuple[str, ...]:
+    """Return clusters that are drained and have no members any more."""
+    return tuple(each.name for each in _usable(facts) if each.is_draining and not load[each.name])
 
-    Outdated clusters are replaced one after the other, while all others work.
-    """
-    empty = [each for each in _usable(facts) if not load[each.name]]
-    drained = sorted(each.name for each in empty if each.is_draining)
-    if drained or any(each.is_stopping or not each.is_ready for each in facts.clusters):
-        return tuple(drained)
-    return tuple(sorted(each.name for each in empty if each.is_outdated)[:1])
+
+def _outdated_cluster(facts: PoolFacts, load: Counter[str]) -> tuple[str, ...]:
+    """Return a cluster without members to replace, if all others work: one after the other."""
+    if any(cluster.is_stopping or not cluster.is_ready for cluster in facts.clusters):
+        return ()
+    outdated = [each.name for each in facts.clusters if each.is_outdated and not load[each.name]]
+    return tuple(sorted(outdated)[:1])
 
 
 def _unused_at(facts: PoolFacts, cluster: Cluster) -> datetime:
