@@ -43,8 +43,8 @@ MOVING_TO = f"{GROUP}/moving-to"
 to. Set by the operator before it asks the head of `spec.poolCluster` to give the run away, and
 removed when `spec.poolCluster` changes. API servers hold the run's requests meanwhile."""
 DRAIN = f"{GROUP}/drain"
-"""Annotation on the TrainingSession of a pool cluster, set by an administrator: if it is `true`, the
-sessions on the cluster are moved to others, and the cluster is deleted."""
+"""Annotation on the TrainingSession of a pool cluster, set by an administrator: if it is `true`,
+the sessions on the cluster are moved to others, and the cluster is deleted."""
 CREATED_FOR = f"{GROUP}/created-for"
 """Annotation on TrainingSessions that the API server created: the run or sampling session that
 first requested them."""

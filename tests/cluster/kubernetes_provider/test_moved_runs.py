@@ -14,7 +14,7 @@ import tinker
 from tinker import types
 
 from tinkercloud_testing.cluster.provider_world import Head, World, a_base_model
-from tinkercloud_testing.sdk_steps import ADAM, a_datum
+from tinkercloud_testing.sdk_steps import ADAM, a_datum, step
 from tinkercloud_testing.servers import Server
 from tinkercloud_testing.waiting import PATIENCE_SECONDS
 
@@ -64,7 +64,7 @@ def pipelined(training: tinker.TrainingClient, steps: Iterable[int]) -> list[flo
     waiting = []
     for index in steps:
         waiting.append(training.forward_backward([a_datum(5 + index % 3)], "cross_entropy"))
-        training.optim_step(ADAM)
+        _applied = training.optim_step(ADAM)
         if len(waiting) > AHEAD:
             losses.append(waiting[len(losses)].result().metrics["loss:sum"])
     return losses + [each.result().metrics["loss:sum"] for each in waiting[len(losses) :]]
@@ -100,8 +100,7 @@ def test_the_unsaved_weights_of_a_run_are_sampled_the_same_after_it_was_moved(
     pool: Pool, server: Server
 ) -> None:
     run, session = pool.a_run(server, "pool-left")
-    run.forward_backward([a_datum()], "cross_entropy")
-    run.optim_step(ADAM)
+    step(run)
     sampler = run.save_weights_and_get_sampling_client().result()
     before = sampler.compute_logprobs(PROMPT).result()
 

@@ -104,6 +104,7 @@ async def test_a_waiting_run_starts_a_cluster_that_its_base_model_owns(operator:
 
     with operator.working():
         await reached(lambda: operator.wrote(f"POST {OWN}/trainingsessions"))
+        await reached(lambda: len(operator.watched.sessions.values()) > 1)
 
     [made] = [each for each in operator.watched.sessions.values() if "Pool" in str(each["spec"])]
     [owner] = made["metadata"]["ownerReferences"]

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,18 +26,18 @@ POOL = Pool(
 )
 
 
-def a_cluster(name: str, **fields: bool) -> Cluster:
+def a_cluster(name: str, **fields: Any) -> Cluster:
     ready = Cluster(name, is_ready=True, is_stopping=False, unused_since=NOW, incarnation=name)
     return replace(ready, **fields)
 
 
-def a_member(name: str, cluster: str, *, age: float = 5000, **fields: str | bool) -> Member:
+def a_member(name: str, cluster: str, *, age: float = 5000, **fields: Any) -> Member:
     since = NOW - timedelta(seconds=age)
     placed = Member(name, "ada", cluster, since, model_id=f"{name}:train:0")
-    return replace(placed, **fields)  # type: ignore[arg-type]  # fields by name
+    return replace(placed, **fields)
 
 
-def members(cluster: str, number: int, **fields: str | bool) -> list[Member]:
+def members(cluster: str, number: int, **fields: Any) -> list[Member]:
     return [a_member(f"{cluster}-run-{index}", cluster, **fields) for index in range(number)]
 
 
@@ -178,27 +180,27 @@ class World:
     def operate(self, writes: int) -> None:
         """Plan and execute, but stop after some writes."""
         made = self.plan()
-        todo: list[Callable[[], None]] = []
-        for name, target in {**made.places, **made.moves.arrive}.items():
-            todo.append(lambda name=name, target=target: self.place(name, target))
-        for name, target in made.moves.start.items():
-            todo.append(lambda name=name, target=target: self.change(name, moving_to=target))
-        todo += [lambda name=name: self.asked.add(name) for name in made.moves.ask]
-        todo += [lambda name=name: self.delete(name) for name in made.delete]
-        todo += [lambda name=name: self.create(name) for name in made.create]
+        placed = {**made.places, **made.moves.arrive}
+        todo: list[Callable[[], None]] = [
+            *(partial(self.place, name, target) for name, target in placed.items()),
+            *(partial(self.change, *each) for each in made.moves.start.items()),
+            *(partial(self.asked.add, name) for name in made.moves.ask),
+            *(partial(self.delete, name) for name in made.delete),
+            *(partial(self.create, name) for name in made.create),
+        ]
         for write in todo[:writes]:
             write()
             self.check()
 
-    def change(self, name: str, **fields: str | bool | None) -> None:
+    def change(self, name: str, target: str) -> None:
         run = self.runs[name]
-        run.member = replace(run.member, **fields)  # type: ignore[arg-type]  # fields by name
+        run.member = replace(run.member, moving_to=target)
 
     def place(self, name: str, cluster: str) -> None:
         run = self.runs[name]
         # The run would be lost: the new cluster's head would find nothing in the store.
         assert run.live_on is None or run.live_on not in self.clusters
-        self.change(name, cluster=cluster, moving_to=None, has_left=False)
+        run.member = replace(run.member, cluster=cluster, moving_to=None, has_left=False)
         self.asked.discard(name)
 
     def delete(self, name: str) -> None:
@@ -228,7 +230,7 @@ class World:
                 continue
             if name in self.asked and member.moving_to is not None:
                 run.live_on = None
-                self.change(name, has_left=True)
+                run.member = replace(member, has_left=True)
             elif member.moving_to is None:
                 run.live_on = here.name
 
@@ -260,9 +262,7 @@ class World:
             self.clusters[name] = replace(cluster, is_ready=True, unused_since=self.now)
         elif event == "drain":
             self.clusters[name] = replace(cluster, is_draining=True)
-        elif event == "gone" and (cluster.is_stopping or not cluster.is_ready):
-            self.lose(name)
-        elif event == "kill":
+        elif event == "kill" or (event == "gone" and not cluster.is_ready):
             self.lose(name)
 
     def lose(self, name: str) -> None:
@@ -273,7 +273,7 @@ class World:
                 run.live_on = None
 
     def settle(self) -> None:
-        """Let everything that has begun end."""
+        """Let everything that was started end."""
         for _ in range(200):
             for name, cluster in list(self.clusters.items()):
                 self.happen_to(name, "gone" if cluster.is_stopping else "ready")

@@ -134,9 +134,6 @@ def readiness(
             ),
         )
     is_leaving = ready is not None and ready.reason == Reason.SUSPENDING
-    if session.moving_to is not None and not is_leaving:
-        where = f"from pool cluster {session.spec.pool_cluster} to {session.moving_to}"
-        return Pending("active", _describe(session, f" is being moved {where}", ""))
     if cluster is not None and not is_leaving:
         return _on_cluster(session, cluster)
     if (
@@ -160,6 +157,9 @@ def _on_cluster(session: TrainingSessionView, cluster: TrainingSessionView) -> R
 
     The session does not end with its cluster: the operator gives it a place on another one.
     """
+    if session.moving_to is not None:
+        way = f"from pool cluster {cluster.name} to {session.moving_to}"
+        return Pending("active", _describe(session, f" is being moved {way}", ""))
     state = readiness(cluster)
     if isinstance(state, Ready):
         return state

@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts
 
 MAX_MOVES = 4
-"""Members of a pool that are moved at the same time; each is written to the store and read again."""
+"""Members of a pool that are moved at a time; each is written to the store and read again."""
 _RETRY = timedelta(seconds=5)
 """Interval between two requests to a head that has not given a model away."""
 
@@ -85,8 +85,9 @@ def _is_moving(member: Member, clusters: Mapping[str, Cluster]) -> bool:
 
 def _release(member: Member, clusters: Mapping[str, Cluster], load: Counter[str]) -> None:
     """Free the slot that a member has on the target of a move that does not take place."""
-    if member.moving_to in clusters and member.moving_to != member.cluster:
-        load[member.moving_to] -= 1
+    target = member.moving_to
+    if target is not None and target in clusters and target != member.cluster:
+        load[target] -= 1
 
 
 def _can_leave(member: Member, clusters: Mapping[str, Cluster]) -> bool:

@@ -71,9 +71,7 @@ class Controller:
         self._executor = Executor(
             cluster, self._head_saver, self.note, self._note_own, self._definitions.storable
         )
-        self._pools = Pools(
-            self.watched, cluster, self._head_saver, self.note, self.queue.add
-        )
+        self._pools = Pools(self.watched, cluster, self._head_saver, self.note, self.queue.add)
         self._base_models = BaseModels(self.watched, self._executor, self._pools)
         self._settings = settings
         self._nodes: tuple[float, tuple[Node, ...] | None] = (float("-inf"), None)

@@ -196,7 +196,7 @@ class HeadService:
         task.result()
 
     async def suspend_model(self, model_id: ModelId) -> bool:
-        """Write an unused model to the store and free its memory until its next request. Idempotent.
+        """Write an unused model to the store; free its memory until its next request. Idempotent.
 
         Returns:
             False if it is in use, unknown or can't be written; nothing has changed then.

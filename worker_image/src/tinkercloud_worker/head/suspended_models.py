@@ -145,7 +145,7 @@ class SuspendedModels:
         try:
             await model.queue.pause()
             manifest = await self._suspension.write_all(model)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the model continues, whatever it is
             self._stay(name, model, error)
             return False
         sessions = self._samplers.sessions_of_model(model.model_id)
