@@ -213,7 +213,12 @@ class HeadLocator:
         if endpoint.generation == lost:
             return endpoint
         if lost is not None:
-            await self._require_suspended(run_id, run, lost)
+            try:
+                await self._require_suspended(run_id, run, lost)
+            except StateLost:
+                # The head found here may be an earlier one, from which the run was moved.
+                await self._provider.confirm(run.placement)
+                raise
         spec = run.spec.model_copy(update={"resume_generation": lost}).model_dump_json()
         await self._put(endpoint, f"{routes.HEAD_MODELS}/{run_id}", spec, _RESUME_SECONDS)
         if not await self._catalog.set_generation(run_id, endpoint.generation, after=lost):
@@ -307,6 +312,20 @@ class HeadLocator:
             return await self.head_of_sampler(sampler_id)
         found = self._provider.find(sampler.placement)
         return found if found is not None else await self._provider.acquire(sampler.placement)
+
+    async def head_after(self, target: str, refused: HeadEndpoint) -> HeadEndpoint:
+        """Return the head of a run or sampling session that another one has refused to serve."""
+        sampler = await self._sampler(target)
+        find = self.head_of_run if sampler is None else self.head_of_sampler
+        endpoint = await find(target)
+        if endpoint == refused:
+            # What is known of the run is older than its move.
+            run_id = sampler.run_id if sampler is not None else target
+            known = self._runs.get(run_id or "") or sampler
+            assert known is not None  # noqa: S101 - `find` has looked it up
+            await self._provider.changed(known.placement)
+            endpoint = await find(target)
+        return endpoint
 
     async def run_of_sampler(self, sampler_id: str) -> str | None:
         """Return the run whose unsaved weights a sampling session uses, or None if it uses none."""

@@ -36,6 +36,10 @@ class OneHead:
         assert self.endpoint is not None
         return self.endpoint
 
+    async def changed(self, _placement: Placement) -> None: ...
+
+    async def confirm(self, _placement: Placement) -> None: ...
+
     def pending(self, _placement: Placement) -> Pending:
         return Pending("active", "no reason")
 

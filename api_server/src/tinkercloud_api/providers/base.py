@@ -122,6 +122,16 @@ class SessionProvider(Protocol):
             HeadFailed: the head failed to start.
         """
 
+    async def changed(self, placement: Placement) -> None:
+        """Wait until something about a placement changes that may give it another head."""
+
+    async def confirm(self, placement: Placement) -> None:
+        """Check that what this server knows of a placement is up to date.
+
+        Raises:
+            Unavailable: it is not, or this cannot be determined now.
+        """
+
     def pending(self, placement: Placement) -> Pending:
         """Return why `acquire` has not returned yet."""
 

@@ -416,6 +416,12 @@ class LocalProvider:
             raise NotFound(unknown_base_model(placement.base_model, self.models()))
         return await head.acquire()
 
+    async def changed(self, placement: Placement) -> None:
+        """See `SessionProvider.changed`: the models of a local head are not moved."""
+
+    async def confirm(self, placement: Placement) -> None:
+        """See `SessionProvider.confirm`: this process starts the heads itself."""
+
     def pending(self, placement: Placement) -> Pending:
         """See `SessionProvider.pending`."""
         reason = f"the session head of {placement.base_model!r} is loading the model"

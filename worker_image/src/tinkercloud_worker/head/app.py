@@ -105,6 +105,7 @@ class HeadApp:
             ("POST", routes.HEAD_SUSPEND): self._suspend,
             ("POST", routes.HEAD_CHECKPOINT): self._checkpoint,
             ("POST", routes.HEAD_SUSPEND_MODEL): self._suspend_model,
+            ("POST", routes.HEAD_MOVE_MODEL): self._move_model,
             ("GET", routes.HEAD_MODELS): self._models,
             ("PUT", routes.HEAD_MODELS): self._put_model,
             ("DELETE", routes.HEAD_MODELS): self._delete_model,
@@ -251,7 +252,7 @@ class HeadApp:
             if place.seq_id >= 1:
                 refused = requests.receive_unread(request.path, prefix, place, error)
                 await self._service.recall(place.model_id)
-                self._service.mark_reported(self._service.submit(refused))
+                self._service.results.mark_read(self._service.submit(refused))
         except WireError:
             log.info("an oversized body names no model and number; nothing is queued")
 
@@ -329,6 +330,10 @@ class HeadApp:
     async def _suspend_model(self, request: Request) -> Response:
         is_suspended = await self._service.suspend_model(ModelId.parse(_resource(request)))
         return Response(ModelSuspended(is_suspended=is_suspended).model_dump_json().encode())
+
+    async def _move_model(self, request: Request) -> Response:
+        await self._service.move_model(ModelId.parse(_resource(request)))
+        return Response()
 
     async def _models(self, _request: Request) -> Response:
         return Response(HeldModels(models=self._service.held()).model_dump_json().encode())

@@ -12,7 +12,7 @@ them runs.
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 
 import structlog
@@ -101,6 +101,8 @@ class Results:
         self._owned: dict[str, _Owned] = {}
         """Results by owner."""
         self._is_frozen = False
+        self._held_back: set[str] = set()
+        """Models and sampling sessions whose results are not returned."""
         self._released = asyncio.Event()
         self.completions = Completions()
         """Completed samples, for clients that wait for all of theirs at once."""
@@ -221,7 +223,7 @@ class Results:
         except TimeoutError:
             return None
         result = entry.result
-        if self._is_frozen or result is None:
+        if self._is_frozen or result is None or _target(request_id) in self._held_back:
             return None
         if max_bytes is not None and len(result.body) > max_bytes:
             return futures.metadata_of(result)
@@ -234,6 +236,14 @@ class Results:
         for request_id in known.intersection(request_ids):
             if self._entries[request_id].read_at is not None:
                 self._drop(request_id)
+
+    def hold_back(self, targets: Set[str]) -> None:
+        """Return no results of these models and sampling sessions, which are being written."""
+        self._held_back |= targets
+
+    def give_out(self, targets: Set[str]) -> None:
+        """Return results again after `hold_back`."""
+        self._held_back -= targets
 
     def freeze(self) -> None:
         """Stop returning results: another process would not know which were read from now on."""
@@ -303,9 +313,14 @@ class Results:
             self._mark_read(request_id, self._entries[request_id])
 
     def discard(self, target: str) -> None:
-        """Drop the results of a model or sampling session, which are stored elsewhere."""
+        """Drop the results of a model or sampling session, which are stored elsewhere.
+
+        Those that wait for them are woken, so that their clients poll again.
+        """
         for request_id in list(self._ids_by_target.get(target, ())):
+            waiters = self._entries[request_id].finished
             self._drop(request_id)
+            waiters.set()
 
     def bytes_of(self, target: str) -> int:
         """Return the bytes of the results of a model or sampling session."""

@@ -37,9 +37,10 @@ from tinkercloud_worker.head.requests import (
 )
 from tinkercloud_worker.head.results import Results
 from tinkercloud_worker.head.retrieval import Retrieval
+from tinkercloud_worker.head.sample import Sample
 from tinkercloud_worker.head.sample_limiter import SampleLimiter
 from tinkercloud_worker.head.samplers import Samplers
-from tinkercloud_worker.head.shutdown import HeadShutdown, Sample
+from tinkercloud_worker.head.shutdown import HeadShutdown
 from tinkercloud_worker.head.suspended_models import SuspendedModel, SuspendedModels
 from tinkercloud_worker.head.suspension import Suspension
 
@@ -103,6 +104,8 @@ class HeadService:
         """
         self._check_accepting()
         name = str(model_id)
+        if spec.resume_generation is not None:
+            self._suspended.accept_back(name)
         await self.recall(name)
         if name not in self._models and spec.resume_generation is not None:
             await asyncio.shield(self._resumption(model_id, self._resume(model_id, spec)))
@@ -196,9 +199,7 @@ class HeadService:
         task.result()
 
     async def suspend_model(self, model_id: ModelId) -> bool:
-        """Write an unused model to the object store and free its memory. Idempotent.
-
-        The next request for the model resumes it.
+        """Write an unused model to the store; free its memory until its next request. Idempotent.
 
         Returns:
             False if it is in use, unknown or can't be written; nothing has changed then.
@@ -216,6 +217,13 @@ class HeadService:
             return True
         sessions = self._samplers.sessions_of_model(model.model_id)
         return any(s.request.sampling_session_id in sessions for s in self._samples.values())
+
+    async def move_model(self, model_id: ModelId) -> None:
+        """Let another head continue a model; see `SuspendedModels.move`."""
+        self._check_accepting()
+        if (task := self._resuming.get(str(model_id))) is not None:
+            await asyncio.wait({task})
+        await self._suspended.move(str(model_id), self._samples)
 
     def held(self) -> list[HeldModel]:
         """Return the models of this head and the memory they take."""
@@ -283,10 +291,6 @@ class HeadService:
         return model.queue.submit(
             received.place.seq_id, received.digest, received.size, operation, elsewhere
         )
-
-    def mark_reported(self, request_id: str) -> None:
-        """Record that a client received a failure in another way than by its future."""
-        self._results.mark_read(request_id)
 
     def _model(self, model_id: str) -> LiveModel:
         self._check_accepting()
@@ -448,10 +452,6 @@ class HeadService:
         self._is_draining = True
         self._autosaver.close()
         await self._shutdown.suspend(store or self._backend.store)
-
-    def release_waiters(self) -> None:
-        """Make waiting clients poll again, at another head."""
-        self._results.release()
 
     def close(self) -> None:
         """Stop immediately."""

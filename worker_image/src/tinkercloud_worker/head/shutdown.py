@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import structlog
 
 from tinkercloud_protocol.errors import Unavailable
-from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.queue import error_message, to_result
 from tinkercloud_worker.head.results import Results
+from tinkercloud_worker.head.sample import Sample
 from tinkercloud_worker.head.samplers import Samplers
 from tinkercloud_worker.head.suspended_models import SuspendedModels
 from tinkercloud_worker.head.suspension import Suspension
@@ -21,17 +21,6 @@ log = structlog.get_logger(__name__)
 
 _MAX_CONCURRENT = 4
 """Models that are written at the same time; each is in memory twice meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A sampling request that is not finished."""
-
-    request: SampleRequest
-    owner: str
-    size: int
-    """Bytes it takes while it is queued."""
-    task: asyncio.Task[None]
 
 
 @dataclass(slots=True)

@@ -124,8 +124,14 @@ class Suspension:
         samplers = await self._write_samplers(model.model_id, writer, limit)
         await self._write_rest(model, unfinished, samplers, writer)
 
-    async def write_all(self, model: LiveModel) -> SuspendedManifest:
-        """Write a model whose queue is paused and whose samplers are idle, with all samplers.
+    async def write_all(
+        self, model: LiveModel, unfinished: Sequence[SampleRequest] = ()
+    ) -> SuspendedManifest:
+        """Write a model whose queue is paused, with all samplers.
+
+        Args:
+            model: the model.
+            unfinished: sampling requests to the model's own samplers, to restart later.
 
         Raises:
             SamplersLeftBehind: some samplers can't be written; then nothing was.
@@ -137,7 +143,7 @@ class Suspension:
         published = self.samplers.of_model(model.model_id)
         if missing := {s for sampler in published for s in sampler.sessions} - written:
             raise SamplersLeftBehind(f"the weights of {sorted(missing)} could not be written")
-        return await self._write_rest(model, [], samplers, writer)
+        return await self._write_rest(model, unfinished, samplers, writer)
 
     def _writer(self, model: LiveModel, store: CheckpointStore) -> _Writer:
         config = self.backend.config
