@@ -23,6 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from tinkercloud_api import errors, metrics
 from tinkercloud_api.activity import Activity
 from tinkercloud_api.auth import REMEMBERED_SECONDS, Authenticator, Role, hash_key
+from tinkercloud_api.catalog.admission import RunQuotas
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.programs import ProgramCatalog
 from tinkercloud_api.catalog.store import Catalog
@@ -63,6 +64,7 @@ from tinkercloud_api.routes import (
     unloading,
     usage,
 )
+from tinkercloud_api.run_admission import RunAdmission
 from tinkercloud_api.sampling_sessions import SamplingSessions
 from tinkercloud_api.settings import KEY_PREFIX, Settings
 from tinkercloud_api.shared_heads import SharedHeads
@@ -71,6 +73,7 @@ from tinkercloud_api.transfers.copies import Copies
 from tinkercloud_api.transfers.downloads import Downloads
 from tinkercloud_api.transfers.imports import Imports
 from tinkercloud_api.transfers.stored_runs import StoredRuns
+from tinkercloud_crds.quotas import Tenant
 from tinkercloud_protocol.asgi import Receive, Scope, Send
 from tinkercloud_protocol.futures import QueueState
 from tinkercloud_protocol.object_store import open_store
@@ -159,7 +162,8 @@ async def running_context(
     client = open_client()
     store = open_store(settings.checkpoint_url)
     checkpoints = Checkpoints(catalog, store)
-    locator = HeadLocator(catalog, checkpoints, provider, client)
+    admission = _admission(settings, engine)
+    locator = HeadLocator(catalog, checkpoints, provider, client, admission)
     objects, quota = ObjectStoreClient(store), settings.max_checkpoint_bytes_per_owner
     stored_runs = StoredRuns(catalog, checkpoints, objects, quota)
     signing_key = await _signing_key(catalog, settings)
@@ -201,6 +205,13 @@ async def running_context(
     finally:
         await client.close()
         await catalog.close()
+
+
+def _admission(settings: Settings, engine: AsyncEngine) -> RunAdmission:
+    """Return what admits runs; on Kubernetes no run waits here, as the operator admits them."""
+    tenants = tuple(Tenant(name, spec) for name, spec in settings.tenants.items())
+    inactivity = timedelta(seconds=settings.session_silence_seconds)
+    return RunAdmission(RunQuotas(engine), lambda: tenants, inactivity)
 
 
 def _shared_heads(

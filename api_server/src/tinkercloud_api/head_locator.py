@@ -29,6 +29,7 @@ from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.lost_runs import lost_message, why_deleted
 from tinkercloud_api.providers.base import HeadEndpoint, Pending, Placement, SessionProvider
 from tinkercloud_api.providers.session_options import SessionOptions
+from tinkercloud_api.run_admission import RunAdmission
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable
 from tinkercloud_protocol.futures import QueueState
@@ -81,8 +82,10 @@ class HeadLocator:
         checkpoints: Checkpoints,
         provider: SessionProvider,
         client: aiohttp.ClientSession,
+        admission: RunAdmission | None = None,
     ) -> None:
         self._catalog = catalog
+        self._admission = admission
         self._checkpoints = checkpoints
         self._provider = provider
         self._client = client
@@ -199,6 +202,8 @@ class HeadLocator:
 
     async def _place_run(self, run_id: str) -> HeadEndpoint:
         """Create a run on a head, or resume it on another head."""
+        if self._admission is not None:
+            await self._admission.wait(run_id)
         # The cached row may be stale: another server may have placed the run in the meantime.
         row = await self._catalog.run(run_id)
         if row is None or row.deleted_at is not None:
@@ -320,6 +325,9 @@ class HeadLocator:
 
     def run_pending(self, run_id: str) -> Pending:
         """Return why the head of a run is not ready yet."""
+        waits = self._admission.why_waiting(run_id) if self._admission is not None else None
+        if waits is not None:
+            return Pending("paused_capacity", waits)
         return self._provider.pending(self._runs[run_id].placement)
 
     def sampler_pending(self, sampler_id: str) -> Pending:
@@ -342,6 +350,8 @@ class HeadLocator:
         for row in runs:
             await _attempt(row.id, self._release_run(row.id, self.cache_run(row), unresponsive))
         await self._remove_samplers(samplers, unresponsive)
+        if self._admission is not None:
+            self._admission.wake()
 
     async def _release_run(
         self, run_id: str, run: _KnownRun, unresponsive: set[HeadEndpoint]

@@ -113,7 +113,7 @@ def waiting_message(tenant: Tenant, own: Claimant, others: Iterable[Claimant]) -
             continue
         in_use = getattr(used, each.name) + getattr(own.held, each.name)
         if in_use + getattr(reserved, each.name) + wanted > limit:
-            return _message(tenant, each.name, in_use, limit, wanted, position)
+            return _message(tenant, _Shortage(each.name, in_use, limit, wanted), position)
     return None
 
 
@@ -126,17 +126,25 @@ def _fits(missing: Amounts, limits: TenantLimits) -> bool:
     )
 
 
-def _message(  # noqa: PLR0913 - the parts of one sentence
-    tenant: Tenant, resource: str, used: int, limit: int, wanted: int, position: int
-) -> str:
-    field, unit = _FIELDS[resource]
-    whose = f"tenant {tenant.name!r} uses {used} of {limit} {unit} (limits.{field})"
-    if wanted > limit:
+@dataclass(frozen=True, slots=True)
+class _Shortage:
+    """Which limit is too low for a claimant."""
+
+    resource: str
+    used: int
+    limit: int
+    wanted: int
+
+
+def _message(tenant: Tenant, short: _Shortage, position: int) -> str:
+    field, unit = _FIELDS[short.resource]
+    whose = f"tenant {tenant.name!r} uses {short.used} of {short.limit} {unit} (limits.{field})"
+    if short.wanted > short.limit:
         return (
-            f"{whose}, and this needs {wanted}, more than the limit; ask an administrator to raise"
-            " it, or delete this one"
+            f"{whose}, and this needs {short.wanted}, more than the limit; ask an administrator to"
+            " raise it, or delete this one"
         )
-    needs = f" and needs {wanted}" if wanted > 1 else ""
+    needs = f" and needs {short.wanted}" if short.wanted > 1 else ""
     return (
         f"{whose}; this is number {position} in the tenant's queue{needs}, and starts when others"
         " have ended; end one that you no longer need, or ask an administrator to raise the limit"
