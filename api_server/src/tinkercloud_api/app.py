@@ -46,6 +46,7 @@ from tinkercloud_api.providers.kubernetes_programs import KubernetesPrograms
 from tinkercloud_api.providers.local_programs import LocalPrograms
 from tinkercloud_api.providers.programs import ProgramRunner
 from tinkercloud_api.proxy import Proxy
+from tinkercloud_api.quotas import Quotas
 from tinkercloud_api.routes import (
     checkpoint_search,
     downloads,
@@ -68,12 +69,13 @@ from tinkercloud_api.run_admission import RunAdmission
 from tinkercloud_api.sampling_sessions import SamplingSessions
 from tinkercloud_api.settings import KEY_PREFIX, Settings
 from tinkercloud_api.shared_heads import SharedHeads
+from tinkercloud_api.storage_quota import StorageQuota
+from tinkercloud_api.tenants import Tenants
 from tinkercloud_api.training_runs import TrainingRuns
 from tinkercloud_api.transfers.copies import Copies
 from tinkercloud_api.transfers.downloads import Downloads
 from tinkercloud_api.transfers.imports import Imports
 from tinkercloud_api.transfers.stored_runs import StoredRuns
-from tinkercloud_crds.quotas import Tenant
 from tinkercloud_protocol.asgi import Receive, Scope, Send
 from tinkercloud_protocol.futures import QueueState
 from tinkercloud_protocol.object_store import open_store
@@ -161,8 +163,10 @@ async def running_context(
     await register_bootstrap_key(catalog, settings)
     client = open_client()
     store = open_store(settings.checkpoint_url)
-    checkpoints = Checkpoints(catalog, store)
-    admission = _admission(settings, engine)
+    tenants = Tenants(provider.tenants)
+    storage_quota = StorageQuota(catalog, tenants)
+    checkpoints = Checkpoints(catalog, store, storage_quota)
+    admission = _admission(settings, engine, tenants)
     locator = HeadLocator(catalog, checkpoints, provider, client, admission)
     objects, quota = ObjectStoreClient(store), settings.max_checkpoint_bytes_per_owner
     stored_runs = StoredRuns(catalog, checkpoints, objects, quota)
@@ -198,6 +202,8 @@ async def running_context(
         direct_sessions=DirectSessions(catalog, training_runs),
         sampling_sessions=SamplingSessions(catalog, checkpoints, locator, training_runs, activity),
         usage=UsageLedger(engine),
+        tenants=tenants,
+        quotas=Quotas(tenants, provider, admission, storage_quota),
     )
     try:
         async with _started(context):
@@ -207,11 +213,11 @@ async def running_context(
         await catalog.close()
 
 
-def _admission(settings: Settings, engine: AsyncEngine) -> RunAdmission:
+def _admission(settings: Settings, engine: AsyncEngine, tenants: Tenants) -> RunAdmission:
     """Return what admits runs; on Kubernetes no run waits here, as the operator admits them."""
-    tenants = tuple(Tenant(name, spec) for name, spec in settings.tenants.items())
     inactivity = timedelta(seconds=settings.session_silence_seconds)
-    return RunAdmission(RunQuotas(engine), lambda: tenants, inactivity)
+    limited = tenants if settings.provider == "local" else Tenants()
+    return RunAdmission(RunQuotas(engine), limited, inactivity)
 
 
 def _shared_heads(

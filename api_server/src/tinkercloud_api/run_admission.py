@@ -5,14 +5,14 @@ On Kubernetes the operator does this, for sessions from all sources.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import structlog
 
 from tinkercloud_api.catalog.admission import RunQuotas
 from tinkercloud_api.catalog.tables import now
-from tinkercloud_crds.quotas import Tenant, tenant_of, usage
+from tinkercloud_api.tenants import Tenants
+from tinkercloud_crds.quotas import Tenant, usage
 from tinkercloud_crds.tenant import TenantUsage
 
 log = structlog.get_logger(__name__)
@@ -25,14 +25,12 @@ after a client has become inactive."""
 class RunAdmission:
     """The runs of this process that wait for a limit. Belongs to one event loop."""
 
-    def __init__(
-        self, quotas: RunQuotas, tenants: Callable[[], Sequence[Tenant]], inactivity: timedelta
-    ) -> None:
+    def __init__(self, quotas: RunQuotas, tenants: Tenants, inactivity: timedelta) -> None:
         """Create it.
 
         Args:
             quotas: the catalog, which all replicas share.
-            tenants: returns the current tenants, oldest first.
+            tenants: the tenants whose runs wait here.
             inactivity: inactivity of a client after which its models do not count.
         """
         self._quotas = quotas
@@ -46,7 +44,7 @@ class RunAdmission:
     async def wait(self, run_id: str) -> None:
         """Wait until the limits allow a run to start, or until it is deleted."""
         try:
-            while tenants := self._tenants():
+            while tenants := self._tenants.all():
                 freed = self._freed
                 message = await self._quotas.admit(run_id, tenants, now() - self._inactivity)
                 if message is None:
@@ -68,11 +66,7 @@ class RunAdmission:
         self._freed.set()
         self._freed = asyncio.Event()
 
-    async def usage(self, owner: str) -> tuple[Tenant, TenantUsage] | None:
-        """Return the tenant of an owner and what it uses; None if it has none."""
-        tenants = self._tenants()
-        tenant = tenant_of(owner, tenants)
-        if tenant is None:
-            return None
+    async def usage(self, tenant: Tenant) -> TenantUsage:
+        """Return what the runs of a tenant use."""
         since = now() - self._inactivity
-        return tenant, usage(await self._quotas.claimants(tenant, tenants, since))
+        return usage(await self._quotas.claimants(tenant, self._tenants.all(), since))
