@@ -28,6 +28,7 @@ from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
 from tinkercloud_api.download_settings import DownloadSettings, PublicUrl
+from tinkercloud_api.tenant_settings import TenantSettings
 from tinkercloud_protocol.autosave import AutosaveConfig
 from tinkercloud_protocol.launch import (
     Limits,
@@ -60,6 +61,7 @@ _HEAD_BODY_BYTES = Limits().max_body_bytes
 _USED_ON_KUBERNETES = {"limits.max_body_bytes", "timings.long_poll_seconds"}
 """Head settings that are also used with provider=kubernetes."""
 _INSTEAD_ON_KUBERNETES = {
+    "tenants": "create Tenants in the namespace",
     "models": "the server serves the BaseModels of its namespace",
     "preload": "heads start when clients need them",
     "orphan_grace_seconds": "heads do not depend on the API server",
@@ -218,6 +220,10 @@ class Settings(BaseSettings):
     """How often the session heads save models automatically, in case a head is killed."""
     programs: ProgramSettings = ProgramSettings()
     """Programs that the server runs for its users."""
+    tenants: dict[str, TenantSettings] = Field(
+        default_factory=dict, examples=[{"research": {"owners": ["ada"], "limits": {"models": 4}}}]
+    )
+    """Limits of groups of owners, by name of the group. Runs over a limit wait."""
 
     # A validator of the model rather than of the fields, whose errors would show the secret values.
     @model_validator(mode="after")

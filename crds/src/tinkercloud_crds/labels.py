@@ -6,6 +6,7 @@ API_VERSION = f"{GROUP}/{VERSION}"
 
 BASE_MODELS = "basemodels"
 TRAINING_SESSIONS = "trainingsessions"
+TENANTS = "tenants"
 
 FINALIZER = f"{GROUP}/last-checkpoint"
 """Held by the operator until the session's head has been asked for a last checkpoint."""

@@ -43,6 +43,8 @@ poll. Without it, as long as a long poll; 0 returns at once."""
 WEIGHTS_HEADER = "x-tinkercloud-weights"
 """The weights that the API server has resolved to a sampling session, as the body of the request
 names them: `sampling.NamedWeights.as_header`."""
+OWNER_LIMITS_HEADER = "x-tinkercloud-owner-limits"
+"""The caller's current limits, as percent-encoded JSON: `owner_limits.OwnerLimits`."""
 REFUSAL_HEADER = "x-tinkercloud-refusal"
 """Why the API server rejects a request, percent-encoded. The request is still forwarded to the
 head, where it takes its place in its model's order and fails, whatever the path is."""

@@ -25,6 +25,11 @@ class OneHead:
     def models(self) -> list[ServedModel]:
         return [ServedModel("tiny", 512)]
 
+    def tenants(self) -> tuple[()]:
+        return ()
+
+    def tenant_usage(self, _tenant: str) -> None: ...
+
     async def admit(self, placement: Placement) -> ModelSpec:
         assert placement.model is not None
         return placement.model

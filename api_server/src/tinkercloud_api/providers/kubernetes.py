@@ -11,7 +11,7 @@ a pool, the pods are those of a pool cluster, on which the operator gives the se
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,7 +46,10 @@ from tinkercloud_api.providers.session_status import (
     read_session,
     readiness,
 )
+from tinkercloud_api.providers.tenants import KnownTenants
 from tinkercloud_crds import labels
+from tinkercloud_crds.quotas import Tenant
+from tinkercloud_crds.tenant import TenantUsage
 from tinkercloud_kube import errors
 from tinkercloud_kube.client import Client, ObjectRef
 from tinkercloud_kube.informer import Informer, pause_seconds
@@ -96,8 +99,9 @@ class KubernetesProvider:
         self._base_models = Informer(self._api, "BaseModel", readable(read_base_model))
         self._endpoints = HeadEndpoints(self._api, self._client, record_usage)
         self._activity_annotator = ActivityAnnotator(self._api)
-        for informer in (self._sessions, self._base_models):
-            self._watching.append(asyncio.create_task(informer.run()))
+        self._tenants = KnownTenants(self._api)
+        for run in (self._sessions.run, self._base_models.run, self._tenants.run):
+            self._watching.append(asyncio.create_task(run()))
         log.info("waiting for the Kubernetes API", namespace=self._namespace)
         await self._sessions.is_filled.wait()
         await self._base_models.is_filled.wait()
@@ -153,6 +157,14 @@ class KubernetesProvider:
             local_path=str(folder) if folder is not None and folder.is_dir() else None,
             tokenizer=spec.tokenizer or spec.model_name,
         )
+
+    def tenants(self) -> Sequence[Tenant]:
+        """See `SessionProvider.tenants`."""
+        return self._tenants.all()
+
+    def tenant_usage(self, tenant: str) -> TenantUsage | None:
+        """See `SessionProvider.tenant_usage`: as the operator has last written it."""
+        return self._tenants.usage(tenant)
 
     async def admit(self, placement: Placement) -> ModelSpec:
         """See `SessionProvider.admit`."""

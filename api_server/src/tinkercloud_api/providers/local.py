@@ -21,7 +21,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -43,6 +43,7 @@ from tinkercloud_api.providers.base import (
 )
 from tinkercloud_api.providers.head_lease import hold_lease
 from tinkercloud_api.settings import Settings
+from tinkercloud_crds.quotas import Tenant
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, HeadStatus, Listen, ModelSpec
@@ -373,6 +374,7 @@ class LocalProvider:
         self._settings = settings
         self._client: aiohttp.ClientSession | None = None
         self._heads: dict[str, _LocalHead] = {}
+        self._tenants = tuple(Tenant(name, spec) for name, spec in settings.tenants.items())
 
     async def start(self, record_usage: RecordUsage) -> None:
         """See `SessionProvider.start`."""
@@ -393,6 +395,13 @@ class LocalProvider:
     def models(self) -> list[ServedModel]:
         """See `SessionProvider.models`."""
         return list(self._models.values())
+
+    def tenants(self) -> Sequence[Tenant]:
+        """See `SessionProvider.tenants`."""
+        return self._tenants
+
+    def tenant_usage(self, tenant: str) -> None:
+        """See `SessionProvider.tenant_usage`."""
 
     async def admit(self, placement: Placement) -> ModelSpec:
         """See `SessionProvider.admit`. Options for pods have no effect here and are rejected."""

@@ -21,7 +21,7 @@ _QUEUE_STATES: dict[str, QueueState] = {
     Reason.UNSCHEDULABLE: "paused_capacity",
     Reason.SCHEDULING_GATED: "paused_capacity",
     Reason.POOL_FULL: "paused_capacity",
-    Reason.QUOTA_EXCEEDED: "paused_rate_limit",
+    Reason.QUOTA_EXCEEDED: "paused_capacity",
 }
 """SDK queue states of reasons that need external action; all other reasons are `active`."""
 

@@ -103,7 +103,7 @@ class Call:
                 body=body,
                 replace=replace,
                 refusal=refusal,
-                extra=extra,
+                extra={**self.server.tenants.headers(self.principal.owner), **(extra or {})},
                 timeout_seconds=timeout_seconds,
             )
         except StaleEndpoint:

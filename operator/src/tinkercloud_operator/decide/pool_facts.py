@@ -134,6 +134,8 @@ def _may_wait(session: Manifest) -> bool:
     if spec.get("role") != "Sampler" and labels.FINALIZER not in metadata.get("finalizers", []):
         # It is set first, so that what a head holds for the session is dropped when it ends.
         return False
+    if _condition(session, ConditionType.QUOTA_RESERVED).get("reason") == Reason.QUOTA_EXCEEDED:
+        return False
     return bool(_condition(session, ConditionType.ACCEPTED).get("status") == "True")
 
 

@@ -74,9 +74,7 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
         case DesiredState.RUNNING if stopping_since(observed) is not None:
             # Record the end of the stop first: a new RayCluster would be mistaken for the old one.
             return reporting_plan(observed, [], new_status, 0.0)
-        case DesiredState.RUNNING if (
-            observed.start_order_message is not None and observed.ray_cluster is None
-        ):
+        case DesiredState.RUNNING if _waits_for_others(observed) and observed.ray_cluster is None:
             # The session is enqueued when it may start; this only refreshes its message.
             seconds = min(_QUEUE_SECONDS, recheck_seconds or _QUEUE_SECONDS)
             plan = reporting_plan(observed, [], new_status, seconds)
@@ -93,6 +91,11 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
             return _with_program(plan, observed, decision, settings)
         case DesiredState.DELETED:
             return reporting_plan(observed, [DeleteSession()], new_status, None)
+
+
+def _waits_for_others(observed: Observed) -> bool:
+    """Return whether other sessions have to start, or end, first."""
+    return observed.start_order_message is not None or observed.quota_message is not None
 
 
 def _desired_spec(observed: Observed, settings: Settings) -> ResolvedSpec | Rejection:

@@ -166,6 +166,8 @@ class Observed:
     """The cluster that `spec.poolCluster` names, if it exists."""
     pool_message: str | None = None
     """Why it has no place in a pool; None if it has one, or needs none."""
+    quota_message: str | None = None
+    """Which limit of its owner's Tenant it waits for; None if it may start."""
 
     @property
     def has_predecessors(self) -> bool:

@@ -39,6 +39,7 @@ from tinkercloud_protocol.launch import (
     SamplerSpec,
     Saved,
 )
+from tinkercloud_protocol.owner_limits import OwnerLimits
 from tinkercloud_protocol.sampling import (
     CancelFutureRequest,
     NamedWeights,
@@ -143,6 +144,8 @@ class HeadApp:
             raise NotFound(f"a session head does not serve {request.method} {request.path}")
         if request.path not in _UNAUTHENTICATED:
             self._authenticate(request)
+            if (limits := request.headers.get(routes.OWNER_LIMITS_HEADER)) is not None:
+                self._lifecycle.set_owner_limits(OwnerLimits.model_validate_json(unquote(limits)))
         return await handler(request)
 
     def _authenticate(self, request: Request) -> None:

@@ -114,6 +114,7 @@ def new_model(
         max_queued_bytes=limits.max_queued_bytes,
         gap_seconds=timings.gap_seconds,
         drop_gradient=operations.drop_gradient,
+        token_limits=backend.token_limits,
     )
     samplers.current.add(str(model_id), operations, queue.run_after_accepted)
     given_numbers = GivenNumbers(queue.sequencer)

@@ -128,6 +128,7 @@ class Operations:
             self._report_lost_gradient()
         trainer = self._backend.trainer
         batch = await self._prepared(request)
+        self._backend.token_limits.spend(self._spec.owner, batch.num_tokens)
         share = self._share(batch.num_tokens)
         if trainer.batcher is not None:
             training_pass = TrainingPass(self._name, batch)

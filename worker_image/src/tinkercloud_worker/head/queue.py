@@ -35,6 +35,7 @@ from tinkercloud_protocol.ids import ModelId, RequestId
 from tinkercloud_worker.engine.trainer import GradientLost
 from tinkercloud_worker.head.results import Results
 from tinkercloud_worker.head.sequencer import Sequencer
+from tinkercloud_worker.head.token_limits import TokenLimits
 
 log = structlog.get_logger(__name__)
 
@@ -140,12 +141,14 @@ class ModelQueue:
         max_queued_bytes: int,
         gap_seconds: float,
         drop_gradient: Callable[[], Awaitable[None]],
+        token_limits: TokenLimits | None = None,
     ) -> None:
         self._model_id = model_id
         self._results = results
         self._owner = owner
         self._gap_seconds = gap_seconds
         self._drop_gradient = drop_gradient
+        self._token_limits = token_limits or TokenLimits()
         self.sequencer = Sequencer(max_queued_bytes, next_seq_id=0)
         self._queued: dict[int, QueuedRequest] = {}
         self._unnumbered: deque[_Unnumbered] = deque()
@@ -262,10 +265,11 @@ class ModelQueue:
 
     @property
     def is_throttled(self) -> bool:
-        """Whether the next request waits for the client to retrieve earlier results."""
+        """Whether the next request waits for its owner: to retrieve results, or for tokens."""
         following = self._queued.get(self.sequencer.next_seq_id)
         is_large = following is not None and following.operation.has_large_result
-        return is_large and not self._results.has_room(self._owner)
+        limits, results = self._token_limits, self._results
+        return is_large and not (results.has_room(self._owner) and limits.has_room(self._owner))
 
     def wake(self) -> None:
         """Start the next request, if it no longer has to wait."""
@@ -275,10 +279,9 @@ class ModelQueue:
         """Return why a request has no result yet, in the SDK's terms and in words."""
         sequencer, name = self.sequencer, self.request_id(self.sequencer.next_seq_id)
         if self.is_throttled:
-            return (
-                "paused_rate_limit",
-                f"request {name} is paused: {self._results.backlog(self._owner)}",
-            )
+            waits = self._token_limits.why_waiting(self._owner)
+            waits = waits or self._results.backlog(self._owner)
+            return "paused_rate_limit", f"request {name} is paused: {waits}"
         if seq_id not in self._queued:
             return "active", None
         if sequencer.is_stuck:

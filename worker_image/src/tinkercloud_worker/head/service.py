@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import structlog
@@ -13,7 +14,6 @@ from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.launch import HeadStatus, HeldModel, ModelSpec, SamplerSpec
-from tinkercloud_protocol.payloads import encode_sample_response
 from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_protocol.tensors import ForwardBackwardRequest
 from tinkercloud_worker.checkpoints.store import CheckpointStore
@@ -40,6 +40,7 @@ from tinkercloud_worker.head.retrieval import Retrieval
 from tinkercloud_worker.head.sample import Sample
 from tinkercloud_worker.head.sample_limiter import SampleLimiter
 from tinkercloud_worker.head.samplers import Samplers
+from tinkercloud_worker.head.sampling import run_sample
 from tinkercloud_worker.head.shutdown import HeadShutdown
 from tinkercloud_worker.head.suspended_models import SuspendedModel, SuspendedModels
 from tinkercloud_worker.head.suspension import Suspension
@@ -62,6 +63,7 @@ class HeadService:
             on_drop=self._result_dropped,
             on_room=self._wake_queues,
         )
+        backend.token_limits.listen(self._wake_queues)
         self._samplers = Samplers(backend)
         self._retrieval = Retrieval(backend, self._results, self._samplers, self.recall)
         self._suspension = Suspension(backend, self._results, self._samplers)
@@ -347,24 +349,18 @@ class HeadService:
         return request_id
 
     def _start_sample(self, prepared: Prepared) -> None:
-        request, request_id, backend = prepared.request, prepared.request_id, self._backend
-        session_id = SamplingSessionId.parse(request.sampling_session_id)
+        request, request_id = prepared.request, prepared.request_id
         owner = self.owner_of(request.sampling_session_id)
         self._results.open(str(request_id), prepared.digest, owner)
 
-        async def sample() -> Result:
-            async with self._samplers.sampling(session_id) as version:
-                sent = prepared.validated.sent_by(self._samplers.payer_of(session_id))
-                result = await backend.sampler.sample(version, sent)
-            backend.usage.count(sent.payer, result.usage(len(sent.prompt)))
-            return Result(encode_sample_response(result.sequences, result.prompt), futures.PROTOBUF)
+        work = partial(run_sample, self._backend, self._samplers, owner, prepared)
 
         def report_cancellation(task: asyncio.Task[None]) -> None:
             # A done callback, because the task may be cancelled before it starts.
             if task.cancelled():
                 self._finish(str(request_id), futures.failed("the request was cancelled", "user"))
 
-        task = self._spawn(self._resolve(str(request_id), sample))
+        task = self._spawn(self._resolve(str(request_id), work))
         task.add_done_callback(report_cancellation)
         self._samples[str(request_id)] = Sample(request, owner, prepared.size, task)
         self._sample_limiter.add(owner, prepared.size)
@@ -406,6 +402,8 @@ class HeadService:
             return model.why_waiting(parsed.seq_id)
         if (sample := self._samples.get(request_id)) is None:
             return "active", None
+        if (reason := self._backend.token_limits.why_waiting(sample.owner)) is not None:
+            return "paused_rate_limit", reason
         if (reason := self._sample_limiter.why_full(sample.owner)) is not None:
             return (
                 "paused_rate_limit",
