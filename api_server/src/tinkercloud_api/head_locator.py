@@ -14,6 +14,7 @@ servers resume the same run, neither can undo what was trained through the other
 
 import asyncio
 import contextlib
+import shutil
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable
 from tinkercloud_protocol.futures import QueueState
 from tinkercloud_protocol.ids import SamplingSessionId, model_of_sampler
+from tinkercloud_protocol.journals import has_journal, run_folder
 from tinkercloud_protocol.launch import ModelSpec, SamplerSpec
 
 log = structlog.get_logger(__name__)
@@ -245,13 +247,17 @@ class HeadLocator:
             raise
 
     async def _require_suspended(self, run_id: str, run: _KnownRun, generation: str) -> None:
-        """Check that a head suspended a run before it ended.
+        """Check that a head suspended a run before it ended, or left its journal.
 
         Raises:
-            StateLost: it did not; the message names the checkpoint to resume from.
+            StateLost: it did neither; the message names the checkpoint to resume from.
         """
         unsaved = self._provider.unsaved(run.placement)
-        if not await self._checkpoints.is_suspended(run_id, generation, unsaved):
+        if not await self._checkpoints.is_suspended(
+            run_id, generation, unsaved
+        ) and not await asyncio.to_thread(
+            has_journal, self._provider.journals(run.placement), run_id, generation
+        ):
             raise StateLost(await lost_message(self._checkpoints, run_id))
 
     async def report_lost(self) -> None:
@@ -388,6 +394,8 @@ class HeadLocator:
         if (endpoint := self._provider.find(run.placement)) is not None:
             await self._calls.delete(endpoint, f"{routes.HEAD_MODELS}/{run_id}", unresponsive)
         await self._checkpoints.delete_state(run_id, run.generation)
+        if (folder := self._provider.journals(run.placement)) is not None:
+            await asyncio.to_thread(shutil.rmtree, run_folder(folder, run_id), ignore_errors=True)
 
     async def _remove_samplers(
         self, samplers: Sequence[SamplingSession], unresponsive: set[HeadEndpoint]

@@ -30,6 +30,7 @@ from sqlalchemy.exc import ArgumentError
 from tinkercloud_api.download_settings import DownloadSettings, PublicUrl
 from tinkercloud_api.tenant_settings import TenantSettings
 from tinkercloud_protocol.autosave import AutosaveConfig
+from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.launch import (
     Limits,
     SamplerConfig,
@@ -71,6 +72,7 @@ _INSTEAD_ON_KUBERNETES = {
     "trainer": "set `trainer` of the BaseModel",
     "sampler": "set `sampler` of the BaseModel",
     "autosave": "set `head.autosave` of the BaseModel",
+    "durability": "heads in pods have no journal",
     "limits.max_lora_rank": "set `limits.maxLoraRank` of the BaseModel",
     "limits.max_context_length": "set `maxContextLength` of the BaseModel",
     "limits.max_snapshot_bytes": "it is half of `head.resources.scratch` of the BaseModel",
@@ -218,6 +220,8 @@ class Settings(BaseSettings):
     """Timeouts and intervals of the session heads."""
     autosave: AutosaveConfig = AutosaveConfig()
     """How often the session heads save models automatically, in case a head is killed."""
+    durability: DurabilityConfig = DurabilityConfig()
+    """What survives when a session head on this machine is killed."""
     programs: ProgramSettings = ProgramSettings()
     """Programs that the server runs for its users."""
     tenants: dict[str, TenantSettings] = Field(

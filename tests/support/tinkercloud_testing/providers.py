@@ -60,6 +60,9 @@ class OneHead:
     def has_ended(self, _placement: Placement, _generation: str) -> bool:
         return False
 
+    def journals(self, _placement: Placement) -> Path | None:
+        return None
+
     def unsaved(self, _placement: Placement) -> Path | None:
         return None
 

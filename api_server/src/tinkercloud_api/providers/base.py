@@ -168,6 +168,9 @@ class SessionProvider(Protocol):
     def unsaved(self, placement: Placement) -> Path | None:
         """Return the folder for suspended runs that could not be uploaded, or None."""
 
+    def journals(self, placement: Placement) -> Path | None:
+        """Return the folder of the journals of runs (`protocol.journals`), or None."""
+
     def newly_ended(self) -> list[str]:
         """Return the generations of the heads that have ended since the last call."""
 

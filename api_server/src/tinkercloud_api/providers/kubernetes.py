@@ -425,6 +425,10 @@ class KubernetesProvider:
         """See `SessionProvider.unsaved`: the disk of a pod is deleted together with the pod."""
         return None
 
+    def journals(self, placement: Placement) -> Path | None:  # noqa: ARG002 - part of the interface
+        """See `SessionProvider.journals`: the disk of a pod is deleted together with the pod."""
+        return None
+
     def newly_ended(self) -> list[str]:
         """See `SessionProvider.newly_ended`: the conditions of sessions report lost runs."""
         return []

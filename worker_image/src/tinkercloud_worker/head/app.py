@@ -244,6 +244,7 @@ class HeadApp:
         key = None if received.is_numbered else _idempotency_key(request)
         await self._service.recall(received.place.model_id)
         request_id = self._service.submit(received, key)
+        await self._service.accepted(received.place.model_id)
         return Response(futures.promise(request_id, model_id=received.place.model_id))
 
     async def _queue_rejection(self, request: Request, error: BodyTooLarge) -> None:

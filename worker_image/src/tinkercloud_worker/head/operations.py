@@ -12,6 +12,7 @@ from tinkercloud_protocol.autosave import AutosaveConfig
 from tinkercloud_protocol.checkpoints import CheckpointManifest, base_mismatch
 from tinkercloud_protocol.errors import InvalidRequest, StateLost
 from tinkercloud_protocol.futures import Result
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
@@ -39,7 +40,7 @@ from tinkercloud_worker.engine.trainer import (
     WeightsSnapshot,
 )
 from tinkercloud_worker.engine.usage import Payer, Usage
-from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.backend import Backend, random_seed
 from tinkercloud_worker.head.model_checkpoints import ModelCheckpoints
 from tinkercloud_worker.head.samplers import Samplers
 from tinkercloud_worker.head.save_schedule import SavePoint, SaveSchedule
@@ -88,6 +89,8 @@ class Operations:
         self._steps = 0
         self.num_changes = 0
         """How often the weights may have changed since this object was created."""
+        self.initial_seed = random_seed() if spec.lora is None else _seed_of(spec.lora)
+        """Seed of the adapter's initial weights, so that it can be created again."""
         self._refused: str | None = NOT_CREATED
         self._gradient_lost: str | None = None
         """How the gradient was lost; None once a request has reported it."""
@@ -112,7 +115,8 @@ class Operations:
         if spec.restore_from is not None:
             saved = await self._read(spec.restore_from, with_optimizer=spec.restore_optimizer)
             self._check_shape(saved.state, spec.restore_from)
-        await self._on_thread(lambda: self._backend.trainer.add_model(self._name, spec.lora))
+        lora = None if spec.lora is None else replace(spec.lora, seed=self.initial_seed)
+        await self._on_thread(lambda: self._backend.trainer.add_model(self._name, lora))
         if saved is not None:
             await self._import_first(saved)
         self._refused = None
@@ -436,6 +440,10 @@ class Operations:
     def _check_shape(self, state: TrainingState, uri: str) -> None:
         if state.weights.lora is None and self._spec.lora is not None:
             raise InvalidRequest(f"{uri} holds a fully fine-tuned model, not a LoRA adapter")
+
+
+def _seed_of(lora: LoraConfig) -> int:
+    return random_seed() if lora.seed is None else lora.seed
 
 
 def _do_nothing() -> None:

@@ -80,6 +80,7 @@ class Results:
         now: Callable[[], float],
         on_drop: Callable[[str], None] = lambda _request_id: None,
         on_room: Callable[[str], None] = lambda _owner: None,
+        on_read: Callable[[str], None] = lambda _request_id: None,
     ) -> None:
         """Create an empty store.
 
@@ -89,12 +90,14 @@ class Results:
             now: a monotonic clock, in seconds.
             on_drop: called with the id of each result that is dropped.
             on_room: called with an owner whose `has_room` has become true.
+            on_read: called with the id of each result that is read for the first time.
         """
         self._timings = timings
         self._max_bytes = max_bytes
         self._now = now
         self._on_drop = on_drop
         self._on_room = on_room
+        self._on_read = on_read
         self._entries: dict[str, _Entry] = {}
         self._ids_by_target: dict[str, set[str]] = {}
         """Ids in `_entries` by model or sampling session."""
@@ -292,6 +295,7 @@ class Results:
         if entry.read_at is not None or self._entries.get(request_id) is not entry:
             return
         entry.read_at = self._now()
+        self._on_read(request_id)
         if entry.result is not None:
             self._unlist(request_id, entry)
             self._owned[entry.owner].read[request_id] = entry.read_at

@@ -27,11 +27,10 @@ from tinkercloud_protocol.errors import Unavailable, WireError
 from tinkercloud_protocol.ids import SamplingSessionId
 from tinkercloud_protocol.launch import HeldModel, ModelSpec
 from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.durability import Durability
 from tinkercloud_worker.head.idle_memory import return_free_memory
 from tinkercloud_worker.head.live_model import LiveModel
-from tinkercloud_worker.head.results import Results
 from tinkercloud_worker.head.sample import Sample
-from tinkercloud_worker.head.samplers import Samplers
 from tinkercloud_worker.head.suspension import Suspension
 
 log = structlog.get_logger(__name__)
@@ -68,24 +67,23 @@ class SuspendedModels:
         self,
         backend: Backend,
         models: MutableMapping[str, LiveModel],
-        results: Results,
-        samplers: Samplers,
         suspension: Suspension,
+        durability: Durability,
     ) -> None:
         """Start without suspended models.
 
         Args:
             backend: the head's.
             models: models in memory, by id. Suspending removes them; the service adds resumed ones.
-            results: the head's.
-            samplers: the head's.
             suspension: writes models.
+            durability: the journals of the models in memory.
         """
         self._backend = backend
         self._models = models
-        self._results = results
-        self._samplers = samplers
+        self._results = suspension.results
+        self._samplers = suspension.samplers
         self._suspension = suspension
+        self._durability = durability
         self._suspending: dict[str, asyncio.Task[bool]] = {}
         self._suspended: dict[str, SuspendedModel] = {}
         self._models_of: dict[str, str] = {}
@@ -105,8 +103,11 @@ class SuspendedModels:
     def _describe(self, model: LiveModel) -> HeldModel:
         name, sessions = str(model.model_id), self._samplers.sessions_of_model(model.model_id)
         published = self._samplers.of_model(model.model_id)
+        run = self._durability.of(name)
         return HeldModel(
             model_id=name,
+            is_durable=run is not None and run.degraded is None,
+            degraded=run.degraded if run is not None else None,
             model_bytes=self._backend.trainer.memory_bytes(name),
             sampler_bytes=sum(sampler.size_bytes for sampler in published),
             result_bytes=sum(self._results.bytes_of(target) for target in (name, *sessions)),
@@ -151,6 +152,7 @@ class SuspendedModels:
         sessions = self._samplers.sessions_of_model(model.model_id)
         self._suspended[name] = SuspendedModel(model.spec, frozenset(sessions), manifest)
         del self._models[name]
+        await self._durability.remove(name)
         await self._free(model, sessions, [])
         log.info("suspended an inactive model", model_id=name)
         return True
@@ -203,6 +205,7 @@ class SuspendedModels:
         # In one step, so that no request finds neither the model nor this record.
         self._record_moved(name, None)
         del self._models[name]
+        await self._durability.remove(name)
         await self._free(model, sessions, [each.task for each in running])
         self._results.give_out(targets)
         log.info("another head continues a model", model_id=name)
