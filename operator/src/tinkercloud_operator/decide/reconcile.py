@@ -347,8 +347,12 @@ def _save_request(
     if head is None or left <= 0:
         return None
     key = (kind, head.incarnation)
-    # A head that is saving in order to stop is not Ready.
-    if key in observed.completed_saves or not (head.is_ready or key in observed.pending_saves):
+    # A head that is saving in order to stop is not Ready, nor is one that is busy for a moment. One
+    # that is still loading has nothing to save.
+    may_save = head.is_ready or key in observed.pending_saves
+    if head.is_started and head.incarnation == observed.status.served_incarnation:
+        may_save = True
+    if key in observed.completed_saves or not may_save:
         return None
     return SaveRequest(kind, endpoint(observed), head.incarnation, left)
 
