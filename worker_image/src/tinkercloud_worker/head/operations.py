@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -12,6 +12,7 @@ from tinkercloud_protocol.autosave import AutosaveConfig
 from tinkercloud_protocol.checkpoints import CheckpointManifest, base_mismatch
 from tinkercloud_protocol.errors import InvalidRequest, StateLost
 from tinkercloud_protocol.futures import Result
+from tinkercloud_protocol.hyperparameters import AdamParams
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
@@ -33,6 +34,7 @@ from tinkercloud_worker.engine.trainer import (
     Gradient,
     GradientLost,
     LossOutput,
+    OptimizerStep,
     Publication,
     TrainingPass,
     TrainingState,
@@ -149,14 +151,21 @@ class Operations:
         params = request.adam()
         self.num_changes += 1
         try:
-            metrics = await self._compute(
-                lambda _: self._backend.trainer.optim_step(self._name, params),
-                self._share(_STEP_TOKENS),
-            )
+            metrics = await self._step(params)
         finally:
             self._count_change()
         self._steps = int(metrics["step"])
         return futures.finished({"metrics": dict(metrics)})
+
+    async def _step(self, params: AdamParams) -> Mapping[str, float]:
+        backend, share = self._backend, self._share(_STEP_TOKENS)
+        stepper = backend.trainer.stepper
+        if stepper is None:
+            return await self._compute(
+                lambda _: backend.trainer.optim_step(self._name, params), share
+            )
+        step = OptimizerStep(self._name, params)
+        return await self._unless_lost(backend.thread.run_batched(stepper, step, share))
 
     async def save_weights(self, request: SaveWeightsRequest) -> Outcome:
         """Write a training checkpoint, including any gradient not yet applied.
