@@ -38,10 +38,10 @@ class Faulty(TorchTrainer):
 
     @override
     def _run(
-        self, shares: Sequence[tuple[TrainedModel, Pack]], loss_fn: str
+        self, shares: Sequence[tuple[TrainedModel, Pack]], loss_fns: Sequence[str]
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         self.num_passes += 1
-        results = super()._run(shares, loss_fn)
+        results = super()._run(shares, loss_fns)
         if self.fails and any(model is self._models["bad"] for model, _ in shares):
             raise torch.OutOfMemoryError("a fault")
         return results

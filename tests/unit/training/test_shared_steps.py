@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.engine.fair_queue import Share
-from tinkercloud_worker.engine.thread import Batcher, EngineThread, NoBackground, YieldPoint
+from tinkercloud_worker.engine.thread import Batcher, EngineThread, NoBackground, Pieces, YieldPoint
 from tinkercloud_worker.engine.trainer import OptimizerStep
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -91,7 +90,7 @@ def test_a_gradient_that_is_not_finite_leaves_every_model_unchanged() -> None:
 class Counted:
     """A batcher that records which items ran together."""
 
-    def __init__(self, batcher: Batcher[Any, Any]) -> None:
+    def __init__(self, batcher: Batcher[OptimizerStep, Mapping[str, float]]) -> None:
         self._batcher = batcher
         self.batches: list[list[str]] = []
 
@@ -104,7 +103,7 @@ class Counted:
         self.batches.append([item.model_id for item in items])
         return self._batcher.run_batch(items, yield_point)
 
-    def pieces(self, item: OptimizerStep) -> Any:
+    def pieces(self, item: OptimizerStep) -> Pieces[Mapping[str, float]]:
         return self._batcher.pieces(item)
 
 
