@@ -11,9 +11,8 @@ import tinker
 from tinker import types
 from transformers import AutoTokenizer
 
+from tinkercloud_testing.chat import CHAT_MODEL
 from tinkercloud_testing.servers import API_KEY, Server
-
-from .conftest import CHAT_MODEL
 
 QUESTION: Any = [{"role": "user", "content": "What is 2 + 2?"}]
 PROMPT = "user: What is 2 + 2?\nassistant: "
@@ -28,7 +27,7 @@ def sampled_by_the_sdk(sdk: tinker.ServiceClient, server: Server, num_samples: i
     tokenizer = AutoTokenizer.from_pretrained(server.models[CHAT_MODEL])
     prompt = types.ModelInput.from_ints(tokenizer.encode(PROMPT))
     params = types.SamplingParams(max_tokens=24, seed=5)
-    sampler = sdk.create_sampling_client(base_model=CHAT_MODEL)
+    sampler = sdk.create_sampling_client(base_model=CHAT_MODEL).result()
     return sampler.sample(prompt, num_samples, params).result()
 
 
@@ -42,7 +41,7 @@ def stranger(chat_server: Server) -> Iterator[openai.OpenAI]:
 
 
 def a_checkpoint(sdk: tinker.ServiceClient) -> str:
-    training = sdk.create_lora_training_client(base_model=CHAT_MODEL, rank=4)
+    training = sdk.create_lora_training_client(base_model=CHAT_MODEL, rank=4).result()
     return str(training.save_weights_for_sampler("for-chat").result().path)
 
 
@@ -81,7 +80,6 @@ def test_streamed_text_equals_whole_text(openai_client: openai.OpenAI) -> None:
 def test_tokens_are_streamed_while_the_rest_is_sampled(
     openai_client: openai.OpenAI, chat_server: Server
 ) -> None:
-    # Without end tokens in reach, the answer has one chunk per character and many more to come.
     stream = ask(openai_client, stream=True, max_completion_tokens=450, logit_bias={})
     first = next(chunk for chunk in stream if chunk.choices and chunk.choices[0].delta.content)
     stream.close()
@@ -144,7 +142,7 @@ def test_a_path_of_another_owner_is_not_found(
 def test_a_model_in_training_answers_with_its_current_weights_while_it_trains(
     openai_client: openai.OpenAI, sdk: tinker.ServiceClient
 ) -> None:
-    training = sdk.create_lora_training_client(base_model=CHAT_MODEL, rank=4)
+    training = sdk.create_lora_training_client(base_model=CHAT_MODEL, rank=4).result()
     datum = types.Datum(
         model_input=types.ModelInput.from_ints([1, 2, 3]),
         loss_fn_inputs={

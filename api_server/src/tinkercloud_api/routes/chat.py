@@ -28,9 +28,12 @@ PATHS = (
     routes.OPENAI_CHAT,
     routes.OPENAI_COMPLETIONS,
     routes.OPENAI_MODELS,
+    routes.OPENAI_SESSIONS,
     routes.ANTHROPIC_MESSAGES,
     routes.ANTHROPIC_COUNT_TOKENS,
 )
+_RECORDED = {("POST", "v1/chat/completions"), ("GET", "datums"), ("DELETE", "")}
+"""Methods, and what follows the name of a recorded session in the path."""
 _FORWARDED = frozenset(PATHS) - {routes.OPENAI_MODELS}
 
 
@@ -45,6 +48,8 @@ async def serve(call: Call) -> None:
     request = call.request
     if request.method == "POST" and request.path in _FORWARDED:
         await _forward(call)
+    elif request.path.startswith(routes.OPENAI_SESSIONS + "/"):
+        await _serve_recorded(call)
     elif request.method == "GET" and request.path == routes.OPENAI_MODELS:
         models = await _models(call.server, call.principal)
         await respond(call.send, orjson.dumps({"object": "list", "data": models}))
@@ -65,11 +70,38 @@ async def _forward(call: Call) -> None:
     is_small = len(body) < _SMALL_BODY_BYTES
     name = _model_in(body) if is_small else await asyncio.to_thread(_model_in, body)
     sampler_id = await server.sampling_sessions.of(weights_of(name, server), call.principal)
-    await forward_to_sampler(call, sampler_id, body)
+    await _forward_to_sampler(call, call, sampler_id, body)
 
 
-async def forward_to_sampler(call: Call, sampler_id: str, body: bytes) -> None:
+async def _serve_recorded(call: Call) -> None:
+    """Forward a call of a recorded session, whose name starts with its sampling session.
+
+    Raises:
+        NotFound: the path or the session does not exist for this caller.
+    """
+    method, path = call.request.method, call.request.path
+    name, _, action = path.removeprefix(routes.OPENAI_SESSIONS + "/").partition("/")
+    sampler_id, separator, _ = name.partition("~")
+    if not separator or (method, action) not in _RECORDED:
+        raise NotFound(
+            f"{method} {path[:256]} is not supported by this server; docs/use/openai.md lists the"
+            " supported calls"
+        )
+    body = await call.request.body(routes.MAX_CHAT_BODY_BYTES)
+    target = call
+    if method == "DELETE":
+        target = call.of_own(f"{path}/delete", body, call.send)
+    await _forward_to_sampler(call, target, sampler_id, body)
+
+
+async def _forward_to_sampler(call: Call, forwarded: Call, sampler_id: str, body: bytes) -> None:
     """Forward a request to the head of a sampling session until the client disconnects.
+
+    Args:
+        call: the client's request.
+        forwarded: the request for the head.
+        sampler_id: the sampling session.
+        body: the body of the request.
 
     Raises:
         NotFound: the session does not exist for this caller.
@@ -84,7 +116,7 @@ async def forward_to_sampler(call: Call, sampler_id: str, body: bytes) -> None:
     )
     seconds = server.settings.sample_wait_seconds
     forwarding = asyncio.ensure_future(
-        call.forward(endpoint, sampler_id, body, timeout_seconds=seconds)
+        forwarded.forward(endpoint, sampler_id, body, timeout_seconds=seconds)
     )
     gone = asyncio.create_task(call.request.wait_until_disconnected())
     try:

@@ -22,8 +22,9 @@ from tinkercloud_protocol.json_results import sample_as_json
 from tinkercloud_protocol.sampling import Chunk, ModelInput, SampleRequest
 from tinkercloud_worker.chat import anthropic_messages, openai_requests
 from tinkercloud_worker.chat.anthropic_messages import MessageAnswer
-from tinkercloud_worker.chat.conversation import Asked, Choice, Counts
+from tinkercloud_worker.chat.conversation import Asked, Choice, Counts, read_object
 from tinkercloud_worker.chat.openai_answers import ChatAnswer, CompletionAnswer
+from tinkercloud_worker.chat.recorded import SEPARATOR, RecordedSessions, Turn, datums
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.chat.tool_calls import ToolCall
 from tinkercloud_worker.engine.sampler import SampledToken
@@ -35,6 +36,8 @@ from tinkercloud_worker.head.service import HeadService
 log = structlog.get_logger(__name__)
 
 _EVENTS = "text/event-stream; charset=utf-8"
+_CHAT, _DATUMS, _DELETE = "v1/chat/completions", "datums", "delete"
+"""What follows the name of a recorded session in a path."""
 _PARAMS = "sampling_params."
 """How messages about sampling requests name parameters, which here belong to the request itself."""
 
@@ -99,6 +102,8 @@ class Run:
     )
     """Tokens, and the result or the error, of the prompt with this index."""
     request_ids: list[str] = field(default_factory=list)
+    recorded: str | None = None
+    """The recorded session that its turns are added to."""
     cached: int = 0
     num_finished: int = 0
     """Prompts whose samples are finished."""
@@ -156,6 +161,9 @@ def _columns(row: list[list[Any]] | None) -> tuple[Sequence[int], Sequence[float
 class HeadChat:
     """Serves the endpoints at a head. Belongs to one event loop."""
 
+    def __init__(self) -> None:
+        self._recorded = RecordedSessions()
+
     async def serve(
         self, request: Request, receive: Receive, send: Send, service: HeadService, backend: Backend
     ) -> None:
@@ -204,11 +212,39 @@ class HeadChat:
             tokens = await asyncio.to_thread(lambda: counted(body).tokens(text))
             await sending.whole(orjson.dumps({"input_tokens": len(tokens)}))
             return
-        if request.path not in _FORMATS:
+        if request.path == routes.OPENAI_SESSIONS:
+            model = str(read_object(body).get("model"))
+            name = self._recorded.create(target, service.owner_of(target), model)
+            created = {"id": name, "object": "recorded_session", "model": model}
+            await sending.whole(orjson.dumps(created))
+            return
+        recorded, action = _recorded_in(request.path, target)
+        if action in {_DATUMS, _DELETE} and recorded is not None:
+            await sending.whole(await self._read(recorded, action))
+            return
+        path = routes.OPENAI_CHAT if action == _CHAT else request.path
+        if path not in _FORMATS:
             raise NotFound(f"a session head does not serve {request.path}")
-        asked, answer = await asyncio.to_thread(_FORMATS[request.path], body, text)
-        run = Run(asked, answer, _choices(asked, text, backend))
+        asked, answer = await asyncio.to_thread(_FORMATS[path], body, text)
+        if recorded is not None:
+            self._recorded.check_room(recorded, asked.model)
+        run = Run(asked, answer, _choices(asked, text, backend), recorded=recorded)
         await self._run(run, target, sending, service, backend)
+
+    async def _read(self, recorded: str, action: str) -> bytes:
+        if action == _DELETE:
+            self._recorded.delete(recorded)
+            return b"{}"
+        turns = self._recorded.turns(recorded)
+        data = await asyncio.to_thread(datums, turns)
+        content = {"id": recorded, "num_turns": len(turns), "data": data}
+        return await asyncio.to_thread(orjson.dumps, content)
+
+    def _record(self, run: Run, recorded: str) -> None:
+        for choice in run.choices:
+            ids = [token.token for token in choice.tokens]
+            logprobs = [token.logprob for token in choice.tokens]
+            self._recorded.add(recorded, Turn(choice.prompt, ids, logprobs))
 
     async def _run(
         self, run: Run, target: str, sending: "_Sending", service: HeadService, backend: Backend
@@ -227,7 +263,7 @@ class HeadChat:
                 while not run.events.empty():
                     stream += run.take(*run.events.get_nowait())
                 if asked.streams and stream:
-                    if not sending.has_begun:
+                    if not sending.has_started:
                         stream = run.answer.begin(len(run.choices)) + stream
                     await sending.part(stream)
         finally:
@@ -236,11 +272,27 @@ class HeadChat:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        if run.recorded is not None:
+            self._record(run, run.recorded)
         if asked.streams:
             await sending.last(run.answer.end(run.counts))
         else:
             whole = await asyncio.to_thread(run.answer.whole, run.choices, run.counts)
             await sending.whole(whole)
+
+
+def _recorded_in(path: str, target: str) -> tuple[str | None, str]:
+    """Return the recorded session in a path, and what follows it; None and "" if it has none.
+
+    Raises:
+        NotFound: the session is not one of the sampling session that the request was routed to.
+    """
+    if not path.startswith(routes.OPENAI_SESSIONS + "/"):
+        return None, ""
+    name, _, action = path.removeprefix(routes.OPENAI_SESSIONS + "/").partition("/")
+    if not name.startswith(target + SEPARATOR):
+        raise NotFound(f"recorded session {name[:256]!r} is unknown")
+    return name, action
 
 
 def _choices(asked: Asked, text: ChatText, backend: Backend) -> list[Choice]:
@@ -315,12 +367,12 @@ class _Sending:
 
     send: Send
     path: str
-    has_begun: bool = False
+    has_started: bool = False
 
     async def part(self, stream: bytes) -> None:
         """Send a part of a stream."""
-        if not self.has_begun:
-            self.has_begun = True
+        if not self.has_started:
+            self.has_started = True
             headers = [(b"content-type", _EVENTS.encode()), (b"cache-control", b"no-cache")]
             await self.send({"type": "http.response.start", "status": 200, "headers": headers})
         await self.send({"type": "http.response.body", "body": stream, "more_body": True})
@@ -332,13 +384,13 @@ class _Sending:
 
     async def whole(self, body: bytes) -> None:
         """Send a whole answer."""
-        self.has_begun = True
+        self.has_started = True
         await respond(self.send, body, content_type=JSON)
 
     async def fail(self, status: int, message: str) -> None:
         """Send an error."""
         body = orjson.dumps(chat_errors.error_object(self.path, status, message))
-        if not self.has_begun:
+        if not self.has_started:
             headers = {"retry-after": "1"} if status in {429, 503} else {}
             await respond(self.send, body, status=status, headers=headers)
             return
