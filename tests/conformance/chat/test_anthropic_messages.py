@@ -37,7 +37,7 @@ def test_a_stop_sequence_ends_a_message(anthropic_client: anthropic.Anthropic) -
     text = anthropic_client.messages.create(**FIELDS).content[0].text
     message = anthropic_client.messages.create(**FIELDS, stop_sequences=[text[4:6]])
 
-    assert message.content[0].text == text[: text.index(text[4:6])]
+    assert "".join(block.text for block in message.content) == text.partition(text[4:6])[0]
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", text[4:6])
 
 

@@ -1,5 +1,8 @@
 """An agent that only knows the openai package produces training data."""
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import httpx
@@ -71,3 +74,22 @@ def test_a_session_belongs_to_its_owner_and_its_model(chat_server: Server) -> No
     assert stranger.status_code == unknown.status_code == 404
     assert call(chat_server, "DELETE", f"/{session}").status_code == 200
     assert call(chat_server, "GET", f"/{session}/datums").status_code == 404
+
+
+def test_the_example_trains_an_agent_of_the_openai_package(chat_server: Server) -> None:
+    environment = {
+        **os.environ,
+        "TINKER_BASE_URL": chat_server.url,
+        "TINKER_API_KEY": API_KEY,
+        "MODEL": CHAT_MODEL,
+    }
+    result = subprocess.run(
+        [sys.executable, "examples/openai_agent.py", "2"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert [line.split(":")[0] for line in result.stdout.splitlines()] == ["step 0", "step 1"]

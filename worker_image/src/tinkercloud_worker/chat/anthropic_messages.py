@@ -19,7 +19,14 @@ from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.chat.tool_calls import ToolCall
 
 IGNORED = frozenset(
-    {"cache_control", "inference_geo", "metadata", "service_tier", "user_profile_id"}
+    {
+        "cache_control",
+        "inference_geo",
+        "metadata",
+        "service_tier",
+        "user_profile_id",
+        "workspace_id",
+    }
 )
 """Fields that do not change the answer of this server."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -27,6 +34,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
     "container": (),
     "output_config": ({},),
+    "speed": ("standard",),
 }
 _Blocks = str | Items[dict[str, Any]]
 
