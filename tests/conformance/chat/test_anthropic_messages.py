@@ -22,10 +22,10 @@ FIELDS: Any = {
 def test_a_message_streams_the_text_of_the_whole_message(
     anthropic_client: anthropic.Anthropic,
 ) -> None:
-    whole = anthropic_client.messages.create(**FIELDS)
+    whole: Any = anthropic_client.messages.create(**FIELDS)
     with anthropic_client.messages.stream(**FIELDS) as stream:
         streamed = "".join(stream.text_stream)
-        final = stream.get_final_message()
+        final: Any = stream.get_final_message()
 
     assert [block.type for block in whole.content] == ["text"]
     assert streamed == whole.content[0].text == final.content[0].text
@@ -42,7 +42,7 @@ def test_a_stop_sequence_ends_a_message(anthropic_client: anthropic.Anthropic) -
 
 
 def test_tokens_are_counted_as_they_are_billed(anthropic_client: anthropic.Anthropic) -> None:
-    system = [{"type": "text", "text": "Be brief."}]
+    system: Any = [{"type": "text", "text": "Be brief."}]
     counted = anthropic_client.messages.count_tokens(
         model=CHAT_MODEL, messages=QUESTION, system=system
     )
@@ -83,6 +83,7 @@ def test_errors_have_the_shape_that_the_client_reads(
         f"{chat_server.url}/anthropic/api/v1/messages", content=b"{", headers={"x-api-key": API_KEY}
     )
 
+    assert isinstance(missing.value.body, dict)
     assert missing.value.body["error"]["type"] == "not_found_error"
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"

@@ -124,6 +124,7 @@ def test_a_missing_adapter_is_not_found_and_never_the_base(
     for name in (path, f"{CHAT_MODEL};{path}", "tiny/unknown", f"tiny/unknown;{path}"):
         with pytest.raises(openai.NotFoundError) as caught:
             ask(openai_client, model=name)
+        assert isinstance(caught.value.body, dict)
         assert caught.value.body["type"] == "invalid_request_error"
 
 
@@ -151,7 +152,7 @@ def test_a_model_in_training_answers_with_its_current_weights_while_it_trains(
         },
     )
     run_id = training.get_info().model_id
-    answers = []
+    answers: list[Any] = []
     thread = threading.Thread(
         target=lambda: answers.extend(ask(openai_client, model=run_id) for _ in range(3))
     )

@@ -1,5 +1,6 @@
 """Requests in OpenAI's and Anthropic's formats, and their errors."""
 
+import json
 from typing import Any
 
 import orjson
@@ -88,7 +89,7 @@ def test_the_last_assistant_message_of_anthropic_is_continued() -> None:
 @given(st.dictionaries(_NAMES, _JSON, max_size=6))
 @pytest.mark.parametrize("read", [read_chat, read_completion, read_messages])
 def test_any_json_is_read_or_refused(read: Any, content: dict[str, Any]) -> None:
-    body = orjson.dumps({"model": "m", "max_tokens": 2, **content})
+    body = json.dumps({"model": "m", "max_tokens": 2, **content}).encode()
     try:
         read(body).ask(TEXT)
     except InvalidRequest:

@@ -261,7 +261,7 @@ class CompletionRequest(_Sampling):
             return [prompt]
         if prompt and isinstance(prompt[0], int):
             return [prompt]  # type: ignore[list-item]  # all entries have the same type
-        return list(prompt)  # type: ignore[arg-type]  # as above
+        return list(prompt)
 
     @staticmethod
     def _tokens(prompt: str | list[int], text: ChatText) -> list[int]:

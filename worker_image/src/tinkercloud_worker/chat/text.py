@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.errors import InvalidRequest
@@ -27,10 +26,9 @@ class ChatText:
         template = tokenizer.chat_template
         self._template = template if isinstance(template, str) else ""
         self._has_template = bool(template)
+        ids: dict[str, int] = tokenizer.get_vocab()
         self.turn_ends = frozenset(
-            tokenizer.convert_tokens_to_ids(mark)
-            for mark in _TURN_ENDS
-            if mark in self._template and mark in tokenizer.get_vocab()
+            ids[mark] for mark in _TURN_ENDS if mark in self._template and mark in ids
         )
         """Tokens that end a turn, in addition to the model's end tokens."""
 
@@ -76,7 +74,7 @@ class ChatText:
                 f" format ({HERMES_CALL} with JSON) are; send a request without tools"
             )
         try:
-            tokens = self._tokenizer.apply_chat_template(
+            tokens: Any = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=not continues_last,
@@ -85,14 +83,7 @@ class ChatText:
                 return_dict=False,
                 **options,
             )
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            KeyError,
-            AttributeError,
-            IndexError,
-        ) as error:
+        except Exception as error:  # noqa: BLE001 - a template may fail in any way on odd input
             raise InvalidRequest(
                 f"messages: the model's chat template rejects this conversation: {error}"
             ) from None
