@@ -50,6 +50,7 @@ from tinkercloud_api.providers.programs import ProgramRunner
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.quotas import Quotas
 from tinkercloud_api.routes import (
+    chat,
     checkpoint_search,
     custom_losses,
     downloads,
@@ -128,7 +129,9 @@ class Application:
             api.include_router(module.router)
         api.add_middleware(BodyLimitMiddleware, max_bytes=JSON_BODY_BYTES)
         errors.install(api)
-        self._asgi = MetricsMiddleware(HotPaths(api, self._running, api.routes), HANDLERS.keys())
+        self._asgi = MetricsMiddleware(
+            HotPaths(api, self._running, api.routes), {*HANDLERS, *chat.PATHS}
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event (the ASGI entry point)."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from tinkercloud_protocol.launch import HeadConfig
 from tinkercloud_protocol.owner_limits import OwnerLimits
+from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.sampler import Sampler
 from tinkercloud_worker.engine.thread import EngineThread
@@ -29,6 +30,8 @@ class Backend:
     trainer has its files."""
     usage: UsageMeter = field(default_factory=UsageMeter)
     """Counts what the head computes."""
+    text: ChatText | None = None
+    """Renders and decodes text; None if the head serves tokens only."""
     token_limits: TokenLimits = field(default_factory=TokenLimits)
     """Limits the tokens per minute of owners."""
 
