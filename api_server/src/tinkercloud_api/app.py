@@ -162,15 +162,12 @@ async def running_context(
     catalog = Catalog(engine)
     await register_bootstrap_key(catalog, settings)
     client = open_client()
-    store = open_store(settings.checkpoint_url)
-    tenants = Tenants(provider.tenants)
-    storage_quota = StorageQuota(catalog, tenants)
-    checkpoints = Checkpoints(catalog, store, storage_quota)
+    store, tenants = open_store(settings.checkpoint_url), Tenants(provider.tenants)
+    checkpoints = Checkpoints(catalog, store, StorageQuota(catalog, tenants))
     admission = _admission(settings, engine, tenants)
     locator = HeadLocator(catalog, checkpoints, provider, client, admission)
     objects, quota = ObjectStoreClient(store), settings.max_checkpoint_bytes_per_owner
     stored_runs = StoredRuns(catalog, checkpoints, objects, quota)
-    signing_key = await _signing_key(catalog, settings)
     activity = Activity(catalog)
     authenticator = Authenticator(catalog, activity.use_key)
     programs = _programs(
@@ -188,7 +185,7 @@ async def running_context(
         authenticator=authenticator,
         provider=provider,
         checkpoints=checkpoints,
-        downloads=Downloads(checkpoints, objects, settings.downloads, signing_key),
+        downloads=await _downloads(settings, catalog, checkpoints, objects),
         locator=locator,
         training_runs=training_runs,
         proxy=Proxy(client),
@@ -203,7 +200,7 @@ async def running_context(
         sampling_sessions=SamplingSessions(catalog, checkpoints, locator, training_runs, activity),
         usage=UsageLedger(engine),
         tenants=tenants,
-        quotas=Quotas(tenants, provider, admission, storage_quota),
+        quotas=Quotas(tenants, provider, admission, StorageQuota(catalog, tenants)),
     )
     try:
         async with _started(context):
@@ -254,6 +251,13 @@ async def _started(context: Context) -> AsyncIterator[None]:
         await context.provider.stop()
         await _report_lost(context.locator)
         await context.activity.write()
+
+
+async def _downloads(
+    settings: Settings, catalog: Catalog, checkpoints: Checkpoints, objects: ObjectStoreClient
+) -> Downloads:
+    key = await _signing_key(catalog, settings)
+    return Downloads(checkpoints, objects, settings.downloads, key)
 
 
 async def _signing_key(catalog: Catalog, settings: Settings) -> bytes:
