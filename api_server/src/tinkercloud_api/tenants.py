@@ -39,7 +39,7 @@ class Tenants:
         return self._by_owner[owner]
 
     def headers(self, owner: str) -> Mapping[str, str]:
-        """Return the header with the limits of an owner for heads; without a tenant, it has none."""
+        """Return the header with the limits of an owner; without a tenant it has none."""
         tenant = self.of(owner)
         if owner not in self._headers:
             limits = OwnerLimits(owner=owner)
