@@ -26,11 +26,13 @@ from tinkercloud_api.auth import REMEMBERED_SECONDS, Authenticator, Role, hash_k
 from tinkercloud_api.catalog.admission import RunQuotas
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.programs import ProgramCatalog
+from tinkercloud_api.catalog.sampler_clients import SamplerClients
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.catalog.usage import UsageLedger
 from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.context import Context
+from tinkercloud_api.custom_losses import CustomLosses
 from tinkercloud_api.direct_sessions import DirectSessions
 from tinkercloud_api.head_client import open_client
 from tinkercloud_api.head_locator import HeadLocator
@@ -49,6 +51,7 @@ from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.quotas import Quotas
 from tinkercloud_api.routes import (
     checkpoint_search,
+    custom_losses,
     downloads,
     health,
     hub,
@@ -87,6 +90,7 @@ _ROUTED = (
     # The path of the search looks like a session's.
     session_search,
     *(sessions, session_usage, usage, models, unloading, tokenizers, results, downloads, importing),
+    custom_losses,
     checkpoint_search,
     *(runs, programs, keys, health, hub),
 )
@@ -199,6 +203,8 @@ async def running_context(
         direct_sessions=DirectSessions(catalog, training_runs),
         sampling_sessions=SamplingSessions(catalog, checkpoints, locator, training_runs, activity),
         usage=UsageLedger(engine),
+        sampler_clients=SamplerClients(engine),
+        custom_losses=CustomLosses(objects, training_runs),
         tenants=tenants,
         quotas=Quotas(tenants, provider, admission, StorageQuota(catalog, tenants)),
     )

@@ -7,9 +7,11 @@ from fastapi import Depends, Request
 
 from tinkercloud_api.activity import Activity
 from tinkercloud_api.auth import Authenticator, Principal
+from tinkercloud_api.catalog.sampler_clients import SamplerClients
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.usage import UsageLedger
 from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.custom_losses import CustomLosses
 from tinkercloud_api.direct_sessions import DirectSessions
 from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.http import key_of
@@ -52,6 +54,8 @@ class Context:
     direct_sessions: DirectSessions
     sampling_sessions: SamplingSessions
     usage: UsageLedger
+    sampler_clients: SamplerClients
+    custom_losses: CustomLosses
     tenants: Tenants
     quotas: Quotas
 

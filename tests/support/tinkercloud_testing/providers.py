@@ -41,6 +41,10 @@ class OneHead:
         assert self.endpoint is not None
         return self.endpoint
 
+    async def changed(self, _placement: Placement) -> None: ...
+
+    async def confirm(self, _placement: Placement) -> None: ...
+
     def pending(self, _placement: Placement) -> Pending:
         return Pending("active", "no reason")
 
@@ -55,6 +59,9 @@ class OneHead:
 
     def has_ended(self, _placement: Placement, _generation: str) -> bool:
         return False
+
+    def journals(self, _placement: Placement) -> Path | None:
+        return None
 
     def unsaved(self, _placement: Placement) -> Path | None:
         return None

@@ -130,6 +130,16 @@ class SessionProvider(Protocol):
             HeadFailed: the head failed to start.
         """
 
+    async def changed(self, placement: Placement) -> None:
+        """Wait until something about a placement changes that may give it another head."""
+
+    async def confirm(self, placement: Placement) -> None:
+        """Check that what this server knows of a placement is up to date.
+
+        Raises:
+            Unavailable: it is not, or this cannot be determined now.
+        """
+
     def pending(self, placement: Placement) -> Pending:
         """Return why `acquire` has not returned yet."""
 
@@ -157,6 +167,9 @@ class SessionProvider(Protocol):
 
     def unsaved(self, placement: Placement) -> Path | None:
         """Return the folder for suspended runs that could not be uploaded, or None."""
+
+    def journals(self, placement: Placement) -> Path | None:
+        """Return the folder of the journals of runs (`protocol.journals`), or None."""
 
     def newly_ended(self) -> list[str]:
         """Return the generations of the heads that have ended since the last call."""

@@ -255,6 +255,23 @@ class KubernetesProvider:
             failures = 0
             await self._changed(name, session, cluster)
 
+    async def changed(self, placement: Placement) -> None:
+        """See `SessionProvider.changed`."""
+        session = self._session(placement)
+        name = session.name if session is not None else _name(placement)
+        await self._changed(name, session, self._cluster_of(session))
+
+    async def confirm(self, placement: Placement) -> None:
+        """See `SessionProvider.confirm`: a run in a pool may have been moved meanwhile."""
+        known, now = self._session(placement), await self._read(_name(placement))
+        if known is None or now is None:
+            return
+        if (known.spec.pool_cluster, known.moving_to) != (now.spec.pool_cluster, now.moving_to):
+            raise Unavailable(
+                f"TrainingSession {known.name} is being moved to another pool cluster; send the"
+                " request again"
+            )
+
     async def _changed(
         self, name: str, session: TrainingSessionView | None, cluster: TrainingSessionView | None
     ) -> None:
@@ -380,8 +397,14 @@ class KubernetesProvider:
     async def _confirmed(self, placement: Placement) -> TrainingSessionView | None:
         name = _name(placement)
         session = self._sessions.get(name)
-        if session is not None:
-            return session
+        return session if session is not None else await self._read(name)
+
+    async def _read(self, name: str) -> TrainingSessionView | None:
+        """Read a session from Kubernetes.
+
+        Raises:
+            Unavailable: Kubernetes does not respond, or the session cannot be read.
+        """
         try:
             manifest = await self._api.find(ObjectRef("TrainingSession", name))
         except errors.KubernetesError as error:
@@ -400,6 +423,10 @@ class KubernetesProvider:
 
     def unsaved(self, placement: Placement) -> Path | None:  # noqa: ARG002 - part of the interface
         """See `SessionProvider.unsaved`: the disk of a pod is deleted together with the pod."""
+        return None
+
+    def journals(self, placement: Placement) -> Path | None:  # noqa: ARG002 - part of the interface
+        """See `SessionProvider.journals`: the disk of a pod is deleted together with the pod."""
         return None
 
     def newly_ended(self) -> list[str]:

@@ -93,6 +93,8 @@ class _LocalHead:
         self._backoff = Backoff()
         self.unsaved = self._folder / "unsaved"
         """Folder for suspended runs that the head could not upload to the checkpoint store."""
+        self.journals = self._folder / "journals"
+        """Folder of the journals of its runs, from which the next head continues them."""
         self.endpoint: HeadEndpoint | None = None
         self.newly_ended: list[str] = []
         """Generations that have ended and were not yet returned by `LocalProvider.newly_ended`."""
@@ -210,6 +212,8 @@ class _LocalHead:
             limits=settings.limits,
             timings=timings,
             autosave=settings.autosave,
+            journal_dir=str(self.journals),
+            durability=settings.durability,
         )
 
     async def _wait_until_ready(
@@ -425,6 +429,12 @@ class LocalProvider:
             raise NotFound(unknown_base_model(placement.base_model, self.models()))
         return await head.acquire()
 
+    async def changed(self, placement: Placement) -> None:
+        """See `SessionProvider.changed`: the models of a local head are not moved."""
+
+    async def confirm(self, placement: Placement) -> None:
+        """See `SessionProvider.confirm`: this process starts the heads itself."""
+
     def pending(self, placement: Placement) -> Pending:
         """See `SessionProvider.pending`."""
         reason = f"the session head of {placement.base_model!r} is loading the model"
@@ -452,6 +462,11 @@ class LocalProvider:
         """See `SessionProvider.unsaved`."""
         head = self._heads.get(placement.base_model)
         return head.unsaved if head is not None else None
+
+    def journals(self, placement: Placement) -> Path | None:
+        """See `SessionProvider.journals`."""
+        head = self._heads.get(placement.base_model)
+        return head.journals if head is not None else None
 
     def newly_ended(self) -> list[str]:
         """See `SessionProvider.newly_ended`."""

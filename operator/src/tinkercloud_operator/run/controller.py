@@ -67,12 +67,12 @@ class Controller:
         self._is_complete = asyncio.Event()
         """Set after the first complete list; the operator must not act on partial data."""
         self._cluster = cluster
-        self._head_saver = HeadSaver(head_client, self.queue.add)
+        self._head_saver = HeadSaver(head_client, self._note_saved)
         self._definitions = ServedDefinitions(cluster)
         self._executor = Executor(
             cluster, self._head_saver, self.note, self._note_own, self._definitions.storable
         )
-        self._pools = Pools(self.watched, cluster, self.note, self.queue.add)
+        self._pools = Pools(self.watched, cluster, self._head_saver, self.note, self.queue.add)
         self._base_models = BaseModels(self.watched, self._executor, self._pools)
         self._tenants = Tenants(self.watched, self._executor)
         self._settings = settings
@@ -126,6 +126,11 @@ class Controller:
         if known is not None and _is_changed_by_others(known, manifest):
             for session in affected:
                 self.queue.add(session)
+
+    def _note_saved(self, session: str) -> None:
+        """Record that a head has completed a request for a session."""
+        self.queue.add(session)
+        self._pools.note_saved(session)
 
     async def resync(self) -> None:
         """List all objects and enqueue every session.

@@ -190,7 +190,7 @@ class Lifecycle:
                 log.critical(
                     "stopping: models that could not be suspended are lost", reason=error.message
                 )
-            self._service.release_waiters()
+            self._service.results.release()
         self.drained.set()
 
     async def _suspend_in_time(self, service: HeadService, unsaved_dir: str | None) -> None:
