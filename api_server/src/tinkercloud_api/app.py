@@ -161,10 +161,7 @@ async def running_context(
         provider: starts session heads.
         own_url: URL of the server for programs on this machine.
     """
-    engine = open_database(settings.catalog_url)
-    await migrate(engine)
-    catalog = Catalog(engine)
-    await register_bootstrap_key(catalog, settings)
+    engine, catalog = await _open_catalog(settings)
     client = open_client()
     store, tenants = open_store(settings.checkpoint_url), Tenants(provider.tenants)
     checkpoints = Checkpoints(catalog, store, StorageQuota(catalog, tenants))
@@ -206,7 +203,7 @@ async def running_context(
         sampler_clients=SamplerClients(engine),
         custom_losses=CustomLosses(objects, training_runs),
         tenants=tenants,
-        quotas=Quotas(tenants, provider, admission, StorageQuota(catalog, tenants)),
+        quotas=_quotas(provider, admission, StorageQuota(catalog, tenants)),
     )
     try:
         async with _started(context):
@@ -214,6 +211,20 @@ async def running_context(
     finally:
         await client.close()
         await catalog.close()
+
+
+async def _open_catalog(settings: Settings) -> tuple[AsyncEngine, Catalog]:
+    engine = open_database(settings.catalog_url)
+    await migrate(engine)
+    catalog = Catalog(engine)
+    await register_bootstrap_key(catalog, settings)
+    return engine, catalog
+
+
+def _quotas(provider: SessionProvider, admission: RunAdmission, storage: StorageQuota) -> Quotas:
+    if isinstance(provider, KubernetesProvider):
+        return Quotas(storage.tenants, provider.tenant_usage, storage)
+    return Quotas(storage.tenants, admission.usage, storage)
 
 
 def _admission(settings: Settings, engine: AsyncEngine, tenants: Tenants) -> RunAdmission:
