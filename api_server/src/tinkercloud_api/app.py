@@ -164,20 +164,14 @@ async def running_context(
         provider: starts session heads.
         own_url: URL of the server for programs on this machine.
     """
-    engine = open_database(settings.catalog_url)
-    await migrate(engine)
-    catalog = Catalog(engine)
-    await register_bootstrap_key(catalog, settings)
+    engine, catalog = await _open_catalog(settings)
     client = open_client()
-    store = open_store(settings.checkpoint_url)
-    tenants = Tenants(provider.tenants)
-    storage_quota = StorageQuota(catalog, tenants)
-    checkpoints = Checkpoints(catalog, store, storage_quota)
+    store, tenants = open_store(settings.checkpoint_url), Tenants(provider.tenants)
+    checkpoints = Checkpoints(catalog, store, StorageQuota(catalog, tenants))
     admission = _admission(settings, engine, tenants)
     locator = HeadLocator(catalog, checkpoints, provider, client, admission)
     objects, quota = ObjectStoreClient(store), settings.max_checkpoint_bytes_per_owner
     stored_runs = StoredRuns(catalog, checkpoints, objects, quota)
-    signing_key = await _signing_key(catalog, settings)
     activity = Activity(catalog)
     authenticator = Authenticator(catalog, activity.use_key)
     programs = _programs(
@@ -195,7 +189,7 @@ async def running_context(
         authenticator=authenticator,
         provider=provider,
         checkpoints=checkpoints,
-        downloads=Downloads(checkpoints, objects, settings.downloads, signing_key),
+        downloads=await _downloads(settings, catalog, checkpoints, objects),
         locator=locator,
         training_runs=training_runs,
         proxy=Proxy(client),
@@ -212,7 +206,7 @@ async def running_context(
         sampler_clients=SamplerClients(engine),
         custom_losses=CustomLosses(objects, training_runs),
         tenants=tenants,
-        quotas=Quotas(tenants, provider, admission, storage_quota),
+        quotas=_quotas(provider, admission, StorageQuota(catalog, tenants)),
     )
     try:
         async with _started(context):
@@ -220,6 +214,20 @@ async def running_context(
     finally:
         await client.close()
         await catalog.close()
+
+
+async def _open_catalog(settings: Settings) -> tuple[AsyncEngine, Catalog]:
+    engine = open_database(settings.catalog_url)
+    await migrate(engine)
+    catalog = Catalog(engine)
+    await register_bootstrap_key(catalog, settings)
+    return engine, catalog
+
+
+def _quotas(provider: SessionProvider, admission: RunAdmission, storage: StorageQuota) -> Quotas:
+    if isinstance(provider, KubernetesProvider):
+        return Quotas(storage.tenants, provider.tenant_usage, storage)
+    return Quotas(storage.tenants, admission.usage, storage)
 
 
 def _admission(settings: Settings, engine: AsyncEngine, tenants: Tenants) -> RunAdmission:
@@ -263,6 +271,13 @@ async def _started(context: Context) -> AsyncIterator[None]:
         await context.provider.stop()
         await _report_lost(context.locator)
         await context.activity.write()
+
+
+async def _downloads(
+    settings: Settings, catalog: Catalog, checkpoints: Checkpoints, objects: ObjectStoreClient
+) -> Downloads:
+    key = await _signing_key(catalog, settings)
+    return Downloads(checkpoints, objects, settings.downloads, key)
 
 
 async def _signing_key(catalog: Catalog, settings: Settings) -> bytes:

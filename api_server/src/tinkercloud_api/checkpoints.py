@@ -134,7 +134,7 @@ class Checkpoints:
         """
         if limit is None and not self._quota.is_limited(owner):
             return
-        await self._refresh(await self._catalog.unindexed_checkpoints(owner))
+        await self._refresh(await self._quota.pending(owner))
         await self._quota.check(owner, size_bytes)
         if limit is None:
             return

@@ -28,8 +28,6 @@ class OneHead:
     def tenants(self) -> tuple[()]:
         return ()
 
-    def tenant_usage(self, _tenant: str) -> None: ...
-
     async def admit(self, placement: Placement) -> ModelSpec:
         assert placement.model is not None
         return placement.model

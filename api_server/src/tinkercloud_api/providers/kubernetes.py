@@ -162,9 +162,9 @@ class KubernetesProvider:
         """See `SessionProvider.tenants`."""
         return self._tenants.all()
 
-    def tenant_usage(self, tenant: str) -> TenantUsage | None:
-        """See `SessionProvider.tenant_usage`: as the operator has last written it."""
-        return self._tenants.usage(tenant)
+    async def tenant_usage(self, tenant: Tenant) -> TenantUsage:
+        """Return what a tenant uses of its limits, as the operator has last written it."""
+        return self._tenants.usage(tenant.name)
 
     async def admit(self, placement: Placement) -> ModelSpec:
         """See `SessionProvider.admit`."""

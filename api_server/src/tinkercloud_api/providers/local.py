@@ -404,9 +404,6 @@ class LocalProvider:
         """See `SessionProvider.tenants`."""
         return self._tenants
 
-    def tenant_usage(self, tenant: str) -> None:
-        """See `SessionProvider.tenant_usage`."""
-
     async def admit(self, placement: Placement) -> ModelSpec:
         """See `SessionProvider.admit`. Options for pods have no effect here and are rejected."""
         assert placement.model is not None  # noqa: S101 - only runs are admitted

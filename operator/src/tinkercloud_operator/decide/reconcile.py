@@ -40,6 +40,7 @@ from tinkercloud_operator.decide.programs import (
     surplus_of_program,
 )
 from tinkercloud_operator.decide.status import endpoint, is_ready, reporting_plan, status
+from tinkercloud_operator.decide.tenant_choices import choices_of_tenant
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.pinned import pending_changes, pinned_head_config, pinned_spec
 from tinkercloud_operator.spec.resolved import (
@@ -101,6 +102,8 @@ def _waits_for_others(observed: Observed) -> bool:
 def _desired_spec(observed: Observed, settings: Settings) -> ResolvedSpec | Rejection:
     """Return what the session would start with now, or why it may not start."""
     resolved = resolve(observed.spec, observed.base_model, observed.sessions_of_owner)
+    if isinstance(resolved, ResolvedSpec):
+        resolved = choices_of_tenant(observed.spec, resolved, observed.tenant)
     if isinstance(resolved, ResolvedSpec):
         resolved = check_pod_groups(resolved, settings.kueue_groups)
     if isinstance(resolved, ResolvedSpec):
