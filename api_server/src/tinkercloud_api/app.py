@@ -22,7 +22,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api import errors, metrics
 from tinkercloud_api.activity import Activity
+from tinkercloud_api.auditing import Auditing
 from tinkercloud_api.auth import REMEMBERED_SECONDS, Authenticator, Role, hash_key
+from tinkercloud_api.catalog.audit import AuditLog
+from tinkercloud_api.catalog.billing import Billing
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.programs import ProgramCatalog
 from tinkercloud_api.catalog.sampler_clients import SamplerClients
@@ -48,6 +51,8 @@ from tinkercloud_api.providers.local_programs import LocalPrograms
 from tinkercloud_api.providers.programs import ProgramRunner
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.routes import (
+    audit,
+    billing,
     checkpoint_search,
     custom_losses,
     downloads,
@@ -85,7 +90,7 @@ _ROUTED = (
     # The path of the search looks like a session's.
     session_search,
     *(sessions, session_usage, usage, models, unloading, tokenizers, results, downloads, importing),
-    custom_losses,
+    *(custom_losses, audit, billing),
     checkpoint_search,
     *(runs, programs, keys, health, hub),
 )
@@ -160,14 +165,12 @@ async def running_context(
     await migrate(engine)
     catalog = Catalog(engine)
     await register_bootstrap_key(catalog, settings)
-    client = open_client()
-    store = open_store(settings.checkpoint_url)
+    client, store = open_client(), open_store(settings.checkpoint_url)
     checkpoints = Checkpoints(catalog, store)
     locator = HeadLocator(catalog, checkpoints, provider, client)
     objects, quota = ObjectStoreClient(store), settings.max_checkpoint_bytes_per_owner
     stored_runs = StoredRuns(catalog, checkpoints, objects, quota)
-    signing_key = await _signing_key(catalog, settings)
-    activity = Activity(catalog)
+    signing_key, activity = await _signing_key(catalog, settings), Activity(catalog)
     authenticator = Authenticator(catalog, activity.use_key)
     programs = _programs(
         settings,
@@ -200,6 +203,8 @@ async def running_context(
         usage=UsageLedger(engine),
         sampler_clients=SamplerClients(engine),
         custom_losses=CustomLosses(objects, training_runs),
+        billing=Billing(engine),
+        auditing=Auditing(AuditLog(engine), settings.audit_days),
     )
     try:
         async with _started(context):
@@ -357,6 +362,7 @@ async def _run_housekeeping(context: Context) -> None:
             context.stored_runs.sweep,
             context.locator.report_lost,
             lambda: context.locator.release_leftovers(now()),
+            lambda: context.auditing.forget(now()),
         ):
             try:
                 await task()

@@ -15,8 +15,9 @@ from typing import Protocol, TypeVar
 
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
+from tinkercloud_api.mutations import is_mutation
 from tinkercloud_api.settings import KEY_PREFIX
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unauthenticated
+from tinkercloud_protocol.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated
 
 REMEMBERED_SECONDS = 10.0
 """How long keys are cached, and so how soon a key revoked by another process is rejected."""
@@ -24,12 +25,14 @@ _MAX_CACHED = 10_000
 
 
 class Role(StrEnum):
-    """What a key may access in addition to its owner's objects."""
+    """What a key may do."""
 
     USER = "user"
-    """Nothing."""
+    """Everything with its owner's objects."""
     ADMIN = "admin"
-    """Read and delete the objects of all owners."""
+    """Also read and delete the objects of all owners."""
+    READ_ONLY = "read-only"
+    """Only read its owner's objects."""
 
 
 class Owned(Protocol):
@@ -57,6 +60,18 @@ class Principal:
     def may_see(self, owner: str) -> bool:
         """Whether objects of `owner` are visible to this principal."""
         return self.owner == owner or self.role is Role.ADMIN
+
+    def require_right(self, method: str, path: str) -> None:
+        """Check that the role allows a request, whatever it is for.
+
+        Raises:
+            Forbidden: it does not.
+        """
+        if self.role is Role.READ_ONLY and is_mutation(method, path):
+            raise Forbidden(
+                f"X-API-Key: key {self.key_name!r} is read-only and may not send {method}"
+                f" {path[:200]}; use a key with the role user"
+            )
 
     def require(self, found: OwnedT | None, what: str) -> OwnedT:
         """Return an object if it exists for this principal.

@@ -93,6 +93,13 @@ class HotPaths:
             return
         discard = DISCARD_WITHOUT_KEY if principal is None else DISCARD
         receive, send = drain_body(scope, receive, send, discard)
+        if principal is not None:
+            try:
+                principal.require_right(scope["method"], scope["path"])
+                send = await self._server().auditing.recorded(principal, scope, send)
+            except WireError as error:
+                await respond_error(send, error)
+                return
         handler = self._handler(scope)
         if handler is None or principal is None:
             _declare_json(scope)
