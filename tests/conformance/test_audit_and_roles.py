@@ -20,8 +20,9 @@ PROMPT = types.ModelInput.from_ints([5, 6, 7])
 
 @pytest.fixture(scope="module")
 def own_server(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Server]:
-    """Run a server whose log no other test changes."""
-    with a_server(tmp_path_factory.mktemp("state"), {MODEL: model_folder}) as running:
+    """Run a server whose log no other test changes, and whose clients use access tokens."""
+    settings = {"TINKERCLOUD_ACCESS_TOKENS": "true"}
+    with a_server(tmp_path_factory.mktemp("state"), {MODEL: model_folder}, settings) as running:
         yield running
 
 
@@ -87,6 +88,28 @@ def test_a_read_only_key_reads_and_changes_nothing(own_server: Server) -> None:
     assert refused == [403] * 5
     assert deleted.status == 403
     assert "is read-only" in deleted.detail
+
+
+def test_an_access_token_stands_for_its_key(own_server: Server) -> None:
+    made = a_key(own_server, "frank@example.com")
+    rest = own_server.rest(str(made["key"]))
+    token = own_server.post("auth/token", {}, key=made["key"]).json()["jwt"]
+    head, claims, _ = token.split(".")
+
+    who = rest.whoami().result()
+    assert (who.user_urn, who.email) == ("frank@example.com", "frank@example.com")
+    assert own_server.request("GET", "/api/v1/auth/apikey/me", key=token).json()["name"] == (
+        "frank@example.com"
+    )
+    for forged in (f"{head}.{claims}.AAAA", f"{head}.{claims}.", "eyJhbGciOiJub25lIn0.e30."):
+        refused = own_server.request("GET", "/api/v1/sessions", key=forged)
+        assert refused.status == 401
+        assert 'error="invalid_token"' in refused.headers["www-authenticate"]
+    own_server.command("keys", "revoke", str(made["id"]))
+    wait_until(
+        lambda: own_server.request("GET", "/api/v1/sessions", key=token).status == 401,
+        "the end of the token of a revoked key",
+    )
 
 
 def test_a_key_and_its_successor_are_valid_until_the_overlap_ends(own_server: Server) -> None:

@@ -21,6 +21,7 @@ from fastapi import FastAPI
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api import errors, metrics
+from tinkercloud_api.access_tokens import AccessTokens
 from tinkercloud_api.activity import Activity
 from tinkercloud_api.auditing import Auditing
 from tinkercloud_api.auth import REMEMBERED_SECONDS, Authenticator, Role, hash_key
@@ -98,6 +99,8 @@ _ROUTED = (
 _HOUSEKEEPING_SECONDS = 30.0
 _SIGNING_KEY = "download URLs"
 """Name of the secret in the catalog."""
+_TOKEN_SECRET = "access tokens"  # noqa: S105 - a name
+"""Name of the secret in the catalog."""
 _REPORT_SECONDS = 10.0
 """Time limit at shutdown for determining which runs the heads did not save."""
 _UP_FOR_EXPIRY = timedelta(days=1)
@@ -171,7 +174,7 @@ async def running_context(
     objects, quota = ObjectStoreClient(store), settings.max_checkpoint_bytes_per_owner
     stored_runs = StoredRuns(catalog, checkpoints, objects, quota)
     signing_key, activity = await _signing_key(catalog, settings), Activity(catalog)
-    authenticator = Authenticator(catalog, activity.use_key)
+    authenticator = Authenticator(catalog, activity.use_key, await _tokens(catalog))
     programs = _programs(
         settings,
         provider,
@@ -248,6 +251,11 @@ async def _started(context: Context) -> AsyncIterator[None]:
         await context.provider.stop()
         await _report_lost(context.locator)
         await context.activity.write()
+
+
+async def _tokens(catalog: Catalog) -> AccessTokens:
+    """Return what issues and verifies access tokens, with the same secret in all replicas."""
+    return AccessTokens(await catalog.shared_secret(_TOKEN_SECRET))
 
 
 async def _signing_key(catalog: Catalog, settings: Settings) -> bytes:

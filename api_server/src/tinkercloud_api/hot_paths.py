@@ -88,8 +88,13 @@ class HotPaths:
             principal = await self._authenticate(scope)
         except WireError as error:
             _, send = drain_body(scope, receive, send, DISCARD_WITHOUT_KEY)
-            # Connections of callers without a valid key are not kept open.
-            await respond_error(send, error, {"connection": "close"})
+            # Connections of callers without a valid key are not kept open. When the SDK reads this
+            # challenge (RFC 6750), it exchanges its key for another token.
+            challenge = {"www-authenticate": 'Bearer error="invalid_token"'}
+            is_unknown = isinstance(error, Unauthenticated)
+            await respond_error(
+                send, error, {"connection": "close"} | (challenge if is_unknown else {})
+            )
             return
         discard = DISCARD_WITHOUT_KEY if principal is None else DISCARD
         receive, send = drain_body(scope, receive, send, discard)

@@ -68,6 +68,11 @@ class KeyStatements(Statements):
         query = select(ApiKey).where(ApiKey.key_hash == key_hash, ApiKey.revoked_at.is_(None))
         return await self._one(query)
 
+    async def key_numbered(self, key_id: int) -> ApiKey | None:
+        """Return the key with an id, if it has not been revoked; it may have expired."""
+        query = select(ApiKey).where(ApiKey.id == key_id, ApiKey.revoked_at.is_(None))
+        return await self._one(query)
+
     async def keys(self) -> Sequence[ApiKey]:
         """Return all keys, oldest first."""
         return await self._all(select(ApiKey).order_by(ApiKey.id))
