@@ -16,6 +16,8 @@ PREFIX = "eyJ"
 _ALGORITHM = "HS256"
 _LIFETIME = timedelta(hours=1)
 _ISSUER = "tinkercloud"
+_TRACES = "tinkercloud-traces"
+"""Issuer of tokens that are no API keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +58,30 @@ class AccessTokens:
         }
         return jwt.encode({"alg": _ALGORITHM}, claims, self._key)
 
+    def issue_trace(self, session_id: str, moment: datetime) -> str:
+        """Return a token that allows nothing but to download the trace of a session."""
+        ends_at = int((moment + _LIFETIME).timestamp())
+        claims: dict[str, Any] = {"iss": _TRACES, "sub": session_id, "exp": ends_at}
+        return jwt.encode({"alg": _ALGORITHM}, claims, self._key)
+
+    def read_trace(self, text: str, moment: datetime) -> str | None:
+        """Return the session of a token for a trace; None if it is wrong or has expired."""
+        claims = self._claims(text)
+        if claims.get("iss") != _TRACES or claims.get("exp", 0) <= moment.timestamp():
+            return None
+        return str(claims["sub"])
+
     def read(self, text: str) -> Token | None:
         """Return a token, which may have expired; None if this server did not issue it."""
-        try:
-            claims = jwt.decode(text, self._key, algorithms=[_ALGORITHM]).claims
-        except (JoseError, ValueError):
-            return None
+        claims = self._claims(text)
         key_id, expires_at = claims.get("key_id"), claims.get("exp")
         if claims.get("iss") != _ISSUER or not isinstance(key_id, int):
             return None
         return Token(key_id, float(expires_at)) if isinstance(expires_at, int) else None
+
+    def _claims(self, text: str) -> dict[str, Any]:
+        """Return the claims of a token that this server has signed; none of others."""
+        try:
+            return dict(jwt.decode(text, self._key, algorithms=[_ALGORITHM]).claims)
+        except (JoseError, ValueError):
+            return {}

@@ -3,6 +3,7 @@
 /api/v1/<hot paths>      hot_paths; routes.training, sampling, futures: forwarded to session heads
 /api/v1/...              routes.sessions, models, runs, keys: served by this process
 /hf/...                  routes.hub: the tokenizer mirror
+/traces/...              routes.traces: traces of sessions, by signed URLs
 /downloads/...           routes.downloads: files of checkpoints, by signed URLs
 /healthz /livez /health  routes.health
 /openapi.json            openapi: the API description
@@ -69,6 +70,7 @@ from tinkercloud_api.routes import (
     session_usage,
     sessions,
     tokenizers,
+    traces,
     unloading,
     usage,
 )
@@ -91,7 +93,7 @@ _ROUTED = (
     # The path of the search looks like a session's.
     session_search,
     *(sessions, session_usage, usage, models, unloading, tokenizers, results, downloads, importing),
-    *(custom_losses, audit, billing),
+    *(custom_losses, audit, billing, traces),
     checkpoint_search,
     *(runs, programs, keys, health, hub),
 )

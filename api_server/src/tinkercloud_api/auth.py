@@ -187,6 +187,14 @@ class Authenticator:
             ends_at=principal.expires_at,
         )
 
+    def trace_token(self, session_id: str) -> str:
+        """Return a token for the URL of a session's trace, after the caller was checked."""
+        return self._tokens.issue_trace(session_id, now())
+
+    def session_of_trace(self, token: str) -> str | None:
+        """Return the session of the URL of a trace; None if the URL is wrong or has expired."""
+        return self._tokens.read_trace(token, now())
+
     async def _holder(self, key: str) -> Principal:
         moment, key_hash = time.monotonic(), hash_key(key)
         remembered = self._cached.get(key_hash)

@@ -9,7 +9,7 @@ from tinkercloud_api.catalog.audit import AuditQuery
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.context import Caller, Server
-from tinkercloud_protocol.listings import AuditAnswer, AuditEvent
+from tinkercloud_protocol.account_listings import AuditAnswer, AuditEvent
 
 router = APIRouter(prefix="/api/v1", tags=["audit"])
 

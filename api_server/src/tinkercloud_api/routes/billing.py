@@ -11,14 +11,14 @@ from pydantic import AwareDatetime
 
 from tinkercloud_api.catalog.billing import SessionHour
 from tinkercloud_api.context import Caller, Server
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.listings import (
+from tinkercloud_protocol.account_listings import (
     BillingEvent,
     BillingSession,
     BillingUsage,
     CheckpointStorage,
     CheckpointStorageList,
 )
+from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.usage import hour_of, start_of
 
 router = APIRouter(prefix="/api/v1/billing/usage", tags=["usage"])

@@ -3,7 +3,8 @@
 from fastapi import APIRouter
 
 from tinkercloud_api.context import Caller, Server
-from tinkercloud_protocol.listings import ApiKeyInfo, TokenAnswer
+from tinkercloud_protocol.account_listings import TokenAnswer
+from tinkercloud_protocol.listings import ApiKeyInfo
 
 router = APIRouter(prefix="/api/v1/auth", tags=["keys"])
 

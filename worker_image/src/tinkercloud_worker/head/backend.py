@@ -9,6 +9,7 @@ from tinkercloud_worker.engine.sampler import Sampler
 from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.engine.usage import UsageMeter
+from tinkercloud_worker.head.timeline import SpanRecorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class Backend:
     trainer has its files."""
     usage: UsageMeter = field(default_factory=UsageMeter)
     """Counts what the head computes."""
+    spans: SpanRecorder = field(default_factory=SpanRecorder)
+    """When requests were accepted, started and finished."""
 
 
 def random_seed() -> int:
