@@ -3,6 +3,7 @@
 /api/v1/<hot paths>      hot_paths; routes.training, sampling, futures: forwarded to session heads
 /api/v1/...              routes.sessions, models, runs, keys: served by this process
 /hf/...                  routes.hub: the tokenizer mirror
+/traces/...              routes.traces: traces of sessions, by signed URLs
 /downloads/...           routes.downloads: files of checkpoints, by signed URLs
 /healthz /livez /health  routes.health
 /openapi.json            openapi: the API description
@@ -21,9 +22,13 @@ from fastapi import FastAPI
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api import errors, metrics
+from tinkercloud_api.access_tokens import AccessTokens
 from tinkercloud_api.activity import Activity
+from tinkercloud_api.auditing import Auditing
 from tinkercloud_api.auth import REMEMBERED_SECONDS, Authenticator, Role, hash_key
 from tinkercloud_api.catalog.admission import RunQuotas
+from tinkercloud_api.catalog.audit import AuditLog
+from tinkercloud_api.catalog.billing import Billing
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.programs import ProgramCatalog
 from tinkercloud_api.catalog.sampler_clients import SamplerClients
@@ -50,6 +55,8 @@ from tinkercloud_api.providers.programs import ProgramRunner
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.quotas import Quotas
 from tinkercloud_api.routes import (
+    audit,
+    billing,
     chat,
     checkpoint_search,
     custom_losses,
@@ -66,6 +73,7 @@ from tinkercloud_api.routes import (
     session_usage,
     sessions,
     tokenizers,
+    traces,
     unloading,
     usage,
 )
@@ -91,13 +99,15 @@ _ROUTED = (
     # The path of the search looks like a session's.
     session_search,
     *(sessions, session_usage, usage, models, unloading, tokenizers, results, downloads, importing),
-    custom_losses,
+    *(custom_losses, audit, billing, traces),
     checkpoint_search,
     *(runs, programs, keys, health, hub),
 )
 """Modules with the routes that FastAPI serves."""
 _HOUSEKEEPING_SECONDS = 30.0
 _SIGNING_KEY = "download URLs"
+"""Name of the secret in the catalog."""
+_TOKEN_SECRET = "access tokens"  # noqa: S105 - a name
 """Name of the secret in the catalog."""
 _REPORT_SECONDS = 10.0
 """Time limit at shutdown for determining which runs the heads did not save."""
@@ -173,7 +183,7 @@ async def running_context(
     objects, quota = ObjectStoreClient(store), settings.max_checkpoint_bytes_per_owner
     stored_runs = StoredRuns(catalog, checkpoints, objects, quota)
     activity = Activity(catalog)
-    authenticator = Authenticator(catalog, activity.use_key)
+    authenticator = Authenticator(catalog, activity.use_key, await _tokens(catalog))
     programs = _programs(
         settings,
         provider,
@@ -207,6 +217,8 @@ async def running_context(
         custom_losses=CustomLosses(objects, training_runs),
         tenants=tenants,
         quotas=_quotas(provider, admission, StorageQuota(catalog, tenants)),
+        billing=Billing(engine),
+        auditing=Auditing(AuditLog(engine), settings.audit_days),
     )
     try:
         async with _started(context):
@@ -278,6 +290,11 @@ async def _downloads(
 ) -> Downloads:
     key = await _signing_key(catalog, settings)
     return Downloads(checkpoints, objects, settings.downloads, key)
+
+
+async def _tokens(catalog: Catalog) -> AccessTokens:
+    """Return what issues and verifies access tokens, with the same secret in all replicas."""
+    return AccessTokens(await catalog.shared_secret(_TOKEN_SECRET))
 
 
 async def _signing_key(catalog: Catalog, settings: Settings) -> bytes:
@@ -392,6 +409,7 @@ async def _run_housekeeping(context: Context) -> None:
             context.stored_runs.sweep,
             context.locator.report_lost,
             lambda: context.locator.release_leftovers(now()),
+            lambda: context.auditing.forget(now()),
         ):
             try:
                 await task()

@@ -90,11 +90,22 @@ class HotPaths:
             principal = await self._authenticate(scope)
         except WireError as error:
             _, send = drain_body(scope, receive, send, DISCARD_WITHOUT_KEY)
-            # Connections of callers without a valid key are not kept open.
-            await _respond_error(scope, send, error, {"connection": "close"})
+            # Connections of callers without a valid key are not kept open. When the SDK reads this
+            # challenge (RFC 6750), it exchanges its key for another token.
+            headers = {"connection": "close"}
+            if isinstance(error, Unauthenticated):
+                headers["www-authenticate"] = 'Bearer error="invalid_token"'
+            await _respond_error(scope, send, error, headers)
             return
         discard = DISCARD_WITHOUT_KEY if principal is None else DISCARD
         receive, send = drain_body(scope, receive, send, discard)
+        if principal is not None:
+            try:
+                principal.require_right(scope["method"], scope["path"])
+                send = await self._server().auditing.recorded(principal, scope, send)
+            except WireError as error:
+                await respond_error(send, error)
+                return
         handler = self._handler(scope)
         if handler is None or principal is None:
             _declare_json(scope)

@@ -24,6 +24,7 @@ from tinkercloud_protocol.launch import (
     HeldModels,
     ModelSuspended,
 )
+from tinkercloud_protocol.timeline import Span, Timeline
 
 log = structlog.get_logger(__name__)
 
@@ -95,6 +96,22 @@ class SharedHeads:
                 raise failure
         done = [r for r in responses if isinstance(r, bytes)]
         return sum(Forgotten.model_validate_json(response).num_results for response in done)
+
+    async def spans(self, session_id: str, own: Sequence[HeadEndpoint]) -> list[Span]:
+        """Return what the running heads remember of a session's requests.
+
+        Args:
+            session_id: the session.
+            own: the running heads of its own runs.
+
+        Raises:
+            Unavailable: a head did not respond.
+        """
+        path = f"{routes.HEAD_TIMELINE}/{session_id}"
+        heads = {head.url: head for head in (*self._provider.shared_heads(), *own)}
+        calls = [self._call("GET", head, path, _LIST_SECONDS) for head in heads.values()]
+        answers = await asyncio.gather(*calls)
+        return [span for each in answers for span in Timeline.model_validate_json(each).spans]
 
     async def suspend_inactive(self, moment: datetime) -> None:
         """Suspend the models of clients that have been inactive for longer than the limit.

@@ -32,6 +32,8 @@ class ClientConfig(Answer):
     proto_compress_fwdbwd: bool = False
     """zstd compression of uploads, which pays over a network but not on loopback."""
     fwdbwd_max_chunk_bytes_count: int = 5_000_000
+    pjwt_auth_enabled: bool = False
+    """Access tokens (auth/token) instead of keys in all requests but the first."""
     custom_loss_server_side: bool = True
     """Uploaded losses run on the server, in one pass instead of two."""
     sample_join_sampling_session: bool = True

@@ -79,6 +79,8 @@ HEAD_LEASE = "/lease"
 HEAD_MODELS = "/models"
 """PUT /models/<model id> creates a model, DELETE removes it; GET /models lists them,
 `launch.HeldModels`."""
+HEAD_TIMELINE = "/timeline"
+"""GET /timeline/<session id> returns when the session's requests ran, `timeline.Timeline`."""
 HEAD_SUSPEND_MODEL = "/suspend_model"
 """POST /suspend_model/<model id> writes an unused model to the object store and frees its memory;
 returns `launch.ModelSuspended`. The next request for the model resumes it."""

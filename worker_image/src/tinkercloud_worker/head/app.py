@@ -110,6 +110,7 @@ class HeadApp:
             ("POST", routes.HEAD_SUSPEND_MODEL): self._suspend_model,
             ("POST", routes.HEAD_MOVE_MODEL): self._move_model,
             ("GET", routes.HEAD_MODELS): self._models,
+            ("GET", routes.HEAD_TIMELINE): self._timeline,
             ("PUT", routes.HEAD_MODELS): self._put_model,
             ("DELETE", routes.HEAD_MODELS): self._delete_model,
             ("POST", routes.HEAD_FORGET_RESULTS): self._forget_results,
@@ -346,6 +347,10 @@ class HeadApp:
 
     async def _models(self, _request: Request) -> Response:
         return Response(HeldModels(models=self._service.held()).model_dump_json().encode())
+
+    async def _timeline(self, request: Request) -> Response:
+        timeline = self._service.timeline(_resource(request))
+        return Response(await asyncio.to_thread(lambda: timeline.model_dump_json().encode()))
 
     async def _checkpoint(self, request: Request) -> Response:
         only = _resource(request)

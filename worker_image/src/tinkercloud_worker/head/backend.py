@@ -11,6 +11,7 @@ from tinkercloud_worker.engine.sampler import Sampler
 from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.engine.usage import UsageMeter
+from tinkercloud_worker.head.timeline import SpanRecorder
 from tinkercloud_worker.head.token_limits import TokenLimits
 
 
@@ -32,6 +33,8 @@ class Backend:
     """Counts what the head computes."""
     text: ChatText | None = None
     """Renders and decodes text; None if the head serves tokens only."""
+    spans: SpanRecorder = field(default_factory=SpanRecorder)
+    """When requests were accepted, started and finished."""
     token_limits: TokenLimits = field(default_factory=TokenLimits)
     """Limits the tokens per minute of owners."""
 

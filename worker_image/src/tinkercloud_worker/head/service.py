@@ -16,6 +16,7 @@ from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.launch import HeadStatus, HeldModel, ModelSpec, SamplerSpec
 from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_protocol.tensors import ForwardBackwardRequest
+from tinkercloud_protocol.timeline import Timeline
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.sampling_request import prepare
 from tinkercloud_worker.head.autosaver import Autosaver
@@ -138,6 +139,10 @@ class HeadService:
     def results(self) -> Results:
         """The results of all requests."""
         return self._results
+
+    def timeline(self, session_id: str) -> Timeline:
+        """Return when the requests of a session were accepted, started and finished."""
+        return Timeline(spans=self._backend.spans.of_session(session_id))
 
     def owner_of(self, target: str) -> str:
         """Return the owner of a model or sampling session; an empty name if it is unknown."""
@@ -367,7 +372,9 @@ class HeadService:
             if task.cancelled():
                 self._finish(str(request_id), futures.failed("the request was cancelled", "user"))
 
-        task = self._spawn(self._resolve(str(request_id), work))
+        session = str(request.sampling_session_id)
+        timed = self._backend.spans.timed(session, "sample", work)
+        task = self._spawn(self._resolve(str(request_id), timed))
         task.add_done_callback(report_cancellation)
         self._samples[str(request_id)] = Sample(request, owner, prepared.size, task)
         self._sample_limiter.add(owner, prepared.size)
