@@ -70,7 +70,7 @@ class SharedHeads:
         self._listening_since: datetime | None = None
         self._last_round: datetime | None = None
         self._unclaimed: dict[tuple[str, str], datetime] = {}
-        """Generation of a head and a model that no run claims there, to when that was first seen."""
+        """When a model that no run claims was first seen, by generation of its head and id."""
 
     async def models(self) -> dict[str, HeldModel]:
         """Return the models of all heads that respond, by id."""
