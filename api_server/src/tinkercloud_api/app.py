@@ -425,11 +425,15 @@ def _inactivity_period(settings: Settings) -> timedelta:
 
 
 async def _suspend_inactive(context: Context) -> None:
-    """Periodically suspend the models of inactive clients; a separate task, as writing is slow."""
+    """Periodically suspend the models of inactive clients, and drop those that no run claims.
+
+    A separate task, because writing is slow.
+    """
     period = _inactivity_period(context.settings).total_seconds()
     while True:
         try:
             await context.shared_heads.suspend_inactive(now())
+            await context.shared_heads.drop_orphans(now())
         except Exception:
             metrics.HOUSEKEEPING_ERRORS.inc()
             log.exception("failed to suspend models of inactive clients; will retry")

@@ -145,6 +145,9 @@ class SessionProvider(Protocol):
         Heads that serve a single run are not included; their providers suspend the whole head.
         """
 
+    def placed_on(self, endpoint: HeadEndpoint) -> frozenset[str] | None:
+        """Return the runs that have a place on a shared head; None if runs have no places."""
+
     def runs(self) -> list[str]:
         """Return the runs that have a head of their own."""
 

@@ -367,13 +367,23 @@ class KubernetesProvider:
 
         The operator suspends idle sessions that have their own pods.
         """
+        return list(self._pool_heads())
+
+    def placed_on(self, endpoint: HeadEndpoint) -> frozenset[str] | None:
+        """See `SessionProvider.placed_on`."""
+        name = self._pool_heads().get(endpoint)
+        found = [each for each in self._sessions.objects() if each.spec.pool_cluster == name]
+        return frozenset(each.spec.model_id for each in found if each.spec.model_id)
+
+    def _pool_heads(self) -> dict[HeadEndpoint, str]:
+        """Return the heads of pool clusters that this process has used, and their clusters."""
         clusters = [each for each in self._sessions.objects() if each.spec.role == "Pool"]
-        found = [
-            self._endpoints.cached(cluster, state)
+        heads = {
+            self._endpoints.cached(cluster, state): cluster.name
             for cluster in clusters
             if isinstance(state := readiness(cluster), Ready)
-        ]
-        return [endpoint for endpoint in found if endpoint is not None]
+        }
+        return {endpoint: name for endpoint, name in heads.items() if endpoint is not None}
 
     def runs(self) -> list[str]:
         """See `SessionProvider.runs`."""

@@ -441,6 +441,10 @@ class LocalProvider:
         """See `SessionProvider.shared_heads`: all local heads are shared."""
         return [head.endpoint for head in self._heads.values() if head.endpoint is not None]
 
+    def placed_on(self, endpoint: HeadEndpoint) -> frozenset[str] | None:  # noqa: ARG002 - part of the interface
+        """See `SessionProvider.placed_on`: only the catalog says which runs exist."""
+        return None
+
     def runs(self) -> list[str]:
         """See `SessionProvider.runs`: heads are shared by all runs of a base model."""
         return []
