@@ -96,13 +96,13 @@ class Recovery:
         )
         model.operations.initial_seed = manifest.initial_seed
         try:
+            waiting = await asyncio.to_thread(repeated, model, kept.records, 1, set[int]())
             await self.durability.take_over(model, kept)
             accept()
         except BaseException:
             model.queue.close("the model could not be continued")
             raise
         model.queue.submit(0, b"create", 0, Operation(model.operations.create))
-        waiting = await asyncio.to_thread(repeated, model, kept.records, 1, set[int]())
         model.queue.restore(QueueSnapshot(0, waiting, None))
         mark_read(suspension.results, kept.records)
         return model
