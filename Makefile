@@ -73,6 +73,9 @@ cluster-images: cluster-programs ## make the images of the test cluster and load
 test-cluster: cluster-images ## run the tests on a real Kubernetes (needs Linux and root)
 	@$(PYTEST) tests/cluster $(LONG_CLUSTER_TESTS:%=--ignore=tests/cluster/%)
 
+test-kills: test-tools ## kill heads at 100 seeded moments of a training loop, and at every write of journals (by hand; an hour)
+	@TINKERCLOUD_TEST_KILLS=100 TINKERCLOUD_TEST_STRIDE=1 $(PYTEST) tests/chaos/test_durable_runs.py tests/unit/journal
+
 test-faults: cluster-programs ## make the API server fail, kill the operator at every write, create 200 sessions
 	@$(BIN)/pytest tests/cluster/test_operator_crash_points.py tests/cluster/test_operator_faults.py tests/cluster/test_operator_scale.py
 

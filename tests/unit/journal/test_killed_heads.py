@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)
 CONFIG = DurabilityConfig(snapshot_steps=2)
 STEPS = 3
 STRIDE = int(os.environ.get("TINKERCLOUD_TEST_STRIDE", "4"))
-"""`make chaos` tries every write, the tests of each change every fourth."""
+"""`make test-kills` tries every write, the tests of each change every fourth."""
 LAST = 2 * STEPS + 2
 
 
