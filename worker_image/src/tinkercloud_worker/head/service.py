@@ -353,6 +353,7 @@ class HeadService:
         self._results.open(str(request_id), prepared.digest, owner)
 
         async def sample() -> Result:
+            await self._recovery.published(session_id)
             async with self._samplers.sampling(session_id) as version:
                 sent = prepared.validated.sent_by(self._samplers.payer_of(session_id))
                 result = await backend.sampler.sample(version, sent)
