@@ -88,6 +88,9 @@ class ServerHealth(Answer):
     """The same for sessions with a heartbeat or a request in the last two minutes."""
     failing_autosaves: int = 0
     """The same for models whose last automatic save failed (provider local)."""
+    durability: Literal["none", "local", "degraded"] = "none"
+    """What survives if a session head is killed (provider local). `degraded`: some of these models
+    would not survive, although they should."""
 
 
 class CreateSessionAnswer(Answer):
@@ -158,6 +161,10 @@ class ModelUsage(Answer):
     """Number of changes, mostly optimizer steps, that are in no checkpoint."""
     autosave_failure: str | None = None
     """Why the last automatic save failed; None if it succeeded."""
+    is_durable: bool = False
+    """Whether the model would survive if its head was killed."""
+    degraded: str | None = None
+    """Why it would not, although it should; None otherwise."""
 
 
 class SessionUsage(Answer):

@@ -29,7 +29,7 @@ from tinkercloud_worker.checkpoints import encryption, formats
 from tinkercloud_worker.engine.batch import Batch, prepare, prepare_custom
 from tinkercloud_worker.engine.expert_load import balance_metrics
 from tinkercloud_worker.engine.fair_queue import Share
-from tinkercloud_worker.engine.thread import YieldPoint
+from tinkercloud_worker.engine.thread import Unshared, YieldPoint
 from tinkercloud_worker.engine.trainer import (
     Gradient,
     GradientLost,
@@ -129,9 +129,11 @@ class Operations:
         batch = await self._prepared(request)
         self._backend.token_limits.spend(self._spec.owner, batch.num_tokens)
         share = self._share(batch.num_tokens)
-        if trainer.batcher is not None:
+        if (batcher := trainer.batcher) is not None:
             training_pass = TrainingPass(self._name, batch)
-            queued = self._backend.thread.run_batched(trainer.batcher, training_pass, share)
+            if self._backend.config.durability.exact:
+                batcher = Unshared(batcher)
+            queued = self._backend.thread.run_batched(batcher, training_pass, share)
             output: LossOutput = await self._unless_lost(queued)
         else:
             run = trainer.forward if batch.forward_only else trainer.forward_backward
@@ -184,12 +186,14 @@ class Operations:
         """
         self._check_alive()
         path = CheckpointPath(self._name, CheckpointKind.TRAINING, request.name())
+        if (saved := await self.checkpoints.find_saved_by(path, request.seq_id or 0)) is not None:
+            return _saved(saved)
         await self.checkpoints.refuse_duplicate(path, overwrite=request.overwrite)
         point = self.schedule.begin(time.monotonic())
         # State and gradient are consistent: no other request of this model runs meanwhile.
         state, gradient = await self.export_state(), await self.export_gradient()
         manifest = self.checkpoints.manifest(
-            path, state.step, request.ttl_seconds, request.user_metadata
+            path, state.step, request.ttl_seconds, request.user_metadata, request.seq_id
         )
         if gradient is not None:
             manifest = manifest.model_copy(update={"format_version": 2})
@@ -210,12 +214,15 @@ class Operations:
         path = None
         if request.path is not None:
             path = CheckpointPath(self._name, CheckpointKind.SAMPLER, request.path)
+            saved = await self.checkpoints.find_saved_by(path, request.seq_id or 0)
+            if saved is not None:
+                return _saved(saved)
             await self.checkpoints.refuse_duplicate(path, overwrite=False)
         if path is None:
             return await self._publish(request)
         weights = await self._run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
         manifest = self.checkpoints.manifest(
-            path, self._steps, request.ttl_seconds, request.user_metadata
+            path, self._steps, request.ttl_seconds, request.user_metadata, request.seq_id
         )
         encode = partial(formats.encode_weights, weights, manifest.base_model)
         return _saved_result(self.checkpoints.upload(manifest, encode, overwrite=False))
@@ -225,9 +232,13 @@ class Operations:
         self._check_alive()
         recipients = encryption.parse_recipients(request.age_encryption_recipients or [])
         path = CheckpointPath(self._name, CheckpointKind.EXTERNAL, request.path)
+        if (saved := await self.checkpoints.find_saved_by(path, request.seq_id or 0)) is not None:
+            return _saved(saved)
         await self.checkpoints.refuse_duplicate(path, overwrite=False)
         weights = await self._run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
-        manifest = self.checkpoints.manifest(path, self._steps, request.ttl_seconds)
+        manifest = self.checkpoints.manifest(
+            path, self._steps, request.ttl_seconds, seq_id=request.seq_id
+        )
         config = self._backend.config
         plain = partial(external_weights.encode, weights, config.model, config.trainer.dtype)
         encode = partial(encryption.encrypted, plain, recipients) if recipients else plain
@@ -433,7 +444,10 @@ def _do_nothing() -> None:
 
 async def _saved_result(uploading: asyncio.Task[CheckpointManifest]) -> Result:
     """Wait for a checkpoint; return the result of the request that saves it."""
-    written = await uploading
+    return _saved(await uploading)
+
+
+def _saved(written: CheckpointManifest) -> Result:
     answer: dict[str, object] = {"path": written.tinker_path}
     if written.path.kind is CheckpointKind.EXTERNAL:
         answer["size_bytes"] = written.size_bytes

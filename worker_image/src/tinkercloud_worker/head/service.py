@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from functools import partial
 from typing import Any
 
 import structlog
@@ -363,17 +362,19 @@ class HeadService:
     def _start_sample(self, prepared: Prepared) -> None:
         request, request_id = prepared.request, prepared.request_id
         owner = self.owner_of(request.sampling_session_id)
+        session_id = SamplingSessionId.parse(request.sampling_session_id)
         self._results.open(str(request_id), prepared.digest, owner)
 
-        work = partial(run_sample, self._backend, self._samplers, owner, prepared)
+        async def work() -> Result:
+            await self._recovery.published(session_id)
+            return await run_sample(self._backend, self._samplers, owner, prepared)
 
         def report_cancellation(task: asyncio.Task[None]) -> None:
             # A done callback, because the task may be cancelled before it starts.
             if task.cancelled():
                 self._finish(str(request_id), futures.failed("the request was cancelled", "user"))
 
-        session = str(request.sampling_session_id)
-        timed = self._backend.spans.timed(session, "sample", work)
+        timed = self._backend.spans.timed(str(session_id), "sample", work)
         task = self._spawn(self._resolve(str(request_id), timed))
         task.add_done_callback(report_cancellation)
         self._samples[str(request_id)] = Sample(request, owner, prepared.size, task)
