@@ -260,8 +260,8 @@ class CompletionRequest(_Sampling):
         if isinstance(prompt, str):
             return [prompt]
         if prompt and isinstance(prompt[0], int):
-            return [prompt]  # type: ignore[list-item]  # all entries have the same type
-        return list(prompt)
+            return [prompt]
+        return list(prompt)  # type: ignore[arg-type]  # all entries have the same type
 
     @staticmethod
     def _tokens(prompt: str | list[int], text: ChatText) -> list[int]:
