@@ -37,7 +37,7 @@ RULES = [
     },
     {
         "apiGroups": ["tinkercloud.dev"],
-        "resources": ["basemodels"],
+        "resources": ["basemodels", "tenants"],
         "verbs": ["list", "watch"],
     },
     {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get", "create"]},
