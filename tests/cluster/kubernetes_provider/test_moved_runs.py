@@ -1,6 +1,6 @@
 """Runs that are moved between pool clusters while they are used: real SDK, real heads.
 
-The test takes the role of the operator.
+Tests take the role of the operator, or run its worker of pools.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,10 +13,11 @@ import pytest
 import tinker
 from tinker import types
 
+from tinkercloud_testing.cluster.pool_worker import a_pool_worker
 from tinkercloud_testing.cluster.provider_world import Head, World, a_base_model
 from tinkercloud_testing.sdk_steps import ADAM, a_datum, step
 from tinkercloud_testing.servers import Server
-from tinkercloud_testing.waiting import PATIENCE_SECONDS
+from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +49,7 @@ class Pool:
 @pytest.fixture(scope="module")
 def pool(world: World) -> Iterator[Pool]:
     shared = a_base_model("moved", world.namespace, MODEL)
-    shared["spec"] |= {"sharing": "Shared", "pool": {"slotsPerCluster": 8}}
+    shared["spec"] |= {"sharing": "Shared", "pool": {"slotsPerCluster": 64, "maxClusters": 8}}
     world.cluster.apply(shared)
     made = Pool(world)
     for name in ("pool-left", "pool-right"):
@@ -70,25 +71,29 @@ def pipelined(training: tinker.TrainingClient, steps: Iterable[int]) -> list[flo
     return losses + [each.result().metrics["loss:sum"] for each in waiting[len(losses) :]]
 
 
+def until(has_started: Event, is_over: Event) -> Iterator[int]:
+    """Count steps until an event has happened."""
+    for index in count():
+        yield index
+        has_started.set()
+        if is_over.is_set():
+            return
+
+
 def test_a_run_that_is_moved_in_a_pipelined_loop_has_the_same_curve_to_the_bit(
     pool: Pool, server: Server
 ) -> None:
     run, session = pool.a_run(server, "pool-left")
     has_started, has_moved = Event(), Event()
 
-    def until_moved() -> Iterator[int]:
-        for index in count():
-            yield index
-            has_started.set()
-            if has_moved.is_set():
-                return
-
     with ThreadPoolExecutor() as threads:
-        training = threads.submit(pipelined, run, until_moved())
-        assert has_started.wait(PATIENCE_SECONDS)
-        pool.move(run, session, "pool-left", "pool-right")
-        pool.move(run, session, "pool-right", "pool-left")
-        has_moved.set()
+        training = threads.submit(pipelined, run, until(has_started, has_moved))
+        try:
+            assert has_started.wait(PATIENCE_SECONDS)
+            pool.move(run, session, "pool-left", "pool-right")
+            pool.move(run, session, "pool-right", "pool-left")
+        finally:
+            has_moved.set()
         losses = training.result()
 
     undisturbed, _ = pool.a_run(server, "pool-left")
@@ -121,3 +126,24 @@ def test_a_request_that_reaches_the_old_cluster_waits_until_the_new_place_is_kno
         world.finish_move(session, "pool-right")
 
         assert waiting.result() == f"tinker://{run.model_id}/weights/kept"
+
+
+def test_the_runs_of_a_drained_cluster_are_moved_and_it_is_deleted_while_they_train(
+    pool: Pool, world: World, server: Server
+) -> None:
+    run, session = pool.a_run(server, "pool-left")
+    has_started, has_moved = Event(), Event()
+
+    with a_pool_worker(world.cluster.kubeconfig, world.namespace), ThreadPoolExecutor() as threads:
+        training = threads.submit(pipelined, run, until(has_started, has_moved))
+        try:
+            assert has_started.wait(PATIENCE_SECONDS)
+            world.drain("pool-left")
+            wait_until(lambda: "pool-left" not in world.sessions(), "the cluster to end")
+        finally:
+            has_moved.set()
+        losses = training.result()
+
+        assert world.session(session)["spec"]["poolCluster"] == "pool-right"
+        undisturbed = server.client().create_lora_training_client(MODEL, rank=4, seed=1).result()
+        assert losses == pipelined(undisturbed, range(len(losses)))

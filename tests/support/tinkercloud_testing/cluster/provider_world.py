@@ -219,6 +219,10 @@ class World:
         source.give_away(model_id)
         self.finish_move(session, target)
 
+    def drain(self, pool_cluster: str) -> None:
+        """Ask the operator to move all runs from a cluster."""
+        self._merge(pool_cluster, {"metadata": {"annotations": {labels.DRAIN: "true"}}})
+
     def annotate_moving(self, session: str, target: str) -> None:
         """Announce a move."""
         self._merge(session, {"metadata": {"annotations": {labels.MOVING_TO: target}}})
