@@ -1,6 +1,6 @@
 """kill -9 of heads and servers during pipelined training: the loop continues undisturbed.
 
-`make chaos` runs it with 100 kills at seeded moments.
+`make test-kills` runs it with 100 kills at seeded moments.
 """
 
 import os
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tinker
+from tinker import types
 
 from tinkercloud_testing.sdk_steps import ADAM, a_datum
 from tinkercloud_testing.servers import Server, a_server
@@ -129,3 +130,21 @@ def test_a_pipelined_loop_is_the_same_to_the_bit_however_often_its_head_is_kille
     undisturbed = Loop(a_training_client(server)).run(len(disturbed.curve))
     assert [number for _, number in disturbed.curve] == list(range(1, len(disturbed.curve) + 1))
     assert disturbed.curve == undisturbed
+
+
+def test_unnamed_samplers_and_their_requests_survive_a_killed_head(server: Server) -> None:
+    training = a_training_client(server)
+    Loop(training).run(3)
+    sampler = training.save_weights_and_get_sampling_client().result()
+    text = types.ModelInput.from_ints([5, 6, 7])
+    before = sampler.compute_logprobs(text).result()
+    params = types.SamplingParams(max_tokens=100, stop=[], seed=1)
+    expected = [each.tokens for each in sampler.sample(text, 2, params).result().sequences]
+    Loop(training).run(1)
+
+    futures = [sampler.sample(text, 2, params) for _ in range(4)]
+    server.kill_heads()
+
+    for future in futures:
+        assert [each.tokens for each in future.result().sequences] == expected
+    assert sampler.compute_logprobs(text).result() == before
