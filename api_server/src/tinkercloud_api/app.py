@@ -26,6 +26,7 @@ from tinkercloud_api.access_tokens import AccessTokens
 from tinkercloud_api.activity import Activity
 from tinkercloud_api.auditing import Auditing
 from tinkercloud_api.auth import REMEMBERED_SECONDS, Authenticator, Role, hash_key
+from tinkercloud_api.catalog.admission import RunQuotas
 from tinkercloud_api.catalog.audit import AuditLog
 from tinkercloud_api.catalog.billing import Billing
 from tinkercloud_api.catalog.database import migrate, open_database
@@ -52,9 +53,11 @@ from tinkercloud_api.providers.kubernetes_programs import KubernetesPrograms
 from tinkercloud_api.providers.local_programs import LocalPrograms
 from tinkercloud_api.providers.programs import ProgramRunner
 from tinkercloud_api.proxy import Proxy
+from tinkercloud_api.quotas import Quotas
 from tinkercloud_api.routes import (
     audit,
     billing,
+    chat,
     checkpoint_search,
     custom_losses,
     downloads,
@@ -74,9 +77,12 @@ from tinkercloud_api.routes import (
     unloading,
     usage,
 )
+from tinkercloud_api.run_admission import RunAdmission
 from tinkercloud_api.sampling_sessions import SamplingSessions
 from tinkercloud_api.settings import KEY_PREFIX, Settings
 from tinkercloud_api.shared_heads import SharedHeads
+from tinkercloud_api.storage_quota import StorageQuota
+from tinkercloud_api.tenants import Tenants
 from tinkercloud_api.training_runs import TrainingRuns
 from tinkercloud_api.transfers.copies import Copies
 from tinkercloud_api.transfers.downloads import Downloads
@@ -133,7 +139,9 @@ class Application:
             api.include_router(module.router)
         api.add_middleware(BodyLimitMiddleware, max_bytes=JSON_BODY_BYTES)
         errors.install(api)
-        self._asgi = MetricsMiddleware(HotPaths(api, self._running, api.routes), HANDLERS.keys())
+        self._asgi = MetricsMiddleware(
+            HotPaths(api, self._running, api.routes), {*HANDLERS, *chat.PATHS}
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event (the ASGI entry point)."""
@@ -166,16 +174,15 @@ async def running_context(
         provider: starts session heads.
         own_url: URL of the server for programs on this machine.
     """
-    engine = open_database(settings.catalog_url)
-    await migrate(engine)
-    catalog = Catalog(engine)
-    await register_bootstrap_key(catalog, settings)
+    engine, catalog = await _open_catalog(settings)
     client, store = open_client(), open_store(settings.checkpoint_url)
-    checkpoints = Checkpoints(catalog, store)
-    locator = HeadLocator(catalog, checkpoints, provider, client)
+    tenants = Tenants(provider.tenants)
+    checkpoints = Checkpoints(catalog, store, StorageQuota(catalog, tenants))
+    admission = _admission(settings, engine, tenants)
+    locator = HeadLocator(catalog, checkpoints, provider, client, admission)
     objects, quota = ObjectStoreClient(store), settings.max_checkpoint_bytes_per_owner
     stored_runs = StoredRuns(catalog, checkpoints, objects, quota)
-    signing_key, activity = await _signing_key(catalog, settings), Activity(catalog)
+    activity = Activity(catalog)
     authenticator = Authenticator(catalog, activity.use_key, await _tokens(catalog))
     programs = _programs(
         settings,
@@ -192,7 +199,7 @@ async def running_context(
         authenticator=authenticator,
         provider=provider,
         checkpoints=checkpoints,
-        downloads=Downloads(checkpoints, objects, settings.downloads, signing_key),
+        downloads=await _downloads(settings, catalog, checkpoints, objects),
         locator=locator,
         training_runs=training_runs,
         proxy=Proxy(client),
@@ -210,6 +217,8 @@ async def running_context(
         custom_losses=CustomLosses(objects, training_runs),
         billing=Billing(engine),
         auditing=Auditing(AuditLog(engine), settings.audit_days),
+        tenants=tenants,
+        quotas=_quotas(provider, admission, StorageQuota(catalog, tenants)),
     )
     try:
         async with _started(context):
@@ -217,6 +226,27 @@ async def running_context(
     finally:
         await client.close()
         await catalog.close()
+
+
+async def _open_catalog(settings: Settings) -> tuple[AsyncEngine, Catalog]:
+    engine = open_database(settings.catalog_url)
+    await migrate(engine)
+    catalog = Catalog(engine)
+    await register_bootstrap_key(catalog, settings)
+    return engine, catalog
+
+
+def _quotas(provider: SessionProvider, admission: RunAdmission, storage: StorageQuota) -> Quotas:
+    if isinstance(provider, KubernetesProvider):
+        return Quotas(storage.tenants, provider.tenant_usage, storage)
+    return Quotas(storage.tenants, admission.usage, storage)
+
+
+def _admission(settings: Settings, engine: AsyncEngine, tenants: Tenants) -> RunAdmission:
+    """Return what admits runs; on Kubernetes no run waits here, as the operator admits them."""
+    inactivity = timedelta(seconds=settings.session_silence_seconds)
+    limited = tenants if settings.provider == "local" else Tenants()
+    return RunAdmission(RunQuotas(engine), limited, inactivity)
 
 
 def _shared_heads(
@@ -258,6 +288,13 @@ async def _started(context: Context) -> AsyncIterator[None]:
 async def _tokens(catalog: Catalog) -> AccessTokens:
     """Return what issues and verifies access tokens, with the same secret in all replicas."""
     return AccessTokens(await catalog.shared_secret(_TOKEN_SECRET))
+
+
+async def _downloads(
+    settings: Settings, catalog: Catalog, checkpoints: Checkpoints, objects: ObjectStoreClient
+) -> Downloads:
+    key = await _signing_key(catalog, settings)
+    return Downloads(checkpoints, objects, settings.downloads, key)
 
 
 async def _signing_key(catalog: Catalog, settings: Settings) -> bytes:

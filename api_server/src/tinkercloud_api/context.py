@@ -21,9 +21,11 @@ from tinkercloud_api.long_polls import LongPolls
 from tinkercloud_api.programs import Programs
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.proxy import Proxy
+from tinkercloud_api.quotas import Quotas
 from tinkercloud_api.sampling_sessions import SamplingSessions
 from tinkercloud_api.settings import Settings
 from tinkercloud_api.shared_heads import SharedHeads
+from tinkercloud_api.tenants import Tenants
 from tinkercloud_api.training_runs import TrainingRuns
 from tinkercloud_api.transfers.copies import Copies
 from tinkercloud_api.transfers.downloads import Downloads
@@ -58,6 +60,8 @@ class Context:
     custom_losses: CustomLosses
     auditing: Auditing
     billing: Billing
+    tenants: Tenants
+    quotas: Quotas
 
 
 def get_context(request: Request) -> Context:

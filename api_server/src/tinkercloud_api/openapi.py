@@ -12,6 +12,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from tinkercloud_api.mutations import is_mutation
+from tinkercloud_api.openapi_chat import chat_operations
 from tinkercloud_protocol import futures, routes
 from tinkercloud_protocol.batched_futures import RetrieveFuturesRequest
 from tinkercloud_protocol.sampling import (
@@ -177,6 +178,7 @@ def describe(api: FastAPI) -> dict[str, Any]:
         }
         for path in _SUMMARIES:
             document["paths"][path] = {"post": _hot_operation(path, schemas)}
+        document["paths"].update(chat_operations())
         document["paths"][_UPLOAD] = {"put": _upload_operation()}
         for path, method, operation in _operations(document):
             _add_error_responses(path, method, operation)

@@ -213,11 +213,34 @@ class OwnerStorage(Answer):
     size_bytes: int
 
 
+class QuotaLimit(Answer):
+    """One limit of a tenant."""
+
+    name: str
+    """As in the specification of a Tenant, such as `dedicatedGpus`."""
+    limit: int | None
+    """None means no limit."""
+    used: int | None
+    """What all owners of the tenant use; None if only session heads know."""
+
+
+class Quota(Answer):
+    """The limits of an owner's tenant."""
+
+    tenant: str
+    waiting: int
+    """Number of sessions that wait because of a limit."""
+    limits: list[QuotaLimit]
+
+
 class UsageList(Answer):
     """GET usage (no SDK call)."""
 
     usage: list[OwnerUsage]
     storage: list[OwnerStorage]
+    quota: Quota | None = None
+    """Limits of the tenant of the owner whose usage this is; None if it has none, or for all
+    owners."""
 
 
 class ModelData(Answer):

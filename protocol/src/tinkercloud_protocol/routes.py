@@ -24,6 +24,21 @@ ATTACH_MODEL = "/api/v1/attach_model"
 """Continues an existing model's order from another process, see `training.AttachModelRequest`."""
 CLEANUP_FUTURES = "/api/v1/cleanup_futures"
 
+OPENAI = "/oai/api/v1"
+"""Base URL of clients of OpenAI's API."""
+OPENAI_CHAT = f"{OPENAI}/chat/completions"
+OPENAI_COMPLETIONS = f"{OPENAI}/completions"
+OPENAI_MODELS = f"{OPENAI}/models"
+OPENAI_SESSIONS = "/oai/sessions"
+"""POST creates a recorded session. Below it: <id>/v1, the base URL of clients of OpenAI's API,
+<id>/datums, and, at heads, <id>/delete."""
+ANTHROPIC = "/anthropic/api"
+"""Base URL of clients of Anthropic's API, which append /v1/messages."""
+ANTHROPIC_MESSAGES = f"{ANTHROPIC}/v1/messages"
+ANTHROPIC_COUNT_TOKENS = f"{ANTHROPIC_MESSAGES}/count_tokens"
+MAX_CHAT_BODY_BYTES = 16 << 20
+"""Maximum size of a request to these: a conversation of a million tokens has some megabytes."""
+
 IDEMPOTENCY_HEADER = "x-idempotency-key"
 """The client's name for a request that has no seq_id: the same name is the same request, for as
 long as its result is kept."""
@@ -33,7 +48,8 @@ HEAD_TOKEN_HEADER = "x-tinkercloud-head-token"  # noqa: S105
 GENERATION_HEADER = "x-tinkercloud-generation"
 """The generation of the head that a request is meant for; heads of other generations reject it."""
 WRONG_GENERATION_STATUS = 421
-"""Status with which a head rejects a request for another generation (Misdirected Request)."""
+"""Status with which a head rejects a request for another generation, or for a model that another
+head continues (Misdirected Request)."""
 TARGET_HEADER = "x-tinkercloud-target"
 """The model or sampling session whose ownership the API server has checked."""
 WAIT_HEADER = "x-tinkercloud-wait-seconds"
@@ -42,6 +58,8 @@ poll. Without it, as long as a long poll; 0 returns at once."""
 WEIGHTS_HEADER = "x-tinkercloud-weights"
 """The weights that the API server has resolved to a sampling session, as the body of the request
 names them: `sampling.NamedWeights.as_header`."""
+OWNER_LIMITS_HEADER = "x-tinkercloud-owner-limits"
+"""The caller's current limits, as percent-encoded JSON: `owner_limits.OwnerLimits`."""
 REFUSAL_HEADER = "x-tinkercloud-refusal"
 """Why the API server rejects a request, percent-encoded. The request is still forwarded to the
 head, where it takes its place in its model's order and fails, whatever the path is."""
@@ -66,6 +84,9 @@ HEAD_TIMELINE = "/timeline"
 HEAD_SUSPEND_MODEL = "/suspend_model"
 """POST /suspend_model/<model id> writes an unused model to the object store and frees its memory;
 returns `launch.ModelSuspended`. The next request for the model resumes it."""
+HEAD_MOVE_MODEL = "/move_model"
+"""POST /move_model/<model id> writes a model to the object store, in use or not, and responds when
+another head can continue it. From then on requests for it get `WRONG_GENERATION_STATUS`."""
 HEAD_SUSPEND = "/suspend"
 """POST writes the head's whole state to the object store and responds when nothing can be lost. The
 head rejects new requests from the start of this request."""

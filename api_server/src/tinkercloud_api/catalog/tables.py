@@ -155,9 +155,20 @@ class TrainingRun(Table):
     last_request_at: Mapped[datetime] = mapped_column(default=now)
     generation: Mapped[str | None]
     """Generation of the head that holds the model; None until the model has been created."""
+    admitted_at: Mapped[datetime | None]
+    """When the limits of its tenant allowed it to start; None while it waits, and for runs without
+    a tenant."""
     deleted_at: Mapped[datetime | None]
     is_swept: Mapped[bool] = mapped_column(default=False)
     """Whether state that the head may have written after the deletion has been removed."""
+
+
+class TenantTurn(Table):
+    """A row to lock: one replica at a time admits runs of a tenant."""
+
+    __tablename__ = "tenant_turns"
+
+    tenant: Mapped[str] = mapped_column(primary_key=True)
 
 
 class SamplingSession(Table):

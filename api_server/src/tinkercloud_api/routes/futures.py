@@ -85,7 +85,7 @@ async def _retrieve_training(
     except WireError as error:
         await respond(call.send, futures.failed_with(error).body)
         return
-    await call.forward(
+    await call.forward_once(
         endpoint,
         target,
         body,
@@ -108,7 +108,7 @@ async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes, secon
     # A head that does not know the request is not the one that received it. On 410 the SDK sends
     # the sampling request again.
     replace = {404: _GONE} if await locator.can_sample_again(target) else None
-    await call.forward(
+    await call.forward_once(
         endpoint,
         target,
         body,

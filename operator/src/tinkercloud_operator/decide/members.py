@@ -186,6 +186,11 @@ def _later_steps(observed: Observed, decision: Decision | None) -> Iterable[Step
         reason = Reason.SUSPENDING if _is_leaving(observed) else decision.reason
         stops = StepStatus(is_reached=False, reason=reason, message=decision.message)
         yield from [stops] * 4
+    elif cluster is None and observed.quota_message is not None:
+        waits = StepStatus(
+            is_reached=False, reason=Reason.QUOTA_EXCEEDED, message=observed.quota_message
+        )
+        yield from [waits] * 4
     elif cluster is None:
         message = observed.pool_message or "waiting for a place in the pool"
         yield from [StepStatus(is_reached=False, reason=Reason.POOL_FULL, message=message)] * 4

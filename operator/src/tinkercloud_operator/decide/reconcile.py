@@ -40,6 +40,7 @@ from tinkercloud_operator.decide.programs import (
     surplus_of_program,
 )
 from tinkercloud_operator.decide.status import endpoint, is_ready, reporting_plan, status
+from tinkercloud_operator.decide.tenant_choices import choices_of_tenant
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.pinned import pending_changes, pinned_head_config, pinned_spec
 from tinkercloud_operator.spec.resolved import (
@@ -74,9 +75,7 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
         case DesiredState.RUNNING if stopping_since(observed) is not None:
             # Record the end of the stop first: a new RayCluster would be mistaken for the old one.
             return reporting_plan(observed, [], new_status, 0.0)
-        case DesiredState.RUNNING if (
-            observed.start_order_message is not None and observed.ray_cluster is None
-        ):
+        case DesiredState.RUNNING if _waits_for_others(observed) and observed.ray_cluster is None:
             # The session is enqueued when it may start; this only refreshes its message.
             seconds = min(_QUEUE_SECONDS, recheck_seconds or _QUEUE_SECONDS)
             plan = reporting_plan(observed, [], new_status, seconds)
@@ -95,9 +94,16 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
             return reporting_plan(observed, [DeleteSession()], new_status, None)
 
 
+def _waits_for_others(observed: Observed) -> bool:
+    """Return whether other sessions have to start, or end, first."""
+    return observed.start_order_message is not None or observed.quota_message is not None
+
+
 def _desired_spec(observed: Observed, settings: Settings) -> ResolvedSpec | Rejection:
     """Return what the session would start with now, or why it may not start."""
     resolved = resolve(observed.spec, observed.base_model, observed.sessions_of_owner)
+    if isinstance(resolved, ResolvedSpec):
+        resolved = choices_of_tenant(observed.spec, resolved, observed.tenant)
     if isinstance(resolved, ResolvedSpec):
         resolved = check_pod_groups(resolved, settings.kueue_groups)
     if isinstance(resolved, ResolvedSpec):
@@ -344,8 +350,12 @@ def _save_request(
     if head is None or left <= 0:
         return None
     key = (kind, head.incarnation)
-    # A head that is saving in order to stop is not Ready.
-    if key in observed.completed_saves or not (head.is_ready or key in observed.pending_saves):
+    # A head that is saving in order to stop is not Ready, nor is one that is busy for a moment. One
+    # that is still loading has nothing to save.
+    may_save = head.is_ready or key in observed.pending_saves
+    if head.is_started and head.incarnation == observed.status.served_incarnation:
+        may_save = True
+    if key in observed.completed_saves or not may_save:
         return None
     return SaveRequest(kind, endpoint(observed), head.incarnation, left)
 

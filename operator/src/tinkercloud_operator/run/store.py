@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import ConditionType, find
+from tinkercloud_crds.tenant import TenantSpec
 from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_kube.objects import Change, Manifest, Objects
@@ -24,6 +25,7 @@ from tinkercloud_operator.decide import parsing, start_order
 from tinkercloud_operator.decide.pool_facts import is_cluster
 from tinkercloud_operator.decide.session_index import SessionIndex, age, is_live
 from tinkercloud_operator.decide.status import head_url
+from tinkercloud_operator.decide.tenant_quotas import TenantQuotas
 from tinkercloud_operator.spec.snapshot import (
     ChildKey,
     Node,
@@ -87,6 +89,9 @@ class Watched:
     """By name."""
     base_models: Objects[Manifest] = field(default_factory=partial(_objects_of, "BaseModel"))
     """By name."""
+    tenants: Objects[Manifest] = field(default_factory=partial(_objects_of, "Tenant"))
+    """By name."""
+    quotas: TenantQuotas = field(default_factory=TenantQuotas)
     _child_objects: dict[str, Objects[Manifest]] = field(
         default_factory=lambda: {
             kind: _objects_of(kind) for kind in ("Pod", _PROGRAM_POD, *CHILD_KINDS)
@@ -138,7 +143,6 @@ class Watched:
         if manifest is None:
             return None
         metadata = manifest["metadata"]
-        annotations = metadata.get("annotations", {})
         created = parse_time(metadata["creationTimestamp"])
         try:
             spec = TrainingSessionSpec.model_validate(manifest.get("spec", {}))
@@ -153,8 +157,9 @@ class Watched:
             for key, item in everything.items()
             if _session_uid(item) in {metadata["uid"], None}
         }
-        offering = self.offering(spec.base_model)
-        base_model = parsing.base_model(offering) if offering is not None else None
+        base_model = self._base_model(spec.base_model)
+        quota_message = self._quota_message(manifest)
+        may_start = surroundings.starts_in_order and quota_message is None
         return Observed(
             name=name,
             namespace=metadata["namespace"],
@@ -163,13 +168,13 @@ class Watched:
             created=created,
             deleted=parse_time(metadata.get("deletionTimestamp")),
             has_finalizer=labels.FINALIZER in metadata.get("finalizers", []),
-            is_declared=spec.model_id is None and labels.CREATED_FOR not in annotations,
+            is_declared=spec.model_id is None and not _is_for_client(metadata),
             spec=spec,
             status=status,
             last_activity=parsing.last_activity(manifest),
             base_model=base_model,
             sessions_of_owner=self._older_siblings(manifest, base_model),
-            start_order_message=self._turn(manifest) if surroundings.starts_in_order else None,
+            start_order_message=self._turn(manifest) if may_start else None,
             children={
                 key: item for key, item in children.items() if key.kind not in {"Pod", _PROGRAM_POD}
             },
@@ -190,6 +195,8 @@ class Watched:
             cordoned=surroundings.cordoned,
             pool_cluster=self._pool_cluster(spec.pool_cluster, metadata["namespace"]),
             pool_message=surroundings.pool_message,
+            quota_message=quota_message,
+            tenant=self._tenant_of(spec.owner),
         )
 
     def has_only_ready_pods(self, name: str) -> bool:
@@ -261,6 +268,33 @@ class Watched:
             return None
         return self._turns.admit(session, self.offering)
 
+    def _quota_message(self, session: Manifest) -> str | None:
+        """Return which limit of its owner's tenant a session waits for, if any."""
+        return self.quotas.admit(
+            session, self.offering, has_cluster=self._has_cluster(session["metadata"]["name"])
+        )
+
+    def _base_model(self, model_name: str) -> BaseModelSpec | None:
+        offering = self.offering(model_name)
+        return parsing.base_model(offering) if offering is not None else None
+
+    def _tenant_of(self, owner: str) -> TenantSpec | None:
+        tenant = self.quotas.tenant(owner)
+        return tenant.spec if tenant is not None else None
+
+    def _has_cluster(self, session: str) -> bool:
+        return ChildKey("RayCluster", session) in self._children.get(session, {})
+
+    def _note_quota(self, session: str, change: Change[Manifest] | None = None) -> set[str]:
+        """Note what a session uses of its tenant's limits; return those that may now start."""
+        known = self.sessions.get(session)
+        if known is not None:
+            has_cluster = self._has_cluster(session)
+            return self.quotas.note(known, self.offering, has_cluster=has_cluster)
+        if change is not None and change.before is not None:
+            return self.quotas.forget(change.before)
+        return set()
+
     def _concerned(self, kind: str, manifest: Manifest) -> set[str]:
         if kind == "BaseModel":
             model_name = manifest["spec"].get("modelName", "")
@@ -273,18 +307,27 @@ class Watched:
             concerned |= self._owners.siblings(manifest)
         return concerned
 
+    def own(self, kind: str) -> Objects[Manifest]:
+        """Return the known objects of one of our own kinds."""
+        known = {"TrainingSession": self.sessions, "Tenant": self.tenants}
+        return known.get(kind, self.base_models)
+
     def _objects(self, kind: str) -> Objects[Manifest]:
-        if kind == "TrainingSession":
-            return self.sessions
-        return self.base_models if kind == "BaseModel" else self._child_objects[kind]
+        is_child = kind in self._child_objects
+        return self._child_objects[kind] if is_child else self.own(kind)
 
     def _apply(self, kind: str, manifest: Manifest, change: Change[Manifest]) -> set[str]:
         """Update the indexes after a change; return the sessions to reconcile."""
         affected: set[str] = set()
+        if kind == "Tenant":
+            return self.quotas.replace_tenants(self.tenants.values())
         if kind == "TrainingSession":
             self._index_session(change)
+            affected = self._note_quota(change.name, change)
         elif kind != "BaseModel":
             affected = self._index_child(kind, manifest, change)
+        if kind == "RayCluster":
+            affected |= self._note_quota(_session_of(kind, manifest["metadata"]))
         if kind in _PLACING:
             affected |= self._next_turns(_session_of(kind, manifest["metadata"]))
         return affected | self._concerned(kind, manifest)
@@ -334,6 +377,10 @@ class Watched:
             self._failures[session] = parsing.slim("Pod", pod)
         elif last is not None and parsing.replaces(pod, last):
             del self._failures[session]
+
+
+def _is_for_client(metadata: Metadata) -> bool:
+    return labels.CREATED_FOR in metadata.get("annotations", {})
 
 
 def _pods(children: Mapping[ChildKey, Manifest]) -> tuple[Pod, ...]:

@@ -9,6 +9,7 @@ from datetime import datetime
 
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import Condition, Reason
+from tinkercloud_crds.tenant import TenantSpec
 from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
 from tinkercloud_kube.objects import Manifest
 
@@ -166,6 +167,10 @@ class Observed:
     """The cluster that `spec.poolCluster` names, if it exists."""
     pool_message: str | None = None
     """Why it has no place in a pool; None if it has one, or needs none."""
+    quota_message: str | None = None
+    """Which limit of its owner's Tenant it waits for; None if it may start."""
+    tenant: TenantSpec | None = None
+    """The Tenant of its owner, if it has one."""
 
     @property
     def has_predecessors(self) -> bool:

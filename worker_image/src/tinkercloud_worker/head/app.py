@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from tinkercloud_protocol import envelope, futures, routes
+from tinkercloud_protocol import chat_errors, envelope, futures, routes
 from tinkercloud_protocol.asgi import Receive, Scope, Send
 from tinkercloud_protocol.batched_futures import RetrieveFuturesRequest
 from tinkercloud_protocol.errors import (
@@ -39,6 +39,7 @@ from tinkercloud_protocol.launch import (
     SamplerSpec,
     Saved,
 )
+from tinkercloud_protocol.owner_limits import OwnerLimits
 from tinkercloud_protocol.sampling import (
     CancelFutureRequest,
     NamedWeights,
@@ -50,6 +51,7 @@ from tinkercloud_protocol.training import AttachModelAnswer, AttachModelRequest
 from tinkercloud_protocol.wire import parse_json
 from tinkercloud_worker.head import requests
 from tinkercloud_worker.head.body_limiter import BodyLimiter
+from tinkercloud_worker.head.chat import HeadChat
 from tinkercloud_worker.head.http import LARGE_BODY_BYTES, Request, Response, error_response
 from tinkercloud_worker.head.lifecycle import Lifecycle
 from tinkercloud_worker.head.service import HeadService
@@ -87,6 +89,7 @@ class HeadApp:
         self._token = token
         self._generation = generation
         self._arrivals = Arrivals()
+        self._chat = HeadChat()
         self._body_limiter = BodyLimiter(limits.max_body_bytes)
         self._routes: dict[tuple[str, str], Handler] = {
             ("GET", routes.HEAD_HEALTH): self._health,
@@ -105,6 +108,7 @@ class HeadApp:
             ("POST", routes.HEAD_SUSPEND): self._suspend,
             ("POST", routes.HEAD_CHECKPOINT): self._checkpoint,
             ("POST", routes.HEAD_SUSPEND_MODEL): self._suspend_model,
+            ("POST", routes.HEAD_MOVE_MODEL): self._move_model,
             ("GET", routes.HEAD_MODELS): self._models,
             ("GET", routes.HEAD_TIMELINE): self._timeline,
             ("PUT", routes.HEAD_MODELS): self._put_model,
@@ -122,6 +126,9 @@ class HeadApp:
         request = Request(scope, receive)
         if (request.method, request.path) == ("GET", routes.HEAD_LEASE):
             await self._lease(request, receive, send)
+            return
+        if request.path.startswith(chat_errors.PREFIXES):
+            await self._serve_chat(request, receive, send)
             return
         try:
             response = await self._respond(request)
@@ -143,6 +150,8 @@ class HeadApp:
             raise NotFound(f"a session head does not serve {request.method} {request.path}")
         if request.path not in _UNAUTHENTICATED:
             self._authenticate(request)
+            if (limits := request.headers.get(routes.OWNER_LIMITS_HEADER)) is not None:
+                self._lifecycle.set_owner_limits(OwnerLimits.model_validate_json(unquote(limits)))
         return await handler(request)
 
     def _authenticate(self, request: Request) -> None:
@@ -241,6 +250,7 @@ class HeadApp:
         key = None if received.is_numbered else _idempotency_key(request)
         await self._service.recall(received.place.model_id)
         request_id = self._service.submit(received, key)
+        await self._service.accepted(received.place.model_id)
         return Response(futures.promise(request_id, model_id=received.place.model_id))
 
     async def _queue_rejection(self, request: Request, error: BodyTooLarge) -> None:
@@ -252,7 +262,7 @@ class HeadApp:
             if place.seq_id >= 1:
                 refused = requests.receive_unread(request.path, prefix, place, error)
                 await self._service.recall(place.model_id)
-                self._service.mark_reported(self._service.submit(refused))
+                self._service.results.mark_read(self._service.submit(refused))
         except WireError:
             log.info("an oversized body names no model and number; nothing is queued")
 
@@ -331,6 +341,10 @@ class HeadApp:
         is_suspended = await self._service.suspend_model(ModelId.parse(_resource(request)))
         return Response(ModelSuspended(is_suspended=is_suspended).model_dump_json().encode())
 
+    async def _move_model(self, request: Request) -> Response:
+        await self._service.move_model(ModelId.parse(_resource(request)))
+        return Response()
+
     async def _models(self, _request: Request) -> Response:
         return Response(HeldModels(models=self._service.held()).model_dump_json().encode())
 
@@ -377,6 +391,16 @@ class HeadApp:
                 f"the body is for {target!r}, but the request was routed to {routed!r}: send each"
                 " id once"
             )
+
+    async def _serve_chat(self, request: Request, receive: Receive, send: Send) -> None:
+        try:
+            self._authenticate(request)
+            service, backend = self._service, self._lifecycle.backend
+        except WireError as error:
+            body = chat_errors.error_bytes(request.path, error)
+            await Response(body, error.status).send(send)
+            return
+        await self._chat.serve(request, receive, send, service, backend)
 
     async def _lease(self, request: Request, receive: Receive, send: Send) -> None:
         """Report usage for as long as the API server at the other end is alive."""

@@ -4,12 +4,15 @@ import os
 from dataclasses import dataclass, field
 
 from tinkercloud_protocol.launch import HeadConfig
+from tinkercloud_protocol.owner_limits import OwnerLimits
+from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.sampler import Sampler
 from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.engine.usage import UsageMeter
 from tinkercloud_worker.head.timeline import SpanRecorder
+from tinkercloud_worker.head.token_limits import TokenLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,16 @@ class Backend:
     """Counts what the head computes."""
     spans: SpanRecorder = field(default_factory=SpanRecorder)
     """When requests were accepted, started and finished."""
+    text: ChatText | None = None
+    """Renders and decodes text; None if the head serves tokens only."""
+    token_limits: TokenLimits = field(default_factory=TokenLimits)
+    """Limits the tokens per minute of owners."""
+
+    def set_owner_limits(self, limits: OwnerLimits) -> None:
+        """Apply the current limits of an owner, also to requests that wait."""
+        self.token_limits.set(limits)
+        if limits.weight is not None:
+            self.thread.weights[limits.owner] = limits.weight
 
 
 def random_seed() -> int:

@@ -47,6 +47,13 @@ class LiveModel:
         name = received.path.rpartition("/")[2]
         return replace(operation, run=self.spans.timed(str(self.model_id), name, operation.run))
 
+    def creation(self, refused: WireError | None) -> Operation:
+        """Return the operation that creates the model, or fails if the model was refused."""
+        if refused is None:
+            return Operation(self.operations.create)
+        self.operations.refuse(refused.message)
+        return refusal(refused)
+
     def operation(self, request: OrderedRequest, source: RequestSource) -> Operation:
         """Return the operation of a request."""
         operations, role = self.operations, role_of(request)
@@ -118,6 +125,7 @@ def new_model(
         max_queued_bytes=limits.max_queued_bytes,
         gap_seconds=timings.gap_seconds,
         drop_gradient=operations.drop_gradient,
+        token_limits=backend.token_limits,
     )
     samplers.current.add(str(model_id), operations, queue.run_after_accepted)
     given_numbers = GivenNumbers(queue.sequencer)

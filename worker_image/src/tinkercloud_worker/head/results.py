@@ -12,7 +12,7 @@ them runs.
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 
 import structlog
@@ -80,6 +80,7 @@ class Results:
         now: Callable[[], float],
         on_drop: Callable[[str], None] = lambda _request_id: None,
         on_room: Callable[[str], None] = lambda _owner: None,
+        on_read: Callable[[str], None] = lambda _request_id: None,
     ) -> None:
         """Create an empty store.
 
@@ -89,18 +90,22 @@ class Results:
             now: a monotonic clock, in seconds.
             on_drop: called with the id of each result that is dropped.
             on_room: called with an owner whose `has_room` has become true.
+            on_read: called with the id of each result that is read for the first time.
         """
         self._timings = timings
         self._max_bytes = max_bytes
         self._now = now
         self._on_drop = on_drop
         self._on_room = on_room
+        self._on_read = on_read
         self._entries: dict[str, _Entry] = {}
         self._ids_by_target: dict[str, set[str]] = {}
         """Ids in `_entries` by model or sampling session."""
         self._owned: dict[str, _Owned] = {}
         """Results by owner."""
         self._is_frozen = False
+        self._held_back: set[str] = set()
+        """Models and sampling sessions whose results are not returned."""
         self._released = asyncio.Event()
         self.completions = Completions()
         """Completed samples, for clients that wait for all of theirs at once."""
@@ -221,7 +226,7 @@ class Results:
         except TimeoutError:
             return None
         result = entry.result
-        if self._is_frozen or result is None:
+        if self._is_frozen or result is None or _target(request_id) in self._held_back:
             return None
         if max_bytes is not None and len(result.body) > max_bytes:
             return futures.metadata_of(result)
@@ -234,6 +239,14 @@ class Results:
         for request_id in known.intersection(request_ids):
             if self._entries[request_id].read_at is not None:
                 self._drop(request_id)
+
+    def hold_back(self, targets: Set[str]) -> None:
+        """Return no results of these models and sampling sessions, which are being written."""
+        self._held_back |= targets
+
+    def give_out(self, targets: Set[str]) -> None:
+        """Return results again after `hold_back`."""
+        self._held_back -= targets
 
     def freeze(self) -> None:
         """Stop returning results: another process would not know which were read from now on."""
@@ -282,6 +295,7 @@ class Results:
         if entry.read_at is not None or self._entries.get(request_id) is not entry:
             return
         entry.read_at = self._now()
+        self._on_read(request_id)
         if entry.result is not None:
             self._unlist(request_id, entry)
             self._owned[entry.owner].read[request_id] = entry.read_at
@@ -303,9 +317,14 @@ class Results:
             self._mark_read(request_id, self._entries[request_id])
 
     def discard(self, target: str) -> None:
-        """Drop the results of a model or sampling session, which are stored elsewhere."""
+        """Drop the results of a model or sampling session, which are stored elsewhere.
+
+        Those that wait for them are woken, so that their clients poll again.
+        """
         for request_id in list(self._ids_by_target.get(target, ())):
+            waiters = self._entries[request_id].finished
             self._drop(request_id)
+            waiters.set()
 
     def bytes_of(self, target: str) -> int:
         """Return the bytes of the results of a model or sampling session."""

@@ -4,7 +4,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "0011_rest"
-down_revision = "0009_usage"
+down_revision = "0010_admission"
 branch_labels = None
 depends_on = None
 
