@@ -172,17 +172,15 @@ async def running_context(
     Args:
         settings: the server's settings.
         provider: starts session heads.
-        own_url: URL of the server for programs on this machine.
+        own_url: URL of the server for programs.
     """
     engine, catalog = await _open_catalog(settings)
-    client, store = open_client(), open_store(settings.checkpoint_url)
-    tenants = Tenants(provider.tenants)
+    client, tenants = open_client(), Tenants(provider.tenants)
+    store, activity = open_store(settings.checkpoint_url), Activity(catalog)
     checkpoints = Checkpoints(catalog, store, StorageQuota(catalog, tenants))
-    admission = _admission(settings, engine, tenants)
+    admission, objects = _admission(settings, engine, tenants), ObjectStoreClient(store)
     locator = HeadLocator(catalog, checkpoints, provider, client, admission)
-    objects, quota = ObjectStoreClient(store), settings.max_checkpoint_bytes_per_owner
-    stored_runs = StoredRuns(catalog, checkpoints, objects, quota)
-    activity = Activity(catalog)
+    stored_runs = _stored_runs(settings, catalog, checkpoints, objects)
     authenticator = Authenticator(catalog, activity.use_key, await _tokens(catalog))
     programs = _programs(
         settings,
@@ -283,6 +281,12 @@ async def _started(context: Context) -> AsyncIterator[None]:
         await context.provider.stop()
         await _report_lost(context.locator)
         await context.activity.write()
+
+
+def _stored_runs(
+    settings: Settings, catalog: Catalog, checkpoints: Checkpoints, objects: ObjectStoreClient
+) -> StoredRuns:
+    return StoredRuns(catalog, checkpoints, objects, settings.max_checkpoint_bytes_per_owner)
 
 
 async def _tokens(catalog: Catalog) -> AccessTokens:
