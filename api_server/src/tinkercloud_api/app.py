@@ -172,17 +172,15 @@ async def running_context(
     Args:
         settings: the server's settings.
         provider: starts session heads.
-        own_url: URL of the server for programs on this machine.
+        own_url: URL of the server for programs.
     """
     engine, catalog = await _open_catalog(settings)
-    client = open_client()
-    store, tenants = open_store(settings.checkpoint_url), Tenants(provider.tenants)
+    client, tenants = open_client(), Tenants(provider.tenants)
+    store, activity = open_store(settings.checkpoint_url), Activity(catalog)
     checkpoints = Checkpoints(catalog, store, StorageQuota(catalog, tenants))
-    admission = _admission(settings, engine, tenants)
+    admission, objects = _admission(settings, engine, tenants), ObjectStoreClient(store)
     locator = HeadLocator(catalog, checkpoints, provider, client, admission)
-    objects, quota = ObjectStoreClient(store), settings.max_checkpoint_bytes_per_owner
-    stored_runs = StoredRuns(catalog, checkpoints, objects, quota)
-    activity = Activity(catalog)
+    stored_runs = _stored_runs(settings, catalog, checkpoints, objects)
     authenticator = Authenticator(catalog, activity.use_key, await _tokens(catalog))
     programs = _programs(
         settings,
@@ -215,10 +213,10 @@ async def running_context(
         usage=UsageLedger(engine),
         sampler_clients=SamplerClients(engine),
         custom_losses=CustomLosses(objects, training_runs),
-        tenants=tenants,
-        quotas=_quotas(provider, admission, StorageQuota(catalog, tenants)),
         billing=Billing(engine),
         auditing=Auditing(AuditLog(engine), settings.audit_days),
+        tenants=tenants,
+        quotas=_quotas(provider, admission, StorageQuota(catalog, tenants)),
     )
     try:
         async with _started(context):
@@ -285,16 +283,22 @@ async def _started(context: Context) -> AsyncIterator[None]:
         await context.activity.write()
 
 
-async def _downloads(
+def _stored_runs(
     settings: Settings, catalog: Catalog, checkpoints: Checkpoints, objects: ObjectStoreClient
-) -> Downloads:
-    key = await _signing_key(catalog, settings)
-    return Downloads(checkpoints, objects, settings.downloads, key)
+) -> StoredRuns:
+    return StoredRuns(catalog, checkpoints, objects, settings.max_checkpoint_bytes_per_owner)
 
 
 async def _tokens(catalog: Catalog) -> AccessTokens:
     """Return what issues and verifies access tokens, with the same secret in all replicas."""
     return AccessTokens(await catalog.shared_secret(_TOKEN_SECRET))
+
+
+async def _downloads(
+    settings: Settings, catalog: Catalog, checkpoints: Checkpoints, objects: ObjectStoreClient
+) -> Downloads:
+    key = await _signing_key(catalog, settings)
+    return Downloads(checkpoints, objects, settings.downloads, key)
 
 
 async def _signing_key(catalog: Catalog, settings: Settings) -> bytes:
@@ -425,15 +429,11 @@ def _inactivity_period(settings: Settings) -> timedelta:
 
 
 async def _suspend_inactive(context: Context) -> None:
-    """Periodically suspend the models of inactive clients, and drop those that no run claims.
-
-    A separate task, because writing is slow.
-    """
+    """Periodically suspend the models of inactive clients; a separate task, as writing is slow."""
     period = _inactivity_period(context.settings).total_seconds()
     while True:
         try:
             await context.shared_heads.suspend_inactive(now())
-            await context.shared_heads.drop_orphans(now())
         except Exception:
             metrics.HOUSEKEEPING_ERRORS.inc()
             log.exception("failed to suspend models of inactive clients; will retry")

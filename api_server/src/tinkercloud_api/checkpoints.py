@@ -296,17 +296,13 @@ class Checkpoints:
 
     async def storage(self, owner: str | None, page: Page) -> Sequence[Storage]:
         """Return what checkpoints occupy, by owner, the largest first; owner None means all."""
-        await self.index_new(owner)
-        return await self._catalog.storage(owner, page)
-
-    async def index_new(self, owner: str | None) -> None:
-        """Read the manifests of an owner's new checkpoints; owner None means all owners."""
         await self._refresh(await self._catalog.unindexed_checkpoints(owner))
+        return await self._catalog.storage(owner, page)
 
     async def search(self, wanted: CheckpointSearch) -> list[CheckpointInfo]:
         """Return the checkpoints that match a search, newest first."""
         for owner in [None] if wanted.owners is None else wanted.owners:
-            await self.index_new(owner)
+            await self._refresh(await self._catalog.unindexed_checkpoints(owner))
         return [info(row) for row in await self._catalog.search_checkpoints(wanted)]
 
     async def delete(self, path: CheckpointPath, principal: Principal) -> None:

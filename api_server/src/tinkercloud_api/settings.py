@@ -153,8 +153,7 @@ class Settings(BaseSettings):
     SQLite file in `state_dir`."""
     checkpoint_root: str | None = None
     """URL of the object store for checkpoints: file:///..., s3://..., gs://... or az://....
-    Default: a folder in `state_dir`. Credentials are read from the store's usual environment
-    variables."""
+    Default: a folder in `state_dir`. Credentials come from the store's usual variables."""
     max_checkpoint_bytes_per_owner: Annotated[int, Field(ge=0)] | None = None
     """Maximum total size, in bytes, of the checkpoints of one owner. When the limit is reached,
     checkpoints with new names are rejected. Default: no limit."""
@@ -181,16 +180,13 @@ class Settings(BaseSettings):
     hf_mirror: bool = True
     """Whether /hf serves the tokenizers of the served models. It requires no API key."""
     compress_uploads: bool = False
-    """Whether clients compress the bodies of forward_backward requests. Only useful on slow
-    networks."""
+    """Whether clients compress forward_backward requests, which is useful on slow networks."""
     access_tokens: bool = False
-    """Whether SDK clients exchange their key for an access token (JWT) of an hour, and send that
-    from then on. `RestClient.whoami` needs it."""
+    """Whether SDK clients exchange keys for access tokens (JWT) of an hour; `whoami` needs it."""
     audit_days: Annotated[int, Field(ge=1, le=3650)] = 90
     """How long, in days, entries of the audit log are kept."""
     batch_polls: bool = False
-    """Whether an SDK client polls once for all of its samples, instead of once for each. Saves
-    connections if thousands of samples are in flight, and costs each of them another request."""
+    """Whether an SDK client polls once for all of its samples. Saves connections if many wait."""
     orphan_grace_seconds: Annotated[float, Field(gt=0)] = 120.0
     """How long, in seconds, session heads keep running after their server is killed. A server that
     starts within this time takes over the heads and their models."""

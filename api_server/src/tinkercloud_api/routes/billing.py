@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from pydantic import AwareDatetime
 
 from tinkercloud_api.catalog.billing import SessionHour
+from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_protocol.account_listings import (
     BillingEvent,
@@ -98,7 +99,8 @@ async def show_storage(
 ) -> CheckpointStorageList:
     """List what checkpoints occupy, by project and owner; admins see those of all owners."""
     owner = caller.owner_filter("accessible")
-    await server.checkpoints.index_new(owner)
+    # Reads the manifests of new checkpoints first.
+    await server.checkpoints.storage(owner, Page(0, 1))
     rows = await server.billing.storage(owner, project_id)
     return CheckpointStorageList(
         data=[
