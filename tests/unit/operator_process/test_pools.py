@@ -9,6 +9,7 @@ import pytest
 
 from tinkercloud_crds import labels
 from tinkercloud_operator.run.pools import Pools
+from tinkercloud_operator.run.spares import Spares
 from tinkercloud_operator.run.store import Watched
 from tinkercloud_testing.cluster.memory_api import Connection, Json
 from tinkercloud_testing.sessions import MODEL_NAME, a_base_model_manifest, a_session_manifest
@@ -31,7 +32,10 @@ class Operator:
         self.api = connection.api
         self.watched = Watched()
         self.reconciled: list[str] = []
-        self.pools = Pools(self.watched, connection.cluster, self._note, self.reconciled.append)
+        self.spares = Spares(self.watched, connection.cluster, self._note, self.reconciled.append)
+        self.pools = Pools(
+            self.watched, connection.cluster, self._note, self.reconciled.append, self.spares
+        )
 
     def _note(self, kind: str, manifest: Any) -> None:
         self.watched.note(kind, manifest)

@@ -21,7 +21,7 @@ from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_kube.objects import Change, Manifest, Objects
 from tinkercloud_operator.children.secret_marker import has_secret
 from tinkercloud_operator.decide import parsing, start_order
-from tinkercloud_operator.decide.pool_facts import is_cluster
+from tinkercloud_operator.decide.pool_facts import is_cluster, taken_by
 from tinkercloud_operator.decide.session_index import SessionIndex, age, is_live
 from tinkercloud_operator.decide.status import head_url
 from tinkercloud_operator.spec.snapshot import (
@@ -68,6 +68,7 @@ class Surroundings:
     own_gap: str | None = None
     cordoned: frozenset[str] = frozenset()
     pool_message: str | None = None
+    takes_spare: bool = False
 
 
 def _kept(kind: str, manifest: Manifest) -> Manifest:
@@ -168,7 +169,7 @@ class Watched:
             status=status,
             last_activity=parsing.last_activity(manifest),
             base_model=base_model,
-            sessions_of_owner=self._older_siblings(manifest, base_model),
+            sessions_of_owner=self.older_siblings(manifest, base_model),
             start_order_message=self._turn(manifest) if surroundings.starts_in_order else None,
             children={
                 key: item for key, item in children.items() if key.kind not in {"Pod", _PROGRAM_POD}
@@ -188,8 +189,9 @@ class Watched:
             kuberay_gap=surroundings.kuberay_gap,
             own_gap=surroundings.own_gap,
             cordoned=surroundings.cordoned,
-            pool_cluster=self._pool_cluster(spec.pool_cluster, metadata["namespace"]),
+            pool_cluster=self._pool_cluster(spec, metadata),
             pool_message=surroundings.pool_message,
+            takes_spare=surroundings.takes_spare,
         )
 
     def has_only_ready_pods(self, name: str) -> bool:
@@ -198,10 +200,17 @@ class Watched:
         pods = [parsing.pod(item) for key, item in children.items() if key.kind == "Pod"]
         return bool(pods) and all(pod.is_ready for pod in pods)
 
-    def _pool_cluster(self, name: str | None, namespace: str) -> PoolCluster | None:
-        """Return the pool cluster of a session, if it has one that exists."""
+    def has_cluster(self, name: str) -> bool:
+        """Whether a session has a RayCluster of its own."""
+        return ChildKey("RayCluster", name) in self._children.get(name, {})
+
+    def _pool_cluster(self, spec: TrainingSessionSpec, metadata: Manifest) -> PoolCluster | None:
+        """Return the pool cluster of a session, or its spare, if it has one that exists."""
+        name, namespace = spec.pool_cluster, metadata["namespace"]
         manifest = self.sessions.get(name) if name is not None else None
         if name is None or manifest is None or not is_cluster(manifest):
+            return None
+        if spec.sharing == "Dedicated" and taken_by(manifest) != metadata["uid"]:
             return None
         status = parsing.session_status(manifest)
         ready = find(status.conditions, ConditionType.READY)
@@ -211,7 +220,7 @@ class Watched:
             name=name,
             endpoint=head_url(name, namespace) if is_serving else None,
             incarnation=status.incarnation,
-            has_pods=ChildKey("RayCluster", name) in self._children.get(name, {}),
+            has_pods=self.has_cluster(name),
             conditions=status.conditions,
         )
 
@@ -248,7 +257,7 @@ class Watched:
         ]
         return min(found, key=age, default=None)
 
-    def _older_siblings(self, manifest: Manifest, base_model: BaseModelSpec | None) -> int:
+    def older_siblings(self, manifest: Manifest, base_model: BaseModelSpec | None) -> int:
         """Return how many live sessions its owner has that came first."""
         if base_model is None or base_model.limits.max_sessions_per_owner is None:
             return 0
@@ -257,7 +266,7 @@ class Watched:
     def _turn(self, session: Manifest) -> str | None:
         """Return why older sessions have their pods first, if any compete with this one."""
         name = session["metadata"]["name"]
-        if ChildKey("RayCluster", name) in self._children.get(name, {}):
+        if self.has_cluster(name):
             return None
         return self._turns.admit(session, self.offering)
 

@@ -94,7 +94,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class PoolCluster:
-    """The pool cluster that serves a session without pods of its own."""
+    """The pool cluster, or taken spare, that serves a session without pods of its own."""
 
     name: str
     endpoint: str | None
@@ -166,6 +166,8 @@ class Observed:
     """The cluster that `spec.poolCluster` names, if it exists."""
     pool_message: str | None = None
     """Why it has no place in a pool; None if it has one, or needs none."""
+    takes_spare: bool = False
+    """Whether it is about to take over a warm spare, and therefore starts no pods of its own."""
 
     @property
     def has_predecessors(self) -> bool:
