@@ -68,8 +68,7 @@ def spares_facts(
     is_offered = active is not None and "deletionTimestamp" not in metadata
     offer = parsing.base_model(active) if active is not None and is_offered else None
     listed = sorted(sessions, key=age)
-    found = resolve(_of_spare(model_name), offer, 0)
-    shape = _comparable(found) if isinstance(found, ResolvedSpec) else None
+    shape = _shape_of_spares(offer)
 
     def fits(session: Manifest) -> bool:
         if shape is None or offer is None or has_started(session) or not _is_new(session):
@@ -92,8 +91,13 @@ def spares_facts(
     )
 
 
-def _of_spare(model_name: str) -> TrainingSessionSpec:
-    return TrainingSessionSpec(base_model=model_name, role="Spare", owner=labels.POOL_OWNER)
+def _shape_of_spares(offer: BaseModelSpec | None) -> ResolvedSpec | None:
+    """Return what the spares of a BaseModel start; None if there are none."""
+    if offer is None or not offer.warm_spares:
+        return None
+    spare = TrainingSessionSpec(base_model=offer.model_name, role="Spare", owner=labels.POOL_OWNER)
+    found = resolve(spare, offer, 0)
+    return _comparable(found) if isinstance(found, ResolvedSpec) else None
 
 
 def _resolved(
