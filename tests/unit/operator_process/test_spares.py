@@ -52,8 +52,7 @@ class Operator:
         self.see("TrainingSession", session)
 
     def known(self, name: str) -> Json:
-        found: Json = self.watched.sessions[name]
-        return found
+        return dict(self.watched.sessions[name])
 
     @contextmanager
     def working(self) -> Iterator[None]:
