@@ -1,7 +1,7 @@
 # The commands for contributors and new users. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test-tools test test-engines cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs compatibility generate protobuf check sbom bench bench-gpu rlve clean
+.PHONY: help install run demo test-tools test test-engines cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs compatibility generate protobuf check sbom bench bench-gpu rlve fuzz clean
 
 # Idle OpenMP threads must sleep: if they spin, a small machine becomes many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -14,7 +14,7 @@ MODEL := HuggingFaceTB/SmolLM2-135M-Instruct
 CACHE := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/tinkercloud
 MODEL_FOLDER := $(CACHE)/SmolLM2-135M-Instruct
 E2E_TESTS := test_installation.py test_pool_installation.py test_trainer_pods.py
-LONG_CLUSTER_TESTS := $(E2E_TESTS) test_operator_faults.py
+FAULT_TESTS := $(addprefix test_operator_,crash_points.py faults.py scale.py)
 SHARDED_TESTS := $(addprefix tests/conformance/,test_training_with_the_sdk.py test_checkpoints_with_the_sdk.py)
 TRAINER_TESTS := $(SHARDED_TESTS) $(addprefix tests/conformance/,bad_input test_sampling_with_the_sdk.py \
   test_external_weights.py test_cookbook.py test_suspension.py::test_a_pending_gradient_survives_a_restart)
@@ -56,7 +56,7 @@ test-tools: .venv/.installed $(MODEL_FOLDER)
 
 test: test-tools ## run all tests that need neither a cluster nor several ranks
 	@$(PYTEST) tests/house tests/unit
-	@$(PYTEST) tests/chaos tests/conformance
+	@$(PYTEST) tests/chaos tests/conformance tests/fuzz
 
 test-engines: .venv/.installed ## run the tests of trainers with several ranks and of inference servers (downloads vLLM once)
 	@$(PYTEST) tests/engines/megatron tests/engines/sglang
@@ -71,10 +71,11 @@ cluster-images: cluster-programs ## make the images of the test cluster and load
 	@PYTHONPATH=tests/support $(BIN)/python -m tinkercloud_testing.cluster.prepare
 
 test-cluster: cluster-images ## run the tests on a real Kubernetes (needs Linux and root)
-	@$(PYTEST) tests/cluster $(LONG_CLUSTER_TESTS:%=--ignore=tests/cluster/%)
+	@$(PYTEST) tests/cluster $(FAULT_TESTS:%=--ignore=tests/cluster/%) \
+	  $(E2E_TESTS:%=--ignore=tests/cluster/%)
 
-test-faults: cluster-programs ## make the API server fail, kill the operator at every write, create 200 sessions
-	@$(BIN)/pytest tests/cluster/test_operator_crash_points.py tests/cluster/test_operator_faults.py tests/cluster/test_operator_scale.py
+test-faults: cluster-programs ## by hand, before a change of the operator: fail the API server, kill the operator at every write, create 200 sessions
+	@$(BIN)/pytest $(FAULT_TESTS:%=tests/cluster/%)
 
 e2e: cluster-images $(MODEL_FOLDER) ## install, train (in trainer pods and a pool too), upgrade, resume and uninstall on a real Kubernetes
 	@$(BIN)/pytest $(E2E_TESTS:%=tests/cluster/%)
@@ -124,6 +125,9 @@ bench-gpu: .venv/.installed ## check and measure the engine on this machine's GP
 
 rlve: .venv/.installed ## train a small model on an RLVE environment and draw the curve (by hand; 10 minutes on two cores)
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m benchmarks.rlve
+
+fuzz: .venv/.installed ## send the server 100,000 requests that no program would send (by hand; half an hour on two cores)
+	@FUZZ_CASES=15000 $(BIN)/pytest --timeout 7200 tests/fuzz
 
 clean: ## remove the environment and the state of `make run`
 	rm -rf .venv .uv .run

@@ -62,8 +62,10 @@ def test_sessions_that_need_half_of_the_gpus_each_are_served_one_after_the_other
     [second] = [name for name in waiting if sessions.reason(name) == "Unschedulable"]
     [third] = waiting - {second}
     assert sessions.children(third, "rayclusters,pods") == []
-    message = sessions.condition(third, "Ready")["message"]
-    assert f"TrainingSession {second} is next" in message
+    wait_until(
+        lambda: f"{second} is next" in sessions.condition(third, "Ready")["message"],
+        "the third names the second as the next, no longer the first",
+    )
 
     for done, following in ((first, second), (second, third)):
         sessions.delete(done)

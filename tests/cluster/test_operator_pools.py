@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tinkercloud_crds import labels
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.kwok import KwokNodes
@@ -221,7 +222,7 @@ def test_another_operator_process_finds_the_pool_as_it_is(
     assert len(clusters(sessions)) == 2
 
 
-def test_a_changed_base_model_reaches_a_cluster_when_it_has_no_sessions(
+def test_a_changed_base_model_starts_a_cluster_to_which_runs_are_moved(
     sessions: Sessions,
 ) -> None:
     offer(sessions, slotsPerCluster=1)
@@ -231,15 +232,18 @@ def test_a_changed_base_model_reaches_a_cluster_when_it_has_no_sessions(
 
     changed: dict[str, Any] = {"sharing": "Shared", "pool": POOL, "maxContextLength": 2048}
     sessions.cluster.apply(a_base_model(sessions.namespace, **changed))
-    wait_until(
-        lambda: sessions.condition(old or "", "Accepted").get("reason") == "ChangeWaits",
-        "the change waits for the session",
-        SOON_SECONDS,
-    )
-    assert clusters(sessions) == [old]
+    [new] = set(wait_for_clusters(sessions, 2)) - {old}
+    sessions.wait_for(new, "condition=Ready")
+    wait_until(lambda: moving_to(sessions, "one") == new, "the move", SOON_SECONDS)
+    # The simulated head does not answer, and a run is not placed elsewhere before it does.
+    assert place(sessions, "one") == old
     sessions.delete("one")
 
-    wait_until(lambda: old not in clusters(sessions), "the cluster replaced", SOON_SECONDS)
-    [new] = wait_for_clusters(sessions, 1)
-    sessions.wait_for(new, "condition=Ready")
+    wait_until(lambda: clusters(sessions) == [new], "the old cluster to end", SOON_SECONDS)
     assert sessions.condition(new, "Accepted")["reason"] == "Accepted"
+
+
+def moving_to(sessions: Sessions, name: str) -> str | None:
+    run = sessions.cluster.get("trainingsession", name, sessions.namespace)
+    annotations: dict[str, str] = run["metadata"].get("annotations", {})
+    return annotations.get(labels.MOVING_TO)

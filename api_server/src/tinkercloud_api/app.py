@@ -23,13 +23,16 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from tinkercloud_api import errors, metrics
 from tinkercloud_api.activity import Activity
 from tinkercloud_api.auth import REMEMBERED_SECONDS, Authenticator, Role, hash_key
+from tinkercloud_api.catalog.admission import RunQuotas
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.programs import ProgramCatalog
+from tinkercloud_api.catalog.sampler_clients import SamplerClients
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.catalog.usage import UsageLedger
 from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.context import Context
+from tinkercloud_api.custom_losses import CustomLosses
 from tinkercloud_api.direct_sessions import DirectSessions
 from tinkercloud_api.head_client import open_client
 from tinkercloud_api.head_locator import HeadLocator
@@ -45,8 +48,10 @@ from tinkercloud_api.providers.kubernetes_programs import KubernetesPrograms
 from tinkercloud_api.providers.local_programs import LocalPrograms
 from tinkercloud_api.providers.programs import ProgramRunner
 from tinkercloud_api.proxy import Proxy
+from tinkercloud_api.quotas import Quotas
 from tinkercloud_api.routes import (
     checkpoint_search,
+    custom_losses,
     downloads,
     health,
     hub,
@@ -63,9 +68,12 @@ from tinkercloud_api.routes import (
     unloading,
     usage,
 )
+from tinkercloud_api.run_admission import RunAdmission
 from tinkercloud_api.sampling_sessions import SamplingSessions
 from tinkercloud_api.settings import KEY_PREFIX, Settings
 from tinkercloud_api.shared_heads import SharedHeads
+from tinkercloud_api.storage_quota import StorageQuota
+from tinkercloud_api.tenants import Tenants
 from tinkercloud_api.training_runs import TrainingRuns
 from tinkercloud_api.transfers.copies import Copies
 from tinkercloud_api.transfers.downloads import Downloads
@@ -82,6 +90,7 @@ _ROUTED = (
     # The path of the search looks like a session's.
     session_search,
     *(sessions, session_usage, usage, models, unloading, tokenizers, results, downloads, importing),
+    custom_losses,
     checkpoint_search,
     *(runs, programs, keys, health, hub),
 )
@@ -158,8 +167,11 @@ async def running_context(
     await register_bootstrap_key(catalog, settings)
     client = open_client()
     store = open_store(settings.checkpoint_url)
-    checkpoints = Checkpoints(catalog, store)
-    locator = HeadLocator(catalog, checkpoints, provider, client)
+    tenants = Tenants(provider.tenants)
+    storage_quota = StorageQuota(catalog, tenants)
+    checkpoints = Checkpoints(catalog, store, storage_quota)
+    admission = _admission(settings, engine, tenants)
+    locator = HeadLocator(catalog, checkpoints, provider, client, admission)
     objects, quota = ObjectStoreClient(store), settings.max_checkpoint_bytes_per_owner
     stored_runs = StoredRuns(catalog, checkpoints, objects, quota)
     signing_key = await _signing_key(catalog, settings)
@@ -194,6 +206,10 @@ async def running_context(
         direct_sessions=DirectSessions(catalog, training_runs),
         sampling_sessions=SamplingSessions(catalog, checkpoints, locator, training_runs, activity),
         usage=UsageLedger(engine),
+        sampler_clients=SamplerClients(engine),
+        custom_losses=CustomLosses(objects, training_runs),
+        tenants=tenants,
+        quotas=Quotas(tenants, provider, admission, storage_quota),
     )
     try:
         async with _started(context):
@@ -201,6 +217,13 @@ async def running_context(
     finally:
         await client.close()
         await catalog.close()
+
+
+def _admission(settings: Settings, engine: AsyncEngine, tenants: Tenants) -> RunAdmission:
+    """Return what admits runs; on Kubernetes no run waits here, as the operator admits them."""
+    inactivity = timedelta(seconds=settings.session_silence_seconds)
+    limited = tenants if settings.provider == "local" else Tenants()
+    return RunAdmission(RunQuotas(engine), limited, inactivity)
 
 
 def _shared_heads(

@@ -25,6 +25,8 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
 from tinkercloud_api.checkpoint_rows import has_timed_out, info, name_of, path_of
 from tinkercloud_api.object_store import ObjectStoreClient
+from tinkercloud_api.storage_quota import StorageQuota
+from tinkercloud_api.tenants import Tenants
 from tinkercloud_protocol.checkpoints import (
     CheckpointManifest,
     SuspendedManifest,
@@ -55,8 +57,11 @@ _PROBE_SECONDS = 30.0
 class Checkpoints:
     """The checkpoints of all owners."""
 
-    def __init__(self, catalog: Catalog, store: ObjectStore) -> None:
+    def __init__(
+        self, catalog: Catalog, store: ObjectStore, quota: StorageQuota | None = None
+    ) -> None:
         self._catalog = catalog
+        self._quota = quota or StorageQuota(catalog, Tenants())
         self._objects = ObjectStoreClient(store)
         self._writable_until = 0.0
 
@@ -110,12 +115,11 @@ class Checkpoints:
             limit: maximum bytes of all checkpoints of one owner; None means no limit.
 
         Raises:
-            InvalidRequest: the owner's checkpoints have reached the limit.
+            InvalidRequest: the checkpoints of the owner, or of its tenant, have reached a limit.
         """
-        run = await self._catalog.run(path.run_id) if limit is not None else None
-        if limit is None or run is None or await self._catalog.is_known(path):
-            return
-        await self.check_room(run.owner, 1, limit)
+        run = await self._catalog.run(path.run_id)
+        if run is not None and not await self._catalog.is_known(path):
+            await self.check_room(run.owner, 1, limit)
 
     async def check_room(self, owner: str, size_bytes: int, limit: int | None) -> None:
         """Check that an owner has quota for some more bytes.
@@ -128,9 +132,12 @@ class Checkpoints:
         Raises:
             InvalidRequest: the owner's checkpoints and open uploads would exceed the limit.
         """
-        if limit is None:
+        if limit is None and not self._quota.is_limited(owner):
             return
         await self._refresh(await self._catalog.unindexed_checkpoints(owner))
+        await self._quota.check(owner, size_bytes)
+        if limit is None:
+            return
         size = await self._catalog.size_of_checkpoints(owner)
         unfinished = await self._catalog.size_of_uploads(owner)
         if size + unfinished + size_bytes > limit:

@@ -7,9 +7,11 @@ from fastapi import Depends, Request
 
 from tinkercloud_api.activity import Activity
 from tinkercloud_api.auth import Authenticator, Principal
+from tinkercloud_api.catalog.sampler_clients import SamplerClients
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.usage import UsageLedger
 from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.custom_losses import CustomLosses
 from tinkercloud_api.direct_sessions import DirectSessions
 from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.http import key_of
@@ -17,9 +19,11 @@ from tinkercloud_api.long_polls import LongPolls
 from tinkercloud_api.programs import Programs
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.proxy import Proxy
+from tinkercloud_api.quotas import Quotas
 from tinkercloud_api.sampling_sessions import SamplingSessions
 from tinkercloud_api.settings import Settings
 from tinkercloud_api.shared_heads import SharedHeads
+from tinkercloud_api.tenants import Tenants
 from tinkercloud_api.training_runs import TrainingRuns
 from tinkercloud_api.transfers.copies import Copies
 from tinkercloud_api.transfers.downloads import Downloads
@@ -50,6 +54,10 @@ class Context:
     direct_sessions: DirectSessions
     sampling_sessions: SamplingSessions
     usage: UsageLedger
+    sampler_clients: SamplerClients
+    custom_losses: CustomLosses
+    tenants: Tenants
+    quotas: Quotas
 
 
 def get_context(request: Request) -> Context:

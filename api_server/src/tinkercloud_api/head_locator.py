@@ -14,6 +14,7 @@ servers resume the same run, neither can undo what was trained through the other
 
 import asyncio
 import contextlib
+import shutil
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -26,18 +27,20 @@ from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import SamplingSession, TrainingRun
 from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.head_calls import HEAD_CALL_SECONDS, HeadCalls
 from tinkercloud_api.lost_runs import lost_message, why_deleted
 from tinkercloud_api.providers.base import HeadEndpoint, Pending, Placement, SessionProvider
 from tinkercloud_api.providers.session_options import SessionOptions
+from tinkercloud_api.run_admission import RunAdmission
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable
 from tinkercloud_protocol.futures import QueueState
 from tinkercloud_protocol.ids import SamplingSessionId, model_of_sampler
+from tinkercloud_protocol.journals import has_journal, run_folder
 from tinkercloud_protocol.launch import ModelSpec, SamplerSpec
 
 log = structlog.get_logger(__name__)
 
-_HEAD_CALL_SECONDS = 30.0
 _RESUME_SECONDS = 600.0
 """A head responds only after it has read the whole suspended run."""
 _CONCURRENT_CALLS = 16
@@ -81,11 +84,13 @@ class HeadLocator:
         checkpoints: Checkpoints,
         provider: SessionProvider,
         client: aiohttp.ClientSession,
+        admission: RunAdmission | None = None,
     ) -> None:
         self._catalog = catalog
+        self._admission = admission
         self._checkpoints = checkpoints
         self._provider = provider
-        self._client = client
+        self._calls = HeadCalls(provider, client)
         self._runs: dict[str, _KnownRun] = {}
         self._samplers: dict[str, _KnownSampler] = {}
         self._registered: set[tuple[str, str]] = set()
@@ -199,6 +204,8 @@ class HeadLocator:
 
     async def _place_run(self, run_id: str) -> HeadEndpoint:
         """Create a run on a head, or resume it on another head."""
+        if self._admission is not None:
+            await self._admission.wait(run_id)
         # The cached row may be stale: another server may have placed the run in the meantime.
         row = await self._catalog.run(run_id)
         if row is None or row.deleted_at is not None:
@@ -213,9 +220,9 @@ class HeadLocator:
         if endpoint.generation == lost:
             return endpoint
         if lost is not None:
-            await self._require_suspended(run_id, run, lost)
+            await self._require_resumable(run_id, run, lost)
         spec = run.spec.model_copy(update={"resume_generation": lost}).model_dump_json()
-        await self._put(endpoint, f"{routes.HEAD_MODELS}/{run_id}", spec, _RESUME_SECONDS)
+        await self._calls.put(endpoint, f"{routes.HEAD_MODELS}/{run_id}", spec, _RESUME_SECONDS)
         if not await self._catalog.set_generation(run_id, endpoint.generation, after=lost):
             if await self._catalog.deleted_runs([run_id]):
                 # The run may have been deleted before it was created on the head.
@@ -231,14 +238,26 @@ class HeadLocator:
             log.info("training run resumed", run_id=run_id, generation=endpoint.generation)
         return endpoint
 
+    async def _require_resumable(self, run_id: str, run: _KnownRun, lost: str) -> None:
+        try:
+            await self._require_suspended(run_id, run, lost)
+        except StateLost:
+            # The head found here may be an earlier one, from which the run was moved.
+            await self._provider.confirm(run.placement)
+            raise
+
     async def _require_suspended(self, run_id: str, run: _KnownRun, generation: str) -> None:
-        """Check that a head suspended a run before it ended.
+        """Check that a head suspended a run before it ended, or left its journal.
 
         Raises:
-            StateLost: it did not; the message names the checkpoint to resume from.
+            StateLost: it did neither; the message names the checkpoint to resume from.
         """
         unsaved = self._provider.unsaved(run.placement)
-        if not await self._checkpoints.is_suspended(run_id, generation, unsaved):
+        if not await self._checkpoints.is_suspended(
+            run_id, generation, unsaved
+        ) and not await asyncio.to_thread(
+            has_journal, self._provider.journals(run.placement), run_id, generation
+        ):
             raise StateLost(await lost_message(self._checkpoints, run_id))
 
     async def report_lost(self) -> None:
@@ -292,9 +311,9 @@ class HeadLocator:
         for body in newer:
             # Heads of earlier releases reject fields that they do not know.
             with contextlib.suppress(InvalidRequest):
-                await self._put(endpoint, path, body, _HEAD_CALL_SECONDS)
+                await self._calls.put(endpoint, path, body, HEAD_CALL_SECONDS)
                 return
-        await self._put(endpoint, path, oldest, _HEAD_CALL_SECONDS)
+        await self._calls.put(endpoint, path, oldest, HEAD_CALL_SECONDS)
 
     async def head_of_sample(self, sampler_id: str) -> HeadEndpoint:
         """Return the head that may hold the result of a sampling request, or can compute it again.
@@ -308,6 +327,20 @@ class HeadLocator:
         found = self._provider.find(sampler.placement)
         return found if found is not None else await self._provider.acquire(sampler.placement)
 
+    async def head_after(self, target: str, refused: HeadEndpoint) -> HeadEndpoint:
+        """Return the head of a run or sampling session that another one has refused to serve."""
+        sampler = await self._sampler(target)
+        find = self.head_of_run if sampler is None else self.head_of_sampler
+        endpoint = await find(target)
+        if endpoint == refused:
+            # What is known of the run is older than its move.
+            run_id = sampler.run_id if sampler is not None else target
+            known = self._runs.get(run_id or "") or sampler
+            assert known is not None  # noqa: S101 - `find` has looked it up
+            await self._provider.changed(known.placement)
+            endpoint = await find(target)
+        return endpoint
+
     async def run_of_sampler(self, sampler_id: str) -> str | None:
         """Return the run whose unsaved weights a sampling session uses, or None if it uses none."""
         sampler = await self._sampler(sampler_id)
@@ -320,6 +353,9 @@ class HeadLocator:
 
     def run_pending(self, run_id: str) -> Pending:
         """Return why the head of a run is not ready yet."""
+        waits = self._admission.why_waiting(run_id) if self._admission is not None else None
+        if waits is not None:
+            return Pending("paused_capacity", waits)
         return self._provider.pending(self._runs[run_id].placement)
 
     def sampler_pending(self, sampler_id: str) -> Pending:
@@ -342,6 +378,8 @@ class HeadLocator:
         for row in runs:
             await _attempt(row.id, self._release_run(row.id, self.cache_run(row), unresponsive))
         await self._remove_samplers(samplers, unresponsive)
+        if self._admission is not None:
+            self._admission.wake()
 
     async def _release_run(
         self, run_id: str, run: _KnownRun, unresponsive: set[HeadEndpoint]
@@ -354,8 +392,10 @@ class HeadLocator:
     ) -> None:
         """Delete a run from its head, if it has one, and its suspended state from the store."""
         if (endpoint := self._provider.find(run.placement)) is not None:
-            await self._delete(endpoint, f"{routes.HEAD_MODELS}/{run_id}", unresponsive)
+            await self._calls.delete(endpoint, f"{routes.HEAD_MODELS}/{run_id}", unresponsive)
         await self._checkpoints.delete_state(run_id, run.generation)
+        if (folder := self._provider.journals(run.placement)) is not None:
+            await asyncio.to_thread(shutil.rmtree, run_folder(folder, run_id), ignore_errors=True)
 
     async def _remove_samplers(
         self, samplers: Sequence[SamplingSession], unresponsive: set[HeadEndpoint]
@@ -374,7 +414,7 @@ class HeadLocator:
                 endpoint = self._provider.find(placement)
                 if endpoint is not None and endpoint not in unresponsive:
                     path = f"{routes.HEAD_SAMPLERS}/{row.id}"
-                    await _attempt(row.id, self._delete(endpoint, path, unresponsive))
+                    await _attempt(row.id, self._calls.delete(endpoint, path, unresponsive))
 
         await asyncio.gather(*[remove(row) for row in samplers])
 
@@ -408,47 +448,6 @@ class HeadLocator:
         return Counter(
             self.run_pending(run_id).queue_state for run_id in self._placing.keys() & self._runs
         )
-
-    async def _delete(
-        self, endpoint: HeadEndpoint, path: str, unresponsive: set[HeadEndpoint]
-    ) -> None:
-        """Send a DELETE to a head, unless it is `unresponsive`; if it does not respond, add it."""
-        if endpoint in unresponsive:
-            raise Unavailable("the session head did not respond to an earlier call")
-        try:
-            await self._call("DELETE", endpoint, path, None, _HEAD_CALL_SECONDS)
-        except Unavailable:
-            unresponsive.add(endpoint)
-            raise
-
-    async def _put(self, endpoint: HeadEndpoint, path: str, body: str, seconds: float) -> None:
-        await self._call("PUT", endpoint, path, body, seconds)
-
-    async def _call(
-        self, method: str, endpoint: HeadEndpoint, path: str, body: str | None, seconds: float
-    ) -> None:
-        try:
-            async with self._client.request(
-                method,
-                endpoint.url + path,
-                data=body,
-                headers={
-                    routes.HEAD_TOKEN_HEADER: endpoint.token,
-                    routes.GENERATION_HEADER: endpoint.generation,
-                },
-                timeout=aiohttp.ClientTimeout(total=seconds),
-            ) as response:
-                if response.status == routes.WRONG_GENERATION_STATUS:
-                    self._provider.invalidate(endpoint)
-                rejection = {400: InvalidRequest, 410: StateLost}.get(response.status)
-                if rejection is not None:
-                    raise rejection(str((await response.json())["detail"]))
-                response.raise_for_status()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise Unavailable(
-                f"the session head did not respond ({str(error) or type(error).__name__}); send"
-                " the request again"
-            ) from None
 
 
 def placement_of(row: TrainingRun) -> Placement:

@@ -28,7 +28,9 @@ from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
 from tinkercloud_api.download_settings import DownloadSettings, PublicUrl
+from tinkercloud_api.tenant_settings import TenantSettings
 from tinkercloud_protocol.autosave import AutosaveConfig
+from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.launch import (
     Limits,
     SamplerConfig,
@@ -60,6 +62,7 @@ _HEAD_BODY_BYTES = Limits().max_body_bytes
 _USED_ON_KUBERNETES = {"limits.max_body_bytes", "timings.long_poll_seconds"}
 """Head settings that are also used with provider=kubernetes."""
 _INSTEAD_ON_KUBERNETES = {
+    "tenants": "create Tenants in the namespace",
     "models": "the server serves the BaseModels of its namespace",
     "preload": "heads start when clients need them",
     "orphan_grace_seconds": "heads do not depend on the API server",
@@ -69,6 +72,7 @@ _INSTEAD_ON_KUBERNETES = {
     "trainer": "set `trainer` of the BaseModel",
     "sampler": "set `sampler` of the BaseModel",
     "autosave": "set `head.autosave` of the BaseModel",
+    "durability": "heads in pods have no journal",
     "limits.max_lora_rank": "set `limits.maxLoraRank` of the BaseModel",
     "limits.max_context_length": "set `maxContextLength` of the BaseModel",
     "limits.max_snapshot_bytes": "it is half of `head.resources.scratch` of the BaseModel",
@@ -179,6 +183,9 @@ class Settings(BaseSettings):
     compress_uploads: bool = False
     """Whether clients compress the bodies of forward_backward requests. Only useful on slow
     networks."""
+    batch_polls: bool = False
+    """Whether an SDK client polls once for all of its samples, instead of once for each. Saves
+    connections if thousands of samples are in flight, and costs each of them another request."""
     orphan_grace_seconds: Annotated[float, Field(gt=0)] = 120.0
     """How long, in seconds, session heads keep running after their server is killed. A server that
     starts within this time takes over the heads and their models."""
@@ -213,8 +220,14 @@ class Settings(BaseSettings):
     """Timeouts and intervals of the session heads."""
     autosave: AutosaveConfig = AutosaveConfig()
     """How often the session heads save models automatically, in case a head is killed."""
+    durability: DurabilityConfig = DurabilityConfig()
+    """What survives when a session head on this machine is killed."""
     programs: ProgramSettings = ProgramSettings()
     """Programs that the server runs for its users."""
+    tenants: dict[str, TenantSettings] = Field(
+        default_factory=dict, examples=[{"research": {"owners": ["ada"], "limits": {"models": 4}}}]
+    )
+    """Limits of groups of owners, by name of the group. Runs over a limit wait."""
 
     # A validator of the model rather than of the fields, whose errors would show the secret values.
     @model_validator(mode="after")

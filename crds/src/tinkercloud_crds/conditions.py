@@ -72,8 +72,8 @@ class Reason(StrEnum):
     QUOTA_TOO_SMALL = "QuotaTooSmall"
     """The quota of the queue or the namespace is smaller than the session needs. Stalled."""
     QUOTA_EXCEEDED = "QuotaExceeded"
-    """The namespace's quota is in use, or the owner has reached the BaseModel's maximum number of
-    live sessions. The session waits."""
+    """The namespace's quota or a limit of the owner's Tenant is in use, or the owner has reached
+    the BaseModel's maximum number of live sessions. The session waits."""
     QUEUED = "Queued"
     """Kueue has not admitted the session yet, or older sessions are waiting for the same nodes. The
     session waits."""

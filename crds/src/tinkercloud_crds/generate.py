@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec, BaseModelStatus
 from tinkercloud_crds.structural import Schema, structural_schema, without_defaults
+from tinkercloud_crds.tenant import TenantSpec, TenantStatus
 from tinkercloud_crds.training_session import (
     MAX_NAME_LENGTH,
     TrainingSessionSpec,
@@ -102,6 +103,22 @@ KINDS = (
                 "metadata.name: must have at most 40 characters of a-z, 0-9 and -, and start with a"
                 " letter, because its RayCluster and Services are named after it",
             ),
+        ),
+    ),
+    Kind(
+        kind="Tenant",
+        plural=labels.TENANTS,
+        short_name="tnt",
+        spec=TenantSpec,
+        status=TenantStatus,
+        columns=(
+            ("Sessions", "string", ".status.sessionSummary", 0),
+            ("GPUs", "string", ".status.gpuSummary", 0),
+            ("Models", "string", ".status.modelSummary", 0),
+            ("Waiting", "integer", ".status.used.waiting", 0),
+            ("Weight", "integer", ".spec.weight", 1),
+            ("Owners", "string", ".spec.owners", 1),
+            _AGE,
         ),
     ),
 )

@@ -6,6 +6,7 @@ API_VERSION = f"{GROUP}/{VERSION}"
 
 BASE_MODELS = "basemodels"
 TRAINING_SESSIONS = "trainingsessions"
+TENANTS = "tenants"
 
 FINALIZER = f"{GROUP}/last-checkpoint"
 """Held by the operator until the session's head has been asked for a last checkpoint."""
@@ -38,6 +39,13 @@ LAST_ACTIVITY_SECONDS = 60
 POOL_CLOSED_UNTIL = f"{GROUP}/pool-closed-until"
 """Annotation on a BaseModel: the time (RFC 3339) until which its pool gets no new cluster. Set when
 the operator is uninstalled, so that it does not replace the clusters that are deleted then."""
+MOVING_TO = f"{GROUP}/moving-to"
+"""Annotation on a TrainingSession that shares a pool cluster: the cluster that it is being moved
+to. Set by the operator before it asks the head of `spec.poolCluster` to give the run away, and
+removed when `spec.poolCluster` changes. API servers hold the run's requests meanwhile."""
+DRAIN = f"{GROUP}/drain"
+"""Annotation on the TrainingSession of a pool cluster, set by an administrator: if it is `true`,
+the sessions on the cluster are moved to others, and the cluster is deleted."""
 CREATED_FOR = f"{GROUP}/created-for"
 """Annotation on TrainingSessions that the API server created: the run or sampling session that
 first requested them."""

@@ -44,6 +44,7 @@ _MERGE = "application/merge-patch+json"
 _RESOURCES: Mapping[str, tuple[str, str]] = {
     "BaseModel": (f"apis/{labels.API_VERSION}", labels.BASE_MODELS),
     "TrainingSession": (f"apis/{labels.API_VERSION}", labels.TRAINING_SESSIONS),
+    "Tenant": (f"apis/{labels.API_VERSION}", labels.TENANTS),
     "RayCluster": ("apis/ray.io/v1", "rayclusters"),
     "Pod": ("api/v1", "pods"),
     "Node": ("api/v1", "nodes"),

@@ -122,6 +122,7 @@ async def _watch_and_work(
         resync = tasks.create_task(_resync(controller, stop, settings))
         workers = [tasks.create_task(controller.work()) for _ in range(settings.max_concurrent)]
         workers.append(tasks.create_task(controller.work_on_base_models()))
+        workers.append(tasks.create_task(controller.work_on_tenants()))
         workers.append(tasks.create_task(controller.work_on_pools()))
         workers.append(tasks.create_task(controller.save_heads()))
         workers.append(tasks.create_task(controller.watch_definitions()))

@@ -4,7 +4,11 @@
 |---|---|---|
 | pending | 408 | `{"type": "try_again", request_id, queue_state, queue_state_reason?}` |
 | failed | 200 | `{"error": <sentence>, "category": "user" / "server" / "unknown"}` |
+| too large for one answer | 200 | `{"status": "complete_metadata", "response_payload_size": n}` |
 | finished | 200 | protobuf (forward_backward, asample) or a JSON object without the key `error` |
+
+A result that is too large for one answer (`INLINE_BYTES`) is described only to clients that ask for
+it (`allow_metadata_only`), and returned when they ask again without.
 
 Clients that do not accept protobuf receive the protobuf results in JSON (`json_results`).
 
@@ -23,6 +27,8 @@ from tinkercloud_protocol.errors import Category, WireError
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 PENDING_STATUS = 408
+INLINE_BYTES = 1 << 20
+"""Largest result that is returned without announcing its size, if the client can read that."""
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 
@@ -75,6 +81,14 @@ def pending(
 def finished(answer: dict[str, object]) -> Result:
     """Return a JSON result. It must not have the key `error`, which the SDK reads as failure."""
     return Result(orjson.dumps(answer), JSON)
+
+
+def metadata_of(result: Result) -> Result:
+    """Return the answer that a result is complete: its size, for which the client makes room."""
+    size = len(result.body)
+    return Result(
+        orjson.dumps({"status": "complete_metadata", "response_payload_size": size}), JSON
+    )
 
 
 def failed(message: str, category: Category) -> Result:

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
 from tinkercloud_protocol.autosave import AutosaveConfig
+from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.training import OptimizerConfig
 
@@ -68,6 +69,10 @@ class TrainerConfig(_Config):
     float32."""
     max_batch_tokens: Annotated[int, Field(ge=1)] = 2048
     """Maximum number of tokens per micro-batch. A longer datum forms its own micro-batch."""
+    max_shared_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Maximum number of tokens of a pass that small requests of several models share. If 0, none
+    do, and a model gets the same bits in company as alone; otherwise it gets the same results but
+    for rounding. None: `max_batch_tokens`. Only used without ranks: models of ranks share none."""
     max_kept_tokens: Annotated[int, Field(ge=0)] | None = None
     """Size, in tokens, above which a micro-batch uses activation checkpointing: activations are
     recomputed layer by layer in the backward pass, which takes a third more time and a small
@@ -355,12 +360,16 @@ class HeadConfig(_Config):
     reason_file: str | None = None
     """File to which the head writes one line if the engine cannot be loaded, for the launcher to
     read. If absent, the reason is only logged."""
+    journal_dir: str | None = None
+    """Local folder that outlives the head, for the journals and snapshots of its models. If absent,
+    models have no journals."""
     listen: Listen = Listen()
     trainer: TrainerConfig = TrainerConfig()
     sampler: SamplerConfig = SamplerConfig()
     limits: Limits = Limits()
     timings: Timings = Timings()
     autosave: AutosaveConfig = AutosaveConfig()
+    durability: DurabilityConfig = DurabilityConfig()
 
     @model_validator(mode="after")
     def _check_gpu_of_trainer(self) -> Self:
@@ -430,6 +439,9 @@ class HeadStatus(_Config):
     """Whether all state is in the object store, so that the head can be killed at any time."""
     latest_checkpoint: str | None = None
     """`tinker://` path of the newest training checkpoint that the head has written."""
+    durability: Literal["none", "local", "degraded"] = "none"
+    """What survives if the head is killed (`DurabilityConfig.level`). `degraded`: some models would
+    not survive, although they should, because the disk fails."""
 
 
 class Saved(_Config):
@@ -455,6 +467,10 @@ class HeldModel(_Config):
     """Number of changes, mostly optimizer steps, that are in no checkpoint."""
     autosave_failure: str | None = None
     """Why the last automatic save failed; None if it succeeded."""
+    is_durable: bool = False
+    """Whether the model would survive the end of its head's process."""
+    degraded: str | None = None
+    """Why it would not, although it should; None otherwise."""
 
     @property
     def memory_bytes(self) -> int:

@@ -32,6 +32,12 @@ class ClientConfig(Answer):
     proto_compress_fwdbwd: bool = False
     """zstd compression of uploads, which pays over a network but not on loopback."""
     fwdbwd_max_chunk_bytes_count: int = 5_000_000
+    custom_loss_server_side: bool = True
+    """Uploaded losses run on the server, in one pass instead of two."""
+    sample_join_sampling_session: bool = True
+    """Clients of one sampling session get numbers from the server, so that they never collide."""
+    sample_use_retrieve_futures: bool = False
+    """One poll for all samples of a client, instead of one for each."""
 
 
 class DynamicConfig(Answer):
@@ -39,6 +45,12 @@ class DynamicConfig(Answer):
 
     refresh_interval_sec: int = 300
     sample_cancel_enabled: bool = True
+
+
+class JoinSamplingSessionAnswer(Answer):
+    """A client's number within its sampling session."""
+
+    client_counter: int
 
 
 class SupportedModel(Answer):
@@ -199,11 +211,34 @@ class OwnerStorage(Answer):
     size_bytes: int
 
 
+class QuotaLimit(Answer):
+    """One limit of a tenant."""
+
+    name: str
+    """As in the specification of a Tenant, such as `dedicatedGpus`."""
+    limit: int | None
+    """None means no limit."""
+    used: int | None
+    """What all owners of the tenant use; None if only session heads know."""
+
+
+class Quota(Answer):
+    """The limits of an owner's tenant."""
+
+    tenant: str
+    waiting: int
+    """Number of sessions that wait because of a limit."""
+    limits: list[QuotaLimit]
+
+
 class UsageList(Answer):
     """GET usage (no SDK call)."""
 
     usage: list[OwnerUsage]
     storage: list[OwnerStorage]
+    quota: Quota | None = None
+    """Limits of the tenant of the owner whose usage this is; None if it has none, or for all
+    owners."""
 
 
 class ModelData(Answer):

@@ -17,6 +17,8 @@ ASAMPLE = "/api/v1/asample"
 SAMPLE = "/api/v1/sample"
 """Like `ASAMPLE`, but waits for the result."""
 RETRIEVE_FUTURE = "/api/v1/retrieve_future"
+RETRIEVE_FUTURES = "/api/v1/retrieve_futures"
+"""Completed samples of one client of a sampling session, `batched_futures`."""
 CANCEL_FUTURE = "/api/v1/cancel_future"
 ATTACH_MODEL = "/api/v1/attach_model"
 """Continues an existing model's order from another process, see `training.AttachModelRequest`."""
@@ -31,7 +33,8 @@ HEAD_TOKEN_HEADER = "x-tinkercloud-head-token"  # noqa: S105
 GENERATION_HEADER = "x-tinkercloud-generation"
 """The generation of the head that a request is meant for; heads of other generations reject it."""
 WRONG_GENERATION_STATUS = 421
-"""Status with which a head rejects a request for another generation (Misdirected Request)."""
+"""Status with which a head rejects a request for another generation, or for a model that another
+head continues (Misdirected Request)."""
 TARGET_HEADER = "x-tinkercloud-target"
 """The model or sampling session whose ownership the API server has checked."""
 WAIT_HEADER = "x-tinkercloud-wait-seconds"
@@ -40,6 +43,8 @@ poll. Without it, as long as a long poll; 0 returns at once."""
 WEIGHTS_HEADER = "x-tinkercloud-weights"
 """The weights that the API server has resolved to a sampling session, as the body of the request
 names them: `sampling.NamedWeights.as_header`."""
+OWNER_LIMITS_HEADER = "x-tinkercloud-owner-limits"
+"""The caller's current limits, as percent-encoded JSON: `owner_limits.OwnerLimits`."""
 REFUSAL_HEADER = "x-tinkercloud-refusal"
 """Why the API server rejects a request, percent-encoded. The request is still forwarded to the
 head, where it takes its place in its model's order and fails, whatever the path is."""
@@ -62,6 +67,9 @@ HEAD_MODELS = "/models"
 HEAD_SUSPEND_MODEL = "/suspend_model"
 """POST /suspend_model/<model id> writes an unused model to the object store and frees its memory;
 returns `launch.ModelSuspended`. The next request for the model resumes it."""
+HEAD_MOVE_MODEL = "/move_model"
+"""POST /move_model/<model id> writes a model to the object store, in use or not, and responds when
+another head can continue it. From then on requests for it get `WRONG_GENERATION_STATUS`."""
 HEAD_SUSPEND = "/suspend"
 """POST writes the head's whole state to the object store and responds when nothing can be lost. The
 head rejects new requests from the start of this request."""

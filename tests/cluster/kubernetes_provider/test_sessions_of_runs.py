@@ -100,7 +100,7 @@ def test_a_run_over_the_session_limit_of_its_owner_waits_and_reports_its_positio
     def waiting() -> dict[str, object]:
         return server.post("retrieve_future", {"request_id": promise["request_id"]}).json()
 
-    wait_until(lambda: waiting()["queue_state"] == "paused_rate_limit", "the status to be seen")
+    wait_until(lambda: waiting()["queue_state"] == "paused_capacity", "the status to be seen")
 
     assert waiting()["queue_state_reason"] == (
         f"TrainingSession {name}: QuotaExceeded: number 2 of those"

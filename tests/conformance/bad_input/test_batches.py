@@ -13,7 +13,7 @@ from tinkercloud_testing.raw_run import CONTEXT, VOCAB_SIZE, Run, a_tensor, floa
 BAD_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown loss": ({"loss_fn": "rmsprop"}, "loss_fn 'rmsprop' is not available"),
     "undefined loss": ({"loss_fn": "stable_reinforce"}, "no public definition"),
-    "custom loss": ({"loss_fn": "custom"}, "custom losses on the client"),
+    "custom loss": ({"loss_fn": "custom"}, "takes one setting, 'loss_id'"),
     "unknown setting": ({"config": {"beta": 1.0}}, "not a setting of loss_fn 'cross_entropy'"),
     "setting of text": (
         {"loss_fn": "ppo", "config": {"clip_low_threshold": "low"}},

@@ -18,6 +18,7 @@ from tinkercloud_testing.models import (
     in_dtype,
     save,
     tiny_deepseek_v3,
+    tiny_gemma2,
     tiny_gpt2,
     tiny_llama,
     tiny_qwen3,
@@ -295,7 +296,9 @@ def test_each_rank_holds_its_part_of_a_full_model_and_its_moments(trainers: Trai
     assert held == [4 * elements // 2] * 2
 
 
-@pytest.mark.parametrize("make", [tiny_qwen3, tiny_qwen3_moe], ids=["tied", "mixture"])
+@pytest.mark.parametrize(
+    "make", [tiny_gemma2, tiny_qwen3, tiny_qwen3_moe], ids=["capped logits", "tied", "mixture"]
+)
 def test_a_full_model_has_one_ranks_gradients(
     make: Callable[[], PreTrainedModel], trainer_of: TrainerOf
 ) -> None:

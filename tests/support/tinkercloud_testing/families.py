@@ -10,6 +10,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_testing.models import EOS_TOKEN_ID, VOCAB_SIZE
 
+CAP = 0.5
+"""The soft cap of logits, low enough to change the logits of random models."""
 WINDOW = 9
 """Positions in windows, and selected by sparse attention: fewer than the sequences have."""
 ROTARY_SWITCH = 20
@@ -116,7 +118,7 @@ SLOTTED: dict[str, Callable[[], PreTrainedModel]] = {
     "windows in masks only": _family("Qwen2Moe", use_sliding_window=True, **_SLIDING, **_SPARSE),
     "window of one size in masks": _family("Phimoe", sliding_window=WINDOW, **_EXPERTS),
     "capped attention": _family(
-        "Gemma2", head_dim=8, sliding_window=WINDOW, final_logit_softcapping=None
+        "Gemma2", head_dim=8, sliding_window=WINDOW, final_logit_softcapping=CAP
     ),
     "sinks": _family(
         "GptOss",
@@ -140,11 +142,11 @@ ONE_BY_ONE: dict[str, Callable[[], PreTrainedModel]] = {
         intermediate_size=[48] * 4,
         activation_sparsity_pattern=None,
         laurel_rank=4,
-        final_logit_softcapping=1e9,
+        final_logit_softcapping=CAP,
         **_SHARED_KEYS,
     ),
     "shared keys, Gemma 4": _family(
-        "Gemma4", text="Text", global_head_dim=8, final_logit_softcapping=None, **_SHARED_KEYS
+        "Gemma4", text="Text", global_head_dim=8, final_logit_softcapping=CAP, **_SHARED_KEYS
     ),
     "hybrid, Falcon-H1": _family("FalconH1", **_MAMBA | {"mamba_n_heads": 4}, mamba_d_ssm=32),
     "hybrid, Qwen3-Next": _family("Qwen3Next", **_DELTA, **_SPARSE),
@@ -251,7 +253,7 @@ VISION_LANGUAGE: dict[str, Callable[[], PreTrainedModel]] = {
         _GEMMA
         | {
             "global_head_dim": 8,
-            "final_logit_softcapping": None,
+            "final_logit_softcapping": CAP,
             "hidden_size_per_layer_input": 8,
             "vocab_size_per_layer_input": VOCAB_SIZE,
         },
@@ -288,6 +290,7 @@ VISION_LANGUAGE: dict[str, Callable[[], PreTrainedModel]] = {
 """Vision-language families; only their text part is served."""
 
 SCALED: dict[str, Callable[[], PreTrainedModel]] = {
+    "Gemma 2": SLOTTED["capped attention"],
     "Granite": _family("Granite", logits_scaling=6.0, residual_multiplier=0.5),
     "Cohere": _family("Cohere", logit_scale=0.0625),
     "Cohere 2": _family("Cohere2", logit_scale=0.25, sliding_window=WINDOW),
@@ -295,7 +298,7 @@ SCALED: dict[str, Callable[[], PreTrainedModel]] = {
         "FalconH1", **_MAMBA | {"mamba_n_heads": 4}, mamba_d_ssm=32, lm_head_multiplier=0.5
     ),
 }
-"""Families that scale their logits."""
+"""Families that scale or cap their logits."""
 
 llama4 = partial(
     _made,

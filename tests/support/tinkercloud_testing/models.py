@@ -241,7 +241,7 @@ def _with_biases(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def tiny_gemma2() -> PreTrainedModel:
-    """Return a random Gemma 2, whose capped attention transformers only computes eagerly."""
+    """Return a random Gemma 2: capped logits, and capped attention, which is computed eagerly."""
     torch.manual_seed(6)
     return Gemma2ForCausalLM(
         Gemma2Config(
@@ -254,7 +254,7 @@ def tiny_gemma2() -> PreTrainedModel:
             head_dim=8,
             max_position_embeddings=128,
             initializer_range=0.15,
-            final_logit_softcapping=None,
+            final_logit_softcapping=2.0,
         )
     )
 

@@ -25,6 +25,11 @@ class OneHead:
     def models(self) -> list[ServedModel]:
         return [ServedModel("tiny", 512)]
 
+    def tenants(self) -> tuple[()]:
+        return ()
+
+    def tenant_usage(self, _tenant: str) -> None: ...
+
     async def admit(self, placement: Placement) -> ModelSpec:
         assert placement.model is not None
         return placement.model
@@ -35,6 +40,10 @@ class OneHead:
     async def acquire(self, _placement: Placement) -> HeadEndpoint:
         assert self.endpoint is not None
         return self.endpoint
+
+    async def changed(self, _placement: Placement) -> None: ...
+
+    async def confirm(self, _placement: Placement) -> None: ...
 
     def pending(self, _placement: Placement) -> Pending:
         return Pending("active", "no reason")
@@ -50,6 +59,9 @@ class OneHead:
 
     def has_ended(self, _placement: Placement, _generation: str) -> bool:
         return False
+
+    def journals(self, _placement: Placement) -> Path | None:
+        return None
 
     def unsaved(self, _placement: Placement) -> Path | None:
         return None

@@ -54,7 +54,7 @@ def test_nobody_is_given_a_status_to_write() -> None:
         each for role in roles().values() for rule in role["rules"] for each in rule["resources"]
     }
 
-    assert resources == {"basemodels", "trainingsessions"}
+    assert resources == {"basemodels", "trainingsessions", "tenants"}
 
 
 def test_deleting_everything_of_a_namespace_leaves_models_and_sessions() -> None:
@@ -65,7 +65,7 @@ def test_deleting_everything_of_a_namespace_leaves_models_and_sessions() -> None
         if each and each["kind"] == "CustomResourceDefinition"
     ]
 
-    assert categories == [["ml"], ["ml"]]
+    assert categories == [["ml"], ["ml"], ["ml"]]
 
 
 def test_pods_are_spread_among_their_own_kind() -> None:

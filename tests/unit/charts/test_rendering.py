@@ -42,7 +42,8 @@ def test_the_definitions_outlive_their_release() -> None:
     everything = yaml.safe_load_all(helm("template", "crds", str(CRD_CHART)))
     found = [each for each in everything if each["kind"] == "CustomResourceDefinition"]
 
-    assert {each["spec"]["names"]["kind"] for each in found} == {"BaseModel", "TrainingSession"}
+    kinds = {each["spec"]["names"]["kind"] for each in found}
+    assert kinds == {"BaseModel", "TrainingSession", "Tenant"}
     assert {each["metadata"]["annotations"]["helm.sh/resource-policy"] for each in found} == {
         "keep"
     }

@@ -39,6 +39,7 @@ def test_the_api_server_has_these_rights_and_no_others() -> None:
     assert rights(one("Role", API)) == {
         "tinkercloud.dev/trainingsessions": OWN,
         "tinkercloud.dev/basemodels": READ,
+        "tinkercloud.dev/tenants": READ,
         "secrets": {"get", "create"},
         "pods": {"list"},
         "pods/log": {"get"},
@@ -49,6 +50,8 @@ def test_the_operator_has_these_rights_and_no_others() -> None:
     assert rights(one("Role", OPERATOR)) == {
         "tinkercloud.dev/basemodels": READ | {"patch"},
         "tinkercloud.dev/basemodels/status": {"get", "patch"},
+        "tinkercloud.dev/tenants": READ,
+        "tinkercloud.dev/tenants/status": {"get", "patch"},
         "tinkercloud.dev/trainingsessions": OWN,
         "tinkercloud.dev/trainingsessions/status": {"get", "patch"},
         "ray.io/rayclusters": OWN,

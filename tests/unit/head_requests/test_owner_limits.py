@@ -279,7 +279,7 @@ async def test_a_head_can_be_suspended_while_batches_are_on_hold(
     for seq_id in (5, 4, 3, 2, 1):
         shared.eve.train(model, seq_id=seq_id)
     await shared.service.suspend()
-    shared.service.release_waiters()
+    shared.service.results.release()
 
     limits = Limits(max_result_bytes=9000)
     with a_head(tmp_path.as_uri(), tmp_path, "g2", limits=limits) as head:

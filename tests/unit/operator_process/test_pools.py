@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds import labels
+from tinkercloud_operator.decide.actions import GiveAway, HeadRequest
+from tinkercloud_operator.run.head_client import HeadClient, SaveResult
 from tinkercloud_operator.run.pools import Pools
+from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.run.spares import Spares
 from tinkercloud_operator.run.store import Watched
 from tinkercloud_testing.cluster.memory_api import Connection, Json
@@ -25,6 +28,18 @@ READY = {
 }
 
 
+class StubHeads(HeadClient):
+    """Heads that answer as a test says."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, HeadRequest]] = []
+        self.results: asyncio.Queue[SaveResult | None] = asyncio.Queue()
+
+    async def save(self, session: str, request: HeadRequest) -> SaveResult | None:
+        self.requests.append((session, request))
+        return await self.results.get()
+
+
 class Operator:
     """The worker of pools, with the objects that it knows."""
 
@@ -32,10 +47,20 @@ class Operator:
         self.api = connection.api
         self.watched = Watched()
         self.reconciled: list[str] = []
+        self.heads = StubHeads()
+        self.saver = HeadSaver(self.heads, self._note_saved)
         self.spares = Spares(self.watched, connection.cluster, self._note, self.reconciled.append)
         self.pools = Pools(
-            self.watched, connection.cluster, self._note, self.reconciled.append, self.spares
+            self.watched,
+            connection.cluster,
+            self.saver,
+            self._note,
+            self.reconciled.append,
+            spares=self.spares,
         )
+
+    def _note_saved(self, session: str) -> None:
+        self.pools.note_saved(session)
 
     def _note(self, kind: str, manifest: Any) -> None:
         self.watched.note(kind, manifest)
@@ -46,24 +71,27 @@ class Operator:
         path = f"{OWN}/{plural}/{manifest['metadata']['name']}"
         self._note(kind, self.api.put(path, manifest | {"status": status}))
 
-    def see_cluster(self, **status: Any) -> None:
-        cluster = a_session_manifest("pool-a", role="Pool", lora=None)
+    def see_cluster(self, name: str = "pool-a", *, drain: str = "", **status: Any) -> None:
+        cluster = a_session_manifest(name, role="Pool", lora=None)
+        cluster["metadata"]["annotations"] = {labels.DRAIN: drain}
         self.see("TrainingSession", cluster, **{"conditions": [READY]} | status)
 
-    def see_run(self, name: str = "one", cluster: str | None = None) -> None:
+    def see_run(self, name: str = "one", cluster: str | None = None, **annotations: str) -> None:
         run = a_session_manifest(
             name, sharing="Shared", modelId=f"{name}:train:0", poolCluster=cluster
         )
         run["metadata"]["finalizers"] = [labels.FINALIZER]
+        run["metadata"]["annotations"] = annotations
         self.see("TrainingSession", run, conditions=[ACCEPTED])
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        task = asyncio.create_task(self.pools.work())
+        tasks = [asyncio.create_task(each) for each in (self.pools.work(), self.saver.work())]
         try:
             yield
         finally:
-            task.cancel()
+            for task in tasks:
+                task.cancel()
 
     def wrote(self, request: str) -> bool:
         return request in self.api.writes
@@ -83,6 +111,7 @@ async def test_a_waiting_run_starts_a_cluster_that_its_base_model_owns(operator:
 
     with operator.working():
         await reached(lambda: operator.wrote(f"POST {OWN}/trainingsessions"))
+        await reached(lambda: len(operator.watched.sessions.values()) > 1)
 
     [made] = [each for each in operator.watched.sessions.values() if "Pool" in str(each["spec"])]
     [owner] = made["metadata"]["ownerReferences"]
@@ -137,7 +166,7 @@ async def test_a_run_that_was_changed_meanwhile_gets_its_place_once_that_is_seen
         await reached(lambda: operator.wrote(f"PATCH {path}"))
         assert operator.api.objects[path] == changed
         operator._note("TrainingSession", operator.api.put(path, {"spec": seen["spec"]}))
-        await reached(lambda: operator.api.objects[path]["spec"] == {"poolCluster": "pool-a"})
+        await reached(lambda: operator.api.objects[path]["spec"].get("poolCluster") == "pool-a")
 
 
 async def test_runs_are_reconciled_when_their_cluster_changes_but_not_when_it_is_used(
@@ -152,3 +181,59 @@ async def test_runs_are_reconciled_when_their_cluster_changes_but_not_when_it_is
     operator.see_cluster(incarnation="head-1")
 
     assert operator.reconciled == ["one"]
+
+
+def see_a_drained_cluster(operator: Operator) -> None:
+    """Let the worker see a run on a cluster that is drained, and another cluster."""
+    heads = {"endpoint": "http://pool-a", "incarnation": "head-a"}
+    operator.see_cluster("pool-a", drain="true", **heads)
+    operator.see_cluster("pool-b", endpoint="http://pool-b", incarnation="head-b")
+    operator.see_run(cluster="pool-a")
+
+
+def placed(operator: Operator) -> tuple[str, str | None]:
+    """Return the cluster of the run, and the one that it is moved to."""
+    run = operator.api.objects[f"{OWN}/trainingsessions/one"]
+    return run["spec"]["poolCluster"], run["metadata"].get("annotations", {}).get(labels.MOVING_TO)
+
+
+async def test_a_run_is_placed_on_another_cluster_only_after_its_head_has_given_it_away(
+    operator: Operator,
+) -> None:
+    see_a_drained_cluster(operator)
+
+    with operator.working():
+        await reached(lambda: bool(operator.heads.requests))
+        assert placed(operator) == ("pool-a", "pool-b")
+        operator.heads.results.put_nowait(SaveResult(None))
+        await reached(lambda: placed(operator) == ("pool-b", None))
+
+    [(session, request)] = operator.heads.requests
+    assert session == "one"
+    assert isinstance(request, GiveAway)
+    assert (request.cluster, request.incarnation) == ("pool-a", "head-a")
+
+
+async def test_a_new_operator_asks_the_head_again_and_ends_the_move(operator: Operator) -> None:
+    see_a_drained_cluster(operator)
+    operator.see_cluster("pool-a", endpoint="http://pool-a", incarnation="head-a")
+    operator.see_run(cluster="pool-a", **{labels.MOVING_TO: "pool-b"})
+    operator.heads.results.put_nowait(SaveResult(None))
+
+    with operator.working():
+        await reached(lambda: placed(operator) == ("pool-b", None))
+
+    assert len(operator.heads.requests) == 1
+
+
+async def test_a_run_stays_if_the_head_is_of_a_release_that_cannot_give_it_away(
+    operator: Operator,
+) -> None:
+    see_a_drained_cluster(operator)
+    operator.heads.results.put_nowait(SaveResult(None, is_unsupported=True))
+
+    with operator.working():
+        await reached(lambda: bool(operator.heads.requests))
+        await reached(lambda: placed(operator) == ("pool-a", None))
+
+    assert len(operator.heads.requests) == 1

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds import labels
+from tinkercloud_operator.run.head_client import HeadClient
 from tinkercloud_operator.run.pools import Pools
+from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.run.spares import Spares
 from tinkercloud_operator.run.store import Watched
 from tinkercloud_testing.cluster.memory_api import Connection, Json
@@ -22,6 +24,13 @@ QUEUED = {"type": "Ready", "status": "False", "reason": "Queued"}
 ACCEPTED = {"type": "Accepted", "status": "True", "reason": "Accepted"}
 
 
+class UnusedHeads(HeadClient):
+    """Heads that receive no request: spares are given to sessions without them."""
+
+    def __init__(self) -> None:
+        pass
+
+
 class Operator:
     """The worker of spares, with the objects that it knows."""
 
@@ -30,8 +39,14 @@ class Operator:
         self.watched = Watched()
         self.reconciled: list[str] = []
         self.spares = Spares(self.watched, connection.cluster, self._note, self.reconciled.append)
+        saver = HeadSaver(UnusedHeads(), self.reconciled.append)
         self.pools = Pools(
-            self.watched, connection.cluster, self._note, self.reconciled.append, self.spares
+            self.watched,
+            connection.cluster,
+            saver,
+            self._note,
+            self.reconciled.append,
+            spares=self.spares,
         )
 
     def _note(self, kind: str, manifest: Any) -> None:

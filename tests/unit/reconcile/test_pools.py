@@ -11,14 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkercloud_crds.base_model import Pool
-from tinkercloud_operator.decide.pools import (
-    Cluster,
-    Member,
-    PoolFacts,
-    PoolPlan,
-    plan_pool,
-    pool_status,
-)
+from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts
+from tinkercloud_operator.decide.pools import PoolPlan, plan_pool, pool_status
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 NAMES = [f"pool-tiny-{index}" for index in range(5)]
@@ -58,8 +52,16 @@ def executed(before: PoolFacts, plan: PoolPlan) -> PoolFacts:
         for each in before.clusters
     ]
     started = [Cluster(name, False, False, before.now) for name in plan.create]
+    to = {**plan.places, **plan.moves.arrive}
     placed = [
-        replace(each, cluster=plan.places.get(each.name, each.cluster)) for each in before.members
+        replace(
+            each,
+            cluster=to.get(each.name, each.cluster),
+            moving_to=None
+            if each.name in {*to, *plan.moves.cancel}
+            else plan.moves.start.get(each.name, each.moving_to),
+        )
+        for each in before.members
     ]
     return replace(before, clusters=[*stopped, *started], members=placed)
 
@@ -86,6 +88,8 @@ def some_facts(draw: st.DrawFn) -> PoolFacts:
             is_outdated=draw(rarely),
             has_failed=draw(rarely),
             is_suspended=draw(rarely),
+            is_draining=draw(rarely),
+            gives_away=draw(st.sampled_from([True, True, False])),
         )
         for name in draw(st.lists(st.sampled_from(NAMES), unique=True))
     ]
@@ -96,6 +100,8 @@ def some_facts(draw: st.DrawFn) -> PoolFacts:
             draw(st.sampled_from(["ada", "bob"])),
             draw(places),
             ago(draw(seconds)) if draw(st.booleans()) else None,
+            moving_to=draw(st.sampled_from([None, None, None, *NAMES])),
+            has_left=draw(st.booleans()),
         )
         for index in range(draw(st.integers(0, 8)))
     ]
@@ -133,10 +139,11 @@ def test_there_are_never_more_clusters_than_allowed_nor_fewer_than_wanted(known:
 
     least = known.pool.min_clusters if known.pool is not None else 0
     most = known.pool.max_clusters if known.pool is not None else 0
-    usable = sum(not each.is_stopping for each in known.clusters)
+    usable = sum(not (each.is_stopping or each.is_draining) for each in known.clusters)
     if plan.create:
         assert len(known.clusters) + len(plan.create) <= most
-    deleted = {*plan.delete} - failed(known)
+    drained = {each.name for each in known.clusters if each.is_draining}
+    deleted = {*plan.delete} - failed(known) - drained
     if deleted:
         outdated = sum(each.is_outdated for each in known.clusters if each.name in deleted)
         assert usable - len(deleted) >= least - min(1, outdated)
@@ -201,6 +208,7 @@ def test_a_plan_that_was_executed_leaves_nothing_to_do(known: PoolFacts) -> None
     again = plan_pool(after)
 
     assert (again.create, again.delete, again.places) == ((), (), {})
+    assert (again.moves.start, again.moves.cancel) == ({}, ())
 
 
 @given(some_facts())
@@ -254,7 +262,7 @@ def test_a_cluster_within_the_maximum_is_deleted_only_after_it_was_unused(known:
         for each in usable
         if each.name in {*plan.delete} - failed(known)
         and each.unused_since > since
-        and not each.is_outdated
+        and not (each.is_outdated or each.is_draining)
     ]
     assert len(early) <= max(0, len(usable) - known.pool.max_clusters)
 

@@ -61,7 +61,7 @@ async def test_accepted_samples_continue_in_a_head_with_a_smaller_queue(
         waiting = [head.sample(0, seq_id, max_tokens=400) for seq_id in range(3)]
         await head.service.suspend()
         assert head.service.status().pending_requests == 3
-        head.service.release_waiters()
+        head.service.results.release()
     room = SamplerConfig(max_queued_requests=1)
     with a_head(store.as_uri(), tmp_path, "g2", sampler=room) as head:
         await head.resume("g1")
@@ -85,7 +85,7 @@ async def test_samples_that_the_next_head_rejects_do_not_prevent_their_model_fro
         unreadable = str(head.service.sample(head.service.prepare(of_none)))
         await head.service.suspend()
         assert head.service.status().pending_requests == 2
-        head.service.release_waiters()
+        head.service.results.release()
     monkeypatch.undo()
     with a_head(store.as_uri(), tmp_path, "g2") as head:
         await head.resume("g1")

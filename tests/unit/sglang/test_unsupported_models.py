@@ -136,10 +136,11 @@ async def test_adapters_of_the_output_layer_of_gemma_are_rejected(
     await sampler.close()
 
 
-async def test_adapters_of_the_experts_of_mixtral_are_rejected(
-    tmp_path: Path,
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+async def test_adapters_of_the_experts_of_some_families_are_rejected(
+    family: str, tmp_path: Path
 ) -> None:
-    folder = a_folder(tmp_path / "model", {"model_type": "mixtral"})
+    folder = a_folder(tmp_path / "model", {"model_type": family})
     sampler = inference_sampler(a_head(folder), byte_tokenizer(), HeadWeightHost())
 
     with pytest.raises(InvalidRequest, match="train_mlp=False"):

@@ -96,7 +96,7 @@ async def test_results_of_a_suspended_head_are_returned_by_the_next_one(
     with a_head(root, tmp_path, "g1") as head:
         await head.begin()
         await head.service.suspend()
-        head.service.release_waiters()
+        head.service.results.release()
 
         assert await head.service.retrieve(f"{MODEL}:0") is None
 

@@ -16,6 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.tensors import Datum
 from tinkercloud_testing.data import random_data
+from tinkercloud_testing.families import SLOTTED
 from tinkercloud_testing.models import (
     save,
     tiny_deepseek_v3,
@@ -35,6 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:tinker_cookbook.*")
 UNTIED: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": tiny_llama,
     "qwen3's experts": tiny_qwen3_moe,
+    "gpt-oss": SLOTTED["sinks"],
     "deepseek": tiny_deepseek_v3,
 }
 TIED: dict[str, Callable[[], PreTrainedModel]] = {

@@ -23,6 +23,7 @@ from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.tensors import Datum
 from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.engines import a_sampling_request, an_engine
+from tinkercloud_testing.families import SLOTTED
 from tinkercloud_testing.models import in_dtype, tiny_mixtral, tiny_qwen3_moe
 from tinkercloud_testing.trainers import assert_close, run
 from tinkercloud_worker.checkpoints import formats
@@ -40,9 +41,15 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3": tiny_qwen3_moe,
     "qwen3, shares among all": lambda: tiny_qwen3_moe(normed=False),
     "mixtral": tiny_mixtral,
+    "gpt-oss": SLOTTED["sinks"],
 }
-LEAVES = {"qwen3_moe": ("gate_proj", "up_proj", "down_proj"), "mixtral": ("w1", "w3", "w2")}
-PREFIXES = {"qwen3_moe": "mlp.experts", "mixtral": "block_sparse_moe.experts"}
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+LEAVES = {"qwen3_moe": PROJECTIONS, "mixtral": ("w1", "w3", "w2"), "gpt_oss": PROJECTIONS}
+PREFIXES = {
+    "qwen3_moe": "mlp.experts",
+    "mixtral": "block_sparse_moe.experts",
+    "gpt_oss": "mlp.experts",
+}
 
 
 def a_trainer(
@@ -78,14 +85,34 @@ def of_expert(stacked: Tensor, number: int) -> Tensor:
     return stacked[number if len(stacked) > 1 else 0]
 
 
+def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
+    return nn.functional.silu(gate) * up
+
+
+def gpt_oss_gate(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
 class OneByOne(nn.Module):
     """The experts of a layer as their definition has them, each with an adapter."""
 
     def __init__(self, experts: nn.Module, adapters: dict[str, Tensor]) -> None:
         super().__init__()
-        self.weights = tuple(
-            experts.get_parameter(name).detach() for name in ("gate_up_proj", "down_proj")
-        )
+        names = ("gate_up_proj", "down_proj")
+        self.weights = [experts.get_parameter(name).detach() for name in names]
+        self.biases: list[Tensor] = [
+            experts.get_parameter(f"{name}_bias").detach()
+            if experts.has_bias
+            else torch.zeros(weight.shape[:2])
+            for name, weight in zip(names, self.weights, strict=True)
+        ]
+        if experts.is_transposed:
+            self.weights = [weight.transpose(1, 2) for weight in self.weights]
+        if not experts.is_concatenated:
+            self.weights[0] = torch.cat([self.weights[0][:, ::2], self.weights[0][:, 1::2]], 1)
+            self.biases[0] = torch.cat([self.biases[0][:, ::2], self.biases[0][:, 1::2]], 1)
+        self.activation = gpt_oss_gate if experts.has_bias else silu_gate
         self.adapters = adapters
 
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -97,9 +124,13 @@ class OneByOne(nn.Module):
 
     def expert(self, number: int, x: Tensor) -> Tensor:
         gate, up = self.weights[0][number].chunk(2)
-        inner = nn.functional.silu(self.linear("gate", number, gate, x))
-        inner = inner * self.linear("up", number, up, x)
-        return self.linear("down", number, self.weights[1][number], inner)
+        gate_bias, up_bias = self.biases[0][number].chunk(2)
+        inner = self.activation(
+            self.linear("gate", number, gate, x) + gate_bias,
+            self.linear("up", number, up, x) + up_bias,
+        )
+        down = self.linear("down", number, self.weights[1][number], inner)
+        return down + self.biases[1][number]
 
     def linear(self, leaf: str, number: int, weight: Tensor, x: Tensor) -> Tensor:
         a, b = (of_expert(self.adapters[f"{leaf}.{half}"], number) for half in "AB")
@@ -169,8 +200,13 @@ def test_logprobs_are_those_of_the_model_with_the_deltas_in_its_weights(name: st
         for number, layer in enumerate(merged.model.layers):
             prefix = f"model.layers.{number}.{PREFIXES[kind]}"
             gate, up, down = (delta(f"{prefix}.{leaf}") for leaf in LEAVES[kind])
-            layer.mlp.experts.gate_up_proj += torch.cat([gate, up], 1)
-            layer.mlp.experts.down_proj += down
+            experts = layer.mlp.experts
+            if experts.is_transposed:
+                experts.gate_up_proj += torch.stack([gate, up], 2).flatten(1, 2).transpose(1, 2)
+                experts.down_proj += down.transpose(1, 2)
+            else:
+                experts.gate_up_proj += torch.cat([gate, up], 1)
+                experts.down_proj += down
         for target, module in merged.named_modules():
             if f"{target}.lora_A.weight" in tensors:
                 module.weight += delta(target)

@@ -17,6 +17,7 @@ from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.fair_queue import Share
 from tinkercloud_worker.engine.thread import EngineThread, NoBackground
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
+from tinkercloud_worker.losses import Loss
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import ModelSegments, TorchTrainer
 from tinkercloud_worker.training.adam import TrainedModel
@@ -38,10 +39,10 @@ class Faulty(TorchTrainer):
 
     @override
     def _run(
-        self, shares: Sequence[tuple[TrainedModel, Pack]], loss_fn: str
+        self, shares: Sequence[tuple[TrainedModel, Pack]], loss: Loss
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         self.num_passes += 1
-        results = super()._run(shares, loss_fn)
+        results = super()._run(shares, loss)
         if self.fails and any(model is self._models["bad"] for model, _ in shares):
             raise torch.OutOfMemoryError("a fault")
         return results

@@ -13,6 +13,7 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.engines import a_sampling_request, an_engine
+from tinkercloud_testing.families import SLOTTED
 from tinkercloud_testing.lookups import gradient_of_lookups
 from tinkercloud_testing.models import (
     in_dtype,
@@ -31,7 +32,7 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerW
 
 LENGTHS = [5, 9, 12]
 every_model = pytest.mark.parametrize(
-    "make", [tiny_llama, tiny_qwen3, tiny_gpt2, tiny_gemma2, tiny_qwen3_moe]
+    "make", [tiny_llama, tiny_qwen3, tiny_gpt2, tiny_gemma2, tiny_qwen3_moe, SLOTTED["sinks"]]
 )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import HunYuanMoEV1Config, JambaConfig, JetMoeConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_testing.models import tiny_gemma2, tiny_llama
+from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.model.architecture import (
     UnsupportedModelError,
     backbone_and_lm_head,
@@ -88,14 +88,6 @@ def test_a_linear_layer_with_a_computation_of_its_own_keeps_it_and_has_no_adapte
     assert "model.layers.0.self_attn.o_proj" not in adapted
     assert "model.layers.1.self_attn.o_proj" in adapted
     torch.testing.assert_close(base.logits(base.hidden(ids, ())[0], ()), expected[0])
-
-
-def test_a_model_that_caps_its_logits_is_rejected_however_far_its_logits_are_from_the_cap() -> None:
-    model = tiny_gemma2()
-    model.config.final_logit_softcapping = 30.0
-
-    with pytest.raises(UnsupportedModelError, match="final_logit_softcapping"):
-        TorchBaseModel(model)
 
 
 def test_an_lm_head_of_an_unsupported_shape_is_rejected_with_a_clear_message() -> None:

@@ -138,6 +138,14 @@ def test_passes_that_exceed_a_micro_batch_do_not_join() -> None:
     assert not trainer.can_batch([first], second)
 
 
+def test_no_passes_join_where_equal_bits_are_demanded() -> None:
+    trainer = TorchTrainer(TorchBaseModel(tiny_llama()), max_batch_tokens=64, max_shared_tokens=0)
+    for name, adapter in ADAPTERS.items():
+        trainer.add_model(name, adapter)
+
+    assert not trainer.can_batch([a_pass(trainer, "low", [2])], a_pass(trainer, "high", [2]))
+
+
 def test_passes_of_one_model_do_not_join() -> None:
     trainer = a_trainer()
 

@@ -104,8 +104,8 @@ def test_logits_that_falcon_h1_multiplies_are_computed() -> None:
     torch.testing.assert_close(base.logits(base.hidden(ids, ())[0], ()), expected[0])
 
 
-@pytest.mark.parametrize("family", ["Granite", "Cohere", "Cohere 2"])
-def test_logits_that_a_family_multiplies_are_trained_as_pefts_are(family: str) -> None:
+@pytest.mark.parametrize("family", ["Granite", "Cohere", "Cohere 2", "Gemma 2"])
+def test_logits_that_a_family_multiplies_or_caps_are_trained_as_pefts_are(family: str) -> None:
     trainer = TorchTrainer(TorchBaseModel(SCALED[family]()), max_batch_tokens=32)
     trainer.add_model("m", LoraConfig(rank=2))
     for _ in range(2):

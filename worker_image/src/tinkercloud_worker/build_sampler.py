@@ -85,7 +85,7 @@ def build_sampler(
     Raises:
         OSError: the file with the servers' key can't be read.
     """
-    weights = config.limits.owner_weights
+    weights = dict(config.limits.owner_weights)
     if config.sampler.backend == "torch":
         thread = EngineThread(on_crash, weights=weights, usage=usage)
         sampler = TorchSampler(

@@ -74,6 +74,7 @@ def build_trainer(
         return kind(
             model,
             max_batch_tokens=config.trainer.max_batch_tokens,
+            max_shared_tokens=config.trainer.max_shared_tokens,
             max_context_length=config.limits.max_context_length,
             max_kept_tokens=config.trainer.max_kept_tokens,
             available=partial(accelerator.available_bytes, model.device),

@@ -34,6 +34,8 @@ from torch import Tensor
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.tensors import FloatArray
+from tinkercloud_worker import custom_losses
+from tinkercloud_worker.custom_losses import DatumInputs
 
 REQUIRED = None
 """The default of an input or setting that is required."""
@@ -44,7 +46,6 @@ _LARGEST_LOG_RATIO = 80.0
 PUBLISHED_BUT_UNDEFINED = {
     "stable_reinforce": "it has no public definition (in the cookbook, select another with the"
     " option loss_fn)",
-    "custom": "uploaded losses are not supported; the SDK computes custom losses on the client",
 }
 
 
@@ -58,11 +59,13 @@ class LossInputs:
     values: Mapping[str, Tensor]
     datum_of_row: Tensor
     num_data: int
+    data: Sequence[DatumInputs] = ()
+    """The inputs of a custom loss, for each datum."""
 
     def rows(self, rows: slice) -> "LossInputs":
         """Return the inputs of some of the rows."""
         values = {name: value[rows] for name, value in self.values.items()}
-        return LossInputs(values, self.datum_of_row[rows], self.num_data)
+        return LossInputs(values, self.datum_of_row[rows], self.num_data, self.data)
 
 
 LossFunction = Callable[[Tensor, LossInputs], Tensor]
@@ -186,6 +189,26 @@ LOSSES: Mapping[str, Loss] = {
         is_token_local=False,
     ),
 }
+
+
+def custom(definition: bytes) -> Loss:
+    """Return an uploaded loss, which is computed on the CPU for each datum.
+
+    The CPU reports a wrong index as an error; a GPU would fail for all of its processes' requests.
+
+    Args:
+        definition: the stored loss, see `custom_losses`.
+    """
+
+    def run(lp_RK: Tensor, inputs: LossInputs) -> Tensor:
+        lengths = torch.bincount(inputs.datum_of_row, minlength=inputs.num_data).tolist()
+        parts = [
+            rows[:, : (datum.logprobs_shape[1:] or (1,))[0]].reshape(datum.logprobs_shape)
+            for rows, datum in zip(torch.split(lp_RK.cpu(), lengths), inputs.data, strict=True)
+        ]
+        return custom_losses.losses_of_data(definition, parts, inputs.data)[0]
+
+    return Loss(run, inputs={}, config={}, accepts_many_targets=True, is_token_local=False)
 
 
 def find(name: str) -> Loss:

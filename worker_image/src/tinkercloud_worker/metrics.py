@@ -71,6 +71,28 @@ AUTOSAVE_SECONDS = Histogram(
     buckets=(0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000),
 )
 
+JOURNAL_BYTES = Counter(
+    "tinkercloud_journal_bytes", "Bytes of requests that were added to journals"
+)
+JOURNALS_DEGRADED = Gauge(
+    "tinkercloud_degraded_models",
+    "Models that would not survive the end of this head, although they should",
+)
+SNAPSHOTS = Counter("tinkercloud_snapshots", "Snapshots of models that replaced a journal")
+SNAPSHOT_FAILURES = Counter(
+    "tinkercloud_snapshot_failures", "Snapshots that could not be written; each is tried again"
+)
+SNAPSHOT_SECONDS = Histogram(
+    "tinkercloud_snapshot_seconds",
+    "Time to write a snapshot, in seconds; training continues meanwhile",
+    buckets=(0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000),
+)
+SNAPSHOT_PAUSE_SECONDS = Histogram(
+    "tinkercloud_snapshot_pause_seconds",
+    "Time that a model's requests wait while it is copied for a snapshot, in seconds",
+    buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10),
+)
+
 What = Literal["adapter", "model"]
 Way = Literal["request", "group", "shared_memory", "file"]
 

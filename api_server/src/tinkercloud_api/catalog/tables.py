@@ -155,9 +155,20 @@ class TrainingRun(Table):
     last_request_at: Mapped[datetime] = mapped_column(default=now)
     generation: Mapped[str | None]
     """Generation of the head that holds the model; None until the model has been created."""
+    admitted_at: Mapped[datetime | None]
+    """When the limits of its tenant allowed it to start; None while it waits, and for runs without
+    a tenant."""
     deleted_at: Mapped[datetime | None]
     is_swept: Mapped[bool] = mapped_column(default=False)
     """Whether state that the head may have written after the deletion has been removed."""
+
+
+class TenantTurn(Table):
+    """A row to lock: one replica at a time admits runs of a tenant."""
+
+    __tablename__ = "tenant_turns"
+
+    tenant: Mapped[str] = mapped_column(primary_key=True)
 
 
 class SamplingSession(Table):
@@ -277,3 +288,32 @@ class UsageHour(Table):
     cached_tokens: Mapped[int] = mapped_column(BigInteger)
     sampled_tokens: Mapped[int] = mapped_column(BigInteger)
     engine_seconds: Mapped[float] = mapped_column(Double)
+
+
+class SamplerClients(Table):
+    """How many clients have joined a sampling session."""
+
+    __tablename__ = "sampler_clients"
+
+    sampler_id: Mapped[str] = mapped_column(primary_key=True)
+    joined: Mapped[int]
+
+
+class AuditEntry(Table):
+    """A request that changed something, or tried to."""
+
+    __tablename__ = "audit_entries"
+    __table_args__ = (
+        Index("audit_entries_by_owner", "owner", "at"),
+        Index("audit_entries_by_time", "at"),
+    )
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    at: Mapped[datetime] = mapped_column(default=now)
+    owner: Mapped[str]
+    """Owner of the key that sent the request."""
+    key_id: Mapped[int | None]
+    """The key; None for a command on the server."""
+    event: Mapped[str]
+    """What the request asked for, such as `create_model` or `checkpoints_delete`."""
+    details: Mapped[dict[str, Any]]

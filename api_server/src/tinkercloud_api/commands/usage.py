@@ -41,7 +41,7 @@ def show_usage(
     limit: Annotated[int, typer.Option(help="Maximum number of rows to list.")] = 100,
     as_json: Json = False,
 ) -> None:
-    """List the tokens and the time of the engine that were used, and the storage that is used."""
+    """List the tokens and the time of the engine that were used, the storage, and the limits."""
     query = {"by": str(by), "limit": limit, "access_scope": "accessible" if everybody else "owned"}
     if owner is not None:
         query["owner"] = owner
@@ -57,6 +57,11 @@ def show_usage(
         for s in answer["storage"]
     ]
     show(storage, ["owner", "checkpoints", "size"], as_json=False)
+    quota = answer.get("quota")
+    if quota is not None:
+        typer.echo(f"tenant {quota['tenant']}; waiting sessions: {quota['waiting']}")
+        limits = [_limit(each) for each in quota["limits"] if each["limit"] is not None]
+        show(limits, ["limit", "used", "allowed"], as_json=False)
 
 
 def _row(usage: dict[str, Any], what: str) -> dict[str, str]:
@@ -68,6 +73,11 @@ def _row(usage: dict[str, Any], what: str) -> dict[str, str]:
         "engine": f"{usage['engine_seconds']:.1f} s",
         "base model": usage["base_model"],
     }
+
+
+def _limit(limit: dict[str, Any]) -> dict[str, str]:
+    used = "-" if limit["used"] is None else str(limit["used"])
+    return {"limit": limit["name"], "used": used, "allowed": str(limit["limit"])}
 
 
 def _megabytes(size: int) -> str:

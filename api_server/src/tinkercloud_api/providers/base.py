@@ -1,11 +1,13 @@
 """Interface of the providers of session heads."""
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from tinkercloud_api.providers.session_options import NO_OPTIONS, SessionOptions
+from tinkercloud_crds.quotas import Tenant
+from tinkercloud_crds.tenant import TenantUsage
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.futures import QueueState
 from tinkercloud_protocol.launch import ModelSpec
@@ -99,6 +101,12 @@ class SessionProvider(Protocol):
     def models(self) -> list[ServedModel]:
         """Return the served base models."""
 
+    def tenants(self) -> Sequence[Tenant]:
+        """Return the tenants, oldest first; the same object while nothing changes."""
+
+    def tenant_usage(self, tenant: str) -> TenantUsage | None:
+        """Return what a tenant uses of its limits; None if only the catalog shows it."""
+
     async def admit(self, placement: Placement) -> ModelSpec:
         """Return the spec of a new run: as requested, completed from the session it attaches to.
 
@@ -120,6 +128,16 @@ class SessionProvider(Protocol):
             NotFound: the base model is not served.
             StateLost: the placement's head was permanently removed.
             HeadFailed: the head failed to start.
+        """
+
+    async def changed(self, placement: Placement) -> None:
+        """Wait until something about a placement changes that may give it another head."""
+
+    async def confirm(self, placement: Placement) -> None:
+        """Check that what this server knows of a placement is up to date.
+
+        Raises:
+            Unavailable: it is not, or this cannot be determined now.
         """
 
     def pending(self, placement: Placement) -> Pending:
@@ -149,6 +167,9 @@ class SessionProvider(Protocol):
 
     def unsaved(self, placement: Placement) -> Path | None:
         """Return the folder for suspended runs that could not be uploaded, or None."""
+
+    def journals(self, placement: Placement) -> Path | None:
+        """Return the folder of the journals of runs (`protocol.journals`), or None."""
 
     def newly_ended(self) -> list[str]:
         """Return the generations of the heads that have ended since the last call."""

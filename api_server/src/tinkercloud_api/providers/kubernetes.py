@@ -11,7 +11,7 @@ a pool, the pods are those of a pool cluster, on which the operator gives the se
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,7 +46,10 @@ from tinkercloud_api.providers.session_status import (
     read_session,
     readiness,
 )
+from tinkercloud_api.providers.tenants import KnownTenants
 from tinkercloud_crds import labels
+from tinkercloud_crds.quotas import Tenant
+from tinkercloud_crds.tenant import TenantUsage
 from tinkercloud_crds.training_session import SERVING_ROLES
 from tinkercloud_kube import errors
 from tinkercloud_kube.client import Client, ObjectRef
@@ -97,8 +100,9 @@ class KubernetesProvider:
         self._base_models = Informer(self._api, "BaseModel", readable(read_base_model))
         self._endpoints = HeadEndpoints(self._api, self._client, record_usage)
         self._activity_annotator = ActivityAnnotator(self._api)
-        for informer in (self._sessions, self._base_models):
-            self._watching.append(asyncio.create_task(informer.run()))
+        self._tenants = KnownTenants(self._api)
+        for run in (self._sessions.run, self._base_models.run, self._tenants.run):
+            self._watching.append(asyncio.create_task(run()))
         log.info("waiting for the Kubernetes API", namespace=self._namespace)
         await self._sessions.is_filled.wait()
         await self._base_models.is_filled.wait()
@@ -154,6 +158,14 @@ class KubernetesProvider:
             local_path=str(folder) if folder is not None and folder.is_dir() else None,
             tokenizer=spec.tokenizer or spec.model_name,
         )
+
+    def tenants(self) -> Sequence[Tenant]:
+        """See `SessionProvider.tenants`."""
+        return self._tenants.all()
+
+    def tenant_usage(self, tenant: str) -> TenantUsage | None:
+        """See `SessionProvider.tenant_usage`: as the operator has last written it."""
+        return self._tenants.usage(tenant)
 
     async def admit(self, placement: Placement) -> ModelSpec:
         """See `SessionProvider.admit`."""
@@ -243,6 +255,23 @@ class KubernetesProvider:
                 return endpoint
             failures = 0
             await self._changed(name, session, cluster)
+
+    async def changed(self, placement: Placement) -> None:
+        """See `SessionProvider.changed`."""
+        session = self._session(placement)
+        name = session.name if session is not None else _name(placement)
+        await self._changed(name, session, self._cluster_of(session))
+
+    async def confirm(self, placement: Placement) -> None:
+        """See `SessionProvider.confirm`: a run in a pool may have been moved meanwhile."""
+        known, now = self._session(placement), await self._read(_name(placement))
+        if known is None or now is None:
+            return
+        if (known.spec.pool_cluster, known.moving_to) != (now.spec.pool_cluster, now.moving_to):
+            raise Unavailable(
+                f"TrainingSession {known.name} is being moved to another pool cluster; send the"
+                " request again"
+            )
 
     async def _changed(
         self, name: str, session: TrainingSessionView | None, cluster: TrainingSessionView | None
@@ -369,8 +398,14 @@ class KubernetesProvider:
     async def _confirmed(self, placement: Placement) -> TrainingSessionView | None:
         name = _name(placement)
         session = self._sessions.get(name)
-        if session is not None:
-            return session
+        return session if session is not None else await self._read(name)
+
+    async def _read(self, name: str) -> TrainingSessionView | None:
+        """Read a session from Kubernetes.
+
+        Raises:
+            Unavailable: Kubernetes does not respond, or the session cannot be read.
+        """
         try:
             manifest = await self._api.find(ObjectRef("TrainingSession", name))
         except errors.KubernetesError as error:
@@ -389,6 +424,10 @@ class KubernetesProvider:
 
     def unsaved(self, placement: Placement) -> Path | None:  # noqa: ARG002 - part of the interface
         """See `SessionProvider.unsaved`: the disk of a pod is deleted together with the pod."""
+        return None
+
+    def journals(self, placement: Placement) -> Path | None:  # noqa: ARG002 - part of the interface
+        """See `SessionProvider.journals`: the disk of a pod is deleted together with the pod."""
         return None
 
     def newly_ended(self) -> list[str]:

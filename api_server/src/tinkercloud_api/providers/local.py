@@ -21,7 +21,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -43,6 +43,7 @@ from tinkercloud_api.providers.base import (
 )
 from tinkercloud_api.providers.head_lease import hold_lease
 from tinkercloud_api.settings import Settings
+from tinkercloud_crds.quotas import Tenant
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, HeadStatus, Listen, ModelSpec
@@ -92,6 +93,8 @@ class _LocalHead:
         self._backoff = Backoff()
         self.unsaved = self._folder / "unsaved"
         """Folder for suspended runs that the head could not upload to the checkpoint store."""
+        self.journals = self._folder / "journals"
+        """Folder of the journals of its runs, from which the next head continues them."""
         self.endpoint: HeadEndpoint | None = None
         self.newly_ended: list[str] = []
         """Generations that have ended and were not yet returned by `LocalProvider.newly_ended`."""
@@ -209,6 +212,8 @@ class _LocalHead:
             limits=settings.limits,
             timings=timings,
             autosave=settings.autosave,
+            journal_dir=str(self.journals),
+            durability=settings.durability,
         )
 
     async def _wait_until_ready(
@@ -373,6 +378,7 @@ class LocalProvider:
         self._settings = settings
         self._client: aiohttp.ClientSession | None = None
         self._heads: dict[str, _LocalHead] = {}
+        self._tenants = tuple(Tenant(name, spec) for name, spec in settings.tenants.items())
 
     async def start(self, record_usage: RecordUsage) -> None:
         """See `SessionProvider.start`."""
@@ -393,6 +399,13 @@ class LocalProvider:
     def models(self) -> list[ServedModel]:
         """See `SessionProvider.models`."""
         return list(self._models.values())
+
+    def tenants(self) -> Sequence[Tenant]:
+        """See `SessionProvider.tenants`."""
+        return self._tenants
+
+    def tenant_usage(self, tenant: str) -> None:
+        """See `SessionProvider.tenant_usage`."""
 
     async def admit(self, placement: Placement) -> ModelSpec:
         """See `SessionProvider.admit`. Options for pods have no effect here and are rejected."""
@@ -415,6 +428,12 @@ class LocalProvider:
         if head is None:
             raise NotFound(unknown_base_model(placement.base_model, self.models()))
         return await head.acquire()
+
+    async def changed(self, placement: Placement) -> None:
+        """See `SessionProvider.changed`: the models of a local head are not moved."""
+
+    async def confirm(self, placement: Placement) -> None:
+        """See `SessionProvider.confirm`: this process starts the heads itself."""
 
     def pending(self, placement: Placement) -> Pending:
         """See `SessionProvider.pending`."""
@@ -443,6 +462,11 @@ class LocalProvider:
         """See `SessionProvider.unsaved`."""
         head = self._heads.get(placement.base_model)
         return head.unsaved if head is not None else None
+
+    def journals(self, placement: Placement) -> Path | None:
+        """See `SessionProvider.journals`."""
+        head = self._heads.get(placement.base_model)
+        return head.journals if head is not None else None
 
     def newly_ended(self) -> list[str]:
         """See `SessionProvider.newly_ended`."""

@@ -21,7 +21,7 @@ _QUEUE_STATES: dict[str, QueueState] = {
     Reason.UNSCHEDULABLE: "paused_capacity",
     Reason.SCHEDULING_GATED: "paused_capacity",
     Reason.POOL_FULL: "paused_capacity",
-    Reason.QUOTA_EXCEEDED: "paused_rate_limit",
+    Reason.QUOTA_EXCEEDED: "paused_capacity",
 }
 """SDK queue states of reasons that need external action; all other reasons are `active`."""
 
@@ -43,6 +43,8 @@ class TrainingSessionView:
     endpoint: str | None
     incarnation: str | None
     program: ProgramStatus | None = None
+    moving_to: str | None = None
+    """The pool cluster that it is being moved to; until then no head accepts its requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +77,20 @@ Readiness = Ready | Pending | Ended
 def read_session(manifest: Manifest) -> TrainingSessionView:
     """Read a TrainingSession."""
     metadata, status = manifest["metadata"], manifest.get("status", {})
+    annotations = metadata.get("annotations", {})
     return TrainingSessionView(
         name=metadata["name"],
         uid=metadata["uid"],
         generation=metadata["generation"],
         created_at=metadata["creationTimestamp"],
         is_deleted="deletionTimestamp" in metadata,
-        last_activity=parse_time(metadata.get("annotations", {}).get(labels.LAST_ACTIVITY)),
+        last_activity=parse_time(annotations.get(labels.LAST_ACTIVITY)),
         spec=TrainingSessionSpec.model_validate(manifest["spec"]),
         conditions=tuple(map(Condition.model_validate, status.get("conditions", ()))),
         endpoint=status.get("endpoint"),
         incarnation=status.get("incarnation"),
         program=ProgramStatus.model_validate(status["program"]) if "program" in status else None,
+        moving_to=annotations.get(labels.MOVING_TO),
     )
 
 
@@ -154,6 +158,9 @@ def _on_cluster(session: TrainingSessionView, cluster: TrainingSessionView) -> R
 
     The session does not end with its cluster: the operator gives it a place on another one.
     """
+    if session.moving_to is not None:
+        way = f"from pool cluster {cluster.name} to {session.moving_to}"
+        return Pending("active", _describe(session, f" is being moved {way}", ""))
     state = readiness(cluster)
     if isinstance(state, Ready):
         return state

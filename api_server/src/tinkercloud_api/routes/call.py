@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -22,6 +23,9 @@ _WAIT_SECONDS = 45.0
 _RESPONSE_SECONDS = 60.0
 """How long a head that has received a whole request may take to respond. Long operations return
 futures, and the SDK waits no longer than this."""
+_MAX_MOVES = 2
+"""How often one request follows its target to another head."""
+_MOVING = Pending("active", "the run is being moved to another session head; send it again")
 
 
 @dataclass(slots=True)
@@ -55,7 +59,40 @@ class Call:
         extra: Mapping[str, str] | None = None,
         timeout_seconds: float = _RESPONSE_SECONDS,
     ) -> None:
-        """Forward to a head, as `Proxy.forward` does."""
+        """Forward to a head, as `Proxy.forward` does.
+
+        If the target is being moved to another head, the request is held and sent there. A body
+        that has been streamed to the first head cannot be sent again.
+        """
+        send_to = partial(
+            self.forward_once,
+            target=target,
+            body=body,
+            replace=replace,
+            refusal=refusal,
+            extra=extra,
+            timeout_seconds=timeout_seconds,
+        )
+        for _ in range(_MAX_MOVES if isinstance(body, bytes) else 0):
+            try:
+                return await send_to(endpoint)
+            except StaleEndpoint:
+                following = self.server.locator.head_after(target, endpoint)
+                endpoint = await wait_for_head(following, lambda: _MOVING)
+        return await send_to(endpoint)
+
+    async def forward_once(
+        self,
+        endpoint: HeadEndpoint,
+        target: str,
+        body: bytes | AsyncIterator[bytes],
+        *,
+        replace: Mapping[int, tuple[int, bytes]] | None = None,
+        refusal: str | None = None,
+        extra: Mapping[str, str] | None = None,
+        timeout_seconds: float = _RESPONSE_SECONDS,
+    ) -> None:
+        """Forward to a head; a target that is being moved is not followed."""
         try:
             await self.server.proxy.forward(
                 self.send,
@@ -66,7 +103,7 @@ class Call:
                 body=body,
                 replace=replace,
                 refusal=refusal,
-                extra=extra,
+                extra={**self.server.tenants.headers(self.principal.owner), **(extra or {})},
                 timeout_seconds=timeout_seconds,
             )
         except StaleEndpoint:

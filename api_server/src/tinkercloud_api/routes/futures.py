@@ -7,10 +7,11 @@ import orjson
 
 from tinkercloud_api.long_polls import ShuttingDown
 from tinkercloud_api.providers.base import HeadEndpoint, Pending
-from tinkercloud_api.routes import unloading
+from tinkercloud_api.routes import custom_losses, unloading
 from tinkercloud_api.routes.call import SMALL_BODY_BYTES, Call
-from tinkercloud_protocol import futures, routes
+from tinkercloud_protocol import batched_futures, futures, routes
 from tinkercloud_protocol.asgi import respond
+from tinkercloud_protocol.batched_futures import Cursor, RetrieveFuturesRequest
 from tinkercloud_protocol.errors import InvalidRequest, Unavailable, WireError
 from tinkercloud_protocol.ids import RequestId, SamplingSessionId
 from tinkercloud_protocol.sampling import RetrieveFutureRequest
@@ -23,6 +24,8 @@ longer than polls last by default."""
 _GONE = (410, orjson.dumps({"detail": "this result no longer exists; send the request again"}))
 
 
+_POLL_BODY_BYTES = 8 << 20
+"""Limit of a poll for many samples, which names the results that the client has received."""
 _LOOKUP_SECONDS = 2.0
 """How long a request that does not wait for a result waits for the head's address."""
 
@@ -44,6 +47,10 @@ async def retrieve(call: Call, seconds: float) -> None:
     if (model_id := unloading.unloaded_model(name)) is not None:
         await call.server.locator.authorize_run(model_id, call.principal)
         await respond(call.send, (await unloading.result_of(model_id, call.server)).body)
+        return
+    if (loss_id := custom_losses.created_loss(name)) is not None:
+        result = await call.server.custom_losses.result(loss_id, call.principal)
+        await respond(call.send, result.body)
         return
     request_id = RequestId.parse(name)
     is_sample = isinstance(request_id.target, SamplingSessionId)
@@ -78,7 +85,7 @@ async def _retrieve_training(
     except WireError as error:
         await respond(call.send, futures.failed_with(error).body)
         return
-    await call.forward(
+    await call.forward_once(
         endpoint,
         target,
         body,
@@ -101,7 +108,7 @@ async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes, secon
     # A head that does not know the request is not the one that received it. On 410 the SDK sends
     # the sampling request again.
     replace = {404: _GONE} if await locator.can_sample_again(target) else None
-    await call.forward(
+    await call.forward_once(
         endpoint,
         target,
         body,
@@ -109,6 +116,45 @@ async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes, secon
         extra=_waiting(call, seconds),
         timeout_seconds=_poll_seconds(call),
     )
+
+
+async def retrieve_futures(call: Call) -> None:
+    """Wait until samples of a client are complete, at the head that computes them."""
+    body = await call.request.body(_POLL_BODY_BYTES)
+    asked = await asyncio.to_thread(parse_json, RetrieveFuturesRequest, body)
+    target, locator = asked.target.sampling_session_id, call.server.locator
+    await locator.authorize_sampler(target, call.principal)
+    longest = call.server.settings.timings.long_poll_seconds
+    seconds = longest if asked.timeout is None else min(asked.timeout, longest)
+    unchanged = batched_futures.answer([], asked.prev_cursor)
+    try:
+        with call.server.long_polls.track():
+            try:
+                head = locator.head_of_sample(target)
+                endpoint = await _wait_while_polling(head, seconds)
+                await call.forward(
+                    endpoint,
+                    target,
+                    body,
+                    extra=_waiting(call, seconds),
+                    timeout_seconds=_poll_seconds(call),
+                )
+            except (TimeoutError, Unavailable):
+                await asyncio.sleep(min(seconds, _RETRY_SECONDS))
+                if not call.has_answered:
+                    await respond(call.send, unchanged)
+            except WireError:
+                # No head will complete the samples: retrieve_future says so for each of them.
+                await respond(call.send, _all_complete(asked))
+    except ShuttingDown:
+        if not call.has_answered:
+            await respond(call.send, unchanged)
+
+
+def _all_complete(asked: RetrieveFuturesRequest) -> bytes:
+    names = batched_futures.nearby(asked.target, Cursor.parse(asked.prev_cursor))
+    entries = [batched_futures.complete(name) for name in names]
+    return batched_futures.answer(entries, asked.prev_cursor)
 
 
 async def cancel_future(call: Call) -> None:

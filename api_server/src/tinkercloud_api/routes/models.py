@@ -11,10 +11,12 @@ from tinkercloud_api.catalog.tables import TrainingRun
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_api.providers.base import ServedModel
 from tinkercloud_protocol import routes
+from tinkercloud_protocol.batched_futures import JoinSamplingSessionRequest
 from tinkercloud_protocol.bounds import MAX_BATCH_SIZE
-from tinkercloud_protocol.ids import ModelId, model_of_sampler
+from tinkercloud_protocol.ids import ModelId, SamplingSessionId, model_of_sampler
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.listings import (
+    JoinSamplingSessionAnswer,
     ModelData,
     ModelInfo,
     SamplerInfo,
@@ -39,6 +41,7 @@ router = APIRouter(prefix="/api/v1", tags=["models"])
 
 FEATURES = (
     *("lora", "full_fine_tuning", "sampling", "prompt_logprobs", "custom_losses_on_the_client"),
+    "custom_losses_on_the_server",
     *("checkpoints", "suspend_and_resume", "json_api"),
 )
 """What `get_server_capabilities` lists."""
@@ -152,6 +155,16 @@ async def create_sampling_session(
         request.session_id, request.sampling_session_seq_id, named, caller
     )
     return SamplingSessionAnswer(sampling_session_id=sampler_id)
+
+
+@router.post("/join_sampling_session")
+async def join_sampling_session(
+    request: JoinSamplingSessionRequest, server: Server, caller: Caller
+) -> JoinSamplingSessionAnswer:
+    """Return the number of another client of a sampling session, which no other client has."""
+    sampler_id = str(SamplingSessionId.parse(request.sampling_session_id))
+    await server.locator.authorize_sampler(sampler_id, caller)
+    return JoinSamplingSessionAnswer(client_counter=await server.sampler_clients.join(sampler_id))
 
 
 @router.post("/create_sampling_client")

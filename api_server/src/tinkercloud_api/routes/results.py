@@ -22,10 +22,13 @@ from tinkercloud_protocol.wire import Name, WireModel
 router = APIRouter(prefix="/api/v1", tags=["training and sampling"])
 
 
+_MAX_AGE_HOURS = 24 * 365
+
+
 class Cleanup(WireModel):
     """POST cleanup_futures."""
 
-    max_age_hours: Annotated[float, Field(ge=0)] = 0.0
+    max_age_hours: Annotated[float, Field(ge=0, le=_MAX_AGE_HOURS)] = 0.0
     """Forget only results that were read at least this long ago."""
 
 

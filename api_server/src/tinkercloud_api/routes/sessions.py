@@ -73,7 +73,11 @@ class Telemetry(BaseModel):
 @router.post("/client/config")
 async def client_config(server: Server, _caller: Caller) -> ClientConfig:
     """Return the flags that the SDK requests at startup."""
-    return ClientConfig(proto_compress_fwdbwd=server.settings.compress_uploads)
+    settings = server.settings
+    return ClientConfig(
+        proto_compress_fwdbwd=settings.compress_uploads,
+        sample_use_retrieve_futures=settings.batch_polls,
+    )
 
 
 @router.post("/client/dynamic_config")
@@ -121,6 +125,7 @@ async def finish(
     """End a session and free its resources; the first reason is kept."""
     caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
     await server.training_runs.finish_session(session_id, request.reason.type, request.detail)
+    await server.custom_losses.delete(session_id)
     return {}
 
 
@@ -139,6 +144,7 @@ async def delete_session(session_id: str, server: Server, caller: Caller) -> dic
     """End a session administratively (not an SDK call), but keep its checkpoints."""
     caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
     await server.training_runs.finish_session(session_id, "interrupted", "deleted")
+    await server.custom_losses.delete(session_id)
     return {}
 
 

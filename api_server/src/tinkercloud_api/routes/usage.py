@@ -48,6 +48,7 @@ async def show_usage(  # noqa: PLR0917 - query parameters
             OwnerStorage(owner=s.owner, checkpoints=s.checkpoints, size_bytes=s.size_bytes)
             for s in storage
         ],
+        quota=await server.quotas.of(whose) if whose is not None else None,
     )
 
 

@@ -66,7 +66,20 @@ class RemoveModel:
     kind: Literal["remove"] = "remove"
 
 
-HeadRequest = SaveRequest | RemoveModel
+@dataclass(frozen=True, slots=True)
+class GiveAway:
+    """Ask the head of a pool cluster to suspend a model that is in use, for another head."""
+
+    cluster: str
+    """The TrainingSession of the cluster."""
+    url: str
+    incarnation: str
+    model_id: str
+    timeout_seconds: float
+    kind: Literal["give-away"] = "give-away"
+
+
+HeadRequest = SaveRequest | RemoveModel | GiveAway
 """A request that a head answers once it has saved something."""
 
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from tinkercloud_crds.base_model import BaseModelSpec, BaseModelStatus
 from tinkercloud_crds.structural import structural_schema
+from tinkercloud_crds.tenant import TenantSpec, TenantStatus
 from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
 
 Schema = Mapping[str, Any]
@@ -27,6 +28,7 @@ _NAMED_FIELDS = 6
 _OWN: Mapping[str, tuple[type[BaseModel], type[BaseModel]]] = {
     "BaseModel": (BaseModelSpec, BaseModelStatus),
     "TrainingSession": (TrainingSessionSpec, TrainingSessionStatus),
+    "Tenant": (TenantSpec, TenantStatus),
 }
 
 

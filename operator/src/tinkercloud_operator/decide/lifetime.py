@@ -286,9 +286,9 @@ def _abandoned_at(observed: Observed) -> datetime | None:
 
 
 def _is_queued(observed: Observed) -> bool:
-    """Return whether Kueue has not admitted the session, according to the last status."""
+    """Return whether the session waits for Kueue or a quota, according to the last status."""
     condition = find(observed.status.conditions, ConditionType.QUOTA_RESERVED)
-    return condition is not None and condition.reason == Reason.QUEUED
+    return condition is not None and condition.reason in {Reason.QUEUED, Reason.QUOTA_EXCEEDED}
 
 
 def _was_suspended_by_owner(observed: Observed) -> bool:

@@ -209,6 +209,11 @@ def _later_steps(observed: Observed, decision: Decision | None) -> Iterable[Step
     elif cluster is None and observed.spec.sharing == "Dedicated":
         message = f"cluster {observed.spec.pool_cluster} is gone; the session gets its own pods"
         yield from [StepStatus(is_reached=False, reason=Reason.PROVISIONING, message=message)] * 4
+    elif cluster is None and observed.quota_message is not None:
+        waits = StepStatus(
+            is_reached=False, reason=Reason.QUOTA_EXCEEDED, message=observed.quota_message
+        )
+        yield from [waits] * 4
     elif cluster is None:
         message = observed.pool_message or "waiting for a place in the pool"
         yield from [StepStatus(is_reached=False, reason=Reason.POOL_FULL, message=message)] * 4

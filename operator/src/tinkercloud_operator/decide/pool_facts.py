@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from datetime import datetime
 
 from tinkercloud_crds import labels
@@ -13,7 +13,7 @@ from tinkercloud_crds.training_session import SERVING_ROLES
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide import parsing
 from tinkercloud_operator.decide.lifetime import ACTIVITY_DELAY
-from tinkercloud_operator.decide.pools import Cluster, Member, PoolFacts
+from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts
 from tinkercloud_operator.decide.session_index import age, is_live
 
 _NAME_LENGTH = 21
@@ -47,6 +47,8 @@ def pool_facts(
     sessions: Iterable[Manifest],
     *,
     deleting: Set[str],
+    given_away: Set[tuple[str, str]],
+    keeping: Set[str],
     now: datetime,
 ) -> PoolFacts:
     """Return the facts about the pool of a model name.
@@ -56,17 +58,21 @@ def pool_facts(
         active: the active BaseModel of that name, if there is one.
         sessions: all sessions of that name.
         deleting: uids of clusters whose deletion was requested, whether it is visible yet or not.
+        given_away: sessions whose models heads have given away, with the head's incarnation.
+        keeping: incarnations of heads that can't give models away.
         now: the current time.
     """
     offered = active or {"metadata": {"name": model_name, "deletionTimestamp": ""}}
     metadata = offered["metadata"]
     is_active = "deletionTimestamp" not in metadata
     listed = sorted(sessions, key=age)
+    clusters = [_cluster(each, deleting, keeping) for each in listed if is_of_pool(each)]
+    incarnations = {each.name: each.incarnation or "" for each in clusters}
     return PoolFacts(
         prefix=cluster_prefix("pool", metadata["name"]),
         pool=_pool(parsing.base_model(offered)) if is_active else None,
-        clusters=[_cluster(each, deleting) for each in listed if is_of_pool(each)],
-        members=[_member(each) for each in listed if is_member(each)],
+        clusters=clusters,
+        members=[_member(each, incarnations, given_away) for each in listed if is_member(each)],
         now=now,
         closed_until=parse_time(metadata.get("annotations", {}).get(labels.POOL_CLOSED_UNTIL)),
     )
@@ -84,8 +90,9 @@ def _pool(offer: BaseModelSpec | None) -> Pool | None:
     return offer.pool or Pool()
 
 
-def _cluster(session: Manifest, deleting: Set[str]) -> Cluster:
+def _cluster(session: Manifest, deleting: Set[str], keeping: Set[str]) -> Cluster:
     metadata, ready = session["metadata"], condition(session, ConditionType.READY)
+    status = session.get("status", {})
     is_ready = ready.get("status") == "True" and not session["spec"].get("suspend")
     used = parsing.last_activity(session)
     moments = [
@@ -103,17 +110,30 @@ def _cluster(session: Manifest, deleting: Set[str]) -> Cluster:
         is_stopping="deletionTimestamp" in metadata or metadata["uid"] in deleting,
         unused_since=max(moment for moment in moments if moment is not None),
         is_outdated=condition(session, ConditionType.ACCEPTED).get("reason") == Reason.CHANGE_WAITS,
+        is_draining=metadata.get("annotations", {}).get(labels.DRAIN) == "true",
+        gives_away=status.get("incarnation") not in keeping,
+        endpoint=status.get("endpoint"),
+        incarnation=status.get("incarnation"),
         problem=f"{stalled['reason']}: {stalled.get('message', '')}" if is_stalled else None,
     )
 
 
-def _member(session: Manifest) -> Member:
-    spec, created = session["spec"], parse_time(session["metadata"]["creationTimestamp"])
+def _member(
+    session: Manifest, incarnations: Mapping[str, str], given_away: Set[tuple[str, str]]
+) -> Member:
+    spec, metadata = session["spec"], session["metadata"]
+    name, cluster = metadata["name"], spec.get("poolCluster")
+    is_run = spec.get("role") != "Sampler"
+    has_finished = "finishedTime" in session.get("status", {})
     return Member(
-        name=session["metadata"]["name"],
+        name=name,
         owner=str(spec.get("owner", "")),
-        cluster=spec.get("poolCluster"),
-        waits_since=created if _may_wait(session) else None,
+        # The head has dropped the model of a finished run, so that its slot is free.
+        cluster=None if has_finished else cluster,
+        waits_since=parse_time(metadata["creationTimestamp"]) if _may_wait(session) else None,
+        moving_to=metadata.get("annotations", {}).get(labels.MOVING_TO),
+        has_left=not is_run or (name, incarnations.get(cluster or "", "")) in given_away,
+        model_id=spec.get("modelId") if is_run else None,
     )
 
 
@@ -124,6 +144,8 @@ def _may_wait(session: Manifest) -> bool:
         return False
     if spec.get("role") != "Sampler" and labels.FINALIZER not in metadata.get("finalizers", []):
         # It is set first, so that what a head holds for the session is dropped when it ends.
+        return False
+    if condition(session, ConditionType.QUOTA_RESERVED).get("reason") == Reason.QUOTA_EXCEEDED:
         return False
     return bool(condition(session, ConditionType.ACCEPTED).get("status") == "True")
 

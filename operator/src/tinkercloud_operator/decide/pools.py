@@ -1,8 +1,7 @@
-"""Decides what the pool of a BaseModel needs: clusters to create or delete, and places. Pure.
+"""Decides what the pool of a BaseModel needs: clusters, places, and moves (`pool_moves`). Pure.
 
-A session that shares a cluster is a *member* of the pool. It waits until a ready cluster has a free
-slot, is placed there once, and stays. One worker of one process decides for a whole pool, so slots
-are never assigned twice.
+A member waits until a ready cluster has a free slot, and is placed there. One worker of one process
+decides for a whole pool, so slots are never assigned twice.
 """
 
 from collections import Counter, deque
@@ -12,61 +11,8 @@ from datetime import datetime, timedelta
 from heapq import heapify, heappop, heapreplace
 
 from tinkercloud_crds.base_model import Pool, PoolStatus
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """A cluster of a pool."""
-
-    name: str
-    is_ready: bool
-    """Whether it serves requests."""
-    is_stopping: bool
-    """Whether it is being deleted."""
-    unused_since: datetime
-    """When it was last used, or when it became ready or was created if it never was."""
-    is_outdated: bool = False
-    """Whether its pods were started with an earlier specification."""
-    has_failed: bool = False
-    """Whether it will never be ready again: its pods did not start until the deadline."""
-    is_suspended: bool = False
-    """Whether an administrator has suspended it, so that its slots do not count."""
-    problem: str | None = None
-    """What keeps it from becoming ready without intervention, if anything does."""
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A session that has, or waits for, a place in a pool."""
-
-    name: str
-    owner: str
-    cluster: str | None
-    """The cluster that it is placed on, which may no longer exist."""
-    waits_since: datetime | None
-    """When it began to wait; None if it may not be given a place, because it was rejected, has
-    ended or is suspended."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolFacts:
-    """Everything that decides about a pool."""
-
-    prefix: str
-    """The names of clusters are this and a number, such as `pool-qwen3-8b-1f0c-0`."""
-    pool: Pool | None
-    """The wanted size; None if the BaseModel has no pool any more, so that none is added."""
-    clusters: Sequence[Cluster]
-    members: Sequence[Member]
-    """Oldest first."""
-    now: datetime
-    closed_until: datetime | None = None
-    """Until when no cluster is added, if it is closed."""
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether no cluster is added now."""
-        return self.closed_until is not None and self.now < self.closed_until
+from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts
+from tinkercloud_operator.decide.pool_moves import Moves, plan_moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +28,15 @@ class PoolPlan:
     """Clusters of members that get a place now, by name of the member."""
     waiting: Mapping[str, str]
     """Why each of the other members waits, by name."""
+    moves: Moves
+    """Members that are to be moved to other clusters."""
     changes_at: datetime | None
     """When the plan may change although no object does."""
 
 
 def plan_pool(facts: PoolFacts) -> PoolPlan:
     """Return what a pool needs now. Executing it and planning again gives an empty plan."""
-    load = _load(facts)
+    load = facts.load()
     places: dict[str, str] = {}
     waiting: list[Member] = []
     owners = {(member.cluster, member.owner) for member in facts.members}
@@ -98,18 +46,24 @@ def plan_pool(facts: PoolFacts) -> PoolPlan:
             waiting.append(member)
             continue
         places[member.name] = chosen
+        if member.moving_to in facts.names:
+            load[member.moving_to] -= 1
         load[chosen] += 1
         owners.add((chosen, member.owner))
-    unneeded = _surplus_clusters(facts, waiting, load) or _outdated_cluster(facts, load)
-    delete = (*_failed_clusters(facts), *unneeded)
-    create = _new_clusters(facts, waiting, load, delete)
+    moves = plan_moves(facts, load, has_waiting=bool(waiting))
+    unneeded = _surplus_clusters(facts, waiting, load, moves) or _outdated_cluster(facts, load)
+    delete = tuple(
+        dict.fromkeys((*_failed_clusters(facts), *_drained_clusters(facts, load), *unneeded))
+    )
+    create = _new_clusters(facts, waiting, load, delete, moves)
     why = _why_waiting(facts, create)
     return PoolPlan(
         create=create,
         delete=delete,
         places=places,
         waiting={member.name: why for member in waiting},
-        changes_at=_changes_at(facts, waiting, load),
+        moves=moves,
+        changes_at=_changes_at(facts, waiting, load, moves),
     )
 
 
@@ -117,7 +71,7 @@ def pool_status(facts: PoolFacts) -> PoolStatus | None:
     """Return the status of a pool; None if there is none."""
     if facts.pool is None and not facts.clusters:
         return None
-    models = sum(_load(facts).values())
+    models = sum(each.cluster in facts.names for each in facts.members)
     usable = [each for each in facts.clusters if not each.is_stopping]
     ready = sum(each.is_ready for each in usable)
     slots = len(usable) * (facts.pool.slots_per_cluster if facts.pool is not None else 0)
@@ -132,19 +86,12 @@ def pool_status(facts: PoolFacts) -> PoolStatus | None:
     )
 
 
-def _load(facts: PoolFacts) -> Counter[str]:
-    """Return the number of members on each cluster, including those that have ended."""
-    names = {cluster.name for cluster in facts.clusters}
-    return Counter(member.cluster for member in facts.members if member.cluster in names)
-
-
 def _unplaced(facts: PoolFacts) -> list[Member]:
     """Return the members that wait, oldest first: also those whose cluster is gone."""
-    names = {cluster.name for cluster in facts.clusters}
     return [
         member
         for member in facts.members
-        if member.waits_since is not None and member.cluster not in names
+        if member.waits_since is not None and member.cluster not in facts.names
     ]
 
 
@@ -175,17 +122,19 @@ def _place(
 ) -> str | None:
     """Return the cluster for a member: one that serves its owner, else the least loaded.
 
-    Outdated clusters come last, so that they can be replaced when their sessions have ended.
+    A member that was being moved has a slot on its target. Outdated clusters come last, so that
+    they can be replaced.
     """
     if facts.pool is None:
         return None
-    free = [
+    serving = [
         cluster.name
         for cluster in facts.clusters
-        if cluster.is_ready
-        and not cluster.is_stopping
-        and load[cluster.name] < facts.pool.slots_per_cluster
+        if cluster.is_ready and not (cluster.is_stopping or cluster.is_draining)
     ]
+    if (target := member.moving_to) in serving and load[target] <= facts.pool.slots_per_cluster:
+        return target
+    free = [name for name in serving if load[name] < facts.pool.slots_per_cluster]
     outdated = {cluster.name for cluster in facts.clusters if cluster.is_outdated}
     return min(
         free,
@@ -195,30 +144,38 @@ def _place(
 
 
 def _usable(facts: PoolFacts) -> list[Cluster]:
-    return [each for each in facts.clusters if not (each.is_stopping or each.has_failed)]
+    return [each for each in facts.clusters if each.is_usable]
 
 
 def _offering_slots(facts: PoolFacts) -> list[Cluster]:
-    return [cluster for cluster in _usable(facts) if not cluster.is_suspended]
+    return [each for each in facts.clusters if each.offers_slots]
 
 
 def _new_clusters(
-    facts: PoolFacts, waiting: Sequence[Member], load: Counter[str], delete: Sequence[str]
+    facts: PoolFacts,
+    waiting: Sequence[Member],
+    load: Counter[str],
+    delete: Sequence[str],
+    moves: Moves,
 ) -> tuple[str, ...]:
     pool = facts.pool
     if pool is None or facts.is_closed:
         return ()
     usable = [cluster for cluster in _offering_slots(facts) if cluster.name not in delete]
     due = [member for member in waiting if not usable or _due(member, pool) <= facts.now]
-    wanted = len(due) + _spare_slots(pool, waiting, load) - _free_slots(pool, usable, load)
+    lasting = [cluster for cluster in usable if not cluster.is_left]
+    wanted = len(due) + _spare_slots(pool, waiting, load) - facts.free(usable, load)
+    # Sessions on outdated clusters are moved to new ones, of which one is started after the other.
+    moved = min(moves.homeless - facts.free(lasting, load), pool.slots_per_cluster)
     # Rounded up: the last of several waiting members needs a cluster too.
-    needed = -(-max(0, wanted) // pool.slots_per_cluster)
+    needed = -(-max(0, wanted, moved) // pool.slots_per_cluster)
     missing = pool.min_clusters - len(usable)
     # A cluster that is being deleted still has its pods.
     allowed = pool.max_clusters - len(facts.clusters)
     number = max(0, min(max(needed, missing), allowed))
     # A member that was placed on a lost cluster must not be mistaken for one on its successor.
-    taken = {each.name for each in facts.clusters} | {each.cluster for each in facts.members}
+    known = {name for each in facts.members for name in (each.cluster, each.moving_to)}
+    taken = facts.names | known
     names = (f"{facts.prefix}-{index}" for index in range(len(taken) + number))
     return tuple([name for name in names if name not in taken][:number])
 
@@ -239,36 +196,38 @@ def _failed_clusters(facts: PoolFacts) -> tuple[str, ...]:
 
 
 def _surplus_clusters(
-    facts: PoolFacts, waiting: Sequence[Member], load: Counter[str]
+    facts: PoolFacts, waiting: Sequence[Member], load: Counter[str], moves: Moves
 ) -> tuple[str, ...]:
     """Return clusters to delete: without members, and too many or unused for long enough."""
     usable = _offering_slots(facts) if facts.pool is not None else _usable(facts)
     least, most = (facts.pool.min_clusters, facts.pool.max_clusters) if facts.pool else (0, 0)
     empty = sorted(
         (cluster for cluster in usable if not load[cluster.name]),
-        key=lambda cluster: (cluster.is_ready, cluster.unused_since, cluster.name),
+        key=lambda each: (not each.is_left, each.is_ready, each.unused_since, each.name),
     )
     surplus = empty[: max(0, len(_usable(facts)) - most)]
     # While members wait, a cluster that starts is needed, however long that takes.
     unused = [
-        cluster for cluster in empty if not waiting and _unused_at(facts, cluster) <= facts.now
+        cluster
+        for cluster in empty
+        if not (waiting or moves.homeless) and _unused_at(facts, cluster) <= facts.now
     ]
     chosen = tuple({cluster.name: None for cluster in (*surplus, *unused)})
     if facts.pool is not None:
-        free = _free_slots(facts.pool, usable, load)
+        free = facts.free(usable, load)
         beyond = free - _spare_slots(facts.pool, waiting, load)
         chosen = chosen[: max(len(surplus), beyond // facts.pool.slots_per_cluster)]
     return chosen[: max(0, len(usable) - least)]
 
 
-def _free_slots(pool: Pool, usable: Iterable[Cluster], load: Counter[str]) -> int:
-    """Return the number of free slots of clusters, including those that are starting."""
-    return sum(max(0, pool.slots_per_cluster - load[cluster.name]) for cluster in usable)
-
-
 def _spare_slots(pool: Pool, waiting: Sequence[Member], load: Counter[str]) -> int:
     """Return how many slots must be free: none if the pool is not in use."""
     return pool.spare_slots if waiting or load.total() else 0
+
+
+def _drained_clusters(facts: PoolFacts, load: Counter[str]) -> tuple[str, ...]:
+    """Return clusters that are drained and have no members any more."""
+    return tuple(each.name for each in _usable(facts) if each.is_draining and not load[each.name])
 
 
 def _outdated_cluster(facts: PoolFacts, load: Counter[str]) -> tuple[str, ...]:
@@ -287,12 +246,13 @@ def _unused_at(facts: PoolFacts, cluster: Cluster) -> datetime:
     return cluster.unused_since + timedelta(seconds=seconds)
 
 
-def _changes_at(facts: PoolFacts, waiting: Sequence[Member], load: Counter[str]) -> datetime | None:
+def _changes_at(
+    facts: PoolFacts, waiting: Sequence[Member], load: Counter[str], moves: Moves
+) -> datetime | None:
     if facts.pool is None:
         return None
     moments = [_due(member, facts.pool) for member in waiting]
-    if facts.closed_until is not None:
-        moments.append(facts.closed_until)
+    moments += [each for each in (facts.closed_until, moves.changes_at) if each is not None]
     if not waiting and len(_usable(facts)) > facts.pool.min_clusters:
         moments += [
             _unused_at(facts, cluster) for cluster in _usable(facts) if not load[cluster.name]

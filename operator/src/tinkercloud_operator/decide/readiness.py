@@ -124,6 +124,10 @@ def _quota(observed: Observed, effective: ResolvedSpec | Rejection) -> StepStatu
         through = "without a LocalQueue" if queue is None else f"through LocalQueue {queue!r}"
         message = f"{before}waiting for Kueue to admit the session {through}"
         return StepStatus(is_reached=False, reason=Reason.QUEUED, message=message)
+    if cluster is None and observed.quota_message is not None:
+        return StepStatus(
+            is_reached=False, reason=Reason.QUOTA_EXCEEDED, message=observed.quota_message
+        )
     if queue is None and cluster is None and observed.start_order_message is not None:
         return StepStatus(
             is_reached=False, reason=Reason.QUEUED, message=observed.start_order_message

@@ -95,7 +95,8 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
 
 def _waits_to_start(observed: Observed) -> bool:
     """Return whether a session may start no pods now: others come first, or a spare serves it."""
-    is_waiting = observed.takes_spare or observed.start_order_message is not None
+    messages = (observed.start_order_message, observed.quota_message)
+    is_waiting = observed.takes_spare or any(message is not None for message in messages)
     return is_waiting and observed.ray_cluster is None
 
 

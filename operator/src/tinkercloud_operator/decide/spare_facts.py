@@ -32,12 +32,17 @@ def is_spare(session: Manifest) -> bool:
 def is_short(session: Manifest) -> bool:
     """Return whether a session waits for nodes or quota that a spare may hold.
 
-    A session that waits for the limit of its owner, or for a place in a pool, does not.
+    A session that waits for a limit of its owner, or for a place in a pool, does not.
     """
     if is_spare(session) or session["spec"].get("sharing") == "Shared" or not is_live(session):
         return False
     ready = condition(session, ConditionType.READY)
+    is_waiting_for_tenant = (
+        condition(session, ConditionType.QUOTA_RESERVED).get("reason") == Reason.QUOTA_EXCEEDED
+    )
     is_accepted = condition(session, ConditionType.ACCEPTED).get("status") == "True"
+    if is_waiting_for_tenant:
+        return False
     return is_accepted and ready.get("status") == "False" and ready.get("reason") in _SHORT
 
 
@@ -46,7 +51,7 @@ def spares_facts(
     active: Manifest | None,
     sessions: Iterable[Manifest],
     *,
-    has_started: Callable[[Manifest], bool],
+    may_start: Callable[[Manifest], bool],
     older_sessions: Callable[[Manifest, BaseModelSpec], int],
     sessions_short: int,
     deleting: Set[str],
@@ -58,7 +63,7 @@ def spares_facts(
         model_name: `spec.modelName` of the BaseModel.
         active: the active BaseModel of that name, if there is one.
         sessions: all sessions of that name.
-        has_started: returns whether a session has a RayCluster of its own.
+        may_start: returns whether a session has no RayCluster and does not wait for its tenant.
         older_sessions: returns the older live sessions with the same owner and BaseModel.
         sessions_short: sessions of the namespace that wait for nodes or quota.
         deleting: uids of spares whose deletion was requested, whether it is visible yet or not.
@@ -71,7 +76,7 @@ def spares_facts(
     shape = _shape_of_spares(offer)
 
     def fits(session: Manifest) -> bool:
-        if shape is None or offer is None or has_started(session) or not _is_new(session):
+        if shape is None or offer is None or not (_is_new(session) and may_start(session)):
             return False
         wanted = _resolved(session, offer, older_sessions)
         return wanted is not None and _comparable(wanted) == shape

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pydantic import ValidationError
 
 from tinkercloud_crds.base_model import BaseModelSpec
-from tinkercloud_crds.conditions import ConditionType
+from tinkercloud_crds.conditions import ConditionType, Reason
 from tinkercloud_crds.placement import RolePlacement
 from tinkercloud_crds.shapes import SamplerShape, TrainerShape
 from tinkercloud_crds.training_session import TrainingSessionSpec
@@ -103,6 +103,9 @@ def waits_for_nodes(session: Manifest) -> bool:
         return False
     conditions = {each["type"]: each["status"] for each in status.get("conditions", [])}
     if conditions.get(ConditionType.SUSPENDED) == "Unknown":
+        return False
+    reasons = {each["type"]: each.get("reason") for each in status.get("conditions", [])}
+    if reasons.get(ConditionType.QUOTA_RESERVED) == Reason.QUOTA_EXCEEDED:
         return False
     is_suspended_by_kueue = conditions.get(ConditionType.QUOTA_RESERVED) == "False"
     if is_suspended_by_kueue and status.get("rayCluster") is not None:

@@ -23,6 +23,7 @@ from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.run.served_definitions import OWN_KINDS, ServedDefinitions
 from tinkercloud_operator.run.spares import Spares
 from tinkercloud_operator.run.store import CHILD_KINDS, Surroundings, Watched
+from tinkercloud_operator.run.tenants import Tenants
 from tinkercloud_operator.run.work_queue import WorkQueue
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.snapshot import Node, Observed
@@ -42,7 +43,7 @@ _CORDONS_SECONDS = 15.0
 """Interval between two lists of the cordoned nodes."""
 _COUNT_SECONDS = 15.0
 """Interval between two updates of the session metrics."""
-_OPTIONAL_KINDS = ("RayCluster", "ResourceClaimTemplate")
+_OPTIONAL_KINDS = ("RayCluster", "ResourceClaimTemplate", "Tenant")
 """Kinds whose API may be added or removed while the operator runs."""
 _MAX_ROUNDS = 4
 """Maximum number of immediate reconciliations when a rejection changes the status."""
@@ -67,14 +68,22 @@ class Controller:
         self._is_complete = asyncio.Event()
         """Set after the first complete list; the operator must not act on partial data."""
         self._cluster = cluster
-        self._head_saver = HeadSaver(head_client, self.queue.add)
+        self._head_saver = HeadSaver(head_client, self._note_saved)
         self._definitions = ServedDefinitions(cluster)
         self._executor = Executor(
             cluster, self._head_saver, self.note, self._note_own, self._definitions.storable
         )
         self._spares = Spares(self.watched, cluster, self.note, self.queue.add)
-        self._pools = Pools(self.watched, cluster, self.note, self.queue.add, self._spares)
+        self._pools = Pools(
+            self.watched,
+            cluster,
+            self._head_saver,
+            self.note,
+            self.queue.add,
+            spares=self._spares,
+        )
         self._base_models = BaseModels(self.watched, self._executor, self._pools, self._spares)
+        self._tenants = Tenants(self.watched, self._executor)
         self._settings = settings
         self._nodes: tuple[float, tuple[Node, ...] | None] = (float("-inf"), None)
         self._cordoned: frozenset[str] = frozenset()
@@ -109,6 +118,7 @@ class Controller:
             else:
                 self.queue.add(session)
         self._base_models.note(kind, manifest)
+        self._tenants.note(kind, manifest)
         self._pools.note(kind, manifest, is_gone=is_gone)
         if kind == "TrainingSession" and is_gone:
             self._executor.forget(manifest["metadata"]["name"])
@@ -120,12 +130,16 @@ class Controller:
         The write itself needs no reconciliation. But somebody else may have changed the object
         since it was observed, and then the watch event is older than what is recorded here.
         """
-        objects = self.watched.sessions if kind == "TrainingSession" else self.watched.base_models
-        known = objects.get(manifest["metadata"]["name"])
+        known = self.watched.own(kind).get(manifest["metadata"]["name"])
         affected = self.watched.note(kind, manifest)
         if known is not None and _is_changed_by_others(known, manifest):
             for session in affected:
                 self.queue.add(session)
+
+    def _note_saved(self, session: str) -> None:
+        """Record that a head has completed a request for a session."""
+        self.queue.add(session)
+        self._pools.note_saved(session)
 
     async def resync(self) -> None:
         """List all objects and enqueue every session.
@@ -138,16 +152,18 @@ class Controller:
         self.served = frozenset([kind for kind in kinds if await self._cluster.serves(kind)])
         self._require_definitions()
         await self._definitions.refresh()
-        for kind in (*OWN_KINDS, "Pod", *CHILD_KINDS):
+        # Tenants first: a session must not start before its limits are known.
+        for kind in ("Tenant", *OWN_KINDS, "Pod", *CHILD_KINDS):
             if kind in _OPTIONAL_KINDS and kind not in self.served:
                 continue
-            is_own = kind in OWN_KINDS
+            is_own = kind in {"Tenant", *OWN_KINDS}
             of_pods = {"Pod": labels.COMPONENT_LABEL}
             selector = "" if is_own else of_pods.get(kind, labels.SESSION_LABEL)
             await self._list(kind, selector)
         for name in self.watched.sessions:
             self.queue.add(name)
         self._base_models.enqueue_all()
+        self._tenants.enqueue_all()
         self._pools.enqueue_all()
         self._is_complete.set()
         self._unready = None
@@ -246,6 +262,11 @@ class Controller:
         """Maintain the status of BaseModels, forever."""
         await self._is_complete.wait()
         await self._base_models.work()
+
+    async def work_on_tenants(self) -> None:
+        """Maintain the status of Tenants, forever."""
+        await self._is_complete.wait()
+        await self._tenants.work()
 
     async def work_on_pools(self) -> None:
         """Maintain the pools of BaseModels, forever."""

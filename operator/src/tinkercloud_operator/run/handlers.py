@@ -13,6 +13,7 @@ from tinkercloud_operator.settings import Settings
 _OWN = {
     "TrainingSession": (labels.GROUP, labels.VERSION, labels.TRAINING_SESSIONS),
     "BaseModel": (labels.GROUP, labels.VERSION, labels.BASE_MODELS),
+    "Tenant": (labels.GROUP, labels.VERSION, labels.TENANTS),
 }
 _CHILDREN = {
     "RayCluster": ("ray.io", "v1", "rayclusters"),

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass
+from http import HTTPStatus
 from urllib.parse import quote
 
 import aiohttp
@@ -11,7 +12,7 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.names import Names
 from tinkercloud_kube.client import Client
 from tinkercloud_kube.errors import KubernetesError
-from tinkercloud_operator.decide.actions import HeadRequest, RemoveModel, SaveRequest
+from tinkercloud_operator.decide.actions import GiveAway, HeadRequest, RemoveModel, SaveRequest
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.launch import Saved
 
@@ -27,6 +28,8 @@ class SaveResult:
     """The result of a completed save."""
 
     latest_checkpoint: str | None
+    is_unsupported: bool = False
+    """Whether the head is of a release that does not know the request; it has done nothing."""
 
 
 class HeadClient:
@@ -42,6 +45,8 @@ class HeadClient:
             async with asyncio.timeout(request.timeout_seconds):
                 if isinstance(request, RemoveModel):
                     return await self._remove(request)
+                if isinstance(request, GiveAway):
+                    return await self._give_away(request)
                 return await self._save(session, request)
         except (aiohttp.ClientError, TimeoutError, KubernetesError, KeyError, ValueError) as error:
             log.warning(
@@ -64,6 +69,17 @@ class HeadClient:
         saved = await self._last_checkpoint(request, f"{routes.HEAD_CHECKPOINT}/{model}", token)
         await self._call("DELETE", f"{request.url}{routes.HEAD_MODELS}/{model}", token)
         return saved
+
+    async def _give_away(self, request: GiveAway) -> SaveResult:
+        token = await self._token(request.cluster)
+        url = f"{request.url}{routes.HEAD_MOVE_MODEL}/{quote(request.model_id)}"
+        try:
+            await self._call("POST", url, token)
+        except aiohttp.ClientResponseError as error:
+            if error.status == HTTPStatus.NOT_FOUND:
+                return SaveResult(latest_checkpoint=None, is_unsupported=True)
+            raise
+        return SaveResult(latest_checkpoint=None)
 
     async def _last_checkpoint(self, request: RemoveModel, path: str, token: str) -> SaveResult:
         """Return the last checkpoint of a model; none if there is no time for another attempt.

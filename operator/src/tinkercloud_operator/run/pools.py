@@ -1,22 +1,31 @@
 """Maintains the pools of BaseModels: their clusters, and the places of sessions on them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 
 import structlog
 
+from tinkercloud_crds import labels
 from tinkercloud_kube.client import Client, ObjectRef
 from tinkercloud_kube.errors import AlreadyExists, KubernetesError, NotFound
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.children.pool_cluster import pool_cluster
+from tinkercloud_operator.decide.actions import GiveAway
 from tinkercloud_operator.decide.pool_facts import is_cluster, is_member, pool_facts
-from tinkercloud_operator.decide.pools import PoolFacts, plan_pool
+from tinkercloud_operator.decide.pool_model import PoolFacts
+from tinkercloud_operator.decide.pools import plan_pool
+from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.run.spares import Spares
 from tinkercloud_operator.run.store import Watched
 from tinkercloud_operator.run.work_queue import WorkQueue
 
 log = structlog.get_logger(__name__)
+
+_GIVE_AWAY = "give-away"
+"""Kind of the requests to give a model away."""
+_GIVE_AWAY_SECONDS = 600.0
+"""Time limit of such a request: the running request finishes, and the model is written."""
 
 
 class Pools:
@@ -25,6 +34,7 @@ class Pools:
     Args:
         watched: the known objects.
         cluster: the Kubernetes API.
+        head_saver: receives requests to give models away.
         note: called with the kind and the new state of an object after a write.
         enqueue: called with the name of a session to reconcile.
         spares: the warm spares, which the same worker maintains.
@@ -34,12 +44,15 @@ class Pools:
         self,
         watched: Watched,
         cluster: Client,
+        head_saver: HeadSaver,
         note: Callable[[str, Manifest], object],
         enqueue: Callable[[str], object],
+        *,
         spares: Spares,
     ) -> None:
         self._watched = watched
         self._cluster = cluster
+        self._head_saver = head_saver
         self._note = note
         self._enqueue = enqueue
         self._spares = spares
@@ -63,8 +76,25 @@ class Pools:
             self._watched.offering(model_name),
             self._watched.sessions_of(model_name),
             deleting=self._deleting,
+            given_away=self._given_away(model_name),
+            keeping=self._head_saver.unsupported,
             now=datetime.now(UTC),
         )
+
+    def _given_away(self, model_name: str) -> set[tuple[str, str]]:
+        """Return the sessions that heads have given away, with the incarnation of the head."""
+        return {
+            (session["metadata"]["name"], incarnation)
+            for session in self._watched.sessions_of(model_name)
+            for kind, incarnation in self._head_saver.completed(session["metadata"]["name"])
+            if kind == _GIVE_AWAY
+        }
+
+    def note_saved(self, session: str) -> None:
+        """Record that a head has completed a request for a session."""
+        known = self._watched.sessions.get(session)
+        if known is not None and is_member(known):
+            self._queue.add(str(known["spec"].get("baseModel", "")))
 
     def note(self, kind: str, manifest: Manifest, *, is_gone: bool = False) -> None:
         """Record a changed object: a BaseModel, a cluster of a pool, or a session on one."""
@@ -120,13 +150,20 @@ class Pools:
                 self._queue.done(name)
 
     async def _maintain(self, model_name: str) -> None:
+        self._forget_arrived(model_name)
         facts = self.facts(model_name)
         plan = plan_pool(facts)
         self._record_waiting(facts, plan.waiting)
+        self._ask_heads(facts, plan.moves.ask)
+        placed = {**plan.places, **plan.moves.arrive}
+        moved = {**plan.moves.start, **dict.fromkeys(plan.moves.cancel)}
         failures = [
             failure
-            for session, name in plan.places.items()
-            if (failure := await self._place(session, name)) is not None
+            for write in (
+                *(self._place(session, name) for session, name in placed.items()),
+                *(self._move(session, name) for session, name in moved.items()),
+            )
+            if (failure := await write) is not None
         ]
         for name in plan.delete:
             await self._delete(name)
@@ -151,8 +188,47 @@ class Pools:
             if message != before:
                 self._enqueue(member.name)
 
+    def _forget_arrived(self, model_name: str) -> None:
+        """Forget what heads have given away for moves that have ended."""
+        for session in self._watched.sessions_of(model_name):
+            if labels.MOVING_TO not in session["metadata"].get("annotations", {}):
+                self._head_saver.discard(session["metadata"]["name"], _GIVE_AWAY)
+
+    def _ask_heads(self, facts: PoolFacts, sessions: Iterable[str]) -> None:
+        """Ask heads to give models away, except for requests that are in progress."""
+        clusters = {cluster.name: cluster for cluster in facts.clusters}
+        members = {member.name: member for member in facts.members}
+        for name in sessions:
+            member = members[name]
+            source = clusters[member.cluster or ""]
+            if member.model_id and source.is_ready and source.endpoint and source.incarnation:
+                request = GiveAway(
+                    source.name,
+                    source.endpoint,
+                    source.incarnation,
+                    member.model_id,
+                    _GIVE_AWAY_SECONDS,
+                )
+                self._head_saver.submit(name, request)
+
     async def _place(self, session: str, cluster: str) -> KubernetesError | None:
-        """Give a session a place, unless it was deleted; return the failure of an attempt.
+        """Give a session a place; return the failure of an attempt."""
+        patch = {"metadata": {"annotations": {labels.MOVING_TO: None}}}
+        return await self._change(session, patch | {"spec": {"poolCluster": cluster}})
+
+    async def _move(self, session: str, target: str | None) -> KubernetesError | None:
+        """Record the cluster that a session is moved to; return the failure of an attempt.
+
+        Args:
+            session: the session.
+            target: the cluster; None if it is not moved after all.
+        """
+        return await self._change(
+            session, {"metadata": {"annotations": {labels.MOVING_TO: target}}}
+        )
+
+    async def _change(self, session: str, patch: Manifest) -> KubernetesError | None:
+        """Change a session, unless it was deleted; return the failure of an attempt.
 
         The session must be as it is known. Otherwise a late request of an operator that is no
         longer the leader could move a run that was started elsewhere.
@@ -160,18 +236,23 @@ class Pools:
         known = self._watched.sessions.get(session)
         if known is None:
             return None
-        metadata = {key: known["metadata"][key] for key in ("uid", "resourceVersion")}
-        patch = {"metadata": metadata, "spec": {"poolCluster": cluster}}
+        same = {key: known["metadata"][key] for key in ("uid", "resourceVersion")}
+        patch = {**patch, "metadata": {**patch["metadata"], **same}}
         try:
-            placed = await self._cluster.merge(ObjectRef("TrainingSession", session), patch)
+            changed = await self._cluster.merge(ObjectRef("TrainingSession", session), patch)
         except NotFound:
             return None
         except KubernetesError as error:
             # Others must not wait because one session can't be placed.
             log.warning("could not place a session; retrying", session=session, error=str(error))
             return error
-        log.info("placed a session on a pool cluster", session=session, cluster=cluster)
-        self._note("TrainingSession", placed)
+        log.info(
+            "placed a session",
+            session=session,
+            cluster=changed["spec"].get("poolCluster"),
+            moving_to=changed["metadata"].get("annotations", {}).get(labels.MOVING_TO),
+        )
+        self._note("TrainingSession", changed)
         return None
 
     async def _delete(self, name: str) -> None:

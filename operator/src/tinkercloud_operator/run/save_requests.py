@@ -32,6 +32,8 @@ class HeadSaver:
         self._pending: set[tuple[str, SaveKey]] = set()
         """With the session's name."""
         self._completed: dict[str, Mapping[SaveKey, str | None]] = {}
+        self.unsupported: set[str] = set()
+        """Incarnations of heads that can't give models away."""
 
     def completed(self, session: str) -> Mapping[SaveKey, str | None]:
         """Return a session's completed saves, each with its checkpoint, if it created one."""
@@ -47,6 +49,12 @@ class HeadSaver:
         if pending not in self._pending:
             self._pending.add(pending)
             self._queue.put_nowait((session, request))
+
+    def discard(self, session: str, kind: str) -> None:
+        """Forget completed saves of a kind, whose outcome has been used."""
+        if session in self._completed:
+            kept = {key: each for key, each in self._completed[session].items() if key[0] != kind}
+            self._completed[session] = kept
 
     def forget(self, session: str) -> None:
         """Forget a deleted session; the results of its pending saves are dropped."""
@@ -71,7 +79,10 @@ class HeadSaver:
         if (session, key) not in self._pending:
             return
         self._pending.discard((session, key))
-        if result is None:
+        if result is not None and result.is_unsupported:
+            self.unsupported.add(request.incarnation)
+            self._on_saved(session)
+        elif result is None:
             metrics.SAVES_FAILED.labels(request.kind).inc()
         else:
             self._completed[session] = {**self.completed(session), key: result.latest_checkpoint}

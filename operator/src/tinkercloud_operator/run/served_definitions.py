@@ -71,7 +71,7 @@ class ServedDefinitions:
             schema = schema_of(document, "RayCluster")
             self.kuberay_gap = None if schema is None else kuberay_gap(schema)
         else:
-            found = {kind: schema_of(document, kind) for kind in OWN_KINDS}
+            found = {kind: schema_of(document, kind) for kind in (*OWN_KINDS, "Tenant")}
             self._schemas = {kind: each for kind, each in found.items() if each is not None}
             gaps = {kind: own_gap(kind, each) for kind, each in self._schemas.items()}
             self.own_gaps = {kind: gap for kind, gap in gaps.items() if gap is not None}

@@ -51,7 +51,7 @@ class Spares:
             model_name,
             self._watched.offering(model_name),
             self._watched.sessions_of(model_name),
-            has_started=lambda session: self._watched.has_cluster(session["metadata"]["name"]),
+            may_start=self._watched.may_start,
             older_sessions=self._watched.older_siblings,
             sessions_short=len(self._short),
             deleting=self._deleting,

@@ -24,6 +24,7 @@ from tinkercloud_operator.decide import parsing, start_order
 from tinkercloud_operator.decide.pool_facts import is_cluster, taken_by
 from tinkercloud_operator.decide.session_index import SessionIndex, age, is_live
 from tinkercloud_operator.decide.status import head_url
+from tinkercloud_operator.decide.tenant_quotas import TenantQuotas
 from tinkercloud_operator.spec.snapshot import (
     ChildKey,
     Node,
@@ -88,6 +89,9 @@ class Watched:
     """By name."""
     base_models: Objects[Manifest] = field(default_factory=partial(_objects_of, "BaseModel"))
     """By name."""
+    tenants: Objects[Manifest] = field(default_factory=partial(_objects_of, "Tenant"))
+    """By name."""
+    quotas: TenantQuotas = field(default_factory=TenantQuotas)
     _child_objects: dict[str, Objects[Manifest]] = field(
         default_factory=lambda: {
             kind: _objects_of(kind) for kind in ("Pod", _PROGRAM_POD, *CHILD_KINDS)
@@ -156,6 +160,8 @@ class Watched:
         }
         offering = self.offering(spec.base_model)
         base_model = parsing.base_model(offering) if offering is not None else None
+        quota_message = self._quota_message(manifest)
+        may_start = surroundings.starts_in_order and quota_message is None
         return Observed(
             name=name,
             namespace=metadata["namespace"],
@@ -170,7 +176,7 @@ class Watched:
             last_activity=parsing.last_activity(manifest),
             base_model=base_model,
             sessions_of_owner=self.older_siblings(manifest, base_model),
-            start_order_message=self._turn(manifest) if surroundings.starts_in_order else None,
+            start_order_message=self._turn(manifest) if may_start else None,
             children={
                 key: item for key, item in children.items() if key.kind not in {"Pod", _PROGRAM_POD}
             },
@@ -192,6 +198,7 @@ class Watched:
             pool_cluster=self._pool_cluster(spec, metadata),
             pool_message=surroundings.pool_message,
             takes_spare=surroundings.takes_spare,
+            quota_message=quota_message,
         )
 
     def has_only_ready_pods(self, name: str) -> bool:
@@ -203,6 +210,10 @@ class Watched:
     def has_cluster(self, name: str) -> bool:
         """Whether a session has a RayCluster of its own."""
         return ChildKey("RayCluster", name) in self._children.get(name, {})
+
+    def may_start(self, session: Manifest) -> bool:
+        """Whether a session has no RayCluster, and its tenant's limits allow it to start."""
+        return not (self.has_cluster(session["metadata"]["name"]) or self._quota_message(session))
 
     def _pool_cluster(self, spec: TrainingSessionSpec, metadata: Manifest) -> PoolCluster | None:
         """Return the pool cluster of a session, or its spare, if it has one that exists."""
@@ -270,6 +281,22 @@ class Watched:
             return None
         return self._turns.admit(session, self.offering)
 
+    def _quota_message(self, session: Manifest) -> str | None:
+        """Return which limit of its owner's tenant a session waits for, if any."""
+        return self.quotas.admit(
+            session, self.offering, has_cluster=self.has_cluster(session["metadata"]["name"])
+        )
+
+    def _note_quota(self, session: str, change: Change[Manifest] | None = None) -> set[str]:
+        """Note what a session uses of its tenant's limits; return those that may now start."""
+        known = self.sessions.get(session)
+        if known is not None:
+            has_cluster = self.has_cluster(session)
+            return self.quotas.note(known, self.offering, has_cluster=has_cluster)
+        if change is not None and change.before is not None:
+            return self.quotas.forget(change.before)
+        return set()
+
     def _concerned(self, kind: str, manifest: Manifest) -> set[str]:
         if kind == "BaseModel":
             model_name = manifest["spec"].get("modelName", "")
@@ -282,18 +309,27 @@ class Watched:
             concerned |= self._owners.siblings(manifest)
         return concerned
 
+    def own(self, kind: str) -> Objects[Manifest]:
+        """Return the known objects of one of our own kinds."""
+        known = {"TrainingSession": self.sessions, "Tenant": self.tenants}
+        return known.get(kind, self.base_models)
+
     def _objects(self, kind: str) -> Objects[Manifest]:
-        if kind == "TrainingSession":
-            return self.sessions
-        return self.base_models if kind == "BaseModel" else self._child_objects[kind]
+        is_child = kind in self._child_objects
+        return self._child_objects[kind] if is_child else self.own(kind)
 
     def _apply(self, kind: str, manifest: Manifest, change: Change[Manifest]) -> set[str]:
         """Update the indexes after a change; return the sessions to reconcile."""
         affected: set[str] = set()
+        if kind == "Tenant":
+            return self.quotas.replace_tenants(self.tenants.values())
         if kind == "TrainingSession":
             self._index_session(change)
+            affected = self._note_quota(change.name, change)
         elif kind != "BaseModel":
             affected = self._index_child(kind, manifest, change)
+        if kind == "RayCluster":
+            affected |= self._note_quota(_session_of(kind, manifest["metadata"]))
         if kind in _PLACING:
             affected |= self._next_turns(_session_of(kind, manifest["metadata"]))
         return affected | self._concerned(kind, manifest)

@@ -168,6 +168,8 @@ class Observed:
     """Why it has no place in a pool; None if it has one, or needs none."""
     takes_spare: bool = False
     """Whether it is about to take over a warm spare, and therefore starts no pods of its own."""
+    quota_message: str | None = None
+    """Which limit of its owner's Tenant it waits for; None if it may start."""
 
     @property
     def has_predecessors(self) -> bool:

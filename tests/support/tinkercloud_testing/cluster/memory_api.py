@@ -113,7 +113,7 @@ class MemoryApi:
             known = [{"name": "rayclusters"}] if self.has_kuberay else []
             return web.json_response({"resources": known})
         if path == "/apis/tinkercloud.dev/v1alpha1" and self.has_definitions:
-            known = [{"name": "basemodels"}, {"name": "trainingsessions"}]
+            known = [{"name": name} for name in ("basemodels", "trainingsessions", "tenants")]
             return web.json_response({"resources": known})
         if path.startswith("/openapi/v3") and self.openapi:
             return self._get_openapi(path.removeprefix("/openapi/v3").strip("/"))

@@ -61,7 +61,7 @@ def install_definitions(cluster: Cluster) -> None:
     """Apply the definitions of our custom resources, and wait until they are served."""
     for path in sorted((ROOT / "crds").glob("tinkercloud.dev_*.yaml")):
         cluster.apply_text(path.read_text())
-    for plural in ("basemodels", "trainingsessions"):
+    for plural in ("basemodels", "trainingsessions", "tenants"):
         cluster.wait_until_established(f"{plural}.tinkercloud.dev")
 
 

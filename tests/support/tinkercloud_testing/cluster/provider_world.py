@@ -97,6 +97,14 @@ class Head:
             return bool(answer.status == 200)
         return False
 
+    def give_away(self, model_id: str) -> None:
+        """Ask the head to write a model for another head."""
+        url = f"{self.url}{routes.HEAD_MOVE_MODEL}/{model_id}"
+        headers = {routes.HEAD_TOKEN_HEADER: self.token}
+        request = urllib.request.Request(url, data=b"", headers=headers)
+        with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
+            assert answer.status == 200
+
     def stop(self) -> None:
         assert self.process is not None
         self.process.terminate()
@@ -199,9 +207,26 @@ class World:
 
     def place(self, session: str, pool_cluster: str) -> None:
         """Give a session a place on a pool cluster."""
-        patch = json.dumps({"spec": {"poolCluster": pool_cluster}})
-        where = (f"--namespace={self.namespace}", "--type=merge", f"--patch={patch}")
+        self._merge(session, {"spec": {"poolCluster": pool_cluster}})
+
+    def _merge(self, session: str, patch: dict[str, Any]) -> None:
+        where = (f"--namespace={self.namespace}", "--type=merge", f"--patch={json.dumps(patch)}")
         self.cluster.kubectl("patch", "trainingsession", session, *where)
+
+    def move(self, session: str, model_id: str, source: Head, target: str) -> None:
+        """Move a run to another pool cluster, as the operator does."""
+        self.annotate_moving(session, target)
+        source.give_away(model_id)
+        self.finish_move(session, target)
+
+    def annotate_moving(self, session: str, target: str) -> None:
+        """Announce a move."""
+        self._merge(session, {"metadata": {"annotations": {labels.MOVING_TO: target}}})
+
+    def finish_move(self, session: str, target: str) -> None:
+        """Place a run that its head has given away."""
+        patch: dict[str, Any] = {"metadata": {"annotations": {labels.MOVING_TO: None}}}
+        self._merge(session, patch | {"spec": {"poolCluster": target}})
 
     def a_training_client(self, server: Server, head: Head | None = None) -> tinker.TrainingClient:
         """Return a client of a run at a head, by default the shared one."""

@@ -95,7 +95,7 @@ class CheckpointStore:
         Raises:
             InvalidRequest: the manifest was written by a newer release, or is damaged.
         """
-        content = await self._read(path.manifest_key)
+        content = await self.read_small(path.manifest_key)
         if content is None:
             return None
         return decode_manifest(CheckpointManifest, content, str(path))
@@ -152,7 +152,7 @@ class CheckpointStore:
             raise damaged
         return content
 
-    async def _read(self, key: str) -> bytes | None:
+    async def read_small(self, key: str) -> bytes | None:
         """Return a small object; None if there is none."""
         try:
             with _store_errors():
@@ -263,7 +263,7 @@ class CheckpointStore:
         Raises:
             InvalidRequest: the manifest was written by a newer release, or is damaged.
         """
-        content = await self._read(suspended_key(run_id))
+        content = await self.read_small(suspended_key(run_id))
         if content is None:
             return None
         name = f"the suspended state of training run {run_id}"

@@ -22,7 +22,8 @@ from tinkercloud_protocol.tensors import (
     Int32Array,
     nonfinite_names,
 )
-from tinkercloud_worker import losses
+from tinkercloud_worker import custom_losses, losses
+from tinkercloud_worker.custom_losses import DatumInputs
 
 ScalarT = TypeVar("ScalarT", np.int64, np.float32)
 
@@ -39,6 +40,8 @@ class Example:
     inputs: Mapping[str, FloatArray]
     is_flat: bool
     """Whether the client's targets were [N]: then results are returned as [N], not [N, 1]."""
+    custom: DatumInputs | None = None
+    """The inputs of an uploaded loss; None for others."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +53,15 @@ class Batch:
     forward_only: bool
     unused: Mapping[str, int] = field(default_factory=dict)
     """Inputs without effect, with the number of examples that have them."""
+    definition: bytes | None = None
+    """The uploaded loss, as it is stored; None for others."""
+
+    @property
+    def loss(self) -> losses.Loss:
+        """The loss."""
+        return (
+            losses.find(self.loss_fn) if self.definition is None else losses.custom(self.definition)
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -74,6 +86,17 @@ class Batch:
         """
         unused = {f"unused_{name}:sum": float(count) for name, count in self.unused.items()}
         return {**sums, "loss:mean": sums["loss:sum"] / len(self.examples), **unused}
+
+    def custom_metrics(self, logprobs: Sequence[FloatArray]) -> dict[str, float]:
+        """Return the metrics of an uploaded loss; none for others.
+
+        Args:
+            logprobs: for each example, float32 [N] or [N, K], as trainers return them.
+        """
+        if self.definition is None:
+            return {}
+        data = [example.custom for example in self.examples if example.custom is not None]
+        return custom_losses.metrics_of(self.definition, logprobs, data)
 
     def elementwise_loss(self, logprobs: Sequence[FloatArray]) -> Sequence[FloatArray]:
         """Return the loss of every target.
@@ -139,7 +162,8 @@ def _example(  # noqa: PLR0917 - one call, just above
     where: str,
 ) -> Example:
     _check_tokens(datum.tokens, limits, f"{where}.model_input")
-    targets = _targets(datum, loss_fn, limits, where)
+    many = losses.find(loss_fn).accepts_many_targets
+    targets = _targets(datum, loss_fn, limits, where, many=many)
     dropped = {"target_tokens", *losses.find(loss_fn).ignored}
     given = [name for name in datum.inputs if name not in dropped]
     losses.check_inputs(loss_fn, given, config, where)
@@ -168,14 +192,15 @@ def _example(  # noqa: PLR0917 - one call, just above
     )
 
 
-def _targets(datum: Datum, loss_fn: str, limits: TokenLimits, where: str) -> npt.NDArray[np.int64]:
+def _targets(
+    datum: Datum, loss_fn: str, limits: TokenLimits, where: str, *, many: bool
+) -> npt.NDArray[np.int64]:
     where = f"{where}.loss_fn_inputs['target_tokens']"
     targets = datum.inputs.get("target_tokens")
     if targets is None:
         raise InvalidRequest(f"{where} is required")
     if targets.dtype != np.int64:
         raise InvalidRequest(f"{where} must be int64, got {targets.dtype}")
-    many = losses.find(loss_fn).accepts_many_targets
     if targets.ndim not in ((1, 2) if many else (1,)) or targets.size == 0:
         accepted = "[N] or [N, K]" if many else "[N]"
         raise InvalidRequest(
@@ -190,6 +215,33 @@ def _targets(datum: Datum, loss_fn: str, limits: TokenLimits, where: str) -> npt
     ids = targets.astype(np.int64, copy=False)
     _check_range(ids, limits.vocab_size, where)
     return ids
+
+
+def prepare_custom(
+    request: ForwardBackwardRequest, definition: bytes, limits: TokenLimits
+) -> Batch:
+    """Validate a request with an uploaded loss, and what the loss will cost.
+
+    Args:
+        request: the request; inputs that the loss does not read have no effect.
+        definition: the loss, as it is stored.
+        limits: limits of the model.
+
+    Raises:
+        InvalidRequest: a value is invalid, or the loss does not fit the data or costs too much.
+    """
+    if not request.data:
+        raise InvalidRequest("data: at least one datum is required")
+    inputs = custom_losses.compiled(definition).inputs
+    examples = []
+    for index, datum in enumerate(request.data):
+        where = f"data[{index}]"
+        _check_tokens(datum.tokens, limits, f"{where}.model_input")
+        targets = _targets(datum, request.loss_fn, limits, where, many=True)
+        values = custom_losses.inputs_of(inputs, datum, where)
+        examples.append(Example(datum.tokens, _as_columns(targets), {}, targets.ndim == 1, values))
+    custom_losses.check_cost(definition, [e.custom for e in examples if e.custom is not None])
+    return Batch(examples, request.loss_fn, request.forward_only, definition=definition)
 
 
 def check_length(length: int, limits: TokenLimits, where: str) -> None:

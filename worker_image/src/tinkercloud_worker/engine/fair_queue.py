@@ -45,7 +45,7 @@ class Accounts:
         Args:
             weights: shares by name, at least 1; a name that is missing has 1.
         """
-        self._weights = weights or {}
+        self._weights = weights if weights is not None else {}
         self._used: dict[str, float] = {}
         self._level = 0.0
         """The account of the name whose turn was last, with which new accounts begin."""

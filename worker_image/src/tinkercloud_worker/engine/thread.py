@@ -130,7 +130,7 @@ class EngineThread:
         self,
         on_crash: Callable[[BaseException], None],
         now: Callable[[], float] = time.monotonic,
-        weights: Mapping[str, int] | None = None,
+        weights: dict[str, int] | None = None,
         usage: UsageMeter | None = None,
     ) -> None:
         """Make a thread.
@@ -139,7 +139,8 @@ class EngineThread:
             on_crash: called on the thread if the background task raises. The thread has ended by
                 then and waiters would block forever, so this should end the process.
             now: clock, in seconds.
-            weights: the shares of owners, at least 1; an owner that is missing has 1.
+            weights: the shares of owners, at least 1, which may change; an owner that is missing
+                has 1.
             usage: counts the seconds of jobs that have a share, and of background steps; None to
                 count nothing.
         """
@@ -151,7 +152,9 @@ class EngineThread:
         self._background: Background = NoBackground()
         self._short: deque[_Job] = deque()
         """Jobs without a share, in order of arrival."""
-        self._queue = FairQueue[_Job](weights)
+        self.weights = weights if weights is not None else {}
+        """Shares of owners; changes take effect at the next turn."""
+        self._queue = FairQueue[_Job](self.weights)
         self._running: Sequence[_Job] = ()
         self._was_short = False
         self._wake = threading.Condition()

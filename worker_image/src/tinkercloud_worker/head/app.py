@@ -19,6 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from tinkercloud_protocol import envelope, futures, routes
 from tinkercloud_protocol.asgi import Receive, Scope, Send
+from tinkercloud_protocol.batched_futures import RetrieveFuturesRequest
 from tinkercloud_protocol.errors import (
     BodyTooLarge,
     InvalidRequest,
@@ -38,6 +39,7 @@ from tinkercloud_protocol.launch import (
     SamplerSpec,
     Saved,
 )
+from tinkercloud_protocol.owner_limits import OwnerLimits
 from tinkercloud_protocol.sampling import (
     CancelFutureRequest,
     NamedWeights,
@@ -99,10 +101,12 @@ class HeadApp:
             ("POST", routes.ATTACH_MODEL): self._attach_model,
             ("POST", routes.ASAMPLE): self._asample,
             ("POST", routes.RETRIEVE_FUTURE): self._retrieve_future,
+            ("POST", routes.RETRIEVE_FUTURES): self._retrieve_futures,
             ("POST", routes.CANCEL_FUTURE): self._cancel_future,
             ("POST", routes.HEAD_SUSPEND): self._suspend,
             ("POST", routes.HEAD_CHECKPOINT): self._checkpoint,
             ("POST", routes.HEAD_SUSPEND_MODEL): self._suspend_model,
+            ("POST", routes.HEAD_MOVE_MODEL): self._move_model,
             ("GET", routes.HEAD_MODELS): self._models,
             ("PUT", routes.HEAD_MODELS): self._put_model,
             ("DELETE", routes.HEAD_MODELS): self._delete_model,
@@ -140,6 +144,8 @@ class HeadApp:
             raise NotFound(f"a session head does not serve {request.method} {request.path}")
         if request.path not in _UNAUTHENTICATED:
             self._authenticate(request)
+            if (limits := request.headers.get(routes.OWNER_LIMITS_HEADER)) is not None:
+                self._lifecycle.set_owner_limits(OwnerLimits.model_validate_json(unquote(limits)))
         return await handler(request)
 
     def _authenticate(self, request: Request) -> None:
@@ -238,6 +244,7 @@ class HeadApp:
         key = None if received.is_numbered else _idempotency_key(request)
         await self._service.recall(received.place.model_id)
         request_id = self._service.submit(received, key)
+        await self._service.accepted(received.place.model_id)
         return Response(futures.promise(request_id, model_id=received.place.model_id))
 
     async def _queue_rejection(self, request: Request, error: BodyTooLarge) -> None:
@@ -249,7 +256,7 @@ class HeadApp:
             if place.seq_id >= 1:
                 refused = requests.receive_unread(request.path, prefix, place, error)
                 await self._service.recall(place.model_id)
-                self._service.mark_reported(self._service.submit(refused))
+                self._service.results.mark_read(self._service.submit(refused))
         except WireError:
             log.info("an oversized body names no model and number; nothing is queued")
 
@@ -291,9 +298,11 @@ class HeadApp:
 
     async def _retrieve_future(self, request: Request) -> Response:
         body = await request.body(LARGE_BODY_BYTES)
-        request_id = parse_json(RetrieveFutureRequest, body).request_id
+        asked = parse_json(RetrieveFutureRequest, body)
+        request_id = asked.request_id
         self._check_target(request, request_id.rpartition(":")[0])
-        result = await self._service.retrieve(request_id, _seconds_to_wait(request))
+        max_bytes = futures.INLINE_BYTES if asked.allow_metadata_only else None
+        result = await self._service.retrieve(request_id, _seconds_to_wait(request), max_bytes)
         if result is None:
             pending = futures.pending(request_id, *self._service.why_waiting(request_id))
             return Response(pending, futures.PENDING_STATUS)
@@ -304,6 +313,12 @@ class HeadApp:
             convert = sample_as_json if is_sample else forward_backward_as_json
             return Response(await _off_loop(convert, result.body))
         return Response(result.body, content_type=result.content_type)
+
+    async def _retrieve_futures(self, request: Request) -> Response:
+        body = await request.body(self._limits.max_body_bytes)
+        asked = await _off_loop(partial(parse_json, RetrieveFuturesRequest), body)
+        self._check_target(request, asked.target.sampling_session_id)
+        return Response(await self._service.completed(asked, _seconds_to_wait(request)))
 
     async def _cancel_future(self, request: Request) -> Response:
         body = await request.body(LARGE_BODY_BYTES)
@@ -319,6 +334,10 @@ class HeadApp:
     async def _suspend_model(self, request: Request) -> Response:
         is_suspended = await self._service.suspend_model(ModelId.parse(_resource(request)))
         return Response(ModelSuspended(is_suspended=is_suspended).model_dump_json().encode())
+
+    async def _move_model(self, request: Request) -> Response:
+        await self._service.move_model(ModelId.parse(_resource(request)))
+        return Response()
 
     async def _models(self, _request: Request) -> Response:
         return Response(HeldModels(models=self._service.held()).model_dump_json().encode())

@@ -17,8 +17,8 @@ import structlog
 
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints.store import StoreFailed
+from tinkercloud_worker.head.failures import error_message, to_result
 from tinkercloud_worker.head.live_model import LiveModel
-from tinkercloud_worker.head.queue import error_message, to_result
 from tinkercloud_worker.head.save_schedule import Backoff
 
 log = structlog.get_logger(__name__)

@@ -4,11 +4,13 @@ import os
 from dataclasses import dataclass, field
 
 from tinkercloud_protocol.launch import HeadConfig
+from tinkercloud_protocol.owner_limits import OwnerLimits
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.sampler import Sampler
 from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.engine.usage import UsageMeter
+from tinkercloud_worker.head.token_limits import TokenLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,14 @@ class Backend:
     trainer has its files."""
     usage: UsageMeter = field(default_factory=UsageMeter)
     """Counts what the head computes."""
+    token_limits: TokenLimits = field(default_factory=TokenLimits)
+    """Limits the tokens per minute of owners."""
+
+    def set_owner_limits(self, limits: OwnerLimits) -> None:
+        """Apply the current limits of an owner, also to requests that wait."""
+        self.token_limits.set(limits)
+        if limits.weight is not None:
+            self.thread.weights[limits.owner] = limits.weight
 
 
 def random_seed() -> int:

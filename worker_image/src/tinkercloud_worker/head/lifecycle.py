@@ -25,6 +25,7 @@ import structlog
 from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.launch import Timings
 from tinkercloud_protocol.object_store import open_store
+from tinkercloud_protocol.owner_limits import OwnerLimits
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.service import HeadService
@@ -111,6 +112,11 @@ class Lifecycle:
         if silent > _HUNG_SECONDS + starting:
             raise Unavailable(f"the engine hangs: it has reported no progress for {silent:.0f} s")
 
+    def set_owner_limits(self, limits: OwnerLimits) -> None:
+        """Apply the current limits of an owner; ignored while the engine is loading."""
+        if self._backend is not None:
+            self._backend.set_owner_limits(limits)
+
     def check_ready(self) -> None:
         """Check that requests are accepted.
 
@@ -184,7 +190,7 @@ class Lifecycle:
                 log.critical(
                     "stopping: models that could not be suspended are lost", reason=error.message
                 )
-            self._service.release_waiters()
+            self._service.results.release()
         self.drained.set()
 
     async def _suspend_in_time(self, service: HeadService, unsaved_dir: str | None) -> None:

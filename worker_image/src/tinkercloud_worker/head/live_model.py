@@ -43,6 +43,13 @@ class LiveModel:
             return refusal(received.content, role_of_unread(received.path))
         return self.operation(received.content, RequestSource(received.path, received.body))
 
+    def creation(self, refused: WireError | None) -> Operation:
+        """Return the operation that creates the model, or fails if the model was refused."""
+        if refused is None:
+            return Operation(self.operations.create)
+        self.operations.refuse(refused.message)
+        return refusal(refused)
+
     def operation(self, request: OrderedRequest, source: RequestSource) -> Operation:
         """Return the operation of a request."""
         operations, role = self.operations, role_of(request)
@@ -114,6 +121,7 @@ def new_model(
         max_queued_bytes=limits.max_queued_bytes,
         gap_seconds=timings.gap_seconds,
         drop_gradient=operations.drop_gradient,
+        token_limits=backend.token_limits,
     )
     samplers.current.add(str(model_id), operations, queue.run_after_accepted)
     given_numbers = GivenNumbers(queue.sequencer)

@@ -12,6 +12,7 @@ from tinkercloud_protocol.autosave import AutosaveConfig
 from tinkercloud_protocol.checkpoints import CheckpointManifest, base_mismatch
 from tinkercloud_protocol.errors import InvalidRequest, StateLost
 from tinkercloud_protocol.futures import Result
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
@@ -25,7 +26,7 @@ from tinkercloud_protocol.training import (
     SaveWeightsRequest,
 )
 from tinkercloud_worker.checkpoints import encryption, formats
-from tinkercloud_worker.engine.batch import Batch, prepare
+from tinkercloud_worker.engine.batch import Batch, prepare, prepare_custom
 from tinkercloud_worker.engine.expert_load import balance_metrics
 from tinkercloud_worker.engine.fair_queue import Share
 from tinkercloud_worker.engine.thread import YieldPoint
@@ -39,10 +40,11 @@ from tinkercloud_worker.engine.trainer import (
     WeightsSnapshot,
 )
 from tinkercloud_worker.engine.usage import Payer, Usage
-from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.backend import Backend, random_seed
 from tinkercloud_worker.head.model_checkpoints import ModelCheckpoints
 from tinkercloud_worker.head.samplers import Samplers
 from tinkercloud_worker.head.save_schedule import SavePoint, SaveSchedule
+from tinkercloud_worker.head.session_losses import SessionLosses
 from tinkercloud_worker.model import imported
 from tinkercloud_worker.training import external_weights
 
@@ -75,6 +77,7 @@ class Operations:
         self._spec = spec
         self._backend = backend
         self._samplers = samplers
+        self._losses = SessionLosses(model_id.session_id, backend.store)
         self.checkpoints = ModelCheckpoints(self._name, spec, backend)
         config = backend.config.autosave
         self.schedule = SaveSchedule(
@@ -86,6 +89,8 @@ class Operations:
         self._steps = 0
         self.num_changes = 0
         """How often the weights may have changed since this object was created."""
+        self.initial_seed = random_seed() if spec.lora is None else _seed_of(spec.lora)
+        """Seed of the adapter's initial weights, so that it can be created again."""
         self._refused: str | None = NOT_CREATED
         self._gradient_lost: str | None = None
         """How the gradient was lost; None once a request has reported it."""
@@ -110,7 +115,8 @@ class Operations:
         if spec.restore_from is not None:
             saved = await self._read(spec.restore_from, with_optimizer=spec.restore_optimizer)
             self._check_shape(saved.state, spec.restore_from)
-        await self._on_thread(lambda: self._backend.trainer.add_model(self._name, spec.lora))
+        lora = None if spec.lora is None else replace(spec.lora, seed=self.initial_seed)
+        await self._on_thread(lambda: self._backend.trainer.add_model(self._name, lora))
         if saved is not None:
             await self._import_first(saved)
         self._refused = None
@@ -125,7 +131,8 @@ class Operations:
         if not request.forward_only:
             self._report_lost_gradient()
         trainer = self._backend.trainer
-        batch = await asyncio.to_thread(prepare, request, trainer.limits)
+        batch = await self._prepared(request)
+        self._backend.token_limits.spend(self._spec.owner, batch.num_tokens)
         share = self._share(batch.num_tokens)
         if trainer.batcher is not None:
             training_pass = TrainingPass(self._name, batch)
@@ -141,6 +148,13 @@ class Operations:
         self._backend.usage.count(Payer.of_model(self._spec.owner, self._name), usage)
         body = await asyncio.to_thread(_encode_output, request, batch, output)
         return Result(body, futures.PROTOBUF)
+
+    async def _prepared(self, request: ForwardBackwardRequest) -> Batch:
+        limits = self._backend.trainer.limits
+        if request.loss_fn != "custom":
+            return await asyncio.to_thread(prepare, request, limits)
+        definition = await self._losses.definition(request.loss_fn_config)
+        return await asyncio.to_thread(prepare_custom, request, definition, limits)
 
     async def optim_step(self, request: OptimStepRequest) -> Result:
         """Apply the gradient."""
@@ -428,6 +442,10 @@ class Operations:
             raise InvalidRequest(f"{uri} holds a fully fine-tuned model, not a LoRA adapter")
 
 
+def _seed_of(lora: LoraConfig) -> int:
+    return random_seed() if lora.seed is None else lora.seed
+
+
 def _do_nothing() -> None:
     """Stands for a callback until there is one."""
 
@@ -449,9 +467,15 @@ def _decode(manifest: CheckpointManifest, files: formats.Contents, base_path: st
 
 def _encode_output(request: ForwardBackwardRequest, batch: Batch, output: LossOutput) -> bytes:
     outputs = {"logprobs": output.logprobs}
-    if request.wants_losses or request.loss_fn == "cross_entropy":
+    # An uploaded loss has one value for each datum, not for each target.
+    is_elementwise = batch.definition is None
+    if is_elementwise and (request.wants_losses or request.loss_fn == "cross_entropy"):
         outputs["elementwise_loss"] = batch.elementwise_loss(output.logprobs)
-    metrics = {**batch.reported_metrics(output.metrics), **balance_metrics(output.expert_tokens)}
+    metrics = {
+        **batch.custom_metrics(output.logprobs),
+        **batch.reported_metrics(output.metrics),
+        **balance_metrics(output.expert_tokens),
+    }
     return encode_forward_backward_output(outputs, metrics)
 
 

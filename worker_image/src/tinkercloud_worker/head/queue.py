@@ -13,13 +13,11 @@ Rules beyond order:
 """
 
 import asyncio
-import errno
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-import orjson
 import structlog
 
 from tinkercloud_protocol import futures
@@ -33,8 +31,11 @@ from tinkercloud_protocol.errors import (
 from tinkercloud_protocol.futures import Result, failed, failed_with
 from tinkercloud_protocol.ids import ModelId, RequestId
 from tinkercloud_worker.engine.trainer import GradientLost
+from tinkercloud_worker.head.failures import error_message, to_result, with_advice
+from tinkercloud_worker.head.request_log import NoLog, RequestLog
 from tinkercloud_worker.head.results import Results
 from tinkercloud_worker.head.sequencer import Sequencer
+from tinkercloud_worker.head.token_limits import TokenLimits
 
 log = structlog.get_logger(__name__)
 
@@ -140,12 +141,14 @@ class ModelQueue:
         max_queued_bytes: int,
         gap_seconds: float,
         drop_gradient: Callable[[], Awaitable[None]],
+        token_limits: TokenLimits | None = None,
     ) -> None:
         self._model_id = model_id
         self._results = results
         self._owner = owner
         self._gap_seconds = gap_seconds
         self._drop_gradient = drop_gradient
+        self._token_limits = token_limits or TokenLimits()
         self.sequencer = Sequencer(max_queued_bytes, next_seq_id=0)
         self._queued: dict[int, QueuedRequest] = {}
         self._unnumbered: deque[_Unnumbered] = deque()
@@ -162,6 +165,8 @@ class ModelQueue:
         self._is_attaching = False
         """Whether another client is about to continue the order."""
         self._background: set[asyncio.Task[None]] = set()
+        self.log: RequestLog = NoLog()
+        """Keeps accepted requests for the case that this process is killed."""
         self._worker = asyncio.create_task(self._work())
 
     def request_id(self, seq_id: int) -> str:
@@ -197,7 +202,9 @@ class ModelQueue:
         acknowledged = None
         if self._failure is not None and self._results.was_read(self._failure[0]):
             acknowledged = self._failure[0]
-        self._enter(QueuedRequest(seq_id, operation, digest, size, acknowledged))
+        queued = QueuedRequest(seq_id, operation, digest, size, acknowledged)
+        self.log.append(queued)
+        self._enter(queued)
         return request_id
 
     def _enter(self, queued: QueuedRequest) -> None:
@@ -247,6 +254,7 @@ class ModelQueue:
             self._is_attaching = False
             self._arrived.set()
         self._failure, self._gradient_is_dirty = None, True
+        self.log.note_change()
         return self.sequencer.next_seq_id
 
     @property
@@ -262,10 +270,11 @@ class ModelQueue:
 
     @property
     def is_throttled(self) -> bool:
-        """Whether the next request waits for the client to retrieve earlier results."""
+        """Whether the next request waits for its owner: to retrieve results, or for tokens."""
         following = self._queued.get(self.sequencer.next_seq_id)
         is_large = following is not None and following.operation.has_large_result
-        return is_large and not self._results.has_room(self._owner)
+        limits, results = self._token_limits, self._results
+        return is_large and not (results.has_room(self._owner) and limits.has_room(self._owner))
 
     def wake(self) -> None:
         """Start the next request, if it no longer has to wait."""
@@ -275,10 +284,9 @@ class ModelQueue:
         """Return why a request has no result yet, in the SDK's terms and in words."""
         sequencer, name = self.sequencer, self.request_id(self.sequencer.next_seq_id)
         if self.is_throttled:
-            return (
-                "paused_rate_limit",
-                f"request {name} is paused: {self._results.backlog(self._owner)}",
-            )
+            waits = self._token_limits.why_waiting(self._owner)
+            waits = waits or self._results.backlog(self._owner)
+            return "paused_rate_limit", f"request {name} is paused: {waits}"
         if seq_id not in self._queued:
             return "active", None
         if sequencer.is_stuck:
@@ -329,6 +337,7 @@ class ModelQueue:
     async def _work(self) -> None:
         while True:
             await self._run_unnumbered()
+            await self.log.at_boundary()
             is_held = self._is_paused or self._is_attaching
             is_on_hold = is_held and self.sequencer.next_seq_id > 0
             seq_id = None if is_on_hold or self.is_throttled else self.sequencer.take()
@@ -370,22 +379,26 @@ class ModelQueue:
                 error, _GRADIENT_UNCHANGED_OR_REPORTED
             ):
                 await self._invalidate_gradient(request_id)
-                result = _with_advice(result)
-            self._results.finish(request_id, result)
+                result = with_advice(result)
+            self._finish(seq_id, result)
             return
         if isinstance(outcome, Result):
-            self._results.finish(request_id, outcome)
+            self._finish(seq_id, outcome)
         else:
-            task = asyncio.create_task(self._finish_in_background(request_id, outcome))
+            task = asyncio.create_task(self._finish_in_background(seq_id, outcome))
             self._background.add(task)
             task.add_done_callback(self._background.discard)
 
-    async def _finish_in_background(self, request_id: str, outcome: Awaitable[Result]) -> None:
+    def _finish(self, seq_id: int, result: Result) -> None:
+        request_id = self.request_id(seq_id)
+        self.log.release(seq_id, lambda: self._results.finish(request_id, result))
+
+    async def _finish_in_background(self, seq_id: int, outcome: Awaitable[Result]) -> None:
         try:
             result = await outcome
         except Exception as error:  # noqa: BLE001 - as in _run
             result = to_result(error)
-        self._results.finish(request_id, result)
+        self._finish(seq_id, result)
 
     def _check_step(self, queued: QueuedRequest) -> None:
         """Reject a request of a step that has failed already."""
@@ -449,6 +462,7 @@ class ModelQueue:
         )
         # The missing request may have been part of the gradient.
         self._gradient_is_dirty = True
+        self.log.note_change()
         for seq_id in self.sequencer.skip_gap():
             del self._queued[seq_id]
             request_id = self.request_id(seq_id)
@@ -465,33 +479,3 @@ def _settle(future: asyncio.Future[Any], outcome: object) -> None:
         future.set_exception(outcome)
     else:
         future.set_result(outcome)
-
-
-def error_message(result: Result) -> str:
-    """Return the message of a terminal failure."""
-    return str(orjson.loads(result.body)["error"])
-
-
-def _with_advice(result: Result) -> Result:
-    """Return the failure of an optim_step, with a note that the gradient was dropped."""
-    answer = orjson.loads(result.body)
-    return failed(
-        f"{answer['error']}; the gradient was dropped: send the step's data again, then optim_step",
-        answer["category"],
-    )
-
-
-def to_result(error: Exception) -> Result:
-    """Convert an exception to a failed result; unexpected ones are logged, not shown."""
-    if isinstance(error, WireError):
-        return failed_with(error)
-    log.error("request failed unexpectedly", exc_info=error)
-    if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        return failed(
-            "the session head's disk is full (no space left on device): ask an administrator"
-            " to free space in its scratch folder, then send the request again",
-            "server",
-        )
-    return failed(
-        f"internal error ({type(error).__name__}); see the session head's log for details", "server"
-    )

@@ -12,14 +12,16 @@ them runs.
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 
 import structlog
 
+from tinkercloud_protocol import futures
 from tinkercloud_protocol.errors import NotFound, Overloaded, ResultGone
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.launch import Limits, Timings
+from tinkercloud_worker.head.completions import Completions
 
 log = structlog.get_logger(__name__)
 
@@ -78,6 +80,7 @@ class Results:
         now: Callable[[], float],
         on_drop: Callable[[str], None] = lambda _request_id: None,
         on_room: Callable[[str], None] = lambda _owner: None,
+        on_read: Callable[[str], None] = lambda _request_id: None,
     ) -> None:
         """Create an empty store.
 
@@ -87,19 +90,25 @@ class Results:
             now: a monotonic clock, in seconds.
             on_drop: called with the id of each result that is dropped.
             on_room: called with an owner whose `has_room` has become true.
+            on_read: called with the id of each result that is read for the first time.
         """
         self._timings = timings
         self._max_bytes = max_bytes
         self._now = now
         self._on_drop = on_drop
         self._on_room = on_room
+        self._on_read = on_read
         self._entries: dict[str, _Entry] = {}
         self._ids_by_target: dict[str, set[str]] = {}
         """Ids in `_entries` by model or sampling session."""
         self._owned: dict[str, _Owned] = {}
         """Results by owner."""
         self._is_frozen = False
+        self._held_back: set[str] = set()
+        """Models and sampling sessions whose results are not returned."""
         self._released = asyncio.Event()
+        self.completions = Completions()
+        """Completed samples, for clients that wait for all of theirs at once."""
 
     def open(self, request_id: str, digest: bytes, owner: str) -> bool:
         """Register an owner's request; return False if its id is already registered."""
@@ -107,6 +116,7 @@ class Results:
             return False
         self._entries[request_id] = _Entry(digest, owner)
         self._ids_by_target.setdefault(_target(request_id), set()).add(request_id)
+        self.completions.open(request_id)
         return True
 
     def has_room(self, owner: str) -> bool:
@@ -152,6 +162,7 @@ class Results:
             return
         entry.result = result
         entry.finished.set()
+        self.completions.finish(request_id, result)
         owned = self._owned.setdefault(entry.owner, _Owned())
         owned.num_bytes += entry.size
         if entry.read_at is not None:
@@ -185,8 +196,16 @@ class Results:
             else:
                 return
 
-    async def wait(self, request_id: str, seconds: float) -> Result | None:
+    async def wait(
+        self, request_id: str, seconds: float, max_bytes: int | None = None
+    ) -> Result | None:
         """Wait for a result; return None after `seconds`.
+
+        Args:
+            request_id: the request.
+            seconds: how long to wait.
+            max_bytes: size above which only the metadata of a result is returned, which does not
+                count as reading it; None means that all of it is.
 
         Raises:
             NotFound: the id is unknown, or its result is no longer kept.
@@ -206,11 +225,28 @@ class Results:
                     await self._released.wait()
         except TimeoutError:
             return None
-        if self._is_frozen:
+        result = entry.result
+        if self._is_frozen or result is None or _target(request_id) in self._held_back:
             return None
-        if entry.result is not None:
-            self._mark_read(request_id, entry)
-        return entry.result
+        if max_bytes is not None and len(result.body) > max_bytes:
+            return futures.metadata_of(result)
+        self._mark_read(request_id, entry)
+        return result
+
+    def acknowledge(self, target: str, request_ids: Iterable[str]) -> None:
+        """Drop results of a sampling session that its client has received completely."""
+        known = self._ids_by_target.get(target, set())
+        for request_id in known.intersection(request_ids):
+            if self._entries[request_id].read_at is not None:
+                self._drop(request_id)
+
+    def hold_back(self, targets: Set[str]) -> None:
+        """Return no results of these models and sampling sessions, which are being written."""
+        self._held_back |= targets
+
+    def give_out(self, targets: Set[str]) -> None:
+        """Return results again after `hold_back`."""
+        self._held_back -= targets
 
     def freeze(self) -> None:
         """Stop returning results: another process would not know which were read from now on."""
@@ -244,6 +280,7 @@ class Results:
     def release(self) -> None:
         """Wake all waiters, with or without a result."""
         self._released.set()
+        self.completions.close()
         for entry in self._entries.values():
             entry.finished.set()
 
@@ -258,6 +295,7 @@ class Results:
         if entry.read_at is not None or self._entries.get(request_id) is not entry:
             return
         entry.read_at = self._now()
+        self._on_read(request_id)
         if entry.result is not None:
             self._unlist(request_id, entry)
             self._owned[entry.owner].read[request_id] = entry.read_at
@@ -279,9 +317,14 @@ class Results:
             self._mark_read(request_id, self._entries[request_id])
 
     def discard(self, target: str) -> None:
-        """Drop the results of a model or sampling session, which are stored elsewhere."""
+        """Drop the results of a model or sampling session, which are stored elsewhere.
+
+        Those that wait for them are woken, so that their clients poll again.
+        """
         for request_id in list(self._ids_by_target.get(target, ())):
+            waiters = self._entries[request_id].finished
             self._drop(request_id)
+            waiters.set()
 
     def bytes_of(self, target: str) -> int:
         """Return the bytes of the results of a model or sampling session."""
@@ -322,6 +365,10 @@ class Results:
     def _drop(self, request_id: str) -> None:
         """Drop a result."""
         entry, target = self._entries.pop(request_id), _target(request_id)
+        if entry.read_at is None:
+            self.completions.lose(request_id)
+        else:
+            self.completions.forget(request_id)
         self._ids_by_target[target].discard(request_id)
         if not self._ids_by_target[target]:
             del self._ids_by_target[target]

@@ -3,30 +3,33 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import structlog
 
 from tinkercloud_protocol import futures
+from tinkercloud_protocol.batched_futures import RetrieveFuturesRequest
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.launch import HeadStatus, HeldModel, ModelSpec, SamplerSpec
-from tinkercloud_protocol.payloads import encode_sample_response
 from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_protocol.tensors import ForwardBackwardRequest
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.sampling_request import prepare
 from tinkercloud_worker.head.autosaver import Autosaver
 from tinkercloud_worker.head.backend import Backend, random_seed
+from tinkercloud_worker.head.durability import Durability
+from tinkercloud_worker.head.failures import to_result
 from tinkercloud_worker.head.idle_memory import IdleMemory
 from tinkercloud_worker.head.live_model import (
     LiveModel,
-    latest_checkpoint,
     new_model,
     too_many_models,
 )
-from tinkercloud_worker.head.queue import Operation, refusal, to_result
+from tinkercloud_worker.head.recovery import Recovery
+from tinkercloud_worker.head.reports import head_status, why_sample_waits
 from tinkercloud_worker.head.requests import (
     Prepared,
     Received,
@@ -34,10 +37,13 @@ from tinkercloud_worker.head.requests import (
     content_digest,
     sample_request_id,
 )
-from tinkercloud_worker.head.results import Results, sample_gone
+from tinkercloud_worker.head.results import Results
+from tinkercloud_worker.head.retrieval import Retrieval
+from tinkercloud_worker.head.sample import Sample
 from tinkercloud_worker.head.sample_limiter import SampleLimiter
 from tinkercloud_worker.head.samplers import Samplers
-from tinkercloud_worker.head.shutdown import HeadShutdown, Sample
+from tinkercloud_worker.head.sampling import run_sample
+from tinkercloud_worker.head.shutdown import HeadShutdown
 from tinkercloud_worker.head.suspended_models import SuspendedModel, SuspendedModels
 from tinkercloud_worker.head.suspension import Suspension
 
@@ -58,13 +64,16 @@ class HeadService:
             now=time.monotonic,
             on_drop=self._result_dropped,
             on_room=self._wake_queues,
+            on_read=self._result_read,
         )
+        backend.token_limits.listen(self._wake_queues)
         self._samplers = Samplers(backend)
+        self._retrieval = Retrieval(backend, self._results, self._samplers, self.recall)
         self._suspension = Suspension(backend, self._results, self._samplers)
+        self._durability = Durability(backend, self._suspension)
+        self._recovery = Recovery(self._suspension, self._durability)
         self._models: dict[str, LiveModel] = {}
-        self._suspended = SuspendedModels(
-            backend, self._models, self._results, self._samplers, self._suspension
-        )
+        self._suspended = SuspendedModels(backend, self._models, self._suspension, self._durability)
         self._resuming: dict[str, asyncio.Task[None]] = {}
         self._accepted: set[str] = set()
         """Those of `_resuming` that were suspended by this head and accepted before it stopped."""
@@ -79,10 +88,9 @@ class HeadService:
             self._resuming,
             self._accepted,
             self._samples,
-            self._results,
-            self._samplers,
             self._suspension,
             self._suspended,
+            self._durability,
         )
         self._autosaver = Autosaver(self._models)
         self._idle_memory = IdleMemory(backend)
@@ -100,6 +108,8 @@ class HeadService:
         """
         self._check_accepting()
         name = str(model_id)
+        if spec.resume_generation is not None:
+            self._suspended.accept_back(name)
         await self.recall(name)
         if name not in self._models and spec.resume_generation is not None:
             await asyncio.shield(self._resumption(model_id, self._resume(model_id, spec)))
@@ -115,11 +125,9 @@ class HeadService:
             model = new_model(model_id, spec, self._backend, self._samplers, self._results)
             self._models[name] = model
             self._autosaver.watch(model)
-            create = Operation(model.operations.create)
-            if refused is not None:
-                model.operations.refuse(refused.message)
-                create = refusal(refused)
-            model.queue.submit(0, b"create", 0, create)
+            if refused is None:
+                await self._durability.begin(model)
+            model.queue.submit(0, b"create", 0, model.creation(refused))
         return str(RequestId(model_id, 0))
 
     async def attach_model(self, model_id: str) -> int:
@@ -180,7 +188,7 @@ class HeadService:
             self._accepted.add(str(model_id))
 
         async def resume() -> None:
-            model, unfinished = await self._suspension.resume(
+            model, unfinished = await self._recovery.resume(
                 model_id, suspended.spec, suspended.manifest, accept
             )
             self._suspended.mark_resumed(str(model_id))
@@ -193,9 +201,7 @@ class HeadService:
         task.result()
 
     async def suspend_model(self, model_id: ModelId) -> bool:
-        """Write an unused model to the object store and free its memory. Idempotent.
-
-        The next request for the model resumes it.
+        """Write an unused model to the store; free its memory until its next request. Idempotent.
 
         Returns:
             False if it is in use, unknown or can't be written; nothing has changed then.
@@ -214,13 +220,20 @@ class HeadService:
         sessions = self._samplers.sessions_of_model(model.model_id)
         return any(s.request.sampling_session_id in sessions for s in self._samples.values())
 
+    async def move_model(self, model_id: ModelId) -> None:
+        """Let another head continue a model; see `SuspendedModels.move`."""
+        self._check_accepting()
+        if (task := self._resuming.get(str(model_id))) is not None:
+            await asyncio.wait({task})
+        await self._suspended.move(str(model_id), self._samples)
+
     def held(self) -> list[HeldModel]:
         """Return the models of this head and the memory they take."""
         return self._suspended.held()
 
     async def _resume(self, model_id: ModelId, spec: ModelSpec) -> None:
         # A head that started to stop meanwhile would not suspend the model: leave it in the store.
-        model, unfinished = await self._suspension.read(model_id, spec, self._check_accepting)
+        model, unfinished = await self._recovery.read(model_id, spec, self._check_accepting)
         self._add_resumed(model, unfinished)
 
     def _add_resumed(self, model: LiveModel, unfinished: list[SampleRequest]) -> None:
@@ -248,6 +261,7 @@ class HeadService:
             model.queue.close(f"model {model_id} was deleted")
             self._results.abandon(str(model_id))
             await model.operations.delete()
+            await self._durability.remove(str(model_id))
             _in_background = self._spawn(self._autosaver.discard(model))
 
     def submit(self, received: Received, key: str | None = None) -> str:
@@ -266,9 +280,15 @@ class HeadService:
         if received.is_numbered:
             return self._enqueue(model, received)
         seq_id = model.given_numbers.number(key, received.digest)
+        if key is not None:
+            model.queue.log.record_key(seq_id, key)
         request_id = self._enqueue(model, received.numbered(seq_id))
         model.given_numbers.record(seq_id, key)
         return request_id
+
+    async def accepted(self, model_id: str) -> None:
+        """Return once the requests of a model so far may be confirmed to clients."""
+        await self._model(model_id).queue.log.accepted()
 
     def _enqueue(self, model: LiveModel, received: Received) -> str:
         if isinstance(received.content, ForwardBackwardRequest):
@@ -280,10 +300,6 @@ class HeadService:
         return model.queue.submit(
             received.place.seq_id, received.digest, received.size, operation, elsewhere
         )
-
-    def mark_reported(self, request_id: str) -> None:
-        """Record that a client received a failure in another way than by its future."""
-        self._results.mark_read(request_id)
 
     def _model(self, model_id: str) -> LiveModel:
         self._check_accepting()
@@ -340,24 +356,18 @@ class HeadService:
         return request_id
 
     def _start_sample(self, prepared: Prepared) -> None:
-        request, request_id, backend = prepared.request, prepared.request_id, self._backend
-        session_id = SamplingSessionId.parse(request.sampling_session_id)
+        request, request_id = prepared.request, prepared.request_id
         owner = self.owner_of(request.sampling_session_id)
         self._results.open(str(request_id), prepared.digest, owner)
 
-        async def sample() -> Result:
-            async with self._samplers.sampling(session_id) as version:
-                sent = prepared.validated.sent_by(self._samplers.payer_of(session_id))
-                result = await backend.sampler.sample(version, sent)
-            backend.usage.count(sent.payer, result.usage(len(sent.prompt)))
-            return Result(encode_sample_response(result.sequences, result.prompt), futures.PROTOBUF)
+        work = partial(run_sample, self._backend, self._samplers, owner, prepared)
 
         def report_cancellation(task: asyncio.Task[None]) -> None:
             # A done callback, because the task may be cancelled before it starts.
             if task.cancelled():
                 self._finish(str(request_id), futures.failed("the request was cancelled", "user"))
 
-        task = self._spawn(self._resolve(str(request_id), sample))
+        task = self._spawn(self._resolve(str(request_id), work))
         task.add_done_callback(report_cancellation)
         self._samples[str(request_id)] = Sample(request, owner, prepared.size, task)
         self._sample_limiter.add(owner, prepared.size)
@@ -380,65 +390,37 @@ class HeadService:
         if sample is not None:
             sample.task.cancel()
 
-    async def retrieve(self, request_id: str, seconds: float | None = None) -> Result | None:
-        """Wait for a result; None if it takes longer than a long poll, or than `seconds`.
-
-        Raises:
-            ResultGone: it is a sample, and no longer kept.
-            NotFound: the request is unknown, or its result is no longer kept.
-        """
+    async def retrieve(
+        self, request_id: str, seconds: float | None = None, max_bytes: int | None = None
+    ) -> Result | None:
+        """Wait for a result (`Retrieval.retrieve`)."""
         self._last_activity = time.monotonic()
-        longest = self._backend.config.timings.long_poll_seconds
-        seconds = longest if seconds is None else min(seconds, longest)
-        try:
-            async with asyncio.timeout(seconds):
-                await self.recall(request_id.rpartition(":")[0])
-        except (TimeoutError, Unavailable) as error:
-            # The SDK polls again.
-            log.info(
-                "a result is waiting for its model to resume",
-                request_id=request_id,
-                reason=str(error),
-            )
-            return None
-        try:
-            return await self._results.wait(request_id, seconds)
-        except NotFound as error:
-            owner = self._samplers.owner_of(request_id.rpartition(":")[0])
-            if ":sample:" not in request_id or owner is None:
-                raise
-            raise sample_gone(error, owner, self._backend.config.limits) from None
+        return await self._retrieval.retrieve(request_id, seconds, max_bytes)
+
+    async def completed(self, request: RetrieveFuturesRequest, seconds: float | None) -> bytes:
+        """Wait until samples of a client are complete (`Retrieval.completed`)."""
+        self._last_activity = time.monotonic()
+        return await self._retrieval.completed(request, seconds)
 
     def why_waiting(self, request_id: str) -> tuple[futures.QueueState, str | None]:
         """Return why a request has no result yet, in the SDK's terms and in words."""
         parsed = RequestId.parse(request_id)
         if (model := self._models.get(str(parsed.target))) is not None:
             return model.why_waiting(parsed.seq_id)
-        if (sample := self._samples.get(request_id)) is None:
-            return "active", None
-        if (reason := self._sample_limiter.why_full(sample.owner)) is not None:
-            return (
-                "paused_rate_limit",
-                f"{reason}; further requests are rejected until some have finished",
-            )
-        return "active", f"{len(self._samples)} sampling requests are queued or running"
+        return why_sample_waits(
+            request_id, self._samples, self._sample_limiter, self._backend.token_limits
+        )
 
     def status(self) -> HeadStatus:
         """Return the head's status."""
-        config = self._backend.config
-        pending = sum(model.queue.sequencer.num_pending for model in self._models.values())
-        return HeadStatus(
-            head=config.head,
-            generation=config.generation,
-            model_name=config.model.name,
-            base_fingerprint=self._backend.base_fingerprint,
-            ready=not self._is_draining,
-            models=sorted(self._models),
-            samplers=len(self._samplers),
-            pending_requests=pending + len(self._samples),
+        return head_status(
+            self._backend,
+            self._models,
+            self._shutdown,
+            num_samplers=len(self._samplers),
+            num_samples=len(self._samples),
             idle_seconds=time.monotonic() - self._last_activity,
-            suspended=self._shutdown.is_suspended,
-            latest_checkpoint=latest_checkpoint(self._models.values()),
+            is_draining=self._is_draining,
         )
 
     async def checkpoint(self, only: str = "") -> list[str]:
@@ -463,13 +445,10 @@ class HeadService:
         self._autosaver.close()
         await self._shutdown.suspend(store or self._backend.store)
 
-    def release_waiters(self) -> None:
-        """Make waiting clients poll again, at another head."""
-        self._results.release()
-
     def close(self) -> None:
         """Stop immediately."""
         self._autosaver.close()
+        self._durability.close()
         for model in self._models.values():
             model.queue.close("the session head stopped")
         for task in self._tasks:
@@ -491,6 +470,10 @@ class HeadService:
             await asyncio.sleep(_SWEEP_SECONDS)
             self._results.sweep()
             await self._idle_memory.check(self.status())
+
+    def _result_read(self, request_id: str) -> None:
+        if (model := self._models.get(request_id.rpartition(":")[0])) is not None:
+            model.queue.log.record_read(request_id)
 
     def _result_dropped(self, request_id: str) -> None:
         parsed = RequestId.parse(request_id)

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 import structlog
 
 from tinkercloud_protocol.errors import Unavailable
-from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.durability import Durability
+from tinkercloud_worker.head.failures import error_message, to_result
 from tinkercloud_worker.head.live_model import LiveModel
-from tinkercloud_worker.head.queue import error_message, to_result
-from tinkercloud_worker.head.results import Results
-from tinkercloud_worker.head.samplers import Samplers
+from tinkercloud_worker.head.sample import Sample
 from tinkercloud_worker.head.suspended_models import SuspendedModels
 from tinkercloud_worker.head.suspension import Suspension
 
@@ -21,17 +20,6 @@ log = structlog.get_logger(__name__)
 
 _MAX_CONCURRENT = 4
 """Models that are written at the same time; each is in memory twice meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A sampling request that is not finished."""
-
-    request: SampleRequest
-    owner: str
-    size: int
-    """Bytes it takes while it is queued."""
-    task: asyncio.Task[None]
 
 
 @dataclass(slots=True)
@@ -43,10 +31,9 @@ class HeadShutdown:
     resuming: Mapping[str, asyncio.Task[None]]
     accepted: Set[str]
     samples: Mapping[str, Sample]
-    results: Results
-    samplers: Samplers
     suspension: Suspension
     suspended: SuspendedModels
+    durability: Durability
     is_suspended: bool = False
     """Whether all models are written."""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -85,7 +72,7 @@ class HeadShutdown:
         work += [sample.task for sample in self.samples.values()]
         if work:
             await asyncio.wait(work, timeout=self.backend.config.timings.drain_seconds)
-        self.results.freeze()
+        self.suspension.results.freeze()
 
     async def _suspend(
         self, model: LiveModel, room: asyncio.Semaphore, store: CheckpointStore
@@ -98,7 +85,7 @@ class HeadShutdown:
             # The model was deleted meanwhile.
             return None
         async with room:
-            sessions = self.samplers.sessions_of_model(model.model_id)
+            sessions = self.suspension.samplers.sessions_of_model(model.model_id)
             samples = [sample.request for sample in self.samples.values()]
             unfinished = [r for r in samples if r.sampling_session_id in sessions]
             try:
@@ -106,6 +93,7 @@ class HeadShutdown:
             except Exception as error:
                 log.exception("a model could not be suspended", model_id=str(model.model_id))
                 return error_message(to_result(error))
+            await self.durability.remove(str(model.model_id))
             self._written.add(str(model.model_id))
             log.info("suspended", model_id=str(model.model_id))
             return None

@@ -8,30 +8,46 @@ wait.
 The stored state carries this head's generation. If the head dies, another head resumes the model
 from it. A model that is resumed here diverges from the stored state, which is therefore withdrawn
 before any of the model's requests run.
+
+A model can also be *moved*: it is suspended although it is in use, for another head to continue.
+From then on requests for it fail with `Moved`, and it is never resumed here from that state.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, MutableMapping
+import time
+from collections.abc import Callable, Coroutine, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 
+from tinkercloud_protocol import routes
 from tinkercloud_protocol.checkpoints import SuspendedManifest
-from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.errors import Unavailable, WireError
 from tinkercloud_protocol.ids import SamplingSessionId
 from tinkercloud_protocol.launch import HeldModel, ModelSpec
 from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.durability import Durability
 from tinkercloud_worker.head.idle_memory import return_free_memory
 from tinkercloud_worker.head.live_model import LiveModel
-from tinkercloud_worker.head.results import Results
-from tinkercloud_worker.head.samplers import Samplers
+from tinkercloud_worker.head.sample import Sample
 from tinkercloud_worker.head.suspension import Suspension
 
 log = structlog.get_logger(__name__)
 
 _RECALL_SECONDS = 45.0
 """How long a request waits for its model: less than the API server waits for a response."""
+_NOT_CREATED_SECONDS = 900.0
+"""How long a model is not accepted that was moved before this head knew it: longer than an API
+server tries to place a model here, so that a late attempt cannot create a second copy."""
+_REMEMBERED = 1 << 12
+"""Moved models that are remembered by name."""
+
+
+class Moved(WireError):
+    """Another head continues the model; the request must be sent there."""
+
+    status = routes.WRONG_GENERATION_STATUS
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,28 +67,29 @@ class SuspendedModels:
         self,
         backend: Backend,
         models: MutableMapping[str, LiveModel],
-        results: Results,
-        samplers: Samplers,
         suspension: Suspension,
+        durability: Durability,
     ) -> None:
         """Start without suspended models.
 
         Args:
             backend: the head's.
             models: models in memory, by id. Suspending removes them; the service adds resumed ones.
-            results: the head's.
-            samplers: the head's.
             suspension: writes models.
+            durability: the journals of the models in memory.
         """
         self._backend = backend
         self._models = models
-        self._results = results
-        self._samplers = samplers
+        self._results = suspension.results
+        self._samplers = suspension.samplers
         self._suspension = suspension
+        self._durability = durability
         self._suspending: dict[str, asyncio.Task[bool]] = {}
         self._suspended: dict[str, SuspendedModel] = {}
         self._models_of: dict[str, str] = {}
-        """Sampling session to its model, which is suspended or being suspended."""
+        """Sampling session to its model, which is suspended, being suspended, or moved."""
+        self._moved: dict[str, float | None] = {}
+        """Moved models, the earliest first; with the time of the move if it was unknown here."""
 
     def get(self, name: str) -> SuspendedModel | None:
         """Return a suspended model."""
@@ -86,8 +103,11 @@ class SuspendedModels:
     def _describe(self, model: LiveModel) -> HeldModel:
         name, sessions = str(model.model_id), self._samplers.sessions_of_model(model.model_id)
         published = self._samplers.of_model(model.model_id)
+        run = self._durability.of(name)
         return HeldModel(
             model_id=name,
+            is_durable=run is not None and run.degraded is None,
+            degraded=run.degraded if run is not None else None,
             model_bytes=self._backend.trainer.memory_bytes(name),
             sampler_bytes=sum(sampler.size_bytes for sampler in published),
             result_bytes=sum(self._results.bytes_of(target) for target in (name, *sessions)),
@@ -105,38 +125,123 @@ class SuspendedModels:
         If it fails, the model continues unchanged, and the log says why.
         """
         name = str(model.model_id)
-        task = self._suspending.get(name)
-        if task is None:
-            self._models_of.update(
-                dict.fromkeys(self._samplers.sessions_of_model(model.model_id), name)
-            )
-            task = self._suspending[name] = asyncio.create_task(self._suspend(name, model))
-            task.add_done_callback(lambda _: self._suspending.pop(name, None))
+        task = self._suspending.get(name) or self._start(model, self._suspend(name, model))
         return await asyncio.shield(task)
+
+    def _start(self, model: LiveModel, work: Coroutine[Any, Any, bool]) -> asyncio.Task[bool]:
+        """Start to suspend a model; requests for it wait for that from now on."""
+        name = str(model.model_id)
+        self._route_sessions(model)
+        task = self._suspending[name] = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._suspending.pop(name, None))
+        return task
+
+    def _route_sessions(self, model: LiveModel) -> set[str]:
+        """Let requests for the sampling sessions of a model wait for it; return the sessions."""
+        sessions = self._samplers.sessions_of_model(model.model_id)
+        self._models_of.update(dict.fromkeys(sessions, str(model.model_id)))
+        return sessions
 
     async def _suspend(self, name: str, model: LiveModel) -> bool:
         try:
             await model.queue.pause()
             manifest = await self._suspension.write_all(model)
-        except Exception as error:
-            log.warning(
-                "suspending a model failed; it stays in memory", model_id=name, exc_info=error
-            )
-            self._forget_sessions(name)
-            model.queue.unpause()
+        except Exception as error:  # noqa: BLE001 - the model continues, whatever it is
+            self._stay(name, model, error)
             return False
         sessions = self._samplers.sessions_of_model(model.model_id)
         self._suspended[name] = SuspendedModel(model.spec, frozenset(sessions), manifest)
         del self._models[name]
-        await self._free(model, sessions)
+        await self._durability.remove(name)
+        await self._free(model, sessions, [])
         log.info("suspended an inactive model", model_id=name)
         return True
 
-    async def _free(self, model: LiveModel, sessions: set[str]) -> None:
-        """Free the memory of a stored model."""
+    def _stay(self, name: str, model: LiveModel, error: Exception) -> None:
+        """Continue a model that could not be written."""
+        log.warning("suspending a model failed; it stays in memory", model_id=name, exc_info=error)
+        self._forget_sessions(name)
+        model.queue.unpause()
+
+    async def move(self, name: str, samples: Mapping[str, Sample]) -> None:
+        """Let another head continue a model: write it, in use or not, and free its memory.
+
+        Its running request finishes here; requests that wait, results, and running samples continue
+        there. Idempotent. A model that is unknown here is not accepted for some time: an API server
+        may be about to create it here.
+
+        Args:
+            name: its id.
+            samples: all unfinished sampling requests of the head.
+
+        Raises:
+            Unavailable: it can't be written now; it continues here unchanged.
+        """
+        while (task := self._suspending.get(name)) is not None:
+            await asyncio.wait({task})
+        if (model := self._models.get(name)) is not None:
+            task = self._start(model, self._release(name, model, samples))
+            if not await asyncio.shield(task):
+                raise Unavailable(f"model {name} could not be written; it was not moved")
+        elif self._suspended.pop(name, None) is not None:
+            self._record_moved(name, None)
+        elif name not in self._moved:
+            self._record_moved(name, time.monotonic())
+
+    async def _release(self, name: str, model: LiveModel, samples: Mapping[str, Sample]) -> bool:
+        targets = {name}
+        try:
+            await model.quiesce()
+            # The last request may have published weights.
+            sessions = self._route_sessions(model)
+            targets |= sessions
+            self._results.hold_back(targets)
+            running = [s for s in samples.values() if s.request.sampling_session_id in sessions]
+            await self._suspension.write_all(model, [each.request for each in running])
+        except Exception as error:  # noqa: BLE001 - the model continues, whatever it is
+            self._stay(name, model, error)
+            self._results.give_out(targets)
+            return False
+        # In one step, so that no request finds neither the model nor this record.
+        self._record_moved(name, None)
+        del self._models[name]
+        await self._durability.remove(name)
+        await self._free(model, sessions, [each.task for each in running])
+        self._results.give_out(targets)
+        log.info("another head continues a model", model_id=name)
+        return True
+
+    def _record_moved(self, name: str, moment: float | None) -> None:
+        self._moved[name] = moment
+        while len(self._moved) > _REMEMBERED:
+            earliest = next(iter(self._moved))
+            del self._moved[earliest]
+            self._forget_sessions(earliest)
+
+    def accept_back(self, name: str) -> None:
+        """Prepare for a model that another head has suspended.
+
+        Raises:
+            Moved: it was moved before it arrived here; this may be a late attempt to create it.
+        """
+        moment = self._moved.get(name)
+        if moment is not None and time.monotonic() - moment < _NOT_CREATED_SECONDS:
+            raise Moved(f"model {name} was moved to another session head")
+        if name in self._moved:
+            del self._moved[name]
+            self._forget_sessions(name)
+
+    async def _free(
+        self, model: LiveModel, sessions: set[str], running: Sequence[asyncio.Task[None]]
+    ) -> None:
+        """Free the memory of a stored model, whose running samples end."""
         for target in (str(model.model_id), *sessions):
             self._results.discard(target)
         model.queue.close("the model was suspended")
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
         try:
             for session in sessions:
                 await self._samplers.retire(SamplingSessionId.parse(session))
@@ -152,8 +257,13 @@ class SuspendedModels:
 
         Args:
             target: the model or sampling session that the request is for.
+
+        Raises:
+            Moved: another head continues the model.
         """
         name = self._models_of.get(target, target)
+        if name in self._moved and name not in self._suspending:
+            raise Moved(f"model {name} was moved to another session head")
         return name if name in self._suspended or name in self._suspending else None
 
     async def recall(
@@ -189,6 +299,7 @@ class SuspendedModels:
         if (task := self._suspending.get(name)) is not None:
             task.cancel()
             await asyncio.wait({task})
+        self._moved.pop(name, None)
         self.mark_resumed(name)
 
     async def settle(self) -> None:

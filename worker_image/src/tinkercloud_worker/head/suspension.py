@@ -11,7 +11,7 @@ selects them.
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -53,27 +53,24 @@ from tinkercloud_worker.engine.trainer import (
     TrainingState,
     WeightsSnapshot,
 )
-from tinkercloud_worker.head import requests
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.live_model import LiveModel, new_model
 from tinkercloud_worker.head.operations import Operations
 from tinkercloud_worker.head.queue import (
-    REFUSED,
-    Operation,
     QueuedRequest,
     QueueSnapshot,
-    RequestSource,
-    refusal,
 )
+from tinkercloud_worker.head.repeating import mark_read, repeated, restored_operation
 from tinkercloud_worker.head.results import ExportedResult, Results
 from tinkercloud_worker.head.samplers import Published, Samplers
+from tinkercloud_worker.journal.records import Record
 
 log = structlog.get_logger(__name__)
 
 _UPLOAD_INTERRUPTED = "the session head stopped before the upload finished; save again"
 
 
-class _Writer:
+class StateWriter:
     """Writes the files of one suspended state one at a time, and its manifest last."""
 
     def __init__(self, store: CheckpointStore, manifest: SuspendedManifest) -> None:
@@ -95,6 +92,22 @@ class _Writer:
         manifest = self._manifest.model_copy(update={"files": self._files})
         await self._store.commit_suspended(manifest)
         return manifest
+
+
+async def _nothing(model: LiveModel) -> None:
+    """Stands for a preparation until there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """A state of a model, and where it is."""
+
+    manifest: SuspendedManifest
+    store: CheckpointStore
+    prepare: Callable[[LiveModel], Awaitable[None]] = _nothing
+    """Called before any of the model's requests can run."""
+    later: Sequence[Record] = ()
+    """Requests that followed the state, from a journal."""
 
 
 class SamplersLeftBehind(WireError):
@@ -120,26 +133,33 @@ class Suspension:
             store: where to write.
         """
         limit = self.backend.config.limits.max_sampler_bytes
-        writer = self._writer(model, store)
-        samplers = await self._write_samplers(model.model_id, writer, limit)
+        writer, published = self.writer(model, store), self.samplers.of_model(model.model_id)
+        samplers = await self.write_samplers(published, model.model_id, writer, limit)
         await self._write_rest(model, unfinished, samplers, writer)
 
-    async def write_all(self, model: LiveModel) -> SuspendedManifest:
-        """Write a model whose queue is paused and whose samplers are idle, with all samplers.
+    async def write_all(
+        self, model: LiveModel, unfinished: Sequence[SampleRequest] = ()
+    ) -> SuspendedManifest:
+        """Write a model whose queue is paused, with all samplers.
+
+        Args:
+            model: the model.
+            unfinished: sampling requests to the model's own samplers, to restart later.
 
         Raises:
             SamplersLeftBehind: some samplers can't be written; then nothing was.
         """
         limit = self.backend.config.limits.max_snapshot_bytes
-        writer = self._writer(model, self.backend.store)
-        samplers = await self._write_samplers(model.model_id, writer, limit)
-        written = {session for sampler in samplers for session in sampler.sessions}
+        writer = self.writer(model, self.backend.store)
         published = self.samplers.of_model(model.model_id)
+        samplers = await self.write_samplers(published, model.model_id, writer, limit)
+        written = {session for sampler in samplers for session in sampler.sessions}
         if missing := {s for sampler in published for s in sampler.sessions} - written:
             raise SamplersLeftBehind(f"the weights of {sorted(missing)} could not be written")
-        return await self._write_rest(model, [], samplers, writer)
+        return await self._write_rest(model, unfinished, samplers, writer)
 
-    def _writer(self, model: LiveModel, store: CheckpointStore) -> _Writer:
+    def writer(self, model: LiveModel, store: CheckpointStore) -> StateWriter:
+        """Return the writer of a model's state."""
         config = self.backend.config
         manifest = SuspendedManifest(
             run_id=str(model.model_id),
@@ -153,27 +173,28 @@ class Suspension:
             data_prefix=uuid.uuid4().hex,
             files={},
         )
-        return _Writer(store, manifest)
+        return StateWriter(store, manifest)
 
     async def _write_rest(
         self,
         model: LiveModel,
         unfinished: Sequence[SampleRequest],
         samplers: list[StoredSampler],
-        writer: _Writer,
+        writer: StateWriter,
     ) -> SuspendedManifest:
         """Write everything except the samplers, and the manifest last."""
         bodies = Bodies()
-        head = self._head_state(model, unfinished, bodies)
+        head = self.head_state(model, unfinished, bodies)
         gradient_lost = await _write_training(model, self.backend.config.model.name, writer)
         head = head.model_copy(update={"samplers": samplers, "gradient_lost": gradient_lost})
         await writer.put(HEAD_STATE, head.model_dump_json().encode())
         await writer.put(BODIES, bodies.encode())
         return await writer.commit()
 
-    def _head_state(
+    def head_state(
         self, model: LiveModel, unfinished: Sequence[SampleRequest], bodies: Bodies
     ) -> HeadState:
+        """Return the state of a model of which no request runs, without weights and samplers."""
         state = model.queue.snapshot()
         samples = [bodies.add(request.model_dump_json().encode()) for request in unfinished]
         return HeadState(
@@ -206,12 +227,16 @@ class Suspension:
             for name in interrupted
         ]
 
-    async def _write_samplers(
-        self, model_id: ModelId, writer: _Writer, limit: int
+    async def write_samplers(
+        self,
+        samplers: Sequence[Published],
+        model_id: ModelId,
+        writer: StateWriter,
+        limit: int,
     ) -> list[StoredSampler]:
-        """Write the model's own samplers, the latest first, up to `limit` bytes."""
+        """Write some of the model's own samplers, the latest first, up to `limit` bytes."""
         stored: list[StoredSampler] = []
-        for published in self.samplers.of_model(model_id):
+        for published in samplers:
             room = limit - writer.size_of(formats.SAMPLER_PREFIX)
             if published.size_bytes > room:
                 log.warning(
@@ -243,55 +268,51 @@ class Suspension:
             )
         return stored
 
-    async def read(
-        self, model_id: ModelId, spec: ModelSpec, accept: Callable[[], None]
+    async def resume(
+        self, model_id: ModelId, spec: ModelSpec, stored: StoredState, accept: Callable[[], None]
     ) -> tuple[LiveModel, list[SampleRequest]]:
         """Restore a model; return it with the sampling requests to restart.
 
         Args:
             model_id: the model.
             spec: its expected specification.
+            stored: its state.
             accept: raises if the head accepts no more models. Called last, before any of the
                 model's requests can run.
 
         Raises:
-            StateLost: the head of that generation did not suspend it.
-            InvalidRequest: the suspended state is damaged, or was trained on another base.
-            Unavailable: the trainer lost it meanwhile; the suspended state still exists.
+            StateLost: the state is one of another model.
+            InvalidRequest: the state is damaged, or was trained on another base.
+            Unavailable: the trainer lost the model meanwhile; the state still exists.
         """
-        store = self.backend.store
-        manifest = await store.find_suspended(str(model_id))
-        if manifest is None or not manifest.continues_from(spec.resume_generation or ""):
-            raise StateLost(f"the last head of training run {model_id} did not suspend it")
-        return await self.resume(model_id, spec, manifest, accept)
-
-    async def resume(
-        self,
-        model_id: ModelId,
-        spec: ModelSpec,
-        manifest: SuspendedManifest,
-        accept: Callable[[], None],
-    ) -> tuple[LiveModel, list[SampleRequest]]:
-        """Restore a model from this state; see `read`."""
-        store = self.backend.store
+        store, manifest = stored.store, stored.manifest
         self._check_fits(manifest, spec)
         files = {name: await store.read_file(manifest, name) for name in (HEAD_STATE, BODIES)}
         head = SuspendedHead(manifest, files)
         model = new_model(model_id, spec, self.backend, self.samplers, self.results)
         try:
-            await self._restore_weights(model, manifest, head.state)
-            await self._restore_samplers(model_id, manifest, head.state.samplers)
+            await self._restore_weights(model, stored, head.state)
+            await self._restore_samplers(model_id, stored, head.state.samplers)
             own = self.backend.config.generation
             model.operations.schedule.changed(time.monotonic(), head.state.unsaved_changes)
             model.lineage = [each for each in manifest.lineage if each != own]
             model.operations.checkpoints.continue_after(manifest.created_at)
             model.operations.checkpoints.inherited = head.state.latest_checkpoint
+            later = await asyncio.to_thread(
+                repeated,
+                model,
+                stored.later,
+                head.state.next_seq_id,
+                {waiting.seq_id for waiting in head.state.waiting},
+            )
+            await stored.prepare(model)
             accept()
             if manifest.generation == own:
                 # The catalog names this head: once the model has changed, no other head may resume
                 # it from this state.
                 await store.withdraw_suspended(manifest)
-            self._restore_order(model, head)
+            self._restore_order(model, head, later)
+            mark_read(self.results, stored.later)
         except BaseException as error:
             model.queue.close("the model could not be resumed")
             await model.operations.delete()
@@ -312,34 +333,36 @@ class Suspension:
             raise InvalidRequest(f"{manifest} can't be resumed: {mismatch}")
 
     async def _restore_weights(
-        self, model: LiveModel, manifest: SuspendedManifest, head: HeadState
+        self, model: LiveModel, stored: StoredState, head: HeadState
     ) -> None:
         if head.refused is not None:
             model.operations.refuse(head.refused)
             return
-        await model.operations.restore(await self._read_state(manifest))
+        await model.operations.restore(await self._read_state(stored))
         if head.gradient_lost is not None:
             model.operations.mark_gradient_lost(head.gradient_lost)
-        if GRADIENT in manifest.files:
-            await model.operations.restore_gradient(await self._read_tensors(manifest, GRADIENT))
+        if GRADIENT in stored.manifest.files:
+            await model.operations.restore_gradient(await self._read_tensors(stored, GRADIENT))
 
-    async def _read_state(self, manifest: SuspendedManifest) -> TrainingState:
+    async def _read_state(self, stored: StoredState) -> TrainingState:
+        manifest = stored.manifest
         names = formats.files_of_state(manifest)
-        files = {name: await self.backend.store.read_file(manifest, name) for name in names}
+        files = {name: await stored.store.read_file(manifest, name) for name in names}
         return await asyncio.to_thread(formats.decode_state, manifest, files)
 
-    async def _read_tensors(self, manifest: SuspendedManifest, name: str) -> Gradient:
-        content = await self.backend.store.read_file(manifest, name)
+    async def _read_tensors(self, stored: StoredState, name: str) -> Gradient:
+        manifest = stored.manifest
+        content = await stored.store.read_file(manifest, name)
         return await asyncio.to_thread(formats.decode_tensors, manifest, {name: content}, name)
 
     async def _restore_samplers(
-        self, model_id: ModelId, manifest: SuspendedManifest, samplers: Sequence[StoredSampler]
+        self, model_id: ModelId, state: StoredState, samplers: Sequence[StoredSampler]
     ) -> None:
         """Publish the samplers, the oldest first; read each file once."""
         read: dict[str, WeightsSnapshot] = {}
         for stored in reversed(samplers):
             if stored.file not in read:
-                tensors = await self._read_tensors(manifest, stored.file)
+                tensors = await self._read_tensors(state, stored.file)
                 read[stored.file] = WeightsSnapshot(stored.lora, tensors)
             weights = read[stored.file]
             published = Published(
@@ -347,12 +370,16 @@ class Suspension:
             )
             await self.samplers.restore(model_id, published, weights)
 
-    def _restore_order(self, model: LiveModel, head: SuspendedHead) -> None:
+    def _restore_order(
+        self, model: LiveModel, head: SuspendedHead, later: Sequence[QueuedRequest]
+    ) -> None:
         """Restore results and requests; the model's queue runs from here on."""
         waiting = [
             QueuedRequest(
                 stored.seq_id,
-                _restored_operation(model, stored, head.body(stored.body)),
+                restored_operation(
+                    model, stored.seq_id, stored.path, stored.role, head.body(stored.body)
+                ),
                 bytes.fromhex(stored.digest),
                 stored.size,
                 stored.knows_of,
@@ -371,10 +398,11 @@ class Suspension:
         state = head.state
         for key, seq_id in state.keys.items():
             model.given_numbers.record(seq_id, key)
+        waiting += later
         model.queue.restore(QueueSnapshot(state.next_seq_id, waiting, state.failure))
 
 
-async def _write_training(model: LiveModel, base_model: str, writer: _Writer) -> str | None:
+async def _write_training(model: LiveModel, base_model: str, writer: StateWriter) -> str | None:
     """Write the state and the gradient; return how the gradient was lost, if it was."""
     operations = model.operations
     if operations.refused is not None:
@@ -388,7 +416,7 @@ async def _write_training(model: LiveModel, base_model: str, writer: _Writer) ->
     return None
 
 
-async def _write_state(operations: Operations, base_model: str, writer: _Writer) -> None:
+async def _write_state(operations: Operations, base_model: str, writer: StateWriter) -> None:
     """Write the state, and free it before the gradient is exported."""
     files = await asyncio.to_thread(
         formats.encode_state, await operations.export_state(), base_model
@@ -397,7 +425,7 @@ async def _write_state(operations: Operations, base_model: str, writer: _Writer)
         await writer.put(name, content)
 
 
-async def _write_gradient(operations: Operations, writer: _Writer) -> None:
+async def _write_gradient(operations: Operations, writer: StateWriter) -> None:
     gradient = await operations.export_gradient()
     if gradient is not None:
         await writer.put(GRADIENT, await asyncio.to_thread(formats.encode_tensors, gradient))
@@ -424,19 +452,6 @@ def _stored_result(kept: ExportedResult, bodies: Bodies) -> StoredResult:
         body=bodies.add(kept.result.body),
         content_type=kept.result.content_type,
         is_read=kept.is_read,
-    )
-
-
-def _restored_operation(model: LiveModel, stored: StoredRequest, body: bytes) -> Operation:
-    """Return the operation of a stored request; one that this release rejects fails."""
-    if stored.path == REFUSED:
-        return refusal(requests.restored_error(body), stored.role)
-    try:
-        request = requests.read(stored.path, body)
-    except InvalidRequest as error:
-        return refusal(error, stored.role)
-    return model.operation(
-        requests.with_number(request, stored.seq_id), RequestSource(stored.path, body)
     )
 
 

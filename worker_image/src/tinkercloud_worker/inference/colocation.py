@@ -7,7 +7,7 @@ memory that they leave in torch's cache is released too.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ class ColocatedThread(EngineThread):
         release: Callable[[], None],
         on_crash: Callable[[BaseException], None],
         *,
-        weights: Mapping[str, int] | None = None,
+        weights: dict[str, int] | None = None,
         usage: UsageMeter | None = None,
     ) -> None:
         """Create a thread.

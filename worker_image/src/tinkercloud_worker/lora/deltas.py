@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tinkercloud_worker.device.matmul import matmul_float32
+from tinkercloud_worker.lora.groups import AdapterGroup, groups_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,13 +88,9 @@ class _AddDeltas(torch.autograd.Function):
         *masters: Tensor,
     ) -> Tensor:
         total_N = y_N.clone()
-        middles = []
-        for rows, scale, a, b in _each(places, scales, masters):
-            u_Nr = x_N[rows] @ a.T
-            total_N[rows].addmm_(u_Nr, b.T, alpha=scale)
-            middles.append(u_Nr)
-        ctx.save_for_backward(x_N, *middles)
-        ctx.places, ctx.scales, ctx.masters = places, scales, masters
+        groups = _groups(places, scales, masters)
+        ctx.save_for_backward(x_N, *[group.add_to(total_N, x_N) for group in groups])
+        ctx.groups, ctx.count = groups, len(masters)
         return total_N
 
     @staticmethod
@@ -103,25 +100,53 @@ class _AddDeltas(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x_N, *middles = ctx.saved_tensors
         dx_N = torch.zeros_like(x_N) if ctx.needs_input_grad[0] else None
-        for u_Nr, (rows, scale, a, b) in zip(
-            middles, _each(ctx.places, ctx.scales, ctx.masters), strict=True
-        ):
-            du_Nr = dy_N[rows] @ b
-            if a.grad is not None:
-                a.grad.addmm_(du_Nr.T, x_N[rows], alpha=scale)
-            if b.grad is not None:
-                b.grad.addmm_(dy_N[rows].T, u_Nr, alpha=scale)
-            if dx_N is not None:
-                dx_N[rows].addmm_(du_Nr, a, alpha=scale)
-        return dx_N, dy_N, None, None, *(None for _ in ctx.masters)
+        for group, u in zip(ctx.groups, middles, strict=True):
+            group.backward(dy_N, x_N, u, dx_N)
+        return dx_N, dy_N, None, None, *(None for _ in range(ctx.count))
 
 
-def _each(
+@dataclass(frozen=True, slots=True, eq=False)
+class _SingleAdapter:
+    """An adapter that is multiplied by itself, as if it were alone in the pass."""
+
+    rows: slice
+    scale: float
+    a: Tensor
+    b: Tensor
+
+    def add_to(self, total_N: Tensor, x_N: Tensor) -> Tensor:
+        """See `AdapterGroup.add_to`; the intermediate [rows, r] is not scaled."""
+        u_Nr = x_N[self.rows] @ self.a.T
+        total_N[self.rows].addmm_(u_Nr, self.b.T, alpha=self.scale)
+        return u_Nr
+
+    def backward(self, dy_N: Tensor, x_N: Tensor, u_Nr: Tensor, dx_N: Tensor | None) -> None:
+        """See `AdapterGroup.backward`."""
+        rows, a, b = self.rows, self.a, self.b
+        du_Nr = dy_N[rows] @ b
+        if a.grad is not None:
+            a.grad.addmm_(du_Nr.T, x_N[rows], alpha=self.scale)
+        if b.grad is not None:
+            b.grad.addmm_(dy_N[rows].T, u_Nr, alpha=self.scale)
+        if dx_N is not None:
+            dx_N[rows].addmm_(du_Nr, a, alpha=self.scale)
+
+
+def _groups(
     places: Sequence[slice], scales: Sequence[float], masters: Sequence[Tensor]
-) -> Iterable[tuple[slice, float, Tensor, Tensor]]:
-    """Yield each adapter's positions, scale, A and B."""
+) -> Sequence[_SingleAdapter | AdapterGroup]:
+    """Return the products to compute; a single adapter computes the same bits as ever."""
     count = len(places)
-    return zip(places, scales, masters[:count], masters[count:], strict=True)
+    each = list(zip(places, scales, masters[:count], masters[count:], strict=True))
+    if count == 1:
+        return [_SingleAdapter(*each[0])]
+    sizes = tuple((rows.stop - rows.start, len(a)) for rows, _, a, _ in each)
+    return [
+        AdapterGroup(*zip(*[each[member] for member in members], strict=True))
+        if len(members) > 1
+        else _SingleAdapter(*each[members[0]])
+        for members in groups_of(sizes)
+    ]
 
 
 class LoraProducts:

@@ -66,11 +66,13 @@ class ExpertDeltas:
 def find_experts(model: PreTrainedModel) -> list[FusedExperts]:
     """Return the adaptable experts of a model, in the order of its modules.
 
-    Adaptable experts are gated and without biases, with the gate before the up projection, each
-    [out, in]. This holds for all mixtures that transformers computes by its common code, with a few
-    exceptions (`unadaptable_experts`). Adapters have the names of expert weights in the family's
-    checkpoints, without the expert's number: `...mlp.experts.gate_proj`, or in Mixtral
-    `...block_sparse_moe.experts.w1`.
+    Adaptable experts are gated, and of one of two forms: without biases, with the gate before the
+    up projection, each [out, in]; or that of gpt-oss, with biases and alternating outputs of gate
+    and up projection, each [in, out]. This holds for all mixtures that transformers computes by its
+    common code, with a few exceptions (`unadaptable_experts`). Adapters have the names of expert
+    weights in the family's checkpoints, without the expert's number: `...mlp.experts.gate_proj`, or
+    in Mixtral `...block_sparse_moe.experts.w1`. Checkpoints of gpt-oss stack the experts; adapters
+    have the names that `tinker_cookbook.weights` merges into them.
     """
     family = model.config.get_text_config().model_type
     return [
@@ -92,12 +94,15 @@ def unadaptable_experts(experts: Sequence[FusedExperts], model: PreTrainedModel)
 
 
 def _is_adaptable(module: nn.Module) -> bool:
-    form = ("has_gate", "is_concatenated", "has_bias", "is_transposed", "has_post_expert_norm")
-    return tuple(getattr(module, each, None) for each in form) == (True, True, False, False, False)
+    names = ("is_concatenated", "has_bias", "is_transposed")
+    form = tuple(getattr(module, each, None) for each in names)
+    known = form in {(True, False, False), (False, True, True)}
+    return known and bool(module.has_gate) and not module.has_post_expert_norm
 
 
 def _fused(name: str, module: Any, family: str) -> FusedExperts:  # noqa: ANN401 - of 60 classes
-    count, hidden, width = module.down_proj.shape
+    count, *sizes = module.down_proj.shape
+    width, hidden = sizes if module.is_transposed else reversed(sizes)
     leaves, prefix = ("gate_proj", "up_proj", "down_proj"), name
     if family in _MIXTRALS:
         leaves, prefix = ("w1", "w3", "w2"), name.replace(".mlp.", ".block_sparse_moe.")
@@ -167,9 +172,19 @@ def _computed(
         low_Nr = hidden_ND @ delta.a[0].to(dtype).T * delta.scale
         return grouped_linear(low_Nr.to(dtype)[positions_S], delta.b, ends_E)
 
-    gate_up = grouped_linear(hidden_ND[positions_S], experts.gate_up_proj, ends_E)
+    def product(x: Tensor, name: str) -> Tensor:
+        weights = getattr(experts, name)
+        result = grouped_linear(
+            x, weights.transpose(1, 2) if experts.is_transposed else weights, ends_E
+        )
+        return result + getattr(experts, f"{name}_bias")[numbers_S] if experts.has_bias else result
+
+    gate_up = product(hidden_ND[positions_S], "gate_up_proj")
     if deltas is not None:
-        gate_up = gate_up + torch.cat([added(deltas.gate), added(deltas.up)], -1)
+        delta = torch.cat([added(deltas.gate), added(deltas.up)], -1)
+        if not experts.is_concatenated:
+            delta = delta.view(len(delta), 2, -1).transpose(1, 2).flatten(1)
+        gate_up = gate_up + delta
     inner_SF = cast("Tensor", experts._apply_gate(gate_up))
 
     # Summed in the order of each position's experts, not in the order of all pairs.
@@ -181,7 +196,7 @@ def _computed(
     def sums(values: Tensor) -> Tensor:
         return (values * shares_S1)[back_S].view(*index_NK.shape, -1).sum(1).to(dtype)
 
-    whole_ND = sums(grouped_linear(inner_SF, experts.down_proj, ends_E))
+    whole_ND = sums(product(inner_SF, "down_proj"))
     if deltas is None:
         return whole_ND
     low_Nr = sums(grouped_linear(inner_SF, deltas.down.a, ends_E)) * deltas.down.scale

@@ -5,7 +5,6 @@ and each tensor is a view into them. Zeroing, clipping, stepping, copying and sa
 handful of operations on long vectors, regardless of the number of tensors.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,10 +130,11 @@ def unchanged_if_it_fails(gradients: Sequence[Tensor]) -> Iterator[None]:
 
     Only nonzero gradients are copied.
     """
-    norms = [torch.linalg.vector_norm(gradient, math.inf) for gradient in gradients]
+    # On a CPU this takes a tenth of the time of the infinity norm.
+    extremes = [torch.stack(gradient.aminmax()) for gradient in gradients]
     copies = [
-        gradient.clone() if norm else None
-        for gradient, norm in zip(gradients, torch.stack(norms).tolist(), strict=True)
+        gradient.clone() if low or high else None
+        for gradient, (low, high) in zip(gradients, torch.stack(extremes).tolist(), strict=True)
     ]
     try:
         yield

@@ -140,7 +140,7 @@ class MegatronTrainer(ReplicatedTrainer):
         if micro_batches:
             self._base.linears.active = _active(model)
             try:
-                self._schedule(model, micro_batches, losses.find(batch.loss_fn), output, kind)
+                self._schedule(model, micro_batches, batch.loss, output, kind)
             finally:
                 self._base.linears.active = None
             expert_tokens_LE = self._router_counts.sum()

@@ -221,25 +221,16 @@ def check_tied(embedding: Tensor, lm_head: Tensor) -> None:
 
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Names of the logit cap in the configurations of different families."""
-_NO_CAP = 1e4
-"""A cap this high does not change logits in the hundreds by more than float32 rounding."""
 
 
-def check_uncapped(config: Any) -> None:  # noqa: ANN401 - transformers' configurations have no common type
-    """Check that a model's logits are the output of the LM head, without soft-capping.
+def logits_cap(config: Any) -> float | None:  # noqa: ANN401 - transformers' configurations have no common type
+    """Return the soft cap of a model's logits: cap * tanh(logits / cap). None in most families.
 
     Comparing the logits of a few tokens would not detect it: only confident ones come near the cap.
-
-    Raises:
-        UnsupportedModelError: the logits are capped.
     """
-    for name in _CAPS:
-        cap = getattr(config, name, None)
-        if isinstance(cap, int | float) and 0 < cap < _NO_CAP:
-            raise UnsupportedModelError(
-                f"{name}: the model caps its logits at {cap:g}, which this engine does not support;"
-                " use a model without logit soft-capping"
-            )
+    text = config.get_text_config()
+    caps = (getattr(text, name, None) for name in _CAPS)
+    return next((float(cap) for cap in caps if isinstance(cap, int | float) and cap > 0), None)
 
 
 _DIVISORS, _FACTORS = ("logits_scaling",), ("logit_scale", "lm_head_multiplier")

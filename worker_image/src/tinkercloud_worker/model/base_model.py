@@ -42,6 +42,7 @@ from tinkercloud_worker.model.architecture import (
     blank_model,
     find_targets,
     keep_text,
+    logits_cap,
     logits_factor,
     max_context_length,
     name_of,
@@ -95,6 +96,7 @@ class TorchBaseModel:
         """The LM head of the base."""
         self._mask_kinds = mask_kinds(model.config)
         self._logits_factor = logits_factor(model.config)
+        self.logits_cap = logits_cap(model.config)
         self.rotary_switch = rotary_switch(model.config)
         """Length above which the rotary positions of a sequence change, if there is one."""
         # All sequences of a pass get the rotary positions of the longest one.
@@ -253,7 +255,8 @@ class TorchBaseModel:
         """Return float32 logits [R, V] of hidden states; `segments` cover the R positions."""
         with torch.no_grad():
             lm_head = self.lm_head(self._replaced_weights(segments))
-            return LMHead(lm_head, self.lm_head_adapters(segments)).logits(hidden_RD)
+            layer = LMHead(lm_head, self.lm_head_adapters(segments), cap=self.logits_cap)
+            return layer.logits(hidden_RD)
 
     def lm_head(self, replaced: Mapping[str, Tensor] | None) -> FrozenLinear:
         """Return the LM head: the base's, or its replacement."""

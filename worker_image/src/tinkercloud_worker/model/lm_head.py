@@ -27,20 +27,32 @@ class LMHead:
     """Gradients accumulate in the `.grad` of A and B."""
     gradients: tuple[Tensor, Tensor | None] | None = None
     """Accumulated gradients of weight and bias, float32 [V, D] and [V], if these are trained."""
+    cap: float | None = None
+    """The soft cap of the logits (Gemma 2): cap * tanh(product / cap). None: no cap."""
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Return float32 logits [R, V]."""
         logits_RV = self.linear.matmul_float32(hidden_RD)
         for rows, a, b, scale in self.adapters:
             logits_RV[rows].addmm_(hidden_RD[rows].float() @ a.T, b.T, alpha=scale)
+        if self.cap is not None:
+            logits_RV.div_(self.cap).tanh_().mul_(self.cap)
         return logits_RV
+
+    def slope(self, logits_RV: Tensor) -> Tensor | None:
+        """Return the derivative [R, V] of capped logits with respect to the product; None: 1."""
+        if self.cap is None:
+            return None
+        # The derivative of tanh is 1 - tanh^2.
+        return (logits_RV / self.cap).square_().neg_().add_(1)
 
     def backward(self, hidden_RD: Tensor, dlogits_RV: Tensor) -> Tensor:
         """Return the gradient [R, D] of the hidden states; accumulate those of trained tensors.
 
         Args:
             hidden_RD: the hidden states of the logits.
-            dlogits_RV: the gradient of the logits, in the dtype of the hidden states.
+            dlogits_RV: the gradient of the logits before their cap, in the dtype of the hidden
+                states.
         """
         if self.gradients is not None:
             weight_gradient, bias_gradient = self.gradients

@@ -56,13 +56,15 @@ def logprobs_and_gradient(
         own = layer.of_rows(rows)
         logits_RV = own.logits(hidden_RD[rows])
         chosen_RK = logits_RV.gather(1, targets_RK[rows])
+        slope_RV = own.slope(logits_RV)
         probs_RV, log_normalizer_R1 = _softmax_in_place(logits_RV)
         out_RK[rows] = chosen_RK - log_normalizer_R1
         c_RK = derivative(rows, out_RK[rows])
         h_RD, t_RK = hidden_RD[rows], targets_RK[rows]
         if accelerator.syncs_on_read(c_RK):
             # Finding the rows to skip would make the host wait for the device.
-            gradient_RD[rows] = own.backward(h_RD, _dlogits(probs_RV, t_RK, c_RK, h_RD.dtype))
+            dlogits_RV = _before_cap(_dlogits(probs_RV, t_RK, c_RK, h_RD.dtype), slope_RV)
+            gradient_RD[rows] = own.backward(h_RD, dlogits_RV)
             continue
         active_R = c_RK.any(dim=1)
         if not active_R.any():
@@ -71,7 +73,8 @@ def logprobs_and_gradient(
             own = own.of_active(active_R)
             probs_RV, c_RK = probs_RV[active_R], c_RK[active_R]
             h_RD, t_RK = h_RD[active_R], t_RK[active_R]
-        dlogits_RV = _dlogits(probs_RV, t_RK, c_RK, h_RD.dtype)
+            slope_RV = None if slope_RV is None else slope_RV[active_R]
+        dlogits_RV = _before_cap(_dlogits(probs_RV, t_RK, c_RK, h_RD.dtype), slope_RV)
         gradient_RD[rows][active_R] = own.backward(h_RD, dlogits_RV)
     return out_RK, gradient_RD
 
@@ -86,6 +89,11 @@ def _dlogits(probs_RV: Tensor, t_RK: Tensor, c_RK: Tensor, dtype: torch.dtype) -
     added_RV = probs_RV.scatter_(1, t_RK, 0.0).scatter_add_(1, t_RK, c_RK)
     own_RK = added_RV.gather(1, t_RK) - term_RK
     return _scaled(probs_RV, -sum_R1, dtype).scatter_(1, t_RK, own_RK.to(dtype))
+
+
+def _before_cap(dlogits_RV: Tensor, slope_RV: Tensor | None) -> Tensor:
+    """Return the derivative with respect to the logits before their cap, in place."""
+    return dlogits_RV if slope_RV is None else dlogits_RV.mul_(slope_RV)
 
 
 @compiled_on_gpu
@@ -107,5 +115,7 @@ def _softmax_in_place(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
 def _chunks(layer: LMHead, num_rows: int) -> list[slice]:
     weight = layer.linear.weight
     size = _ACCELERATOR_LOGITS_BYTES if accelerator.wants_many_rows(weight) else _LOGITS_BYTES
+    if layer.cap is not None:
+        size //= 2  # the slope of the cap takes as much
     rows = max(1, size // (4 * weight.shape[0]))
     return [slice(start, min(start + rows, num_rows)) for start in range(0, num_rows, rows)]

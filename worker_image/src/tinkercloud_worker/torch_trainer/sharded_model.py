@@ -32,7 +32,11 @@ from tinkercloud_worker.lora.parameters import (
     gradient_of,
     norm_of,
 )
-from tinkercloud_worker.model.architecture import backbone_and_lm_head, logits_factor
+from tinkercloud_worker.model.architecture import (
+    backbone_and_lm_head,
+    logits_cap,
+    logits_factor,
+)
 from tinkercloud_worker.model.base_model import TorchBaseModel, layers_of
 from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.model.router_counts import RouterCounts
@@ -95,7 +99,8 @@ class ShardedModel(Sharding):
         weight, bias = cast("Tensor", self._lm_head.weight), getattr(self._lm_head, "bias", None)
         of_pass = self._lm_head_gradients
         gradients = (of_pass["weight"], of_pass.get("bias")) if of_pass else None
-        return LMHead(FrozenLinear(weight, bias, packed=False), (), gradients)
+        cap = logits_cap(self._model.config)
+        return LMHead(FrozenLinear(weight, bias, packed=False), (), gradients, cap)
 
     def backward(self, hidden_RD: Tensor, gradient_RD: Tensor) -> None:
         """Run the backbone's backward pass, and reduce the LM head's gradient over ranks."""

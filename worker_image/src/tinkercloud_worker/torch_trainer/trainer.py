@@ -63,6 +63,7 @@ class TorchTrainer(AdamTrainer):
         base: TorchBaseModel,
         *,
         max_batch_tokens: int,
+        max_shared_tokens: int | None = None,
         max_context_length: int | None = None,
         max_kept_tokens: int | None = None,
         available: Available = lambda: None,
@@ -72,6 +73,8 @@ class TorchTrainer(AdamTrainer):
         Args:
             base: the base model.
             max_batch_tokens: maximum tokens of a micro-batch; a longer example gets its own.
+            max_shared_tokens: maximum tokens of a micro-batch that several models share; None: as
+                any other, 0: none share one.
             max_context_length: maximum tokens of an example; None means the base model's.
             max_kept_tokens: activation checkpointing threshold: micro-batches with more tokens are
                 recomputed layer by layer in the backward pass. None: never recompute.
@@ -84,6 +87,9 @@ class TorchTrainer(AdamTrainer):
         self._base = base
         self.base_fingerprint = base.fingerprint
         self._max_batch_tokens = max_batch_tokens
+        self._max_shared_tokens = min(
+            max_batch_tokens, max_batch_tokens if max_shared_tokens is None else max_shared_tokens
+        )
         self._max_kept_tokens = max_kept_tokens
         self._available = available
 
@@ -173,7 +179,7 @@ class TorchTrainer(AdamTrainer):
 
     def _forward_pieces(self, model_id: str, batch: Batch) -> Pieces[LossOutput]:
         model = self._models[model_id]
-        loss = losses.find(batch.loss_fn)
+        loss = batch.loss
         output = PassOutput()
         before = 0
         for pack in self._packs(batch):
@@ -197,7 +203,7 @@ class TorchTrainer(AdamTrainer):
         for pack in self._packs(batch):
             if before:
                 yield before
-            (results,) = self._run([(model, pack)], batch.loss_fn)
+            (results,) = self._run([(model, pack)], batch.loss)
             output.add(pack, *results)
             before = len(pack.sequences.ids_R)
         return output.finish(batch)
@@ -215,9 +221,9 @@ class TorchTrainer(AdamTrainer):
         return (
             self._base.takes_packs
             and not any(each.batch.forward_only for each in everyone)
-            and tokens <= self._max_batch_tokens
+            and tokens <= self._max_shared_tokens
             and len(kinds) == 1
-            and losses.find(item.batch.loss_fn).is_token_local
+            and item.batch.loss.is_token_local
             and len({each.model_id for each in everyone}) == len(everyone)
             and all(self._is_adapter(each.model_id) for each in everyone)
         )
@@ -241,7 +247,7 @@ class TorchTrainer(AdamTrainer):
         self, items: Sequence[TrainingPass], models: Sequence[TrainedModel]
     ) -> list[LossOutput]:
         packs = [pack for item in items for pack in self._packs(item.batch)]
-        results = self._run(list(zip(models, packs, strict=True)), items[0].batch.loss_fn)
+        results = self._run(list(zip(models, packs, strict=True)), items[0].batch.loss)
         outputs = []
         for item, pack, of_pack in zip(items, packs, results, strict=True):
             output = PassOutput()
@@ -265,7 +271,7 @@ class TorchTrainer(AdamTrainer):
         return pack_all(batch, most, self._base.device)
 
     def _run(
-        self, shares: Sequence[tuple[TrainedModel, Pack]], loss_fn: str
+        self, shares: Sequence[tuple[TrainedModel, Pack]], loss: losses.Loss
     ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
         """Accumulate the gradients of packs; return the arguments of `add` for each."""
         sequences = PackedSequences.joined([pack.sequences for _, pack in shares])
@@ -273,7 +279,7 @@ class TorchTrainer(AdamTrainer):
         hidden_RD, expert_tokens = self._counted_hidden(model_segments, sequences)
         parts = [(rows, pack) for (rows, _), (_, pack) in zip(model_segments, shares, strict=True)]
         lp_RK, sums, gradient_RD = _losses_and_gradient(
-            self._lm_head_layer(model_segments), parts, hidden_RD.detach(), losses.find(loss_fn)
+            self._lm_head_layer(model_segments), parts, hidden_RD.detach(), loss
         )
         self._backward(model_segments, hidden_RD, gradient_RD)
         return [
@@ -316,11 +322,12 @@ class TorchTrainer(AdamTrainer):
             return LMHead(
                 self._base.frozen_lm_head,
                 self._base.lm_head_adapters(_weight_segments(model_segments)),
+                cap=self._base.logits_cap,
             )
         tensors = model.trainable.tensors
         weight, bias = self._base.lm_head_of(tensors)
         gradients = gradient_of(weight), None if bias is None else gradient_of(bias)
-        return LMHead(self._base.lm_head(tensors), (), gradients)
+        return LMHead(self._base.lm_head(tensors), (), gradients, self._base.logits_cap)
 
 
 def _run_through(pieces: Pieces[LossOutput], yield_point: Callable[[], None]) -> LossOutput:

@@ -73,6 +73,7 @@ def _pack(examples: Sequence[tuple[int, Example]], device: torch.device) -> Pack
             },
             datum_of_row=numbers.to(device),
             num_data=len(examples),
+            data=[example.custom for _, example in examples if example.custom is not None],
         ),
         examples=examples,
     )

@@ -24,6 +24,8 @@ _WITHOUT_ADAPTED_OUTPUT = frozenset(
     {"gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4"}
 )
 """Families whose output layer is the input embedding without adapters."""
+_WITHOUT_ADAPTED_EXPERTS = {"gpt_oss": "gpt-oss", "mixtral": "Mixtral"}
+"""Names of families whose stacked experts have no adapters under the names of a checkpoint's."""
 
 
 def check_windows(path: str, max_context_length: int | None) -> None:
@@ -58,8 +60,8 @@ def unadapted(path: str) -> dict[str, str]:
     found = {}
     if config.model_type in _WITHOUT_ADAPTED_OUTPUT:
         found["train_unembed"] = "ignores adapters of the output layer of its family (Gemma)"
-    if config.model_type == "mixtral":
-        found["train_mlp"] = "does not support adapters of the experts of its family (Mixtral)"
+    if family := _WITHOUT_ADAPTED_EXPERTS.get(config.model_type):
+        found["train_mlp"] = f"does not support adapters of the experts of its family ({family})"
     if getattr(config, "kv_lora_rank", None) and not getattr(config, "q_lora_rank", None):
         found["train_attn"] = (
             "does not support adapters of latent attention with uncompressed queries"

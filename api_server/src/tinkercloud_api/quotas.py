@@ -1,0 +1,46 @@
+"""What users are shown about the limits of their tenant."""
+
+from dataclasses import dataclass
+
+from tinkercloud_api.providers.base import SessionProvider
+from tinkercloud_api.run_admission import RunAdmission
+from tinkercloud_api.storage_quota import StorageQuota
+from tinkercloud_api.tenants import Tenants
+from tinkercloud_protocol.listings import Quota, QuotaLimit
+
+
+@dataclass(frozen=True, slots=True)
+class Quotas:
+    """The limits of owners, and what is used of them."""
+
+    tenants: Tenants
+    provider: SessionProvider
+    admission: RunAdmission
+    storage: StorageQuota
+
+    async def of(self, owner: str) -> Quota | None:
+        """Return the limits of an owner's tenant and their use; None if it has no tenant."""
+        tenant = self.tenants.of(owner)
+        if tenant is None:
+            return None
+        limits = tenant.spec.limits
+        used = self.provider.tenant_usage(tenant.name)
+        if used is None:
+            used = await self.admission.usage(tenant)
+        return Quota(
+            tenant=tenant.name,
+            waiting=used.waiting,
+            limits=[
+                QuotaLimit(name="sessions", limit=limits.sessions, used=used.sessions),
+                QuotaLimit(
+                    name="dedicatedGpus", limit=limits.dedicated_gpus, used=used.dedicated_gpus
+                ),
+                QuotaLimit(name="models", limit=limits.models, used=used.models),
+                QuotaLimit(name="tokensPerMinute", limit=limits.tokens_per_minute, used=None),
+                QuotaLimit(
+                    name="storageBytes",
+                    limit=limits.storage_bytes,
+                    used=await self.storage.used(tenant),
+                ),
+            ],
+        )

@@ -1,0 +1,121 @@
+"""What decides about the pool of a BaseModel: its clusters and its members, as plain data. Pure.
+
+A session that shares a cluster is a *member* of the pool.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from tinkercloud_crds.base_model import Pool
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A cluster of a pool."""
+
+    name: str
+    is_ready: bool
+    """Whether it serves requests."""
+    is_stopping: bool
+    """Whether it is being deleted."""
+    unused_since: datetime
+    """When it was last used, or when it became ready or was created if it never was."""
+    is_outdated: bool = False
+    """Whether its pods were started with an earlier specification."""
+    has_failed: bool = False
+    """Whether it will never be ready again: its pods did not start until the deadline."""
+    is_suspended: bool = False
+    """Whether an administrator has suspended it, so that its slots do not count."""
+    problem: str | None = None
+    """What keeps it from becoming ready without intervention, if anything does."""
+    is_draining: bool = False
+    """Whether an administrator wants its sessions to be moved to others."""
+    gives_away: bool = True
+    """Whether its head is of a release that can give a model away while it is in use."""
+    endpoint: str | None = None
+    """URL of its head."""
+    incarnation: str | None = None
+    """Identity of its head's process."""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it serves sessions now, or will."""
+        return not (self.is_stopping or self.has_failed)
+
+    @property
+    def offers_slots(self) -> bool:
+        """Whether its free slots count."""
+        return self.is_usable and not (self.is_suspended or self.is_draining)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether its sessions are to be moved to others."""
+        return self.is_outdated or self.is_draining
+
+    @property
+    def takes_moved(self) -> bool:
+        """Whether a session may be moved here."""
+        return self.is_ready and self.offers_slots and not self.is_left
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A session that has, or waits for, a place in a pool."""
+
+    name: str
+    owner: str
+    cluster: str | None
+    """The cluster that it is placed on, which may no longer exist."""
+    waits_since: datetime | None
+    """When it began to wait; None if it may not be given a place, because it was rejected, has
+    ended or is suspended."""
+    moving_to: str | None = None
+    """The cluster that it is being moved to."""
+    has_left: bool = False
+    """Whether the head of its cluster has given it away, or has nothing of it."""
+    model_id: str | None = None
+    """The run that it trains, which a head must give away; None for samplers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolFacts:
+    """Everything that decides about a pool."""
+
+    prefix: str
+    """The names of clusters are this and a number, such as `pool-qwen3-8b-1f0c-0`."""
+    pool: Pool | None
+    """The wanted size; None if the BaseModel has no pool any more, so that none is added."""
+    clusters: Sequence[Cluster]
+    members: Sequence[Member]
+    """Oldest first."""
+    now: datetime
+    closed_until: datetime | None = None
+    """Until when no cluster is added, if it is closed."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no cluster is added now."""
+        return self.closed_until is not None and self.now < self.closed_until
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the clusters."""
+        return frozenset(cluster.name for cluster in self.clusters)
+
+    def load(self) -> Counter[str]:
+        """Return the taken slots of each cluster; a session that is being moved takes two."""
+        names = self.names
+        taken = Counter(each.cluster for each in self.members if each.cluster in names)
+        taken.update(
+            each.moving_to
+            for each in self.members
+            if each.moving_to in names and each.moving_to != each.cluster
+        )
+        return taken
+
+    def free(self, clusters: Iterable[Cluster], load: Mapping[str, int]) -> int:
+        """Return the number of free slots of clusters, including those that are starting."""
+        slots = self.pool.slots_per_cluster if self.pool is not None else 0
+        return sum(max(0, slots - load.get(cluster.name, 0)) for cluster in clusters)

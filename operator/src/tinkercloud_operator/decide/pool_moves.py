@@ -1,0 +1,182 @@
+"""Decides which members of a pool are moved to other clusters. Pure.
+
+A move has three steps, each of which can be repeated: the target is recorded on the session; the
+head of its cluster suspends the model and refuses it from then on; the session is placed on the
+target, where the model is resumed. A session that is being moved takes a slot on both clusters.
+
+Sessions are moved from clusters that are drained or outdated, and from an almost empty cluster if
+the others have enough room for its sessions (*defragmentation*).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts
+
+MAX_MOVES = 4
+"""Members of a pool that are moved at a time; each is written to the store and read again."""
+_RETRY = timedelta(seconds=5)
+"""Interval between two requests to a head that has not given a model away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """The moves of a pool."""
+
+    start: Mapping[str, str]
+    """New targets, by name of the member."""
+    cancel: tuple[str, ...]
+    """Members that are not moved after all, because the head of their cluster can't give them
+    away."""
+    ask: tuple[str, ...]
+    """Members that the heads of their clusters are to give away."""
+    arrive: Mapping[str, str]
+    """Clusters of members that are placed there now, by name of the member."""
+    homeless: int
+    """Members that are to leave their clusters and have no target yet."""
+    changes_at: datetime | None
+    """When the moves may change although no object does."""
+
+
+def plan_moves(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> Moves:
+    """Return what to do about the moves of a pool.
+
+    Args:
+        facts: the facts about it.
+        load: taken slots by cluster, to which those of new targets are added.
+        has_waiting: whether members wait for a place.
+    """
+    clusters = {cluster.name: cluster for cluster in facts.clusters}
+    moving = [each for each in facts.members if _is_moving(each, clusters)]
+    cancel = [each for each in moving if not _can_leave(each, clusters)]
+    leaving = [each for each in moving if each not in cancel]
+    stranded = [each for each in leaving if not _accepts(clusters.get(each.moving_to or ""))]
+    room = max(0, MAX_MOVES - len(leaving))
+    movable = _to_move(facts, load, has_waiting=has_waiting)
+    start: dict[str, str] = {}
+    for member in (*stranded, *movable[:room]):
+        target = _target(facts, member, load)
+        if target is not None:
+            start[member.name] = target
+            load[target] += 1
+            _release(member, clusters, load)
+    for member in cancel:
+        _release(member, clusters, load)
+    on_left = [each for each in movable if clusters[each.cluster or ""].is_left]
+    ready = [each for each in leaving if each not in stranded]
+    ask = [each.name for each in leaving if not each.has_left]
+    return Moves(
+        start=start,
+        cancel=tuple(each.name for each in cancel),
+        ask=tuple(ask),
+        arrive={each.name: str(each.moving_to) for each in ready if each.has_left},
+        homeless=sum(each.name not in start for each in (*stranded, *on_left)),
+        changes_at=facts.now + _RETRY if ask else _defragments_at(facts),
+    )
+
+
+def _is_moving(member: Member, clusters: Mapping[str, Cluster]) -> bool:
+    """Return whether a member is being moved; one whose cluster is gone gets another place."""
+    is_live = member.waits_since is not None
+    return is_live and member.moving_to is not None and member.cluster in clusters
+
+
+def _release(member: Member, clusters: Mapping[str, Cluster], load: Counter[str]) -> None:
+    """Free the slot that a member has on the target of a move that does not take place."""
+    target = member.moving_to
+    if target is not None and target in clusters and target != member.cluster:
+        load[target] -= 1
+
+
+def _can_leave(member: Member, clusters: Mapping[str, Cluster]) -> bool:
+    return member.has_left or clusters[member.cluster or ""].gives_away
+
+
+def _accepts(target: Cluster | None) -> bool:
+    """Return whether a session that is on its way may be placed on a cluster."""
+    return target is not None and target.offers_slots
+
+
+def _to_move(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> list[Member]:
+    """Return the members that are to be moved and have no target, in order of urgency."""
+    if facts.pool is None:
+        return []
+    left = sorted(
+        (each for each in facts.clusters if each.is_left and _gives(each)),
+        key=lambda each: (not each.is_draining, load[each.name], each.name),
+    )
+    almost_empty = None if left or has_waiting else _almost_empty(facts, load)
+    sources = left if almost_empty is None else [almost_empty]
+    return [each for source in sources for each in _movable(facts, source)]
+
+
+def _gives(source: Cluster) -> bool:
+    """Return whether the head of a cluster can be asked to give sessions away."""
+    return source.is_ready and source.is_usable and source.gives_away
+
+
+def _movable(facts: PoolFacts, source: Cluster) -> list[Member]:
+    return [
+        each
+        for each in facts.members
+        if each.cluster == source.name and each.waits_since is not None and each.moving_to is None
+    ]
+
+
+def _target(facts: PoolFacts, member: Member, load: Counter[str]) -> str | None:
+    """Return the cluster to move a member to: one that serves its owner, else the least loaded."""
+    if facts.pool is None:
+        return None
+    slots = facts.pool.slots_per_cluster
+    owners = {(each.cluster, each.owner) for each in facts.members if each is not member}
+    free = [
+        each.name
+        for each in facts.clusters
+        if each.takes_moved and each.name != member.cluster and load[each.name] < slots
+    ]
+    return min(
+        free,
+        key=lambda name: ((name, member.owner) not in owners, load[name], name),
+        default=None,
+    )
+
+
+def _almost_empty(facts: PoolFacts, load: Counter[str]) -> Cluster | None:
+    """Return the cluster with the fewest members, if the others have enough room for them.
+
+    Enough leaves a quarter of a cluster free, beyond the spare slots: otherwise the next session
+    would start another cluster. No session may have been created for as long as an unused cluster
+    is kept.
+    """
+    pool = facts.pool
+    quiet = _defragments_at(facts)
+    if pool is None or facts.is_closed or quiet is None or quiet > facts.now:
+        return None
+    lasting = [each for each in facts.clusters if each.takes_moved]
+    if len(lasting) < len(facts.clusters) or len(lasting) <= pool.min_clusters:
+        return None
+    source = min(lasting, key=lambda each: (load[each.name], each.name))
+    members = _movable(facts, source)
+    on_it = [each for each in facts.members if each.cluster == source.name]
+    if not on_it or any(each.waits_since is None for each in on_it) or not source.gives_away:
+        return None
+    others = [each for each in lasting if each is not source]
+    margin = pool.spare_slots + max(1, pool.slots_per_cluster // 4)
+    return source if facts.free(others, load) >= len(members) + margin else None
+
+
+def _defragments_at(facts: PoolFacts) -> datetime | None:
+    """Return from when on clusters may be emptied; None if there is nothing to empty."""
+    if facts.pool is None or len(facts.clusters) <= facts.pool.min_clusters:
+        return None
+    created = _latest(each.waits_since for each in facts.members)
+    if created is None:
+        return None
+    return created + timedelta(seconds=facts.pool.scale_down_after_seconds)
+
+
+def _latest(moments: Iterable[datetime | None]) -> datetime | None:
+    known: Sequence[datetime] = [each for each in moments if each is not None]
+    return max(known, default=None)

@@ -1,0 +1,68 @@
+"""The journal of a training run: where it is, and the file that says whose state it has.
+
+A head with a journal folder (`HeadConfig.journal_dir`) keeps `<folder>/runs/<run id>/` for each
+run:
+
+    journal/manifest.json     a `JournalManifest`, replaced atomically
+    journal/<number>.log      segments of the journal (`tinkercloud_worker.journal`)
+    suspended/                the latest snapshot, as a suspended state (`checkpoints`)
+
+Without a snapshot, the journal starts with the creation of the model.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.paths import run_prefix
+
+_MANIFEST = "manifest.json"
+
+
+class JournalManifest(BaseModel):
+    """Metadata of a run's journal."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+
+    format_version: Literal[1] = 1
+    run_id: str
+    generations: list[str]
+    """Generations of the heads whose state the journal has, oldest first."""
+    base_model: str
+    base_fingerprint: str | None = None
+    """See `CheckpointManifest.base_fingerprint`."""
+    spec: ModelSpec
+    """Specification of the model."""
+    initial_seed: int
+    """Seed of the adapter's initial weights."""
+
+
+def run_folder(root: Path, run_id: str) -> Path:
+    """Return the folder of a run in a journal folder."""
+    return root / run_prefix(run_id)
+
+
+def manifest_path(root: Path, run_id: str) -> Path:
+    """Return the path of a run's `JournalManifest`."""
+    return segments_folder(root, run_id) / _MANIFEST
+
+
+def segments_folder(root: Path, run_id: str) -> Path:
+    """Return the folder of a run's segments."""
+    return run_folder(root, run_id) / "journal"
+
+
+def read_manifest(root: Path, run_id: str) -> JournalManifest | None:
+    """Return the manifest of a run's journal; None if it has no journal that can be read."""
+    try:
+        return JournalManifest.model_validate_json(manifest_path(root, run_id).read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def has_journal(root: Path | None, run_id: str, generation: str) -> bool:
+    """Return whether a journal has the state of a run in the head of a generation."""
+    manifest = read_manifest(root, run_id) if root is not None else None
+    return manifest is not None and generation in manifest.generations

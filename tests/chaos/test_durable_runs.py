@@ -1,0 +1,137 @@
+"""kill -9 of heads and servers during pipelined training: the loop continues undisturbed.
+
+`make chaos` runs it with 100 kills at seeded moments.
+"""
+
+import os
+import random
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import tinker
+
+from tinkercloud_testing.sdk_steps import ADAM, a_datum
+from tinkercloud_testing.servers import Server, a_server
+
+MODEL = "tiny/llama"
+KILLS = int(os.environ.get("TINKERCLOUD_TEST_KILLS", "2"))
+SEED = int(os.environ.get("TINKERCLOUD_TEST_SEED", "1"))
+SETTINGS = {
+    "TINKERCLOUD_DURABILITY__SNAPSHOT_STEPS": "20",
+    "TINKERCLOUD_AUTOSAVE__STEPS": "0",
+}
+AHEAD = 4
+"""Steps that are sent before the first of them is awaited."""
+
+pytestmark = pytest.mark.timeout(120 + 60 * KILLS)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Server]:
+    """Run one server for all tests: each test restarts what it has killed."""
+    folder = tmp_path_factory.mktemp("state")
+    with a_server(folder, {MODEL: model_folder}, SETTINGS) as running:
+        yield running
+
+
+def a_training_client(server: Server) -> tinker.TrainingClient:
+    client = server.client()
+    return client.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
+
+
+class Loop:
+    """A pipelined training loop with other data in each step."""
+
+    def __init__(self, training: tinker.TrainingClient) -> None:
+        self._training = training
+        self.curve: list[tuple[float, float]] = []
+        """Loss and number of each optimizer step."""
+
+    def run(self, steps: int) -> Sequence[tuple[float, float]]:
+        """Train; return the whole curve."""
+        sent: deque[tuple[object, object]] = deque()
+        for index in range(len(self.curve), len(self.curve) + steps):
+            data = [a_datum(5 + index % 7), a_datum(11 + index % 5)]
+            passed = self._training.forward_backward(data, "cross_entropy")
+            sent.append((passed, self._training.optim_step(ADAM)))
+            if len(sent) == AHEAD:
+                self._receive(*sent.popleft())
+        while sent:
+            self._receive(*sent.popleft())
+        return self.curve
+
+    def _receive(self, passed: object, applied: object) -> None:
+        loss = passed.result().metrics["loss:sum"]  # type: ignore[attr-defined]
+        number = applied.result().metrics["step"]  # type: ignore[attr-defined]
+        self.curve.append((loss, number))
+
+
+def is_running(pid: int) -> bool:
+    # A process that has ended has no command line.
+    command = Path(f"/proc/{pid}/cmdline")
+    return command.exists() and bool(command.read_bytes())
+
+
+class Killer:
+    """Kills a head, or a server, or both, at seeded moments."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._random = random.Random(SEED)
+        self.num_kills = 0
+        self.is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._work)
+        self._thread.start()
+
+    def _work(self) -> None:
+        for _ in range(KILLS):
+            if self.is_stopped.wait(self._random.uniform(0.05, 1.5)):
+                return
+            self._kill()
+            self._wait_until_ready()
+
+    def _kill(self) -> None:
+        victims = self._random.choice(["head", "head", "both"])
+        if victims == "both":
+            self._server.kill()
+        (pid,) = self._server.head_pids()
+        assert is_running(pid)
+        self._server.kill_heads()
+        self.num_kills += 1
+        if victims == "both":
+            self._server.start()
+
+    def _wait_until_ready(self) -> None:
+        """Return once a head runs again, which may still be repeating steps."""
+        while not any(is_running(pid) for pid in self._server.head_pids()):
+            if self.is_stopped.wait(0.05):
+                return
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        self.is_stopped.set()
+        self._thread.join()
+
+
+def test_a_pipelined_loop_is_the_same_to_the_bit_however_often_its_head_is_killed(
+    server: Server,
+) -> None:
+    disturbed = Loop(a_training_client(server))
+    killer = Killer(server)
+    try:
+        while killer.is_alive:
+            disturbed.run(10)
+        disturbed.run(10)
+    finally:
+        killer.stop()
+
+    assert killer.num_kills == KILLS
+    undisturbed = Loop(a_training_client(server)).run(len(disturbed.curve))
+    assert [number for _, number in disturbed.curve] == list(range(1, len(disturbed.curve) + 1))
+    assert disturbed.curve == undisturbed

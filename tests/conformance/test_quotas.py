@@ -1,0 +1,123 @@
+"""The limits of tenants, as users of the SDK see them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tinker
+from tinker import types
+from tinker.lib.queue_state_logger import QueueStateLogger
+
+from tinkercloud_testing.sdk_steps import ADAM, a_text, step
+from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.waiting import wait_until
+
+MODEL = "tiny/llama"
+TENANTS = {
+    "research": {"owners": ["ada", "team-*"], "limits": {"models": 1}},
+    "slow": {"owners": ["slow-*"], "limits": {"tokensPerMinute": 6000}},
+    "small": {"owners": ["small-*"], "limits": {"storageBytes": 1}},
+}
+
+
+@pytest.fixture(scope="module")
+def limited(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Run a server on which the owners of a tenant may have one model together."""
+    settings = {
+        "TINKERCLOUD_TENANTS": json.dumps(TENANTS),
+        "TINKERCLOUD_TIMINGS__LONG_POLL_SECONDS": "0.5",
+    }
+    with a_server(tmp_path_factory.mktemp("limited"), {MODEL: model_folder}, settings) as running:
+        yield running
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Return the queue states that the SDK notices, with their reasons."""
+    found: list[tuple[str, str]] = []
+
+    def note(_logger: QueueStateLogger, state: object, reason: str | None) -> None:
+        found.append((str(getattr(state, "value", state)), str(reason)))
+
+    monkeypatch.setattr(QueueStateLogger, "on_queue_state_change", note)
+    return found
+
+
+def paused(seen: list[tuple[str, str]], why: str = "paused_capacity") -> list[str]:
+    """Return the reasons of a queue state that name the tenant."""
+    return [reason for state, reason in seen if state == why and "tenant" in reason]
+
+
+def test_a_model_over_the_limit_waits_and_trains_once_another_session_ends(
+    limited: Server, seen: list[tuple[str, str]]
+) -> None:
+    with limited.client(limited.new_key("ada")) as first:
+        step(first.create_lora_training_client(MODEL, rank=4).result())
+        second = limited.client(limited.new_key("team-blue"))
+        creating = second.create_lora_training_client(MODEL, rank=4)
+        wait_until(lambda: bool(paused(seen)), "the SDK to notice that the model waits")
+        of_others = limited.client(limited.new_key("grace"))
+        step(of_others.create_lora_training_client(MODEL, rank=4).result())
+
+    losses = [step(creating.result()) for _ in range(3)]
+
+    assert losses[2] < losses[0]
+    assert "tenant 'research' uses 1 of 1 models (limits.models)" in paused(seen)[0]
+
+
+def test_over_the_tokens_of_a_minute_requests_wait_in_order_and_others_do_not(
+    limited: Server, seen: list[tuple[str, str]]
+) -> None:
+    slow = limited.client(limited.new_key("slow-eve"))
+    training = slow.create_lora_training_client(MODEL, rank=4).result()
+    text = a_text(list(range(5, 106)), weights=[1.0] * 100)
+
+    first = training.forward_backward([text] * 62, "cross_entropy")
+    second = training.forward_backward([text], "cross_entropy")
+    stepping = training.optim_step(ADAM)
+    first.result()
+    other = limited.client(limited.new_key("grace"))
+    step(other.create_lora_training_client(MODEL, rank=4).result())
+    sampler = training.save_weights_and_get_sampling_client().result()
+    prompt = types.ModelInput.from_ints([5, 6, 7])
+    sampled = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4)).result()
+
+    assert second.result().metrics["loss:sum"] > 0
+    stepping.result()
+    assert len(sampled.sequences[0].tokens) == 4
+    reasons = paused(seen, "paused_rate_limit")
+    assert "limits.tokensPerMinute of tenant 'slow' is 6000" in reasons[0]
+    assert "starts in" in reasons[0]
+
+
+def test_over_the_storage_limit_of_a_tenant_new_checkpoints_are_refused_and_training_goes_on(
+    limited: Server,
+) -> None:
+    keys = [limited.new_key(owner) for owner in ("small-ada", "small-bob")]
+    ada, bob = (
+        limited.client(key).create_lora_training_client(MODEL, rank=4).result() for key in keys
+    )
+    path = ada.save_state("first").result().path
+
+    with pytest.raises(tinker.RequestFailedError, match=r"tenant 'small' use \d+ of 1 bytes"):
+        bob.save_state("second").result()
+
+    step(bob)
+    ada.save_state("first", overwrite=True).result()
+    limited.rest(keys[0]).delete_checkpoint_from_tinker_path(path).result()
+    bob.save_state("second").result()
+
+
+def test_owners_see_the_limits_of_their_tenant_and_what_is_used(limited: Server) -> None:
+    key = limited.new_key("team-red")
+    with limited.client(key) as client:
+        client.create_lora_training_client(MODEL, rank=4).result()
+
+        quota = limited.request("GET", "/api/v1/usage", key=key).json()["quota"]
+        printed = limited.command("usage", "--base-url", limited.url, "--api-key", key)
+
+    models = next(each for each in quota["limits"] if each["name"] == "models")
+    assert (quota["tenant"], models["used"], models["limit"]) == ("research", 1, 1)
+    assert "tenant research" in printed
+    assert limited.request("GET", "/api/v1/usage").json()["quota"] is None

@@ -1,0 +1,321 @@
+"""Which runs of a pool are moved, and random histories of whole pools with crashing operators."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinkercloud_crds.base_model import Pool
+from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts
+from tinkercloud_operator.decide.pool_moves import MAX_MOVES
+from tinkercloud_operator.decide.pools import PoolPlan, plan_pool
+
+NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
+POOL = Pool(
+    min_clusters=1,
+    max_clusters=3,
+    slots_per_cluster=4,
+    scale_up_after_seconds=30,
+    scale_down_after_seconds=900,
+)
+
+
+def a_cluster(name: str, **fields: Any) -> Cluster:
+    ready = Cluster(name, is_ready=True, is_stopping=False, unused_since=NOW, incarnation=name)
+    return replace(ready, **fields)
+
+
+def a_member(name: str, cluster: str, *, age: float = 5000, **fields: Any) -> Member:
+    since = NOW - timedelta(seconds=age)
+    placed = Member(name, "ada", cluster, since, model_id=f"{name}:train:0")
+    return replace(placed, **fields)
+
+
+def members(cluster: str, number: int, **fields: Any) -> list[Member]:
+    return [a_member(f"{cluster}-run-{index}", cluster, **fields) for index in range(number)]
+
+
+def plan(
+    clusters: Sequence[Cluster], on_them: Sequence[Member], pool: Pool | None = POOL
+) -> PoolPlan:
+    return plan_pool(PoolFacts("pool", pool, clusters, on_them, NOW))
+
+
+def test_the_runs_of_a_drained_cluster_are_moved_and_then_it_is_deleted() -> None:
+    drained, other = a_cluster("a", is_draining=True), a_cluster("b")
+
+    first = plan([drained, other], members("a", 2))
+    asked = plan([drained, other], members("a", 2, moving_to="b"))
+    given = plan([drained, other], members("a", 2, moving_to="b", has_left=True))
+    empty = plan([drained, other], members("b", 2))
+
+    assert first.moves.start == {"a-run-0": "b", "a-run-1": "b"}
+    assert (asked.moves.start, asked.moves.ask) == ({}, ("a-run-0", "a-run-1"))
+    assert asked.moves.changes_at is not None
+    assert given.moves.arrive == {"a-run-0": "b", "a-run-1": "b"}
+    assert [each.delete for each in (first, asked, given, empty)] == [(), (), (), ("a",)]
+
+
+def test_a_changed_base_model_starts_a_new_cluster_before_runs_leave_the_old_one() -> None:
+    old = a_cluster("pool-0", is_outdated=True)
+    runs = members("pool-0", 3)
+
+    first = plan([old], runs)
+    starting = plan([old, a_cluster("pool-1", is_ready=False)], runs)
+    ready = plan([old, a_cluster("pool-1")], runs)
+    left = plan([old, a_cluster("pool-1")], members("pool-1", 3))
+
+    assert (first.create, first.delete, first.moves.start) == (("pool-1",), (), {})
+    assert (starting.create, starting.delete, starting.moves.start) == ((), (), {})
+    assert set(ready.moves.start.values()) == {"pool-1"}
+    assert (left.create, left.delete) == ((), ("pool-0",))
+
+
+def test_only_a_few_runs_are_moved_at_the_same_time() -> None:
+    pool = POOL.model_copy(update={"slots_per_cluster": 16})
+    runs = members("a", 10)
+
+    started = plan([a_cluster("a", is_draining=True), a_cluster("b")], runs, pool)
+    moving = [replace(each, moving_to=started.moves.start.get(each.name)) for each in runs]
+    meanwhile = plan([a_cluster("a", is_draining=True), a_cluster("b")], moving, pool)
+
+    assert len(started.moves.start) == MAX_MOVES
+    assert meanwhile.moves.start == {}
+    assert len(meanwhile.moves.ask) == MAX_MOVES
+
+
+@pytest.mark.parametrize(
+    ("on_b", "fields", "is_emptied"),
+    [
+        (1, {}, True),
+        (3, {}, False),
+        (1, {"age": 60}, False),
+    ],
+    ids=["there is room", "the next run would start a cluster", "a run was created just now"],
+)
+def test_an_almost_empty_cluster_is_emptied_into_others_that_have_room(
+    on_b: int, fields: dict[str, float], is_emptied: bool
+) -> None:
+    runs = [*members("a", 1), *(a_member(f"b-{i}", "b", **fields) for i in range(on_b))]
+
+    moves = plan([a_cluster("a"), a_cluster("b")], runs).moves
+
+    assert moves.start == ({"a-run-0": "b"} if is_emptied else {})
+
+
+def test_a_cluster_that_the_pool_must_have_is_not_emptied() -> None:
+    pool = POOL.model_copy(update={"min_clusters": 2})
+
+    moves = plan([a_cluster("a"), a_cluster("b")], members("a", 1), pool).moves
+
+    assert moves.start == {}
+
+
+def test_a_run_gets_another_target_if_the_first_one_ends_meanwhile() -> None:
+    clusters = [a_cluster("a", is_draining=True), a_cluster("b", is_stopping=True), a_cluster("c")]
+
+    moves = plan(clusters, members("a", 1, moving_to="b", has_left=True)).moves
+
+    assert (moves.start, moves.arrive) == ({"a-run-0": "c"}, {})
+
+
+def test_a_run_whose_cluster_is_gone_while_it_is_moved_is_placed_on_its_target() -> None:
+    runs = [*members("b", 3), *members("gone", 1, moving_to="b")]
+
+    placed = plan([a_cluster("b")], runs)
+
+    assert (placed.places, placed.moves.ask) == ({"gone-run-0": "b"}, ())
+
+
+def test_samplers_are_moved_without_asking_their_head() -> None:
+    sampler = replace(a_member("s", "a", moving_to="b"), model_id=None, has_left=True)
+
+    moves = plan([a_cluster("a", is_draining=True), a_cluster("b")], [sampler]).moves
+
+    assert (moves.ask, moves.arrive) == ((), {"s": "b"})
+
+
+def test_a_head_that_cannot_give_runs_away_keeps_them() -> None:
+    clusters = [a_cluster("a", is_draining=True, gives_away=False), a_cluster("b")]
+
+    kept = plan(clusters, [*members("a", 1), *members("a", 2, moving_to="b")[1:]])
+
+    assert (kept.moves.start, kept.moves.cancel) == ({}, ("a-run-1",))
+
+
+@dataclass
+class Run:
+    """A run, and where its model is."""
+
+    member: Member
+    live_on: str | None = None
+    """The cluster whose head has its model in memory; None if it is in the store, or not created
+    yet."""
+
+
+@dataclass
+class World:
+    """A pool: its objects in Kubernetes, its heads, and an operator that may stop at any write."""
+
+    pool: Pool
+    now: datetime = NOW
+    clusters: dict[str, Cluster] = field(default_factory=dict)
+    runs: dict[str, Run] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set)
+    num_runs: int = 0
+
+    def facts(self) -> PoolFacts:
+        clusters, runs = [*self.clusters.values()], [each.member for each in self.runs.values()]
+        return PoolFacts("pool", self.pool, clusters, runs, self.now)
+
+    def plan(self) -> PoolPlan:
+        return plan_pool(self.facts())
+
+    def operate(self, writes: int) -> None:
+        """Plan and execute, but stop after some writes."""
+        made = self.plan()
+        placed = {**made.places, **made.moves.arrive}
+        todo: list[Callable[[], None]] = [
+            *(partial(self.place, name, target) for name, target in placed.items()),
+            *(partial(self.change, *each) for each in made.moves.start.items()),
+            *(partial(self.asked.add, name) for name in made.moves.ask),
+            *(partial(self.delete, name) for name in made.delete),
+            *(partial(self.create, name) for name in made.create),
+        ]
+        for write in todo[:writes]:
+            write()
+            self.check()
+
+    def change(self, name: str, target: str) -> None:
+        run = self.runs[name]
+        run.member = replace(run.member, moving_to=target)
+
+    def place(self, name: str, cluster: str) -> None:
+        run = self.runs[name]
+        # The run would be lost: the new cluster's head would find nothing in the store.
+        assert run.live_on is None or run.live_on not in self.clusters
+        run.member = replace(run.member, cluster=cluster, moving_to=None, has_left=False)
+        self.asked.discard(name)
+
+    def delete(self, name: str) -> None:
+        used = {run.member.cluster for run in self.runs.values()}
+        assert self.clusters[name].has_failed or name not in used
+        self.clusters[name] = replace(self.clusters[name], is_stopping=True, is_ready=False)
+
+    def create(self, name: str) -> None:
+        assert name not in self.clusters
+        assert len(self.clusters) < self.pool.max_clusters
+        self.clusters[name] = Cluster(name, False, False, self.now, incarnation=name)
+
+    def check(self) -> None:
+        """Check that no slot is taken twice."""
+        taken: Counter[str] = Counter()
+        for run in self.runs.values():
+            wanted = {run.member.cluster, run.member.moving_to} & self.clusters.keys()
+            taken.update(str(each) for each in wanted)
+        assert all(number <= self.pool.slots_per_cluster for number in taken.values())
+
+    def heads_answer(self) -> None:
+        """Let heads resume the models of their runs, and give away those that they were asked."""
+        for name, run in self.runs.items():
+            member = run.member
+            here = self.clusters.get(member.cluster or "")
+            if here is None or not here.is_ready:
+                continue
+            if name in self.asked and member.moving_to is not None:
+                run.live_on = None
+                run.member = replace(member, has_left=True)
+            elif member.moving_to is None:
+                run.live_on = here.name
+
+    def happen(self, event: str, number: int) -> None:
+        """Let something happen that the operator does not decide."""
+        names = sorted(self.clusters)
+        chosen = names[number % len(names)] if names else ""
+        if event == "run":
+            name = f"run-{self.num_runs}"
+            self.num_runs += 1
+            owner = f"owner-{number % 3}"
+            self.runs[name] = Run(Member(name, owner, None, self.now, model_id=name))
+        elif event == "end" and self.runs:
+            del self.runs[sorted(self.runs)[number % len(self.runs)]]
+        elif event == "time":
+            self.now += timedelta(seconds=[10, 100, 1000][number % 3])
+        elif event == "heads":
+            self.heads_answer()
+        elif event == "change":
+            self.clusters = {
+                name: replace(each, is_outdated=True) for name, each in self.clusters.items()
+            }
+        elif chosen:
+            self.happen_to(chosen, event)
+
+    def happen_to(self, name: str, event: str) -> None:
+        cluster = self.clusters[name]
+        if event == "ready" and cluster.is_usable:
+            self.clusters[name] = replace(cluster, is_ready=True, unused_since=self.now)
+        elif event == "drain":
+            self.clusters[name] = replace(cluster, is_draining=True)
+        elif event == "kill" or (event == "gone" and not cluster.is_ready):
+            self.lose(name)
+
+    def lose(self, name: str) -> None:
+        """End a cluster; its runs continue elsewhere from their saved state."""
+        del self.clusters[name]
+        for run in self.runs.values():
+            if run.live_on == name:
+                run.live_on = None
+
+    def settle(self) -> None:
+        """Let everything that was started end."""
+        for _ in range(200):
+            for name, cluster in list(self.clusters.items()):
+                self.happen_to(name, "gone" if cluster.is_stopping else "ready")
+            self.heads_answer()
+            self.operate(1000)
+
+
+EVENTS = ("run", "run", "run", "end", "time", "heads", "heads", "ready", "ready", "change", "drain")
+some_events = st.lists(
+    st.tuples(
+        st.sampled_from([*EVENTS, "gone", "kill", "operate", "operate", "operate", "crash"]),
+        st.integers(0, 8),
+    ),
+    max_size=60,
+)
+some_pools = st.builds(
+    Pool,
+    min_clusters=st.integers(0, 2),
+    max_clusters=st.integers(2, 4),
+    slots_per_cluster=st.integers(1, 4),
+    spare_slots=st.sampled_from([0, 0, 2]),
+    scale_up_after_seconds=st.sampled_from([0, 30]),
+    scale_down_after_seconds=st.sampled_from([0, 900]),
+)
+
+
+@given(some_pools, some_events)
+def test_in_no_history_is_a_run_lost_or_a_slot_taken_twice_and_all_moves_end(
+    pool: Pool, events: list[tuple[str, int]]
+) -> None:
+    world = World(pool)
+    for event, number in events:
+        if event in {"operate", "crash"}:
+            world.operate(1000 if event == "operate" else number)
+        else:
+            world.happen(event, number)
+        world.check()
+
+    world.settle()
+
+    assert [run.member.moving_to for run in world.runs.values()] == [None] * len(world.runs)
+    last = world.plan()
+    assert (last.create, last.delete, last.places, last.moves.start) == ((), (), {}, {})
+    for run in world.runs.values():
+        assert run.member.name in last.waiting or run.live_on == run.member.cluster

@@ -1,0 +1,225 @@
+"""Sessions wait for the limits of their owner's Tenant, and start when there is room."""
+
+from typing import Any
+
+import pytest
+
+from tinkercloud_crds.quotas import usage
+from tinkercloud_crds.tenant import TenantSpec
+from tinkercloud_operator.decide.reconcile import reconcile
+from tinkercloud_operator.decide.start_order import waits_for_nodes
+from tinkercloud_operator.decide.tenant_status import tenant_status
+from tinkercloud_operator.run.store import Surroundings, Watched
+from tinkercloud_operator.spec.snapshot import Observed
+from tinkercloud_testing.session_world import SETTINGS
+from tinkercloud_testing.sessions import (
+    ENGINES,
+    NOON,
+    TRAINERS,
+    Json,
+    a_base_model_manifest,
+    a_session_manifest,
+)
+
+WAITS = [{"type": "QuotaReserved", "status": "False", "reason": "QuotaExceeded"}]
+POOL_MEMBER: Json = {"sharing": "Shared", "modelId": "sdk:train:0"}
+
+
+class Namespace:
+    """The operator's cache of one namespace."""
+
+    def __init__(self, **offer: Any) -> None:
+        self.watched = Watched()
+        self._version = 1
+        manifest = a_base_model_manifest("model", trainer=TRAINERS, sampler=ENGINES, **offer)
+        self.note("BaseModel", manifest)
+
+    def note(
+        self, kind: str, manifest: Json, second: int = 0, *, is_gone: bool = False
+    ) -> set[str]:
+        self._version += 1
+        name = manifest["metadata"]["name"]
+        metadata = {
+            "uid": f"uid-{name}",
+            "creationTimestamp": f"2026-01-01T12:00:{second:02}Z",
+            **manifest["metadata"],
+            "resourceVersion": str(self._version),
+        }
+        return self.watched.note(kind, {**manifest, "metadata": metadata}, is_gone=is_gone)
+
+    def limit(self, **limits: int) -> set[str]:
+        spec = {"owners": ["ada"], "limits": limits}
+        return self.note("Tenant", {"metadata": {"name": "research"}, "spec": spec})
+
+    def make(
+        self, name: str, second: int, conditions: list[Json] | None = None, **spec: Any
+    ) -> set[str]:
+        manifest = {
+            **a_session_manifest(name, **spec),
+            "status": {"conditions": conditions or []},
+        }
+        return self.note("TrainingSession", manifest, second)
+
+    def cluster(self, name: str, *, is_gone: bool = False) -> set[str]:
+        owner = {"kind": "TrainingSession", "name": name, "uid": f"uid-{name}"}
+        metadata = {"name": name, "uid": f"uid-ray-{name}", "ownerReferences": [owner]}
+        return self.note("RayCluster", {"metadata": metadata, "spec": {}}, is_gone=is_gone)
+
+    def end(self, name: str, second: int, **spec: Any) -> set[str]:
+        manifest = a_session_manifest(name, **spec)
+        return self.note("TrainingSession", manifest, second, is_gone=True)
+
+    def observe(self, name: str) -> Observed:
+        surroundings = Surroundings(
+            has_kuberay=True,
+            has_device_claims=True,
+            starts_in_order=True,
+            nodes=None,
+            apply_error=None,
+            completed_saves={},
+            pending_saves=frozenset(),
+            now=NOON,
+        )
+        found = self.watched.observed(name, surroundings)
+        assert found is not None
+        return found
+
+    def waits(self, name: str) -> bool:
+        return self.observe(name).quota_message is not None
+
+
+def test_the_second_session_waits_until_the_first_is_gone() -> None:
+    namespace = Namespace()
+    namespace.limit(sessions=1)
+    namespace.make("first", 1)
+    namespace.make("second", 2)
+
+    assert not namespace.waits("first")
+    plan = reconcile(namespace.observe("second"), SETTINGS)
+
+    assert plan.status is not None
+    ready = next(each for each in plan.status.conditions if each.type == "Ready")
+    assert (ready.status, ready.reason) == ("False", "QuotaExceeded")
+    assert "tenant 'research' uses 1 of 1 sessions" in ready.message
+    assert not any("RayCluster" in str(action) for action in plan.actions)
+    assert namespace.end("first", 1) >= {"second"}
+    assert not namespace.waits("second")
+
+
+def test_two_sessions_never_start_at_once_even_before_their_pods_are_visible() -> None:
+    namespace = Namespace()
+    namespace.limit(sessions=1)
+    namespace.make("b", 1)
+    assert not namespace.waits("b")
+
+    namespace.make("a", 1)
+
+    assert namespace.waits("a")
+    assert not namespace.waits("b")
+
+
+def test_sessions_of_other_owners_do_not_count() -> None:
+    namespace = Namespace()
+    namespace.limit(sessions=1)
+    namespace.make("of-grace", 1, owner="grace")
+
+    namespace.make("of-ada", 2)
+
+    assert not namespace.waits("of-grace")
+    assert not namespace.waits("of-ada")
+
+
+def test_gpus_of_sessions_with_their_own_pods_are_limited_and_a_pool_needs_none() -> None:
+    namespace = Namespace()
+    needed = 0
+    namespace.make("first", 1)
+    [claimant] = all_claimants(namespace)
+    needed = claimant.missing.dedicated_gpus
+    assert needed > 0
+    namespace.limit(dedicatedGpus=needed)
+    assert not namespace.waits("first")
+    namespace.cluster("first")
+
+    namespace.make("second", 2)
+    namespace.make("in-a-pool", 3, **POOL_MEMBER)
+
+    assert namespace.waits("second")
+    assert not namespace.waits("in-a-pool")
+    assert "second" in namespace.cluster("first", is_gone=True)
+
+
+def all_claimants(namespace: Namespace) -> list[Any]:
+    namespace.limit()
+    tenant = namespace.watched.quotas.tenant("ada")
+    assert tenant is not None
+    return namespace.watched.quotas.claimants(tenant)
+
+
+def test_a_raised_limit_starts_those_that_wait_and_a_lowered_one_stops_nothing() -> None:
+    namespace = Namespace()
+    namespace.limit(sessions=1)
+    namespace.make("first", 1)
+    namespace.make("second", 2)
+    assert not namespace.waits("first")
+    assert namespace.waits("second")
+
+    assert "second" in namespace.limit(sessions=2)
+    assert not namespace.waits("second")
+    namespace.cluster("first")
+    namespace.cluster("second")
+    namespace.limit(sessions=1)
+
+    assert not namespace.waits("first")
+    assert not namespace.waits("second")
+
+
+def test_a_model_that_waits_gets_no_place_in_a_pool() -> None:
+    namespace = Namespace(sharing="Shared")
+    namespace.limit(models=0)
+    namespace.make("run", 1, **POOL_MEMBER)
+
+    plan = reconcile(namespace.observe("run"), SETTINGS)
+
+    assert plan.status is not None or plan.actions
+    assert namespace.waits("run")
+    reasons = {each.reason for each in plan.status.conditions} if plan.status else set()
+    assert "QuotaExceeded" in reasons
+
+
+def test_a_session_that_waits_for_a_quota_does_not_make_others_wait_for_nodes() -> None:
+    manifest = a_session_manifest("one")
+
+    assert not waits_for_nodes({**manifest, "status": {"conditions": WAITS}})
+    assert waits_for_nodes({**manifest, "status": {"conditions": []}})
+
+
+@pytest.mark.parametrize("owner", ["ada", "grace"])
+def test_the_clusters_of_pools_count_towards_no_limit(owner: str) -> None:
+    namespace = Namespace()
+    namespace.limit(sessions=0, dedicatedGpus=0)
+    spec: Json = {"role": "Pool", "owner": owner, "lora": None}
+
+    namespace.make("pool", 1, **spec)
+
+    assert not namespace.waits("pool")
+
+
+def test_the_status_of_a_tenant_shows_used_and_limit() -> None:
+    namespace = Namespace()
+    namespace.limit(sessions=1)
+    namespace.make("first", 1)
+    namespace.make("second", 2)
+    namespace.waits("first")
+    tenant = namespace.watched.quotas.tenant("ada")
+    assert tenant is not None
+    claimants = namespace.watched.quotas.claimants(tenant)
+
+    manifest = {"metadata": {"generation": 3}}
+    status = tenant_status(
+        manifest, TenantSpec(owners=["ada"], limits={"sessions": 1}), claimants, NOON
+    )
+
+    assert usage(claimants).waiting == 1
+    assert (status.session_summary, status.model_summary) == ("1/1", "0/-")
+    assert status.observed_generation == 3
+    assert [each.reason for each in status.conditions] == ["QuotaExceeded"]

@@ -1,0 +1,184 @@
+"""The runs of a head that survive its end, and continuing those of an earlier head."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import structlog
+
+from tinkercloud_protocol.checkpoints import SuspendedManifest
+from tinkercloud_protocol.errors import Unavailable, WireError
+from tinkercloud_protocol.journals import JournalManifest
+from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.object_store import open_store
+from tinkercloud_worker import metrics
+from tinkercloud_worker.checkpoints.store import CheckpointStore
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.durable_run import DurableRun
+from tinkercloud_worker.head.live_model import LiveModel
+from tinkercloud_worker.head.snapshots import Snapshots
+from tinkercloud_worker.head.suspension import Suspension
+from tinkercloud_worker.journal.folder import JournalFolder
+from tinkercloud_worker.journal.records import Record
+
+log = structlog.get_logger(__name__)
+
+_THREADS = 8
+"""Files that are written at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is on the disk of a run whose head has ended."""
+
+    manifest: JournalManifest
+    snapshot: SuspendedManifest | None
+    records: Sequence[Record]
+    last_segment: int
+
+
+class Durability:
+    """The journals of one head. Belongs to one event loop."""
+
+    def __init__(self, backend: Backend, suspension: Suspension) -> None:
+        config = backend.config
+        self._backend = backend
+        self._suspension = suspension
+        self._root = Path(config.journal_dir) if config.journal_dir is not None else None
+        self._config = config.durability
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="journal")
+        self._runs: dict[str, DurableRun] = {}
+        metrics.JOURNALS_DEGRADED.set_function(lambda: len(self.degraded))
+        self.store = self._suspension.backend.store
+        """Where the snapshots are."""
+        if self._root is not None:
+            self._root.mkdir(parents=True, exist_ok=True)
+            self.store = CheckpointStore(open_store(self._root.absolute().as_uri()))
+
+    def of(self, name: str) -> DurableRun | None:
+        """Return the journal of a model; None if it has none."""
+        return self._runs.get(name)
+
+    @property
+    def degraded(self) -> Mapping[str, str]:
+        """Why runs that should survive the end of this process would not, by model."""
+        return {name: run.degraded for name, run in self._runs.items() if run.degraded is not None}
+
+    @property
+    def level(self) -> Literal["none", "local"]:
+        """What should survive the end of this process."""
+        return self._config.level if self._root is not None else "none"
+
+    def close(self) -> None:
+        """Write nothing from now on."""
+        for run in self._runs.values():
+            run.close()
+
+    async def begin(self, model: LiveModel) -> None:
+        """Start the journal of a new model, before its creation is queued."""
+        if not self._applies_to(model.spec):
+            return
+        name, folder = str(model.model_id), self._folder(str(model.model_id))
+        manifest = JournalManifest(
+            run_id=name,
+            generations=[self._backend.config.generation],
+            base_model=self._backend.config.model.name,
+            base_fingerprint=self._backend.base_fingerprint,
+            spec=model.spec,
+            initial_seed=model.operations.initial_seed,
+        )
+        run = self._attach(model, manifest, folder)
+        try:
+            await asyncio.to_thread(folder.delete)
+            await asyncio.to_thread(folder.write_manifest, manifest)
+        except OSError as error:
+            run.degrade(error)
+
+    async def begin_from(
+        self, model: LiveModel, state: SuspendedManifest, store: CheckpointStore
+    ) -> None:
+        """Start the journal of a model that resumes from a suspended state: copy it."""
+        await self.begin(model)
+        run = self.of(str(model.model_id))
+        if run is None or run.degraded is not None:
+            return
+        try:
+            for file in state.files:
+                await self.store.put_suspended(
+                    state, file, bytes(await store.read_file(state, file))
+                )
+            await self.store.commit_suspended(state)
+        except WireError as error:
+            run.degrade(error)
+
+    async def find(self, run_id: str, generation: str) -> Kept | None:
+        """Return what is kept of a run that a head of this generation had; None if nothing is.
+
+        Raises:
+            DamagedJournal: its journal is damaged.
+            InvalidRequest: its snapshot is damaged.
+        """
+        if self._root is None:
+            return None
+        folder = self._folder(run_id)
+        manifest = await asyncio.to_thread(folder.manifest)
+        if manifest is None or generation not in manifest.generations:
+            return None
+        records = await asyncio.to_thread(folder.read)
+        snapshot = await self.store.find_suspended(run_id)
+        return Kept(manifest, snapshot, records, max(folder.numbers(), default=0))
+
+    async def take_over(self, model: LiveModel, kept: Kept) -> None:
+        """Continue a kept journal in this head, before the model's requests run.
+
+        Raises:
+            Unavailable: the journal can't be written here.
+        """
+        own = self._backend.config.generation
+        generations = [each for each in kept.manifest.generations if each != own]
+        manifest = kept.manifest.model_copy(update={"generations": [*generations, own]})
+        folder = self._folder(str(model.model_id))
+        try:
+            await asyncio.to_thread(folder.write_manifest, manifest)
+        except OSError as error:
+            raise Unavailable(
+                f"training run {model.model_id} can't be continued: its journal can't be written"
+                f" ({error}); free or repair the disk, then send the request again"
+            ) from None
+        run = self._attach(model, manifest, folder)
+        last = kept.records[-1].index if kept.records else -1
+        run.continue_after(kept.last_segment, last)
+
+    async def remove(self, run_id: str) -> None:
+        """Delete the journal of a model that was deleted, or is stored elsewhere. Idempotent."""
+        if (run := self._runs.pop(run_id, None)) is not None:
+            await run.closed()
+        if self._root is not None:
+            folder = self._folder(run_id)
+            try:
+                await asyncio.to_thread(folder.delete)
+            except OSError as error:
+                log.warning("failed to delete a journal", model_id=run_id, reason=str(error))
+
+    def _attach(
+        self, model: LiveModel, manifest: JournalManifest, folder: JournalFolder
+    ) -> DurableRun:
+        snapshots = Snapshots(self._suspension, model, self.store)
+        if (earlier := self._runs.get(str(model.model_id))) is not None:
+            earlier.close()
+        run = DurableRun(
+            model, manifest, folder, snapshots, config=self._config, threads=self._threads
+        )
+        self._runs[str(model.model_id)] = run
+        model.queue.log = run
+        return run
+
+    def _folder(self, run_id: str) -> JournalFolder:
+        assert self._root is not None  # noqa: S101 - only called if there is one
+        return JournalFolder(self._root, run_id)
+
+    def _applies_to(self, spec: ModelSpec) -> bool:
+        return self._root is not None and self._config.applies_to(spec.lora)

@@ -1,0 +1,297 @@
+"""The journal and the snapshots of one model that survives the end of its head.
+
+Every request is written to the journal as it was received, before it is confirmed to the client.
+Now and then a snapshot replaces the journal so far. Another head continues from the snapshot and
+repeats the requests after it, which gives the same state and the same results.
+
+If the disk fails, training continues in memory and the run is degraded: it is then no safer than
+without a journal, and says so. A snapshot ends that, as soon as one can be written.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import structlog
+
+from tinkercloud_protocol.autosave import AutosaveConfig
+from tinkercloud_protocol.durability import DurabilityConfig
+from tinkercloud_protocol.journals import JournalManifest
+from tinkercloud_worker import metrics
+from tinkercloud_worker.head.failures import error_message, to_result
+from tinkercloud_worker.head.live_model import LiveModel
+from tinkercloud_worker.head.queue import QueuedRequest
+from tinkercloud_worker.head.save_schedule import Backoff, SavePoint, SaveSchedule
+from tinkercloud_worker.head.snapshots import Snapshot, Snapshots
+from tinkercloud_worker.journal.folder import JournalFolder
+from tinkercloud_worker.journal.records import Entry
+from tinkercloud_worker.journal.writer import JournalWriter
+
+log = structlog.get_logger(__name__)
+
+
+class DurableRun:
+    """Implements `request_log.RequestLog` for one model. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        model: LiveModel,
+        manifest: JournalManifest,
+        folder: JournalFolder,
+        snapshots: Snapshots,
+        *,
+        config: DurabilityConfig,
+        threads: ThreadPoolExecutor,
+    ) -> None:
+        """Create it; `start` begins writing.
+
+        Args:
+            model: the model.
+            manifest: of its journal.
+            folder: of its journal.
+            snapshots: takes and writes the snapshots.
+            config: when to take them.
+            threads: where files are written.
+        """
+        self._model = model
+        self._manifest = manifest
+        self._folder = folder
+        self._snapshots = snapshots
+        self._config = config
+        self._threads = threads
+        self._schedule = SaveSchedule(
+            AutosaveConfig(steps=config.snapshot_steps, seconds=config.snapshot_seconds)
+        )
+        self._retry = Backoff()
+        self._number, self._next_index = 1, 0
+        self._writer = self._open()
+        self._changes_seen = 0
+        self._is_wanted = model.spec.restore_from is not None
+        """Whether a snapshot is needed as soon as possible: what a request had read may change."""
+        self._loads: set[int] = set()
+        self._index_of: dict[int, int] = {}
+        """Indexes of the records of requests that are not finished, by number."""
+        self._needed = -1
+        """The record that must be durable before the next result is published."""
+        self._read: list[str] = []
+        self._key: tuple[int, str] | None = None
+        self._saving: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        self.degraded: str | None = None
+        """Why the run would not survive the end of this process; None if it would."""
+
+    def continue_after(self, number: int, index: int) -> None:
+        """Continue a journal whose last segment and record have these numbers."""
+        self._writer.close()
+        self._number, self._next_index = number + 1, index + 1
+        self._writer = self._open()
+
+    def _open(self) -> JournalWriter:
+        return JournalWriter(
+            self._folder,
+            self._threads,
+            number=self._number,
+            next_index=self._next_index,
+            fsync=self._config.fsync,
+            on_failure=self._writing_failed,
+        )
+
+    def append(self, queued: QueuedRequest) -> None:
+        """See `RequestLog.append`."""
+        source = queued.operation.source
+        if source is None:
+            # The manifest has what creates the model.
+            return
+        key = self._key[1] if self._key is not None and self._key[0] == queued.seq_id else None
+        entry = Entry(
+            seq_id=queued.seq_id,
+            path=source.path,
+            role=queued.operation.role,
+            digest=queued.digest.hex(),
+            size=queued.size,
+            knows_of=queued.acknowledged_failure,
+            key=key,
+            read=tuple(self._read),
+        )
+        self._read.clear()
+        if queued.operation.role == "load":
+            self._loads.add(queued.seq_id)
+        self._index_of[queued.seq_id] = self._writer.append(entry, source.body)
+        metrics.JOURNAL_BYTES.inc(len(source.body))
+
+    def record_key(self, seq_id: int, key: str) -> None:
+        """See `RequestLog.record_key`."""
+        self._key = (seq_id, key)
+
+    def record_read(self, request_id: str) -> None:
+        """See `RequestLog.record_read`."""
+        self._read.append(request_id)
+
+    def note_change(self) -> None:
+        """See `RequestLog.note_change`."""
+        self._is_wanted = True
+
+    async def accepted(self) -> None:
+        """See `RequestLog.accepted`."""
+        await self._writer.written()
+
+    def release(self, seq_id: int, finish: Callable[[], None]) -> None:
+        """See `RequestLog.release`."""
+        self._needed = max(self._needed, self._index_of.pop(seq_id, -1))
+        if seq_id in self._loads:
+            self._loads.discard(seq_id)
+            self._is_wanted = True
+        self._writer.when_durable(self._needed, finish)
+
+    async def at_boundary(self) -> None:
+        """See `RequestLog.at_boundary`: take a snapshot if one is due."""
+        now, changes = time.monotonic(), self._model.operations.num_changes
+        if changes > self._changes_seen:
+            self._schedule.changed(now, changes - self._changes_seen)
+            self._changes_seen = changes
+        due = self._due_at()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due is None:
+            return
+        if due > now:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(due - now, self._model.queue.wake)
+            return
+        if self._writer.size_bytes >= 2 * self._config.max_journal_bytes and not self.degraded:
+            self._degrade(
+                f"the journal has {self._writer.size_bytes} bytes"
+                f" (durability.max_journal_bytes is {self._config.max_journal_bytes}), and no"
+                f" snapshot could be written ({self._schedule.failure})"
+            )
+        await self._begin_snapshot()
+
+    def _due_at(self) -> float | None:
+        """Return when the next snapshot is due; None if none is."""
+        operations, queue = self._model.operations, self._model.queue
+        if operations.refused is not None or self._saving is not None or self._is_closed:
+            return None
+        is_large = self._writer.size_bytes >= self._config.max_journal_bytes
+        if queue.background and not is_large:
+            # An upload that runs can't be part of a snapshot.
+            return None
+        if self.degraded or self._is_wanted or is_large:
+            return self._retry.retry_at
+        due = self._schedule.due_at()
+        return max(due, self._retry.retry_at) if due is not None else None
+
+    async def _begin_snapshot(self) -> None:
+        if self._model.queue.background:
+            await asyncio.wait(self._model.queue.background)
+        point = self._schedule.begin(time.monotonic())
+        await self._settled()
+        began = time.monotonic()
+        try:
+            snapshot = await self._snapshots.take()
+        except Exception as error:  # noqa: BLE001 - the run continues, whatever it is
+            self._snapshot_failed(error)
+            return
+        metrics.SNAPSHOT_PAUSE_SECONDS.observe(time.monotonic() - began)
+        if self._writer.has_failed:
+            self._number, self._next_index = self._number + 1, self._writer.last_index + 1
+            self._writer = self._open()
+        else:
+            self._number = self._writer.rotate()
+        self._is_wanted = False
+        self._saving = asyncio.create_task(self._save(snapshot, self._number, point))
+
+    async def _settled(self) -> None:
+        """Return once all results so far are published, or the journal has failed."""
+        settled = asyncio.Event()
+        self._writer.when_durable(self._writer.last_index, settled.set)
+        await settled.wait()
+
+    async def _save(self, snapshot: Snapshot, number: int, point: SavePoint) -> None:
+        began = time.monotonic()
+        try:
+            await self._snapshots.write(snapshot)
+            if self.degraded is not None:
+                await self._in_thread(lambda: self._folder.write_manifest(self._manifest))
+            await self._in_thread(lambda: self._folder.remove_before(number))
+        except Exception as error:  # noqa: BLE001 - the run continues, whatever it is
+            self._is_wanted = True
+            if self.degraded is not None:
+                self._writer.close()
+            self._snapshot_failed(error)
+        else:
+            self._schedule.saved(point)
+            self._retry.succeeded()
+            metrics.SNAPSHOTS.inc()
+            metrics.SNAPSHOT_SECONDS.observe(time.monotonic() - began)
+            if self.degraded is not None and not self._writer.has_failed:
+                log.info("a run is durable again", model_id=self._name)
+                self.degraded = None
+        finally:
+            self._saving = None
+            self._model.queue.wake()
+
+    def _snapshot_failed(self, error: Exception) -> None:
+        reason = error_message(to_result(error))
+        self._schedule.failed(time.monotonic(), reason)
+        self._retry.failed(time.monotonic())
+        metrics.SNAPSHOT_FAILURES.inc()
+        log.warning(
+            "a snapshot failed; training continues, and it is tried again",
+            model_id=self._name,
+            reason=reason,
+        )
+
+    def _writing_failed(self, error: OSError) -> None:
+        self._degrade(f"the journal can't be written ({error.strerror or error})")
+
+    def degrade(self, error: Exception) -> None:
+        """Continue without a journal, which could not be started, until a snapshot succeeds."""
+        self._degrade(f"the journal can't be started ({error})")
+
+    def _degrade(self, reason: str) -> None:
+        if self._is_closed:
+            return
+        is_new, self.degraded = self.degraded is None, reason
+        self._writer.close()
+        self._retry.failed(time.monotonic())
+        if is_new:
+            log.error(
+                "a run is not durable any more; training continues, and a snapshot is tried again",
+                model_id=self._name,
+                reason=reason,
+            )
+        # A head that continued from it would not know what is in memory only.
+        self._threads.submit(self._withdraw)
+        self._model.queue.wake()
+
+    def _withdraw(self) -> None:
+        with suppress(OSError):
+            self._folder.withdraw()
+
+    async def _in_thread(self, work: Callable[[], None]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    @property
+    def _name(self) -> str:
+        return str(self._model.model_id)
+
+    async def closed(self) -> None:
+        """Write nothing from now on, and return once nothing is being written."""
+        saving = self._saving
+        self._is_closed = True
+        if saving is not None:
+            await asyncio.wait({saving})
+        self.close()
+
+    def close(self) -> None:
+        """Write nothing from now on. Idempotent."""
+        self._is_closed = True
+        self._writer.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._saving is not None:
+            self._saving.cancel()

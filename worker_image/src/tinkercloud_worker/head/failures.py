@@ -1,0 +1,41 @@
+"""Failed results of requests."""
+
+import errno
+
+import orjson
+import structlog
+
+from tinkercloud_protocol.errors import WireError
+from tinkercloud_protocol.futures import Result, failed, failed_with
+
+log = structlog.get_logger(__name__)
+
+
+def error_message(result: Result) -> str:
+    """Return the message of a terminal failure."""
+    return str(orjson.loads(result.body)["error"])
+
+
+def with_advice(result: Result) -> Result:
+    """Return the failure of an optim_step, with a note that the gradient was dropped."""
+    answer = orjson.loads(result.body)
+    return failed(
+        f"{answer['error']}; the gradient was dropped: send the step's data again, then optim_step",
+        answer["category"],
+    )
+
+
+def to_result(error: Exception) -> Result:
+    """Convert an exception to a failed result; unexpected ones are logged, not shown."""
+    if isinstance(error, WireError):
+        return failed_with(error)
+    log.error("request failed unexpectedly", exc_info=error)
+    if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return failed(
+            "the session head's disk is full (no space left on device): ask an administrator"
+            " to free space in its scratch folder, then send the request again",
+            "server",
+        )
+    return failed(
+        f"internal error ({type(error).__name__}); see the session head's log for details", "server"
+    )

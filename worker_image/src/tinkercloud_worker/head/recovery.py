@@ -1,0 +1,108 @@
+"""Continues a model in this head: from the state of a head that stopped, or that was killed."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+
+from tinkercloud_protocol.checkpoints import SuspendedManifest
+from tinkercloud_protocol.errors import InvalidRequest, StateLost
+from tinkercloud_protocol.ids import ModelId
+from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.sampling import SampleRequest
+from tinkercloud_worker.head.durability import Durability, Kept
+from tinkercloud_worker.head.live_model import LiveModel, new_model
+from tinkercloud_worker.head.queue import Operation, QueueSnapshot
+from tinkercloud_worker.head.repeating import mark_read, repeated
+from tinkercloud_worker.head.suspension import StoredState, Suspension
+
+log = structlog.get_logger(__name__)
+
+Resumed = tuple[LiveModel, list[SampleRequest]]
+"""A model, and the sampling requests to restart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """Finds the latest state of a model, and restores it."""
+
+    suspension: Suspension
+    durability: Durability
+
+    async def read(self, model_id: ModelId, spec: ModelSpec, accept: Callable[[], None]) -> Resumed:
+        """Restore a model that the head of `spec.resume_generation` had; see `Suspension.resume`.
+
+        Raises:
+            StateLost: neither a suspended state nor a journal of that head exists.
+        """
+        generation = spec.resume_generation or ""
+        store = self.suspension.backend.store
+        manifest = await store.find_suspended(str(model_id))
+        if manifest is not None and manifest.continues_from(generation):
+            return await self.resume(model_id, spec, manifest, accept)
+        kept = await self.durability.find(str(model_id), generation)
+        if kept is None:
+            raise StateLost(
+                f"the last head of training run {model_id} did not suspend it, and left no journal"
+            )
+        model, unfinished = await self._continue(model_id, spec, kept, accept)
+        own = self.suspension.backend.config.generation
+        model.lineage = [each for each in kept.manifest.generations if each != own]
+        log.info(
+            "continuing from the journal", model_id=str(model_id), num_records=len(kept.records)
+        )
+        return model, unfinished
+
+    async def resume(
+        self,
+        model_id: ModelId,
+        spec: ModelSpec,
+        manifest: SuspendedManifest,
+        accept: Callable[[], None],
+    ) -> Resumed:
+        """Restore a model from this suspended state; see `Suspension.resume`."""
+        store = self.suspension.backend.store
+        prepare = partial(self.durability.begin_from, state=manifest, store=store)
+        return await self.suspension.resume(
+            model_id, spec, StoredState(manifest, store, prepare), accept
+        )
+
+    async def _continue(
+        self, model_id: ModelId, spec: ModelSpec, kept: Kept, accept: Callable[[], None]
+    ) -> Resumed:
+        prepare = partial(self.durability.take_over, kept=kept)
+        if kept.snapshot is None:
+            return await self._create_again(model_id, spec, kept, accept), []
+        state = StoredState(kept.snapshot, self.durability.store, prepare, kept.records)
+        return await self.suspension.resume(model_id, spec, state, accept)
+
+    async def _create_again(
+        self, model_id: ModelId, spec: ModelSpec, kept: Kept, accept: Callable[[], None]
+    ) -> LiveModel:
+        suspension, manifest = self.suspension, kept.manifest
+        fingerprint = suspension.backend.base_fingerprint
+        if None not in {manifest.base_fingerprint, fingerprint} and (
+            manifest.base_fingerprint != fingerprint
+        ):
+            raise InvalidRequest(
+                f"training run {model_id} can't be continued: the base model differs from the one"
+                f" that it was started with (fingerprint {manifest.base_fingerprint} then,"
+                f" {fingerprint} now); serve the {manifest.base_model} that it was trained on"
+            )
+        model = new_model(
+            model_id, spec, suspension.backend, suspension.samplers, suspension.results
+        )
+        model.operations.initial_seed = manifest.initial_seed
+        try:
+            await self.durability.take_over(model, kept)
+            accept()
+        except BaseException:
+            model.queue.close("the model could not be continued")
+            raise
+        model.queue.submit(0, b"create", 0, Operation(model.operations.create))
+        waiting = await asyncio.to_thread(repeated, model, kept.records, 1, set[int]())
+        model.queue.restore(QueueSnapshot(0, waiting, None))
+        mark_read(suspension.results, kept.records)
+        return model

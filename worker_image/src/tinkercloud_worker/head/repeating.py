@@ -1,0 +1,63 @@
+"""Rebuilds requests that another head had accepted, from its suspended state or its journal."""
+
+from collections.abc import Sequence, Set
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_worker.head import requests
+from tinkercloud_worker.head.live_model import LiveModel
+from tinkercloud_worker.head.queue import (
+    REFUSED,
+    Operation,
+    QueuedRequest,
+    RequestSource,
+    Role,
+    refusal,
+)
+from tinkercloud_worker.head.results import Results
+from tinkercloud_worker.journal.records import Record
+
+
+def restored_operation(
+    model: LiveModel, seq_id: int, path: str, role: Role, body: bytes
+) -> Operation:
+    """Return the operation of a stored request; one that this release rejects fails."""
+    if path == REFUSED:
+        return refusal(requests.restored_error(body), role)
+    try:
+        request = requests.read(path, body)
+    except InvalidRequest as error:
+        return refusal(error, role)
+    return model.operation(requests.with_number(request, seq_id), RequestSource(path, body))
+
+
+def repeated(
+    model: LiveModel, records: Sequence[Record], next_seq_id: int, known: Set[int]
+) -> list[QueuedRequest]:
+    """Return the requests of a journal that have not run in a state.
+
+    Keys of requests that were sent without a number are recorded in the model.
+
+    Args:
+        model: the model.
+        records: the journal; it may start before the state was copied.
+        next_seq_id: number of the next request of the state.
+        known: numbers of the requests that wait in the state.
+    """
+    found = []
+    for record in records:
+        entry = record.entry
+        if entry.seq_id < next_seq_id or entry.seq_id in known:
+            continue
+        operation = restored_operation(model, entry.seq_id, entry.path, entry.role, record.body)
+        digest = bytes.fromhex(entry.digest)
+        found.append(QueuedRequest(entry.seq_id, operation, digest, entry.size, entry.knows_of))
+        if entry.key is not None:
+            model.given_numbers.record(entry.seq_id, entry.key)
+    return found
+
+
+def mark_read(results: Results, records: Sequence[Record]) -> None:
+    """Mark the results that clients had read, so that they do not count as waiting for them."""
+    for record in records:
+        for request_id in record.entry.read:
+            results.mark_read(request_id)

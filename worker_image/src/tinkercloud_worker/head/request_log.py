@@ -1,0 +1,58 @@
+"""Where a queue keeps the requests that it has accepted, in case its process is killed."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from tinkercloud_worker.head.queue import QueuedRequest
+
+
+class RequestLog(Protocol):
+    """The requests of one model. Methods do not raise."""
+
+    def append(self, queued: "QueuedRequest") -> None:
+        """Add a request that the queue accepts."""
+
+    def record_key(self, seq_id: int, key: str) -> None:
+        """Record the idempotency key of the request that is added next."""
+
+    def record_read(self, request_id: str) -> None:
+        """Record that a client has read a result."""
+
+    def note_change(self) -> None:
+        """Record that the order or the gradient has changed, other than by a request."""
+
+    async def accepted(self) -> None:
+        """Return once the requests so far would survive the end of this process."""
+
+    def release(self, seq_id: int, finish: Callable[[], None]) -> None:
+        """Publish the result of a request once the request itself is durable."""
+
+    async def at_boundary(self) -> None:
+        """Do what must be done between two requests, while none runs."""
+
+
+class NoLog:
+    """Keeps nothing."""
+
+    def append(self, queued: "QueuedRequest") -> None:
+        """See `RequestLog.append`."""
+
+    def record_key(self, seq_id: int, key: str) -> None:
+        """See `RequestLog.record_key`."""
+
+    def record_read(self, request_id: str) -> None:
+        """See `RequestLog.record_read`."""
+
+    def note_change(self) -> None:
+        """See `RequestLog.note_change`."""
+
+    async def accepted(self) -> None:
+        """See `RequestLog.accepted`."""
+
+    def release(self, seq_id: int, finish: Callable[[], None]) -> None:  # noqa: ARG002 - as above
+        """See `RequestLog.release`."""
+        finish()
+
+    async def at_boundary(self) -> None:
+        """See `RequestLog.at_boundary`."""

@@ -1,0 +1,75 @@
+"""Snapshots of a model that continues to train: its suspended state, taken between two requests.
+
+`take` copies what changes, while no request of the model runs. `write` encodes and stores the copy
+while the model trains on.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+from tinkercloud_protocol.checkpoints import BODIES, GRADIENT, HEAD_STATE
+from tinkercloud_worker.checkpoints import formats
+from tinkercloud_worker.checkpoints.store import CheckpointStore
+from tinkercloud_worker.checkpoints.suspended import Bodies, HeadState
+from tinkercloud_worker.engine.trainer import Gradient, GradientLost, TrainingState
+from tinkercloud_worker.head.live_model import LiveModel
+from tinkercloud_worker.head.samplers import Published
+from tinkercloud_worker.head.suspension import Suspension
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """A copy of a model, without the weights of its samplers, which do not change."""
+
+    state: TrainingState
+    gradient: Gradient | None
+    head: HeadState
+    bodies: Bodies
+    published: list[Published]
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshots:
+    """Takes and writes snapshots of one model."""
+
+    suspension: Suspension
+    model: LiveModel
+    store: CheckpointStore
+
+    async def take(self) -> Snapshot:
+        """Copy the model. No request of it may run meanwhile."""
+        operations, lost, gradient = self.model.operations, None, None
+        state = await operations.export_state()
+        if not self.model.queue.snapshot().has_dirty_gradient:
+            try:
+                gradient = await operations.export_gradient()
+            except GradientLost as error:
+                lost = error.message
+        bodies = Bodies()
+        # From here on without a pause, so that nothing arrives in between.
+        head = self.suspension.head_state(self.model, [], bodies)
+        published = self.suspension.samplers.of_model(self.model.model_id)
+        head = head.model_copy(update={"gradient_lost": lost})
+        return Snapshot(state, gradient, head, bodies, published)
+
+    async def write(self, snapshot: Snapshot) -> None:
+        """Write a snapshot, which replaces the previous one.
+
+        Raises:
+            StoreFailed: it could not be written; the previous one remains.
+        """
+        suspension, config = self.suspension, self.suspension.backend.config
+        writer = suspension.writer(self.model, self.store)
+        samplers = await suspension.write_samplers(
+            snapshot.published, self.model.model_id, writer, config.limits.max_sampler_bytes
+        )
+        files = await asyncio.to_thread(formats.encode_state, snapshot.state, config.model.name)
+        for name, content in files.items():
+            await writer.put(name, content)
+        if snapshot.gradient is not None:
+            encoded = await asyncio.to_thread(formats.encode_tensors, snapshot.gradient)
+            await writer.put(GRADIENT, encoded)
+        head = snapshot.head.model_copy(update={"samplers": samplers})
+        await writer.put(HEAD_STATE, head.model_dump_json().encode())
+        await writer.put(BODIES, await asyncio.to_thread(snapshot.bodies.encode))
+        await writer.commit()

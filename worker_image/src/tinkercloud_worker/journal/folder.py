@@ -1,0 +1,116 @@
+"""The files of a run's journal. All methods block, except where they say so."""
+
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+from tinkercloud_protocol import journals
+from tinkercloud_protocol.journals import JournalManifest
+from tinkercloud_worker.journal import records
+from tinkercloud_worker.journal.records import Record
+
+_SUFFIX = ".log"
+
+
+class Segment:
+    """A file of records that grows."""
+
+    def __init__(self, path: Path) -> None:
+        """Create an empty segment."""
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        self._size = 0
+
+    def write(self, content: bytes) -> None:
+        """Append whole records. After a failure the segment is as before, if the disk allows it."""
+        left, offset = memoryview(content), self._size
+        try:
+            while left:
+                done = os.pwrite(self._descriptor, left, offset)
+                left, offset = left[done:], offset + done
+        except OSError:
+            os.ftruncate(self._descriptor, self._size)
+            raise
+        self._size = offset
+
+    def synchronize(self) -> None:
+        """Return once all that was written is on the disk."""
+        os.fdatasync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+
+class JournalFolder:
+    """A run's folder in the journal folder of a head."""
+
+    def __init__(self, root: Path, run_id: str) -> None:
+        self.root = root
+        self.run_id = run_id
+        self._folder = journals.segments_folder(root, run_id)
+
+    def manifest(self) -> JournalManifest | None:
+        """Return the manifest; None if there is no journal."""
+        return journals.read_manifest(self.root, self.run_id)
+
+    def write_manifest(self, manifest: JournalManifest) -> None:
+        """Write the manifest, which makes the journal exist, atomically."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        staged = self._folder / f"manifest.{uuid.uuid4().hex}"
+        with staged.open("wb") as file:
+            file.write(manifest.model_dump_json(indent=2).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        staged.replace(journals.manifest_path(self.root, self.run_id))
+        _synchronize(self._folder)
+
+    def withdraw(self) -> None:
+        """Make the journal not exist, so that no head continues from it."""
+        journals.manifest_path(self.root, self.run_id).unlink(missing_ok=True)
+
+    def delete(self) -> None:
+        """Delete everything of the run. Idempotent."""
+        self.withdraw()
+        shutil.rmtree(journals.run_folder(self.root, self.run_id), ignore_errors=True)
+
+    def create(self, number: int) -> Segment:
+        """Create the segment of a number."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        segment = Segment(self._path(number))
+        _synchronize(self._folder)
+        return segment
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the segments, in order."""
+        return sorted(int(path.stem) for path in self._folder.glob(f"*{_SUFFIX}"))
+
+    def read(self) -> list[Record]:
+        """Return all records, in order.
+
+        Raises:
+            DamagedJournal: a record is damaged or missing.
+        """
+        segments = []
+        for number in self.numbers():
+            name = f"segment {number} of the journal of training run {self.run_id}"
+            found, _ = records.decode(self._path(number).read_bytes(), name)
+            segments.append((name, found))
+        return records.join(segments)
+
+    def remove_before(self, number: int) -> None:
+        """Delete the segments before this one, the oldest first."""
+        for each in self.numbers():
+            if each < number:
+                self._path(each).unlink()
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:08d}{_SUFFIX}"
+
+
+def _synchronize(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
