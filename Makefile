@@ -74,6 +74,9 @@ test-cluster: cluster-images ## run the tests on a real Kubernetes (needs Linux 
 	@$(PYTEST) tests/cluster $(FAULT_TESTS:%=--ignore=tests/cluster/%) \
 	  $(E2E_TESTS:%=--ignore=tests/cluster/%)
 
+test-kills: test-tools ## kill heads at 100 seeded moments of a training loop, and at every write of journals (by hand; an hour)
+	@TINKERCLOUD_TEST_KILLS=100 TINKERCLOUD_TEST_STRIDE=1 $(PYTEST) tests/chaos/test_durable_runs.py tests/unit/journal
+
 test-faults: cluster-programs ## by hand, before a change of the operator: fail the API server, kill the operator at every write, create 200 sessions
 	@$(BIN)/pytest $(FAULT_TESTS:%=tests/cluster/%)
 

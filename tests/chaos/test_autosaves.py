@@ -7,11 +7,15 @@ import pytest
 import tinker
 
 from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.servers import NOT_DURABLE, Server, a_server
 from tinkercloud_testing.waiting import wait_until
 
 MODEL = "tiny/llama"
-EVERY_2_STEPS = {"TINKERCLOUD_AUTOSAVE__STEPS": "2", "TINKERCLOUD_AUTOSAVE__SECONDS": "0"}
+EVERY_2_STEPS = {
+    **NOT_DURABLE,
+    "TINKERCLOUD_AUTOSAVE__STEPS": "2",
+    "TINKERCLOUD_AUTOSAVE__SECONDS": "0",
+}
 AT_ONCE = {"TINKERCLOUD_AUTOSAVE__STEPS": "1"}
 
 

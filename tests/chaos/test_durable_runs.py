@@ -69,12 +69,6 @@ class Loop:
         self.curve.append((loss, number))
 
 
-def is_running(pid: int) -> bool:
-    # A process that has ended has no command line.
-    command = Path(f"/proc/{pid}/cmdline")
-    return command.exists() and bool(command.read_bytes())
-
-
 class Killer:
     """Kills a head, or a server, or both, at seeded moments."""
 
@@ -90,23 +84,23 @@ class Killer:
         for _ in range(KILLS):
             if self.is_stopped.wait(self._random.uniform(0.05, 1.5)):
                 return
-            self._kill()
-            self._wait_until_ready()
+            killed = self._kill()
+            self._wait_until_replaced(killed)
 
-    def _kill(self) -> None:
+    def _kill(self) -> int:
         victims = self._random.choice(["head", "head", "both"])
         if victims == "both":
             self._server.kill()
         (pid,) = self._server.head_pids()
-        assert is_running(pid)
         self._server.kill_heads()
         self.num_kills += 1
         if victims == "both":
             self._server.start()
+        return pid
 
-    def _wait_until_ready(self) -> None:
-        """Return once a head runs again, which may still be repeating steps."""
-        while not any(is_running(pid) for pid in self._server.head_pids()):
+    def _wait_until_replaced(self, killed: int) -> None:
+        """Return once another head is ready, which may still be repeating steps."""
+        while self._server.head_pids() in ([], [killed]):
             if self.is_stopped.wait(0.05):
                 return
 

@@ -10,7 +10,7 @@ import pytest
 import tinker
 
 from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.servers import NOT_DURABLE, Server, a_server
 from tinkercloud_testing.waiting import wait_until
 
 MODEL = "tiny/llama"
@@ -93,7 +93,7 @@ def test_a_lost_run_is_reported_and_logged_even_if_no_other_head_can_start(
 ) -> None:
     folder = tmp_path / "model"
     folder.symlink_to(model_folder)
-    with a_server(tmp_path / "state", {MODEL: folder}) as server:
+    with a_server(tmp_path / "state", {MODEL: folder}, NOT_DURABLE) as server:
         training = a_training_client(server)
         step(training)
         path = training.save_state("one").result().path

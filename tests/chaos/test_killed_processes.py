@@ -10,7 +10,7 @@ import tinker
 from tinker import types
 
 from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.servers import NOT_DURABLE, Server, a_server
 from tinkercloud_testing.waiting import wait_until
 
 MODEL = "tiny/llama"
@@ -19,7 +19,8 @@ MODEL = "tiny/llama"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Server]:
     """Run one server for all tests: each test restarts what it has killed."""
-    with a_server(tmp_path_factory.mktemp("state"), {MODEL: model_folder}) as running:
+    folder = tmp_path_factory.mktemp("state")
+    with a_server(folder, {MODEL: model_folder}, NOT_DURABLE) as running:
         yield running
 
 

@@ -11,7 +11,7 @@ from tinker import types
 
 from tinkercloud_protocol.rlve import RlveConfig
 from tinkercloud_testing.answering import an_answering_model
-from tinkercloud_testing.servers import API_KEY, Server, a_server
+from tinkercloud_testing.servers import API_KEY, NOT_DURABLE, Server, a_server
 from tinkercloud_testing.waiting import wait_until
 
 MODEL = "tiny/answering"
@@ -37,6 +37,7 @@ def own_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = an_answering_model(RlveConfig(**RLVE), folder)
     settings = {
         **SECRETS,
+        **NOT_DURABLE,
         "TINKERCLOUD_PROGRAMS__ALLOW_CODE": "true",
         "TINKERCLOUD_PROGRAMS__MAX_PER_OWNER": "2",
     }

@@ -91,7 +91,7 @@ def test_over_the_tokens_of_a_minute_requests_wait_in_order_and_others_do_not(
     assert "starts in" in reasons[0]
 
 
-def test_over_the_storage_limit_of_a_tenant_new_checkpoints_are_refused_and_training_goes_on(
+def test_over_the_storage_limit_of_a_tenant_new_checkpoints_are_refused_and_training_continues(
     limited: Server,
 ) -> None:
     keys = [limited.new_key(owner) for owner in ("small-ada", "small-bob")]

@@ -7,7 +7,7 @@ import pytest
 import tinker
 
 from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.servers import NOT_DURABLE, Server, a_server
 
 MODEL = "tiny/llama"
 
@@ -15,7 +15,7 @@ MODEL = "tiny/llama"
 @pytest.fixture
 def own_server(tmp_path: Path, model_folder: Path) -> Iterator[Server]:
     """Run a server whose catalog a test may delete."""
-    with a_server(tmp_path / "state", {MODEL: model_folder}) as running:
+    with a_server(tmp_path / "state", {MODEL: model_folder}, NOT_DURABLE) as running:
         yield running
 
 

@@ -3,6 +3,7 @@
 /api/v1/<hot paths>      hot_paths; routes.training, sampling, futures: forwarded to session heads
 /api/v1/...              routes.sessions, models, runs, keys: served by this process
 /hf/...                  routes.hub: the tokenizer mirror
+/traces/...              routes.traces: traces of sessions, by signed URLs
 /downloads/...           routes.downloads: files of checkpoints, by signed URLs
 /healthz /livez /health  routes.health
 /openapi.json            openapi: the API description
@@ -21,9 +22,13 @@ from fastapi import FastAPI
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api import errors, metrics
+from tinkercloud_api.access_tokens import AccessTokens
 from tinkercloud_api.activity import Activity
+from tinkercloud_api.auditing import Auditing
 from tinkercloud_api.auth import REMEMBERED_SECONDS, Authenticator, Role, hash_key
 from tinkercloud_api.catalog.admission import RunQuotas
+from tinkercloud_api.catalog.audit import AuditLog
+from tinkercloud_api.catalog.billing import Billing
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.programs import ProgramCatalog
 from tinkercloud_api.catalog.sampler_clients import SamplerClients
@@ -50,6 +55,9 @@ from tinkercloud_api.providers.programs import ProgramRunner
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.quotas import Quotas
 from tinkercloud_api.routes import (
+    audit,
+    billing,
+    chat,
     checkpoint_search,
     custom_losses,
     downloads,
@@ -65,6 +73,7 @@ from tinkercloud_api.routes import (
     session_usage,
     sessions,
     tokenizers,
+    traces,
     unloading,
     usage,
 )
@@ -90,13 +99,15 @@ _ROUTED = (
     # The path of the search looks like a session's.
     session_search,
     *(sessions, session_usage, usage, models, unloading, tokenizers, results, downloads, importing),
-    custom_losses,
+    *(custom_losses, audit, billing, traces),
     checkpoint_search,
     *(runs, programs, keys, health, hub),
 )
 """Modules with the routes that FastAPI serves."""
 _HOUSEKEEPING_SECONDS = 30.0
 _SIGNING_KEY = "download URLs"
+"""Name of the secret in the catalog."""
+_TOKEN_SECRET = "access tokens"  # noqa: S105 - a name
 """Name of the secret in the catalog."""
 _REPORT_SECONDS = 10.0
 """Time limit at shutdown for determining which runs the heads did not save."""
@@ -128,7 +139,9 @@ class Application:
             api.include_router(module.router)
         api.add_middleware(BodyLimitMiddleware, max_bytes=JSON_BODY_BYTES)
         errors.install(api)
-        self._asgi = MetricsMiddleware(HotPaths(api, self._running, api.routes), HANDLERS.keys())
+        self._asgi = MetricsMiddleware(
+            HotPaths(api, self._running, api.routes), {*HANDLERS, *chat.PATHS}
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event (the ASGI entry point)."""
@@ -161,22 +174,16 @@ async def running_context(
         provider: starts session heads.
         own_url: URL of the server for programs on this machine.
     """
-    engine = open_database(settings.catalog_url)
-    await migrate(engine)
-    catalog = Catalog(engine)
-    await register_bootstrap_key(catalog, settings)
+    engine, catalog = await _open_catalog(settings)
     client = open_client()
-    store = open_store(settings.checkpoint_url)
-    tenants = Tenants(provider.tenants)
-    storage_quota = StorageQuota(catalog, tenants)
-    checkpoints = Checkpoints(catalog, store, storage_quota)
+    store, tenants = open_store(settings.checkpoint_url), Tenants(provider.tenants)
+    checkpoints = Checkpoints(catalog, store, StorageQuota(catalog, tenants))
     admission = _admission(settings, engine, tenants)
     locator = HeadLocator(catalog, checkpoints, provider, client, admission)
     objects, quota = ObjectStoreClient(store), settings.max_checkpoint_bytes_per_owner
     stored_runs = StoredRuns(catalog, checkpoints, objects, quota)
-    signing_key = await _signing_key(catalog, settings)
     activity = Activity(catalog)
-    authenticator = Authenticator(catalog, activity.use_key)
+    authenticator = Authenticator(catalog, activity.use_key, await _tokens(catalog))
     programs = _programs(
         settings,
         provider,
@@ -192,7 +199,7 @@ async def running_context(
         authenticator=authenticator,
         provider=provider,
         checkpoints=checkpoints,
-        downloads=Downloads(checkpoints, objects, settings.downloads, signing_key),
+        downloads=await _downloads(settings, catalog, checkpoints, objects),
         locator=locator,
         training_runs=training_runs,
         proxy=Proxy(client),
@@ -209,7 +216,9 @@ async def running_context(
         sampler_clients=SamplerClients(engine),
         custom_losses=CustomLosses(objects, training_runs),
         tenants=tenants,
-        quotas=Quotas(tenants, provider, admission, storage_quota),
+        quotas=_quotas(provider, admission, StorageQuota(catalog, tenants)),
+        billing=Billing(engine),
+        auditing=Auditing(AuditLog(engine), settings.audit_days),
     )
     try:
         async with _started(context):
@@ -217,6 +226,20 @@ async def running_context(
     finally:
         await client.close()
         await catalog.close()
+
+
+async def _open_catalog(settings: Settings) -> tuple[AsyncEngine, Catalog]:
+    engine = open_database(settings.catalog_url)
+    await migrate(engine)
+    catalog = Catalog(engine)
+    await register_bootstrap_key(catalog, settings)
+    return engine, catalog
+
+
+def _quotas(provider: SessionProvider, admission: RunAdmission, storage: StorageQuota) -> Quotas:
+    if isinstance(provider, KubernetesProvider):
+        return Quotas(storage.tenants, provider.tenant_usage, storage)
+    return Quotas(storage.tenants, admission.usage, storage)
 
 
 def _admission(settings: Settings, engine: AsyncEngine, tenants: Tenants) -> RunAdmission:
@@ -260,6 +283,18 @@ async def _started(context: Context) -> AsyncIterator[None]:
         await context.provider.stop()
         await _report_lost(context.locator)
         await context.activity.write()
+
+
+async def _downloads(
+    settings: Settings, catalog: Catalog, checkpoints: Checkpoints, objects: ObjectStoreClient
+) -> Downloads:
+    key = await _signing_key(catalog, settings)
+    return Downloads(checkpoints, objects, settings.downloads, key)
+
+
+async def _tokens(catalog: Catalog) -> AccessTokens:
+    """Return what issues and verifies access tokens, with the same secret in all replicas."""
+    return AccessTokens(await catalog.shared_secret(_TOKEN_SECRET))
 
 
 async def _signing_key(catalog: Catalog, settings: Settings) -> bytes:
@@ -374,6 +409,7 @@ async def _run_housekeeping(context: Context) -> None:
             context.stored_runs.sweep,
             context.locator.report_lost,
             lambda: context.locator.release_leftovers(now()),
+            lambda: context.auditing.forget(now()),
         ):
             try:
                 await task()
@@ -389,11 +425,15 @@ def _inactivity_period(settings: Settings) -> timedelta:
 
 
 async def _suspend_inactive(context: Context) -> None:
-    """Periodically suspend the models of inactive clients; a separate task, as writing is slow."""
+    """Periodically suspend the models of inactive clients, and drop those that no run claims.
+
+    A separate task, because writing is slow.
+    """
     period = _inactivity_period(context.settings).total_seconds()
     while True:
         try:
             await context.shared_heads.suspend_inactive(now())
+            await context.shared_heads.drop_orphans(now())
         except Exception:
             metrics.HOUSEKEEPING_ERRORS.inc()
             log.exception("failed to suspend models of inactive clients; will retry")

@@ -9,14 +9,16 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
+from tinkercloud_api.access_tokens import PREFIX, AccessTokens
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
+from tinkercloud_api.mutations import is_mutation
 from tinkercloud_api.settings import KEY_PREFIX
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unauthenticated
+from tinkercloud_protocol.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated
 
 REMEMBERED_SECONDS = 10.0
 """How long keys are cached, and so how soon a key revoked by another process is rejected."""
@@ -24,12 +26,14 @@ _MAX_CACHED = 10_000
 
 
 class Role(StrEnum):
-    """What a key may access in addition to its owner's objects."""
+    """What a key may do."""
 
     USER = "user"
-    """Nothing."""
+    """Everything with its owner's objects."""
     ADMIN = "admin"
-    """Read and delete the objects of all owners."""
+    """Also read and delete the objects of all owners."""
+    READ_ONLY = "read-only"
+    """Only read its owner's objects."""
 
 
 class Owned(Protocol):
@@ -57,6 +61,18 @@ class Principal:
     def may_see(self, owner: str) -> bool:
         """Whether objects of `owner` are visible to this principal."""
         return self.owner == owner or self.role is Role.ADMIN
+
+    def require_right(self, method: str, path: str) -> None:
+        """Check that the role allows a request, whatever it is for.
+
+        Raises:
+            Forbidden: it does not.
+        """
+        if self.role is Role.READ_ONLY and is_mutation(method, path):
+            raise Forbidden(
+                f"X-API-Key: key {self.key_name!r} is read-only and may not send {method}"
+                f" {path[:200]}; use a key with the role user"
+            )
 
     def require(self, found: OwnedT | None, what: str) -> OwnedT:
         """Return an object if it exists for this principal.
@@ -90,15 +106,19 @@ def hash_key(key: str) -> str:
 class Authenticator:
     """Looks up API keys and caches them briefly."""
 
-    def __init__(self, catalog: Catalog, record_use: Callable[[int], None]) -> None:
+    def __init__(
+        self, catalog: Catalog, record_use: Callable[[int], None], tokens: AccessTokens
+    ) -> None:
         """Create an authenticator.
 
         Args:
             catalog: contains the keys.
             record_use: called with the id of each accepted key.
+            tokens: verifies the tokens that are accepted instead of keys.
         """
         self._catalog = catalog
         self._record_use = record_use
+        self._tokens = tokens
         self._cached: dict[str, tuple[float, Principal]] = {}
         self._revoked: set[int] = set()
         """Keys revoked by this process: a concurrent lookup must not make one valid again."""
@@ -118,11 +138,12 @@ class Authenticator:
                 "X-API-Key: the header is missing; set TINKER_API_KEY, or send the key as"
                 " `X-API-Key: KEY` or `Authorization: Bearer KEY`"
             )
-        principal = await self._holder(hash_key(key))
+        principal = await self._holder(key)
         if principal.expires_at is not None and principal.expires_at <= now():
             expired_at = principal.expires_at.isoformat(timespec="seconds")
             raise Unauthenticated(
-                f"X-API-Key: the key expired at {expired_at}; ask an administrator for a new one"
+                f"X-API-Key: the key or token expired at {expired_at}; ask an administrator for a"
+                " new key"
             )
         self._record_use(principal.key_id)
         return principal
@@ -157,20 +178,50 @@ class Authenticator:
         await self._catalog.revoke_key(key_id)
         self._revoked.add(key_id)
 
-    async def _holder(self, key_hash: str) -> Principal:
-        moment = time.monotonic()
+    def token(self, principal: Principal) -> str:
+        """Return an access token for a principal's key."""
+        return self._tokens.issue(
+            key_id=principal.key_id,
+            owner=principal.owner,
+            moment=now(),
+            ends_at=principal.expires_at,
+        )
+
+    def trace_token(self, session_id: str) -> str:
+        """Return a token for the URL of a session's trace, after the caller was checked."""
+        return self._tokens.issue_trace(session_id, now())
+
+    def session_of_trace(self, token: str) -> str | None:
+        """Return the session of the URL of a trace; None if the URL is wrong or has expired."""
+        return self._tokens.read_trace(token, now())
+
+    async def _holder(self, key: str) -> Principal:
+        moment, key_hash = time.monotonic(), hash_key(key)
         remembered = self._cached.get(key_hash)
         if remembered is not None and remembered[0] > moment:
             principal = remembered[1]
         else:
-            row = await self._catalog.key(key_hash)
-            if row is None:
+            found = await self._look_up(key, key_hash)
+            if found is None:
                 self._cached.pop(key_hash, None)
                 raise Unauthenticated("X-API-Key: the key is unknown or has been revoked")
-            principal = Principal(row.id, row.name, row.owner, Role(row.role), row.expires_at)
+            principal = found
             if len(self._cached) >= _MAX_CACHED:
                 self._cached.clear()
             self._cached[key_hash] = (moment + REMEMBERED_SECONDS, principal)
         if principal.key_id in self._revoked:
             raise Unauthenticated("X-API-Key: the key is unknown or has been revoked")
         return principal
+
+    async def _look_up(self, key: str, key_hash: str) -> Principal | None:
+        """Return the holder of a key, or of the key that a token was issued for."""
+        ends_at = None
+        if key.startswith(PREFIX) and (token := self._tokens.read(key)) is not None:
+            row = await self._catalog.key_numbered(token.key_id)
+            ends_at = datetime.fromtimestamp(token.expires_at, UTC)
+        else:
+            row = await self._catalog.key(key_hash)
+        if row is None:
+            return None
+        ends = [moment for moment in (ends_at, row.expires_at) if moment is not None]
+        return Principal(row.id, row.name, row.owner, Role(row.role), min(ends, default=None))

@@ -134,7 +134,7 @@ class Checkpoints:
         """
         if limit is None and not self._quota.is_limited(owner):
             return
-        await self._refresh(await self._catalog.unindexed_checkpoints(owner))
+        await self._refresh(await self._quota.pending(owner))
         await self._quota.check(owner, size_bytes)
         if limit is None:
             return
@@ -296,13 +296,17 @@ class Checkpoints:
 
     async def storage(self, owner: str | None, page: Page) -> Sequence[Storage]:
         """Return what checkpoints occupy, by owner, the largest first; owner None means all."""
-        await self._refresh(await self._catalog.unindexed_checkpoints(owner))
+        await self.index_new(owner)
         return await self._catalog.storage(owner, page)
+
+    async def index_new(self, owner: str | None) -> None:
+        """Read the manifests of an owner's new checkpoints; owner None means all owners."""
+        await self._refresh(await self._catalog.unindexed_checkpoints(owner))
 
     async def search(self, wanted: CheckpointSearch) -> list[CheckpointInfo]:
         """Return the checkpoints that match a search, newest first."""
         for owner in [None] if wanted.owners is None else wanted.owners:
-            await self._refresh(await self._catalog.unindexed_checkpoints(owner))
+            await self.index_new(owner)
         return [info(row) for row in await self._catalog.search_checkpoints(wanted)]
 
     async def delete(self, path: CheckpointPath, principal: Principal) -> None:

@@ -1,8 +1,8 @@
 """The `tinkercloud` command.
 
 `serve`, `keys`, `catalog` and `doctor` use this machine's state folder; `models`, `sessions`,
-`checkpoints`, `programs` and `usage` call a running server, local or remote (TINKER_BASE_URL,
-TINKER_API_KEY). `plan` needs neither.
+`checkpoints`, `programs`, `usage` and `audit` call a running server, local or remote
+(TINKER_BASE_URL, TINKER_API_KEY). `plan` needs neither.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, o
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.catalog_rebuild import rebuild
-from tinkercloud_api.commands import checkpoints, programs, usage
+from tinkercloud_api.commands import audit, checkpoints, programs, usage
 from tinkercloud_api.commands.shared import (
     ApiKey,
     BaseUrl,
@@ -62,6 +62,7 @@ app.add_typer(sessions_app, name="sessions")
 app.add_typer(programs.app, name="programs")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.command("usage")(usage.show_usage)
+app.command("audit")(audit.show_audit)
 
 StateDir = Annotated[
     Path | None,
@@ -70,6 +71,7 @@ StateDir = Annotated[
         show_default=False,
     ),
 ]
+_OVERLAP = timedelta(days=1)
 _UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
 _LIFETIME = re.compile(r"(?P<number>[1-9][0-9]{0,6})(?P<unit>[dhms])")
 
@@ -198,7 +200,11 @@ def create_key(
         str | None, typer.Option(help="Owner of everything created with the key. Default: NAME.")
     ] = None,
     role: Annotated[
-        Role, typer.Option(help="Admins can read and delete the objects of all owners.")
+        Role,
+        typer.Option(
+            help="Admins can also read and delete the objects of all owners; read-only keys can"
+            " only list and describe their owner's."
+        ),
     ] = Role.USER,
     expires: Annotated[
         timedelta | None,
@@ -260,6 +266,35 @@ def revoke_key(
     """Revoke an API key. Running servers reject it within ten seconds."""
     if not _with_catalog(state_dir, lambda catalog: catalog.revoke_key(key_id)):
         fail(f"key {key_id} does not exist or is already revoked; see `tinkercloud keys list`")
+
+
+@keys_app.command("rotate")
+def rotate_key(
+    key_id: Annotated[int, typer.Argument(help="ID of the key, as shown by `keys list`.")],
+    overlap: Annotated[
+        timedelta,
+        typer.Option(
+            parser=_lifetime,
+            metavar="TIME",
+            help="Time until the old key expires, such as 24h: when its clients must have the new"
+            " one.",
+        ),
+    ] = _OVERLAP,
+    state_dir: StateDir = None,
+    *,
+    as_json: Json = False,
+) -> None:
+    """Replace an API key: print a new one with its name, owner and role. It is not shown again."""
+    key, ends_at = new_key(), now() + overlap
+    row = _with_catalog(
+        state_dir, lambda catalog: catalog.rotate_key(key_id, hash_key(key), ends_at)
+    )
+    if row is None:
+        fail(f"key {key_id} does not exist, has expired or is revoked; see `tinkercloud keys list`")
+    if as_json:
+        typer.echo(json.dumps({"id": row.id, "key": key, "owner": row.owner, "role": row.role}))
+    else:
+        typer.echo(key)
 
 
 @catalog_app.command("rebuild")

@@ -6,7 +6,9 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from tinkercloud_api.activity import Activity
+from tinkercloud_api.auditing import Auditing
 from tinkercloud_api.auth import Authenticator, Principal
+from tinkercloud_api.catalog.billing import Billing
 from tinkercloud_api.catalog.sampler_clients import SamplerClients
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.usage import UsageLedger
@@ -58,6 +60,8 @@ class Context:
     custom_losses: CustomLosses
     tenants: Tenants
     quotas: Quotas
+    auditing: Auditing
+    billing: Billing
 
 
 def get_context(request: Request) -> Context:

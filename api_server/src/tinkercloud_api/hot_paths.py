@@ -21,13 +21,13 @@ from tinkercloud_api.http import (
     reject_duplicate_headers,
     respond_error,
 )
-from tinkercloud_api.routes import blocking, importing, sampling, training
+from tinkercloud_api.routes import blocking, chat, importing, sampling, training
 from tinkercloud_api.routes import futures as future_routes
 from tinkercloud_api.routes.call import Call, Handler
 from tinkercloud_api.routes.rejections import reject_unknown_call
 from tinkercloud_api.throttle import Throttle
 from tinkercloud_api.transfers import upload_urls
-from tinkercloud_protocol import futures, routes
+from tinkercloud_protocol import chat_errors, futures, routes
 from tinkercloud_protocol.asgi import Receive, Scope, Send, respond
 from tinkercloud_protocol.errors import Unauthenticated, WireError
 
@@ -36,6 +36,8 @@ log = structlog.get_logger(__name__)
 _WITHOUT_KEY = {"/api/v1/healthz"}
 """API paths that need no key, in addition to all paths outside the API: probes, the tokenizer
 mirror and the OpenAPI document."""
+_WITH_KEY = (routes.PREFIX, *chat_errors.PREFIXES)
+"""Prefixes of the paths that need a key."""
 _UPLOADS = (importing.UPLOADS, upload_urls.PREFIX)
 """Prefixes of the paths to which files are uploaded, with a key or by a signed URL."""
 _INTERNAL_ERROR = b'{"detail": "internal error; see the server log for details"}'
@@ -88,11 +90,22 @@ class HotPaths:
             principal = await self._authenticate(scope)
         except WireError as error:
             _, send = drain_body(scope, receive, send, DISCARD_WITHOUT_KEY)
-            # Connections of callers without a valid key are not kept open.
-            await respond_error(send, error, {"connection": "close"})
+            # Connections of callers without a valid key are not kept open. When the SDK reads this
+            # challenge (RFC 6750), it exchanges its key for another token.
+            headers = {"connection": "close"}
+            if isinstance(error, Unauthenticated):
+                headers["www-authenticate"] = 'Bearer error="invalid_token"'
+            await _respond_error(scope, send, error, headers)
             return
         discard = DISCARD_WITHOUT_KEY if principal is None else DISCARD
         receive, send = drain_body(scope, receive, send, discard)
+        if principal is not None:
+            try:
+                principal.require_right(scope["method"], scope["path"])
+                send = await self._server().auditing.recorded(principal, scope, send)
+            except WireError as error:
+                await respond_error(send, error)
+                return
         handler = self._handler(scope)
         if handler is None or principal is None:
             _declare_json(scope)
@@ -102,7 +115,7 @@ class HotPaths:
         try:
             await handler(call)
         except WireError as error:
-            await respond_error(send, error)
+            await _respond_error(scope, send, error)
         except Exception:
             log.exception("unexpected error while handling a request", path=call.request.path)
             if call.has_answered:
@@ -122,7 +135,7 @@ class HotPaths:
         path: str = scope["path"]
         if scope["method"] == "PUT" and path.startswith(upload_urls.PREFIX):
             return importing.url_holder(self._server(), scope)
-        if not path.startswith(routes.PREFIX) or path in _WITHOUT_KEY:
+        if not path.startswith(_WITH_KEY) or path in _WITHOUT_KEY:
             return None
         authenticator = self._server().authenticator
         key = key_of(scope["headers"])
@@ -139,6 +152,8 @@ class HotPaths:
     def _handler(self, scope: Scope) -> Handler | None:
         """Return the handler of a hot path, or None for requests that the application serves."""
         path: str = scope["path"]
+        if path.startswith(chat_errors.PREFIXES):
+            return chat.serve
         if scope["method"] == "PUT" and path.startswith(_UPLOADS):
             return importing.receive_file
         if scope["method"] != "POST":
@@ -148,6 +163,19 @@ class HotPaths:
             is_served = any(route.matches(scope)[0] is Match.FULL for route in self._routed)
             handler = None if is_served else reject_unknown_call
         return handler
+
+
+async def _respond_error(
+    scope: Scope, send: Send, error: WireError, headers: Mapping[str, str] | None = None
+) -> None:
+    """Send the response to an error, in the shape that clients of the path expect."""
+    path: str = scope["path"]
+    if not path.startswith(chat_errors.PREFIXES):
+        await respond_error(send, error, headers)
+        return
+    retry = {"retry-after": "1"} if error.status in {429, 503} else {}
+    body = chat_errors.error_bytes(path, error)
+    await respond(send, body, status=error.status, headers={**retry, **(headers or {})})
 
 
 def _declare_json(scope: Scope) -> None:

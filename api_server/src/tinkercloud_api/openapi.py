@@ -11,7 +11,10 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from tinkercloud_api.mutations import is_mutation
+from tinkercloud_api.openapi_chat import chat_operations
 from tinkercloud_protocol import futures, routes
+from tinkercloud_protocol.batched_futures import RetrieveFuturesRequest
 from tinkercloud_protocol.sampling import (
     CancelFutureRequest,
     NamedWeights,
@@ -84,6 +87,7 @@ _BATCH = {
 _STATUSES = {
     "400": "The request is invalid; repeating it does not help.",
     "401": "The key is missing, unknown or revoked.",
+    "403": "The key is read-only.",
     "404": "The object does not exist, or belongs to another owner.",
     "408": "The result is not ready yet; poll again.",
     "410": "Permanently gone: a model with lost state, a discarded result, or an ended session.",
@@ -138,6 +142,7 @@ _JSON_BODIES: dict[str, type[BaseModel]] = {
     routes.ASAMPLE: SampleOfWeights,
     routes.SAMPLE: SampleOfWeights,
     routes.RETRIEVE_FUTURE: RetrieveFutureRequest,
+    routes.RETRIEVE_FUTURES: RetrieveFuturesRequest,
     routes.CANCEL_FUTURE: CancelFutureRequest,
 }
 _UPLOAD = "/api/v1/checkpoints/uploads/{upload_id}/adapter_model.safetensors"
@@ -155,6 +160,7 @@ _SUMMARIES = {
     routes.ASAMPLE: "Sample",
     routes.SAMPLE: "Sample, and wait for the result",
     routes.RETRIEVE_FUTURE: "Wait for the result of a request",
+    routes.RETRIEVE_FUTURES: "Wait for samples of a client",
     routes.CANCEL_FUTURE: "Cancel a sampling request",
 }
 
@@ -172,6 +178,7 @@ def describe(api: FastAPI) -> dict[str, Any]:
         }
         for path in _SUMMARIES:
             document["paths"][path] = {"post": _hot_operation(path, schemas)}
+        document["paths"].update(chat_operations())
         document["paths"][_UPLOAD] = {"put": _upload_operation()}
         for path, method, operation in _operations(document):
             _add_error_responses(path, method, operation)
@@ -196,6 +203,7 @@ def _add_error_responses(path: str, method: str, operation: dict[str, Any]) -> N
     has_object = "{" in path or (has_body and path not in _WITHOUT_OBJECT)
     statuses = [
         *_OF_EVERY_CALL,
+        *(["403"] if is_mutation(method.upper(), path) else []),
         *(["404"] if has_object else []),
         *(["408"] if path == routes.RETRIEVE_FUTURE else []),
         *(["410"] if path in _GONE else []),
@@ -227,7 +235,7 @@ def _hot_operation(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
         content = {futures.JSON: {"schema": answer}}
     elif path == routes.RETRIEVE_FUTURE:
         content[futures.PROTOBUF] = {"schema": {"type": "string", "format": "binary"}}
-    elif path not in {routes.CANCEL_FUTURE, routes.SAMPLE}:
+    elif path not in {routes.CANCEL_FUTURE, routes.SAMPLE, routes.RETRIEVE_FUTURES}:
         content = {futures.JSON: {"schema": {"$ref": f"{_REFERENCE}Promise"}}}
     description = "The result, or the reason for the failure." if is_result else "Accepted."
     return {

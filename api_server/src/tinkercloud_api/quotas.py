@@ -1,11 +1,12 @@
 """What users are shown about the limits of their tenant."""
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from tinkercloud_api.providers.base import SessionProvider
-from tinkercloud_api.run_admission import RunAdmission
 from tinkercloud_api.storage_quota import StorageQuota
 from tinkercloud_api.tenants import Tenants
+from tinkercloud_crds.quotas import Tenant
+from tinkercloud_crds.tenant import TenantUsage
 from tinkercloud_protocol.listings import Quota, QuotaLimit
 
 
@@ -14,8 +15,8 @@ class Quotas:
     """The limits of owners, and what is used of them."""
 
     tenants: Tenants
-    provider: SessionProvider
-    admission: RunAdmission
+    usage_of: Callable[[Tenant], Awaitable[TenantUsage]]
+    """Returns what the sessions of a tenant use."""
     storage: StorageQuota
 
     async def of(self, owner: str) -> Quota | None:
@@ -24,9 +25,7 @@ class Quotas:
         if tenant is None:
             return None
         limits = tenant.spec.limits
-        used = self.provider.tenant_usage(tenant.name)
-        if used is None:
-            used = await self.admission.usage(tenant)
+        used = await self.usage_of(tenant)
         return Quota(
             tenant=tenant.name,
             waiting=used.waiting,

@@ -183,6 +183,11 @@ class Settings(BaseSettings):
     compress_uploads: bool = False
     """Whether clients compress the bodies of forward_backward requests. Only useful on slow
     networks."""
+    access_tokens: bool = False
+    """Whether SDK clients exchange their key for an access token (JWT) of an hour, and send that
+    from then on. `RestClient.whoami` needs it."""
+    audit_days: Annotated[int, Field(ge=1, le=3650)] = 90
+    """How long, in days, entries of the audit log are kept."""
     batch_polls: bool = False
     """Whether an SDK client polls once for all of its samples, instead of once for each. Saves
     connections if thousands of samples are in flight, and costs each of them another request."""

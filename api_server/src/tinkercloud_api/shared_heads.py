@@ -14,6 +14,7 @@ import structlog
 
 from tinkercloud_api.activity import Activity
 from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.head_locator import placement_of
 from tinkercloud_api.providers.base import HeadEndpoint, SessionProvider
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import Unavailable
@@ -24,12 +25,15 @@ from tinkercloud_protocol.launch import (
     HeldModels,
     ModelSuspended,
 )
+from tinkercloud_protocol.timeline import Span, Timeline
 
 log = structlog.get_logger(__name__)
 
 _LIST_SECONDS = 10.0
 _SUSPEND_SECONDS = 600.0
 """A head responds only after it has written the whole model."""
+_ORPHANED_AFTER = timedelta(minutes=10)
+"""How long no run must have claimed a model of a head before it is dropped."""
 _ROUNDS_MISSED = 3
 """Missed rounds after which this machine or process is assumed to have been paused, so that clients
 could not be heard."""
@@ -66,6 +70,8 @@ class SharedHeads:
         self._longest_pause = period * _ROUNDS_MISSED
         self._listening_since: datetime | None = None
         self._last_round: datetime | None = None
+        self._unclaimed: dict[tuple[str, str], datetime] = {}
+        """When a model that no run claims was first seen, by generation of its head and id."""
 
     async def models(self) -> dict[str, HeldModel]:
         """Return the models of all heads that respond, by id."""
@@ -96,6 +102,22 @@ class SharedHeads:
         done = [r for r in responses if isinstance(r, bytes)]
         return sum(Forgotten.model_validate_json(response).num_results for response in done)
 
+    async def spans(self, session_id: str, own: Sequence[HeadEndpoint]) -> list[Span]:
+        """Return what the running heads remember of a session's requests.
+
+        Args:
+            session_id: the session.
+            own: the running heads of its own runs.
+
+        Raises:
+            Unavailable: a head did not respond.
+        """
+        path = f"{routes.HEAD_TIMELINE}/{session_id}"
+        heads = {head.url: head for head in (*self._provider.shared_heads(), *own)}
+        calls = [self._call("GET", head, path, _LIST_SECONDS) for head in heads.values()]
+        answers = await asyncio.gather(*calls)
+        return [span for each in answers for span in Timeline.model_validate_json(each).spans]
+
     async def suspend_inactive(self, moment: datetime) -> None:
         """Suspend the models of clients that have been inactive for longer than the limit.
 
@@ -122,6 +144,45 @@ class SharedHeads:
             response = await self._call("POST", endpoint, path, _SUSPEND_SECONDS)
             if ModelSuspended.model_validate_json(response).is_suspended:
                 log.info("suspended the model of an inactive client", run_id=run_id)
+
+    async def drop_orphans(self, moment: datetime) -> None:
+        """Drop models from shared heads that no run has claimed for `_ORPHANED_AFTER`.
+
+        A head that did not respond when a run ended keeps its model. A run that is being created
+        or moved is claimed by its place long before and after.
+        """
+        seen: dict[tuple[str, str], datetime] = {}
+        for endpoint in self._provider.shared_heads():
+            placed = self._provider.placed_on(endpoint)
+            if placed is None:
+                continue
+            try:
+                held = {model.model_id for model in await self._models_of(endpoint)}
+                for name in sorted(held - placed):
+                    key = (endpoint.generation, name)
+                    seen[key] = self._unclaimed.get(key, moment)
+                    if moment - seen[key] >= _ORPHANED_AFTER:
+                        await self._drop_orphan(endpoint, name)
+            except Unavailable as error:
+                log.warning("cannot drop models that no run claims", error=error.message)
+        self._unclaimed = seen
+
+    async def _drop_orphan(self, endpoint: HeadEndpoint, name: str) -> None:
+        """Drop a model, unless its run still exists; write a last checkpoint of it first.
+
+        Not of a run that continues on another head: its checkpoints are newer.
+
+        Raises:
+            Unavailable: this cannot be determined now, or the head does not respond.
+        """
+        row = await self._catalog.run(name)
+        was_last_here = row is not None and row.generation == endpoint.generation
+        if row is not None and was_last_here:
+            if row.deleted_at is None and not await self._provider.is_gone(placement_of(row)):
+                return
+            await self._call("POST", endpoint, f"{routes.HEAD_CHECKPOINT}/{name}", _SUSPEND_SECONDS)
+        await self._call("DELETE", endpoint, f"{routes.HEAD_MODELS}/{name}", _LIST_SECONDS)
+        log.warning("dropped a model that no run claims", run_id=name, had_run=was_last_here)
 
     async def _models_of(self, endpoint: HeadEndpoint) -> Sequence[HeldModel]:
         response = await self._call("GET", endpoint, routes.HEAD_MODELS, _LIST_SECONDS)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.tables import Checkpoint
 from tinkercloud_api.tenants import Tenants
 from tinkercloud_crds.quotas import Tenant
 from tinkercloud_protocol.errors import InvalidRequest
@@ -22,6 +23,14 @@ class StorageQuota:
         """Whether the owner's tenant has a limit."""
         tenant = self.tenants.of(owner)
         return tenant is not None and tenant.spec.limits.storage_bytes is not None
+
+    async def pending(self, owner: str) -> list[Checkpoint]:
+        """Return the pending checkpoints that count towards the limits of an owner."""
+        if not self.is_limited(owner):
+            return list(await self.catalog.unindexed_checkpoints(owner))
+        tenant = self.tenants.of(owner)
+        rows = await self.catalog.unindexed_checkpoints(None)
+        return [row for row in rows if self.tenants.of(row.owner) == tenant]
 
     async def used(self, tenant: Tenant) -> int:
         """Return the bytes of the checkpoints of all owners of a tenant."""

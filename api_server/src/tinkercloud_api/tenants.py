@@ -1,4 +1,4 @@
-"""The tenants of owners, and what of their limits is sent to session heads."""
+"""The tenants of owners, and which of their limits are sent to session heads."""
 
 from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import quote
@@ -39,7 +39,7 @@ class Tenants:
         return self._by_owner[owner]
 
     def headers(self, owner: str) -> Mapping[str, str]:
-        """Return the header that tells a head the limits of an owner, or that there are none."""
+        """Return the header with the limits of an owner; without a tenant it has none."""
         tenant = self.of(owner)
         if owner not in self._headers:
             limits = OwnerLimits(owner=owner)

@@ -256,6 +256,8 @@ class TrainingSessionStatus(Part):
     """`tinker://` path of the newest checkpoint that the operator requested."""
     restarts: Annotated[int, Field(ge=0)] = 0
     """Number of unexpected exits of the head process."""
+    served_incarnation: Annotated[str, Field(max_length=128)] | None = None
+    """The last incarnation that was ready, and may therefore have state to save."""
     saved_incarnation: Annotated[str, Field(max_length=128)] | None = None
     """The last incarnation that saved its state before its pods were deleted."""
     failing: Failing | None = None

@@ -115,6 +115,8 @@ class CheckpointManifest(BaseModel):
     created_at: AwareDatetime
     expires_at: AwareDatetime | None = None
     user_metadata: dict[str, str] | None = None
+    saved_by: str | None = None
+    """Id of the request that saved it. If another head repeats that request, it is done already."""
     copied_from: str | None = None
     """`tinker://` path of the checkpoint that this one is a copy of."""
     imported: ImportedAdapter | None = None

@@ -50,6 +50,13 @@ class Unauthenticated(WireError):
     category = "user"
 
 
+class Forbidden(WireError):
+    """The API key has no right to send this request at all."""
+
+    status = 403
+    category = "user"
+
+
 class NotFound(WireError):
     """The object does not exist or belongs to another owner; clients cannot tell which."""
 

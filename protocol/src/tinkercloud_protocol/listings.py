@@ -32,6 +32,8 @@ class ClientConfig(Answer):
     proto_compress_fwdbwd: bool = False
     """zstd compression of uploads, which pays over a network but not on loopback."""
     fwdbwd_max_chunk_bytes_count: int = 5_000_000
+    pjwt_auth_enabled: bool = False
+    """Access tokens (auth/token) instead of keys in all requests but the first."""
     custom_loss_server_side: bool = True
     """Uploaded losses run on the server, in one pass instead of two."""
     sample_join_sampling_session: bool = True
@@ -86,6 +88,9 @@ class ServerHealth(Answer):
     """The same for sessions with a heartbeat or a request in the last two minutes."""
     failing_autosaves: int = 0
     """The same for models whose last automatic save failed (provider local)."""
+    durability: Literal["none", "local", "degraded"] = "none"
+    """What survives if a session head is killed (provider local). `degraded`: some of these models
+    would not survive, although they should."""
 
 
 class CreateSessionAnswer(Answer):
@@ -156,6 +161,10 @@ class ModelUsage(Answer):
     """Number of changes, mostly optimizer steps, that are in no checkpoint."""
     autosave_failure: str | None = None
     """Why the last automatic save failed; None if it succeeded."""
+    is_durable: bool = False
+    """Whether the model would survive if its head was killed."""
+    degraded: str | None = None
+    """Why it would not, although it should; None otherwise."""
 
 
 class SessionUsage(Answer):

@@ -162,7 +162,7 @@ def encode_forward_backward_output(
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(columns[0]))
         for name, arrays in zip(outputs, columns, strict=True):
             record.fields[name].CopyFrom(_batched(arrays, trailing_shape))
-    return message.SerializeToString()
+    return message.SerializeToString(deterministic=True)
 
 
 def _batched(arrays: Sequence[FloatArray], trailing_shape: Sequence[int]) -> pb.BatchedTensor:
@@ -198,7 +198,7 @@ def encode_sample_response(sequences: Sequence[SampledSequence], prompt: PromptS
         tokens, logprobs = prompt.alternatives
         message.prompt_alt_tokens.tokens.CopyFrom(_dense_message(tokens))
         message.prompt_alt_tokens.logprobs.CopyFrom(_dense_message(logprobs))
-    return message.SerializeToString()
+    return message.SerializeToString(deterministic=True)
 
 
 def _top_message(top: TopLogprobs) -> pb.TopkLogprobs:

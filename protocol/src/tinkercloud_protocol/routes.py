@@ -24,6 +24,21 @@ ATTACH_MODEL = "/api/v1/attach_model"
 """Continues an existing model's order from another process, see `training.AttachModelRequest`."""
 CLEANUP_FUTURES = "/api/v1/cleanup_futures"
 
+OPENAI = "/oai/api/v1"
+"""Base URL of clients of OpenAI's API."""
+OPENAI_CHAT = f"{OPENAI}/chat/completions"
+OPENAI_COMPLETIONS = f"{OPENAI}/completions"
+OPENAI_MODELS = f"{OPENAI}/models"
+OPENAI_SESSIONS = "/oai/sessions"
+"""POST creates a recorded session. Below it: <id>/v1, the base URL of clients of OpenAI's API,
+<id>/datums, and, at heads, <id>/delete."""
+ANTHROPIC = "/anthropic/api"
+"""Base URL of clients of Anthropic's API, which append /v1/messages."""
+ANTHROPIC_MESSAGES = f"{ANTHROPIC}/v1/messages"
+ANTHROPIC_COUNT_TOKENS = f"{ANTHROPIC_MESSAGES}/count_tokens"
+MAX_CHAT_BODY_BYTES = 16 << 20
+"""Maximum size of a request to these: a conversation of a million tokens has some megabytes."""
+
 IDEMPOTENCY_HEADER = "x-idempotency-key"
 """The client's name for a request that has no seq_id: the same name is the same request, for as
 long as its result is kept."""
@@ -64,6 +79,8 @@ HEAD_LEASE = "/lease"
 HEAD_MODELS = "/models"
 """PUT /models/<model id> creates a model, DELETE removes it; GET /models lists them,
 `launch.HeldModels`."""
+HEAD_TIMELINE = "/timeline"
+"""GET /timeline/<session id> returns when the session's requests ran, `timeline.Timeline`."""
 HEAD_SUSPEND_MODEL = "/suspend_model"
 """POST /suspend_model/<model id> writes an unused model to the object store and frees its memory;
 returns `launch.ModelSuspended`. The next request for the model resumes it."""

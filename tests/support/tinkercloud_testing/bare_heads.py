@@ -14,6 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_protocol import futures, routes
 from tinkercloud_protocol.autosave import AutosaveConfig
 from tinkercloud_protocol.checkpoints import SuspendedManifest
+from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.envelope import TrainingEnvelope, peek_training
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import LoraConfig
@@ -96,6 +97,10 @@ class Head:
         refused = requests.receive_unread(routes.FORWARD_BACKWARD, b"broken", place, error)
         self.service.submit(refused)
 
+    async def confirmed(self) -> None:
+        """Return once the requests so far may be confirmed to the client."""
+        await self.service.accepted(str(MODEL))
+
     async def answer(self, seq_id: int) -> bytes:
         result = await self.service.retrieve(f"{MODEL}:{seq_id}")
         assert result is not None
@@ -153,6 +158,8 @@ def a_head(
     sampler: SamplerConfig | None = None,
     drain_seconds: float = 5,
     autosave: AutosaveConfig | None = None,
+    journals: Path | None = None,
+    durability: DurabilityConfig | None = None,
     make: Callable[[], PreTrainedModel] = tiny_llama,
 ) -> Iterator[Head]:
     """Run a head in this process; the end of the context is like killing it."""
@@ -167,6 +174,8 @@ def a_head(
         limits=limits or Limits(),
         timings=Timings(long_poll_seconds=20, drain_seconds=drain_seconds),
         autosave=autosave or AutosaveConfig(),
+        journal_dir=str(journals) if journals is not None else None,
+        durability=durability or DurabilityConfig(),
     )
     store = CheckpointStore(open_store(root))
     with an_engine(make(), scratch / generation) as engine:

@@ -17,6 +17,10 @@ class OneHead:
 
     def __init__(self) -> None:
         self.endpoint: HeadEndpoint | None = None
+        self.placed: frozenset[str] | None = None
+        """Runs that have a place on the head."""
+        self.gone: set[str] = set()
+        """Runs whose head was permanently removed."""
 
     async def start(self, record_usage: RecordUsage) -> None: ...
 
@@ -27,8 +31,6 @@ class OneHead:
 
     def tenants(self) -> tuple[()]:
         return ()
-
-    def tenant_usage(self, _tenant: str) -> None: ...
 
     async def admit(self, placement: Placement) -> ModelSpec:
         assert placement.model is not None
@@ -51,11 +53,14 @@ class OneHead:
     def shared_heads(self) -> list[HeadEndpoint]:
         return [self.endpoint] if self.endpoint is not None else []
 
+    def placed_on(self, _endpoint: HeadEndpoint) -> frozenset[str] | None:
+        return self.placed
+
     def runs(self) -> list[str]:
         return []
 
-    async def is_gone(self, _placement: Placement) -> bool:
-        return False
+    async def is_gone(self, placement: Placement) -> bool:
+        return placement.target in self.gone
 
     def has_ended(self, _placement: Placement, _generation: str) -> bool:
         return False

@@ -35,6 +35,10 @@ TRAINERS: Mapping[str, Mapping[str, str]] = {
 """Server settings by the trainer of heads: in the head's process, or with two ranks."""
 
 
+NOT_DURABLE = {"TINKERCLOUD_DURABILITY__LEVEL": "none"}
+"""Server settings with which a killed head loses its runs."""
+
+
 def free_port() -> int:
     """Return a free port."""
     with socket.socket() as probe:

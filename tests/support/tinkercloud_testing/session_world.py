@@ -290,6 +290,12 @@ class World:
 
     # Owners, clients and failures.
 
+    def fail_probes_of_head(self) -> None:
+        """Let the readiness probes of the head fail until the kubelet works again."""
+        for name, pod in self.pods.items():
+            if pod.component == "head":
+                self.pods[name] = replace(pod, is_ready=False)
+
     def lose_pods(self, component: str) -> None:
         for name, pod in self.pods.items():
             is_lost = pod.component == component
@@ -372,6 +378,7 @@ class World:
         plan = Plan()
         for _ in range(ENOUGH_ROUNDS):
             before = (copy.deepcopy(self.children), dict(self.pods), list(self.program_pods))
+            stored = self.status
             self.kueue()
             self.kuberay()
             self.kubelet()
@@ -379,7 +386,8 @@ class World:
             plan = self.operate()
             if self.is_gone:
                 return Plan()
-            is_quiet = not plan.actions and plan.status is None
+            # A status without the fields that the CRD does not know may be written without effect.
+            is_quiet = not plan.actions and self.status == stored
             if is_quiet and before == (self.children, self.pods, self.program_pods):
                 return plan
             if plan.actions and plan.requeue_after_seconds is not None:
@@ -396,6 +404,7 @@ EVENTS: Mapping[str, Callable[[World], object]] = {
     "a pod advances": World.kubelet,
     "Kueue admits": World.kueue,
     "Kueue evicts": lambda world: world.kueue(admits=False),
+    "the head fails its probes": World.fail_probes_of_head,
     "the head is lost": lambda world: world.lose_pods("head"),
     "the trainers are lost": lambda world: world.lose_pods("trainer"),
     "containers restart": World.restart_containers,

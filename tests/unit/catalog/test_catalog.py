@@ -16,6 +16,7 @@ from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api import auth
+from tinkercloud_api.access_tokens import AccessTokens
 from tinkercloud_api.activity import Activity
 from tinkercloud_api.app import register_bootstrap_key
 from tinkercloud_api.auth import Authenticator, Role, hash_key, new_key
@@ -31,6 +32,8 @@ from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 from tinkercloud_testing.postgresql import PostgreSQL
 
 PATH = CheckpointPath("s:train:0", CheckpointKind.TRAINING, "x")
+
+TOKENS = AccessTokens("a secret of the tests, long enough for HMAC")
 
 
 @pytest.fixture
@@ -261,7 +264,7 @@ async def test_keys_are_stored_hashed_and_looked_up_by_hash(catalog: Catalog) ->
     key = new_key()
     await catalog.add_key(key_hash=hash_key(key), name="n", owner="me", role=Role.USER)
     await catalog.add_key(key_hash=hash_key(key), name="n", owner="me", role=Role.USER)
-    authenticator = Authenticator(catalog, Activity(catalog).use_key)
+    authenticator = Authenticator(catalog, Activity(catalog).use_key, TOKENS)
 
     principal = await authenticator.principal(key)
 
@@ -287,7 +290,7 @@ async def test_a_cached_key_is_rejected_once_it_has_expired(
 ) -> None:
     expires_at = datetime(2026, 1, 2, tzinfo=UTC)
     key = await add_key(catalog, expires_at=expires_at)
-    authenticator = Authenticator(catalog, Activity(catalog).use_key)
+    authenticator = Authenticator(catalog, Activity(catalog).use_key, TOKENS)
     monkeypatch.setattr(auth, "now", lambda: expires_at - timedelta(seconds=1))
     assert (await authenticator.principal(key)).expires_at == expires_at
 
@@ -301,8 +304,8 @@ async def test_a_key_revoked_during_a_lookup_is_rejected_from_then_on(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = await add_key(catalog)
-    authenticator = Authenticator(catalog, Activity(catalog).use_key)
-    holder = await Authenticator(catalog, Activity(catalog).use_key).principal(key)
+    authenticator = Authenticator(catalog, Activity(catalog).use_key, TOKENS)
+    holder = await Authenticator(catalog, Activity(catalog).use_key, TOKENS).principal(key)
     look_up = catalog.key
 
     async def slow_key(key_hash: str) -> ApiKey | None:
@@ -321,7 +324,7 @@ async def test_the_last_use_of_a_key_is_written_with_the_next_housekeeping(
 ) -> None:
     key, other = await add_key(catalog), await add_key(catalog)
     activity = Activity(catalog)
-    authenticator = Authenticator(catalog, activity.use_key)
+    authenticator = Authenticator(catalog, activity.use_key, TOKENS)
     principal = await authenticator.principal(key)
     assert [row.last_used_at for row in await catalog.keys()] == [None, None]
 
@@ -343,7 +346,7 @@ async def configure_key(catalog: Catalog, key: str, tmp_path: Path) -> list[Mapp
 
 async def is_accepted(catalog: Catalog, key: str) -> bool:
     try:
-        await Authenticator(catalog, Activity(catalog).use_key).principal(key)
+        await Authenticator(catalog, Activity(catalog).use_key, TOKENS).principal(key)
     except Unauthenticated:
         return False
     return True
@@ -409,7 +412,7 @@ async def test_objects_of_other_owners_are_visible_only_to_admins(catalog: Catal
     for role in Role:
         keys[role] = new_key()
         await catalog.add_key(key_hash=hash_key(keys[role]), name="n", owner="me", role=role)
-    authenticator = Authenticator(catalog, Activity(catalog).use_key)
+    authenticator = Authenticator(catalog, Activity(catalog).use_key, TOKENS)
     user = await authenticator.principal(keys[Role.USER])
     admin = await authenticator.principal(keys[Role.ADMIN])
 

@@ -18,6 +18,7 @@ from tinkercloud_api.http import HotRequest
 from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.routes.call import Call
+from tinkercloud_api.tenants import Tenants
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, NotFound
 from tinkercloud_worker.head import requests
@@ -35,6 +36,7 @@ class Server:
         self.activity = SimpleNamespace(touch=lambda _model: None)
         self.checkpoints = self.locator = self.authenticator = self
         self.proxy = Proxy(session)
+        self.tenants = Tenants()
         self._route = HeadEndpoint(f"http://127.0.0.1:{port}", "token", "g1")
 
     async def manifest(self, *_: object) -> None:

@@ -118,7 +118,7 @@ def test_whatever_happens_no_limit_is_exceeded_and_the_oldest_that_fits_is_next(
 
 
 def admit_all(tenant: Tenant, runs: dict[str, Claimant]) -> None:
-    """Start whoever may, in any order: here the youngest is asked first."""
+    """Start all that may start, in any order: here the youngest is asked first."""
     is_changed = True
     while is_changed:
         is_changed = False

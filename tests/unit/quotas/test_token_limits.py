@@ -65,7 +65,9 @@ async def test_the_reason_names_the_tenant_and_the_seconds_and_spares_other_owne
 
 
 async def test_samples_start_in_the_order_in_which_they_asked_when_the_limit_is_raised() -> None:
-    found, started, woken = TokenLimits(Clock()), [], []
+    found = TokenLimits(Clock())
+    started: list[str] = []
+    woken: list[str] = []
     found.listen(woken.append)
     found.set(limits(60))
     found.spend("ada", 6000)

@@ -16,6 +16,8 @@ from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts
 from tinkercloud_operator.decide.pool_moves import MAX_MOVES
 from tinkercloud_operator.decide.pools import PoolPlan, plan_pool
 
+pytestmark = pytest.mark.timeout(300)
+
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 POOL = Pool(
     min_clusters=1,
@@ -274,7 +276,10 @@ class World:
 
     def settle(self) -> None:
         """Let everything that was started end."""
+        before = None
         for _ in range(200):
+            if before == (before := repr((self.clusters, self.runs, sorted(self.asked)))):
+                return
             for name, cluster in list(self.clusters.items()):
                 self.happen_to(name, "gone" if cluster.is_stopping else "ready")
             self.heads_answer()

@@ -39,6 +39,32 @@ def test_a_save_request_is_repeated_but_not_forever(history: list[str]) -> None:
     assert (world.session.now - began).total_seconds() <= patience
 
 
+@pytest.mark.parametrize(
+    ("history", "kind"),
+    [(["it is deleted"], "checkpoint"), (["its owner suspends it"], "suspend")],
+    ids=str,
+)
+def test_a_head_that_is_not_ready_for_a_moment_still_saves(history: list[str], kind: str) -> None:
+    world = a_world("workers", "it settles", "the head fails its probes", "the operator reconciles")
+
+    world.happen(*history)
+
+    plans = [world.operate() for _ in range(2)]
+    saves = [each for plan in plans for each in plan.actions if isinstance(each, SaveRequest)]
+    assert {each.kind for each in saves} == {kind}
+
+
+def test_a_head_that_has_never_been_ready_is_not_asked_to_save() -> None:
+    world = a_world("workers")
+    while not ((head := world.observe().head) and head.is_started):
+        world.happen("the operator reconciles", "KubeRay works", "a pod advances")
+    world.happen("the head fails its probes", "it is deleted")
+
+    plan = world.operate()
+
+    assert not any(isinstance(action, SaveRequest) for action in plan.actions)
+
+
 @pytest.mark.parametrize("looks", range(1, 6))
 def test_a_session_resumed_while_stopping_gets_a_new_head(looks: int) -> None:
     world = a_world("workers", "it settles", "its owner suspends it")

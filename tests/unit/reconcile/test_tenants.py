@@ -6,6 +6,7 @@ import pytest
 
 from tinkercloud_crds.quotas import usage
 from tinkercloud_crds.tenant import TenantSpec
+from tinkercloud_operator.decide.actions import Apply
 from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.decide.start_order import waits_for_nodes
 from tinkercloud_operator.decide.tenant_status import tenant_status
@@ -223,3 +224,43 @@ def test_the_status_of_a_tenant_shows_used_and_limit() -> None:
     assert (status.session_summary, status.model_summary) == ("1/1", "0/-")
     assert status.observed_generation == 3
     assert [each.reason for each in status.conditions] == ["QuotaExceeded"]
+
+
+def queue_of(namespace: Namespace, name: str) -> tuple[str | None, str]:
+    """Return the queue of a session's RayCluster, and the message of its status."""
+    plan = reconcile(namespace.observe(name), SETTINGS)
+    applied = [each.manifest for each in plan.actions if isinstance(each, Apply)]
+    labels = [
+        each["metadata"].get("labels", {}) for each in applied if each["kind"] == "RayCluster"
+    ]
+    queue = labels[0].get("kueue.x-k8s.io/queue-name") if labels else None
+    return queue, (plan.status.message or "") if plan.status is not None else ""
+
+
+def allow(namespace: Namespace, *queues: str) -> None:
+    spec = {"owners": ["ada"], "allowedQueues": list(queues)}
+    namespace.note("Tenant", {"metadata": {"name": "research"}, "spec": spec})
+
+
+def test_a_session_that_chooses_no_queue_gets_the_first_one_of_its_tenant() -> None:
+    namespace = Namespace(placement={"queueName": "everyone"})
+    allow(namespace, "blue", "red")
+    namespace.make("one", 1)
+    namespace.make("of-grace", 2, owner="grace")
+
+    assert queue_of(namespace, "one")[0] == "blue"
+    assert queue_of(namespace, "of-grace")[0] == "everyone"
+
+
+def test_a_queue_that_the_tenant_does_not_allow_is_refused() -> None:
+    namespace = Namespace(sessions={"queueNames": ["red", "blue"]})
+    allow(namespace, "blue")
+    namespace.make("one", 1, queueName="red")
+    namespace.make("two", 2, queueName="blue")
+
+    queue, message = queue_of(namespace, "one")
+
+    assert queue is None
+    assert "spec.queueName: 'red' is not allowed by the Tenant of owner 'ada'" in message
+    assert "allowed values: blue" in message
+    assert queue_of(namespace, "two")[0] == "blue"

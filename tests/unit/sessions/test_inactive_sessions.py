@@ -222,3 +222,59 @@ async def test_a_run_reports_that_its_session_expired(world: World, tmp_path: Pa
     ):
         await locator.head_of_run("a:train:0")
     assert set(await world.server().models()) == {"b:train:0"}
+
+
+async def sweep(server: SharedHeads, begin: datetime, period: timedelta) -> list[str]:
+    """Look for models that no run claims over a period; return the models that are left."""
+    for moment in (begin, begin + period / 2, begin + period):
+        await server.drop_orphans(moment)
+    return sorted(await server.models())
+
+
+async def test_a_model_that_no_run_claims_for_long_is_dropped_with_a_last_checkpoint(
+    world: World, tmp_path: Path
+) -> None:
+    server = world.server()
+    world.provider.placed, world.provider.gone = frozenset({"b:train:0"}), {"a:train:0"}
+    await world.catalog.set_generation("a:train:0", "g1", after=None)
+
+    early = await sweep(server, now(), timedelta(minutes=9))
+    late = await sweep(server, now() + timedelta(minutes=9), timedelta(minutes=2))
+
+    assert (early, late) == (["a:train:0", "b:train:0"], ["b:train:0"])
+    assert list((tmp_path / "store").glob("runs/a:train:0/weights/last-*/manifest.json"))
+
+
+async def test_a_model_of_a_run_that_was_moved_is_dropped_without_a_checkpoint(
+    world: World, tmp_path: Path
+) -> None:
+    world.provider.placed = frozenset({"b:train:0"})
+    await world.catalog.set_generation("a:train:0", "g2", after=None)
+
+    left = await sweep(world.server(), now(), timedelta(minutes=10))
+
+    assert left == ["b:train:0"]
+    assert not list((tmp_path / "store").glob("runs/a:train:0/weights/*"))
+
+
+@pytest.mark.parametrize("placed", [None, frozenset({"b:train:0"})], ids=["local", "stale"])
+async def test_the_model_of_a_run_that_still_exists_is_never_dropped(
+    world: World, placed: frozenset[str] | None
+) -> None:
+    world.provider.placed = placed
+    await world.catalog.set_generation("a:train:0", "g1", after=None)
+
+    left = await sweep(world.server(), now(), timedelta(minutes=30))
+
+    assert left == ["a:train:0", "b:train:0"]
+
+
+async def test_a_run_that_gets_a_place_meanwhile_is_not_dropped(world: World) -> None:
+    server, start = world.server(), now()
+    world.provider.placed, world.provider.gone = frozenset({"b:train:0"}), {"a:train:0"}
+    await server.drop_orphans(start)
+    world.provider.placed = frozenset({"a:train:0", "b:train:0"})
+    await server.drop_orphans(start + timedelta(minutes=5))
+    world.provider.placed = frozenset({"b:train:0"})
+
+    assert len(await sweep(server, start + timedelta(minutes=6), timedelta(minutes=8))) == 2

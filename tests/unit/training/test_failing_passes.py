@@ -39,10 +39,10 @@ class Faulty(TorchTrainer):
 
     @override
     def _run(
-        self, shares: Sequence[tuple[TrainedModel, Pack]], loss: Loss
+        self, shares: Sequence[tuple[TrainedModel, Pack]], own_losses: Sequence[Loss]
     ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
         self.num_passes += 1
-        results = super()._run(shares, loss)
+        results = super()._run(shares, own_losses)
         if self.fails and any(model is self._models["bad"] for model, _ in shares):
             raise torch.OutOfMemoryError("a fault")
         return results

@@ -42,7 +42,7 @@ from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 from tinkercloud_worker.training.collate import pack_all
 
-LENGTHS = (9, 4, 12)
+LENGTHS = (9, 4, 12, 12, 12, 1, 1)
 WINDOW = 9
 """Positions: shorter than a sequence of `LENGTHS`, longer than those of the check at the start."""
 SLIDING: dict[str, Any] = {

@@ -8,7 +8,7 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.data import a_request, counting_every_token, random_data
 from tinkercloud_testing.models import in_dtype, tiny_gemma2, tiny_llama, tiny_qwen3_moe
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import TrainingPass
@@ -152,11 +152,56 @@ def test_passes_of_one_model_do_not_join() -> None:
     assert not trainer.can_batch([a_pass(trainer, "low", [4])], a_pass(trainer, "low", [5]))
 
 
-def test_losses_of_two_kinds_do_not_join() -> None:
+def test_a_loss_of_whole_sequences_does_not_join() -> None:
     trainer = a_trainer()
-    first = a_pass(trainer, "low", [4])
+    data = counting_every_token(random_data([4], policy=True))
+    of_sequences = TrainingPass("high", prepare(a_request(data, "gspo"), trainer.limits))
 
-    assert not trainer.can_batch([first], a_pass(trainer, "high", [4], "importance_sampling"))
+    assert not trainer.can_batch([a_pass(trainer, "low", [4])], of_sequences)
+    assert not trainer.can_batch([of_sequences], a_pass(trainer, "low", [4]))
+
+
+def test_models_with_different_losses_share_a_pass() -> None:
+    together, alone = a_trainer(), a_trainer()
+    passes = [
+        a_pass(together, name, [5, 6], loss_fn)
+        for name, loss_fn in zip(
+            ADAPTERS, ("cross_entropy", "importance_sampling", "ppo"), strict=True
+        )
+    ]
+
+    assert together.can_batch(passes[:2], passes[2])
+    outputs = together.run_batch(passes, lambda: None)
+
+    for each, output in zip(passes, outputs, strict=True):
+        expected = alone.forward_backward(each.model_id, each.batch, lambda: None)
+        assert output.metrics == pytest.approx(expected.metrics, rel=1e-5)
+        theirs = gradient(alone, each.model_id)
+        assert theirs.any()
+        assert (gradient(together, each.model_id) - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_forward_passes_share_a_pass_and_change_no_gradient(dtype: torch.dtype) -> None:
+    trainer = a_trainer(dtype=dtype)
+    passes = [
+        TrainingPass(
+            name, prepare(a_request(random_data([5, 7]), forward_only=True), trainer.limits)
+        )
+        for name in ADAPTERS
+    ]
+
+    assert trainer.can_batch(passes[:2], passes[2])
+    assert not trainer.can_batch(passes[:1], a_pass(trainer, "high", [4]))
+    outputs = trainer.run_batch(passes, lambda: None)
+
+    tolerance = 1e-5 if dtype == torch.float32 else 0.1
+    for each, output in zip(passes, outputs, strict=True):
+        expected = trainer.forward(each.model_id, each.batch, lambda: None)
+        assert output.metrics == pytest.approx(expected.metrics, rel=tolerance)
+        for ours, theirs in zip(output.logprobs, expected.logprobs, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=tolerance)
+        assert not gradient(trainer, each.model_id).any()
 
 
 def test_full_models_do_not_join() -> None:

@@ -24,6 +24,7 @@ from tinkercloud_protocol.object_store import open_store
 from tinkercloud_worker import logs
 from tinkercloud_worker.build_sampler import build_sampler, check_model
 from tinkercloud_worker.build_trainer import build_trainer, build_weight_host
+from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.trainer import Trainer
@@ -76,6 +77,7 @@ def build_backend(config: HeadConfig) -> Backend:
         end_tokens=end_tokens(config.model.path, tokenizer),
         base_fingerprint=_served_fingerprint(config, trainer),
         usage=usage,
+        text=ChatText(tokenizer),
     )
 
 

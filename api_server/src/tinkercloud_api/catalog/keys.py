@@ -68,6 +68,11 @@ class KeyStatements(Statements):
         query = select(ApiKey).where(ApiKey.key_hash == key_hash, ApiKey.revoked_at.is_(None))
         return await self._one(query)
 
+    async def key_numbered(self, key_id: int) -> ApiKey | None:
+        """Return the key with an id, if it has not been revoked; it may have expired."""
+        query = select(ApiKey).where(ApiKey.id == key_id, ApiKey.revoked_at.is_(None))
+        return await self._one(query)
+
     async def keys(self) -> Sequence[ApiKey]:
         """Return all keys, oldest first."""
         return await self._all(select(ApiKey).order_by(ApiKey.id))
@@ -79,6 +84,28 @@ class KeyStatements(Statements):
             .where(ApiKey.id == key_id, ApiKey.revoked_at.is_(None))
             .values(revoked_at=now())
         )
+
+    async def rotate_key(self, key_id: int, key_hash: str, ends_at: datetime) -> ApiKey | None:
+        """Register the successor of a key, which expires at a time, if it does not earlier.
+
+        Returns:
+            The successor, with the name, owner, role and expiry of the key; None if there is no
+            valid key with this id.
+        """
+        async with self._writing() as db:
+            old = await db.get(ApiKey, key_id, with_for_update=True)
+            if old is None or not old.is_valid(now()):
+                return None
+            successor = ApiKey(
+                key_hash=key_hash,
+                name=old.name,
+                owner=old.owner,
+                role=old.role,
+                expires_at=old.expires_at,
+            )
+            db.add(successor)
+            old.expires_at = min(ends_at, old.expires_at or ends_at)
+        return successor
 
     async def last_use_of_key(self, key_id: int) -> datetime | None:
         """Return the recorded time of a key's last use."""

@@ -7,7 +7,6 @@ from typing import Protocol
 
 from tinkercloud_api.providers.session_options import NO_OPTIONS, SessionOptions
 from tinkercloud_crds.quotas import Tenant
-from tinkercloud_crds.tenant import TenantUsage
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.futures import QueueState
 from tinkercloud_protocol.launch import ModelSpec
@@ -104,9 +103,6 @@ class SessionProvider(Protocol):
     def tenants(self) -> Sequence[Tenant]:
         """Return the tenants, oldest first; the same object while nothing changes."""
 
-    def tenant_usage(self, tenant: str) -> TenantUsage | None:
-        """Return what a tenant uses of its limits; None if only the catalog shows it."""
-
     async def admit(self, placement: Placement) -> ModelSpec:
         """Return the spec of a new run: as requested, completed from the session it attaches to.
 
@@ -148,6 +144,9 @@ class SessionProvider(Protocol):
 
         Heads that serve a single run are not included; their providers suspend the whole head.
         """
+
+    def placed_on(self, endpoint: HeadEndpoint) -> frozenset[str] | None:
+        """Return the runs that have a place on a shared head; None if runs have no places."""
 
     def runs(self) -> list[str]:
         """Return the runs that have a head of their own."""

@@ -163,9 +163,9 @@ class KubernetesProvider:
         """See `SessionProvider.tenants`."""
         return self._tenants.all()
 
-    def tenant_usage(self, tenant: str) -> TenantUsage | None:
-        """See `SessionProvider.tenant_usage`: as the operator has last written it."""
-        return self._tenants.usage(tenant)
+    async def tenant_usage(self, tenant: Tenant) -> TenantUsage:
+        """Return what a tenant uses of its limits, as the operator has last written it."""
+        return self._tenants.usage(tenant.name)
 
     async def admit(self, placement: Placement) -> ModelSpec:
         """See `SessionProvider.admit`."""
@@ -368,13 +368,23 @@ class KubernetesProvider:
 
         The operator suspends idle sessions that have their own pods.
         """
+        return list(self._pool_heads())
+
+    def placed_on(self, endpoint: HeadEndpoint) -> frozenset[str] | None:
+        """See `SessionProvider.placed_on`."""
+        name = self._pool_heads().get(endpoint)
+        found = [each for each in self._sessions.objects() if each.spec.pool_cluster == name]
+        return frozenset(each.spec.model_id for each in found if each.spec.model_id)
+
+    def _pool_heads(self) -> dict[HeadEndpoint, str]:
+        """Return the heads of pool clusters that this process has used, and their clusters."""
         clusters = [each for each in self._sessions.objects() if each.spec.role == "Pool"]
-        found = [
-            self._endpoints.cached(cluster, state)
+        heads = {
+            self._endpoints.cached(cluster, state): cluster.name
             for cluster in clusters
             if isinstance(state := readiness(cluster), Ready)
-        ]
-        return [endpoint for endpoint in found if endpoint is not None]
+        }
+        return {endpoint: name for endpoint, name in heads.items() if endpoint is not None}
 
     def runs(self) -> list[str]:
         """See `SessionProvider.runs`."""

@@ -404,9 +404,6 @@ class LocalProvider:
         """See `SessionProvider.tenants`."""
         return self._tenants
 
-    def tenant_usage(self, tenant: str) -> None:
-        """See `SessionProvider.tenant_usage`."""
-
     async def admit(self, placement: Placement) -> ModelSpec:
         """See `SessionProvider.admit`. Options for pods have no effect here and are rejected."""
         assert placement.model is not None  # noqa: S101 - only runs are admitted
@@ -443,6 +440,10 @@ class LocalProvider:
     def shared_heads(self) -> list[HeadEndpoint]:
         """See `SessionProvider.shared_heads`: all local heads are shared."""
         return [head.endpoint for head in self._heads.values() if head.endpoint is not None]
+
+    def placed_on(self, endpoint: HeadEndpoint) -> frozenset[str] | None:  # noqa: ARG002 - part of the interface
+        """See `SessionProvider.placed_on`: only the catalog says which runs exist."""
+        return None
 
     def runs(self) -> list[str]:
         """See `SessionProvider.runs`: heads are shared by all runs of a base model."""

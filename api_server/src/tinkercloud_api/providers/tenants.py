@@ -37,10 +37,10 @@ class KnownTenants:
             self._sorted = found
         return self._sorted
 
-    def usage(self, name: str) -> TenantUsage | None:
+    def usage(self, name: str) -> TenantUsage:
         """Return what a Tenant uses, as the operator has last written it."""
         known = self._informer.get(name)
-        return known.used if known is not None else None
+        return known.used if known is not None else TenantUsage()
 
 
 def _read(manifest: Manifest) -> _Known | None:

@@ -43,12 +43,16 @@ async def health_of_caller(server: Server, caller: Caller) -> ServerHealth:
     in_memory = {name for name, model in held.items() if not model.is_suspended}
     in_memory.update(server.provider.runs())
     failing = {name for name, model in held.items() if model.autosave_failure is not None}
+    degraded = {name for name, model in held.items() if model.degraded is not None}
     is_local = server.settings.provider == "local"
+    level = server.settings.durability.level if is_local else "none"
+    num_degraded = await server.catalog.count_runs_named(degraded, owner)
     return ServerHealth(
         version=version("tinkercloud-api"),
         ray_status="not used" if is_local else "per session",
         active_models=await server.catalog.count_runs_named(in_memory, owner),
         failing_autosaves=await server.catalog.count_runs_named(failing, owner),
+        durability="degraded" if num_degraded else level,
         active_sessions=await server.catalog.count_active_sessions(now() - LIVE, owner),
     )
 

@@ -1,11 +1,18 @@
-"""The caller's own key."""
+"""The caller's own key, and access tokens for it."""
 
 from fastapi import APIRouter
 
 from tinkercloud_api.context import Caller, Server
+from tinkercloud_protocol.account_listings import TokenAnswer
 from tinkercloud_protocol.listings import ApiKeyInfo
 
 router = APIRouter(prefix="/api/v1/auth", tags=["keys"])
+
+
+@router.post("/token")
+async def issue_token(server: Server, caller: Caller) -> TokenAnswer:
+    """Return an access token (JWT) for the key of the request, which is valid for an hour."""
+    return TokenAnswer(jwt=server.authenticator.token(caller))
 
 
 @router.get("/apikey/me")

@@ -84,4 +84,6 @@ def _state(run: TrainingRun, held: HeldModel | None) -> dict[str, object]:
         "memory_bytes": held.memory_bytes,
         "unsaved_steps": held.unsaved_steps,
         "autosave_failure": held.autosave_failure,
+        "is_durable": held.is_durable,
+        "degraded": held.degraded,
     }

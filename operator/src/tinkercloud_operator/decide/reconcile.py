@@ -40,6 +40,7 @@ from tinkercloud_operator.decide.programs import (
     surplus_of_program,
 )
 from tinkercloud_operator.decide.status import endpoint, is_ready, reporting_plan, status
+from tinkercloud_operator.decide.tenant_choices import choices_of_tenant
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.pinned import pending_changes, pinned_head_config, pinned_spec
 from tinkercloud_operator.spec.resolved import (
@@ -103,6 +104,8 @@ def _waits_to_start(observed: Observed) -> bool:
 def _desired_spec(observed: Observed, settings: Settings) -> ResolvedSpec | Rejection:
     """Return what the session would start with now, or why it may not start."""
     resolved = resolve(observed.spec, observed.base_model, observed.sessions_of_owner)
+    if isinstance(resolved, ResolvedSpec):
+        resolved = choices_of_tenant(observed.spec, resolved, observed.tenant)
     if isinstance(resolved, ResolvedSpec):
         resolved = check_pod_groups(resolved, settings.kueue_groups)
     if isinstance(resolved, ResolvedSpec):
@@ -349,8 +352,12 @@ def _save_request(
     if head is None or left <= 0:
         return None
     key = (kind, head.incarnation)
-    # A head that is saving in order to stop is not Ready.
-    if key in observed.completed_saves or not (head.is_ready or key in observed.pending_saves):
+    # A head that is saving in order to stop is not Ready, nor is one that is busy for a moment. One
+    # that is still loading has nothing to save.
+    may_save = head.is_ready or key in observed.pending_saves
+    if head.is_started and head.incarnation == observed.status.served_incarnation:
+        may_save = True
+    if key in observed.completed_saves or not may_save:
         return None
     return SaveRequest(kind, endpoint(observed), head.incarnation, left)
 

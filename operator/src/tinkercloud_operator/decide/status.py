@@ -81,6 +81,7 @@ def status(
         last_activity_time=timestamp(observed.last_activity) if observed.last_activity else None,
         latest_checkpoint=_latest_checkpoint(observed),
         restarts=previous.restarts + _has_restarted(observed, incarnation),
+        served_incarnation=incarnation if ready.is_reached else previous.served_incarnation,
         saved_incarnation=_saved_incarnation(observed),
         failing=_failing(observed, decision, ready),
         finished_time=_finished_time(observed, decision),

@@ -1,7 +1,7 @@
 """Which sessions wait because of the limits of their owner's Tenant; no I/O.
 
 `tinkercloud_crds.quotas` has the rules. This module derives what sessions hold and wait for from
-their objects, whoever created them: the API server, a person or a GitOps tool.
+their objects. Those that people and GitOps tools create count as well.
 """
 
 from collections.abc import Callable, Iterable

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import ConditionType, find
+from tinkercloud_crds.tenant import TenantSpec
 from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_kube.objects import Change, Manifest, Objects
@@ -143,7 +144,6 @@ class Watched:
         if manifest is None:
             return None
         metadata = manifest["metadata"]
-        annotations = metadata.get("annotations", {})
         created = parse_time(metadata["creationTimestamp"])
         try:
             spec = TrainingSessionSpec.model_validate(manifest.get("spec", {}))
@@ -153,13 +153,8 @@ class Watched:
         if created is None:
             return None
         everything = self._children.get(name, {})
-        children = {
-            key: item
-            for key, item in everything.items()
-            if _session_uid(item) in {metadata["uid"], None}
-        }
-        offering = self.offering(spec.base_model)
-        base_model = parsing.base_model(offering) if offering is not None else None
+        children = _of_session(everything, metadata["uid"])
+        base_model = self._base_model(spec.base_model)
         quota_message = self._quota_message(manifest)
         may_start = surroundings.starts_in_order and quota_message is None
         return Observed(
@@ -170,7 +165,7 @@ class Watched:
             created=created,
             deleted=parse_time(metadata.get("deletionTimestamp")),
             has_finalizer=labels.FINALIZER in metadata.get("finalizers", []),
-            is_declared=spec.model_id is None and labels.CREATED_FOR not in annotations,
+            is_declared=spec.model_id is None and not _is_for_client(metadata),
             spec=spec,
             status=status,
             last_activity=parsing.last_activity(manifest),
@@ -199,6 +194,7 @@ class Watched:
             pool_message=surroundings.pool_message,
             takes_spare=surroundings.takes_spare,
             quota_message=quota_message,
+            tenant=self._tenant_of(spec.owner),
         )
 
     def has_only_ready_pods(self, name: str) -> bool:
@@ -286,6 +282,14 @@ class Watched:
         return self.quotas.admit(
             session, self.offering, has_cluster=self.has_cluster(session["metadata"]["name"])
         )
+
+    def _base_model(self, model_name: str) -> BaseModelSpec | None:
+        offering = self.offering(model_name)
+        return parsing.base_model(offering) if offering is not None else None
+
+    def _tenant_of(self, owner: str) -> TenantSpec | None:
+        tenant = self.quotas.tenant(owner)
+        return tenant.spec if tenant is not None else None
 
     def _note_quota(self, session: str, change: Change[Manifest] | None = None) -> set[str]:
         """Note what a session uses of its tenant's limits; return those that may now start."""
@@ -379,6 +383,15 @@ class Watched:
             self._failures[session] = parsing.slim("Pod", pod)
         elif last is not None and parsing.replaces(pod, last):
             del self._failures[session]
+
+
+def _is_for_client(metadata: Metadata) -> bool:
+    return labels.CREATED_FOR in metadata.get("annotations", {})
+
+
+def _of_session(children: Mapping[ChildKey, Manifest], uid: str) -> dict[ChildKey, Manifest]:
+    """Return the children that do not belong to an earlier session with the same name."""
+    return {key: item for key, item in children.items() if _session_uid(item) in {uid, None}}
 
 
 def _pods(children: Mapping[ChildKey, Manifest]) -> tuple[Pod, ...]:

@@ -9,6 +9,7 @@ from datetime import datetime
 
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import Condition, Reason
+from tinkercloud_crds.tenant import TenantSpec
 from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
 from tinkercloud_kube.objects import Manifest
 
@@ -170,6 +171,8 @@ class Observed:
     """Whether it is about to take over a warm spare, and therefore starts no pods of its own."""
     quota_message: str | None = None
     """Which limit of its owner's Tenant it waits for; None if it may start."""
+    tenant: TenantSpec | None = None
+    """The Tenant of its owner, if it has one."""
 
     @property
     def has_predecessors(self) -> bool:

@@ -95,6 +95,10 @@ class RankedTrainer:
     @property
     def batcher(self) -> None:
         """See `Trainer.batcher`: each pass runs by itself."""
+
+    @property
+    def stepper(self) -> None:
+        """See `Trainer.stepper`: each step runs by itself."""
         return None
 
     def close(self) -> None:

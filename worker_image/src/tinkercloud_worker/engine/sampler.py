@@ -5,7 +5,7 @@ the trainer does meanwhile. Methods are coroutines of the head's event loop; can
 aborts the request.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -15,6 +15,18 @@ import numpy.typing as npt
 from tinkercloud_protocol.tensors import Int32Array, PromptScores, SampledSequence
 from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
 from tinkercloud_worker.engine.usage import NOBODY, Payer, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A token of a sample that is not finished."""
+
+    index: int
+    """Index of the sample in its request."""
+    token: int
+    logprob: float
+    top: tuple[Sequence[int], Sequence[float]] | None
+    """The most likely tokens at its position and their logprobs, if they were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +82,9 @@ class SamplingRequest:
     prompt_logprobs: PromptLogprobParams = field(default_factory=PromptLogprobParams)
     payer: Payer = NOBODY
     """Who sent it, and for which model."""
+    on_token: Callable[[SampledToken], None] | None = None
+    """Called for each token as soon as it is sampled, from any thread; samplers that receive whole
+    sequences never call it."""
 
     @property
     def owner(self) -> str:

@@ -18,7 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_worker.engine.fair_queue import Ahead, FairQueue, Share
@@ -60,6 +60,25 @@ class Batcher(Protocol[ItemT_contra, T_co]):
 
     def pieces(self, item: ItemT_contra) -> Generator[int, None, T_co]:
         """Run one item by itself. Items of other models may run between two pieces."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unshared(Generic[ItemT, T]):
+    """Runs each item of a batcher by itself, so that its result does not depend on the others."""
+
+    batcher: Batcher[ItemT, T]
+
+    def can_batch(self, _items: Sequence[ItemT], _item: ItemT) -> bool:
+        """Return False."""
+        return False
+
+    def run_batch(self, items: Sequence[ItemT], yield_point: YieldPoint) -> Sequence[T]:
+        """Run the items; see `Batcher.run_batch`. Only ever called with one."""
+        return self.batcher.run_batch(items, yield_point)
+
+    def pieces(self, item: ItemT) -> Generator[int, None, T]:
+        """See `Batcher.pieces`."""
+        return self.batcher.pieces(item)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

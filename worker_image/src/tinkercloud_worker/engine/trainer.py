@@ -95,6 +95,14 @@ class TrainingPass:
     batch: Batch
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OptimizerStep:
+    """A queued `optim_step`."""
+
+    model_id: str
+    params: AdamParams
+
+
 Gradient = Mapping[str, Tensor]
 """An accumulated gradient: float32 tensors with the names of the weights."""
 
@@ -115,6 +123,13 @@ class Trainer(Protocol):
         """Runs queued passes, some of several models as one job, and long ones in pieces.
 
         None if each pass runs by itself and in one piece.
+        """
+
+    @property
+    def stepper(self) -> "Batcher[OptimizerStep, Mapping[str, float]] | None":
+        """Runs queued calls of `optim_step`, those of several models as one update.
+
+        None if each runs by itself.
         """
 
     def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from tinkercloud_protocol import envelope, futures, routes
+from tinkercloud_protocol import chat_errors, envelope, futures, routes
 from tinkercloud_protocol.asgi import Receive, Scope, Send
 from tinkercloud_protocol.batched_futures import RetrieveFuturesRequest
 from tinkercloud_protocol.errors import (
@@ -51,6 +51,7 @@ from tinkercloud_protocol.training import AttachModelAnswer, AttachModelRequest
 from tinkercloud_protocol.wire import parse_json
 from tinkercloud_worker.head import requests
 from tinkercloud_worker.head.body_limiter import BodyLimiter
+from tinkercloud_worker.head.chat import HeadChat
 from tinkercloud_worker.head.http import LARGE_BODY_BYTES, Request, Response, error_response
 from tinkercloud_worker.head.lifecycle import Lifecycle
 from tinkercloud_worker.head.service import HeadService
@@ -88,6 +89,7 @@ class HeadApp:
         self._token = token
         self._generation = generation
         self._arrivals = Arrivals()
+        self._chat = HeadChat()
         self._body_limiter = BodyLimiter(limits.max_body_bytes)
         self._routes: dict[tuple[str, str], Handler] = {
             ("GET", routes.HEAD_HEALTH): self._health,
@@ -108,6 +110,7 @@ class HeadApp:
             ("POST", routes.HEAD_SUSPEND_MODEL): self._suspend_model,
             ("POST", routes.HEAD_MOVE_MODEL): self._move_model,
             ("GET", routes.HEAD_MODELS): self._models,
+            ("GET", routes.HEAD_TIMELINE): self._timeline,
             ("PUT", routes.HEAD_MODELS): self._put_model,
             ("DELETE", routes.HEAD_MODELS): self._delete_model,
             ("POST", routes.HEAD_FORGET_RESULTS): self._forget_results,
@@ -123,6 +126,9 @@ class HeadApp:
         request = Request(scope, receive)
         if (request.method, request.path) == ("GET", routes.HEAD_LEASE):
             await self._lease(request, receive, send)
+            return
+        if request.path.startswith(chat_errors.PREFIXES):
+            await self._serve_chat(request, receive, send)
             return
         try:
             response = await self._respond(request)
@@ -342,6 +348,10 @@ class HeadApp:
     async def _models(self, _request: Request) -> Response:
         return Response(HeldModels(models=self._service.held()).model_dump_json().encode())
 
+    async def _timeline(self, request: Request) -> Response:
+        timeline = self._service.timeline(_resource(request))
+        return Response(await asyncio.to_thread(lambda: timeline.model_dump_json().encode()))
+
     async def _checkpoint(self, request: Request) -> Response:
         only = _resource(request)
         if only:
@@ -381,6 +391,16 @@ class HeadApp:
                 f"the body is for {target!r}, but the request was routed to {routed!r}: send each"
                 " id once"
             )
+
+    async def _serve_chat(self, request: Request, receive: Receive, send: Send) -> None:
+        try:
+            self._authenticate(request)
+            service, backend = self._service, self._lifecycle.backend
+        except WireError as error:
+            body = chat_errors.error_bytes(request.path, error)
+            await Response(body, error.status).send(send)
+            return
+        await self._chat.serve(request, receive, send, service, backend)
 
     async def _lease(self, request: Request, receive: Receive, send: Send) -> None:
         """Report usage for as long as the API server at the other end is alive."""

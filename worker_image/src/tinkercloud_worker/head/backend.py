@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 
 from tinkercloud_protocol.launch import HeadConfig
 from tinkercloud_protocol.owner_limits import OwnerLimits
+from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.sampler import Sampler
 from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.engine.usage import UsageMeter
+from tinkercloud_worker.head.timeline import SpanRecorder
 from tinkercloud_worker.head.token_limits import TokenLimits
 
 
@@ -29,6 +31,10 @@ class Backend:
     trainer has its files."""
     usage: UsageMeter = field(default_factory=UsageMeter)
     """Counts what the head computes."""
+    text: ChatText | None = None
+    """Renders and decodes text; None if the head serves tokens only."""
+    spans: SpanRecorder = field(default_factory=SpanRecorder)
+    """When requests were accepted, started and finished."""
     token_limits: TokenLimits = field(default_factory=TokenLimits)
     """Limits the tokens per minute of owners."""
 

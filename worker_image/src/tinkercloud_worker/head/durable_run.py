@@ -67,6 +67,8 @@ class DurableRun:
         self._retry = Backoff()
         self._number, self._next_index = 1, 0
         self._writer = self._open()
+        self._bytes_before = 0
+        """Bytes of the segments before the last one."""
         self._changes_seen = 0
         self._is_wanted = model.spec.restore_from is not None
         """Whether a snapshot is needed as soon as possible: what a request had read may change."""
@@ -152,6 +154,7 @@ class DurableRun:
         if changes > self._changes_seen:
             self._schedule.changed(now, changes - self._changes_seen)
             self._changes_seen = changes
+        self._check_size()
         due = self._due_at()
         if self._timer is not None:
             self._timer.cancel()
@@ -162,20 +165,27 @@ class DurableRun:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(due - now, self._model.queue.wake)
             return
-        if self._writer.size_bytes >= 2 * self._config.max_journal_bytes and not self.degraded:
-            self._degrade(
-                f"the journal has {self._writer.size_bytes} bytes"
-                f" (durability.max_journal_bytes is {self._config.max_journal_bytes}), and no"
-                f" snapshot could be written ({self._schedule.failure})"
-            )
         await self._begin_snapshot()
+
+    @property
+    def _num_bytes(self) -> int:
+        """Bytes of the requests that no snapshot has."""
+        return self._bytes_before + self._writer.size_bytes
+
+    def _check_size(self) -> None:
+        if self.degraded is None and self._num_bytes >= 2 * self._config.max_journal_bytes:
+            self._degrade(
+                f"the journal has {self._num_bytes} bytes (durability.max_journal_bytes is"
+                f" {self._config.max_journal_bytes}), and no snapshot could be written"
+                f" ({self._schedule.failure or 'the last one is not complete'})"
+            )
 
     def _due_at(self) -> float | None:
         """Return when the next snapshot is due; None if none is."""
         operations, queue = self._model.operations, self._model.queue
         if operations.refused is not None or self._saving is not None or self._is_closed:
             return None
-        is_large = self._writer.size_bytes >= self._config.max_journal_bytes
+        is_large = self._num_bytes >= self._config.max_journal_bytes
         if queue.background and not is_large:
             # An upload that runs can't be part of a snapshot.
             return None
@@ -200,6 +210,7 @@ class DurableRun:
             self._number, self._next_index = self._number + 1, self._writer.last_index + 1
             self._writer = self._open()
         else:
+            self._bytes_before = self._num_bytes
             self._number = self._writer.rotate()
         self._is_wanted = False
         self._saving = asyncio.create_task(self._save(snapshot, self._number, point))
@@ -223,6 +234,7 @@ class DurableRun:
                 self._writer.close()
             self._snapshot_failed(error)
         else:
+            self._bytes_before = 0
             self._schedule.saved(point)
             self._retry.succeeded()
             metrics.SNAPSHOTS.inc()

@@ -80,6 +80,17 @@ class Lifecycle:
             raise Unavailable("the session head is loading its model; send the request again")
         return self._service
 
+    @property
+    def backend(self) -> Backend:
+        """The parts of the head.
+
+        Raises:
+            Unavailable: the engine is still loading.
+        """
+        if self._backend is None:
+            raise Unavailable("the session head is loading its model; send the request again")
+        return self._backend
+
     def start(self) -> None:
         """Start loading."""
         self._loading = asyncio.create_task(self._load())

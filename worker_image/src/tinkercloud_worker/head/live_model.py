@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinkercloud_protocol.errors import Overloaded, WireError
 from tinkercloud_protocol.futures import QueueState
@@ -22,6 +22,7 @@ from tinkercloud_worker.head.queue import ModelQueue, Operation, RequestSource, 
 from tinkercloud_worker.head.requests import OrderedRequest, Received, role_of_unread
 from tinkercloud_worker.head.results import Results
 from tinkercloud_worker.head.samplers import Samplers
+from tinkercloud_worker.head.timeline import SpanRecorder
 from tinkercloud_worker.head.unnumbered import GivenNumbers
 
 
@@ -34,6 +35,7 @@ class LiveModel:
     operations: Operations
     queue: ModelQueue
     given_numbers: GivenNumbers
+    spans: SpanRecorder
     lineage: list[str]
     """Generations of the heads that suspended it, oldest first."""
 
@@ -41,7 +43,9 @@ class LiveModel:
         """Return the operation of a received request; that of an unreadable one fails."""
         if isinstance(received.content, WireError):
             return refusal(received.content, role_of_unread(received.path))
-        return self.operation(received.content, RequestSource(received.path, received.body))
+        operation = self.operation(received.content, RequestSource(received.path, received.body))
+        name = received.path.rpartition("/")[2]
+        return replace(operation, run=self.spans.timed(str(self.model_id), name, operation.run))
 
     def creation(self, refused: WireError | None) -> Operation:
         """Return the operation that creates the model, or fails if the model was refused."""
@@ -125,7 +129,7 @@ def new_model(
     )
     samplers.current.add(str(model_id), operations, queue.run_after_accepted)
     given_numbers = GivenNumbers(queue.sequencer)
-    return LiveModel(model_id, spec, operations, queue, given_numbers, lineage=[])
+    return LiveModel(model_id, spec, operations, queue, given_numbers, backend.spans, lineage=[])
 
 
 def too_many_models(models: Sequence[LiveModel], owner: str, limit: int | None) -> WireError | None:

@@ -65,8 +65,17 @@ class ModelCheckpoints:
         step: int,
         ttl_seconds: int | None = None,
         user_metadata: dict[str, str] | None = None,
+        seq_id: int | None = None,
     ) -> CheckpointManifest:
-        """Return the manifest of a new checkpoint, without files."""
+        """Return the manifest of a new checkpoint, without files.
+
+        Args:
+            path: its path.
+            step: number of optimizer steps taken.
+            ttl_seconds: after which time it expires; None for never.
+            user_metadata: the client's.
+            seq_id: number of the request that saves it; None if no request does.
+        """
         now, created_at = datetime.now(UTC), self.next_moment()
         return CheckpointManifest(
             tinker_path=str(path),
@@ -79,6 +88,7 @@ class ModelCheckpoints:
             created_at=created_at,
             expires_at=now + timedelta(seconds=ttl_seconds) if ttl_seconds else None,
             user_metadata=user_metadata,
+            saved_by=f"{self._name}:{seq_id}" if seq_id else None,
             files={},
         )
 
@@ -91,6 +101,15 @@ class ModelCheckpoints:
         if (upload := self._uploads.get(str(path))) is not None:
             await asyncio.gather(upload, return_exceptions=True)
         await self._backend.store.refuse_duplicate(path, overwrite=overwrite)
+
+    async def find_saved_by(self, path: CheckpointPath, seq_id: int) -> CheckpointManifest | None:
+        """Return the checkpoint that this request saved there before; None if it did not.
+
+        An earlier head that was killed may have written it, without that the client knows.
+        """
+        manifest = await self._backend.store.find(path)
+        request_id = f"{self._name}:{seq_id}"
+        return manifest if manifest is not None and manifest.saved_by == request_id else None
 
     def upload(
         self,

@@ -2,17 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 from tinkercloud_protocol import futures
 from tinkercloud_protocol.autosave import AutosaveConfig
-from tinkercloud_protocol.checkpoints import CheckpointManifest, base_mismatch
+from tinkercloud_protocol.checkpoints import CheckpointManifest
 from tinkercloud_protocol.errors import InvalidRequest, StateLost
 from tinkercloud_protocol.futures import Result
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
@@ -29,11 +29,12 @@ from tinkercloud_worker.checkpoints import encryption, formats
 from tinkercloud_worker.engine.batch import Batch, prepare, prepare_custom
 from tinkercloud_worker.engine.expert_load import balance_metrics
 from tinkercloud_worker.engine.fair_queue import Share
-from tinkercloud_worker.engine.thread import YieldPoint
+from tinkercloud_worker.engine.thread import Unshared, YieldPoint
 from tinkercloud_worker.engine.trainer import (
     Gradient,
     GradientLost,
     LossOutput,
+    OptimizerStep,
     Publication,
     TrainingPass,
     TrainingState,
@@ -44,8 +45,8 @@ from tinkercloud_worker.head.backend import Backend, random_seed
 from tinkercloud_worker.head.model_checkpoints import ModelCheckpoints
 from tinkercloud_worker.head.samplers import Samplers
 from tinkercloud_worker.head.save_schedule import SavePoint, SaveSchedule
+from tinkercloud_worker.head.saved_model import SavedModel, read_checkpoint
 from tinkercloud_worker.head.session_losses import SessionLosses
-from tinkercloud_worker.model import imported
 from tinkercloud_worker.training import external_weights
 
 NOT_CREATED = "the model has not been created yet"
@@ -56,14 +57,6 @@ _STEP_TOKENS = 64
 
 T = TypeVar("T")
 Outcome = Result | Awaitable[Result]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Saved:
-    """The content of a training checkpoint."""
-
-    state: TrainingState
-    gradient: Gradient | None
 
 
 class Operations:
@@ -113,7 +106,9 @@ class Operations:
             )
         saved = None
         if spec.restore_from is not None:
-            saved = await self._read(spec.restore_from, with_optimizer=spec.restore_optimizer)
+            saved = await read_checkpoint(
+                self._backend, spec.restore_from, with_optimizer=spec.restore_optimizer
+            )
             self._check_shape(saved.state, spec.restore_from)
         lora = None if spec.lora is None else replace(spec.lora, seed=self.initial_seed)
         await self._on_thread(lambda: self._backend.trainer.add_model(self._name, lora))
@@ -134,9 +129,11 @@ class Operations:
         batch = await self._prepared(request)
         self._backend.token_limits.spend(self._spec.owner, batch.num_tokens)
         share = self._share(batch.num_tokens)
-        if trainer.batcher is not None:
+        if (batcher := trainer.batcher) is not None:
             training_pass = TrainingPass(self._name, batch)
-            queued = self._backend.thread.run_batched(trainer.batcher, training_pass, share)
+            if self._backend.config.durability.exact:
+                batcher = Unshared(batcher)
+            queued = self._backend.thread.run_batched(batcher, training_pass, share)
             output: LossOutput = await self._unless_lost(queued)
         else:
             run = trainer.forward if batch.forward_only else trainer.forward_backward
@@ -163,14 +160,21 @@ class Operations:
         params = request.adam()
         self.num_changes += 1
         try:
-            metrics = await self._compute(
-                lambda _: self._backend.trainer.optim_step(self._name, params),
-                self._share(_STEP_TOKENS),
-            )
+            metrics = await self._step(params)
         finally:
             self._count_change()
         self._steps = int(metrics["step"])
         return futures.finished({"metrics": dict(metrics)})
+
+    async def _step(self, params: AdamParams) -> Mapping[str, float]:
+        backend, share = self._backend, self._share(_STEP_TOKENS)
+        stepper = backend.trainer.stepper
+        if stepper is None:
+            return await self._compute(
+                lambda _: backend.trainer.optim_step(self._name, params), share
+            )
+        step = OptimizerStep(self._name, params)
+        return await self._unless_lost(backend.thread.run_batched(stepper, step, share))
 
     async def save_weights(self, request: SaveWeightsRequest) -> Outcome:
         """Write a training checkpoint, including any gradient not yet applied.
@@ -182,12 +186,14 @@ class Operations:
         """
         self._check_alive()
         path = CheckpointPath(self._name, CheckpointKind.TRAINING, request.name())
+        if (saved := await self.checkpoints.find_saved_by(path, request.seq_id or 0)) is not None:
+            return _saved(saved)
         await self.checkpoints.refuse_duplicate(path, overwrite=request.overwrite)
         point = self.schedule.begin(time.monotonic())
         # State and gradient are consistent: no other request of this model runs meanwhile.
         state, gradient = await self.export_state(), await self.export_gradient()
         manifest = self.checkpoints.manifest(
-            path, state.step, request.ttl_seconds, request.user_metadata
+            path, state.step, request.ttl_seconds, request.user_metadata, request.seq_id
         )
         if gradient is not None:
             manifest = manifest.model_copy(update={"format_version": 2})
@@ -208,12 +214,15 @@ class Operations:
         path = None
         if request.path is not None:
             path = CheckpointPath(self._name, CheckpointKind.SAMPLER, request.path)
+            saved = await self.checkpoints.find_saved_by(path, request.seq_id or 0)
+            if saved is not None:
+                return _saved(saved)
             await self.checkpoints.refuse_duplicate(path, overwrite=False)
         if path is None:
             return await self._publish(request)
         weights = await self._run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
         manifest = self.checkpoints.manifest(
-            path, self._steps, request.ttl_seconds, request.user_metadata
+            path, self._steps, request.ttl_seconds, request.user_metadata, request.seq_id
         )
         encode = partial(formats.encode_weights, weights, manifest.base_model)
         return _saved_result(self.checkpoints.upload(manifest, encode, overwrite=False))
@@ -223,9 +232,13 @@ class Operations:
         self._check_alive()
         recipients = encryption.parse_recipients(request.age_encryption_recipients or [])
         path = CheckpointPath(self._name, CheckpointKind.EXTERNAL, request.path)
+        if (saved := await self.checkpoints.find_saved_by(path, request.seq_id or 0)) is not None:
+            return _saved(saved)
         await self.checkpoints.refuse_duplicate(path, overwrite=False)
         weights = await self._run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
-        manifest = self.checkpoints.manifest(path, self._steps, request.ttl_seconds)
+        manifest = self.checkpoints.manifest(
+            path, self._steps, request.ttl_seconds, seq_id=request.seq_id
+        )
         config = self._backend.config
         plain = partial(external_weights.encode, weights, config.model, config.trainer.dtype)
         encode = partial(encryption.encrypted, plain, recipients) if recipients else plain
@@ -258,7 +271,7 @@ class Operations:
         """Replace the weights by a checkpoint's; reset or replace optimizer state and gradient."""
         self._check_alive()
         await self.checkpoints.settle()
-        saved = await self._read(request.path, with_optimizer=request.optimizer)
+        saved = await read_checkpoint(self._backend, request.path, with_optimizer=request.optimizer)
         try:
             await self._import(saved)
         finally:
@@ -400,7 +413,7 @@ class Operations:
         if reason is not None:
             raise GradientLost(reason)
 
-    async def _import_first(self, saved: "_Saved") -> None:
+    async def _import_first(self, saved: SavedModel) -> None:
         """Import a checkpoint into a new model; free the model's memory if that fails."""
         try:
             await self._import(saved)
@@ -408,34 +421,13 @@ class Operations:
             await self._run_lightweight(lambda: self._backend.trainer.remove_model(self._name))
             raise
 
-    async def _import(self, saved: "_Saved") -> None:
+    async def _import(self, saved: SavedModel) -> None:
         self.num_changes += 1
         await self._on_thread(lambda: self._backend.trainer.import_state(self._name, saved.state))
         self._steps = saved.state.step
         self._gradient_lost = None
         if saved.gradient is not None:
             await self.restore_gradient(saved.gradient)
-
-    async def _read(self, uri: str, *, with_optimizer: bool) -> "_Saved":
-        """Read a checkpoint: all of it, or only its weights if `with_optimizer` is false."""
-        store, path = self._backend.store, CheckpointPath.parse(uri)
-        path.require_loadable()
-        manifest = await store.manifest(path)
-        base_model = self._backend.config.model.name
-        if manifest.base_model != base_model:
-            raise InvalidRequest(
-                f"{uri} was trained on {manifest.base_model!r}, and can't be loaded into a"
-                f" model of {base_model!r}"
-            )
-        self._check_base(manifest)
-        files_of = formats.files_of_training if with_optimizer else formats.files_of_weights
-        manifest, files = await store.read(manifest.path, files_of(manifest))
-        return await asyncio.to_thread(_decode, manifest, files, self._backend.config.model.path)
-
-    def _check_base(self, manifest: CheckpointManifest) -> None:
-        mismatch = base_mismatch(manifest, self._backend.base_fingerprint)
-        if mismatch is not None:
-            raise InvalidRequest(f"{manifest} can't be loaded: {mismatch}")
 
     def _check_shape(self, state: TrainingState, uri: str) -> None:
         if state.weights.lora is None and self._spec.lora is not None:
@@ -452,17 +444,14 @@ def _do_nothing() -> None:
 
 async def _saved_result(uploading: asyncio.Task[CheckpointManifest]) -> Result:
     """Wait for a checkpoint; return the result of the request that saves it."""
-    written = await uploading
+    return _saved(await uploading)
+
+
+def _saved(written: CheckpointManifest) -> Result:
     answer: dict[str, object] = {"path": written.tinker_path}
     if written.path.kind is CheckpointKind.EXTERNAL:
         answer["size_bytes"] = written.size_bytes
     return futures.finished(answer)
-
-
-def _decode(manifest: CheckpointManifest, files: formats.Contents, base_path: str) -> _Saved:
-    state = formats.decode_state(manifest, files)
-    weights = imported.complete(manifest, state.weights, base_path)
-    return _Saved(replace(state, weights=weights), formats.decode_gradient(manifest, files))
 
 
 def _encode_output(request: ForwardBackwardRequest, batch: Batch, output: LossOutput) -> bytes:

@@ -1,22 +1,23 @@
 """Continues a model in this head: from the state of a head that stopped, or that was killed."""
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
 
 from tinkercloud_protocol.checkpoints import SuspendedManifest
 from tinkercloud_protocol.errors import InvalidRequest, StateLost
-from tinkercloud_protocol.ids import ModelId
+from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_worker.head.durability import Durability, Kept
 from tinkercloud_worker.head.live_model import LiveModel, new_model
 from tinkercloud_worker.head.queue import Operation, QueueSnapshot
-from tinkercloud_worker.head.repeating import mark_read, repeated
+from tinkercloud_worker.head.repeating import mark_read, published_sessions, repeated
 from tinkercloud_worker.head.suspension import StoredState, Suspension
+from tinkercloud_worker.journal.records import Record
 
 log = structlog.get_logger(__name__)
 
@@ -30,6 +31,13 @@ class Recovery:
 
     suspension: Suspension
     durability: Durability
+    _awaited: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """By sampling session that a journal publishes: ends when the journal was repeated."""
+
+    async def published(self, session_id: SamplingSessionId) -> None:
+        """Return once a session exists again, if a journal that is being repeated publishes it."""
+        if (repeating := self._awaited.get(str(session_id))) is not None:
+            await asyncio.wait({repeating})
 
     async def read(self, model_id: ModelId, spec: ModelSpec, accept: Callable[[], None]) -> Resumed:
         """Restore a model that the head of `spec.resume_generation` had; see `Suspension.resume`.
@@ -48,12 +56,29 @@ class Recovery:
                 f"the last head of training run {model_id} did not suspend it, and left no journal"
             )
         model, unfinished = await self._continue(model_id, spec, kept, accept)
+        self._await_samplers(model, kept.records)
         own = self.suspension.backend.config.generation
         model.lineage = [each for each in kept.manifest.generations if each != own]
         log.info(
             "continuing from the journal", model_id=str(model_id), num_records=len(kept.records)
         )
         return model, unfinished
+
+    def _await_samplers(self, model: LiveModel, records: Sequence[Record]) -> None:
+        """Make samples of the sessions that a journal publishes wait until it was repeated."""
+        repeating = asyncio.create_task(model.queue.run_after_accepted(_do_nothing))
+        sessions = published_sessions(model.model_id, records)
+        for session_id in sessions:
+            self.suspension.samplers.record_owner(session_id, model.spec.owner)
+            self._awaited[str(session_id)] = repeating
+
+        def forget(task: asyncio.Task[None]) -> None:
+            if not task.cancelled():
+                task.exception()
+            for session_id in sessions:
+                self._awaited.pop(str(session_id), None)
+
+        repeating.add_done_callback(forget)
 
     async def resume(
         self,
@@ -96,13 +121,17 @@ class Recovery:
         )
         model.operations.initial_seed = manifest.initial_seed
         try:
+            waiting = await asyncio.to_thread(repeated, model, kept.records, 1, set[int]())
             await self.durability.take_over(model, kept)
             accept()
         except BaseException:
             model.queue.close("the model could not be continued")
             raise
         model.queue.submit(0, b"create", 0, Operation(model.operations.create))
-        waiting = await asyncio.to_thread(repeated, model, kept.records, 1, set[int]())
         model.queue.restore(QueueSnapshot(0, waiting, None))
         mark_read(suspension.results, kept.records)
         return model
+
+
+async def _do_nothing() -> None:
+    """Stands for work that runs after the requests so far."""

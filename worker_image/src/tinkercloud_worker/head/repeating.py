@@ -2,7 +2,11 @@
 
 from collections.abc import Sequence, Set
 
+import orjson
+
+from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_worker.head import requests
 from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.queue import (
@@ -61,3 +65,15 @@ def mark_read(results: Results, records: Sequence[Record]) -> None:
     for record in records:
         for request_id in record.entry.read:
             results.mark_read(request_id)
+
+
+def published_sessions(model_id: ModelId, records: Sequence[Record]) -> list[SamplingSessionId]:
+    """Return the sampling sessions of unnamed weights that the requests of a journal publish."""
+    sessions = []
+    for record in records:
+        if record.entry.path == routes.SAVE_WEIGHTS_FOR_SAMPLER:
+            request = orjson.loads(record.body)
+            index = request.get("sampling_session_seq_id")
+            if request.get("path") is None and index is not None:
+                sessions.append(SamplingSessionId(model_id.session_id, index))
+    return sessions

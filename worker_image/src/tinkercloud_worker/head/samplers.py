@@ -82,7 +82,7 @@ class Samplers:
             self._owners[name] = spec.owner
             self._begin_load(name)
 
-    def record_owner(self, model_id: ModelId, owner: str) -> None:
+    def record_owner(self, model_id: ModelId | SamplingSessionId, owner: str) -> None:
         """Record the owner of a model, who also owns the sessions of its weights."""
         self._owners[str(model_id)] = owner
 

@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from functools import partial
 from typing import Any
 
 import structlog
@@ -16,6 +15,7 @@ from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.launch import HeadStatus, HeldModel, ModelSpec, SamplerSpec
 from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_protocol.tensors import ForwardBackwardRequest
+from tinkercloud_protocol.timeline import Timeline
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.sampling_request import prepare
 from tinkercloud_worker.head.autosaver import Autosaver
@@ -138,6 +138,10 @@ class HeadService:
     def results(self) -> Results:
         """The results of all requests."""
         return self._results
+
+    def timeline(self, session_id: str) -> Timeline:
+        """Return when the requests of a session were accepted, started and finished."""
+        return Timeline(spans=self._backend.spans.of_session(session_id))
 
     def owner_of(self, target: str) -> str:
         """Return the owner of a model or sampling session; an empty name if it is unknown."""
@@ -358,16 +362,20 @@ class HeadService:
     def _start_sample(self, prepared: Prepared) -> None:
         request, request_id = prepared.request, prepared.request_id
         owner = self.owner_of(request.sampling_session_id)
+        session_id = SamplingSessionId.parse(request.sampling_session_id)
         self._results.open(str(request_id), prepared.digest, owner)
 
-        work = partial(run_sample, self._backend, self._samplers, owner, prepared)
+        async def work() -> Result:
+            await self._recovery.published(session_id)
+            return await run_sample(self._backend, self._samplers, owner, prepared)
 
         def report_cancellation(task: asyncio.Task[None]) -> None:
             # A done callback, because the task may be cancelled before it starts.
             if task.cancelled():
                 self._finish(str(request_id), futures.failed("the request was cancelled", "user"))
 
-        task = self._spawn(self._resolve(str(request_id), work))
+        timed = self._backend.spans.timed(str(session_id), "sample", work)
+        task = self._spawn(self._resolve(str(request_id), timed))
         task.add_done_callback(report_cancellation)
         self._samples[str(request_id)] = Sample(request, owner, prepared.size, task)
         self._sample_limiter.add(owner, prepared.size)

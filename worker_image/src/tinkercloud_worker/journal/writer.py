@@ -145,8 +145,9 @@ class JournalWriter:
 
     def _replace_segment(self, number: int) -> None:
         if self._segment is not None:
-            self._segment.synchronize()
-            self._segment.close()
+            replaced, self._segment = self._segment, None
+            replaced.synchronize()
+            replaced.close()
         self._segment = self._folder.create(number)
 
     async def _synchronize(self) -> None:

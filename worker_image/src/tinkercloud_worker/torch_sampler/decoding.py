@@ -19,7 +19,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.tensors import SampledSequence, TopLogprobs
 from tinkercloud_worker.device.packing import PackedSequences
-from tinkercloud_worker.engine.sampler import SamplingRequest
+from tinkercloud_worker.engine.sampler import SampledToken, SamplingRequest
 from tinkercloud_worker.engine.stopping import StopStringSearch, decoder_of
 from tinkercloud_worker.lora.segments import ActiveWeights, WeightSegment
 from tinkercloud_worker.model.base_model import TorchBaseModel
@@ -128,6 +128,7 @@ class TokenSampler:
             sequence.logprobs.append(logprobs[row])
             if top is not None:
                 sequence.top.append((top.indices, top.values))
+            _report(sequence, top)
             try:
                 sequence.stopped = self._has_stopped(sequence)
             except Exception as error:  # noqa: BLE001 - it fails its own request
@@ -143,6 +144,14 @@ class TokenSampler:
         if sequence.search is None:
             sequence.search = StopStringSearch(strings, self._decode, request.prompt.tolist())
         return sequence.search.completes(token)
+
+
+def _report(sequence: RunningSequence, top: "torch.return_types.topk | None") -> None:
+    """Report the newest token of a sequence to a request that wants tokens as they are sampled."""
+    if sequence.request.on_token is not None:
+        alternatives = None if top is None else (top.indices.tolist(), top.values.tolist())
+        newest = sequence.tokens[-1], sequence.logprobs[-1]
+        sequence.request.on_token(SampledToken(sequence.index, *newest, alternatives))
 
 
 def _own(logits_BV: Tensor, sequences: Sequence[RunningSequence]) -> Tensor:

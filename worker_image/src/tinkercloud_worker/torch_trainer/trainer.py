@@ -54,6 +54,12 @@ KEPT_FREE_BYTES = 256 << 20
 ModelSegments = Sequence[tuple[slice, TrainedModel]]
 """Consecutive positions of a pass, each with the model it belongs to."""
 
+Compute = Callable[
+    [Sequence[tuple[TrainedModel, Pack]], Sequence[losses.Loss]],
+    list[tuple[Tensor, Tensor, Tensor | None]],
+]
+"""Runs packs of models with their losses; returns the arguments of `PassOutput.add` for each."""
+
 
 class TorchTrainer(AdamTrainer):
     """Implements `engine.trainer.Trainer` on one device."""
@@ -179,20 +185,13 @@ class TorchTrainer(AdamTrainer):
 
     def _forward_pieces(self, model_id: str, batch: Batch) -> Pieces[LossOutput]:
         model = self._models[model_id]
-        loss = batch.loss
         output = PassOutput()
         before = 0
         for pack in self._packs(batch):
             if before:
                 yield before
-            model_segments = _in_order([(model, pack.sequences)])
-            with torch.no_grad():
-                hidden_RD, (expert_tokens_LE,) = self._counted_hidden(
-                    model_segments, pack.sequences
-                )
-            lp_RK = logprobs(self._lm_head_layer(model_segments), hidden_RD, pack.targets_RK)
-            loss_sum, _ = losses.derivative(loss, lp_RK, pack.inputs)
-            output.add(pack, lp_RK, loss_sum, expert_tokens_LE)
+            (results,) = self._evaluate([(model, pack)], [batch.loss])
+            output.add(pack, *results)
             before = len(pack.sequences.ids_R)
         return output.finish(batch)
 
@@ -203,7 +202,7 @@ class TorchTrainer(AdamTrainer):
         for pack in self._packs(batch):
             if before:
                 yield before
-            (results,) = self._run([(model, pack)], batch.loss)
+            (results,) = self._run([(model, pack)], [batch.loss])
             output.add(pack, *results)
             before = len(pack.sequences.ids_R)
         return output.finish(batch)
@@ -214,16 +213,18 @@ class TorchTrainer(AdamTrainer):
         return self
 
     def can_batch(self, items: Sequence[TrainingPass], item: TrainingPass) -> bool:
-        """See `engine.thread.Batcher`: adapters share a pass that is one micro-batch in all."""
+        """See `engine.thread.Batcher`: adapters share a pass that is one micro-batch in all.
+
+        Their losses may differ.
+        """
         everyone = [*items, item]
         tokens = sum(each.batch.num_tokens for each in everyone)
-        kinds = {(each.batch.loss_fn, each.batch.num_targets) for each in everyone}
+        kinds = {(each.batch.forward_only, each.batch.num_targets) for each in everyone}
         return (
             self._base.takes_packs
-            and not any(each.batch.forward_only for each in everyone)
             and tokens <= self._max_shared_tokens
             and len(kinds) == 1
-            and item.batch.loss.is_token_local
+            and all(each.batch.loss.is_token_local for each in everyone)
             and len({each.model_id for each in everyone}) == len(everyone)
             and all(self._is_adapter(each.model_id) for each in everyone)
         )
@@ -231,23 +232,31 @@ class TorchTrainer(AdamTrainer):
     def run_batch(
         self, items: Sequence[TrainingPass], yield_point: Callable[[], None]
     ) -> list[LossOutput]:
-        """See `engine.thread.Batcher`: `forward_backward` of each, in one pass."""
+        """See `engine.thread.Batcher`: what each asks for, in one pass."""
         models = [self._models[item.model_id] for item in items]
-        with unchanged_if_it_fails([model.trainable.gradient for model in models]):
-            if self._can_share_pass([item.model_id for item in items]):
-                outputs = self._shared_pass(items, models)
-            else:
-                outputs = [
-                    self.forward_backward(item.model_id, item.batch, yield_point) for item in items
-                ]
+        if items[0].batch.forward_only:
+            outputs = self._in_one_pass(items, models, self._evaluate)
+        else:
+            with unchanged_if_it_fails([model.trainable.gradient for model in models]):
+                outputs = self._in_one_pass(items, models, self._run)
         yield_point()
         return outputs
 
-    def _shared_pass(
-        self, items: Sequence[TrainingPass], models: Sequence[TrainedModel]
+    def _in_one_pass(
+        self, items: Sequence[TrainingPass], models: Sequence[TrainedModel], compute: Compute
     ) -> list[LossOutput]:
+        """Compute one pass, or one each where they can't share products."""
         packs = [pack for item in items for pack in self._packs(item.batch)]
-        results = self._run(list(zip(models, packs, strict=True)), items[0].batch.loss)
+        shares = list(zip(models, packs, strict=True))
+        own_losses = [item.batch.loss for item in items]
+        if self._can_share_pass([item.model_id for item in items]):
+            results = compute(shares, own_losses)
+        else:
+            results = [
+                result
+                for share, loss in zip(shares, own_losses, strict=True)
+                for result in compute([share], [loss])
+            ]
         outputs = []
         for item, pack, of_pack in zip(items, packs, results, strict=True):
             output = PassOutput()
@@ -270,8 +279,26 @@ class TorchTrainer(AdamTrainer):
         most = self._max_batch_tokens if self._base.takes_packs else 1
         return pack_all(batch, most, self._base.device)
 
+    def _evaluate(
+        self, shares: Sequence[tuple[TrainedModel, Pack]], own_losses: Sequence[losses.Loss]
+    ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+        """Compute logprobs and losses of packs; return the arguments of `add` for each."""
+        sequences = PackedSequences.joined([pack.sequences for _, pack in shares])
+        model_segments = _in_order([(model, pack.sequences) for model, pack in shares])
+        with torch.no_grad():
+            hidden_RD, expert_tokens = self._counted_hidden(model_segments, sequences)
+        targets_RK = torch.cat([pack.targets_RK for _, pack in shares])
+        lp_RK = logprobs(self._lm_head_layer(model_segments), hidden_RD, targets_RK)
+        results = []
+        for (rows, _), (_, pack), loss, expert_tokens_LE in zip(
+            model_segments, shares, own_losses, expert_tokens, strict=True
+        ):
+            loss_sum, _ = losses.derivative(loss, lp_RK[rows], pack.inputs)
+            results.append((lp_RK[rows], loss_sum, expert_tokens_LE))
+        return results
+
     def _run(
-        self, shares: Sequence[tuple[TrainedModel, Pack]], loss: losses.Loss
+        self, shares: Sequence[tuple[TrainedModel, Pack]], own_losses: Sequence[losses.Loss]
     ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
         """Accumulate the gradients of packs; return the arguments of `add` for each."""
         sequences = PackedSequences.joined([pack.sequences for _, pack in shares])
@@ -279,7 +306,7 @@ class TorchTrainer(AdamTrainer):
         hidden_RD, expert_tokens = self._counted_hidden(model_segments, sequences)
         parts = [(rows, pack) for (rows, _), (_, pack) in zip(model_segments, shares, strict=True)]
         lp_RK, sums, gradient_RD = _losses_and_gradient(
-            self._lm_head_layer(model_segments), parts, hidden_RD.detach(), loss
+            self._lm_head_layer(model_segments), parts, hidden_RD.detach(), own_losses
         )
         self._backward(model_segments, hidden_RD, gradient_RD)
         return [
@@ -380,15 +407,18 @@ def _losses_and_gradient(
     layer: LMHead,
     parts: Sequence[tuple[slice, Pack]],
     hidden_RD: Tensor,
-    loss: losses.Loss,
+    of_parts: Sequence[losses.Loss],
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Return logprobs [R, K], each part's loss, and the gradient [R, D] of the hidden states."""
+    """Return logprobs [R, K], each part's loss, and the gradient [R, D] of the hidden states.
+
+    Several parts may have different losses, all of them local to tokens.
+    """
     targets_RK = torch.cat([positions.targets_RK for _, positions in parts])
     sums: list[list[Tensor]] = [[] for _ in parts]
 
     def token_local(rows: slice, lp_RK: Tensor) -> Tensor:
         gradients = []
-        for part_sums, (own, positions) in zip(sums, parts, strict=True):
+        for part_sums, (own, positions), loss in zip(sums, parts, of_parts, strict=True):
             start, stop = max(own.start, rows.start), min(own.stop, rows.stop)
             if start < stop:
                 inputs = positions.inputs.rows(slice(start - own.start, stop - own.start))
@@ -399,9 +429,9 @@ def _losses_and_gradient(
         return torch.cat(gradients)
 
     derivative: Derivative = token_local
-    if not loss.is_token_local:
+    if not all(loss.is_token_local for loss in of_parts):
         # The derivative at one token needs all logprobs of its sequence, so compute those first.
-        ((_, positions),) = parts
+        ((_, positions),), (loss,) = parts, of_parts
         lp_RK = logprobs(layer, hidden_RD, targets_RK)
         loss_sum, whole_RK = losses.derivative(loss, lp_RK, positions.inputs)
         sums[0].append(loss_sum)

@@ -5,12 +5,14 @@ and its AdamW, whose state is two flat moments and a step count.
 """
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 from typing_extensions import override
 
 from tinkercloud_protocol.errors import InvalidRequest
@@ -18,10 +20,11 @@ from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.engine.ranks import Sharding
-from tinkercloud_worker.engine.thread import Batcher
+from tinkercloud_worker.engine.thread import Batcher, Pieces
 from tinkercloud_worker.engine.trainer import (
     Gradient,
     LossOutput,
+    OptimizerStep,
     Trainer,
     TrainingPass,
     TrainingState,
@@ -106,6 +109,7 @@ class AdamTrainer(Trainer, ABC):
         self.base_fingerprint: str | None = None
         self._dtype = dtype
         self._models: dict[str, TrainedModel] = {}
+        self._stepper = _Stepper(self, self._models)
 
     @property
     @override
@@ -133,30 +137,20 @@ class AdamTrainer(Trainer, ABC):
         moments = [value for value in model.optimizer.state.get(flat, {}).values() if value.dim()]
         return sum(tensor.nbytes for tensor in (flat, model.trainable.gradient, *moments))
 
+    @property
+    @override
+    def stepper(self) -> Batcher[OptimizerStep, Mapping[str, float]]:
+        return self._stepper
+
     @override
     def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
         model = self._models[model_id]
-        gradient = model.trainable.gradient
-        norm = float(norm_of(gradient)) if model.grad_norm is None else model.grad_norm
-        if not np.isfinite(norm):
-            gradient.zero_()
-            raise InvalidRequest(
-                "the accumulated gradient contains NaN or infinity; it was discarded and the"
-                " weights are unchanged. Check learning_rate, advantages and logprobs"
-            )
-        model.begin_moments()
-        if params.grad_clip_norm and norm > params.grad_clip_norm:
-            gradient.mul_(params.grad_clip_norm / norm)
-        (group,) = model.optimizer.param_groups
-        group.update(
-            lr=params.learning_rate,
-            betas=(params.beta1, params.beta2),
-            eps=params.eps,
-            weight_decay=params.weight_decay,
-        )
-        model.optimizer.step()
-        gradient.zero_()
-        return {"grad_norm": norm, "step": float(_step(model))}
+        try:
+            (metrics,) = _apply_steps([(model, params)])
+        except InvalidRequest:
+            model.trainable.gradient.zero_()
+            raise
+        return metrics
 
     @override
     def discard_gradient(self, model_id: str) -> None:
@@ -230,6 +224,89 @@ class AdamTrainer(Trainer, ABC):
         because another process may be using it at that time.
         """
         return model.trainable.layout.views(on_cpu(flat, dtype))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stepper:
+    """Runs queued optimizer steps of different models as one job."""
+
+    trainer: AdamTrainer
+    models: Mapping[str, TrainedModel]
+
+    def can_batch(self, items: Sequence[OptimizerStep], item: OptimizerStep) -> bool:
+        """See `engine.thread.Batcher`. A removed model fails alone, when its step runs."""
+        return item.model_id in self.models and all(
+            item.model_id != other.model_id for other in items
+        )
+
+    def run_batch(
+        self, items: Sequence[OptimizerStep], yield_point: Callable[[], None]
+    ) -> Sequence[Mapping[str, float]]:
+        """See `engine.thread.Batcher`."""
+        metrics = _apply_steps([(self.models[item.model_id], item.params) for item in items])
+        yield_point()
+        return metrics
+
+    def pieces(self, item: OptimizerStep) -> Pieces[Mapping[str, float]]:
+        """See `engine.thread.Batcher`: a step is one piece."""
+        yield from ()
+        return self.trainer.optim_step(item.model_id, item.params)
+
+
+@torch.no_grad()
+def _apply_steps(steps: Sequence[tuple[TrainedModel, AdamParams]]) -> list[dict[str, float]]:
+    """Clip and apply the gradients of different models, zero them, and return each's metrics.
+
+    A model gets the same bits as alone: each has its own step count, and kernels compute the
+    vectors of a list independently.
+
+    Raises:
+        InvalidRequest: a gradient is not finite. Nothing has changed.
+    """
+    norms = [
+        float(norm_of(model.trainable.gradient)) if model.grad_norm is None else model.grad_norm
+        for model, _ in steps
+    ]
+    if not np.isfinite(norms).all():
+        raise InvalidRequest(
+            "the accumulated gradient contains NaN or infinity; it was discarded and the"
+            " weights are unchanged. Check learning_rate, advantages and logprobs"
+        )
+    for model, _ in steps:
+        model.begin_moments()
+    alike: dict[AdamParams, list[TrainedModel]] = defaultdict(list)
+    for (model, params), norm in zip(steps, norms, strict=True):
+        if params.grad_clip_norm and norm > params.grad_clip_norm:
+            model.trainable.gradient.mul_(params.grad_clip_norm / norm)
+        alike[replace(params, grad_clip_norm=0.0)].append(model)
+    for params, models in alike.items():
+        _apply_adamw(models, params)
+    torch._foreach_zero_([model.trainable.gradient for model, _ in steps])
+    return [
+        {"grad_norm": norm, "step": float(_step(model))}
+        for (model, _), norm in zip(steps, norms, strict=True)
+    ]
+
+
+def _apply_adamw(models: Sequence[TrainedModel], params: AdamParams) -> None:
+    """Apply the gradients of models, whose moments exist, with the same hyperparameters."""
+    states = [model.optimizer.state[model.trainable.flat] for model in models]
+    adamw(
+        [model.trainable.flat for model in models],
+        [model.trainable.gradient for model in models],
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        [state["step"] for state in states],
+        fused=True,
+        amsgrad=False,
+        beta1=params.beta1,
+        beta2=params.beta2,
+        lr=params.learning_rate,
+        weight_decay=params.weight_decay,
+        eps=params.eps,
+        maximize=False,
+    )
 
 
 def on_cpu(flat: Tensor, dtype: torch.dtype) -> Tensor:

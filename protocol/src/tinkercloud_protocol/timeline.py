@@ -1,0 +1,30 @@
+"""When the requests of a session were accepted, started and finished: what a head remembers of it.
+
+A head answers `GET /timeline/<session id>` (`routes.HEAD_TIMELINE`) with these spans.
+"""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Span(BaseModel):
+    """One request. Times are seconds from 1970-01-01 in UTC."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    target: str
+    """The model or sampling session."""
+    name: str
+    """What was requested, such as `forward_backward` or `sample`."""
+    accepted: float
+    started: float
+    """When it was its turn."""
+    finished: float
+    """When its result was there; of a save, when the state was captured."""
+
+
+class Timeline(BaseModel):
+    """Spans of a session, in the order in which they finished."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    spans: list[Span]

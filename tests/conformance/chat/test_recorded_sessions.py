@@ -1,0 +1,95 @@
+"""An agent that only knows the openai package produces training data."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import tinker
+from tinker import types
+
+from tinkercloud_testing.chat import CHAT_MODEL
+from tinkercloud_testing.servers import API_KEY, Server
+
+
+def call(server: Server, method: str, path: str, key: str = API_KEY, **options: Any) -> Any:
+    url = f"{server.url}/oai/sessions{path}"
+    return httpx.request(method, url, headers={"Authorization": f"Bearer {key}"}, **options)
+
+
+def an_agent(base_url: str, model: str) -> None:
+    """Hold a conversation of two turns, the second one streamed."""
+    with openai.OpenAI(base_url=base_url, api_key=API_KEY, max_retries=0) as client:
+        messages: Any = [{"role": "user", "content": "Hello"}]
+        options: Any = {"model": model, "max_completion_tokens": 6}
+        client.chat.completions.create(messages=messages, seed=1, **options)
+        messages = [{"role": "user", "content": "Bye"}]
+        list(client.chat.completions.create(messages=messages, stream=True, **options))
+
+
+def test_the_turns_of_an_agent_become_data_that_trains_its_model(
+    chat_server: Server, sdk: tinker.ServiceClient
+) -> None:
+    training = sdk.create_lora_training_client(base_model=CHAT_MODEL, rank=4).result()
+    path = training.save_weights_for_sampler("recorded").result().path
+    session = call(chat_server, "POST", "", json={"model": path}).json()["id"]
+
+    an_agent(f"{chat_server.url}/oai/sessions/{session}/v1", path)
+    recorded = call(chat_server, "GET", f"/{session}/datums").json()
+    data = []
+    for each in recorded["data"]:
+        inputs = {name: types.TensorData(**t) for name, t in each["loss_fn_inputs"].items()}
+        mask = inputs.pop("mask")
+        inputs["advantages"] = types.TensorData(data=mask.data, dtype="float32", shape=mask.shape)
+        tokens = each["model_input"]["chunks"][0]["tokens"]
+        data.append(
+            types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
+        )
+    output = training.forward_backward(data, "importance_sampling").result()
+
+    assert recorded["num_turns"] == 2
+    for datum, result in zip(data, output.loss_fn_outputs, strict=True):
+        sampled = [
+            at for at, advantage in enumerate(datum.loss_fn_inputs["advantages"].data) if advantage
+        ]
+        old, new = datum.loss_fn_inputs["logprobs"].data, result["logprobs"].data
+        assert [new[at] for at in sampled] == pytest.approx([old[at] for at in sampled], abs=1e-4)
+
+
+def test_a_session_belongs_to_its_owner_and_its_model(chat_server: Server) -> None:
+    session = call(chat_server, "POST", "", json={"model": CHAT_MODEL}).json()["id"]
+    key = chat_server.command("keys", "create", "other", "--owner", "other").split()[-1]
+    question: Any = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    chat = f"/{session}/v1/chat/completions"
+
+    other_model = call(chat_server, "POST", chat, json={"model": "gpt-4o", **question})
+    stranger = call(chat_server, "GET", f"/{session}/datums", key=key)
+    unknown = call(chat_server, "GET", f"/{session}0/datums")
+
+    assert other_model.status_code == 400
+    assert "gpt-4o" in other_model.json()["error"]["message"]
+    assert stranger.status_code == unknown.status_code == 404
+    assert call(chat_server, "DELETE", f"/{session}").status_code == 200
+    assert call(chat_server, "GET", f"/{session}/datums").status_code == 404
+
+
+def test_the_example_trains_an_agent_of_the_openai_package(chat_server: Server) -> None:
+    environment = {
+        **os.environ,
+        "TINKER_BASE_URL": chat_server.url,
+        "TINKER_API_KEY": API_KEY,
+        "MODEL": CHAT_MODEL,
+    }
+    result = subprocess.run(
+        [sys.executable, "examples/openai_agent.py", "2"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert result.returncode == 0, result.stderr
+    assert [line.split(":")[0] for line in result.stdout.splitlines()] == ["step 0", "step 1"]

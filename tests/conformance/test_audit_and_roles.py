@@ -1,0 +1,163 @@
+"""Who changed what is recorded, keys have roles and successors, and usage is billed as counted."""
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tinker
+from tinker import types
+
+from tinkercloud_testing.sdk_steps import step
+from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.waiting import wait_until
+
+MODEL = "tiny/llama"
+PROMPT = types.ModelInput.from_ints([5, 6, 7])
+
+
+@pytest.fixture(scope="module")
+def own_server(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Server]:
+    """Run a server whose log no other test changes, and whose clients use access tokens."""
+    settings = {"TINKERCLOUD_ACCESS_TOKENS": "true"}
+    with a_server(tmp_path_factory.mktemp("state"), {MODEL: model_folder}, settings) as running:
+        yield running
+
+
+def a_key(server: Server, name: str, *options: str) -> dict[str, Any]:
+    made: dict[str, Any] = json.loads(server.command("keys", "create", name, *options, "--json"))
+    return made
+
+
+def test_changes_are_recorded_with_their_outcome(own_server: Server) -> None:
+    ann, bob = (own_server.new_key(name) for name in ("ann", "bob"))
+    admin = tinker.AdminClient(base_url=own_server.url, api_key=own_server_admin(own_server))
+    with own_server.client(ann) as client:
+        training = client.create_lora_training_client(MODEL, rank=4).result()
+        step(training)
+        path = training.save_state("kept").result().path
+    own_server.rest(ann).delete_checkpoint_from_tinker_path(path).result()
+    run, _, name = path.removeprefix("tinker://").partition("/")
+    stolen = own_server.request(
+        "DELETE", f"/api/v1/training_runs/{run}/checkpoints/{name}", key=bob
+    )
+
+    theirs = tinker.AdminClient(base_url=own_server.url, api_key=ann).get_audit_log().result()
+    everyone = admin.get_audit_log("checkpoints").result()
+
+    assert stolen.status == 404
+    events = [(entry.event, entry.event_details["status"]) for entry in theirs.entries]
+    assert events[:3] == [("session_create", 200), ("model_create", 200), ("checkpoint_write", 200)]
+    assert ("checkpoint_delete", 200) in events
+    assert {entry.event_details["owner"] for entry in theirs.entries} == {"ann"}
+    attempts = [
+        (entry.event_details["owner"], entry.event_details["status"])
+        for entry in everyone.entries
+        if entry.event == "checkpoint_delete"
+    ]
+    assert attempts == [("ann", 200), ("bob", 404)]
+    assert "checkpoint_delete" in own_server.command(
+        "audit", "--api-key", ann, "--base-url", own_server.url
+    )
+
+
+def own_server_admin(server: Server) -> str:
+    return str(a_key(server, "auditor", "--role", "admin")["key"])
+
+
+def test_a_read_only_key_reads_and_changes_nothing(own_server: Server) -> None:
+    with own_server.client(own_server.new_key("carol")) as client:
+        training = client.create_lora_training_client(MODEL, rank=4).result()
+        path = training.save_state("kept").result().path
+    reader = str(a_key(own_server, "reader", "--owner", "carol", "--role", "read-only")["key"])
+    rest = own_server.rest(reader)
+
+    assert rest.list_checkpoints(training.model_id).result().checkpoints
+    assert rest.get_weights_info_by_tinker_path(path).result().base_model == MODEL
+    refused = [
+        own_server.post(call, {}, key=reader).status
+        for call in ("create_session", "asample", "forward_backward", "copy_weights", "nonsense")
+    ]
+    run, _, name = path.removeprefix("tinker://").partition("/")
+    deleted = own_server.request(
+        "DELETE", f"/api/v1/training_runs/{run}/checkpoints/{name}", key=reader
+    )
+
+    assert refused == [403] * 5
+    assert deleted.status == 403
+    assert "is read-only" in deleted.detail
+
+
+def test_an_access_token_stands_for_its_key(own_server: Server) -> None:
+    made = a_key(own_server, "frank@example.com")
+    rest = own_server.rest(str(made["key"]))
+    token = own_server.post("auth/token", {}, key=made["key"]).json()["jwt"]
+    head, claims, _ = token.split(".")
+
+    who = rest.whoami().result()
+    assert (who.user_urn, who.email) == ("frank@example.com", "frank@example.com")
+    assert own_server.request("GET", "/api/v1/auth/apikey/me", key=token).json()["name"] == (
+        "frank@example.com"
+    )
+    for forged in (f"{head}.{claims}.AAAA", f"{head}.{claims}.", "eyJhbGciOiJub25lIn0.e30."):
+        refused = own_server.request("GET", "/api/v1/sessions", key=forged)
+        assert refused.status == 401
+        assert 'error="invalid_token"' in refused.headers["www-authenticate"]
+    own_server.command("keys", "revoke", str(made["id"]))
+    wait_until(
+        lambda: own_server.request("GET", "/api/v1/sessions", key=token).status == 401,
+        "the end of the token of a revoked key",
+    )
+
+
+def test_a_key_and_its_successor_are_valid_until_the_overlap_ends(own_server: Server) -> None:
+    old = a_key(own_server, "dave")
+    new = json.loads(
+        own_server.command("keys", "rotate", str(old["id"]), "--overlap", "1h", "--json")
+    )
+    newest = json.loads(
+        own_server.command("keys", "rotate", str(new["id"]), "--overlap", "1s", "--json")
+    )
+
+    assert (new["owner"], newest["owner"]) == ("dave", "dave")
+    assert own_server.request("GET", "/api/v1/sessions", key=old["key"]).status == 200
+    assert own_server.request("GET", "/api/v1/sessions", key=newest["key"]).status == 200
+    wait_until(
+        lambda: own_server.request("GET", "/api/v1/sessions", key=new["key"]).status == 401,
+        "the end of the overlap",
+    )
+
+
+def test_usage_and_storage_are_billed_as_they_were_counted(own_server: Server) -> None:
+    eve = own_server.new_key("eve")
+    admin = tinker.AdminClient(base_url=own_server.url, api_key=eve)
+    with own_server.client(eve) as client:
+        training = client.create_lora_training_client(MODEL, rank=4).result()
+        step(training)
+        training.save_state("kept").result()
+        sampler = client.create_sampling_client(base_model=MODEL).result()
+        sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=5, stop=[])).result()
+        session = client.holder.get_session_id()
+    hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    since, until = hour - timedelta(hours=1), hour + timedelta(hours=2)
+
+    def tokens() -> dict[str, int]:
+        usage = admin.get_billing_usage(since, until).result()
+        counts: dict[str, int] = {}
+        for event in usage.data:
+            assert event.session_id == session
+            info: Any = event.event_info
+            counts[info.type] = counts.get(info.type, 0) + info.token_count
+        return counts
+
+    wait_until(lambda: tokens().get("sampling_sample") == 5, "the report of the head")
+    storage = admin.get_current_checkpoint_storage_usage().result()
+
+    assert tokens()["training"] > 0
+    assert tokens()["sampling_prefill"] == 3
+    assert [(item.checkpoint_count, item.user_name) for item in storage.data] == [(1, "eve")]
+    assert storage.data[0].size_bytes > 0
+    with pytest.raises(tinker.BadRequestError, match="at most 14 days"):
+        admin.get_billing_usage(hour - timedelta(days=30), hour).result()

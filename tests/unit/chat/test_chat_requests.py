@@ -1,0 +1,99 @@
+"""Requests in OpenAI's and Anthropic's formats, and their errors."""
+
+import json
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_testing.models import byte_tokenizer
+from tinkercloud_worker.chat.anthropic_messages import read_messages
+from tinkercloud_worker.chat.openai_requests import read_chat, read_completion
+from tinkercloud_worker.chat.text import ChatText
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}=<tool_call>{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}|{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.a }}{% endfor %}]{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}{% if shout %}!{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+_NAMES = st.sampled_from(
+    [
+        *("model", "messages", "role", "content", "type", "text", "tools", "function", "name"),
+        *("prompt", "stop", "n", "max_tokens", "system", "tool_calls", "arguments", "input"),
+    ]
+)
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_NAMES, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def a_text(template: str = TEMPLATE) -> ChatText:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    return ChatText(tokenizer)
+
+
+def rendered(text: ChatText, **fields: Any) -> str:
+    content = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+    return text.decode(read_chat(orjson.dumps(content)).ask(text).prompts[0])
+
+
+def test_a_conversation_is_rendered_by_the_template_of_the_model() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 7}'}}
+    messages = [
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}],
+        },
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "9"},
+    ]
+    text = rendered(a_text(), messages=messages, tools=[TOOL], chat_template_kwargs={"shout": True})
+
+    assert text == "add=<tool_call>[system|be kind][assistant|7][tool|9]>!"
+
+
+def test_tools_need_a_template_with_calls_in_a_known_format() -> None:
+    with pytest.raises(InvalidRequest, match=r"^tools: "):
+        rendered(a_text("{% for m in messages %}{{ m.content }}{% endfor %}"), tools=[TOOL])
+    assert rendered(a_text(), tools=[TOOL], tool_choice="none") == "[user|hi]>"
+
+
+def test_a_model_without_template_has_completions_only() -> None:
+    text = ChatText(byte_tokenizer())
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        rendered(text)
+    assert read_completion(b'{"model": "m", "prompt": "ab"}').ask(text).params.max_tokens == 16
+
+
+def test_an_error_of_the_template_is_one_of_the_request() -> None:
+    with pytest.raises(InvalidRequest, match="only users"):
+        rendered(a_text("{{ raise_exception('only users') }}"))
+
+
+def test_the_last_assistant_message_of_anthropic_is_continued() -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "My"}]
+    body = orjson.dumps({"model": "m", "max_tokens": 5, "messages": messages})
+    text = a_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+
+    assert text.decode(read_messages(body).ask(text).prompts[0]) == "[hi][My"
+
+
+@given(st.dictionaries(_NAMES, _JSON, max_size=6))
+@pytest.mark.parametrize("read", [read_chat, read_completion, read_messages])
+def test_any_json_is_read_or_refused(read: Any, content: dict[str, Any]) -> None:
+    body = json.dumps({"model": "m", "max_tokens": 2, **content}).encode()
+    try:
+        read(body).ask(TEXT)
+    except InvalidRequest:
+        event("refused")
+
+
+TEXT = a_text()

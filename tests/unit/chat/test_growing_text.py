@@ -1,0 +1,81 @@
+"""Text that grows token by token: whole characters, stop strings and tool calls."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
+from tinkercloud_worker.chat.text import ChatText, GrowingText, UntilStop
+from tinkercloud_worker.chat.tool_calls import ToolCall, ToolCallParser
+
+TOKENIZER = byte_tokenizer()
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+
+
+def grown(tokens: list[int], prompt: list[int]) -> list[str]:
+    text = GrowingText(ChatText(TOKENIZER), prompt)
+    return [*map(text.add, tokens), text.finish()]
+
+
+def in_pieces(text: str, cuts: list[int]) -> list[str]:
+    bounds = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    return [text[start:stop] for start, stop in pairwise(bounds)]
+
+
+@given(st.text(max_size=20), st.text(max_size=5))
+def test_the_parts_of_a_text_make_up_the_text(text: str, prompt: str) -> None:
+    parts = grown(TOKENIZER.encode(text), TOKENIZER.encode(prompt))
+
+    assert "".join(parts) == text
+    assert not any("\ufffd" in part for part in parts if "\ufffd" not in text)
+
+
+@given(st.lists(st.integers(0, 255), max_size=40))
+def test_bytes_that_are_no_text_are_not_kept_back_for_long(tokens: list[int]) -> None:
+    parts = grown(tokens, [])
+
+    assert len("".join(parts)) > 0 or not tokens
+    assert all(any(parts[at : at + 9]) for at in range(max(len(tokens) - 8, 0)))
+
+
+def test_special_tokens_have_no_text() -> None:
+    assert "".join(grown([*TOKENIZER.encode("é"), EOS_TOKEN_ID], [])) == "é"
+
+
+@given(
+    st.text("ab", max_size=12), st.lists(st.integers(0, 12)), st.text("ab", min_size=1, max_size=3)
+)
+def test_nothing_of_a_stop_string_is_passed_on(text: str, cuts: list[int], stop: str) -> None:
+    until = UntilStop([stop])
+    passed = "".join(until.add(piece) for piece in in_pieces(text, cuts)) + until.finish()
+
+    assert passed == text.partition(stop)[0]
+    assert until.found == (stop if stop in text else None)
+
+
+@given(st.lists(st.integers(0, 90)))
+def test_a_call_is_found_however_its_text_arrives(cuts: list[int]) -> None:
+    parser = ToolCallParser()
+    parts = [p for piece in in_pieces(f"Let me see.{CALL}ok", cuts) for p in parser.add(piece)]
+    parts += parser.finish()
+    calls = [part for part in parts if isinstance(part, ToolCall)]
+
+    assert "".join(part for part in parts if isinstance(part, str)) == "Let me see.ok"
+    assert [(call.name, call.arguments) for call in calls] == [("add", {"a": 2})]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>not JSON</tool_call>",
+        '<tool_call>{"name": 5}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        "a < b and <tool",
+        "<tool_call>unfinished",
+    ],
+)
+def test_text_that_is_no_call_stays_text(text: str) -> None:
+    parser = ToolCallParser()
+    assert "".join(map(str, [*parser.add(text), *parser.finish()])) == text

@@ -1,0 +1,144 @@
+"""A disk that fails stops no training; the run is degraded until a snapshot can be written."""
+
+import asyncio
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinkercloud_protocol.durability import DurabilityConfig
+from tinkercloud_protocol.errors import StateLost
+from tinkercloud_protocol.launch import HeldModel
+from tinkercloud_testing.bare_heads import MODEL, Head, a_head
+from tinkercloud_worker import metrics
+from tinkercloud_worker.checkpoints import durable
+from tinkercloud_worker.journal.folder import JournalFolder, Segment
+
+pytestmark = pytest.mark.timeout(120)
+
+PATIENCE_SECONDS = 60
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Fail all writes of journals and local stores as a full disk does."""
+
+    def fail(*_: object, **__: object) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("write_manifest", "create"):
+            patch.setattr(JournalFolder, name, fail)
+        patch.setattr(Segment, "write", fail)
+        patch.setattr(durable, "put", fail)
+        yield
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.05)
+
+
+async def train(head: Head, first: int, last: int) -> list[float]:
+    """Run steps of two requests each; return their losses."""
+    losses = []
+    for seq_id in range(first, last + 1, 2):
+        head.add(seq_id, first=5 + seq_id)
+        head.apply(seq_id + 1)
+        await head.confirmed()
+        losses.append(await head.loss(seq_id))
+        await head.answer(seq_id + 1)
+    return losses
+
+
+def described(head: Head) -> HeldModel:
+    (model,) = head.service.held()
+    return model
+
+
+async def test_a_full_disk_degrades_a_run_that_becomes_durable_again(tmp_path: Path) -> None:
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    with a_head(root, tmp_path, "undisturbed") as head:
+        await head.begin()
+        expected = await train(head, 1, 10)
+
+    with a_head(root, tmp_path, "g1", journals=journals) as head:
+        await head.begin()
+        losses = await train(head, 1, 2)
+        assert head.service.status().durability == "local"
+        assert described(head).is_durable
+        with full_disk():
+            losses += await train(head, 3, 6)
+            assert head.service.status().durability == "degraded"
+            assert "No space left on device" in str(described(head).degraded)
+            assert not described(head).is_durable
+            (gauge,) = metrics.JOURNALS_DEGRADED.collect()
+            assert gauge.samples[0].value == 1
+            # Another head would not know of steps that are in memory only.
+            manifest = journals / f"runs/{MODEL}/journal/manifest.json"
+            await until(lambda: not manifest.exists())
+        await until(lambda: described(head).is_durable)
+        assert head.service.status().durability == "local"
+        losses += await train(head, 7, 8)
+
+    with a_head(root, tmp_path, "g2", journals=journals) as head:
+        await head.resume("g1")
+        losses += await train(head, 9, 10)
+    assert losses == expected
+
+
+async def test_a_head_killed_while_degraded_loses_the_run_and_says_so(tmp_path: Path) -> None:
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    with full_disk(), a_head(root, tmp_path, "g1", journals=journals) as head:
+        await head.begin()
+        await train(head, 1, 2)
+        assert head.service.status().durability == "degraded"
+
+    with (
+        a_head(root, tmp_path, "g2", journals=journals) as head,
+        pytest.raises(StateLost, match="left no journal"),
+    ):
+        await head.resume("g1")
+
+
+async def test_a_snapshot_replaces_a_journal_that_becomes_too_large(tmp_path: Path) -> None:
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    config = DurabilityConfig(max_journal_bytes=1000)
+    with a_head(root, tmp_path, "g1", journals=journals, durability=config) as head:
+        await head.begin()
+        await train(head, 1, 40)
+        segments = journals / f"runs/{MODEL}/journal"
+        await until(lambda: sum(s.stat().st_size for s in segments.glob("*.log")) < 2500)
+        assert list(journals.glob(f"runs/{MODEL}/suspended/manifest.json"))
+        assert described(head).is_durable
+
+
+async def test_a_journal_that_no_snapshot_can_replace_ends_at_twice_its_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    config = DurabilityConfig(max_journal_bytes=500)
+    with a_head(root, tmp_path, "g1", journals=journals, durability=config) as head:
+        await head.begin()
+        monkeypatch.setattr(durable, "put", fail)
+        await train(head, 1, 20)
+
+        assert "durability.max_journal_bytes is 500" in str(described(head).degraded)
+        assert "full" in str(described(head).degraded)
+
+
+async def test_a_deleted_model_leaves_no_journal(tmp_path: Path) -> None:
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    with a_head(root, tmp_path, "g1", journals=journals) as head:
+        await head.begin()
+        await train(head, 1, 2)
+        await head.service.delete_model(MODEL)
+
+        assert not list(journals.glob("runs/*"))

@@ -1,0 +1,222 @@
+"""A head that dies at any write of its journal or snapshots is continued to the bit.
+
+The heads are real, but run in this process, so that a death can be placed at each write.
+"""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.durability import DurabilityConfig
+from tinkercloud_protocol.errors import StateLost
+from tinkercloud_testing.bare_heads import MODEL, Head, a_head
+from tinkercloud_testing.dying_store import Death
+from tinkercloud_worker.checkpoints import durable
+from tinkercloud_worker.checkpoints import store as store_module
+from tinkercloud_worker.journal.folder import JournalFolder, Segment
+
+pytestmark = pytest.mark.timeout(300)
+
+CONFIG = DurabilityConfig(snapshot_steps=2)
+STEPS = 3
+STRIDE = int(os.environ.get("TINKERCLOUD_TEST_STRIDE", "4"))
+"""`make test-kills` tries every write, the tests of each change every fourth."""
+LAST = 2 * STEPS + 2
+
+
+def send(head: Head, seq_id: int) -> None:
+    """Send a request of the scenario: three steps, then a sampler, then a named checkpoint."""
+    if seq_id == LAST:
+        head.send(routes.SAVE_WEIGHTS, seq_id, path="saved")
+    elif seq_id == LAST - 1:
+        head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, seq_id, sampling_session_seq_id=1)
+    elif seq_id % 2:
+        head.add(seq_id, first=5 + seq_id)
+    else:
+        head.apply(seq_id)
+
+
+class Mortality:
+    """Ends the process that writes, as far as anybody can see, at one of its writes."""
+
+    def __init__(self, writes_until_death: int) -> None:
+        self.left = writes_until_death
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self.died = asyncio.Event()
+
+    def next(self) -> bool:
+        """Count a write; return whether the process dies in it."""
+        with self._lock:
+            self.left -= 1
+            if self.left >= 0:
+                return False
+            self._loop.call_soon_threadsafe(self.died.set)
+            return True
+
+    def check(self) -> None:
+        if self.next():
+            raise Death
+
+    def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def mortal(*arguments: object, **keywords: object) -> object:
+            self.check()
+            return function(*arguments, **keywords)
+
+        return mortal
+
+    def halfway(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def mortal(segment: Segment, content: bytes) -> None:
+            if self.next():
+                function(segment, content[: len(content) // 2])
+                raise Death
+            function(segment, content)
+
+        return mortal
+
+    def store(self, module: Any) -> Any:
+        mortality = self
+
+        class Store:
+            def __getattr__(self, name: str) -> Any:
+                function = getattr(module, name)
+                if name not in {"put_async", "rename_async", "delete_async"}:
+                    return function
+
+                async def write(*arguments: object, **keywords: object) -> object:
+                    mortality.check()
+                    return await function(*arguments, **keywords)
+
+                return write
+
+        return Store()
+
+
+@contextmanager
+def mortal(mortality: Mortality) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("write_manifest", "create", "remove_before"):
+            patch.setattr(JournalFolder, name, mortality.before(getattr(JournalFolder, name)))
+        patch.setattr(Segment, "write", mortality.halfway(Segment.write))
+        for module in (durable, store_module):
+            patch.setattr(module, "obstore", mortality.store(module.obstore))
+        yield
+
+
+async def unless_dead(mortality: Mortality, work: Any) -> Any:
+    """Return the result of some work; None if the process died first."""
+    task, death = asyncio.ensure_future(work), asyncio.ensure_future(mortality.died.wait())
+    await asyncio.wait({task, death}, return_when=asyncio.FIRST_COMPLETED)
+    death.cancel()
+    if not mortality.died.is_set():
+        return await task
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return None
+
+
+async def scenario(head: Head, mortality: Mortality, answers: dict[int, bytes], first: int) -> None:
+    """Send requests two ahead of the results, until all are answered or the process dies."""
+    for seq_id in range(first, LAST + 3):
+        if seq_id <= LAST:
+            send(head, seq_id)
+            await unless_dead(mortality, head.confirmed())
+            if mortality.died.is_set():
+                return
+        if first <= (due := seq_id - 2) <= LAST:
+            answer = await unless_dead(mortality, head.answer(due))
+            if mortality.died.is_set():
+                return
+            answers[due] = answer
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, bytes]:
+    """Return the answers of a head that nobody kills and that keeps no journal."""
+
+    async def run() -> dict[int, bytes]:
+        answers: dict[int, bytes] = {}
+        folder = tmp_path_factory.mktemp("undisturbed")
+        with a_head(folder.as_uri(), folder, "g") as head:
+            await head.begin()
+            await scenario(head, Mortality(10**9), answers, 1)
+        return answers
+
+    return asyncio.run(run())
+
+
+async def test_a_death_at_any_write_loses_nothing_and_repeats_nothing(
+    tmp_path: Path, expected: dict[int, bytes]
+) -> None:
+    for num_writes in range(0, 10**6, STRIDE):
+        folder = tmp_path / str(num_writes)
+        root, journals = (folder / "store").as_uri(), folder / "journals"
+        mortality, answers = Mortality(num_writes), dict[int, bytes]()
+        with (
+            mortal(mortality),
+            a_head(root, folder, "g1", journals=journals, durability=CONFIG) as head,
+        ):
+            await unless_dead(mortality, head.begin())
+            is_created = not mortality.died.is_set()
+            await scenario(head, mortality, answers, 1)
+            head.service.close()
+            await asyncio.sleep(0)
+        if not mortality.died.is_set():
+            assert answers == expected
+            assert num_writes > 15, "the scenario has fewer writes than that"
+            return
+        if not is_created:
+            continue
+
+        with a_head(root, folder, "g2", journals=journals, durability=CONFIG) as head:
+            await head.resume("g1")
+            # The client sends what was not confirmed again, and polls for what it has no result of.
+            done = max(answers, default=0)
+            for seq_id in range(done + 1, LAST + 1):
+                send(head, seq_id)
+                await head.confirmed()
+            for seq_id in range(done + 1, LAST + 1):
+                answers[seq_id] = await head.answer(seq_id)
+            assert answers == expected, f"killed at write {num_writes}"
+            assert await head.drawn(1, 1)
+        assert not list(journals.glob("runs/*/suspended/*/*.part"))
+
+
+async def test_a_head_of_another_generation_does_not_use_the_journal(tmp_path: Path) -> None:
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    with a_head(root, tmp_path, "g1", journals=journals) as head:
+        await head.begin()
+        await head.answer(0)
+
+    with (
+        a_head(root, tmp_path, "g2", journals=journals) as head,
+        pytest.raises(StateLost, match="left no journal"),
+    ):
+        await head.resume("g0")
+
+
+async def test_a_damaged_journal_is_named(tmp_path: Path) -> None:
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    with a_head(root, tmp_path, "g1", journals=journals) as head:
+        await head.begin()
+        for seq_id in (1, 2):
+            send(head, seq_id)
+            await head.confirmed()
+            await head.answer(seq_id)
+    (segment,) = journals.glob(f"runs/{MODEL}/journal/*.log")
+    content = bytearray(segment.read_bytes())
+    content[40] ^= 1
+    segment.write_bytes(content)
+
+    with (
+        a_head(root, tmp_path, "g2", journals=journals) as head,
+        pytest.raises(Exception, match=f"segment 1 of the journal of training run {MODEL}: the"),
+    ):
+        await head.resume("g1")

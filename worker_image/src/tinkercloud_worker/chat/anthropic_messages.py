@@ -1,0 +1,328 @@
+"""Requests and answers of Anthropic's Messages API.
+
+https://docs.anthropic.com/en/api/messages
+https://docs.anthropic.com/en/api/messages-streaming
+"""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import Field
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.sampling import SamplingParams
+from tinkercloud_protocol.wire import Items, Name, WireModel
+from tinkercloud_worker.chat.conversation import Asked, Choice, Counts, read_fields, read_object
+from tinkercloud_worker.chat.text import ChatText
+from tinkercloud_worker.chat.tool_calls import ToolCall
+
+IGNORED = frozenset(
+    {
+        "cache_control",
+        "inference_geo",
+        "metadata",
+        "service_tier",
+        "user_profile_id",
+        "workspace_id",
+    }
+)
+"""Fields that do not change the answer of this server."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "thinking": ({"type": "disabled"},),
+    "mcp_servers": ([],),
+    "container": (),
+    "output_config": ({},),
+    "speed": ("standard",),
+}
+_Blocks = str | Items[dict[str, Any]]
+
+
+class Message(WireModel):
+    """A message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: _Blocks
+
+
+class Tool(WireModel):
+    """A tool of the client."""
+
+    type: Literal["custom"] | None = "custom"
+    name: Name
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class _ToolChoice(WireModel):
+    type: Literal["auto", "none"]
+
+
+class CountTokensRequest(WireModel):
+    """POST messages/count_tokens."""
+
+    model: Annotated[str, Field(min_length=1, max_length=1024)]
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=1 << 14)]
+    system: _Blocks | None = None
+    tools: Annotated[Items[Tool], Field(max_length=1024)] = []  # noqa: RUF012 - pydantic copies it
+    tool_choice: _ToolChoice | None = None
+
+    @property
+    def used_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model may call, as chat templates receive them."""
+        if self.tool_choice is not None and self.tool_choice.type == "none":
+            return []
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description or "",
+                    "parameters": tool.input_schema,
+                },
+            }
+            for tool in self.tools
+        ]
+
+    def tokens(self, text: ChatText) -> list[int]:
+        """Return the conversation as tokens, up to where the model continues.
+
+        Raises:
+            InvalidRequest: it has content that is not supported.
+        """
+        messages: list[dict[str, Any]] = []
+        if self.system:
+            messages.append({"role": "system", "content": _text(self.system, "system")})
+        for index, message in enumerate(self.messages):
+            messages += _for_template(message, f"messages.{index}.content")
+        continues = self.messages[-1].role == "assistant" and "tool_calls" not in messages[-1]
+        return text.render(messages, self.used_tools, {}, continues_last=continues)
+
+
+class MessagesRequest(CountTokensRequest):
+    """POST messages."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: Items[str] = []  # noqa: RUF012 - pydantic copies it
+    stream: bool = False
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    def ask(self, text: ChatText) -> Asked:
+        """Return what is asked, with the conversation as tokens.
+
+        Raises:
+            InvalidRequest: the conversation has content that is not supported.
+        """
+        return Asked(
+            model=self.model,
+            prompts=[self.tokens(text)],
+            params=SamplingParams(
+                max_tokens=self.max_tokens,
+                stop=list(self.stop_sequences) or None,
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+            ),
+            stops=tuple(self.stop_sequences),
+            streams=self.stream,
+            parses_tools=bool(self.used_tools),
+        )
+
+
+def _unsupported(where: str, kind: object, accepted: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{where}: this server does not support blocks of type {str(kind)[:40]!r} here; send"
+        f" {accepted}"
+    )
+
+
+def _text(content: _Blocks, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for block in content:
+        if block.get("type") != "text" or not isinstance(block.get("text"), str):
+            raise _unsupported(where, block.get("type"), "blocks of type 'text' with a text")
+        texts.append(block["text"])
+    return "".join(texts)
+
+
+def _for_template(message: Message, where: str) -> list[dict[str, Any]]:
+    """Return a message as chat templates receive it: each tool result is a message of its own."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    texts: list[dict[str, Any]] = []
+    calls, results = [], []
+    for block in message.content:
+        kind = block.get("type")
+        if kind == "tool_use" and message.role == "assistant":
+            calls.append(_call_of(block, where))
+        elif kind == "tool_result" and message.role == "user":
+            content = block.get("content") or ""
+            if not isinstance(content, str | list):
+                raise InvalidRequest(f"{where}: content of a tool_result must be text or blocks")
+            if isinstance(content, list) and not all(isinstance(each, dict) for each in content):
+                raise InvalidRequest(f"{where}: content of a tool_result must be text or blocks")
+            text = _text(content, f"{where}.tool_result")
+            identity = str(block.get("tool_use_id", ""))
+            results.append({"role": "tool", "content": text, "tool_call_id": identity})
+        elif kind not in {"thinking", "redacted_thinking"}:
+            texts.append(block)
+    own: dict[str, Any] = {"role": message.role, "content": _text(texts, where)}
+    if calls:
+        own["tool_calls"] = calls
+    return [*results, own] if texts or calls or not results else results
+
+
+def _call_of(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    name, arguments = block.get("name"), block.get("input")
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise InvalidRequest(f"{where}: a tool_use needs a name and an input, which is an object")
+    function = {"name": name, "arguments": arguments}
+    return {"id": str(block.get("id", "")), "type": "function", "function": function}
+
+
+def read_messages(body: bytes) -> MessagesRequest:
+    """Read a request for a message.
+
+    Raises:
+        InvalidRequest: a field is invalid or not supported.
+    """
+    return read_fields(MessagesRequest, read_object(body), ignored=IGNORED, neutral=_NEUTRAL)
+
+
+def read_count_tokens(body: bytes) -> CountTokensRequest:
+    """Read a request to count tokens.
+
+    Raises:
+        InvalidRequest: a field is invalid or not supported.
+    """
+    return read_fields(CountTokensRequest, read_object(body), ignored=IGNORED, neutral=_NEUTRAL)
+
+
+def _event(kind: str, **fields: object) -> bytes:
+    content = orjson.dumps({"type": kind, **fields})
+    return b"event: " + kind.encode() + b"\ndata: " + content + b"\n\n"
+
+
+class MessageAnswer:
+    """The answer of messages: one choice, in blocks of text and of tool use."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.id = f"msg_{uuid.uuid4().hex}"
+        self._model = asked.model
+        self._num_prompt_tokens = len(asked.prompts[0])
+        self._blocks: list[dict[str, Any]] = []
+        self._is_open = False
+        """Whether the stream is within a block of text."""
+        self._sent = 0
+
+    def keep(self, index: int, parts: Sequence[str | ToolCall]) -> None:
+        """Keep parts of the message for the whole answer."""
+        del index
+        for part in parts:
+            if isinstance(part, ToolCall):
+                self._blocks.append(_tool_use(part))
+            elif self._blocks and self._blocks[-1]["type"] == "text":
+                self._blocks[-1]["text"] += part
+            else:
+                self._blocks.append({"type": "text", "text": part})
+
+    def begin(self, num_choices: int) -> bytes:
+        """Return the beginning of the stream."""
+        del num_choices
+        usage = {"input_tokens": self._num_prompt_tokens, "output_tokens": 0}
+        return _event("message_start", message=self._message([], None, None, usage))
+
+    def add(self, index: int, parts: Sequence[str | ToolCall], tokens: Sequence[object]) -> bytes:
+        """Return events with the newest parts of the message."""
+        del index, tokens
+        return b"".join(event for part in parts for event in self._events(part))
+
+    def _events(self, part: str | ToolCall) -> list[bytes]:
+        events = []
+        if isinstance(part, str):
+            if not self._is_open:
+                self._is_open = True
+                events.append(self._start({"type": "text", "text": ""}))
+            delta = {"type": "text_delta", "text": part}
+            return [*events, _event("content_block_delta", index=self._sent, delta=delta)]
+        delta = {"type": "input_json_delta", "partial_json": part.arguments_json}
+        events.append(self._stop())
+        events.append(self._start({**_tool_use(part), "input": {}}))
+        events.append(_event("content_block_delta", index=self._sent, delta=delta))
+        self._is_open = True
+        events.append(self._stop())
+        return events
+
+    def _start(self, block: Mapping[str, Any]) -> bytes:
+        return _event("content_block_start", index=self._sent, content_block=block)
+
+    def _stop(self) -> bytes:
+        if not self._is_open:
+            return b""
+        self._is_open = False
+        self._sent += 1
+        return _event("content_block_stop", index=self._sent - 1)
+
+    def finish(self, index: int, choice: Choice) -> bytes:
+        """Return the end of the last block; `end` says why the message ended."""
+        del index
+        self._choice = choice
+        return self._stop()
+
+    def end(self, counts: Counts) -> bytes:
+        """Return the end of the stream."""
+        delta = {
+            "stop_reason": _reason(self._choice),
+            "stop_sequence": self._choice.found_stop,
+        }
+        return _event("message_delta", delta=delta, usage=_usage(counts)) + _event("message_stop")
+
+    def whole(self, choices: Sequence[Choice], counts: Counts) -> bytes:
+        """Return the whole answer."""
+        [choice] = choices
+        reason, usage = _reason(choice), _usage(counts)
+        return orjson.dumps(self._message(self._blocks, reason, choice.found_stop, usage))
+
+    def _message(
+        self,
+        content: Sequence[Mapping[str, Any]],
+        reason: str | None,
+        stop_sequence: str | None,
+        usage: Mapping[str, int],
+    ) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": stop_sequence,
+            "usage": usage,
+        }
+
+
+def _tool_use(call: ToolCall) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
+
+
+def _reason(choice: Choice) -> str:
+    if not choice.is_complete:
+        return "max_tokens"
+    if choice.has_calls:
+        return "tool_use"
+    return "stop_sequence" if choice.found_stop is not None else "end_turn"
+
+
+def _usage(counts: Counts) -> dict[str, int]:
+    return {
+        "input_tokens": counts.prompt - counts.cached,
+        "cache_read_input_tokens": counts.cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": counts.sampled,
+    }

@@ -1,0 +1,163 @@
+"""What a request of either wire format asks for, and the choices that answer it."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import ValidationError
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.sampling import SamplingParams
+from tinkercloud_protocol.wire import WireModel, describe
+from tinkercloud_worker.chat.text import ChatText, GrowingText, UntilStop
+from tinkercloud_worker.chat.tool_calls import ToolCall, ToolCallParser
+from tinkercloud_worker.engine.sampler import SampledToken
+
+ModelT = TypeVar("ModelT", bound=WireModel)
+
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, independent of its wire format."""
+
+    model: str
+    """The name under which the client asked for the model."""
+    prompts: Sequence[Sequence[int]]
+    """Token ids of each prompt, at least one prompt."""
+    params: SamplingParams
+    stops: tuple[str, ...] = ()
+    """Stop strings, which are not part of the text."""
+    num_choices: int = 1
+    """Samples of each prompt."""
+    top_logprobs: int = 0
+    streams: bool = False
+    parses_tools: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Tokens of a finished request."""
+
+    prompt: int
+    sampled: int
+    cached: int
+    """Prompt tokens that were not computed again."""
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One sample: its tokens as they arrive, and their text."""
+
+    text: ChatText
+    prompt: Sequence[int]
+    ends: Collection[int]
+    """Tokens that end a sample, and have no text."""
+    stops: tuple[str, ...]
+    parses_tools: bool
+    tokens: list[SampledToken] = field(default_factory=list)
+    has_calls: bool = False
+    is_complete: bool = False
+    """Whether a stop rule ended it, after `finish`; False for one that reached its length."""
+    _growing: GrowingText = field(init=False)
+    _until: UntilStop = field(init=False)
+    _parser: ToolCallParser | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._growing = GrowingText(self.text, self.prompt)
+        self._until = UntilStop(self.stops)
+        self._parser = ToolCallParser() if self.parses_tools else None
+
+    def add(self, token: SampledToken) -> list[str | ToolCall]:
+        """Append a token; return the text and the calls that have become certain."""
+        self.tokens.append(token)
+        if token.token in self.ends:
+            return []
+        return self._parsed(self._until.add(self._growing.add(token.token)))
+
+    def finish(self, *, is_complete: bool) -> list[str | ToolCall]:
+        """Return the rest of the text and the calls.
+
+        Args:
+            is_complete: whether a stop rule ended the sample.
+        """
+        self.is_complete = is_complete
+        parts = self._parsed(self._until.add(self._growing.finish()))
+        parts += self._parsed(self._until.finish())
+        if self._parser is not None:
+            parts += self._marked(self._parser.finish())
+        return parts
+
+    @property
+    def shown(self) -> list[SampledToken]:
+        """Its tokens without the one that ends it."""
+        is_ended = bool(self.tokens) and self.tokens[-1].token in self.ends
+        return self.tokens[:-1] if is_ended else self.tokens
+
+    @property
+    def found_stop(self) -> str | None:
+        """The stop string that ended it; None if something else did."""
+        return self._until.found
+
+    def _parsed(self, text: str) -> list[str | ToolCall]:
+        if self._parser is None or not text:
+            return [text] if text else []
+        return self._marked(self._parser.add(text))
+
+    def _marked(self, parts: list[str | ToolCall]) -> list[str | ToolCall]:
+        self.has_calls = self.has_calls or any(isinstance(part, ToolCall) for part in parts)
+        return parts
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Return a JSON object, without the fields that are null.
+
+    Raises:
+        InvalidRequest: the body is something else.
+    """
+    try:
+        content = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise InvalidRequest("the request body must be a JSON object")
+    return {name: value for name, value in content.items() if value is not None}
+
+
+def read_fields(
+    model: type[ModelT],
+    content: Mapping[str, Any],
+    *,
+    ignored: Collection[str],
+    neutral: Mapping[str, Collection[Any]],
+) -> ModelT:
+    """Read the fields of a request; those that would change its meaning unseen are rejected.
+
+    Args:
+        model: the fields that are understood.
+        content: the request, without null fields.
+        ignored: fields that do not change the answer.
+        neutral: fields that are not supported, and their values that mean what is done anyway.
+
+    Raises:
+        InvalidRequest: a field is unknown, has a value that is not supported, or is invalid.
+    """
+    for name, value in content.items():
+        if name in model.model_fields or name in ignored:
+            continue
+        if name not in neutral:
+            raise InvalidRequest(f"{name[:80]}: this server does not support it; leave it out")
+        if value not in neutral[name]:
+            kept = ", ".join(orjson.dumps(each).decode() for each in neutral[name])
+            raise InvalidRequest(
+                f"{name}: this server does not support it; leave it out"
+                + (f", or send {kept}" if kept else "")
+            )
+    known = {name: value for name, value in content.items() if name in model.model_fields}
+    try:
+        return model.model_validate(known)
+    except ValidationError as error:
+        raise InvalidRequest(describe(error)) from None

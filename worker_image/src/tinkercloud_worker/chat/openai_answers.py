@@ -1,0 +1,230 @@
+"""Answers of OpenAI's chat completions and completions, whole or as chunks of a stream."""
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from tinkercloud_worker.chat.conversation import Asked, Choice, Counts
+from tinkercloud_worker.chat.openai_requests import ChatCompletionRequest, CompletionRequest
+from tinkercloud_worker.chat.text import ChatText
+from tinkercloud_worker.chat.tool_calls import ToolCall
+from tinkercloud_worker.engine.sampler import SampledToken
+
+DONE = b"data: [DONE]\n\n"
+Part = str | ToolCall
+
+
+def _event(content: Mapping[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+def _usage(counts: Counts) -> dict[str, Any]:
+    return {
+        "prompt_tokens": counts.prompt,
+        "completion_tokens": counts.sampled,
+        "total_tokens": counts.prompt + counts.sampled,
+        "prompt_tokens_details": {"cached_tokens": counts.cached},
+    }
+
+
+class _Answer:
+    """The head of an answer, which all its chunks repeat."""
+
+    prefix: str
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, asked: Asked, text: ChatText, *, includes_usage: bool) -> None:
+        self._text = text
+        self._includes_usage = includes_usage
+        self._head = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": asked.model,
+        }
+        self._parts: dict[int, list[Part]] = {}
+
+    @property
+    def id(self) -> str:
+        """The id of the answer."""
+        return str(self._head["id"])
+
+    def _chunk(self, choices: Sequence[Any], usage: Mapping[str, Any] | None = None) -> bytes:
+        content = {**self._head, "object": self.chunk_kind, "choices": choices}
+        if self._includes_usage:
+            content["usage"] = usage
+        return _event(content)
+
+    def _whole(self, choices: Sequence[Any], counts: Counts) -> bytes:
+        return orjson.dumps(
+            {**self._head, "object": self.kind, "choices": choices, "usage": _usage(counts)}
+        )
+
+    def end(self, counts: Counts) -> bytes:
+        """Return the end of the stream."""
+        return (self._chunk([], _usage(counts)) if self._includes_usage else b"") + DONE
+
+    def keep(self, index: int, parts: Sequence[Part]) -> None:
+        """Keep parts of a choice for the whole answer."""
+        self._parts.setdefault(index, []).extend(parts)
+
+    def _kept_text(self, index: int) -> str:
+        return "".join(part for part in self._parts.get(index, []) if isinstance(part, str))
+
+
+def _reason(choice: Choice) -> str:
+    if not choice.is_complete:
+        return "length"
+    return "tool_calls" if choice.has_calls else "stop"
+
+
+class ChatAnswer(_Answer):
+    """The answer of chat/completions."""
+
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, request: ChatCompletionRequest, asked: Asked, text: ChatText) -> None:
+        super().__init__(asked, text, includes_usage=request.stream_options.include_usage)
+        self._has_logprobs = request.logprobs
+        self._num_calls: dict[int, int] = {}
+
+    def begin(self, num_choices: int) -> bytes:
+        """Return the beginning of the stream."""
+        delta = {"role": "assistant", "content": ""}
+        return b"".join(self._choice(index, delta) for index in range(num_choices))
+
+    def add(self, index: int, parts: Sequence[Part], tokens: Sequence[SampledToken]) -> bytes:
+        """Return chunks with the newest parts of a choice, and the tokens since the last chunk."""
+        deltas = [self._delta(index, part) for part in parts]
+        if not deltas and self._has_logprobs and tokens:
+            deltas = [{"content": ""}]
+        chunks = []
+        for position, delta in enumerate(deltas):
+            chunks.append(self._choice(index, delta, tokens=tokens if not position else ()))
+        return b"".join(chunks)
+
+    def finish(self, index: int, choice: Choice) -> bytes:
+        """Return the chunk that says why a choice ended."""
+        return self._choice(index, {}, reason=_reason(choice))
+
+    def _delta(self, index: int, part: Part) -> dict[str, Any]:
+        if isinstance(part, str):
+            return {"content": part}
+        number = self._num_calls.get(index, 0)
+        self._num_calls[index] = number + 1
+        return {"tool_calls": [{"index": number, **_call(part)}]}
+
+    def _choice(
+        self,
+        index: int,
+        delta: Mapping[str, Any],
+        *,
+        tokens: Sequence[SampledToken] = (),
+        reason: str | None = None,
+    ) -> bytes:
+        logprobs = self._logprobs(tokens) if tokens else None
+        content = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return self._chunk([content])
+
+    def whole(self, choices: Sequence[Choice], counts: Counts) -> bytes:
+        """Return the whole answer."""
+        return self._whole([self._whole_choice(*each) for each in enumerate(choices)], counts)
+
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        calls = [_call(part) for part in self._parts.get(index, []) if isinstance(part, ToolCall)]
+        text = self._kept_text(index)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message.update(content=text or None, tool_calls=calls)
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(choice.shown),
+            "finish_reason": _reason(choice),
+        }
+
+    def _logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
+        if not self._has_logprobs:
+            return None
+        content = []
+        for token in tokens:
+            ids, logprobs = token.top or ((), ())
+            top = [self._entry(*pair) for pair in zip(ids, logprobs, strict=True)]
+            content.append({**self._entry(token.token, token.logprob), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        name = self._text.name(token)
+        # A part of a character has no bytes of its own in the decoded text.
+        encoded = None if "\ufffd" in name else list(name.encode())
+        return {"token": name, "logprob": logprob, "bytes": encoded}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments_json}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+class CompletionAnswer(_Answer):
+    """The answer of completions."""
+
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, request: CompletionRequest, asked: Asked, text: ChatText) -> None:
+        super().__init__(asked, text, includes_usage=request.stream_options.include_usage)
+        self._top = request.logprobs
+        self._offsets: dict[int, int] = {}
+
+    def begin(self, num_choices: int) -> bytes:
+        """Return the beginning of the stream, which is empty."""
+        del num_choices
+        return b""
+
+    def add(self, index: int, parts: Sequence[Part], tokens: Sequence[SampledToken]) -> bytes:
+        """Return a chunk with the newest text of a choice, and the tokens since the last chunk."""
+        text = "".join(part for part in parts if isinstance(part, str))
+        if not text and (self._top is None or not tokens):
+            return b""
+        return self._chunk([self._choice(index, text, tokens, None)])
+
+    def finish(self, index: int, choice: Choice) -> bytes:
+        """Return the chunk that says why a choice ended."""
+        return self._chunk([self._choice(index, "", (), _reason(choice))])
+
+    def whole(self, choices: Sequence[Choice], counts: Counts) -> bytes:
+        """Return the whole answer."""
+        contents = [
+            self._choice(index, self._kept_text(index), choice.shown, _reason(choice))
+            for index, choice in enumerate(choices)
+        ]
+        return self._whole(contents, counts)
+
+    def _choice(
+        self, index: int, text: str, tokens: Sequence[SampledToken], reason: str | None
+    ) -> dict[str, Any]:
+        logprobs = self._logprobs(index, tokens) if tokens else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, index: int, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
+        if self._top is None:
+            return None
+        names, tops, offsets = [], [], []
+        for token in tokens:
+            name = self._text.name(token.token)
+            offset = self._offsets.get(index, 0)
+            self._offsets[index] = offset + len(name)
+            names.append(name)
+            offsets.append(offset)
+            ids, logprobs = token.top or ((), ())
+            pairs = zip(map(self._text.name, ids), logprobs, strict=True)
+            # Of several tokens with the same text, such as parts of characters, the likeliest.
+            tops.append(dict(reversed(list(pairs))))
+        return {
+            "tokens": names,
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": tops if self._top else None,
+            "text_offset": offsets,
+        }

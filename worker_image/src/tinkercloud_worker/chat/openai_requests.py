@@ -1,0 +1,288 @@
+"""Requests of OpenAI's chat completions and completions.
+
+https://platform.openai.com/docs/api-reference/chat/create
+https://platform.openai.com/docs/api-reference/completions/create
+"""
+
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import Field
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.sampling import SamplingParams
+from tinkercloud_protocol.wire import Items, Name, WireModel
+from tinkercloud_worker.chat.conversation import (
+    MAX_CHOICES,
+    MAX_TOP_LOGPROBS,
+    Asked,
+    read_fields,
+    read_object,
+)
+from tinkercloud_worker.chat.text import ChatText
+
+IGNORED = frozenset(
+    {
+        *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+        *("service_tier", "store", "user"),
+    }
+)
+"""Fields that do not change the answer of this server."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+}
+_MAX_PROMPTS = 128
+
+
+class StreamOptions(WireModel):
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+
+
+class _Sampling(WireModel):
+    """The fields that both kinds of request have."""
+
+    model: Annotated[str, Field(min_length=1, max_length=1024)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: str | Items[str] | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Not OpenAI's: as in asample."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(given)
+
+    def params(self, max_tokens: int | None) -> SamplingParams:
+        """Return how to sample."""
+        return SamplingParams(
+            max_tokens=max_tokens,
+            seed=self.seed,
+            # An empty list would disable the model's end tokens too.
+            stop=list(self.stops) or None,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+        )
+
+
+class _FunctionCall(WireModel):
+    name: Name
+    arguments: str = "{}"
+
+
+class _ToolCall(WireModel):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: _FunctionCall
+
+
+class Message(WireModel):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Items[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: Items[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    def for_template(self, index: int) -> dict[str, Any]:
+        """Return the message as chat templates of transformers receive it.
+
+        Raises:
+            InvalidRequest: it has content other than text.
+        """
+        role = "system" if self.role == "developer" else self.role
+        message: dict[str, Any] = {"role": role, "content": self._text(index)}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": _arguments(call.function.arguments),
+                    },
+                }
+                for call in self.tool_calls
+            ]
+        return message
+
+    def _text(self, index: int) -> str:
+        if not isinstance(self.content, list):
+            return self.content or ""
+        texts = []
+        for part in self.content:
+            kind, text = part.get("type"), part.get("text")
+            if kind != "text" or not isinstance(text, str):
+                raise InvalidRequest(
+                    f"messages.{index}.content: this server does not support parts of type"
+                    f" {str(kind)[:40]!r}; send parts of type 'text' with a text"
+                )
+            texts.append(text)
+        return "".join(texts)
+
+
+def _arguments(text: str) -> Any:  # noqa: ANN401 - what the JSON holds
+    """Return the arguments of a call as templates expect them: an object, if they are JSON."""
+    try:
+        content = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return text
+    return content if isinstance(content, dict) else text
+
+
+class _Function(WireModel):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(WireModel):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: _Function
+
+
+class ChatCompletionRequest(_Sampling):
+    """POST chat/completions."""
+
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=1 << 14)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    tools: Annotated[Items[Tool], Field(max_length=1024)] = []  # noqa: RUF012 - pydantic copies it
+    tool_choice: Literal["auto", "none"] = "auto"
+    chat_template_kwargs: dict[str, str | bool | int | float] = {}  # noqa: RUF012 - as above
+    """Not OpenAI's: variables of the chat template, such as `enable_thinking`."""
+
+    def ask(self, text: ChatText) -> Asked:
+        """Return what is asked, with the conversation as tokens.
+
+        Raises:
+            InvalidRequest: the conversation or a field is not supported.
+        """
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs: needs logprobs to be true")
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools]
+        tools = tools if self.tool_choice == "auto" else []
+        messages = [message.for_template(index) for index, message in enumerate(self.messages)]
+        prompt = text.render(messages, tools, template_options(self.chat_template_kwargs))
+        limits = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
+        return Asked(
+            model=self.model,
+            prompts=[prompt],
+            params=self.params(min(limits, default=None)),
+            stops=self.stops,
+            num_choices=self.n,
+            top_logprobs=self.top_logprobs,
+            streams=self.stream,
+            parses_tools=bool(tools),
+        )
+
+
+_OWN_OPTIONS = frozenset(
+    {
+        *("conversation", "tools", "documents", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "padding", "truncation", "max_length"),
+        *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+        *("load_audio_from_video", "processor_kwargs", "messages"),
+    }
+)
+"""Arguments of `apply_chat_template` that are not variables of a template."""
+
+
+def template_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return variables for the chat template.
+
+    Raises:
+        InvalidRequest: one of them is not a template's own.
+    """
+    if taken := sorted(_OWN_OPTIONS & options.keys()):
+        raise InvalidRequest(
+            f"chat_template_kwargs: {', '.join(taken)} can't be set; send variables of the model's"
+            " chat template, such as enable_thinking"
+        )
+    return options
+
+
+class CompletionRequest(_Sampling):
+    """POST completions."""
+
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    def ask(self, text: ChatText) -> Asked:
+        """Return what is asked, with the prompts as tokens.
+
+        Raises:
+            InvalidRequest: there are no prompts or too many.
+        """
+        prompts = [self._tokens(prompt, text) for prompt in self._prompts()]
+        if not prompts or not all(prompts):
+            raise InvalidRequest("prompt: must not be empty; send at least one token")
+        if len(prompts) > _MAX_PROMPTS:
+            raise InvalidRequest(f"prompt: at most {_MAX_PROMPTS} prompts, got {len(prompts)}")
+        return Asked(
+            model=self.model,
+            prompts=prompts,
+            params=self.params(self.max_tokens or 16),
+            stops=self.stops,
+            num_choices=self.n,
+            top_logprobs=self.logprobs or 0,
+            streams=self.stream,
+        )
+
+    def _prompts(self) -> list[str | list[int]]:
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if prompt and isinstance(prompt[0], int):
+            return [prompt]
+        return list(prompt)  # type: ignore[arg-type]  # all entries have the same type
+
+    @staticmethod
+    def _tokens(prompt: str | list[int], text: ChatText) -> list[int]:
+        return text.encode(prompt) if isinstance(prompt, str) else prompt
+
+
+def read_chat(body: bytes) -> ChatCompletionRequest:
+    """Read a request for a chat completion.
+
+    Raises:
+        InvalidRequest: a field is invalid or not supported.
+    """
+    content = read_object(body)
+    return read_fields(ChatCompletionRequest, content, ignored=IGNORED, neutral=_NEUTRAL)
+
+
+def read_completion(body: bytes) -> CompletionRequest:
+    """Read a request for a completion.
+
+    Raises:
+        InvalidRequest: a field is invalid or not supported.
+    """
+    content = read_object(body)
+    return read_fields(CompletionRequest, content, ignored=IGNORED, neutral=_NEUTRAL)

@@ -1,0 +1,182 @@
+"""Recorded sessions: the exact tokens and logprobs of an agent's turns, as training data.
+
+They are kept in the head's memory. A session that is lost with its head, or has expired, is unknown
+from then on: turns are never missing from a session without notice. One owner's sessions have a
+bounded size; a full one rejects further turns.
+"""
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinkercloud_protocol.errors import InvalidRequest, NotFound
+
+MAX_OWNER_TOKENS = 1 << 22
+"""Tokens that one owner's sessions may hold; each takes some tens of bytes."""
+MAX_OWNER_SESSIONS = 1 << 12
+IDLE_SECONDS = 24 * 3600.0
+"""Sessions expire this long after their last use."""
+SEPARATOR = "~"
+"""Between the sampling session and the rest of the name of a recorded session."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One sampled answer: P prompt tokens, then L sampled tokens with their logprobs."""
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+
+    @property
+    def num_tokens(self) -> int:
+        """P + L."""
+        return len(self.prompt) + len(self.tokens)
+
+
+@dataclass(slots=True)
+class _Session:
+    owner: str
+    model: str
+    turns: list[Turn] = field(default_factory=list)
+    used_at: float = 0.0
+
+
+class RecordedSessions:
+    """The recorded sessions of a head. Belongs to one event loop."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._sessions: dict[str, _Session] = {}
+
+    def create(self, sampler_id: str, owner: str, model: str) -> str:
+        """Create a session; return its name, which starts with the sampling session.
+
+        Raises:
+            InvalidRequest: the owner has too many.
+        """
+        self._expire()
+        count = sum(each.owner == owner for each in self._sessions.values())
+        if count >= MAX_OWNER_SESSIONS:
+            raise InvalidRequest(
+                f"{count} recorded sessions exist already, the maximum for one owner; delete those"
+                " whose turns you have read"
+            )
+        name = f"{sampler_id}{SEPARATOR}{uuid.uuid4().hex}"
+        self._sessions[name] = _Session(owner, model, used_at=self._now())
+        return name
+
+    def check_room(self, name: str, model: str) -> None:
+        """Check that a turn of a model can be added.
+
+        Raises:
+            NotFound: the session is unknown.
+            InvalidRequest: it belongs to another model, or its owner's sessions are full.
+        """
+        session = self._get(name)
+        if model != session.model:
+            raise InvalidRequest(
+                f"model: this recorded session is of {session.model[:256]!r}, got {model[:256]!r}"
+            )
+        mine = [each for each in self._sessions.values() if each.owner == session.owner]
+        held = sum(turn.num_tokens for each in mine for turn in each.turns)
+        if held >= MAX_OWNER_TOKENS:
+            raise InvalidRequest(
+                f"the recorded sessions of this owner hold {held} tokens; the maximum is"
+                f" {MAX_OWNER_TOKENS}. Read their datums, then delete them"
+            )
+
+    def add(self, name: str, turn: Turn) -> None:
+        """Add a turn.
+
+        Raises:
+            NotFound: the session is unknown.
+        """
+        self._get(name).turns.append(turn)
+
+    def turns(self, name: str) -> list[Turn]:
+        """Return the turns of a session in the order in which they ended.
+
+        Raises:
+            NotFound: the session is unknown.
+        """
+        return list(self._get(name).turns)
+
+    def delete(self, name: str) -> None:
+        """Delete a session, which may be unknown."""
+        self._sessions.pop(name, None)
+
+    def _get(self, name: str) -> _Session:
+        self._expire()
+        session = self._sessions.get(name)
+        if session is None:
+            raise NotFound(
+                f"recorded session {name[:256]!r} is unknown: it was deleted, has expired, or was"
+                " lost with its session head; create a new one and repeat the episode"
+            )
+        session.used_at = self._now()
+        return session
+
+    def _expire(self) -> None:
+        oldest = self._now() - IDLE_SECONDS
+        for name in [name for name, each in self._sessions.items() if each.used_at < oldest]:
+            del self._sessions[name]
+
+
+@dataclass(slots=True)
+class _Sequence:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    mask: list[float] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+
+    def is_prefix_of(self, prompt: Sequence[int]) -> bool:
+        return list(prompt[: len(self.tokens)]) == self.tokens
+
+    def extend(self, index: int, turn: Turn) -> None:
+        given = list(turn.prompt[len(self.tokens) :])
+        self.tokens += [*given, *turn.tokens]
+        self.logprobs += [*[0.0] * len(given), *turn.logprobs]
+        self.mask += [*[0.0] * len(given), *[1.0] * len(turn.tokens)]
+        self.turns.append(index)
+
+
+def datums(turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """Return turns as data for a policy gradient.
+
+    A turn whose prompt begins with all tokens of an earlier one, prompt and answer, continues its
+    datum. Every sampled token is in exactly one datum with mask 1.
+
+    Returns:
+        For each datum of N + 1 tokens: `turns`, the indices of its turns; `model_input`, N tokens;
+        `loss_fn_inputs`, tensors of shape [N]: `target_tokens` (int64), `logprobs` and `mask`
+        (float32; 1 where the target was sampled, elsewhere both are 0).
+    """
+    sequences: list[_Sequence] = []
+    for index, turn in enumerate(turns):
+        earlier = (each for each in reversed(sequences) if each.is_prefix_of(turn.prompt))
+        sequence = next(earlier, None)
+        if sequence is None:
+            sequence = _Sequence()
+            sequences.append(sequence)
+        sequence.extend(index, turn)
+    return [_datum(sequence) for sequence in sequences]
+
+
+def _datum(sequence: _Sequence) -> dict[str, Any]:
+    chunk = {"type": "encoded_text", "tokens": sequence.tokens[:-1]}
+    return {
+        "turns": sequence.turns,
+        "model_input": {"chunks": [chunk]},
+        "loss_fn_inputs": {
+            "target_tokens": _tensor(sequence.tokens[1:], "int64"),
+            "logprobs": _tensor(sequence.logprobs[1:], "float32"),
+            "mask": _tensor(sequence.mask[1:], "float32"),
+        },
+    }
+
+
+def _tensor(values: Sequence[float], dtype: str) -> dict[str, Any]:
+    return {"data": values, "dtype": dtype, "shape": [len(values)]}

@@ -1,0 +1,403 @@
+"""OpenAI- and Anthropic-compatible requests: rendered, sampled, and answered token by token.
+
+Each is executed as one sampling request per prompt, with all limits and accounts of those. Samplers
+of this process report tokens as they decode them; those of inference servers only return whole
+sequences, so a stream of theirs arrives in one piece. A client that disconnects cancels its
+samples.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import orjson
+import structlog
+
+from tinkercloud_protocol import chat_errors, routes
+from tinkercloud_protocol.asgi import Receive, Send, respond
+from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable, WireError
+from tinkercloud_protocol.futures import JSON, PROTOBUF
+from tinkercloud_protocol.json_results import sample_as_json
+from tinkercloud_protocol.sampling import Chunk, ModelInput, SampleRequest
+from tinkercloud_worker.chat import anthropic_messages, openai_requests
+from tinkercloud_worker.chat.anthropic_messages import MessageAnswer
+from tinkercloud_worker.chat.conversation import Asked, Choice, Counts, read_object
+from tinkercloud_worker.chat.openai_answers import ChatAnswer, CompletionAnswer
+from tinkercloud_worker.chat.recorded import SEPARATOR, RecordedSessions, Turn, datums
+from tinkercloud_worker.chat.text import ChatText
+from tinkercloud_worker.chat.tool_calls import ToolCall
+from tinkercloud_worker.engine.sampler import SampledToken
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.http import Request
+from tinkercloud_worker.head.requests import Prepared
+from tinkercloud_worker.head.service import HeadService
+
+log = structlog.get_logger(__name__)
+
+_EVENTS = "text/event-stream; charset=utf-8"
+_CHAT, _DATUMS, _DELETE = "v1/chat/completions", "datums", "delete"
+"""What follows the name of a recorded session in a path."""
+_PARAMS = "sampling_params."
+"""How messages about sampling requests name parameters, which here belong to the request itself."""
+
+
+class Answer(Protocol):
+    """An answer in one of the wire formats."""
+
+    def keep(self, index: int, parts: Sequence[str | ToolCall]) -> None:
+        """Keep parts of a choice for the whole answer."""
+
+    def begin(self, num_choices: int) -> bytes:
+        """Return the beginning of the stream."""
+
+    def add(
+        self, index: int, parts: Sequence[str | ToolCall], tokens: Sequence[SampledToken]
+    ) -> bytes:
+        """Return the newest parts of a choice."""
+
+    def finish(self, index: int, choice: Choice) -> bytes:
+        """Return the end of a choice."""
+
+    def end(self, counts: Counts) -> bytes:
+        """Return the end of the stream."""
+
+    def whole(self, choices: Sequence[Choice], counts: Counts) -> bytes:
+        """Return the whole answer."""
+
+
+def _ask_chat(body: bytes, text: ChatText) -> tuple[Asked, Answer]:
+    request = openai_requests.read_chat(body)
+    asked = request.ask(text)
+    return asked, ChatAnswer(request, asked, text)
+
+
+def _ask_completion(body: bytes, text: ChatText) -> tuple[Asked, Answer]:
+    request = openai_requests.read_completion(body)
+    asked = request.ask(text)
+    return asked, CompletionAnswer(request, asked, text)
+
+
+def _ask_message(body: bytes, text: ChatText) -> tuple[Asked, Answer]:
+    asked = anthropic_messages.read_messages(body).ask(text)
+    return asked, MessageAnswer(asked)
+
+
+_FORMATS: dict[str, Callable[[bytes, ChatText], tuple[Asked, Answer]]] = {
+    routes.OPENAI_CHAT: _ask_chat,
+    routes.OPENAI_COMPLETIONS: _ask_completion,
+    routes.ANTHROPIC_MESSAGES: _ask_message,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """The samples of one request while they run."""
+
+    asked: Asked
+    answer: Answer
+    choices: list[Choice]
+    events: "asyncio.Queue[tuple[int, SampledToken | dict[str, Any] | WireError]]" = field(
+        default_factory=asyncio.Queue
+    )
+    """Tokens, and the result or the error, of the prompt with this index."""
+    request_ids: list[str] = field(default_factory=list)
+    recorded: str | None = None
+    """The recorded session that its turns are added to."""
+    cached: int = 0
+    num_finished: int = 0
+    """Prompts whose samples are finished."""
+
+    @property
+    def counts(self) -> Counts:
+        """The tokens so far."""
+        prompt = sum(map(len, self.asked.prompts))
+        return Counts(prompt, sum(len(choice.tokens) for choice in self.choices), self.cached)
+
+    def take(self, prompt: int, event: SampledToken | dict[str, Any] | WireError) -> bytes:
+        """Add a token, or the result of a prompt; return the events of a stream.
+
+        Raises:
+            WireError: the event is this error.
+        """
+        if isinstance(event, WireError):
+            raise event
+        first = prompt * self.asked.num_choices
+        if isinstance(event, SampledToken):
+            return self._add(first + event.index, event)
+        self.num_finished += 1
+        self.cached += event["prompt_cache_hit_tokens"]
+        stream = b""
+        for index, sequence in enumerate(event["sequences"], first):
+            for token in _unreported(sequence, index - first, len(self.choices[index].tokens)):
+                stream += self._add(index, token)
+            choice = self.choices[index]
+            parts = choice.finish(is_complete=sequence["stop_reason"] == "stop")
+            self.answer.keep(index, parts)
+            stream += self.answer.add(index, parts, ()) + self.answer.finish(index, choice)
+        return stream
+
+    def _add(self, index: int, token: SampledToken) -> bytes:
+        choice = self.choices[index]
+        parts = choice.add(token)
+        self.answer.keep(index, parts)
+        return self.answer.add(index, parts, choice.shown[len(choice.tokens) - 1 :])
+
+
+def _unreported(sequence: dict[str, Any], index: int, num_reported: int) -> list[SampledToken]:
+    """Return the tokens of a finished sequence that were not reported while it ran."""
+    tokens, logprobs = sequence["tokens"], sequence["logprobs"]
+    tables = sequence.get("topk_sampled_logprobs") or [None] * len(tokens)
+    return [
+        SampledToken(index, tokens[at], logprobs[at], _columns(tables[at]))
+        for at in range(num_reported, len(tokens))
+    ]
+
+
+def _columns(row: list[list[Any]] | None) -> tuple[Sequence[int], Sequence[float]] | None:
+    return ([pair[0] for pair in row], [pair[1] for pair in row]) if row else None
+
+
+class HeadChat:
+    """Serves the endpoints at a head. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._recorded = RecordedSessions()
+
+    async def serve(
+        self, request: Request, receive: Receive, send: Send, service: HeadService, backend: Backend
+    ) -> None:
+        """Answer a request that the API server has authorized, whatever goes wrong.
+
+        Args:
+            request: the request.
+            receive: notifies of a client that disconnects.
+            send: sends the answer (ASGI).
+            service: executes the samples.
+            backend: the served model.
+        """
+        sending = _Sending(send, request.path)
+        try:
+            body = await request.body(routes.MAX_CHAT_BODY_BYTES)
+            work = asyncio.create_task(self._answer(request, body, sending, service, backend))
+            gone = asyncio.create_task(_disconnected(receive))
+            try:
+                await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if work.done():
+                    await work
+            finally:
+                gone.cancel()
+                work.cancel()
+                await asyncio.gather(gone, work, return_exceptions=True)
+        except WireError as error:
+            await sending.fail(error.status, error.message)
+        except Exception:
+            log.exception("unexpected error in a chat request", path=request.path)
+            await sending.fail(500, chat_errors.INTERNAL_ERROR)
+
+    async def _answer(
+        self,
+        request: Request,
+        body: bytes,
+        sending: "_Sending",
+        service: HeadService,
+        backend: Backend,
+    ) -> None:
+        text = backend.text
+        if text is None:
+            raise InvalidRequest("this session head has no tokenizer for text; use asample")
+        target = request.headers[routes.TARGET_HEADER]
+        if request.path == routes.ANTHROPIC_COUNT_TOKENS:
+            counted = anthropic_messages.read_count_tokens
+            tokens = await asyncio.to_thread(lambda: counted(body).tokens(text))
+            await sending.whole(orjson.dumps({"input_tokens": len(tokens)}))
+            return
+        if request.path == routes.OPENAI_SESSIONS:
+            model = str(read_object(body).get("model"))
+            name = self._recorded.create(target, service.owner_of(target), model)
+            created = {"id": name, "object": "recorded_session", "model": model}
+            await sending.whole(orjson.dumps(created))
+            return
+        recorded, action = _recorded_in(request.path, target)
+        if action in {_DATUMS, _DELETE} and recorded is not None:
+            await sending.whole(await self._read(recorded, action))
+            return
+        path = routes.OPENAI_CHAT if action == _CHAT else request.path
+        if path not in _FORMATS:
+            raise NotFound(f"a session head does not serve {request.path}")
+        asked, answer = await asyncio.to_thread(_FORMATS[path], body, text)
+        if recorded is not None:
+            self._recorded.check_room(recorded, asked.model)
+        run = Run(asked, answer, _choices(asked, text, backend), recorded=recorded)
+        await self._run(run, target, sending, service, backend)
+
+    async def _read(self, recorded: str, action: str) -> bytes:
+        if action == _DELETE:
+            self._recorded.delete(recorded)
+            return b"{}"
+        turns = self._recorded.turns(recorded)
+        data = await asyncio.to_thread(datums, turns)
+        content = {"id": recorded, "num_turns": len(turns), "data": data}
+        return await asyncio.to_thread(orjson.dumps, content)
+
+    def _record(self, run: Run, recorded: str) -> None:
+        for choice in run.choices:
+            ids = [token.token for token in choice.tokens]
+            logprobs = [token.logprob for token in choice.tokens]
+            self._recorded.add(recorded, Turn(choice.prompt, ids, logprobs))
+
+    async def _run(
+        self, run: Run, target: str, sending: "_Sending", service: HeadService, backend: Backend
+    ) -> None:
+        asked, tasks = run.asked, []
+        try:
+            for index in range(len(asked.prompts)):
+                prepared = await asyncio.to_thread(_prepared, run, index, target, service, backend)
+                listening = _listening(prepared, run, index)
+                await service.recall(target)
+                run.request_ids.append(str(service.sample(listening)))
+                waiting = _put_result(run, index, run.request_ids[-1], service)
+                tasks.append(asyncio.create_task(waiting))
+            while run.num_finished < len(asked.prompts):
+                stream = run.take(*await run.events.get())
+                while not run.events.empty():
+                    stream += run.take(*run.events.get_nowait())
+                if asked.streams and stream:
+                    if not sending.has_started:
+                        stream = run.answer.begin(len(run.choices)) + stream
+                    await sending.part(stream)
+        finally:
+            for request_id in run.request_ids:
+                service.cancel(request_id)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if run.recorded is not None:
+            self._record(run, run.recorded)
+        if asked.streams:
+            await sending.last(run.answer.end(run.counts))
+        else:
+            whole = await asyncio.to_thread(run.answer.whole, run.choices, run.counts)
+            await sending.whole(whole)
+
+
+def _recorded_in(path: str, target: str) -> tuple[str | None, str]:
+    """Return the recorded session in a path, and what follows it; None and "" if it has none.
+
+    Raises:
+        NotFound: the session is not one of the sampling session that the request was routed to.
+    """
+    if not path.startswith(routes.OPENAI_SESSIONS + "/"):
+        return None, ""
+    name, _, action = path.removeprefix(routes.OPENAI_SESSIONS + "/").partition("/")
+    if not name.startswith(target + SEPARATOR):
+        raise NotFound(f"recorded session {name[:256]!r} is unknown")
+    return name, action
+
+
+def _choices(asked: Asked, text: ChatText, backend: Backend) -> list[Choice]:
+    ends = backend.end_tokens | text.turn_ends
+    return [
+        Choice(text, prompt, ends, asked.stops, asked.parses_tools)
+        for prompt in asked.prompts
+        for _ in range(asked.num_choices)
+    ]
+
+
+def _prepared(
+    run: Run, index: int, target: str, service: HeadService, backend: Backend
+) -> Prepared:
+    """Return the sampling request of a prompt. Runs in a thread.
+
+    Raises:
+        InvalidRequest: the prompt is too long, or a parameter is invalid.
+    """
+    asked, prompt = run.asked, run.asked.prompts[index]
+    room = max(backend.trainer.limits.max_context_length - len(prompt) + 1, 1)
+    limit = asked.params.max_tokens
+    params = asked.params.model_copy(
+        update={"max_tokens": room if limit is None else min(limit, room)}
+    )
+    sample = SampleRequest(
+        sampling_session_id=target,
+        prompt=ModelInput(chunks=[Chunk(tokens=list(prompt))]),
+        num_samples=asked.num_choices,
+        sampling_params=params,
+        topk_sample_logprobs=asked.top_logprobs,
+    )
+    try:
+        return service.prepare(sample)
+    except InvalidRequest as error:
+        raise InvalidRequest(error.message.replace(_PARAMS, "")) from None
+
+
+def _listening(prepared: Prepared, run: Run, index: int) -> Prepared:
+    """Return a request that reports its tokens to a run, and ends where turns end."""
+    loop, put = asyncio.get_running_loop(), run.events.put_nowait
+
+    def report(token: SampledToken) -> None:
+        loop.call_soon_threadsafe(put, (index, token))
+
+    validated = prepared.validated
+    ends = frozenset(run.choices[0].ends)
+    stop = replace(validated.stop, token_ids=validated.stop.token_ids | ends)
+    return replace(prepared, validated=replace(validated, stop=stop, on_token=report))
+
+
+async def _put_result(run: Run, index: int, request_id: str, service: HeadService) -> None:
+    """Wait for the result of a prompt's samples, and report it to the run."""
+    try:
+        result = None
+        while result is None:
+            result = await service.retrieve(request_id)
+        if result.content_type != PROTOBUF:
+            failure = orjson.loads(result.body)
+            kind = InvalidRequest if failure.get("category") == "user" else Unavailable
+            raise kind(str(failure.get("error")))
+        as_json = await asyncio.to_thread(sample_as_json, result.body)
+        event: dict[str, Any] | WireError = orjson.loads(as_json)
+    except WireError as error:
+        event = error
+    run.events.put_nowait((index, event))
+
+
+@dataclass(slots=True)
+class _Sending:
+    """The answer on the connection; an error after its beginning becomes its last event."""
+
+    send: Send
+    path: str
+    has_started: bool = False
+
+    async def part(self, stream: bytes) -> None:
+        """Send a part of a stream."""
+        if not self.has_started:
+            self.has_started = True
+            headers = [(b"content-type", _EVENTS.encode()), (b"cache-control", b"no-cache")]
+            await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self.send({"type": "http.response.body", "body": stream, "more_body": True})
+
+    async def last(self, stream: bytes) -> None:
+        """Send the end of a stream."""
+        await self.part(stream)
+        await self.send({"type": "http.response.body", "body": b""})
+
+    async def whole(self, body: bytes) -> None:
+        """Send a whole answer."""
+        self.has_started = True
+        await respond(self.send, body, content_type=JSON)
+
+    async def fail(self, status: int, message: str) -> None:
+        """Send an error."""
+        body = orjson.dumps(chat_errors.error_object(self.path, status, message))
+        if not self.has_started:
+            headers = {"retry-after": "1"} if status in {429, 503} else {}
+            await respond(self.send, body, status=status, headers=headers)
+            return
+        event = b"event: error\n" if self.path.startswith(chat_errors.ANTHROPIC) else b""
+        await self.last(event + b"data: " + body + b"\n\n")
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
