@@ -24,11 +24,12 @@ CLOSED = timedelta(seconds=TIMEOUT_SECONDS, minutes=10)
 
 
 def close_pools(api: client.CustomObjectsApi) -> None:
-    """Keep the operator from replacing the clusters of pools."""
+    """Keep the operator from replacing the clusters of pools, and warm spares."""
     until = (datetime.now(UTC) + CLOSED).strftime("%Y-%m-%dT%H:%M:%SZ")
     patch = {"metadata": {"annotations": {CLOSED_UNTIL: until}}}
     for base_model in api.list_namespaced_custom_object(*BASE_MODELS)["items"]:
-        if base_model["spec"].get("sharing") == "Shared":
+        spec = base_model["spec"]
+        if spec.get("sharing") == "Shared" or spec.get("warmSpares"):
             api.patch_namespaced_custom_object(*BASE_MODELS, base_model["metadata"]["name"], patch)
 
 
@@ -84,7 +85,7 @@ def main() -> None:
         api = client.CustomObjectsApi()
         close_pools(api)
         # The heads of pool clusters save the last checkpoints of the sessions on them.
-        left = delete_all(api, MEMBERS) or delete_all(api, MEMBERS | {"Pool"})
+        left = delete_all(api, MEMBERS) or delete_all(api, MEMBERS | {"Pool", "Spare"})
     except client.ApiException as error:
         if error.status != 404:
             raise

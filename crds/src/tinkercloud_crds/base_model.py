@@ -11,6 +11,7 @@ from tinkercloud_crds.shapes import (
     MAX_TOKENS,
     HeadShape,
     Idle,
+    Message,
     SamplerShape,
     Seconds,
     Text,
@@ -148,6 +149,11 @@ class BaseModelSpec(Part):
                 "pool: only valid with sharing Shared; set sharing to Shared, or remove pool",
             ),
             (
+                "self.warmSpares == 0 || self.sharing == 'Dedicated'",
+                "warmSpares: only valid with sharing Dedicated; use pool.minClusters and"
+                " pool.spareSlots for a pool, or remove warmSpares",
+            ),
+            (
                 "!has(self.sampler) || !self.sampler.colocated || self.trainer.gpusPerReplica >= 1",
                 "sampler.colocated: requires trainers with GPUs; set trainer.gpusPerReplica",
             ),
@@ -215,6 +221,10 @@ class BaseModelSpec(Part):
     still gets its own pods. A change applies to new sessions."""
     pool: Pool | None = None
     """Size of the pool. Only valid with `sharing: Shared`."""
+    warm_spares: Annotated[int, Field(ge=0, le=100)] = 0
+    """Number of clusters that are kept started, with the model loaded, for new LoRA runs with their
+    own pods. A run that takes one over does not wait for pods to start, and another spare replaces
+    it. Spares hold GPUs; they are deleted while a session waits for nodes or quota."""
     limits: Limits = Limits()
     """Limits for each session."""
     sessions: SessionPolicy = SessionPolicy()
@@ -242,6 +252,23 @@ class PoolStatus(Part):
     """Sessions with a place and slots, such as `5/16`, for `kubectl get`."""
 
 
+class SparesStatus(Part):
+    """The warm spares of a BaseModel that no session has taken over."""
+
+    ready: Annotated[int, Field(ge=0)] = 0
+    """Number of spares that a session can take over at once."""
+    clusters: Annotated[int, Field(ge=0)] = 0
+    """Number of spares, including those that are starting or stopping."""
+    taken: Annotated[int, Field(ge=0)] = 0
+    """Number of clusters that sessions have taken over and still use."""
+    gpus: Annotated[int, Field(ge=0)] = 0
+    """Number of GPUs that the spares request. They are included in `gpus` of the BaseModel."""
+    message: Message = ""
+    """Why there are fewer spares than `warmSpares`, if anything prevents more."""
+    summary: Annotated[str, Field(max_length=16)] = ""
+    """Ready and wanted spares, such as `1/2`, for `kubectl get`."""
+
+
 class BaseModelStatus(Part):
     """Most recently observed status. Set by the operator."""
 
@@ -255,3 +282,5 @@ class BaseModelStatus(Part):
     """Number of GPUs that the pods of all sessions request."""
     pool: PoolStatus | None = None
     """The pool. Only set if there is one."""
+    spares: SparesStatus | None = None
+    """The warm spares. Only set if there are any, or `warmSpares` is set."""

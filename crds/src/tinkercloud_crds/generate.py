@@ -68,6 +68,7 @@ KINDS = (
             ("Sessions", "integer", ".status.liveSessions", 0),
             ("Clusters", "string", ".status.pool.clusterSummary", 0),
             ("Slots", "string", ".status.pool.slotSummary", 0),
+            ("Spares", "string", ".status.spares.summary", 0),
             ("GPUs", "integer", ".status.gpus", 0),
             ("Context", "integer", ".spec.maxContextLength", 1),
             _AGE,

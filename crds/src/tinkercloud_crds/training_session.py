@@ -36,6 +36,10 @@ TinkerPath = Annotated[
 ]
 
 
+SERVING_ROLES = frozenset({"Pool", "Spare"})
+"""Roles of sessions that belong to no user: their pods serve other sessions."""
+
+
 class Lora(Part):
     """The LoRA adapter to train."""
 
@@ -112,11 +116,11 @@ class TrainingSessionSpec(Part):
                 "role: lora, restoreFrom and trainer are not valid for role Sampler; remove them",
             ),
             (
-                "self.role != 'Pool' || (self.sharing == 'Dedicated' && !has(self.modelId)"
-                " && !has(self.lora) && !has(self.restoreFrom) && !has(self.trainer)"
-                " && !has(self.sampler) && !has(self.program))",
+                "!(self.role in ['Pool', 'Spare']) || (self.sharing == 'Dedicated'"
+                " && !has(self.modelId) && !has(self.lora) && !has(self.restoreFrom)"
+                " && !has(self.trainer) && !has(self.sampler) && !has(self.program))",
                 "role: sharing, modelId, lora, restoreFrom, trainer, sampler and program are not"
-                " valid for role Pool; remove them",
+                " valid for roles Pool and Spare; remove them",
             ),
             (
                 "self.sharing != 'Shared' || self.role == 'Sampler'"
@@ -131,8 +135,8 @@ class TrainingSessionSpec(Part):
                 " with Shared, because the session has no pods of its own; remove them",
             ),
             (
-                "!has(self.poolCluster) || self.sharing == 'Shared'",
-                "poolCluster: only valid with sharing Shared; remove it",
+                "!has(self.poolCluster) || self.sharing == 'Shared' || self.role == 'Trainer'",
+                "poolCluster: only valid with sharing Shared or role Trainer; remove it",
             ),
         )
     )
@@ -140,17 +144,18 @@ class TrainingSessionSpec(Part):
     base_model: Annotated[ModelName, Field(json_schema_extra=rules(IMMUTABLE))]
     """`modelName` of a BaseModel in the same namespace."""
     role: Annotated[
-        Literal["Trainer", "Sampler", "Pool"], Field(json_schema_extra=rules(IMMUTABLE))
+        Literal["Trainer", "Sampler", "Pool", "Spare"], Field(json_schema_extra=rules(IMMUTABLE))
     ] = "Trainer"
     """`Trainer`: one training run and its samplers. `Sampler`: only samplers, of the base model or
-    of saved checkpoints. `Pool`: the pods of one cluster of the BaseModel's pool; the operator
-    creates these."""
+    of saved checkpoints. `Pool`: the pods of one cluster of the BaseModel's pool. `Spare`: the pods
+    of a warm spare. The operator creates both."""
     sharing: Annotated[Sharing, Field(json_schema_extra=rules(IMMUTABLE))] = "Dedicated"
     """`Dedicated`: the session has its own pods. `Shared`: a cluster of the BaseModel's pool serves
     it, together with sessions of other owners."""
     pool_cluster: ObjectName | None = None
-    """TrainingSession of role Pool whose pods serve this session, set by the operator. Leave it
-    unset in your own manifests, and do not change it: the state of a run does not move with it."""
+    """TrainingSession of role Pool or Spare whose pods serve this session, set by the operator.
+    Leave it unset in your own manifests, and do not change it: the state of a run does not move
+    with it."""
     model_id: (
         Annotated[
             str,

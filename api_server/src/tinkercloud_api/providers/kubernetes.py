@@ -50,6 +50,7 @@ from tinkercloud_api.providers.tenants import KnownTenants
 from tinkercloud_crds import labels
 from tinkercloud_crds.quotas import Tenant
 from tinkercloud_crds.tenant import TenantUsage
+from tinkercloud_crds.training_session import SERVING_ROLES
 from tinkercloud_kube import errors
 from tinkercloud_kube.client import Client, ObjectRef
 from tinkercloud_kube.informer import Informer, pause_seconds
@@ -201,7 +202,7 @@ class KubernetesProvider:
         """Return the pool cluster that serves a session, if it has one that exists."""
         name = session.spec.pool_cluster if session is not None else None
         cluster = self._sessions.get(name) if name is not None else None
-        is_pool = cluster is not None and cluster.spec.role == "Pool"
+        is_pool = cluster is not None and cluster.spec.role in SERVING_ROLES
         return cluster if is_pool else None
 
     def _session(self, placement: Placement) -> TrainingSessionView | None:
@@ -219,7 +220,7 @@ class KubernetesProvider:
             session
             for session in self._sessions.objects()
             if (session.spec.owner, session.spec.base_model) == key
-            and session.spec.role != "Pool"
+            and session.spec.role not in SERVING_ROLES
             and self._is_ready(session)
         ]
         if not serving:

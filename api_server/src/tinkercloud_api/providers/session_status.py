@@ -138,6 +138,7 @@ def readiness(
         return _on_cluster(session, cluster)
     if (
         session.spec.sharing == "Dedicated"
+        and session.spec.pool_cluster is None
         and ready is not None
         and ready.status == "True"
         and session.endpoint is not None

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from datetime import datetime
 
-from tinkercloud_crds.base_model import BaseModelStatus, PoolStatus
+from tinkercloud_crds.base_model import BaseModelStatus, PoolStatus, SparesStatus
 from tinkercloud_crds.conditions import ConditionStatus, ConditionType, Reason, moved
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide import parsing
@@ -18,7 +18,9 @@ def base_model_status(
     active: Manifest | None,
     sessions: Sequence[Manifest],
     now: datetime,
+    *,
     pool: PoolStatus | None = None,
+    spares: SparesStatus | None = None,
 ) -> BaseModelStatus:
     """Return the status of a BaseModel.
 
@@ -28,6 +30,7 @@ def base_model_status(
         sessions: all sessions of this model name.
         now: transition time of conditions that change.
         pool: the status of its pool, if it has one.
+        spares: the status of its warm spares, if it has any.
     """
     previous = BaseModelStatus.model_validate(base_model.get("status", {}))
     generation = base_model["metadata"].get("generation", 0)
@@ -62,6 +65,7 @@ def base_model_status(
         ),
         gpus=sum(status.get("gpus", 0) for status in statuses),
         pool=pool if reason is not Reason.DUPLICATE else None,
+        spares=spares if reason is not Reason.DUPLICATE else None,
     )
 
 

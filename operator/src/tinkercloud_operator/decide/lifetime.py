@@ -58,6 +58,7 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import Condition, ConditionType, Reason, find
 from tinkercloud_crds.shapes import Idle
 from tinkercloud_crds.times import parse_time
+from tinkercloud_crds.training_session import SERVING_ROLES
 from tinkercloud_operator.decide.program_facts import is_running, used_until
 from tinkercloud_operator.spec.snapshot import Observed
 
@@ -161,7 +162,7 @@ def _unless_stopped(observed: Observed, idle: Idle | None, expiry: datetime | No
     if node is not None:
         message = f"node {node} is cordoned; saving the state to resume the session on other nodes"
         return Decision(DesiredState.SUSPENDED, Reason.SUSPENDING, message, expiry)
-    if observed.spec.role == "Pool" or _was_suspended_by_owner(observed):
+    if observed.spec.role in SERVING_ROLES or _was_suspended_by_owner(observed):
         # Its pool decides when a cluster is no longer needed, and deletes it (`decide.pools`).
         return Decision(DesiredState.RUNNING, Reason.RUNNING, "", expiry)
     if idle is None or _is_queued(observed):

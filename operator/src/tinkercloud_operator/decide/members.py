@@ -1,4 +1,4 @@
-"""What a session needs that shares a cluster of a pool: a place, a status, no pods. Pure.
+"""What a session needs that a pool cluster or a taken spare serves: a status, no pods. Pure.
 
 The pool's own worker gives it a place (`decide.pools`). Its steps to Ready are those of the cluster
 that serves it. When it ends, the head of the cluster saves a last checkpoint of its model and drops
@@ -19,7 +19,13 @@ from tinkercloud_crds.conditions import (
 )
 from tinkercloud_crds.shapes import Idle
 from tinkercloud_crds.training_session import TrainingSessionStatus
-from tinkercloud_operator.decide.actions import DeleteSession, Plan, RemoveModel, SetFinalizer
+from tinkercloud_operator.decide.actions import (
+    Delete,
+    DeleteSession,
+    Plan,
+    RemoveModel,
+    SetFinalizer,
+)
 from tinkercloud_operator.decide.lifetime import Decision, DesiredState, decide
 from tinkercloud_operator.decide.readiness import StepStatus
 from tinkercloud_operator.decide.status import conditions, phase, reporting_plan
@@ -61,13 +67,27 @@ def reconcile_member(observed: Observed, settings: Settings) -> Plan:
             # Before it has a place: what a head holds for it must be dropped when it ends.
             return reporting_plan(observed, [SetFinalizer(present=True)], new_status, seconds)
         case _:
-            return reporting_plan(observed, [], new_status, seconds)
+            # Pods that were being started when the session took over a spare have served nobody.
+            own = [
+                Delete(key)
+                for key, child in observed.children.items()
+                if key.kind == "RayCluster" and "deletionTimestamp" not in child["metadata"]
+            ]
+            return reporting_plan(observed, own, new_status, seconds)
 
 
 def _decision(observed: Observed, resolved: ResolvedSpec | Rejection) -> Decision:
-    """Return the desired state. A session without pods saves nothing by being suspended."""
+    """Return the desired state.
+
+    A session in a pool saves no pods by being suspended; one with a spare does.
+    """
     idle = idle_policy(observed.spec, observed.base_model)
-    is_judged = isinstance(resolved, ResolvedSpec) and idle is not None and idle.action == "Delete"
+    has_cluster = observed.spec.sharing == "Dedicated"
+    is_judged = (
+        isinstance(resolved, ResolvedSpec)
+        and idle is not None
+        and (has_cluster or idle.action == "Delete")
+    )
     judged: Idle | None = idle if is_judged else None
     return decide(observed, judged, max_lifetime(observed.spec, observed.base_model))
 
@@ -186,6 +206,9 @@ def _later_steps(observed: Observed, decision: Decision | None) -> Iterable[Step
         reason = Reason.SUSPENDING if _is_leaving(observed) else decision.reason
         stops = StepStatus(is_reached=False, reason=reason, message=decision.message)
         yield from [stops] * 4
+    elif cluster is None and observed.spec.sharing == "Dedicated":
+        message = f"cluster {observed.spec.pool_cluster} is gone; the session gets its own pods"
+        yield from [StepStatus(is_reached=False, reason=Reason.PROVISIONING, message=message)] * 4
     elif cluster is None and observed.quota_message is not None:
         waits = StepStatus(
             is_reached=False, reason=Reason.QUOTA_EXCEEDED, message=observed.quota_message

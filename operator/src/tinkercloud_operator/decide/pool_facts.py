@@ -9,19 +9,31 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec, Pool
 from tinkercloud_crds.conditions import ConditionType, Reason
 from tinkercloud_crds.times import parse_time
+from tinkercloud_crds.training_session import SERVING_ROLES
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide import parsing
 from tinkercloud_operator.decide.lifetime import ACTIVITY_DELAY
 from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts
 from tinkercloud_operator.decide.session_index import age, is_live
 
-_NAME_LENGTH = 22
+_NAME_LENGTH = 21
 """Maximum length of the BaseModel's name within names of clusters, which are limited to 40."""
 
 
 def is_cluster(session: Manifest) -> bool:
+    """Return whether the pods of a session serve others: a cluster of a pool, or a spare."""
+    return session["spec"].get("role") in SERVING_ROLES
+
+
+def is_of_pool(session: Manifest) -> bool:
     """Return whether a session is a cluster of a pool."""
     return bool(session["spec"].get("role") == "Pool")
+
+
+def taken_by(spare: Manifest) -> str | None:
+    """Return the uid of the session that has taken over a spare, if one has."""
+    owners = spare["metadata"].get("ownerReferences", [])
+    return next((owner["uid"] for owner in owners if owner["kind"] == "TrainingSession"), None)
 
 
 def is_member(session: Manifest) -> bool:
@@ -54,10 +66,10 @@ def pool_facts(
     metadata = offered["metadata"]
     is_active = "deletionTimestamp" not in metadata
     listed = sorted(sessions, key=age)
-    clusters = [_cluster(each, deleting, keeping) for each in listed if is_cluster(each)]
+    clusters = [_cluster(each, deleting, keeping) for each in listed if is_of_pool(each)]
     incarnations = {each.name: each.incarnation or "" for each in clusters}
     return PoolFacts(
-        prefix=_prefix(metadata["name"]),
+        prefix=cluster_prefix("pool", metadata["name"]),
         pool=_pool(parsing.base_model(offered)) if is_active else None,
         clusters=clusters,
         members=[_member(each, incarnations, given_away) for each in listed if is_member(each)],
@@ -66,10 +78,10 @@ def pool_facts(
     )
 
 
-def _prefix(name: str) -> str:
+def cluster_prefix(kind: str, name: str) -> str:
     """Return the beginning of the names of a BaseModel's clusters: readable and unique."""
     readable = re.sub(r"[^a-z0-9]+", "-", name.lower())[:_NAME_LENGTH].strip("-")
-    return f"pool-{readable}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
+    return f"{kind}-{readable}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"
 
 
 def _pool(offer: BaseModelSpec | None) -> Pool | None:
@@ -79,7 +91,7 @@ def _pool(offer: BaseModelSpec | None) -> Pool | None:
 
 
 def _cluster(session: Manifest, deleting: Set[str], keeping: Set[str]) -> Cluster:
-    metadata, ready = session["metadata"], _condition(session, ConditionType.READY)
+    metadata, ready = session["metadata"], condition(session, ConditionType.READY)
     status = session.get("status", {})
     is_ready = ready.get("status") == "True" and not session["spec"].get("suspend")
     used = parsing.last_activity(session)
@@ -88,7 +100,7 @@ def _cluster(session: Manifest, deleting: Set[str], keeping: Set[str]) -> Cluste
         parse_time(ready["lastTransitionTime"]) if is_ready else None,
         used + ACTIVITY_DELAY if used is not None else None,
     ]
-    stalled = _condition(session, ConditionType.STALLED)
+    stalled = condition(session, ConditionType.STALLED)
     is_stalled = stalled.get("status") == "True"
     return Cluster(
         name=metadata["name"],
@@ -97,8 +109,7 @@ def _cluster(session: Manifest, deleting: Set[str], keeping: Set[str]) -> Cluste
         is_suspended=bool(session["spec"].get("suspend")),
         is_stopping="deletionTimestamp" in metadata or metadata["uid"] in deleting,
         unused_since=max(moment for moment in moments if moment is not None),
-        is_outdated=_condition(session, ConditionType.ACCEPTED).get("reason")
-        == Reason.CHANGE_WAITS,
+        is_outdated=condition(session, ConditionType.ACCEPTED).get("reason") == Reason.CHANGE_WAITS,
         is_draining=metadata.get("annotations", {}).get(labels.DRAIN) == "true",
         gives_away=status.get("incarnation") not in keeping,
         endpoint=status.get("endpoint"),
@@ -134,12 +145,12 @@ def _may_wait(session: Manifest) -> bool:
     if spec.get("role") != "Sampler" and labels.FINALIZER not in metadata.get("finalizers", []):
         # It is set first, so that what a head holds for the session is dropped when it ends.
         return False
-    if _condition(session, ConditionType.QUOTA_RESERVED).get("reason") == Reason.QUOTA_EXCEEDED:
+    if condition(session, ConditionType.QUOTA_RESERVED).get("reason") == Reason.QUOTA_EXCEEDED:
         return False
-    return bool(_condition(session, ConditionType.ACCEPTED).get("status") == "True")
+    return bool(condition(session, ConditionType.ACCEPTED).get("status") == "True")
 
 
-def _condition(session: Manifest, kind: ConditionType) -> Manifest:
+def condition(session: Manifest, kind: ConditionType) -> Manifest:
     """Return a condition of a session; an empty one if it is not set."""
     conditions: list[Manifest] = session.get("status", {}).get("conditions", [])
     return next((each for each in conditions if each["type"] == kind), {})

@@ -234,6 +234,8 @@ def _outdated_cluster(facts: PoolFacts, load: Counter[str]) -> tuple[str, ...]:
     """Return a cluster without members to replace, if all others work: one after the other."""
     if any(cluster.is_stopping or not cluster.is_ready for cluster in facts.clusters):
         return ()
+    if facts.pool is not None and len(facts.clusters) < facts.pool.min_clusters:
+        return ()
     outdated = [each.name for each in facts.clusters if each.is_outdated and not load[each.name]]
     return tuple(sorted(outdated)[:1])
 

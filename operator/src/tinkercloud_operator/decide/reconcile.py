@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.names import Names
-from tinkercloud_crds.training_session import TrainingSessionStatus
+from tinkercloud_crds.training_session import SERVING_ROLES, TrainingSessionStatus
 from tinkercloud_operator.children import engines, support_objects
 from tinkercloud_operator.children.pods import Build, Json
 from tinkercloud_operator.children.raycluster import ray_cluster, updatable_fields
@@ -61,7 +61,7 @@ _QUEUE_SECONDS = 60.0
 
 def reconcile(observed: Observed, settings: Settings) -> Plan:
     """Return the plan for a session."""
-    if observed.spec.sharing == "Shared":
+    if observed.spec.sharing == "Shared" or observed.spec.pool_cluster is not None:
         return reconcile_member(observed, settings)
     if observed.deleted is not None:
         return _finalize(observed, settings)
@@ -75,7 +75,7 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
         case DesiredState.RUNNING if stopping_since(observed) is not None:
             # Record the end of the stop first: a new RayCluster would be mistaken for the old one.
             return reporting_plan(observed, [], new_status, 0.0)
-        case DesiredState.RUNNING if _waits_for_others(observed) and observed.ray_cluster is None:
+        case DesiredState.RUNNING if _waits_to_start(observed):
             # The session is enqueued when it may start; this only refreshes its message.
             seconds = min(_QUEUE_SECONDS, recheck_seconds or _QUEUE_SECONDS)
             plan = reporting_plan(observed, [], new_status, seconds)
@@ -94,9 +94,11 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
             return reporting_plan(observed, [DeleteSession()], new_status, None)
 
 
-def _waits_for_others(observed: Observed) -> bool:
-    """Return whether other sessions have to start, or end, first."""
-    return observed.start_order_message is not None or observed.quota_message is not None
+def _waits_to_start(observed: Observed) -> bool:
+    """Return whether a session may start no pods now: others come first, or a spare serves it."""
+    messages = (observed.start_order_message, observed.quota_message)
+    is_waiting = observed.takes_spare or any(message is not None for message in messages)
+    return is_waiting and observed.ray_cluster is None
 
 
 def _desired_spec(observed: Observed, settings: Settings) -> ResolvedSpec | Rejection:
@@ -314,8 +316,8 @@ def _finalize(observed: Observed, settings: Settings) -> Plan:
         return Plan()
     desired = _desired_spec(observed, settings)
     new_status = status(observed, desired, _effective_spec(observed, desired, settings), None)
-    # The runs on a pool cluster do not end with it: another cluster resumes them.
-    is_pool = observed.spec.role == "Pool"
+    # The runs on a pool cluster do not end with it: they are resumed elsewhere.
+    is_pool = observed.spec.role in SERVING_ROLES
     kind: Literal["suspend", "checkpoint"] = "suspend" if is_pool else "checkpoint"
     seconds = settings.stop_seconds if is_pool else settings.last_checkpoint_seconds
     left = _seconds_left(observed, observed.deleted, seconds)

@@ -54,7 +54,7 @@ def claim(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> Claim | None:
     None if it is ordered elsewhere, needs no devices, or has no pods of its own.
     """
     placement = base_model.placement
-    if spec.sharing == "Shared":
+    if spec.sharing == "Shared" or spec.pool_cluster is not None:
         return None
     if spec.queue_name or placement.queue_name or placement.scheduler_name:
         return None

@@ -13,7 +13,7 @@ from tinkercloud_crds.conditions import ConditionType, Reason
 from tinkercloud_crds.quotas import Amounts, Claimant, Tenant, tenant_of, waiting_message
 from tinkercloud_crds.tenant import TenantSpec
 from tinkercloud_crds.times import parse_time
-from tinkercloud_crds.training_session import TrainingSessionSpec
+from tinkercloud_crds.training_session import SERVING_ROLES, TrainingSessionSpec
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide import parsing
 from tinkercloud_operator.decide.session_index import age, is_live
@@ -28,7 +28,7 @@ Offering = Callable[[str], Manifest | None]
 def wants(session: Manifest, offering: Offering) -> Amounts:
     """Return what a session needs while it runs."""
     spec = session["spec"]
-    if spec.get("role") == "Pool":
+    if spec.get("role") in SERVING_ROLES:
         return _NOTHING
     if spec.get("sharing") == "Shared":
         return Amounts(sessions=1, models=int(spec.get("role", "Trainer") == "Trainer"))
@@ -68,7 +68,7 @@ def claimant(
     is_rejected = _condition(session, ConditionType.ACCEPTED).get("status") == "False"
     is_placed = has_cluster or bool(session["spec"].get("poolCluster"))
     is_started = is_placed or is_admitted or not (has_waited or is_rejected)
-    has_gpus = has_cluster or is_admitted
+    has_gpus = is_placed or is_admitted
     held = Amounts(
         sessions=wanted.sessions if is_started else 0,
         dedicated_gpus=wanted.dedicated_gpus if has_gpus else 0,

@@ -8,8 +8,10 @@ from tinkercloud_kube.errors import KubernetesError
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide.base_model_status import base_model_status
 from tinkercloud_operator.decide.pools import pool_status
+from tinkercloud_operator.decide.spares import spares_status
 from tinkercloud_operator.run.executor import Executor
 from tinkercloud_operator.run.pools import Pools
+from tinkercloud_operator.run.spares import Spares
 from tinkercloud_operator.run.store import Watched
 from tinkercloud_operator.run.work_queue import WorkQueue
 
@@ -22,10 +24,11 @@ _GATHER_SECONDS = 2.0
 class BaseModels:
     """The BaseModels during one term of leadership. Belongs to one event loop."""
 
-    def __init__(self, watched: Watched, executor: Executor, pools: Pools) -> None:
+    def __init__(self, watched: Watched, executor: Executor, pools: Pools, spares: Spares) -> None:
         self._watched = watched
         self._executor = executor
         self._pools = pools
+        self._spares = spares
         self._queue = WorkQueue()
         """BaseModels whose status may have changed."""
 
@@ -74,7 +77,10 @@ class BaseModels:
         active = self._watched.offering(model_name)
         sessions = self._watched.sessions_of(model_name)
         pool = pool_status(self._pools.facts(model_name))
-        status = base_model_status(base_model, active, sessions, datetime.now(UTC), pool)
+        spares = spares_status(self._spares.facts(model_name))
+        status = base_model_status(
+            base_model, active, sessions, datetime.now(UTC), pool=pool, spares=spares
+        )
         written = status.model_dump(mode="json", by_alias=True, exclude_none=True)
         content = self._executor.storable("BaseModel", written)
         if content != base_model.get("status"):

@@ -21,6 +21,7 @@ from tinkercloud_operator.run.head_client import HeadClient
 from tinkercloud_operator.run.pools import Pools
 from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.run.served_definitions import OWN_KINDS, ServedDefinitions
+from tinkercloud_operator.run.spares import Spares
 from tinkercloud_operator.run.store import CHILD_KINDS, Surroundings, Watched
 from tinkercloud_operator.run.tenants import Tenants
 from tinkercloud_operator.run.work_queue import WorkQueue
@@ -72,8 +73,16 @@ class Controller:
         self._executor = Executor(
             cluster, self._head_saver, self.note, self._note_own, self._definitions.storable
         )
-        self._pools = Pools(self.watched, cluster, self._head_saver, self.note, self.queue.add)
-        self._base_models = BaseModels(self.watched, self._executor, self._pools)
+        self._spares = Spares(self.watched, cluster, self.note, self.queue.add)
+        self._pools = Pools(
+            self.watched,
+            cluster,
+            self._head_saver,
+            self.note,
+            self.queue.add,
+            spares=self._spares,
+        )
+        self._base_models = BaseModels(self.watched, self._executor, self._pools, self._spares)
         self._tenants = Tenants(self.watched, self._executor)
         self._settings = settings
         self._nodes: tuple[float, tuple[Node, ...] | None] = (float("-inf"), None)
@@ -291,6 +300,7 @@ class Controller:
             own_gap=self._definitions.own_gaps.get("TrainingSession"),
             cordoned=self._cordoned,
             pool_message=self._pools.waiting_message(name),
+            takes_spare=self._spares.is_promised(name),
         )
         observed = self.watched.observed(name, surroundings)
         if observed is None or observed.deleted is not None:

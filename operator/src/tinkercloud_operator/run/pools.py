@@ -16,6 +16,7 @@ from tinkercloud_operator.decide.pool_facts import is_cluster, is_member, pool_f
 from tinkercloud_operator.decide.pool_model import PoolFacts
 from tinkercloud_operator.decide.pools import plan_pool
 from tinkercloud_operator.run.save_requests import HeadSaver
+from tinkercloud_operator.run.spares import Spares
 from tinkercloud_operator.run.store import Watched
 from tinkercloud_operator.run.work_queue import WorkQueue
 
@@ -36,6 +37,7 @@ class Pools:
         head_saver: receives requests to give models away.
         note: called with the kind and the new state of an object after a write.
         enqueue: called with the name of a session to reconcile.
+        spares: the warm spares, which the same worker maintains.
     """
 
     def __init__(
@@ -45,12 +47,15 @@ class Pools:
         head_saver: HeadSaver,
         note: Callable[[str, Manifest], object],
         enqueue: Callable[[str], object],
+        *,
+        spares: Spares,
     ) -> None:
         self._watched = watched
         self._cluster = cluster
         self._head_saver = head_saver
         self._note = note
         self._enqueue = enqueue
+        self._spares = spares
         self._queue = WorkQueue()
         """Model names whose pool may need something."""
         self._deleting: set[str] = set()
@@ -102,6 +107,8 @@ class Pools:
             self._waiting.pop(manifest["metadata"]["name"], None)
         if is_cluster(manifest):
             self._note_cluster(manifest, is_gone=is_gone)
+        for model_name in self._spares.note(manifest, is_gone=is_gone):
+            self._queue.add(model_name)
         if is_cluster(manifest) or is_member(manifest):
             self._queue.add(str(manifest["spec"].get("baseModel", "")))
 
@@ -164,9 +171,10 @@ class Pools:
         if base_model is not None:
             for name in plan.create:
                 await self._create(name, base_model)
-        if plan.changes_at is not None:
-            seconds = (plan.changes_at - datetime.now(UTC)).total_seconds()
-            self._queue.add_after(model_name, max(0.0, seconds))
+        for moment in (plan.changes_at, await self._spares.maintain(model_name)):
+            if moment is not None:
+                seconds = (moment - datetime.now(UTC)).total_seconds()
+                self._queue.add_after(model_name, max(0.0, seconds))
         if failures:
             raise failures[0]
 

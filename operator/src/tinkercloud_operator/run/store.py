@@ -22,7 +22,7 @@ from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_kube.objects import Change, Manifest, Objects
 from tinkercloud_operator.children.secret_marker import has_secret
 from tinkercloud_operator.decide import parsing, start_order
-from tinkercloud_operator.decide.pool_facts import is_cluster
+from tinkercloud_operator.decide.pool_facts import is_cluster, taken_by
 from tinkercloud_operator.decide.session_index import SessionIndex, age, is_live
 from tinkercloud_operator.decide.status import head_url
 from tinkercloud_operator.decide.tenant_quotas import TenantQuotas
@@ -70,6 +70,7 @@ class Surroundings:
     own_gap: str | None = None
     cordoned: frozenset[str] = frozenset()
     pool_message: str | None = None
+    takes_spare: bool = False
 
 
 def _kept(kind: str, manifest: Manifest) -> Manifest:
@@ -152,11 +153,7 @@ class Watched:
         if created is None:
             return None
         everything = self._children.get(name, {})
-        children = {
-            key: item
-            for key, item in everything.items()
-            if _session_uid(item) in {metadata["uid"], None}
-        }
+        children = _of_session(everything, metadata["uid"])
         base_model = self._base_model(spec.base_model)
         quota_message = self._quota_message(manifest)
         may_start = surroundings.starts_in_order and quota_message is None
@@ -173,7 +170,7 @@ class Watched:
             status=status,
             last_activity=parsing.last_activity(manifest),
             base_model=base_model,
-            sessions_of_owner=self._older_siblings(manifest, base_model),
+            sessions_of_owner=self.older_siblings(manifest, base_model),
             start_order_message=self._turn(manifest) if may_start else None,
             children={
                 key: item for key, item in children.items() if key.kind not in {"Pod", _PROGRAM_POD}
@@ -193,8 +190,9 @@ class Watched:
             kuberay_gap=surroundings.kuberay_gap,
             own_gap=surroundings.own_gap,
             cordoned=surroundings.cordoned,
-            pool_cluster=self._pool_cluster(spec.pool_cluster, metadata["namespace"]),
+            pool_cluster=self._pool_cluster(spec, metadata),
             pool_message=surroundings.pool_message,
+            takes_spare=surroundings.takes_spare,
             quota_message=quota_message,
             tenant=self._tenant_of(spec.owner),
         )
@@ -205,10 +203,21 @@ class Watched:
         pods = [parsing.pod(item) for key, item in children.items() if key.kind == "Pod"]
         return bool(pods) and all(pod.is_ready for pod in pods)
 
-    def _pool_cluster(self, name: str | None, namespace: str) -> PoolCluster | None:
-        """Return the pool cluster of a session, if it has one that exists."""
+    def has_cluster(self, name: str) -> bool:
+        """Whether a session has a RayCluster of its own."""
+        return ChildKey("RayCluster", name) in self._children.get(name, {})
+
+    def may_start(self, session: Manifest) -> bool:
+        """Whether a session has no RayCluster, and its tenant's limits allow it to start."""
+        return not (self.has_cluster(session["metadata"]["name"]) or self._quota_message(session))
+
+    def _pool_cluster(self, spec: TrainingSessionSpec, metadata: Manifest) -> PoolCluster | None:
+        """Return the pool cluster of a session, or its spare, if it has one that exists."""
+        name, namespace = spec.pool_cluster, metadata["namespace"]
         manifest = self.sessions.get(name) if name is not None else None
         if name is None or manifest is None or not is_cluster(manifest):
+            return None
+        if spec.sharing == "Dedicated" and taken_by(manifest) != metadata["uid"]:
             return None
         status = parsing.session_status(manifest)
         ready = find(status.conditions, ConditionType.READY)
@@ -218,7 +227,7 @@ class Watched:
             name=name,
             endpoint=head_url(name, namespace) if is_serving else None,
             incarnation=status.incarnation,
-            has_pods=ChildKey("RayCluster", name) in self._children.get(name, {}),
+            has_pods=self.has_cluster(name),
             conditions=status.conditions,
         )
 
@@ -255,7 +264,7 @@ class Watched:
         ]
         return min(found, key=age, default=None)
 
-    def _older_siblings(self, manifest: Manifest, base_model: BaseModelSpec | None) -> int:
+    def older_siblings(self, manifest: Manifest, base_model: BaseModelSpec | None) -> int:
         """Return how many live sessions its owner has that came first."""
         if base_model is None or base_model.limits.max_sessions_per_owner is None:
             return 0
@@ -264,14 +273,14 @@ class Watched:
     def _turn(self, session: Manifest) -> str | None:
         """Return why older sessions have their pods first, if any compete with this one."""
         name = session["metadata"]["name"]
-        if ChildKey("RayCluster", name) in self._children.get(name, {}):
+        if self.has_cluster(name):
             return None
         return self._turns.admit(session, self.offering)
 
     def _quota_message(self, session: Manifest) -> str | None:
         """Return which limit of its owner's tenant a session waits for, if any."""
         return self.quotas.admit(
-            session, self.offering, has_cluster=self._has_cluster(session["metadata"]["name"])
+            session, self.offering, has_cluster=self.has_cluster(session["metadata"]["name"])
         )
 
     def _base_model(self, model_name: str) -> BaseModelSpec | None:
@@ -282,14 +291,11 @@ class Watched:
         tenant = self.quotas.tenant(owner)
         return tenant.spec if tenant is not None else None
 
-    def _has_cluster(self, session: str) -> bool:
-        return ChildKey("RayCluster", session) in self._children.get(session, {})
-
     def _note_quota(self, session: str, change: Change[Manifest] | None = None) -> set[str]:
         """Note what a session uses of its tenant's limits; return those that may now start."""
         known = self.sessions.get(session)
         if known is not None:
-            has_cluster = self._has_cluster(session)
+            has_cluster = self.has_cluster(session)
             return self.quotas.note(known, self.offering, has_cluster=has_cluster)
         if change is not None and change.before is not None:
             return self.quotas.forget(change.before)
@@ -381,6 +387,11 @@ class Watched:
 
 def _is_for_client(metadata: Metadata) -> bool:
     return labels.CREATED_FOR in metadata.get("annotations", {})
+
+
+def _of_session(children: Mapping[ChildKey, Manifest], uid: str) -> dict[ChildKey, Manifest]:
+    """Return the children that do not belong to an earlier session with the same name."""
+    return {key: item for key, item in children.items() if _session_uid(item) in {uid, None}}
 
 
 def _pods(children: Mapping[ChildKey, Manifest]) -> tuple[Pod, ...]:

@@ -92,6 +92,7 @@ def _as_base_model(resolved: ResolvedSpec) -> BaseModelSpec:
             "programs": None,
             "sharing": "Dedicated",
             "pool": None,
+            "warm_spares": 0,
         }
     )
 

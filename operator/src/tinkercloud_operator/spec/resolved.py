@@ -17,7 +17,7 @@ from tinkercloud_crds.shapes import (
     SamplerShape,
     TrainerShape,
 )
-from tinkercloud_crds.training_session import TrainingSessionSpec
+from tinkercloud_crds.training_session import SERVING_ROLES, TrainingSessionSpec
 from tinkercloud_operator.spec.parallelism import check_engine, plan_parallelism
 from tinkercloud_operator.spec.quantities import parse_quantity
 from tinkercloud_planning.plan import TrainerPlan
@@ -202,7 +202,7 @@ def resolve(
 
 def _planned_rank(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> int | None:
     """Return the rank to plan the trainers for; None for full fine-tuning."""
-    if spec.role == "Pool":
+    if spec.role in SERVING_ROLES:
         return base_model.limits.max_lora_rank
     return None if spec.lora is None else spec.lora.rank
 
@@ -259,7 +259,7 @@ def idle_policy(spec: TrainingSessionSpec, base_model: BaseModelSpec | None) -> 
 
 def max_lifetime(spec: TrainingSessionSpec, base_model: BaseModelSpec | None) -> int | None:
     """Return the maximum lifetime in seconds; None for no limit, as for a cluster of a pool."""
-    if spec.role == "Pool":
+    if spec.role in SERVING_ROLES:
         return None
     allowed = base_model.sessions.max_lifetime_seconds if base_model is not None else None
     lifetimes = (spec.max_lifetime_seconds, allowed)
@@ -391,7 +391,7 @@ def _over_quota(
 ) -> Rejection | None:
     """Return a rejection with the queue position if the owner is at its session limit."""
     limit = base_model.limits.max_sessions_per_owner
-    if limit is None or sessions_of_owner < limit or spec.role == "Pool":
+    if limit is None or sessions_of_owner < limit or spec.role in SERVING_ROLES:
         return None
     return Rejection(
         Reason.QUOTA_EXCEEDED,

@@ -95,7 +95,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class PoolCluster:
-    """The pool cluster that serves a session without pods of its own."""
+    """The pool cluster, or taken spare, that serves a session without pods of its own."""
 
     name: str
     endpoint: str | None
@@ -167,6 +167,8 @@ class Observed:
     """The cluster that `spec.poolCluster` names, if it exists."""
     pool_message: str | None = None
     """Why it has no place in a pool; None if it has one, or needs none."""
+    takes_spare: bool = False
+    """Whether it is about to take over a warm spare, and therefore starts no pods of its own."""
     quota_message: str | None = None
     """Which limit of its owner's Tenant it waits for; None if it may start."""
     tenant: TenantSpec | None = None

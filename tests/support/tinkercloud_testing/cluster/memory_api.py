@@ -81,7 +81,11 @@ class MemoryApi:
             case "DELETE":
                 return self._delete(path, await request.json())
             case _:
-                return self._patch(path.removesuffix("/status"), json.loads(await request.read()))
+                path, manifest = path.removesuffix("/status"), json.loads(await request.read())
+                if request.content_type == "application/merge-patch+json" and "spec" in manifest:
+                    before = self.objects.get(path, {}).get("spec", {})
+                    manifest["spec"] = before | manifest["spec"]
+                return self._patch(path, manifest)
 
     def _create(self, path: str, manifest: Json) -> web.Response:
         if path in self.objects:

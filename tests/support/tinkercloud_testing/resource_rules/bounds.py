@@ -72,6 +72,7 @@ AT_THE_BOUND: Mapping[str, tuple[Callable[..., Json], Json, Json]] = {
         {"sharing": "Shared", "pool": {"slotsPerCluster": 1}},
         {"sharing": "Shared", "pool": {"slotsPerCluster": 0}},
     ),
+    "spec.warmSpares": (base_model, {"warmSpares": 0}, {"warmSpares": -1}),
     "spec.pool.spareSlots": (
         base_model,
         {"sharing": "Shared", "pool": {"spareSlots": 0}},

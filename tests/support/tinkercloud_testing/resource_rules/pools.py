@@ -4,6 +4,7 @@ from tinkercloud_testing.resource_rules.rule import Rule, base_model, session
 from tinkercloud_testing.sessions import PROGRAM, Json
 
 POOL: Json = {"role": "Pool", "lora": None}
+SPARE: Json = {"role": "Spare", "lora": None}
 SHARED: Json = {"sharing": "Shared"}
 RUN: Json = {**SHARED, "modelId": "run:train:0"}
 RESTORED = {"path": "tinker://run:train:0/weights/last"}
@@ -14,6 +15,21 @@ def pool(**fields: int) -> Json:
 
 
 POOL_RULES = (
+    Rule(
+        "spec",
+        "warmSpares: only valid with sharing Dedicated; use pool.minClusters and pool.spareSlots"
+        " for a pool, or remove warmSpares",
+        {
+            "Dedicated": base_model(warmSpares=2),
+            "none": base_model(**SHARED, warmSpares=0),
+            "a pool": base_model(**SHARED),
+        },
+        {
+            "a pool with spares": base_model(**SHARED, warmSpares=1),
+            "a pool with many": base_model(**SHARED, warmSpares=100),
+            "a pool of a size": pool(minClusters=1) | {"warmSpares": 1},
+        },
+    ),
     Rule(
         "spec",
         "pool: only valid with sharing Shared; set sharing to Shared, or remove pool",
@@ -45,14 +61,16 @@ POOL_RULES = (
     Rule(
         "spec",
         "role: sharing, modelId, lora, restoreFrom, trainer, sampler and program are not valid for"
-        " role Pool; remove them",
+        " roles Pool and Spare; remove them",
         {
             "a cluster": session(**POOL),
+            "a spare": session(**SPARE),
             "a suspended cluster": session(**POOL, suspend=True),
             "a queue": session(**POOL, queueName="research"),
         },
         {
             "lora": session(role="Pool"),
+            "lora of a spare": session(role="Spare"),
             "modelId": session(**POOL, modelId="run:train:0"),
             "restoreFrom": session(**POOL, restoreFrom=RESTORED),
             "trainer": session(**POOL, trainer={"replicas": 1}),
@@ -94,15 +112,16 @@ POOL_RULES = (
     ),
     Rule(
         "spec",
-        "poolCluster: only valid with sharing Shared; remove it",
+        "poolCluster: only valid with sharing Shared or role Trainer; remove it",
         {
             "placed": session(**RUN, poolCluster="pool-a"),
             "waiting": session(**RUN),
             "with its own pods": session(),
+            "with a spare": session(poolCluster="spare-a"),
         },
         {
-            "by default": session(poolCluster="pool-a"),
-            "Dedicated": session(sharing="Dedicated", poolCluster="pool-a"),
+            "a sampler": session(role="Sampler", lora=None, poolCluster="pool-a"),
+            "a spare": session(**SPARE, poolCluster="pool-a"),
             "a cluster": session(**POOL, poolCluster="pool-a"),
         },
     ),

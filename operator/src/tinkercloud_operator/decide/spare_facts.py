@@ -1,0 +1,161 @@
+"""Reads the facts about the warm spares of a BaseModel from its objects. Pure."""
+
+from collections.abc import Callable, Iterable, Set
+from dataclasses import replace
+from datetime import datetime
+
+from pydantic import ValidationError
+
+from tinkercloud_crds import labels
+from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.conditions import ConditionType, Reason
+from tinkercloud_crds.times import parse_time
+from tinkercloud_crds.training_session import TrainingSessionSpec
+from tinkercloud_kube.objects import Manifest
+from tinkercloud_operator.decide import parsing
+from tinkercloud_operator.decide.pool_facts import cluster_prefix, condition, is_cluster, taken_by
+from tinkercloud_operator.decide.session_index import age, is_live
+from tinkercloud_operator.decide.spares import Spare, SparesFacts, Taker
+from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
+
+_SHORT = frozenset({Reason.QUEUED, Reason.UNSCHEDULABLE, Reason.QUOTA_EXCEEDED})
+"""Reasons of sessions that would start if other pods ended."""
+_WITHOUT_CLUSTER = frozenset({"Suspending", "Suspended", "Finished"})
+"""Phases of sessions whose cluster is no longer needed."""
+
+
+def is_spare(session: Manifest) -> bool:
+    """Return whether a session is a warm spare, taken or not."""
+    return bool(session["spec"].get("role") == "Spare")
+
+
+def is_short(session: Manifest) -> bool:
+    """Return whether a session waits for nodes or quota that a spare may hold.
+
+    A session that waits for a limit of its owner, or for a place in a pool, does not.
+    """
+    if is_spare(session) or session["spec"].get("sharing") == "Shared" or not is_live(session):
+        return False
+    ready = condition(session, ConditionType.READY)
+    is_waiting_for_tenant = (
+        condition(session, ConditionType.QUOTA_RESERVED).get("reason") == Reason.QUOTA_EXCEEDED
+    )
+    is_accepted = condition(session, ConditionType.ACCEPTED).get("status") == "True"
+    if is_waiting_for_tenant:
+        return False
+    return is_accepted and ready.get("status") == "False" and ready.get("reason") in _SHORT
+
+
+def spares_facts(
+    model_name: str,
+    active: Manifest | None,
+    sessions: Iterable[Manifest],
+    *,
+    may_start: Callable[[Manifest], bool],
+    older_sessions: Callable[[Manifest, BaseModelSpec], int],
+    sessions_short: int,
+    deleting: Set[str],
+    now: datetime,
+) -> SparesFacts:
+    """Return the facts about the spares of a model name.
+
+    Args:
+        model_name: `spec.modelName` of the BaseModel.
+        active: the active BaseModel of that name, if there is one.
+        sessions: all sessions of that name.
+        may_start: returns whether a session has no RayCluster and does not wait for its tenant.
+        older_sessions: returns the older live sessions with the same owner and BaseModel.
+        sessions_short: sessions of the namespace that wait for nodes or quota.
+        deleting: uids of spares whose deletion was requested, whether it is visible yet or not.
+        now: the current time.
+    """
+    metadata: Manifest = active["metadata"] if active is not None else {"name": model_name}
+    is_offered = active is not None and "deletionTimestamp" not in metadata
+    offer = parsing.base_model(active) if active is not None and is_offered else None
+    listed = sorted(sessions, key=age)
+    shape = _shape_of_spares(offer)
+
+    def fits(session: Manifest) -> bool:
+        if shape is None or offer is None or not (_is_new(session) and may_start(session)):
+            return False
+        wanted = _resolved(session, offer, older_sessions)
+        return wanted is not None and _comparable(wanted) == shape
+
+    return SparesFacts(
+        prefix=cluster_prefix("spare", metadata["name"]),
+        wanted=offer.warm_spares if offer is not None and offer.sharing == "Dedicated" else 0,
+        spares=[_spare(each, deleting) for each in listed if is_spare(each)],
+        takers=[
+            _taker(each, may_take=fits(each))
+            for each in listed
+            if not is_cluster(each) and each["spec"].get("sharing") != "Shared"
+        ],
+        sessions_short=sessions_short,
+        now=now,
+        closed_until=parse_time(metadata.get("annotations", {}).get(labels.POOL_CLOSED_UNTIL)),
+    )
+
+
+def _shape_of_spares(offer: BaseModelSpec | None) -> ResolvedSpec | None:
+    """Return what the spares of a BaseModel start; None if there are none."""
+    if offer is None or not offer.warm_spares:
+        return None
+    spare = TrainingSessionSpec(base_model=offer.model_name, role="Spare", owner=labels.POOL_OWNER)
+    found = resolve(spare, offer, 0)
+    return _comparable(found) if isinstance(found, ResolvedSpec) else None
+
+
+def _resolved(
+    session: Manifest,
+    offer: BaseModelSpec,
+    older_sessions: Callable[[Manifest, BaseModelSpec], int],
+) -> ResolvedSpec | None:
+    try:
+        spec = TrainingSessionSpec.model_validate(session["spec"])
+    except ValidationError:
+        return None
+    found = resolve(spec, offer, older_sessions(session, offer))
+    return found if isinstance(found, ResolvedSpec) else None
+
+
+def _comparable(resolved: ResolvedSpec) -> ResolvedSpec:
+    """Return a spec without the explanation of its plan."""
+    return replace(resolved, plan=None)
+
+
+def _is_new(session: Manifest) -> bool:
+    """Return whether a session is a LoRA run of a client that has never had pods."""
+    spec, status = session["spec"], session.get("status", {})
+    is_run = spec.get("role", "Trainer") == "Trainer" and "lora" in spec and "modelId" in spec
+    is_over = "deletionTimestamp" in session["metadata"] or not is_live(session)
+    has_run = "incarnation" in status or status.get("phase") in _WITHOUT_CLUSTER
+    is_stopped = bool(spec.get("suspend")) or has_run or is_over
+    return is_run and not is_stopped and "program" not in spec and "poolCluster" not in spec
+
+
+def _spare(session: Manifest, deleting: Set[str]) -> Spare:
+    metadata, ready = session["metadata"], condition(session, ConditionType.READY)
+    stalled = condition(session, ConditionType.STALLED)
+    is_stalled = stalled.get("status") == "True"
+    return Spare(
+        name=metadata["name"],
+        is_ready=ready.get("status") == "True" and not session["spec"].get("suspend"),
+        is_stopping="deletionTimestamp" in metadata or metadata["uid"] in deleting,
+        taken_by=taken_by(session),
+        is_outdated=condition(session, ConditionType.ACCEPTED).get("reason") == Reason.CHANGE_WAITS,
+        has_failed=ready.get("reason") == Reason.START_FAILED or not is_live(session),
+        problem=f"{stalled['reason']}: {stalled.get('message', '')}" if is_stalled else None,
+        gpus=session.get("status", {}).get("gpus", 0),
+    )
+
+
+def _taker(session: Manifest, *, may_take: bool) -> Taker:
+    is_over = not is_live(session)
+    phase = session.get("status", {}).get("phase")
+    return Taker(
+        name=session["metadata"]["name"],
+        uid=session["metadata"]["uid"],
+        cluster=session["spec"].get("poolCluster"),
+        may_take=may_take,
+        needs_cluster=not is_over and phase not in _WITHOUT_CLUSTER,
+    )

@@ -1,0 +1,151 @@
+"""The worker of spares: what it writes, in which order, and what it completes after a failure."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tinkercloud_crds import labels
+from tinkercloud_operator.run.head_client import HeadClient
+from tinkercloud_operator.run.pools import Pools
+from tinkercloud_operator.run.save_requests import HeadSaver
+from tinkercloud_operator.run.spares import Spares
+from tinkercloud_operator.run.store import Watched
+from tinkercloud_testing.cluster.memory_api import Connection, Json
+from tinkercloud_testing.sessions import a_base_model_manifest, a_session_manifest
+from tinkercloud_testing.waiting import reached
+
+OWN = "/apis/tinkercloud.dev/v1alpha1/namespaces/default"
+SESSIONS = f"{OWN}/trainingsessions"
+READY = {"type": "Ready", "status": "True", "reason": "Ready"}
+QUEUED = {"type": "Ready", "status": "False", "reason": "Queued"}
+ACCEPTED = {"type": "Accepted", "status": "True", "reason": "Accepted"}
+
+
+class UnusedHeads(HeadClient):
+    """Heads that receive no request: spares are given to sessions without them."""
+
+    def __init__(self) -> None:
+        pass
+
+
+class Operator:
+    """The worker of spares, with the objects that it knows."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.api = connection.api
+        self.watched = Watched()
+        self.reconciled: list[str] = []
+        self.spares = Spares(self.watched, connection.cluster, self._note, self.reconciled.append)
+        saver = HeadSaver(UnusedHeads(), self.reconciled.append)
+        self.pools = Pools(
+            self.watched,
+            connection.cluster,
+            saver,
+            self._note,
+            self.reconciled.append,
+            spares=self.spares,
+        )
+
+    def _note(self, kind: str, manifest: Any) -> None:
+        self.watched.note(kind, manifest)
+        self.pools.note(kind, manifest)
+
+    def see(self, kind: str, manifest: Json, **status: Any) -> None:
+        plural = {"BaseModel": "basemodels", "TrainingSession": "trainingsessions"}[kind]
+        path = f"{OWN}/{plural}/{manifest['metadata']['name']}"
+        self._note(kind, self.api.put(path, manifest | {"status": status}))
+
+    def see_spare(self) -> None:
+        spare = a_session_manifest("spare-a", role="Spare", lora=None, owner=labels.POOL_OWNER)
+        self.see("TrainingSession", spare, conditions=[READY, ACCEPTED])
+
+    def see_session(self, name: str = "one", **spec: Any) -> None:
+        session = a_session_manifest(name, modelId=f"{name}:train:0", **spec)
+        self.see("TrainingSession", session)
+
+    def known(self, name: str) -> Json:
+        return dict(self.watched.sessions[name])
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        task = asyncio.create_task(self.pools.work())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+    def wrote(self, request: str) -> bool:
+        return request in self.api.writes
+
+
+@pytest.fixture
+async def operator(connection: Connection) -> Operator:
+    made = Operator(connection)
+    made.see("BaseModel", a_base_model_manifest("model", warmSpares=1))
+    return made
+
+
+async def test_a_spare_is_started_before_any_session_exists(operator: Operator) -> None:
+    with operator.working():
+        await reached(lambda: operator.wrote(f"POST {SESSIONS}"))
+
+    [spare] = operator.watched.sessions.values()
+    [owner] = spare["metadata"]["ownerReferences"]
+    assert (spare["spec"]["role"], owner["kind"]) == ("Spare", "BaseModel")
+
+
+async def test_the_spare_belongs_to_the_session_before_the_session_uses_it(
+    operator: Operator,
+) -> None:
+    operator.see_spare()
+    operator.see_session()
+    assert operator.spares.is_promised("one")
+
+    with operator.working():
+        await reached(lambda: operator.known("one")["spec"].get("poolCluster") == "spare-a")
+
+    order = [operator.api.writes.index(f"PATCH {SESSIONS}/{each}") for each in ("spare-a", "one")]
+    assert order == sorted(order)
+    [owner] = operator.known("spare-a")["metadata"]["ownerReferences"]
+    assert owner["uid"] == operator.known("one")["metadata"]["uid"]
+    assert "one" in operator.reconciled
+    assert not operator.spares.is_promised("one")
+
+
+async def test_a_take_that_failed_after_its_first_write_is_completed_for_the_same_session(
+    operator: Operator,
+) -> None:
+    operator.api.refused["one"] = 500
+    operator.see_spare()
+    operator.see_session()
+
+    with operator.working():
+        await reached(lambda: operator.wrote(f"PATCH {SESSIONS}/one"))
+        operator.see_session("two")
+        del operator.api.refused["one"]
+        await reached(lambda: operator.known("one")["spec"].get("poolCluster") == "spare-a")
+
+    assert "poolCluster" not in operator.known("two")["spec"]
+
+
+async def test_a_session_that_a_spare_does_not_fit_is_promised_none(operator: Operator) -> None:
+    operator.see_spare()
+    operator.see_session("full", lora=None)
+    operator.see_session("queued", queueName="research")
+
+    assert not operator.spares.is_promised("full")
+    assert not operator.spares.is_promised("queued")
+
+
+async def test_a_waiting_session_of_another_base_model_ends_the_spare(operator: Operator) -> None:
+    operator.see_spare()
+    waiting = a_session_manifest("waiting", baseModel="other/model")
+    operator.see("TrainingSession", waiting, conditions=[ACCEPTED, QUEUED])
+
+    with operator.working():
+        await reached(lambda: operator.wrote(f"DELETE {SESSIONS}/spare-a"))
+
+    assert not operator.wrote(f"POST {SESSIONS}")
