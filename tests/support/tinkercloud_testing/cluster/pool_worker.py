@@ -21,6 +21,7 @@ from tinkercloud_operator.decide.pool_facts import is_member
 from tinkercloud_operator.run.head_client import HeadClient
 from tinkercloud_operator.run.pools import Pools
 from tinkercloud_operator.run.save_requests import HeadSaver
+from tinkercloud_operator.run.spares import Spares
 from tinkercloud_operator.run.store import Watched
 
 _ACCEPTED = {
@@ -40,7 +41,10 @@ class _PoolWorker:
         self.cluster = cluster
         self.watched = Watched()
         self.saver = HeadSaver(HeadClient(cluster, client), self._note_saved)
-        self.pools = Pools(self.watched, cluster, self.saver, self._note, lambda _: None)
+        spares = Spares(self.watched, cluster, self._note, lambda _: None)
+        self.pools = Pools(
+            self.watched, cluster, self.saver, self._note, lambda _: None, spares=spares
+        )
         self.is_accepted: set[str] = set()
 
     def _note_saved(self, session: str) -> None:
