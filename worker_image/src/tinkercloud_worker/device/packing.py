@@ -193,7 +193,9 @@ def _attend(
         own = slice(start, start + count * length)
         part_BNHE, _ = sdpa_attention_forward(
             module,
-            *[_batch(each[0, :, own], count) for each in (query_1HRE, key_1GRE, value_1GRE)],
+            _batch(query_1HRE[0, :, own], count),
+            _batch(key_1GRE[0, :, own], count),
+            _batch(value_1GRE[0, :, own], count),
             _recent(length, window, query_1HRE.device),
             **kwargs,
         )
