@@ -3,6 +3,7 @@
 Tests take the role of the operator, or run its worker of pools.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.slow
 
 MODEL = "tiny/moved"
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
+NUM_RUNS = 20
 AHEAD = 4
 """Steps that a client sends before it waits for a result."""
 
@@ -147,3 +149,35 @@ def test_the_runs_of_a_drained_cluster_are_moved_and_it_is_deleted_while_they_tr
         assert world.session(session)["spec"]["poolCluster"] == "pool-right"
         undisturbed = server.client().create_lora_training_client(MODEL, rank=4, seed=1).result()
         assert losses == pipelined(undisturbed, range(len(losses)))
+
+
+def test_twenty_runs_of_a_killed_cluster_resume_elsewhere_from_their_last_checkpoints(
+    pool: Pool, world: World, server: Server
+) -> None:
+    doomed = world.a_head(MODEL)
+    pool.heads["pool-doomed"] = doomed
+    world.a_pool_cluster("pool-doomed", doomed)
+    runs = [pool.a_run(server, "pool-doomed")[0] for _ in range(NUM_RUNS)]
+    expected = []
+    for index, run in enumerate(runs):
+        step(run, index)
+        run.save_state("safe").result()
+        expected.append(step(run, index))
+
+    doomed.kill()
+    world.cluster.delete("trainingsession", "pool-doomed", world.namespace)
+
+    with a_pool_worker(world.cluster.kubeconfig, world.namespace):
+        resumed = []
+        for run in runs:
+            with pytest.raises((tinker.TinkerError, ValueError), match="is lost") as lost:
+                step(run)
+            named = re.search(r"tinker://[^'\"]+", str(lost.value))
+            assert named is not None
+            assert named[0] == f"tinker://{run.model_id}/weights/safe"
+            client = server.client()
+            again = client.create_training_client_from_state_with_optimizer(named[0]).result()
+            resumed.append(again)
+        losses = [step(run, index) for index, run in enumerate(resumed)]
+
+    assert losses == expected
