@@ -149,7 +149,7 @@ class BaseModelSpec(Part):
                 "pool: only valid with sharing Shared; set sharing to Shared, or remove pool",
             ),
             (
-                "self.warmSpares == 0 || self.sharing == 'Dedicated'",
+                "!has(self.warmSpares) || self.warmSpares == 0 || self.sharing == 'Dedicated'",
                 "warmSpares: only valid with sharing Dedicated; use pool.minClusters and"
                 " pool.spareSlots for a pool, or remove warmSpares",
             ),
