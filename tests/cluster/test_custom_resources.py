@@ -239,16 +239,22 @@ def test_sessions_are_listed_as_the_documentation_shows(crds: Cluster, namespace
 def test_base_models_are_listed_with_their_choices(crds: Cluster, namespace: str) -> None:
     write(crds, base_model("qwen", trainer=TRAINERS, sampler=SAMPLERS), namespace)
     pool = {"clusterSummary": "1/2", "slotSummary": "5/16"}
-    seen = {"liveSessions": 2, "gpus": 20, "pool": pool, "conditions": [a_condition("Ready")]}
+    seen = {
+        "liveSessions": 2,
+        "gpus": 20,
+        "pool": pool,
+        "spares": {"summary": "1/1"},
+        "conditions": [a_condition("Ready")],
+    }
     crds.patch_status("bm", "qwen", seen, namespace)
 
     header, row = crds.kubectl("get", "basemodels", f"--namespace={namespace}").splitlines()
 
     assert header.split() == [
         *["NAME", "MODEL", "READY", "TRAINER", "SAMPLER"],
-        *["SESSIONS", "CLUSTERS", "SLOTS", "GPUS", "AGE"],
+        *["SESSIONS", "CLUSTERS", "SLOTS", "SPARES", "GPUS", "AGE"],
     ]
-    assert " ".join(row.split()[:-1]) == "qwen Qwen/Qwen3-8B True megatron sglang 2 1/2 5/16 20"
+    assert " ".join(row.split()[:-1]) == "qwen Qwen/Qwen3-8B True megatron sglang 2 1/2 5/16 1/1 20"
 
 
 @pytest.mark.parametrize("asked", ["bm,tsess", "ml"])

@@ -1,5 +1,6 @@
 """Pools of clusters: the operator on a real control plane with KubeRay; pods are simulated."""
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,8 +125,10 @@ def test_runs_of_several_owners_share_the_pods_of_one_cluster(sessions: Sessions
     assert (sessions.status("one")["gpus"], sessions.status(cluster)["gpus"]) == (0, 3)
     wait_until(lambda: pool_status(sessions).get("models") == 2, "both counted", SOON_SECONDS)
     table = sessions.cluster.kubectl("get", "basemodels", "-n", sessions.namespace)
-    header, row = (line.split() for line in table.splitlines())
-    shown = dict(zip(header, row, strict=True))
+    header, row = table.splitlines()
+    # A column may be empty.
+    columns = list(re.finditer(r"\S+\s*", header))
+    shown = {each.group().strip(): row[slice(*each.span())].strip() for each in columns}
     assert (shown["CLUSTERS"], shown["SLOTS"]) == ("1/1", "2/2")
     row = sessions.cluster.kubectl("get", "tsess", "one", "-n", sessions.namespace).split()
     assert cluster in row

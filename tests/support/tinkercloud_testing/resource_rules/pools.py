@@ -27,7 +27,7 @@ POOL_RULES = (
         {
             "a pool with spares": base_model(**SHARED, warmSpares=1),
             "a pool with many": base_model(**SHARED, warmSpares=100),
-            "a pool of a size": pool(minClusters=1) | {"warmSpares": 1},
+            "a pool of a size": base_model(**SHARED, pool={"minClusters": 1}, warmSpares=1),
         },
     ),
     Rule(
