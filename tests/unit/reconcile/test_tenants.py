@@ -6,11 +6,14 @@ import pytest
 
 from tinkercloud_crds.quotas import usage
 from tinkercloud_crds.tenant import TenantSpec
+from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator.decide.actions import Apply
 from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.decide.start_order import waits_for_nodes
+from tinkercloud_operator.decide.tenant_choices import choices_of_tenant
 from tinkercloud_operator.decide.tenant_status import tenant_status
 from tinkercloud_operator.run.store import Surroundings, Watched
+from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
 from tinkercloud_operator.spec.snapshot import Observed
 from tinkercloud_testing.session_world import SETTINGS
 from tinkercloud_testing.sessions import (
@@ -18,6 +21,7 @@ from tinkercloud_testing.sessions import (
     NOON,
     TRAINERS,
     Json,
+    a_base_model,
     a_base_model_manifest,
     a_session_manifest,
 )
@@ -264,3 +268,56 @@ def test_a_queue_that_the_tenant_does_not_allow_is_refused() -> None:
     assert "spec.queueName: 'red' is not allowed by the Tenant of owner 'ada'" in message
     assert "allowed values: blue" in message
     assert queue_of(namespace, "two")[0] == "blue"
+
+
+REJECTED = [{"type": "Accepted", "status": "False", "reason": "BaseModelNotFound"}]
+
+
+def test_a_session_that_was_rejected_before_waits_for_the_limits_like_any_other() -> None:
+    namespace = Namespace()
+    namespace.limit(sessions=1)
+    namespace.make("first", 1)
+    assert not namespace.waits("first")
+
+    namespace.make("second", 2, REJECTED)
+
+    assert namespace.waits("second")
+
+
+def test_a_session_that_is_rejected_now_reserves_nothing() -> None:
+    namespace = Namespace()
+    namespace.limit(sessions=1)
+    namespace.make("first", 1, REJECTED, baseModel="unknown/model")
+    assert not namespace.waits("first")
+
+    namespace.make("second", 2)
+
+    assert not namespace.waits("second")
+
+
+def test_a_session_that_a_spare_served_holds_no_gpus_once_it_is_suspended() -> None:
+    namespace = Namespace()
+    namespace.limit(dedicatedGpus=64)
+    namespace.make("first", 1)
+    assert not namespace.waits("first")
+    namespace.make("first", 1, poolCluster="spare-0")
+    idle = {"type": "Suspended", "status": "True", "reason": "Idle"}
+    namespace.make(
+        "first", 1, [idle, {"type": "QuotaReserved", "status": "True", "reason": "NoQueue"}]
+    )
+
+    tenant = namespace.watched.quotas.tenant("ada")
+    assert tenant is not None
+    [claimant] = namespace.watched.quotas.claimants(tenant)
+
+    assert claimant.held.dedicated_gpus == 0
+
+
+def test_the_choices_of_a_tenant_do_not_concern_clusters_that_serve_others() -> None:
+    tenant = TenantSpec(owners=["*"], allowedQueues=["theirs"])
+    for role in ("Pool", "Spare"):
+        spec = TrainingSessionSpec(base_model="m", role=role, owner="tinkercloud-pool")
+        resolved = resolve(spec, a_base_model(), 0)
+        assert isinstance(resolved, ResolvedSpec)
+
+        assert choices_of_tenant(spec, resolved, tenant) is resolved

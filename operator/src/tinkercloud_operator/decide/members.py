@@ -158,6 +158,9 @@ def _status(
         else previous.incarnation,
         last_activity_time=timestamp(observed.last_activity) if observed.last_activity else None,
         latest_checkpoint=_latest_checkpoint(observed),
+        restarts=previous.restarts,
+        served_incarnation=previous.served_incarnation,
+        saved_incarnation=previous.saved_incarnation,
         finished_time=finished,
         message=ready.message[:MAX_MESSAGE_LENGTH] or None,
     )

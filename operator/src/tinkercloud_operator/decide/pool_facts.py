@@ -131,7 +131,7 @@ def _member(
         # The head has dropped the model of a finished run, so that its slot is free.
         cluster=None if has_finished else cluster,
         waits_since=parse_time(metadata["creationTimestamp"]) if _may_wait(session) else None,
-        moving_to=metadata.get("annotations", {}).get(labels.MOVING_TO),
+        moving_to=None if has_finished else metadata.get("annotations", {}).get(labels.MOVING_TO),
         has_left=not is_run or (name, incarnations.get(cluster or "", "")) in given_away,
         model_id=spec.get("modelId") if is_run else None,
     )

@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import replace
 from datetime import datetime
 
-from pydantic import ValidationError
-
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import ConditionType, Reason
@@ -52,7 +50,7 @@ def spares_facts(
     sessions: Iterable[Manifest],
     *,
     may_start: Callable[[Manifest], bool],
-    older_sessions: Callable[[Manifest, BaseModelSpec], int],
+    resolved: Callable[[Manifest], ResolvedSpec | None],
     sessions_short: int,
     deleting: Set[str],
     now: datetime,
@@ -64,7 +62,8 @@ def spares_facts(
         active: the active BaseModel of that name, if there is one.
         sessions: all sessions of that name.
         may_start: returns whether a session has no RayCluster and does not wait for its tenant.
-        older_sessions: returns the older live sessions with the same owner and BaseModel.
+        resolved: returns what a session would start with, within what its tenant allows; None if
+            it would be rejected.
         sessions_short: sessions of the namespace that wait for nodes or quota.
         deleting: uids of spares whose deletion was requested, whether it is visible yet or not.
         now: the current time.
@@ -76,9 +75,9 @@ def spares_facts(
     shape = _shape_of_spares(offer)
 
     def fits(session: Manifest) -> bool:
-        if shape is None or offer is None or not (_is_new(session) and may_start(session)):
+        if shape is None or not (_is_new(session) and may_start(session)):
             return False
-        wanted = _resolved(session, offer, older_sessions)
+        wanted = resolved(session)
         return wanted is not None and _comparable(wanted) == shape
 
     return SparesFacts(
@@ -103,19 +102,6 @@ def _shape_of_spares(offer: BaseModelSpec | None) -> ResolvedSpec | None:
     spare = TrainingSessionSpec(base_model=offer.model_name, role="Spare", owner=labels.POOL_OWNER)
     found = resolve(spare, offer, 0)
     return _comparable(found) if isinstance(found, ResolvedSpec) else None
-
-
-def _resolved(
-    session: Manifest,
-    offer: BaseModelSpec,
-    older_sessions: Callable[[Manifest, BaseModelSpec], int],
-) -> ResolvedSpec | None:
-    try:
-        spec = TrainingSessionSpec.model_validate(session["spec"])
-    except ValidationError:
-        return None
-    found = resolve(spec, offer, older_sessions(session, offer))
-    return found if isinstance(found, ResolvedSpec) else None
 
 
 def _comparable(resolved: ResolvedSpec) -> ResolvedSpec:

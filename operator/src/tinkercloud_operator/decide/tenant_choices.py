@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.tenant import TenantSpec
-from tinkercloud_crds.training_session import TrainingSessionSpec
+from tinkercloud_crds.training_session import SERVING_ROLES, TrainingSessionSpec
 from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec
 
 
@@ -21,7 +21,7 @@ def choices_of_tenant(
         resolved: what it gets without a tenant.
         tenant: the tenant of its owner, if it has one.
     """
-    if tenant is None or spec.role == "Pool":
+    if tenant is None or spec.role in SERVING_ROLES:
         return resolved
     placement = resolved.placement
     choices = (

@@ -51,7 +51,7 @@ def _gpus(session: Manifest, offering: Offering) -> int:
 
 
 def claimant(
-    session: Manifest, wanted: Amounts, *, has_cluster: bool, is_admitted: bool
+    session: Manifest, wanted: Amounts, *, has_cluster: bool, is_admitted: bool, is_rejected: bool
 ) -> Claimant | None:
     """Return what a session holds and waits for; None if it has ended, or has no owner's quota.
 
@@ -60,14 +60,15 @@ def claimant(
         wanted: what it needs while it runs.
         has_cluster: whether its RayCluster exists.
         is_admitted: whether it was admitted, which its status may not show yet.
+        is_rejected: whether its specification is rejected, so that it waits for nothing.
     """
     if wanted == _NOTHING or not is_live(session):
         return None
     reserved = _condition(session, ConditionType.QUOTA_RESERVED)
     has_waited = reserved.get("reason") in {None, Reason.QUOTA_EXCEEDED}
-    is_rejected = _condition(session, ConditionType.ACCEPTED).get("status") == "False"
     is_placed = has_cluster or bool(session["spec"].get("poolCluster"))
-    is_started = is_placed or is_admitted or not (has_waited or is_rejected)
+    has_run = "incarnation" in session.get("status", {})
+    is_started = is_placed or is_admitted or has_run or not (has_waited or is_rejected)
     has_gpus = is_placed or is_admitted
     held = Amounts(
         sessions=wanted.sessions if is_started else 0,
@@ -145,8 +146,8 @@ class TenantQuotas:
         """Record a session that exists; return the sessions that may now start."""
         before = self._of(session)
         is_over = "deletionTimestamp" in session["metadata"] or session["spec"].get("suspend")
-        is_rejected = _condition(session, ConditionType.ACCEPTED).get("status") == "False"
-        if is_over or is_rejected or has_cluster or not is_live(session):
+        is_placed = has_cluster or bool(session["spec"].get("poolCluster"))
+        if is_over or is_placed or not is_live(session):
             self._admitted.discard(session["metadata"]["name"])
         after = self._put(session, offering, has_cluster=has_cluster)
         return self._waiting(session) if _is_less(before, after) else set()
@@ -161,13 +162,27 @@ class TenantQuotas:
             self._claimants.pop(owner, None)
         return self._waiting(session) if known is not None else set()
 
+    def reject(self, session: Manifest, offering: Offering, *, has_cluster: bool) -> None:
+        """Record that a session is rejected now, so that nothing is reserved for it."""
+        self._admitted.discard(session["metadata"]["name"])
+        self._put(session, offering, has_cluster=has_cluster)
+
     def admit(self, session: Manifest, offering: Offering, *, has_cluster: bool) -> str | None:
-        """Admit a session if its tenant's limits allow it; otherwise return why it waits."""
+        """Admit a session if its tenant's limits allow it; otherwise return why it waits.
+
+        Its specification is accepted now, even if its status still says that it was rejected.
+        """
         name, tenant = session["metadata"]["name"], self.tenant(_owner(session))
         if tenant is None:
             return None
         self._put(session, offering, has_cluster=has_cluster)
-        own = self._of(session)
+        own = claimant(
+            session,
+            wants(session, offering),
+            has_cluster=has_cluster,
+            is_admitted=name in self._admitted,
+            is_rejected=False,
+        )
         if own is None or not own.waits:
             return None
         others = [each for each in self.claimants(tenant) if each.name != name]
@@ -184,6 +199,7 @@ class TenantQuotas:
             wants(session, offering),
             has_cluster=has_cluster,
             is_admitted=name in self._admitted,
+            is_rejected=_condition(session, ConditionType.ACCEPTED).get("status") == "False",
         )
         if found is None:
             self._claimants.get(owner, {}).pop(name, None)

@@ -52,8 +52,9 @@ class Spares:
             self._watched.offering(model_name),
             self._watched.sessions_of(model_name),
             may_start=self._watched.may_start,
-            older_sessions=self._watched.older_siblings,
-            sessions_short=len(self._short),
+            resolved=self._watched.resolved,
+            # A session may have gone unseen, while a watch was interrupted.
+            sessions_short=len(self._short & self._watched.sessions.keys()),
             deleting=self._deleting,
             now=datetime.now(UTC),
         )

@@ -25,7 +25,9 @@ from tinkercloud_operator.decide import parsing, start_order
 from tinkercloud_operator.decide.pool_facts import is_cluster, taken_by
 from tinkercloud_operator.decide.session_index import SessionIndex, age, is_live
 from tinkercloud_operator.decide.status import head_url
+from tinkercloud_operator.decide.tenant_choices import choices_of_tenant
 from tinkercloud_operator.decide.tenant_quotas import TenantQuotas
+from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
 from tinkercloud_operator.spec.snapshot import (
     ChildKey,
     Node,
@@ -279,9 +281,23 @@ class Watched:
 
     def _quota_message(self, session: Manifest) -> str | None:
         """Return which limit of its owner's tenant a session waits for, if any."""
-        return self.quotas.admit(
-            session, self.offering, has_cluster=self.has_cluster(session["metadata"]["name"])
-        )
+        has_cluster = self.has_cluster(session["metadata"]["name"])
+        if self.resolved(session) is None:
+            self.quotas.reject(session, self.offering, has_cluster=has_cluster)
+            return None
+        return self.quotas.admit(session, self.offering, has_cluster=has_cluster)
+
+    def resolved(self, session: Manifest) -> ResolvedSpec | None:
+        """Return what a session would start with now; None if it would be rejected."""
+        try:
+            spec = TrainingSessionSpec.model_validate(session.get("spec", {}))
+        except ValidationError:
+            return None
+        base_model = self._base_model(spec.base_model)
+        found = resolve(spec, base_model, self.older_siblings(session, base_model))
+        if isinstance(found, ResolvedSpec):
+            found = choices_of_tenant(spec, found, self._tenant_of(spec.owner))
+        return found if isinstance(found, ResolvedSpec) else None
 
     def _base_model(self, model_name: str) -> BaseModelSpec | None:
         offering = self.offering(model_name)
