@@ -148,6 +148,10 @@ async def test_a_model_comes_back_to_a_head_that_it_left(head: Head, target: Hea
 
     send(head, range(3, 4))
     assert await head.loss(5) < second
+    stored = await head.backend.store.find_suspended(str(MODEL))
+    assert stored is not None
+    assert not stored.continues_from("g1"), "after a kill, the older state would be resumed"
+    assert stored.continues_from("g2")
 
 
 async def test_an_inactive_model_in_the_store_is_moved_without_being_loaded(

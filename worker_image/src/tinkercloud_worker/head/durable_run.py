@@ -140,6 +140,12 @@ class DurableRun:
         """See `RequestLog.accepted`."""
         await self._writer.written()
 
+    async def settled(self) -> None:
+        """See `RequestLog.settled`; it also returns if the journal has failed."""
+        settled = asyncio.Event()
+        self._writer.when_durable(self._writer.last_index, settled.set)
+        await settled.wait()
+
     def release(self, seq_id: int, finish: Callable[[], None]) -> None:
         """See `RequestLog.release`."""
         self._needed = max(self._needed, self._index_of.pop(seq_id, -1))
@@ -198,7 +204,7 @@ class DurableRun:
         if self._model.queue.background:
             await asyncio.wait(self._model.queue.background)
         point = self._schedule.begin(time.monotonic())
-        await self._settled()
+        await self.settled()
         began = time.monotonic()
         try:
             snapshot = await self._snapshots.take()
@@ -206,6 +212,8 @@ class DurableRun:
             self._snapshot_failed(error)
             return
         metrics.SNAPSHOT_PAUSE_SECONDS.observe(time.monotonic() - began)
+        if self._is_closed:
+            return
         if self._writer.has_failed:
             self._number, self._next_index = self._number + 1, self._writer.last_index + 1
             self._writer = self._open()
@@ -215,18 +223,15 @@ class DurableRun:
         self._is_wanted = False
         self._saving = asyncio.create_task(self._save(snapshot, self._number, point))
 
-    async def _settled(self) -> None:
-        """Return once all results so far are published, or the journal has failed."""
-        settled = asyncio.Event()
-        self._writer.when_durable(self._writer.last_index, settled.set)
-        await settled.wait()
-
     async def _save(self, snapshot: Snapshot, number: int, point: SavePoint) -> None:
         began = time.monotonic()
         try:
             await self._snapshots.write(snapshot)
-            if self.degraded is not None:
+            if self.degraded is not None and not self._writer.has_failed:
                 await self._in_thread(lambda: self._folder.write_manifest(self._manifest))
+                if self._writer.has_failed:
+                    # It failed meanwhile: what it lacks is in memory only.
+                    await self._in_thread(self._withdraw)
             await self._in_thread(lambda: self._folder.remove_before(number))
         except Exception as error:  # noqa: BLE001 - the run continues, whatever it is
             self._is_wanted = True

@@ -89,6 +89,9 @@ class Operations:
         """How the gradient was lost; None once a request has reported it."""
         self.is_lost = False
         """Whether the engine has lost the model."""
+        self.repeated_until = -1
+        """Number of the last request that a journal repeats: the head that first ran these has
+        counted their tokens."""
 
     async def create(self) -> Result:
         """Create the model from the base weights or from a checkpoint."""
@@ -127,7 +130,9 @@ class Operations:
             self._report_lost_gradient()
         trainer = self._backend.trainer
         batch = await self._prepared(request)
-        self._backend.token_limits.spend(self._spec.owner, batch.num_tokens)
+        is_new = request.seq_id > self.repeated_until
+        if is_new:
+            self._backend.token_limits.spend(self._spec.owner, batch.num_tokens)
         share = self._share(batch.num_tokens)
         if (batcher := trainer.batcher) is not None:
             training_pass = TrainingPass(self._name, batch)
@@ -142,7 +147,8 @@ class Operations:
             )
         tokens = batch.num_tokens
         usage = Usage(forward_tokens=tokens) if batch.forward_only else Usage(trained_tokens=tokens)
-        self._backend.usage.count(Payer.of_model(self._spec.owner, self._name), usage)
+        if is_new:
+            self._backend.usage.count(Payer.of_model(self._spec.owner, self._name), usage)
         body = await asyncio.to_thread(_encode_output, request, batch, output)
         return Result(body, futures.PROTOBUF)
 

@@ -372,6 +372,10 @@ class ModelQueue:
                 self._failure, self._gradient_is_dirty = None, False
         except Exception as error:  # noqa: BLE001 - the future must resolve, whatever it is
             result = to_result(error)
+            if not isinstance(error, InvalidRequest):
+                # Repeated by another head, it might succeed, although its client has been informed
+                # of the failure: keep the outcome.
+                self.log.note_change()
             if queued.operation.role == "gradient":
                 self._failure = self._failure or (request_id, error_message(result))
                 await self._invalidate_gradient(request_id)

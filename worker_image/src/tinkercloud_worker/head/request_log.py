@@ -25,6 +25,9 @@ class RequestLog(Protocol):
     async def accepted(self) -> None:
         """Return once the requests so far would survive the end of this process."""
 
+    async def settled(self) -> None:
+        """Return once all results so far are published."""
+
     def release(self, seq_id: int, finish: Callable[[], None]) -> None:
         """Publish the result of a request once the request itself is durable."""
 
@@ -49,6 +52,9 @@ class NoLog:
 
     async def accepted(self) -> None:
         """See `RequestLog.accepted`."""
+
+    async def settled(self) -> None:
+        """See `RequestLog.settled`."""
 
     def release(self, seq_id: int, finish: Callable[[], None]) -> None:  # noqa: ARG002 - as above
         """See `RequestLog.release`."""

@@ -127,6 +127,8 @@ class HeadService:
             self._autosaver.watch(model)
             if refused is None:
                 await self._durability.begin(model)
+                if self._models.get(name) is not model:
+                    raise NotFound(f"model {model_id} was deleted")
             model.queue.submit(0, b"create", 0, model.creation(refused))
         return str(RequestId(model_id, 0))
 
@@ -227,9 +229,11 @@ class HeadService:
     async def move_model(self, model_id: ModelId) -> None:
         """Let another head continue a model; see `SuspendedModels.move`."""
         self._check_accepting()
-        if (task := self._resuming.get(str(model_id))) is not None:
+        name = str(model_id)
+        # A request may start to resume the model as soon as it has been suspended.
+        while task := self._resuming.get(name) or self._suspended.suspending(name):
             await asyncio.wait({task})
-        await self._suspended.move(str(model_id), self._samples)
+        await self._suspended.move(name, self._samples)
 
     def held(self) -> list[HeldModel]:
         """Return the models of this head and the memory they take."""

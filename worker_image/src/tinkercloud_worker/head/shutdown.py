@@ -79,6 +79,7 @@ class HeadShutdown:
     ) -> str | None:
         """Write a model; return the reason if that fails."""
         await model.queue.pause()
+        await model.queue.log.settled()
         # Clients will be asked to send these uploads again, so none may succeed now.
         await model.abort_background()
         if str(model.model_id) not in self.models:

@@ -119,6 +119,10 @@ class SuspendedModels:
         """Return whether a model is being suspended: it is in memory and accepts no requests."""
         return name in self._suspending
 
+    def suspending(self, name: str) -> asyncio.Task[bool] | None:
+        """Return the task that suspends a model, if it is being suspended."""
+        return self._suspending.get(name)
+
     async def suspend(self, model: LiveModel) -> bool:
         """Suspend an idle model and free its memory; return whether that succeeded.
 
@@ -145,6 +149,7 @@ class SuspendedModels:
     async def _suspend(self, name: str, model: LiveModel) -> bool:
         try:
             await model.queue.pause()
+            await model.queue.log.settled()
             manifest = await self._suspension.write_all(model)
         except Exception as error:  # noqa: BLE001 - the model continues, whatever it is
             self._stay(name, model, error)
@@ -166,6 +171,8 @@ class SuspendedModels:
     async def move(self, name: str, samples: Mapping[str, Sample]) -> None:
         """Let another head continue a model: write it, in use or not, and free its memory.
 
+        It is neither being suspended nor being resumed.
+
         Its running request finishes here; requests that wait, results, and running samples continue
         there. Idempotent. A model that is unknown here is not accepted for some time: an API server
         may be about to create it here.
@@ -177,8 +184,6 @@ class SuspendedModels:
         Raises:
             Unavailable: it can't be written now; it continues here unchanged.
         """
-        while (task := self._suspending.get(name)) is not None:
-            await asyncio.wait({task})
         if (model := self._models.get(name)) is not None:
             task = self._start(model, self._release(name, model, samples))
             if not await asyncio.shield(task):
@@ -192,6 +197,7 @@ class SuspendedModels:
         targets = {name}
         try:
             await model.quiesce()
+            await model.queue.log.settled()
             # The last request may have published weights.
             sessions = self._route_sessions(model)
             targets |= sessions

@@ -305,12 +305,18 @@ class Suspension:
                 head.state.next_seq_id,
                 {waiting.seq_id for waiting in head.state.waiting},
             )
+            model.operations.repeated_until = max((each.seq_id for each in later), default=-1)
             await stored.prepare(model)
             accept()
             if manifest.generation == own:
                 # The catalog names this head: once the model has changed, no other head may resume
                 # it from this state.
                 await store.withdraw_suspended(manifest)
+            elif own in manifest.lineage:
+                # The model has come back from another head. Once the catalog names this head again,
+                # no other head may resume it from this state.
+                left = [each for each in manifest.continues if each != own]
+                await store.commit_suspended(manifest.model_copy(update={"continues": left}))
             self._restore_order(model, head, later)
             mark_read(self.results, stored.later)
         except BaseException as error:
