@@ -130,8 +130,8 @@ def test_runs_of_several_owners_share_the_pods_of_one_cluster(sessions: Sessions
     columns = list(re.finditer(r"\S+\s*", header))
     shown = {each.group().strip(): row[slice(*each.span())].strip() for each in columns}
     assert (shown["CLUSTERS"], shown["SLOTS"]) == ("1/1", "2/2")
-    row = sessions.cluster.kubectl("get", "tsess", "one", "-n", sessions.namespace).split()
-    assert cluster in row
+    listed = sessions.cluster.kubectl("get", "tsess", "one", "-n", sessions.namespace)
+    assert cluster in listed.split()
 
 
 def test_a_pool_grows_when_it_is_full_waits_at_its_maximum_and_shrinks_when_it_is_empty(

@@ -83,5 +83,6 @@ class AccessTokens:
         """Return the claims of a token that this server has signed; none of others."""
         try:
             return dict(jwt.decode(text, self._key, algorithms=[_ALGORITHM]).claims)
-        except (JoseError, ValueError):
+        except (JoseError, ValueError, TypeError, AttributeError, KeyError):
+            # joserfc reads headers of any type before it verifies them.
             return {}

@@ -147,6 +147,9 @@ def check(loss: CustomLoss) -> None:
     _check_output(output, known)
 
 
+_REFUSED_ARGUMENTS = {"out", "generator", "requires_grad"}
+
+
 def _check_inputs(inputs: list[CustomLossInput]) -> None:
     names = [given.name for given in inputs]
     if names[0] != "logprobs" or inputs[0].rank == 0 or len(set(names)) < len(names):
@@ -181,7 +184,7 @@ def _check_operation(node: CustomLossNode, where: str) -> None:
         )
     if canonical(node.target) == "getattr" and node.op == "call_function":
         attribute = node.args[1] if len(node.args) == 2 else None
-        if attribute not in ATTRIBUTES:
+        if not isinstance(attribute, str) or attribute not in ATTRIBUTES:
             raise InvalidRequest(
                 f"{where}: attribute {str(attribute)[:80]!r} is not allowed; use one of"
                 f" {', '.join(sorted(ATTRIBUTES))}"
@@ -189,8 +192,9 @@ def _check_operation(node: CustomLossNode, where: str) -> None:
 
 
 def _check_arguments(node: CustomLossNode, known: set[str], where: str) -> None:
-    if "out" in node.kwargs or "generator" in node.kwargs:
-        raise InvalidRequest(f"{where}: the arguments 'out' and 'generator' are not allowed")
+    refused = _REFUSED_ARGUMENTS & node.kwargs.keys()
+    if refused:
+        raise InvalidRequest(f"{where}: the argument {min(refused)!r} is not allowed")
     pending: list[tuple[Any, int]] = [([*node.args, *node.kwargs.values()], 0)]
     count = 0
     while pending:
@@ -273,4 +277,6 @@ def _check_output(node: CustomLossNode, known: set[str]) -> None:
 
 
 def _is_ref(value: Json, known: set[str]) -> bool:
-    return isinstance(value, dict) and value.keys() == {"ref"} and value["ref"] in known
+    if not isinstance(value, dict) or value.keys() != {"ref"}:
+        return False
+    return isinstance(value["ref"], str) and value["ref"] in known

@@ -232,8 +232,6 @@ def test_a_load_in_both_forms_or_in_neither_is_rejected(run: Run) -> None:
 
 
 NOT_SERVED_IN_ORDER = {
-    "create_custom_loss": "POST /api/v1/create_custom_loss is not supported by this server",
-    "join_sampling_session": "POST /api/v1/join_sampling_session is not supported by this server",
     "a_call_of_next_year": "POST /api/v1/a_call_of_next_year is not supported by this server",
     "merge%20weights/é?a=b": "is not supported by this server",
 }

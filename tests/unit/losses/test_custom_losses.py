@@ -311,3 +311,52 @@ def test_a_wrong_index_fails_without_affecting_others() -> None:
         on_server(definition, logprobs, places=np.array([7]))
     loss, _, _ = on_server(definition, logprobs, places=np.array([2]))
     assert float(loss.detach()) == pytest.approx(float(logprobs[2]))
+
+
+def a_node(name: str, target: str, *args: object, **kwargs: object) -> Any:
+    return {
+        "op": "call_function",
+        "name": name,
+        "target": target,
+        "args": [*args],
+        "kwargs": kwargs,
+    }
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [a_node("z", "torch.zeros", [1 << 30, 0]), a_node("n", "torch.unbind", {"ref": "z"}, 0)],
+        [a_node("z", "torch.zeros", [1 << 16]), a_node("n", "torch.split", {"ref": "z"}, 1)],
+        [
+            a_node("a", "torch.zeros", [1 << 17, 1]),
+            a_node("b", "torch.zeros", [1, 1 << 16]),
+            a_node("n", "torch.nn.functional.kl_div", {"ref": "a"}, {"ref": "b"}),
+        ],
+    ],
+    ids=["parts of nothing", "many parts", "broadcast before a reduction"],
+)
+def test_costs_that_the_result_does_not_show_are_found(nodes: list[Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"computes more than|at most 4096 tensors"):
+        cost_of(of_nodes(*nodes))
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        a_node("n", "getattr", {"ref": "logprobs"}, ["shape"]),
+        a_node("n", "torch.zeros", [2], requires_grad=True),
+    ],
+    ids=["an attribute that is no name", "a leaf of its own"],
+)
+def test_arguments_of_other_types_are_refused(node: Any) -> None:
+    with pytest.raises(InvalidRequest, match="not allowed"):
+        format_1.check(of_nodes(node))
+
+
+def test_an_output_that_refers_to_no_name_is_refused() -> None:
+    loss = of_nodes(a_call("torch.sum"))
+    loss.graph.nodes[-1].args[0]["tuple"][0]["ref"] = []
+
+    with pytest.raises(InvalidRequest, match="must be the output"):
+        format_1.check(loss)

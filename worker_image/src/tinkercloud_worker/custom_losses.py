@@ -9,6 +9,7 @@ Shape legend: N positions of a datum, K targets per position, R positions of a p
 """
 
 import json
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,13 @@ Value = Any
 _NAMESPACES = {"torch": torch, "functional": functional, "special": torch.special}
 _NUMBERS = (int, float, bool)
 _PRODUCTS = {"matmul", "mm", "mv", "dot"}
+_REDUCING = {
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "cosine_similarity"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+}
+"""Operations that broadcast their tensors before they reduce them."""
+_SPLITS = {"unbind", "split", "chunk"}
+_MOST_PIECES = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,9 +82,22 @@ class _Step:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
+    def cost_before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """Return what the result does not show of the cost: values that are computed on the way.
+
+        Raises:
+            InvalidRequest: the result would have too many parts.
+        """
+        if self.operation in _SPLITS and _num_pieces(self.operation, args, kwargs) > _MOST_PIECES:
+            raise InvalidRequest(f"{self.operation} may return at most {_MOST_PIECES} tensors")
+        if self.operation not in _REDUCING:
+            return 0
+        shapes = [v.shape for v in (*args, *kwargs.values()) if isinstance(v, Tensor)]
+        return math.prod(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+
     def terms(self, args: tuple[Any, ...]) -> int:
         """Return how many products are summed for each element of the result."""
-        if self.operation not in _PRODUCTS or not isinstance(args[0], Tensor):
+        if self.operation not in _PRODUCTS or not args or not isinstance(args[0], Tensor):
             return 1
         return max(args[0].shape[-1], 1) if args[0].ndim else 1
 
@@ -123,12 +144,14 @@ class CompiledLoss:
                 args = tuple(_resolved(arg, values, device) for arg in step.args)
                 kwargs = {key: _resolved(arg, values, device) for key, arg in step.kwargs.items()}
                 try:
+                    cost = step.cost_before(args, kwargs)
                     values[step.name] = step.function(*args, **kwargs)
+                    cost += _elements(values[step.name], step.terms(args))
                 except InvalidRequest as error:
                     raise self._failed(step.name, error.message) from None
                 except Exception as error:  # noqa: BLE001 - of any operation, on a client's values
                     raise self._failed(step.name, str(error).split("\n", maxsplit=1)[0]) from None
-                spend(_elements(values[step.name], step.terms(args)))
+                spend(cost)
         return self._checked(values)
 
     def _failed(self, node: str, reason: str) -> InvalidRequest:
@@ -384,10 +407,26 @@ def _resolved(value: Value, values: Mapping[str, Any], device: torch.device) -> 
             return value
 
 
+def _num_pieces(operation: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Return how many tensors an operation returns, or more."""
+    if not args or not isinstance(args[0], Tensor) or not args[0].ndim:
+        return 1
+    longest = int(max(args[0].shape))
+    if operation == "unbind":
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        return int(args[0].shape[dim])
+    names = ("chunks",) if operation == "chunk" else ("split_size", "split_size_or_sections")
+    size = args[1] if len(args) > 1 else next((kwargs[n] for n in names if n in kwargs), 1)
+    if not isinstance(size, int):
+        return 1  # as many as a list that a request has in full
+    return int(size) if operation == "chunk" else math.ceil(longest / max(size, 1))
+
+
 def _elements(result: Value, inner: int) -> int:
     """Return what a node has cost: the elements of its results, times those summed for each."""
     if isinstance(result, Tensor):
-        return max(result.numel() * inner, _NODE_ELEMENTS)
+        # A dimension counts even in a tensor without elements: it can be split into parts.
+        return max(result.numel() * inner, _NODE_ELEMENTS, *result.shape)
     if isinstance(result, tuple | list):
         return sum((_elements(each, inner) for each in result), _NODE_ELEMENTS)
     return _NODE_ELEMENTS

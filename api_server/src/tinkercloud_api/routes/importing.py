@@ -14,6 +14,7 @@ from tinkercloud_api.routes.downloads import base_url
 from tinkercloud_api.transfers import upload_urls
 from tinkercloud_api.transfers.copies import CopyWeightsRequest
 from tinkercloud_api.transfers.imports import MAX_CONFIG_BYTES, StartExternalUpload, StartUpload
+from tinkercloud_api.transfers.signed_urls import InvalidSignature
 from tinkercloud_protocol.asgi import Scope, check_encoding, respond
 from tinkercloud_protocol.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tinkercloud_protocol.errors import NotFound
@@ -112,7 +113,10 @@ def url_holder(server: Context, scope: Scope) -> Principal:
         InvalidSignature: the URL was changed.
         UrlGone: it has expired.
     """
-    query = dict(parse_qsl(scope["query_string"].decode("latin-1"), max_num_fields=8))
+    try:
+        query = dict(parse_qsl(scope["query_string"].decode("latin-1"), max_num_fields=8))
+    except ValueError:
+        raise InvalidSignature("the URL of the upload was changed") from None
     return upload_urls.holder(server.downloads.key, scope["path"], query, now())
 
 

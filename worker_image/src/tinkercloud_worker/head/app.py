@@ -150,11 +150,10 @@ class HeadApp:
             raise NotFound(f"a session head does not serve {request.method} {request.path}")
         if request.path not in _UNAUTHENTICATED:
             self._authenticate(request)
-            if (limits := request.headers.get(routes.OWNER_LIMITS_HEADER)) is not None:
-                self._lifecycle.set_owner_limits(OwnerLimits.model_validate_json(unquote(limits)))
         return await handler(request)
 
     def _authenticate(self, request: Request) -> None:
+        """Check the token of a request, and apply the limits of its owner that it carries."""
         if not self._token.is_carried_by(request.headers.get(routes.HEAD_TOKEN_HEADER, "")):
             raise Unauthenticated(f"header {routes.HEAD_TOKEN_HEADER} is missing or wrong")
         intended = request.headers.get(routes.GENERATION_HEADER, self._generation)
@@ -162,6 +161,8 @@ class HeadApp:
             raise WrongGeneration(
                 f"{routes.GENERATION_HEADER}: this is head {self._generation!r}, not {intended!r}"
             )
+        if (limits := request.headers.get(routes.OWNER_LIMITS_HEADER)) is not None:
+            self._lifecycle.set_owner_limits(OwnerLimits.model_validate_json(unquote(limits)))
 
     @property
     def _service(self) -> HeadService:

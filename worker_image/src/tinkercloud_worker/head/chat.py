@@ -127,21 +127,31 @@ class Run:
             return self._add(first + event.index, event)
         self.num_finished += 1
         self.cached += event["prompt_cache_hit_tokens"]
-        stream = b""
+        stream: list[bytes] = []
         for index, sequence in enumerate(event["sequences"], first):
-            for token in _unreported(sequence, index - first, len(self.choices[index].tokens)):
-                stream += self._add(index, token)
             choice = self.choices[index]
+            unreported = _unreported(sequence, index - first, len(choice.tokens))
+            stream += [self._add(index, token) for token in unreported]
             parts = choice.finish(is_complete=sequence["stop_reason"] == "stop")
             self.answer.keep(index, parts)
-            stream += self.answer.add(index, parts, ()) + self.answer.finish(index, choice)
-        return stream
+            if self.asked.streams:
+                stream += [self.answer.add(index, parts, ()), self.answer.finish(index, choice)]
+        return b"".join(stream)
 
     def _add(self, index: int, token: SampledToken) -> bytes:
         choice = self.choices[index]
         parts = choice.add(token)
         self.answer.keep(index, parts)
+        if not self.asked.streams:
+            return b""
         return self.answer.add(index, parts, choice.shown[len(choice.tokens) - 1 :])
+
+
+async def _taken(run: Run, prompt: int, event: SampledToken | dict[str, Any] | WireError) -> bytes:
+    """Add an event to a run; whole sequences, which may have many tokens, in a thread."""
+    if isinstance(event, dict):
+        return await asyncio.to_thread(run.take, prompt, event)
+    return run.take(prompt, event)
 
 
 def _unreported(sequence: dict[str, Any], index: int, num_reported: int) -> list[SampledToken]:
@@ -259,9 +269,9 @@ class HeadChat:
                 waiting = _put_result(run, index, run.request_ids[-1], service)
                 tasks.append(asyncio.create_task(waiting))
             while run.num_finished < len(asked.prompts):
-                stream = run.take(*await run.events.get())
+                stream = await _taken(run, *await run.events.get())
                 while not run.events.empty():
-                    stream += run.take(*run.events.get_nowait())
+                    stream += await _taken(run, *run.events.get_nowait())
                 if asked.streams and stream:
                     if not sending.has_started:
                         stream = run.answer.begin(len(run.choices)) + stream
@@ -350,6 +360,9 @@ async def _put_result(run: Run, index: int, request_id: str, service: HeadServic
         result = None
         while result is None:
             result = await service.retrieve(request_id)
+            if result is None and not service.status().ready:
+                # From then on no result is returned here, and waiting for one takes no time.
+                raise Unavailable("the session head is stopping; send the request again")
         if result.content_type != PROTOBUF:
             failure = orjson.loads(result.body)
             kind = InvalidRequest if failure.get("category") == "user" else Unavailable
