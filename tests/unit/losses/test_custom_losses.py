@@ -331,7 +331,7 @@ def a_node(name: str, target: str, *args: object, **kwargs: object) -> Any:
         [
             a_node("a", "torch.zeros", [1 << 17, 1]),
             a_node("b", "torch.zeros", [1, 1 << 16]),
-            a_node("n", "torch.nn.functional.kl_div", {"ref": "a"}, {"ref": "b"}),
+            a_node("n", "torch.nn.functional.kl_div", {"ref": "a"}, {"ref": "b"}, reduction="sum"),
         ],
     ],
     ids=["parts of nothing", "many parts", "broadcast before a reduction"],

@@ -426,7 +426,7 @@ def _elements(result: Value, inner: int) -> int:
     """Return what a node has cost: the elements of its results, times those summed for each."""
     if isinstance(result, Tensor):
         # A dimension counts even in a tensor without elements: it can be split into parts.
-        return max(result.numel() * inner, _NODE_ELEMENTS, *result.shape)
+        return int(max(result.numel() * inner, _NODE_ELEMENTS, *result.shape))
     if isinstance(result, tuple | list):
         return sum((_elements(each, inner) for each in result), _NODE_ELEMENTS)
     return _NODE_ELEMENTS
