@@ -274,7 +274,7 @@ def test_an_invalid_batch_in_json_fails_in_its_place(run: Run, path: str) -> Non
 
 def test_an_unsupported_call_without_a_sequence_number_is_rejected_immediately(run: Run) -> None:
     for body in ({}, {"model_id": run.model_id}, {"seq_id": 1}, {"model_id": 1, "seq_id": 1}):
-        assert run.server.post("join_sampling_session", body).status == 404
+        assert run.server.post("a_call_of_next_year", body).status == 404
     assert run.server.post("forward_backward", {"model_id": run.model_id}).status == 400
 
 
