@@ -96,7 +96,7 @@ def started(
     made: list[loop.Trainer] = []
 
     def start(is_right: Callable[[str], bool]) -> tuple[loop.Trainer, RecordingServer]:
-        training = client.create_lora_training_client(base_model=MODEL, rank=8).result()
+        training = client.create_lora_training_client(base_model=MODEL, rank=8, seed=1).result()
         monkeypatch.setenv(names.MODEL_ID, str(training.model_id))
         monkeypatch.setattr(loop, "Problems", lambda _config: OneTask(Verifier(is_right)))
         recording = RecordingServer(server)
