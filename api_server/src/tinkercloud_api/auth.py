@@ -63,7 +63,7 @@ class Principal:
         return self.owner == owner or self.role is Role.ADMIN
 
     def require_right(self, method: str, path: str) -> None:
-        """Check that the role allows a request, whatever it is for.
+        """Check that the role allows a request.
 
         Raises:
             Forbidden: it does not.

@@ -60,7 +60,7 @@ def test_a_tail_that_reads_as_zeros_is_cut(written: list[Record], data: st.DataO
     try:
         found, _ = records.decode(content[:size] + bytes(zeros), "it")
     except DamagedJournal:
-        # Part of a header, then zeros: nothing tells this from damage.
+        # Part of a header, then zeros, is indistinguishable from damage.
         return
 
     assert found == written[: len(found)]

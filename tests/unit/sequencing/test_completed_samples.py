@@ -1,4 +1,4 @@
-"""A client waits for all of its samples in one poll, and learns of those that are lost."""
+"""A client waits for all of its samples in one poll, which also names those that are lost."""
 
 import asyncio
 

@@ -132,7 +132,7 @@ class GrowingText:
         if len(whole) <= len(before) or (whole.endswith(_INCOMPLETE) and not is_last):
             return ""
         self._window = self._window[max(self._settled - _CONTEXT_TOKENS, 0) :]
-        # The tokens just decoded are the context of those that follow.
+        # These tokens are the context of the next ones.
         self._settled = len(self._window)
         return whole[len(before) :]
 

@@ -1,6 +1,6 @@
 """OpenAI- and Anthropic-compatible requests: rendered, sampled, and answered token by token.
 
-Each is executed as one sampling request per prompt, with all limits and accounts of those. Samplers
+Each is executed as one sampling request per prompt, with its limits and its usage. Samplers
 of this process report tokens as they decode them; those of inference servers only return whole
 sequences, so a stream of theirs arrives in one piece. A client that disconnects cancels its
 samples.
@@ -177,7 +177,7 @@ class HeadChat:
     async def serve(
         self, request: Request, receive: Receive, send: Send, service: HeadService, backend: Backend
     ) -> None:
-        """Answer a request that the API server has authorized, whatever goes wrong.
+        """Answer a request that the API server has authorized; failures become error responses.
 
         Args:
             request: the request.
