@@ -113,8 +113,9 @@ async def test_a_snapshot_replaces_a_journal_that_becomes_too_large(tmp_path: Pa
         await train(head, 1, 40)
         segments = journals / f"runs/{MODEL}/journal"
         await until(lambda: sum(s.stat().st_size for s in segments.glob("*.log")) < 2500)
+        # A disk that is slower than the training makes the run degraded for a while.
+        await until(lambda: described(head).is_durable)
         assert list(journals.glob(f"runs/{MODEL}/suspended/manifest.json"))
-        assert described(head).is_durable
 
 
 async def test_a_journal_that_no_snapshot_can_replace_ends_at_twice_its_size(
