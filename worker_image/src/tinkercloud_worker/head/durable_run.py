@@ -208,7 +208,7 @@ class DurableRun:
         began = time.monotonic()
         try:
             snapshot = await self._snapshots.take()
-        except Exception as error:  # noqa: BLE001 - the run continues, whatever it is
+        except Exception as error:  # noqa: BLE001 - any failure leaves the run training
             self._snapshot_failed(error)
             return
         metrics.SNAPSHOT_PAUSE_SECONDS.observe(time.monotonic() - began)
@@ -233,7 +233,7 @@ class DurableRun:
                     # It failed meanwhile: what it lacks is in memory only.
                     await self._in_thread(self._withdraw)
             await self._in_thread(lambda: self._folder.remove_before(number))
-        except Exception as error:  # noqa: BLE001 - the run continues, whatever it is
+        except Exception as error:  # noqa: BLE001 - any failure leaves the run training
             self._is_wanted = True
             if self.degraded is not None:
                 self._writer.close()

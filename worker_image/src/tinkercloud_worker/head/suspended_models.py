@@ -151,7 +151,7 @@ class SuspendedModels:
             await model.queue.pause()
             await model.queue.log.settled()
             manifest = await self._suspension.write_all(model)
-        except Exception as error:  # noqa: BLE001 - the model continues, whatever it is
+        except Exception as error:  # noqa: BLE001 - after any failure the model continues
             self._stay(name, model, error)
             return False
         sessions = self._samplers.sessions_of_model(model.model_id)
@@ -204,7 +204,7 @@ class SuspendedModels:
             self._results.hold_back(targets)
             running = [s for s in samples.values() if s.request.sampling_session_id in sessions]
             await self._suspension.write_all(model, [each.request for each in running])
-        except Exception as error:  # noqa: BLE001 - the model continues, whatever it is
+        except Exception as error:  # noqa: BLE001 - after any failure the model continues
             self._stay(name, model, error)
             self._results.give_out(targets)
             return False
