@@ -52,15 +52,16 @@ def paused(seen: list[tuple[str, str]], why: str = "paused_capacity") -> list[st
 def test_a_model_over_the_limit_waits_and_trains_once_another_session_ends(
     limited: Server, seen: list[tuple[str, str]]
 ) -> None:
-    with limited.client(limited.new_key("ada")) as first:
-        step(first.create_lora_training_client(MODEL, rank=4).result())
-        second = limited.client(limited.new_key("team-blue"))
-        creating = second.create_lora_training_client(MODEL, rank=4)
-        wait_until(lambda: bool(paused(seen)), "the SDK to notice that the model waits")
-        of_others = limited.client(limited.new_key("grace"))
-        step(of_others.create_lora_training_client(MODEL, rank=4).result())
+    ada, team_blue = limited.new_key("ada"), limited.new_key("team-blue")
+    with limited.client(team_blue) as second:
+        with limited.client(ada) as first:
+            step(first.create_lora_training_client(MODEL, rank=4).result())
+            creating = second.create_lora_training_client(MODEL, rank=4)
+            wait_until(lambda: bool(paused(seen)), "the SDK to notice that the model waits")
+            of_others = limited.client(limited.new_key("grace"))
+            step(of_others.create_lora_training_client(MODEL, rank=4).result())
 
-    losses = [step(creating.result()) for _ in range(3)]
+        losses = [step(creating.result()) for _ in range(3)]
 
     assert losses[2] < losses[0]
     assert "tenant 'research' uses 1 of 1 models (limits.models)" in paused(seen)[0]
