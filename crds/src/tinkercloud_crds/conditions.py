@@ -132,6 +132,8 @@ class Reason(StrEnum):
     """The resource is ready."""
     SUSPENDING = "Suspending"
     """The session's state is being saved."""
+    SAVE_FAILED = "SaveFailed"
+    """The session's state could not be saved, so its pods are kept, and the save is repeated."""
     SUSPENDED = "Suspended"
     """`spec.suspend` is true."""
     IDLE = "Idle"

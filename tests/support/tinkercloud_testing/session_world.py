@@ -31,7 +31,14 @@ from tinkercloud_operator.decide.actions import (
 )
 from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.snapshot import ChildKey, Observed, Pod, PodProblem, ProgramPod
+from tinkercloud_operator.spec.snapshot import (
+    ChildKey,
+    FailedSave,
+    Observed,
+    Pod,
+    PodProblem,
+    ProgramPod,
+)
 from tinkercloud_testing.session_conditions import check_conditions
 from tinkercloud_testing.sessions import (
     COLOCATED,
@@ -52,6 +59,7 @@ RAY_CLUSTER = ChildKey("RayCluster", "one")
 JOB = ChildKey("Job", "one-program")
 HEAD_CONFIG = ChildKey("ConfigMap", "one-config")
 PROBLEM = PodProblem(Reason.IMAGE_PULL_BACK_OFF, "container head: no such image")
+STORE_ERROR = "could not suspend one:train:0: the store s3://runs does not respond"
 DENIED = "admission webhook denied it"
 IDLE = {"timeoutSeconds": 1800}
 NODES = frozenset({"node-0", "node-1"})
@@ -87,6 +95,8 @@ class World:
         self.has_secret = False
         self.is_gone = False
         self.ignores_saves = False
+        self.store_error: str | None = None
+        """What the head answers to save requests while its checkpoint store is away."""
         self.refuses = False
         self.unknown_fields: frozenset[str] = frozenset()
         """Status fields that outdated CRDs do not store."""
@@ -135,7 +145,8 @@ class World:
         if plan.status is not None and (writes is None or writes > len(plan.actions)):
             self._write(plan.status)
         if writes is not None:
-            self.change(completed_saves={}, pending_saves=frozenset(), apply_error=None)
+            self.change(completed_saves={}, failed_saves={}, pending_saves=frozenset())
+            self.change(apply_error=None)
         check_conditions(before, self.status)
         return plan
 
@@ -185,12 +196,19 @@ class World:
         if request.kind == "suspend":
             self.stopping.add(request.incarnation)
             self.pods[head.name] = replace(head, is_ready=False)
-        if self.ignores_saves:
+        if self.store_error is not None:
+            before = self.session.failed_saves.get(key)
+            attempts = before.attempts + 1 if before is not None else 1
+            failure = FailedSave(self.store_error, attempts, self.session.now)
+            self.change(failed_saves={**self.session.failed_saves, key: failure})
+        elif self.ignores_saves:
             self.change(pending_saves=self.session.pending_saves | {key})
         else:
             saved = "tinker://one:train:0/weights/last" if request.kind == "checkpoint" else None
             self.change(completed_saves={**self.session.completed_saves, key: saved})
             self.change(pending_saves=self.session.pending_saves - {key})
+            failed = {other: it for other, it in self.session.failed_saves.items() if other != key}
+            self.change(failed_saves=failed)
 
     # KubeRay, Kueue, the kubelet.
 
@@ -360,6 +378,10 @@ class World:
     def set_ignoring_saves(self, *, ignores_saves: bool) -> None:
         self.ignores_saves = ignores_saves
 
+    def lose_store(self, error: str | None) -> None:
+        """Let the checkpoint store fail with these words, or work again."""
+        self.store_error = error
+
     def set_refusing(self, *, refuses: bool) -> None:
         self.refuses = refuses
 
@@ -373,6 +395,8 @@ class World:
     def settle(self) -> Plan:
         """End all problems from outside, and let all components work until nothing changes."""
         self.refuses = False
+        self.ignores_saves = False
+        self.store_error = None
         self.change(has_kuberay=True, has_device_claims=True, start_order_message=None)
         self.break_pods(None)
         plan = Plan()
@@ -428,6 +452,8 @@ EVENTS: Mapping[str, Callable[[World], object]] = {
     "no node is cordoned": World.cordon,
     "the head stops responding": lambda world: world.set_ignoring_saves(ignores_saves=True),
     "the head responds again": lambda world: world.set_ignoring_saves(ignores_saves=False),
+    "the store is away": lambda world: world.lose_store(STORE_ERROR),
+    "the store is back": lambda world: world.lose_store(None),
     "its owner requests one trainer": lambda world: world.ask_for_trainers(1),
     "its owner requests all trainers": lambda world: world.ask_for_trainers(None),
     "the BaseModel shrinks": World.shrink_base_model,

@@ -1,5 +1,6 @@
 """The end of a run in a pool: its head saves a last checkpoint, and drops the model in any case."""
 
+import asyncio
 import base64
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -9,8 +10,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from tinkercloud_operator.decide.actions import RemoveModel
-from tinkercloud_operator.run.head_client import HeadClient, SaveResult
+from tinkercloud_operator.decide.actions import RemoveModel, SaveRequest
+from tinkercloud_operator.run.head_client import HeadClient, SaveFailed, SaveResult
 from tinkercloud_testing.cluster.memory_api import Connection
 
 SECRET = "/api/v1/namespaces/default/secrets/pool-a-token"
@@ -26,15 +27,19 @@ class Head:
     client: HeadClient
     url: str = ""
     is_failing: bool = False
+    words: str | None = "the store does not respond"
+    is_slow: bool = False
     requests: list[str] = field(default_factory=list)
 
     async def answer(self, request: web.Request) -> web.Response:
         self.requests.append(f"{request.method} {request.path}")
+        if self.is_slow:
+            await asyncio.Event().wait()
         if self.is_failing and request.method == "POST":
-            return web.json_response({"detail": "the store does not respond"}, status=503)
+            return web.json_response({"detail": self.words}, status=503)
         return web.json_response({"checkpoints": [SAVED]})
 
-    async def remove(self, seconds: float) -> SaveResult | None:
+    async def remove(self, seconds: float) -> SaveResult:
         return await self.client.save("one", RemoveModel("pool-a", self.url, "h", RUN, seconds))
 
 
@@ -61,7 +66,8 @@ async def test_a_model_whose_checkpoint_fails_is_kept_while_there_is_time_to_try
 ) -> None:
     head.is_failing = True
 
-    assert await head.remove(60) is None
+    with pytest.raises(SaveFailed):
+        await head.remove(60)
     assert head.requests == [CHECKPOINT]
 
 
@@ -72,6 +78,29 @@ async def test_a_model_whose_checkpoint_fails_until_the_end_is_dropped_without_o
 
     assert await head.remove(15) == SaveResult(None)
     assert head.requests == [CHECKPOINT, MODEL]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("the store does not respond", "the head answered 503: the store does not respond"),
+        (None, "the head answered 503: Service Unavailable"),
+    ],
+)
+async def test_a_failed_save_has_the_words_of_the_head(
+    head: Head, words: str | None, message: str
+) -> None:
+    head.is_failing, head.words = True, words
+
+    with pytest.raises(SaveFailed, match=f"^{message}$"):
+        await head.client.save("pool-a", SaveRequest("suspend", head.url, "h", 60))
+
+
+async def test_a_head_that_does_not_respond_is_named_as_the_cause(head: Head) -> None:
+    head.is_slow = True
+
+    with pytest.raises(SaveFailed, match="the head did not respond within 0 s"):
+        await head.client.save("pool-a", SaveRequest("suspend", head.url, "h", 0.01))
 
 
 async def test_a_model_is_dropped_if_there_is_no_time_to_save_it(head: Head) -> None:

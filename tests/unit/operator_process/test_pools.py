@@ -33,9 +33,9 @@ class StubHeads(HeadClient):
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, HeadRequest]] = []
-        self.results: asyncio.Queue[SaveResult | None] = asyncio.Queue()
+        self.results: asyncio.Queue[SaveResult] = asyncio.Queue()
 
-    async def save(self, session: str, request: HeadRequest) -> SaveResult | None:
+    async def save(self, session: str, request: HeadRequest) -> SaveResult:
         self.requests.append((session, request))
         return await self.results.get()
 

@@ -9,7 +9,7 @@ from tinkercloud_crds import labels
 from tinkercloud_operator import metrics
 from tinkercloud_operator.decide.actions import HeadRequest, SaveRequest
 from tinkercloud_operator.run.controller import Controller
-from tinkercloud_operator.run.head_client import HeadClient, SaveResult
+from tinkercloud_operator.run.head_client import HeadClient, SaveFailed, SaveResult
 from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.memory_api import Connection, Json
@@ -18,6 +18,7 @@ from tinkercloud_testing.waiting import reached
 
 CORE, OWN = "/api/v1/namespaces/default", "/apis/tinkercloud.dev/v1alpha1/namespaces/default"
 RAY_CLUSTERS = "/apis/ray.io/v1/namespaces/default/rayclusters"
+AWAY = SaveFailed("the store is away")
 SAVE = SaveRequest("suspend", "http://one-head", "uid-of-head-0", 60)
 
 
@@ -26,11 +27,14 @@ class StubHeadClient(HeadClient):
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, HeadRequest]] = []
-        self.results: asyncio.Queue[SaveResult | None] = asyncio.Queue()
+        self.results: asyncio.Queue[SaveResult | SaveFailed] = asyncio.Queue()
 
-    async def save(self, session: str, request: HeadRequest) -> SaveResult | None:
+    async def save(self, session: str, request: HeadRequest) -> SaveResult:
         self.requests.append((session, request))
-        return await self.results.get()
+        result = await self.results.get()
+        if isinstance(result, SaveFailed):
+            raise result
+        return result
 
 
 @pytest.fixture
@@ -58,12 +62,29 @@ async def test_a_failed_save_is_counted(
     failed = metrics.SAVES_FAILED.labels("suspend")._value
     before = failed.get()
 
-    for result in (None, SaveResult(None)):
+    for result in (AWAY, SaveResult(None)):
         saver.submit("one", SAVE)
         client.results.put_nowait(result)
         await reached(lambda: not saver.pending("one"))
 
     assert failed.get() == before + 1
+
+
+async def test_failures_are_counted_with_their_words_until_the_save_completes(
+    saver: HeadSaver, client: StubHeadClient, saved: asyncio.Queue[str]
+) -> None:
+    for _ in range(2):
+        saver.submit("one", SAVE)
+        client.results.put_nowait(AWAY)
+        await reached(lambda: not saver.pending("one"))
+    failure = saver.failed("one")["suspend", "uid-of-head-0"]
+
+    saver.submit("one", SAVE)
+    client.results.put_nowait(SaveResult(None))
+    await saved.get()
+
+    assert (failure.message, failure.attempts) == ("the store is away", 2)
+    assert saver.failed("one") == {}
 
 
 async def test_a_head_gets_one_save_request_at_a_time_and_another_after_a_failure(
@@ -75,7 +96,7 @@ async def test_a_head_gets_one_save_request_at_a_time_and_another_after_a_failur
     assert len(client.requests) == 1
     assert saver.pending("one") == {("suspend", "uid-of-head-0")}
 
-    client.results.put_nowait(None)
+    client.results.put_nowait(AWAY)
     await run_other_tasks()
     assert saver.pending("one") == frozenset()
     saver.submit("one", SAVE)

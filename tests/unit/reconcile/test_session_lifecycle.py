@@ -23,9 +23,12 @@ from tinkercloud_testing.session_world import ENOUGH_ROUNDS, RAY_CLUSTER, SETTIN
 from tinkercloud_testing.sessions import a_session, a_status, observed
 
 
-@pytest.mark.parametrize("history", [["it is deleted"], ["its owner suspends it"]], ids=str)
-def test_a_save_request_is_repeated_but_not_forever(history: list[str]) -> None:
-    world = a_world("workers", "it settles", "the head stops responding", *history)
+@pytest.mark.parametrize("head", ["the head stops responding", "the store is away"])
+@pytest.mark.parametrize("event", ["it is deleted", "a day passes"])
+def test_the_last_save_request_of_a_session_is_repeated_but_not_forever(
+    event: str, head: str
+) -> None:
+    world = a_world("short life", "it settles", head, event, "a client sends a request")
     began = world.session.now
 
     asked = 0
@@ -140,15 +143,15 @@ FIRST_FIELDS = {
 
 
 @pytest.mark.parametrize(
-    ("event", "phase"),
+    ("head", "event", "phase"),
     [
-        ("its owner suspends it", "Suspended"),
-        ("half an hour passes", "Suspended"),
-        ("a day passes", "Finished"),
+        ("the head responds again", "its owner suspends it", "Suspended"),
+        ("the head responds again", "half an hour passes", "Suspended"),
+        ("the head responds again", "a day passes", "Finished"),
+        ("the head stops responding", "a day passes", "Finished"),
     ],
 )
-@pytest.mark.parametrize("head", ["the head responds again", "the head stops responding"])
-def test_a_session_stops_even_with_the_oldest_crds(event: str, phase: str, head: str) -> None:
+def test_a_session_stops_even_with_the_oldest_crds(head: str, event: str, phase: str) -> None:
     world = a_world("short life")
     known = {to_camel(name) for name in TrainingSessionStatus.model_fields}
     world.unknown_fields = frozenset(known - FIRST_FIELDS)

@@ -54,10 +54,15 @@ WALKS: dict[tuple[str, str], tuple[str, list[str], list[str]]] = {
     ),
     ("Running", "it is deleted"): ("workers", SETTLED, ["it is deleted"]),
     ("Stopping", "the head completes the save"): ("workers", [*SETTLED, *STOPPING], LOOKS),
-    ("Stopping", "the head does not complete the save in time"): (
+    ("Stopping", "the head does not complete the save"): (
         "workers",
-        [*SETTLED, "the head stops responding", *STOPPING],
+        [*SETTLED, "the store is away", *STOPPING],
         WAIT,
+    ),
+    ("Stopping", "its maximum lifetime ends before the head completes the save"): (
+        "short life",
+        [*SETTLED, "the store is away", *STOPPING],
+        ["a day passes", "the operator reconciles"],
     ),
     ("Stopping", "the head is lost"): (
         "workers",

@@ -133,7 +133,7 @@ def readiness(
                 session, " is suspended by its owner", "set spec.suspend to false to resume it"
             ),
         )
-    is_leaving = ready is not None and ready.reason == Reason.SUSPENDING
+    is_leaving = ready is not None and ready.reason in {Reason.SUSPENDING, Reason.SAVE_FAILED}
     if cluster is not None and not is_leaving:
         return _on_cluster(session, cluster)
     if (

@@ -32,7 +32,8 @@ The transitions; `decide` detects the events that concern use and age, `reconcil
 | Running     | its maximum lifetime ends                                    | Stopping    |
 | Running     | it is deleted                                                | Deleting    |
 | Stopping    | the head completes the save                                  | Saved       |
-| Stopping    | the head does not complete the save in time                  | Terminating |
+| Stopping    | the head does not complete the save                          | Stopping    |
+| Stopping    | its maximum lifetime ends before the head completes the save | Terminating |
 | Stopping    | the head is lost                                             | Terminating |
 | Stopping    | a client sends a request                                     | Stopping    |
 | Saved       | the operator deletes the RayCluster                          | Terminating |
@@ -97,6 +98,9 @@ class Decision:
     reason: Reason
     message: str
     changes_at: datetime | None = None
+    urgent_since: datetime | None = None
+    """When the session had to stop; the head may save for a limited time after that. None if the
+    pods are kept until it has saved."""
 
 
 def decide(
@@ -139,12 +143,13 @@ def _before_finish(
             DesiredState.FINISHED,
             Reason.LIFETIME_EXCEEDED,
             f"the session reached its maximum lifetime of {max_lifetime_seconds} s",
+            urgent_since=expiry,
         )
     if observed.spec.suspend:
         return Decision(DesiredState.SUSPENDED, Reason.SUSPENDED, "spec.suspend is true", expiry)
     failed_at = _failed_at(observed, start_deadline_seconds)
     if failed_at is not None and observed.now >= failed_at:
-        return _start_failed(observed, expiry)
+        return replace(_start_failed(observed, expiry), urgent_since=failed_at)
     running = _unless_stopped(observed, idle, expiry)
     if failed_at is None or running.desired is not DesiredState.RUNNING:
         return running
@@ -224,7 +229,7 @@ def _by_activity(observed: Observed, idle: Idle, expiry: datetime | None) -> Dec
         message = f"no requests for {idle.timeout_seconds} s"
         if idle.action == "Delete":
             end = DesiredState.FINISHED if observed.is_declared else DesiredState.DELETED
-            return Decision(end, Reason.IDLE, message)
+            return Decision(end, Reason.IDLE, message, urgent_since=idle_at)
         return Decision(
             DesiredState.SUSPENDED,
             Reason.IDLE,
@@ -307,13 +312,16 @@ def _after_finish(observed: Observed, finished: datetime) -> Decision:
             DesiredState.FINISHED,
             Reason.FINISHED,
             "the session has finished; delete and recreate it to run it again",
+            urgent_since=finished,
         )
     gone_at = finished + timedelta(seconds=observed.spec.ttl_seconds_after_finished)
     if observed.now >= gone_at:
         return Decision(DesiredState.DELETED, Reason.FINISHED, "ttlSecondsAfterFinished has passed")
     if observed.status.failing is not None:
-        return replace(_start_failed(observed, None), changes_at=gone_at)
-    return Decision(DesiredState.FINISHED, Reason.FINISHED, "the session has finished", gone_at)
+        failed = _start_failed(observed, None)
+        return replace(failed, changes_at=gone_at, urgent_since=finished)
+    message = "the session has finished"
+    return Decision(DesiredState.FINISHED, Reason.FINISHED, message, gone_at, finished)
 
 
 def _after(moment: datetime, seconds: int | None) -> datetime | None:

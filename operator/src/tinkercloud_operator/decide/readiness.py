@@ -62,11 +62,16 @@ def _later_steps(
 ) -> Iterable[StepStatus]:
     """Yield the status of each step after the first one."""
     if observed.deleted is not None:
-        yield from [StepStatus(is_reached=False, reason=Reason.TERMINATING)] * 4
+        failure = observed.failed_save
+        why = f"the last checkpoint could not be saved: {failure.message}" if failure else ""
+        ends = StepStatus(is_reached=False, reason=Reason.TERMINATING, message=why)
+        yield from [ends] * 4
         return
     if decision is not None and decision.desired is not DesiredState.RUNNING:
         reason = Reason.SUSPENDING if observed.has_pods else decision.reason
-        stops = StepStatus(is_reached=False, reason=reason, message=decision.message)
+        stops = _unsaved(observed, decision) or StepStatus(
+            is_reached=False, reason=reason, message=decision.message
+        )
         late = _overdue(observed)
         is_stuck = late is not None and late.reason is Reason.DELETION_STUCK
         yield from [late if late is not None and is_stuck else stops] * 4
@@ -86,6 +91,18 @@ def _later_steps(
         yield StepStatus(is_reached=False, reason=Reason.LOADING, message=message)
     else:
         yield StepStatus(is_reached=True, reason=Reason.LOADED)
+
+
+def _unsaved(observed: Observed, decision: Decision) -> StepStatus | None:
+    """Return the status of a session that stops and could not be saved, if that is so."""
+    failure = observed.failed_save
+    if failure is None or observed.ray_cluster is None:
+        return None
+    if "deletionTimestamp" in observed.ray_cluster["metadata"]:
+        return None
+    kept = "the pods are kept" if decision.urgent_since is None else "the pods are kept for a while"
+    message = f"the state could not be saved, so {kept} and the save is repeated: {failure.message}"
+    return StepStatus(is_reached=False, reason=Reason.SAVE_FAILED, message=message)
 
 
 def _accepted(

@@ -7,8 +7,7 @@ interrupted and continued by another process.
 
 from collections.abc import Iterable
 from dataclasses import replace
-from datetime import datetime, timedelta
-from typing import Literal
+from datetime import datetime
 
 from pydantic import ValidationError
 
@@ -27,7 +26,6 @@ from tinkercloud_operator.decide.actions import (
     Delete,
     DeleteSession,
     Plan,
-    SaveRequest,
     SetFinalizer,
 )
 from tinkercloud_operator.decide.deadlines import next_deadline
@@ -39,7 +37,14 @@ from tinkercloud_operator.decide.programs import (
     program_children,
     surplus_of_program,
 )
-from tinkercloud_operator.decide.status import endpoint, is_ready, reporting_plan, status
+from tinkercloud_operator.decide.saving import (
+    Kind,
+    is_save_recorded,
+    needs_save,
+    save_requests,
+    seconds_left,
+)
+from tinkercloud_operator.decide.status import is_ready, reporting_plan, status
 from tinkercloud_operator.decide.tenant_choices import choices_of_tenant
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.pinned import pending_changes, pinned_head_config, pinned_spec
@@ -53,8 +58,6 @@ from tinkercloud_operator.spec.resolved import (
 )
 from tinkercloud_operator.spec.snapshot import ChildKey, Observed
 
-_RETRY_SECONDS = 5.0
-"""Interval between two save requests to a head that has not completed one."""
 _QUEUE_SECONDS = 60.0
 """Interval at which the message of a queued session is refreshed."""
 
@@ -85,10 +88,10 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
             program = _program_actions(observed, decision, settings, is_ready=is_ready(new_status))
             return reporting_plan(observed, [*own, *program], new_status, recheck_seconds)
         case DesiredState.SUSPENDED:
-            plan = _stop(observed, "suspend", settings, new_status, recheck_seconds)
+            plan = _stop(observed, decision, settings, new_status, recheck_seconds)
             return _with_program(plan, observed, decision, settings)
         case DesiredState.FINISHED:
-            plan = _stop(observed, "checkpoint", settings, new_status, recheck_seconds)
+            plan = _stop(observed, decision, settings, new_status, recheck_seconds)
             return _with_program(plan, observed, decision, settings)
         case DesiredState.DELETED:
             return reporting_plan(observed, [DeleteSession()], new_status, None)
@@ -264,26 +267,33 @@ def _owned(manifest: Json, observed: Observed) -> Json:
 
 def _stop(
     observed: Observed,
-    kind: Literal["suspend", "checkpoint"],
+    decision: Decision,
     settings: Settings,
     new_status: TrainingSessionStatus,
     recheck_seconds: float | None,
 ) -> Plan:
-    """Request a save from the head, wait for it for a limited time, then delete the RayCluster."""
+    """Request a save from the head, wait for it, then delete the RayCluster.
+
+    The wait is only limited if the session had to stop at a certain time.
+    """
     if observed.ray_cluster is None:
         return reporting_plan(
             observed, _delete_support_objects(observed), new_status, recheck_seconds
         )
     started = stopping_since(observed)
-    left = _seconds_left(observed, started or observed.now, settings.stop_seconds)
-    request = _save_request(observed, kind, left)
-    if request is not None and started is None:
-        # After a save request the head serves nothing else, so record the stop first: another
-        # operator process that takes over must know of it.
-        return reporting_plan(observed, [], new_status, 0.0)
-    if request is not None:
-        return reporting_plan(observed, [request], new_status, min(left, _RETRY_SECONDS))
-    if left > 0 and not _is_save_recorded(observed, new_status):
+    kind: Kind = "suspend" if decision.desired is DesiredState.SUSPENDED else "checkpoint"
+    left = float(settings.stop_seconds)
+    if decision.urgent_since is not None:
+        since = max(started or observed.now, decision.urgent_since)
+        left = seconds_left(observed, since, settings.stop_seconds)
+    if left > 0 and needs_save(observed, kind):
+        if started is None:
+            # After a save request the head serves nothing else, so record the stop first: another
+            # operator process that takes over must know of it.
+            return reporting_plan(observed, [], new_status, 0.0)
+        requests, wait_seconds = save_requests(observed, kind, left)
+        return reporting_plan(observed, requests, new_status, wait_seconds)
+    if left > 0 and not is_save_recorded(observed, new_status):
         return reporting_plan(observed, [], new_status, 0.0)
     is_deleting = "deletionTimestamp" in observed.ray_cluster["metadata"]
     deletions = [] if is_deleting else [Delete(ChildKey("RayCluster", observed.name))]
@@ -318,48 +328,16 @@ def _finalize(observed: Observed, settings: Settings) -> Plan:
     new_status = status(observed, desired, _effective_spec(observed, desired, settings), None)
     # The runs on a pool cluster do not end with it: they are resumed elsewhere.
     is_pool = observed.spec.role in SERVING_ROLES
-    kind: Literal["suspend", "checkpoint"] = "suspend" if is_pool else "checkpoint"
+    kind: Kind = "suspend" if is_pool else "checkpoint"
     seconds = settings.stop_seconds if is_pool else settings.last_checkpoint_seconds
-    left = _seconds_left(observed, observed.deleted, seconds)
-    request = _save_request(observed, kind, left)
+    left = seconds_left(observed, observed.deleted, seconds)
     program = [Delete(key) for key in surplus_of_program(observed, None)]
-    if request is not None:
-        return reporting_plan(observed, [*program, request], new_status, min(left, _RETRY_SECONDS))
-    if left > 0 and not _is_save_recorded(observed, new_status):
+    if left > 0 and needs_save(observed, kind):
+        requests, wait_seconds = save_requests(observed, kind, left)
+        return reporting_plan(observed, [*program, *requests], new_status, wait_seconds)
+    if left > 0 and not is_save_recorded(observed, new_status):
         return reporting_plan(observed, [], new_status, 0.0)
     return Plan((SetFinalizer(present=False),))
-
-
-def _seconds_left(observed: Observed, started: datetime, timeout_seconds: float) -> float:
-    """Return the seconds until the timeout of a save."""
-    return (started + timedelta(seconds=timeout_seconds) - observed.now).total_seconds()
-
-
-def _is_save_recorded(observed: Observed, new_status: TrainingSessionStatus) -> bool:
-    """Return whether the stored status records the save, which is lost with the head."""
-    written = observed.status
-    return (written.saved_incarnation, written.latest_checkpoint) == (
-        new_status.saved_incarnation,
-        new_status.latest_checkpoint,
-    )
-
-
-def _save_request(
-    observed: Observed, kind: Literal["suspend", "checkpoint"], left: float
-) -> SaveRequest | None:
-    """Return the save request that the head still needs, if it can still serve one."""
-    head = observed.head
-    if head is None or left <= 0:
-        return None
-    key = (kind, head.incarnation)
-    # A head that is saving in order to stop is not Ready, nor is one that is busy for a moment. One
-    # that is still loading has nothing to save.
-    may_save = head.is_ready or key in observed.pending_saves
-    if head.is_started and head.incarnation == observed.status.served_incarnation:
-        may_save = True
-    if key in observed.completed_saves or not may_save:
-        return None
-    return SaveRequest(kind, endpoint(observed), head.incarnation, left)
 
 
 def _seconds_until(observed: Observed, moment: datetime | None) -> float | None:

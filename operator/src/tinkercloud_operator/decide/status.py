@@ -39,6 +39,7 @@ _NEEDS_HELP = (
     | {
         Reason.APPLY_FAILED,
         Reason.START_FAILED,
+        Reason.SAVE_FAILED,
         Reason.KUBERAY_SILENT,
         Reason.DELETION_STUCK,
     }

@@ -295,6 +295,7 @@ class Controller:
             apply_error=self._executor.rejection(name),
             completed_saves=self._head_saver.completed(name),
             pending_saves=self._head_saver.pending(name),
+            failed_saves=self._head_saver.failed(name),
             now=datetime.now(UTC),
             kuberay_gap=self._definitions.kuberay_gap,
             own_gap=self._definitions.own_gaps.get("TrainingSession"),

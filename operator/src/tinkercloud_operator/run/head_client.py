@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 import aiohttp
 import structlog
+from pydantic import BaseModel, ValidationError
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.names import Names
@@ -23,6 +24,16 @@ _DROP_SECONDS = 10.0
 memory of the cluster without a slot."""
 
 
+_MAX_MESSAGE_BYTES = 4096
+"""How much of an error's body is read."""
+
+
+class _ErrorBody(BaseModel):
+    """The body of an error of a head."""
+
+    detail: str
+
+
 @dataclass(frozen=True, slots=True)
 class SaveResult:
     """The result of a completed save."""
@@ -32,6 +43,10 @@ class SaveResult:
     """Whether the head is of a release that does not know the request; it has done nothing."""
 
 
+class SaveFailed(Exception):
+    """A save request that failed; the message has the head's words."""
+
+
 class HeadClient:
     """Sends save requests to heads, authenticated with their tokens. Belongs to one event loop."""
 
@@ -39,8 +54,12 @@ class HeadClient:
         self._cluster = cluster
         self._client = client
 
-    async def save(self, session: str, request: HeadRequest) -> SaveResult | None:
-        """Send a request to a head; return None if it failed."""
+    async def save(self, session: str, request: HeadRequest) -> SaveResult:
+        """Send a request to a head.
+
+        Raises:
+            SaveFailed: the head refused, or did not respond in time.
+        """
         try:
             async with asyncio.timeout(request.timeout_seconds):
                 if isinstance(request, RemoveModel):
@@ -48,14 +67,13 @@ class HeadClient:
                 if isinstance(request, GiveAway):
                     return await self._give_away(request)
                 return await self._save(session, request)
-        except (aiohttp.ClientError, TimeoutError, KubernetesError, KeyError, ValueError) as error:
-            log.warning(
-                "the head did not save its state",
-                session=session,
-                kind=request.kind,
-                error=f"{type(error).__name__}: {error}",
-            )
-            return None
+        except TimeoutError as error:
+            seconds = f"{request.timeout_seconds:.0f}"
+            raise SaveFailed(f"the head did not respond within {seconds} s") from error
+        except aiohttp.ClientResponseError as error:
+            raise SaveFailed(f"the head answered {error.status}: {error.message}") from error
+        except (aiohttp.ClientError, KubernetesError, KeyError, ValueError) as error:
+            raise SaveFailed(f"{type(error).__name__}: {error}") from error
 
     async def _save(self, session: str, request: SaveRequest) -> SaveResult:
         token = await self._token(session)
@@ -108,11 +126,28 @@ class HeadClient:
     async def _call(self, method: str, url: str, token: str) -> bytes:
         headers = {routes.HEAD_TOKEN_HEADER: token}
         timeout = aiohttp.ClientTimeout(total=None, connect=5)
-        async with self._client.request(
-            method, url, headers=headers, timeout=timeout, raise_for_status=True
-        ) as response:
+        async with self._client.request(method, url, headers=headers, timeout=timeout) as response:
+            if not response.ok:
+                # aiohttp's own check would drop the body, which has the head's words.
+                message = await _error_message(response)
+                raise aiohttp.ClientResponseError(
+                    response.request_info,
+                    response.history,
+                    status=response.status,
+                    message=message,
+                    headers=response.headers,
+                )
             return await response.read()
 
     async def _token(self, session: str) -> str:
         secret = await self._cluster.secret(Names(session).token_secret)
         return secret[labels.TOKEN_KEY].decode()
+
+
+async def _error_message(response: aiohttp.ClientResponse) -> str:
+    """Return the words of an error; the HTTP reason if its body has none."""
+    body = await response.content.read(_MAX_MESSAGE_BYTES)
+    try:
+        return _ErrorBody.model_validate_json(body).detail
+    except ValidationError:
+        return response.reason or "no message"

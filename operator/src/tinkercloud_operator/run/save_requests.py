@@ -6,13 +6,14 @@ for them: they reconcile other sessions, and a completed save enqueues its sessi
 
 import asyncio
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 
 import structlog
 
 from tinkercloud_operator import metrics
 from tinkercloud_operator.decide.actions import HeadRequest
-from tinkercloud_operator.run.head_client import HeadClient
-from tinkercloud_operator.spec.snapshot import SaveKey
+from tinkercloud_operator.run.head_client import HeadClient, SaveFailed
+from tinkercloud_operator.spec.snapshot import FailedSave, SaveKey
 
 log = structlog.get_logger(__name__)
 
@@ -32,6 +33,7 @@ class HeadSaver:
         self._pending: set[tuple[str, SaveKey]] = set()
         """With the session's name."""
         self._completed: dict[str, Mapping[SaveKey, str | None]] = {}
+        self._failed: dict[str, Mapping[SaveKey, FailedSave]] = {}
         self.unsupported: set[str] = set()
         """Incarnations of heads that can't give models away."""
 
@@ -42,6 +44,10 @@ class HeadSaver:
     def pending(self, session: str) -> frozenset[SaveKey]:
         """Return a session's saves that are in progress."""
         return frozenset(key for name, key in self._pending if name == session)
+
+    def failed(self, session: str) -> Mapping[SaveKey, FailedSave]:
+        """Return a session's saves that failed and have not completed since."""
+        return self._failed.get(session, {})
 
     def submit(self, session: str, request: HeadRequest) -> None:
         """Start a save, unless it is already in progress."""
@@ -59,6 +65,7 @@ class HeadSaver:
     def forget(self, session: str) -> None:
         """Forget a deleted session; the results of its pending saves are dropped."""
         self._completed.pop(session, None)
+        self._failed.pop(session, None)
         self._pending = {key for key in self._pending if key[0] != session}
 
     async def work(self) -> None:
@@ -69,21 +76,38 @@ class HeadSaver:
 
     async def _save(self, session: str, request: HeadRequest) -> None:
         key = (request.kind, request.incarnation)
+        failure, result = "", None
         try:
             result = await self._client.save(session, request)
-        except Exception:
+        except SaveFailed as error:
+            failure = str(error)
+            log.warning(
+                "the head did not save its state", session=session, kind=request.kind, error=failure
+            )
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
             log.exception(
                 "the save request failed unexpectedly", session=session, kind=request.kind
             )
-            result = None
         if (session, key) not in self._pending:
             return
         self._pending.discard((session, key))
-        if result is not None and result.is_unsupported:
+        if result is None:
+            self._record_failure(session, key, failure)
+            return
+        failed = {other: each for other, each in self.failed(session).items() if other != key}
+        self._failed[session] = failed
+        if result.is_unsupported:
             self.unsupported.add(request.incarnation)
-            self._on_saved(session)
-        elif result is None:
-            metrics.SAVES_FAILED.labels(request.kind).inc()
         else:
             self._completed[session] = {**self.completed(session), key: result.latest_checkpoint}
-            self._on_saved(session)
+        self._on_saved(session)
+
+    def _record_failure(self, session: str, key: SaveKey, message: str) -> None:
+        kind, incarnation = key
+        metrics.SAVES_FAILED.labels(kind).inc()
+        before = self.failed(session).get(key)
+        attempts = before.attempts + 1 if before is not None else 1
+        of_this_head = {k: v for k, v in self.failed(session).items() if k[1] == incarnation}
+        latest = FailedSave(message, attempts, datetime.now(UTC))
+        self._failed[session] = {**of_this_head, key: latest}

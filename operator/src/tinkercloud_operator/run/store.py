@@ -30,6 +30,7 @@ from tinkercloud_operator.decide.tenant_quotas import TenantQuotas
 from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
 from tinkercloud_operator.spec.snapshot import (
     ChildKey,
+    FailedSave,
     Node,
     Observed,
     Pod,
@@ -73,6 +74,7 @@ class Surroundings:
     cordoned: frozenset[str] = frozenset()
     pool_message: str | None = None
     takes_spare: bool = False
+    failed_saves: Mapping[SaveKey, FailedSave] = field(default_factory=dict)
 
 
 def _kept(kind: str, manifest: Manifest) -> Manifest:
@@ -188,6 +190,7 @@ class Watched:
             apply_error=surroundings.apply_error,
             completed_saves=surroundings.completed_saves,
             pending_saves=surroundings.pending_saves,
+            failed_saves=surroundings.failed_saves,
             now=surroundings.now,
             kuberay_gap=surroundings.kuberay_gap,
             own_gap=surroundings.own_gap,

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from tinkercloud_crds.base_model import BaseModelSpec
@@ -15,6 +15,18 @@ from tinkercloud_kube.objects import Manifest
 
 SaveKey = tuple[str, str]
 """Identifies a save: its kind (`suspend`, `checkpoint` or `remove`) and the head's incarnation."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedSave:
+    """Failures of a save that has not completed since."""
+
+    message: str
+    """What the head answered to the latest request, or why there was no answer."""
+    attempts: int
+    """Number of failures."""
+    moment: datetime
+    """When the latest request failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +185,20 @@ class Observed:
     """Which limit of its owner's Tenant it waits for; None if it may start."""
     tenant: TenantSpec | None = None
     """The Tenant of its owner, if it has one."""
+    failed_saves: Mapping[SaveKey, FailedSave] = field(default_factory=dict)
+    """Saves that have failed, and not completed since."""
+
+    @property
+    def failed_save(self) -> FailedSave | None:
+        """The failed save of its current head, if the latest one failed."""
+        if self.head is None:
+            return None
+        failed = (
+            self.failed_saves.get((kind, self.head.incarnation))
+            for kind in ("suspend", "checkpoint")
+        )
+        found = [each for each in failed if each is not None]
+        return max(found, key=lambda each: each.moment, default=None)
 
     @property
     def has_predecessors(self) -> bool:

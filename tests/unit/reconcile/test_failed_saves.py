@@ -1,0 +1,125 @@
+"""A session keeps its pods while its state cannot be saved, unless it has to end."""
+
+import pytest
+
+from tinkercloud_crds.conditions import ConditionType, Reason, find
+from tinkercloud_operator.decide.actions import SaveRequest
+from tinkercloud_testing.session_conditions import is_true
+from tinkercloud_testing.session_world import RAY_CLUSTER, SETTINGS, STORE_ERROR, World, a_world
+
+HOUR = 3600
+STOPS = ["its owner suspends it", "half an hour passes", "a node is cordoned"]
+
+
+def operate_for(world: World, seconds: float) -> int:
+    """Let the operator look whenever it wants to; return the number of save requests."""
+    end, asked = world.session.now.timestamp() + seconds, 0
+    while world.session.now.timestamp() < end and not world.is_gone:
+        plan = world.operate()
+        asked += any(isinstance(action, SaveRequest) for action in plan.actions)
+        pause = plan.requeue_after_seconds
+        world.pass_time(60 if pause is None else min(pause, 60))
+    return asked
+
+
+def is_kept(world: World) -> bool:
+    """Return whether the session's RayCluster exists and is not being deleted."""
+    cluster = world.children.get(RAY_CLUSTER)
+    return cluster is not None and "deletionTimestamp" not in cluster["metadata"]
+
+
+@pytest.mark.parametrize("stop", STOPS)
+@pytest.mark.parametrize("head", ["the store is away", "the head stops responding"])
+def test_a_suspension_keeps_the_pods_until_the_head_has_saved(stop: str, head: str) -> None:
+    world = a_world("workers", "it settles", head, stop)
+
+    operate_for(world, HOUR)
+    kept = is_kept(world)
+    world.happen("the store is back", "the head responds again", "it settles")
+
+    assert kept
+    assert world.status.saved_incarnation is not None
+    assert world.status.restarts == 0
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_a_session_that_can_not_be_saved_is_stalled_with_the_words_of_the_store(stop: str) -> None:
+    world = a_world("workers", "it settles", "the store is away", stop)
+
+    operate_for(world, 60)
+
+    stalled = find(world.status.conditions, ConditionType.STALLED)
+    assert stalled is not None
+    assert (stalled.status, stalled.reason) == ("True", Reason.SAVE_FAILED)
+    assert STORE_ERROR in stalled.message
+    assert "the pods are kept and" in stalled.message
+    assert world.status.phase == "Suspending"
+
+
+def test_a_save_that_succeeds_in_the_end_ends_the_stall() -> None:
+    world = a_world("workers", "it settles", "the store is away", "its owner suspends it")
+    operate_for(world, 300)
+
+    world.happen("the store is back")
+    operate_for(world, 60)
+
+    assert not is_kept(world)
+    assert not is_true(world.status, ConditionType.STALLED)
+
+
+def test_a_failing_save_is_repeated_with_growing_pauses() -> None:
+    world = a_world("workers", "it settles", "the store is away", "its owner suspends it")
+
+    assert operate_for(world, 80) == 5
+    assert operate_for(world, 600) == 10
+
+
+@pytest.mark.parametrize(
+    ("event", "seconds"),
+    [
+        ("it is deleted", SETTINGS.last_checkpoint_seconds),
+        ("a day passes", SETTINGS.stop_seconds),
+    ],
+)
+def test_a_session_that_ends_waits_for_the_store_for_a_limited_time(
+    event: str, seconds: int
+) -> None:
+    world = a_world("short life", "it settles", "the store is away", event)
+
+    asked = operate_for(world, seconds - 2)
+    kept = is_kept(world) and not world.is_gone
+    operate_for(world, 10)
+
+    assert asked > 2
+    assert kept
+    assert world.is_gone or not is_kept(world)
+
+
+def test_a_session_whose_lifetime_ends_while_it_can_not_be_saved_gets_the_full_time_again() -> None:
+    world = a_world("short life", "it settles", "the store is away", "its owner suspends it")
+    operate_for(world, HOUR)
+    world.pass_time(2 * HOUR - (world.session.now - world.session.created).total_seconds())
+
+    operate_for(world, SETTINGS.stop_seconds - 2)
+    kept = is_kept(world)
+    operate_for(world, 10)
+
+    assert kept
+    assert not is_kept(world)
+
+
+def test_a_deleted_session_says_why_its_last_checkpoint_is_missing() -> None:
+    world = a_world("workers", "it settles", "the store is away", "it is deleted")
+
+    operate_for(world, 10)
+
+    assert STORE_ERROR in (world.status.message or "")
+
+
+def test_a_lost_head_ends_the_wait() -> None:
+    world = a_world("workers", "it settles", "the store is away", "its owner suspends it")
+    operate_for(world, 60)
+
+    world.happen("the head is lost", "a pod advances", "the operator reconciles")
+
+    assert not is_kept(world)
