@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from tinkercloud_crds.shapes import HeadShape
+
 ENV_PREFIX = "TINKERCLOUD_OPERATOR_"
 
 
@@ -101,9 +103,11 @@ class Settings(BaseSettings):
     drain_seconds: Annotated[int, Field(ge=1)] = 20
     """How long, in seconds, a stopping head may take to finish its current operation."""
     suspend_seconds: Annotated[int, Field(ge=1)] = 120
-    """How long, in seconds, a stopping head may then take to save its state before it is killed."""
+    """How long, in seconds, a stopping head may then take to save its state before it is killed.
+    BaseModels may set another time (`head.suspendSeconds`)."""
     last_checkpoint_seconds: Annotated[int, Field(ge=0)] = 60
-    """How long, in seconds, the deletion of a session waits for its final checkpoint."""
+    """How long, in seconds, the deletion of a session waits for its final checkpoint. If its
+    BaseModel sets `head.suspendSeconds` or is planned, that time applies if it is longer."""
     judges_nodes: bool = True
     """Whether to report a session as NeverFits if all nodes that match its pods are too small.
     Disable it if an autoscaler may add larger nodes; it is disabled automatically on clusters with
@@ -127,10 +131,19 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Minimum severity of log messages."""
 
-    @property
-    def stop_seconds(self) -> int:
-        """Maximum time that a head takes to stop."""
-        return self.drain_seconds + self.suspend_seconds
+    def suspend_seconds_of(self, head: HeadShape | None) -> int:
+        """Return how long a head may take to save its state; None for one of unknown shape."""
+        own = head.suspend_seconds if head is not None else None
+        return self.suspend_seconds if own is None else own
+
+    def stop_seconds_of(self, head: HeadShape | None) -> int:
+        """Return the maximum time that a head takes to stop."""
+        return self.drain_seconds + self.suspend_seconds_of(head)
+
+    def last_checkpoint_seconds_of(self, head: HeadShape | None) -> int:
+        """Return how long the deletion of a session waits for its last checkpoint."""
+        own = head.suspend_seconds if head is not None else None
+        return max(self.last_checkpoint_seconds, own or 0)
 
 
 class UnknownSettingError(Exception):

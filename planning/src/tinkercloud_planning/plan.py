@@ -20,6 +20,7 @@ from tinkercloud_planning.gpus import GIB, Fleet
 from tinkercloud_planning.layouts import Layout, divisors, engine_sizes, pod_size
 from tinkercloud_planning.memory import state_bytes, weight_bytes
 from tinkercloud_planning.refusal import DoesNotFit, gib, refusal, trainer_refusal
+from tinkercloud_planning.saving import STORE_BYTES_PER_SECOND, suspend_seconds
 from tinkercloud_planning.search import (
     FEW_SEQUENCES,
     Demand,
@@ -173,7 +174,10 @@ class ModelPlan:
         return {
             "maxContextLength": self.demand.sequence_length,
             "limits": {"maxLoraRank": self.demand.sampled_rank},
-            "head": {"resources": _written(self.head)},
+            "head": {
+                "resources": _written(self.head),
+                "suspendSeconds": suspend_seconds(_state(self.demand)),
+            },
             "trainer": _written(self.trainer),
             "sampler": _written(self.sampler),
         }
@@ -185,6 +189,8 @@ class TrainerPlan:
 
     parallelism: Parallelism
     max_batch_tokens: int
+    state_bytes: int
+    """Size of the trained state of one model: values and moments."""
     reasons: tuple[Reason, ...]
 
     def __str__(self) -> str:
@@ -234,7 +240,7 @@ def plan_trainer(demand: Demand, fleet: Fleet, *, engine: Engine | None) -> Trai
     if trainer is None:
         raise trainer_refusal(demand, fleet, engine)
     reasons = (*_why_layout(demand, fleet, trainer), _why_tokens(demand, trainer))
-    return TrainerPlan(_parallelism(trainer.layout), trainer.tokens, reasons)
+    return TrainerPlan(_parallelism(trainer.layout), trainer.tokens, _state(demand), reasons)
 
 
 def _parallelism(layout: Layout) -> Parallelism:
@@ -276,6 +282,7 @@ def _reasons(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
         _why_engines(demand, fleet, division),
         *_why_adapted_in_part(demand),
         *_why_memory(demand, division),
+        _why_saving(demand),
         *_what_sharing_needs(division),
     ]
 
@@ -390,6 +397,12 @@ def _why_memory(demand: Demand, division: Division) -> list[Reason]:
         Reason(part, f"{need} GiB of memory", why + (unusual if need > _USUAL_NODE_GIB else ""))
         for part, need, why in needs
     ]
+
+
+def _why_saving(demand: Demand) -> Reason:
+    state, rate = _state(demand), STORE_BYTES_PER_SECOND // 1_000_000
+    why = f"{state / 1e9:.1f} GB of values and moments at {rate} MB/s, twice that, and a minute"
+    return Reason("suspendSeconds", str(suspend_seconds(state)), why)
 
 
 def _what_sharing_needs(division: Division) -> list[Reason]:

@@ -189,6 +189,16 @@ def test_a_head_has_time_to_save_its_state_before_it_is_killed(build: Build) -> 
     assert min(graces) > build.settings.drain_seconds + build.settings.suspend_seconds
 
 
+def test_pods_get_the_time_to_save_of_their_base_model() -> None:
+    head = {"image": "worker:1", "suspendSeconds": 1080}
+    build = a_build(a_base_model(trainer=TRAINERS, head=head), drain_seconds=20)
+
+    graces = {pod["terminationGracePeriodSeconds"] for pod in pod_specs(build).values()}
+
+    assert graces == {20 + 1080 + 15}
+    assert support_objects.head_config(build).timings.suspend_seconds == 1080
+
+
 @pytest.mark.parametrize(
     ("build", "gpus"),
     [

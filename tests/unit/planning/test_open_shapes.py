@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_crds.base_model import BaseModelSpec, Limits
+from tinkercloud_crds.base_model import BaseModelSpec, Limits, Pool
 from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, ConditionType, Reason, find
 from tinkercloud_crds.shapes import Parallelism, SamplerShape
 from tinkercloud_operator.children import support_objects
@@ -174,6 +174,33 @@ def test_without_planning_the_status_has_no_plan() -> None:
 
     assert plan.status is not None
     assert plan.status.plan is None
+
+
+def seconds(base_model: BaseModelSpec, **session: Any) -> int | None:
+    return chosen(base_model, **session).base_model.head.suspend_seconds
+
+
+def test_the_time_to_save_follows_from_what_is_trained() -> None:
+    offered = an_open_base_model(SMALL, replicas=4)
+
+    assert seconds(offered) == 120
+    assert seconds(offered, lora=None) == 1080
+
+
+def test_a_base_model_may_set_the_time_to_save() -> None:
+    offered = an_open_base_model(SMALL, replicas=4)
+    timed = offered.head.model_copy(update={"suspend_seconds": 240})
+
+    assert seconds(offered.model_copy(update={"head": timed}), lora=None) == 240
+
+
+def test_the_head_of_a_pool_has_time_to_save_a_model_for_each_slot() -> None:
+    offered = an_open_base_model(SMALL).model_copy(
+        update={"sharing": "Shared", "pool": Pool(slots_per_cluster=100)}
+    )
+
+    assert seconds(offered, role="Sampler", lora=None) is None
+    assert (seconds(offered, role="Pool", lora=None) or 0) > 120
 
 
 def test_a_sampler_needs_no_plan() -> None:

@@ -200,6 +200,16 @@ def test_where_gpus_are_shared_the_engines_are_in_the_trainer_pods(qwen3_8b: str
     assert not build.resolved.head_computes
 
 
+def test_a_plan_has_the_time_that_a_head_needs_to_save(qwen3_8b: str) -> None:
+    options = [qwen3_8b, "--gpus", "8xH100"]
+    adapter, whole = (planned(*options, *full)["spec"]["head"] for full in ([], ["--full"]))
+    printed = " ".join(run(*options, "--full").output.split())
+
+    assert adapter["suspendSeconds"] == 120
+    assert whole["suspendSeconds"] == 18 * 60
+    assert "suspendSeconds 1080 98.3 GB of values and moments at 200 MB/s" in printed
+
+
 def test_a_plan_says_what_sharing_gpus_needs_of_the_cluster(qwen3_8b: str) -> None:
     shared, apart = (run(qwen3_8b, "--gpus", gpus).output for gpus in ("1xH100", "2xH100"))
 

@@ -6,6 +6,7 @@ from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_operator.decide.actions import SaveRequest
 from tinkercloud_testing.session_conditions import is_true
 from tinkercloud_testing.session_world import RAY_CLUSTER, SETTINGS, STORE_ERROR, World, a_world
+from tinkercloud_testing.sessions import a_base_model
 
 HOUR = 3600
 STOPS = ["its owner suspends it", "half an hour passes", "a node is cordoned"]
@@ -33,7 +34,7 @@ def is_kept(world: World) -> bool:
 def test_a_suspension_keeps_the_pods_until_the_head_has_saved(stop: str, head: str) -> None:
     world = a_world("workers", "it settles", head, stop)
 
-    operate_for(world, HOUR)
+    operate_for(world, 900)
     kept = is_kept(world)
     world.happen("the store is back", "the head responds again", "it settles")
 
@@ -78,7 +79,7 @@ def test_a_failing_save_is_repeated_with_growing_pauses() -> None:
     ("event", "seconds"),
     [
         ("it is deleted", SETTINGS.last_checkpoint_seconds),
-        ("a day passes", SETTINGS.stop_seconds),
+        ("a day passes", SETTINGS.stop_seconds_of(None)),
     ],
 )
 def test_a_session_that_ends_waits_for_the_store_for_a_limited_time(
@@ -95,12 +96,26 @@ def test_a_session_that_ends_waits_for_the_store_for_a_limited_time(
     assert world.is_gone or not is_kept(world)
 
 
+@pytest.mark.parametrize("event", ["it is deleted", "a day passes"])
+def test_a_session_that_ends_waits_as_long_as_its_base_model_says(event: str) -> None:
+    head = {"image": "worker:1", "suspendSeconds": 1080}
+    world = World(a_base_model(head=head, sessions={"maxLifetimeSeconds": 7200}))
+    world.happen("it settles", "the store is away", event)
+
+    operate_for(world, 1000)
+    kept = is_kept(world) and not world.is_gone
+    operate_for(world, 120)
+
+    assert kept
+    assert world.is_gone or not is_kept(world)
+
+
 def test_a_session_whose_lifetime_ends_while_it_can_not_be_saved_gets_the_full_time_again() -> None:
     world = a_world("short life", "it settles", "the store is away", "its owner suspends it")
-    operate_for(world, HOUR)
+    operate_for(world, 900)
     world.pass_time(2 * HOUR - (world.session.now - world.session.created).total_seconds())
 
-    operate_for(world, SETTINGS.stop_seconds - 2)
+    operate_for(world, SETTINGS.stop_seconds_of(None) - 2)
     kept = is_kept(world)
     operate_for(world, 10)
 

@@ -230,7 +230,7 @@ def test_the_head_of_a_deleted_cluster_has_as_much_time_as_one_that_is_suspended
     plan = reconcile(world.observe(), SETTINGS)
 
     [asked] = [action for action in plan.actions if isinstance(action, SaveRequest)]
-    assert asked.timeout_seconds == SETTINGS.stop_seconds
+    assert asked.timeout_seconds == SETTINGS.stop_seconds_of(None)
 
 
 def test_the_head_of_a_deleted_cluster_saves_its_runs_so_that_others_resume_them() -> None:

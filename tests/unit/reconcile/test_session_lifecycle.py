@@ -37,7 +37,7 @@ def test_the_last_save_request_of_a_session_is_repeated_but_not_forever(
         asked += any(isinstance(action, SaveRequest) for action in plan.actions)
         world.pass_time(plan.requeue_after_seconds or 0)
 
-    patience = max(SETTINGS.last_checkpoint_seconds, SETTINGS.stop_seconds)
+    patience = max(SETTINGS.last_checkpoint_seconds, SETTINGS.stop_seconds_of(None))
     assert asked > 2
     assert (world.session.now - began).total_seconds() <= patience
 

@@ -66,11 +66,12 @@ def pod_template(build: Build, component: str, container: Json, resources: Resou
     """Return the pod template of one group."""
     settings, source = build.settings, build.resolved.base_model.source
     placement = build.resolved.placement_of(component)
+    stop_seconds = settings.stop_seconds_of(build.resolved.base_model.head)
     spec: Json = {
         "serviceAccountName": settings.service_account,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": settings.stop_seconds + 15,
+        "terminationGracePeriodSeconds": stop_seconds + 15,
         "securityContext": pod_security(settings),
         "containers": [_with_scratch(container, resources, settings)],
         "volumes": _volumes(build, resources),

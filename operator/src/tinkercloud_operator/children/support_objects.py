@@ -67,7 +67,8 @@ def head_config(build: Build) -> HeadConfig:
             max_placed_bytes=_placed_bytes(build.resolved),
         ),
         timings=Timings(
-            drain_seconds=settings.drain_seconds, suspend_seconds=settings.suspend_seconds
+            drain_seconds=settings.drain_seconds,
+            suspend_seconds=settings.suspend_seconds_of(base_model.head),
         ),
         autosave=AutosaveConfig(**base_model.head.autosave.model_dump()),
     )

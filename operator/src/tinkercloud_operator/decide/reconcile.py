@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.names import Names
+from tinkercloud_crds.shapes import HeadShape
 from tinkercloud_crds.training_session import SERVING_ROLES, TrainingSessionStatus
 from tinkercloud_operator.children import engines, support_objects
 from tinkercloud_operator.children.pods import Build, Json
@@ -87,11 +88,9 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
             own = _actions_to_run(observed, effective, settings)
             program = _program_actions(observed, decision, settings, is_ready=is_ready(new_status))
             return reporting_plan(observed, [*own, *program], new_status, recheck_seconds)
-        case DesiredState.SUSPENDED:
-            plan = _stop(observed, decision, settings, new_status, recheck_seconds)
-            return _with_program(plan, observed, decision, settings)
-        case DesiredState.FINISHED:
-            plan = _stop(observed, decision, settings, new_status, recheck_seconds)
+        case DesiredState.SUSPENDED | DesiredState.FINISHED:
+            stop_seconds = settings.stop_seconds_of(_head_shape(observed, effective))
+            plan = _stop(observed, decision, stop_seconds, new_status, recheck_seconds)
             return _with_program(plan, observed, decision, settings)
         case DesiredState.DELETED:
             return reporting_plan(observed, [DeleteSession()], new_status, None)
@@ -268,7 +267,7 @@ def _owned(manifest: Json, observed: Observed) -> Json:
 def _stop(
     observed: Observed,
     decision: Decision,
-    settings: Settings,
+    stop_seconds: int,
     new_status: TrainingSessionStatus,
     recheck_seconds: float | None,
 ) -> Plan:
@@ -282,10 +281,10 @@ def _stop(
         )
     started = stopping_since(observed)
     kind: Kind = "suspend" if decision.desired is DesiredState.SUSPENDED else "checkpoint"
-    left = float(settings.stop_seconds)
+    left = float(stop_seconds)
     if decision.urgent_since is not None:
         since = max(started or observed.now, decision.urgent_since)
-        left = seconds_left(observed, since, settings.stop_seconds)
+        left = seconds_left(observed, since, stop_seconds)
     if left > 0 and needs_save(observed, kind):
         if started is None:
             # After a save request the head serves nothing else, so record the stop first: another
@@ -319,17 +318,20 @@ def _delete_support_objects(observed: Observed) -> Iterable[Action]:
 def _finalize(observed: Observed, settings: Settings) -> Plan:
     """Request a last checkpoint for a deleted session, then remove the finalizer.
 
-    The finalizer is also removed once `last_checkpoint_seconds` have passed; for a cluster of a
-    pool, which is suspended, once `stop_seconds` have.
+    The finalizer is also removed once the time for a last checkpoint has passed; for a cluster of a
+    pool, which is suspended, once the time for that has.
     """
     if not observed.has_finalizer or observed.deleted is None:
         return Plan()
     desired = _desired_spec(observed, settings)
-    new_status = status(observed, desired, _effective_spec(observed, desired, settings), None)
+    effective = _effective_spec(observed, desired, settings)
+    new_status = status(observed, desired, effective, None)
+    head = _head_shape(observed, effective)
     # The runs on a pool cluster do not end with it: they are resumed elsewhere.
     is_pool = observed.spec.role in SERVING_ROLES
     kind: Kind = "suspend" if is_pool else "checkpoint"
-    seconds = settings.stop_seconds if is_pool else settings.last_checkpoint_seconds
+    of_session = settings.last_checkpoint_seconds_of(head)
+    seconds = settings.stop_seconds_of(head) if is_pool else of_session
     left = seconds_left(observed, observed.deleted, seconds)
     program = [Delete(key) for key in surplus_of_program(observed, None)]
     if left > 0 and needs_save(observed, kind):
@@ -338,6 +340,13 @@ def _finalize(observed: Observed, settings: Settings) -> Plan:
     if left > 0 and not is_save_recorded(observed, new_status):
         return reporting_plan(observed, [], new_status, 0.0)
     return Plan((SetFinalizer(present=False),))
+
+
+def _head_shape(observed: Observed, effective: ResolvedSpec | Rejection) -> HeadShape | None:
+    """Return the shape of a session's head, if it is known."""
+    if isinstance(effective, ResolvedSpec):
+        return effective.base_model.head
+    return observed.base_model.head if observed.base_model is not None else None
 
 
 def _seconds_until(observed: Observed, moment: datetime | None) -> float | None:

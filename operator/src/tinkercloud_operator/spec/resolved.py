@@ -18,10 +18,12 @@ from tinkercloud_crds.shapes import (
     TrainerShape,
 )
 from tinkercloud_crds.training_session import SERVING_ROLES, TrainingSessionSpec
+from tinkercloud_operator.spec.allowed import disallowed, over_limit
 from tinkercloud_operator.spec.parallelism import check_engine, plan_parallelism
 from tinkercloud_operator.spec.quantities import parse_quantity
 from tinkercloud_planning.plan import TrainerPlan
 from tinkercloud_planning.refusal import DoesNotFit
+from tinkercloud_planning.saving import suspend_seconds
 from tinkercloud_planning.search import Engine
 
 RAY_NODE = Resources(cpu="200m", memory="1Gi")
@@ -181,18 +183,19 @@ def resolve(
             f"spec.baseModel: no BaseModel in this namespace has modelName {spec.base_model!r}",
         )
     problems = missing_fields(base_model) or [
-        *_over_limit(spec, base_model),
+        *over_limit(spec, base_model),
         *_engine_count_conflict(spec, base_model),
         *_replanning_conflict(spec, base_model),
-        *_disallowed_choices(spec, base_model),
-        *_disallowed_program(spec, base_model),
-        *_disallowed_sharing(spec, base_model),
+        *disallowed(spec, base_model),
     ]
     if problems:
         return Rejection(Reason.NOT_ALLOWED, "; ".join(problems))
     if (waits := _over_quota(spec, base_model, sessions_of_owner)) is not None:
         return waits
-    resolved = _with_parallelism(_apply_choices(spec, base_model), _planned_rank(spec, base_model))
+    models = base_model.pool.slots_per_cluster if base_model.pool and spec.role == "Pool" else 1
+    resolved = _with_parallelism(
+        _apply_choices(spec, base_model), _planned_rank(spec, base_model), models
+    )
     return (
         (_engine_rejection(resolved) or resolved)
         if isinstance(resolved, ResolvedSpec)
@@ -266,56 +269,6 @@ def max_lifetime(spec: TrainingSessionSpec, base_model: BaseModelSpec | None) ->
     return min((life for life in lifetimes if life is not None), default=None)
 
 
-def _over_limit(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
-    trainer, sampler = base_model.trainer, base_model.sampler
-    pairs = [
-        ("lora.rank", spec.lora and spec.lora.rank, base_model.limits.max_lora_rank),
-        ("trainer.replicas", spec.trainer and spec.trainer.replicas, trainer.replicas),
-        (
-            "trainer.maxBatchTokens",
-            spec.trainer and spec.trainer.max_batch_tokens,
-            base_model.limits.max_batch_tokens or trainer.max_batch_tokens,
-        ),
-        ("sampler.replicas", spec.sampler and spec.sampler.replicas, sampler.replicas),
-        (
-            "idle.timeoutSeconds",
-            spec.idle and spec.idle.timeout_seconds,
-            base_model.sessions.max_idle_timeout_seconds,
-        ),
-        (
-            "maxLifetimeSeconds",
-            spec.max_lifetime_seconds,
-            base_model.sessions.max_lifetime_seconds,
-        ),
-    ]
-    found = [
-        f"spec.{field}: {requested} exceeds the BaseModel's limit of {limit}"
-        for field, requested, limit in pairs
-        if requested and limit is not None and requested > limit
-    ]
-    return found or _indivisible_ranks(spec, base_model)
-
-
-def _indivisible_ranks(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
-    """Return problems with a number of trainers that the parallelism does not divide."""
-    requested = spec.trainer and spec.trainer.replicas
-    if not requested:
-        return []
-    parallelism = base_model.trainer.parallelism
-    ranks = requested * base_model.trainer.ranks_per_replica
-    together = parallelism.tensor * parallelism.pipeline
-    groups = [
-        ("model copy", together * parallelism.context),
-        ("set of experts", together * parallelism.expert),
-    ]
-    return [
-        f"spec.trainer.replicas: {requested} pods have {ranks} ranks, but the number of ranks must"
-        f" be a multiple of {size}, the ranks per {what}"
-        for what, size in groups
-        if ranks % size
-    ]
-
-
 def _engine_count_conflict(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
     """Return problems with an explicit number of engines that run in the trainer pods."""
     resolved, requested = _apply_choices(spec, base_model), spec.sampler and spec.sampler.replicas
@@ -338,51 +291,6 @@ def _replanning_conflict(spec: TrainingSessionSpec, base_model: BaseModelSpec) -
         f"spec.trainer.replicas: got {resolved.trainers}, but the BaseModel plans its parallelism"
         f" (trainer.planning) for {offered} pods; fewer pods could need more memory per GPU than"
         " sampler.engines leaves free; omit this field"
-    ]
-
-
-def _disallowed_choices(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
-    placement, policy = base_model.placement, base_model.sessions
-    choices = [
-        ("queueName", spec.queue_name, placement.queue_name, policy.queue_names),
-        (
-            "priorityClassName",
-            spec.priority_class_name,
-            placement.priority_class_name,
-            policy.priority_class_names,
-        ),
-    ]
-    return [
-        f"spec.{field}: {requested!r} is not allowed by the BaseModel; allowed values:"
-        f" {', '.join(sorted({*offered, *([own] if own else [])})) or 'none'}"
-        for field, requested, own, offered in choices
-        if requested is not None and requested != own and requested not in offered
-    ]
-
-
-def _disallowed_program(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
-    program, offer = spec.program, base_model.programs
-    if program is None:
-        return []
-    if offer is None:
-        return [
-            "spec.program: the BaseModel allows no programs; set its spec.programs, or remove"
-            " spec.program"
-        ]
-    if program.image in {None, *offer.images}:
-        return []
-    return [
-        f"spec.program.image: {program.image!r} is not allowed by the BaseModel; allowed values:"
-        f" {', '.join(offer.images)}"
-    ]
-
-
-def _disallowed_sharing(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str]:
-    if spec.sharing == "Dedicated" or base_model.sharing == "Shared":
-        return []
-    return [
-        "spec.sharing: got 'Shared', but the BaseModel has no pool; set its spec.sharing to Shared,"
-        " or create a session with sharing Dedicated"
     ]
 
 
@@ -429,8 +337,16 @@ def _sampler(
     return sampler.model_copy(update={"replicas": held})
 
 
-def _with_parallelism(resolved: ResolvedSpec, lora_rank: int | None) -> ResolvedSpec | Rejection:
-    """Choose the parallelism, if the BaseModel leaves it open."""
+def _with_parallelism(
+    resolved: ResolvedSpec, lora_rank: int | None, models: int
+) -> ResolvedSpec | Rejection:
+    """Choose the parallelism, and the time to save, if the BaseModel leaves them open.
+
+    Args:
+        resolved: the resolved spec of a session.
+        lora_rank: rank of the adapters; None for full fine-tuning.
+        models: number of models that the session's head serves at the same time.
+    """
     trainer = resolved.trainer
     if trainer is None or trainer.planning is None:
         return resolved
@@ -448,8 +364,12 @@ def _with_parallelism(resolved: ResolvedSpec, lora_rank: int | None) -> Resolved
         "parallelism": plan.parallelism,
         "max_batch_tokens": min(trainer.max_batch_tokens, plan.max_batch_tokens),
     }
+    head = base_model.head
+    seconds = head.suspend_seconds or suspend_seconds(models * plan.state_bytes)
+    timed = head.model_copy(update={"suspend_seconds": seconds})
     return replace(
         resolved,
+        base_model=base_model.model_copy(update={"head": timed}),
         trainer=trainer.model_copy(update=chosen),
         plan=str(plan)[:MAX_MESSAGE_LENGTH],
     )
