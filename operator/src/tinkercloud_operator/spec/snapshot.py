@@ -137,6 +137,8 @@ class Observed:
     status: TrainingSessionStatus
     last_activity: datetime | None
     """When a client last used it, as recorded by the API server."""
+    retried: datetime | None
+    """When its owner or an administrator last asked to start it again."""
     base_model: BaseModelSpec | None
     """The active BaseModel of its `spec.baseModel`, if there is one."""
     sessions_of_owner: int
