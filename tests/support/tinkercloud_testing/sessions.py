@@ -113,7 +113,6 @@ def observed(**fields: Any) -> Observed:
         "spec": a_session(),
         "status": TrainingSessionStatus.model_validate({}),
         "last_activity": None,
-        "retried": None,
         "base_model": a_base_model(),
         "sessions_of_owner": 0,
         "start_order_message": None,

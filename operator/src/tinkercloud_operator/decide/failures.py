@@ -14,7 +14,7 @@ from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import Failing
 from tinkercloud_operator.spec.snapshot import Observed
 
-GIVING_UP = frozenset({Reason.START_FAILED, Reason.RESTART_LIMIT})
+PERSISTENT_FAILURES = frozenset({Reason.START_FAILED, Reason.RESTART_LIMIT})
 """Reasons of sessions whose pods were deleted because they failed."""
 _MOST_RESTARTS = 50
 """Maximum length of `status.recentRestarts`, and of what it is compared with."""
@@ -32,7 +32,7 @@ def failed_at(observed: Observed) -> datetime | None:
     since = parse_time(failing.since) if failing is not None else None
     if failing is None or since is None or base_model is None:
         return None
-    if failing.reason == Reason.RESTART_LIMIT:
+    if failing.reason == "RestartLimit":
         return since
     return since + timedelta(seconds=base_model.sessions.start_deadline_seconds)
 

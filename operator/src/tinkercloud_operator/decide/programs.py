@@ -14,7 +14,7 @@ from tinkercloud_crds.programs import Program, ProgramStatus
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.children.pods import Json
 from tinkercloud_operator.children.program import ProgramBuild, program_job, program_policy
-from tinkercloud_operator.decide.failures import GIVING_UP
+from tinkercloud_operator.decide.failures import PERSISTENT_FAILURES
 from tinkercloud_operator.decide.lifetime import Decision, DesiredState
 from tinkercloud_operator.decide.program_facts import (
     current_job,
@@ -97,7 +97,7 @@ def _why_not(observed: Observed, decision: Decision) -> str | None:
         return "spec.program.stop is true"
     if decision.desired in {DesiredState.FINISHED, DesiredState.DELETED}:
         return f"the session has ended: {decision.message}"
-    if decision.reason in GIVING_UP:
+    if decision.reason in PERSISTENT_FAILURES:
         return f"{decision.message}; {_RESUMES}"
     if observed.spec.suspend:
         return f"the session is suspended by its owner; {_RESUMES}"

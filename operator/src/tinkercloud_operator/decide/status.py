@@ -18,7 +18,7 @@ from tinkercloud_crds.names import Names
 from tinkercloud_crds.training_session import Failing, Phase, TrainingSessionStatus, Workers
 from tinkercloud_operator.decide.actions import Action, Plan, PostEvent
 from tinkercloud_operator.decide.failures import (
-    GIVING_UP,
+    PERSISTENT_FAILURES,
     current_failure,
     recent_restarts,
     restart_limit,
@@ -204,7 +204,7 @@ def phase(observed: Observed, decision: Decision | None, ready: StepStatus) -> P
     if decision is not None and decision.desired is not DesiredState.RUNNING:
         if observed.has_pods:
             return "Suspending"
-        if decision.reason in GIVING_UP:
+        if decision.reason in PERSISTENT_FAILURES:
             return "Failed"
         return "Suspended" if decision.desired is DesiredState.SUSPENDED else "Finished"
     if ready.reason in _NEEDS_HELP:
@@ -292,7 +292,7 @@ def _latest_checkpoint(observed: Observed) -> str | None:
 def _failing(observed: Observed, decision: Decision | None, ready: StepStatus) -> Failing | None:
     """Return why the pods cannot run; a crashing container looks healthy between two crashes."""
     before = current_failure(observed)
-    if decision is None or decision.reason in GIVING_UP:
+    if decision is None or decision.reason in PERSISTENT_FAILURES:
         return observed.status.failing
     if ready.is_reached or decision.desired is not DesiredState.RUNNING or not observed.has_pods:
         return None

@@ -137,8 +137,6 @@ class Observed:
     status: TrainingSessionStatus
     last_activity: datetime | None
     """When a client last used it, as recorded by the API server."""
-    retried: datetime | None
-    """When its owner or an administrator last asked to start it again."""
     base_model: BaseModelSpec | None
     """The active BaseModel of its `spec.baseModel`, if there is one."""
     sessions_of_owner: int
@@ -187,6 +185,8 @@ class Observed:
     """Which limit of its owner's Tenant it waits for; None if it may start."""
     tenant: TenantSpec | None = None
     """The Tenant of its owner, if it has one."""
+    retried: datetime | None = None
+    """When its owner or an administrator last asked to start it again."""
     failed_saves: Mapping[SaveKey, FailedSave] = field(default_factory=dict)
     """Saves that have failed, and not completed since."""
 
