@@ -90,6 +90,11 @@ class ModelInput(WireModel):
             return self.chunks[0].token_ids
         return [token for chunk in self.chunks for token in chunk.token_ids]
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the prompt's text."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
     def images(self) -> tuple[ImagePart, ...]:
         """Return the prompt's images. Decodes base64, so call it in a thread if there are any.
 
