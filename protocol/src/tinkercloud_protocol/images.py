@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.wire import shown
+from tinkercloud_protocol.shown import shown
 
 FORMATS = ("png", "jpeg")
 TEXT, IMAGE, ASSET_POINTER = "encoded_text", "image", "image_asset_pointer"
@@ -230,7 +230,7 @@ def _png_size(data: bytes) -> tuple[int, int]:
     length, kind, width, height = struct.unpack_from(">I4sII", data, len(_PNG))
     if (length, kind) != (13, b"IHDR"):
         raise InvalidRequest("the png file is damaged: it does not start with an IHDR chunk")
-    return width, height
+    return int(width), int(height)
 
 
 def _jpeg_size(data: bytes) -> tuple[int, int]:
@@ -238,7 +238,7 @@ def _jpeg_size(data: bytes) -> tuple[int, int]:
 
     Decoders disagree on which of several applies.
     """
-    sizes = []
+    sizes: list[tuple[int, int]] = []
     position = 2
     for _ in range(_MAX_SEGMENTS):
         if data[position] != 0xFF:

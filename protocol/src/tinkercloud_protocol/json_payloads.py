@@ -36,6 +36,7 @@ from tinkercloud_protocol.batch_checks import (
 )
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.images import TEXT, read_json_image
+from tinkercloud_protocol.shown import shown
 from tinkercloud_protocol.tensors import (
     Array,
     Datum,
@@ -44,7 +45,6 @@ from tinkercloud_protocol.tensors import (
     Int32Array,
     Prompt,
 )
-from tinkercloud_protocol.wire import shown
 
 MAX_VALUES = 1 << 22
 """Maximum number of values of a JSON batch: tokens, elements of tensors and others. Parsing JSON

@@ -244,7 +244,7 @@ class _Prompts:
         return self.images.read(datum.tokens, datum.images, f"data[{index}].model_input")
 
 
-def _targets(  # noqa: PLR0917 - one call, just above
+def _targets(
     datum: Datum, length: int, loss_fn: str, limits: TokenLimits, where: str, *, many: bool
 ) -> npt.NDArray[np.int64]:
     where = f"{where}.loss_fn_inputs['target_tokens']"

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.image_limits import ImageLimits
 from tinkercloud_protocol.images import ImagePart
 from tinkercloud_protocol.tensors import Int32Array
 from tinkercloud_worker.vision.prepared import PreparedPrompt
@@ -33,13 +32,25 @@ class ImageProcessor(Protocol):
         """
 
 
+class ImageBounds(Protocol):
+    """Limits of the images of a request (`ImageLimits`)."""
+
+    def check_images(self, images: Iterable[tuple[str, ImagePart]]) -> None:
+        """Check the images of one request, each with its name for messages.
+
+        Raises:
+            InvalidRequest: there are too many, or one is too large.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class PromptImages:
     """How the served model reads images."""
 
     processor: ImageProcessor | None = None
     """None if the model reads text only."""
-    limits: ImageLimits = ImageLimits()
+    limits: ImageBounds | None = None
+    """None for no limits."""
 
     def check(self, prompts: Iterable[tuple[str, Sequence[ImagePart]]]) -> None:
         """Check the images of one request, without decoding any.
@@ -56,7 +67,10 @@ class PromptImages:
             for where, images in prompts
             for index, image in enumerate(images)
         ]
-        self.limits.check_images(named)
+        if named:
+            self._needed(named[0][0])
+        if self.limits is not None:
+            self.limits.check_images(named)
         for where, image in named:
             self._count(image, where)
 
