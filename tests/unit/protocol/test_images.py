@@ -66,7 +66,8 @@ def sample_of(*chunks: dict[str, Any]) -> SampleRequest:
 
 
 def as_json(chunk: Any) -> dict[str, Any]:
-    return orjson.loads(chunk.model_dump_json(exclude_none=True))
+    content: dict[str, Any] = orjson.loads(chunk.model_dump_json(exclude_none=True))
+    return content
 
 
 def laid_out(tokens: list[int], parts: tuple[ImagePart, ...]) -> list[Any]:

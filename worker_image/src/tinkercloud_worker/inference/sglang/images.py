@@ -15,7 +15,8 @@ from tinkercloud_worker.inference.client import Json, ServerError
 
 def prompt_fields(request: SamplingRequest) -> dict[str, Any]:
     """Return the fields of the prompt, once for each sample."""
-    tokens, files = request.prompt.tolist(), []
+    tokens: list[int] = request.prompt.tolist()
+    files: list[str] = []
     # From the last one, so that the positions of the others stay valid.
     for image in reversed(request.images):
         del tokens[image.start + 1 : image.start + image.count]
