@@ -15,12 +15,9 @@ from PIL import Image, UnidentifiedImageError
 from transformers import AutoConfig, AutoImageProcessor
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.images import ImagePart
+from tinkercloud_protocol.images import IMAGE_MODEL_TYPES, ImagePart
 from tinkercloud_protocol.tensors import Int32Array
 from tinkercloud_worker.vision.prepared import PreparedImage, PreparedPrompt
-
-MODEL_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
-"""Model types of `config.json` whose processors make patches of one size."""
 
 
 class PatchProcessor(Protocol):
@@ -144,7 +141,7 @@ def load_processor(path: str) -> ImageProcessor | None:
     """
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     has_processor = (Path(path) / "preprocessor_config.json").is_file()
-    if config.model_type not in MODEL_TYPES or not has_processor:
+    if config.model_type not in IMAGE_MODEL_TYPES or not has_processor:
         return None
     load: Callable[..., PatchProcessor] = AutoImageProcessor.from_pretrained
     processor = load(path, local_files_only=True)
