@@ -292,7 +292,7 @@ VISION_LANGUAGE: dict[str, Callable[[], PreTrainedModel]] = {
 }
 """Vision-language families; only their text part is served."""
 
-READS_IMAGES: dict[str, Callable[[], PreTrainedModel]] = {
+_WITH_PLACEHOLDERS: dict[str, Callable[[], PreTrainedModel]] = {
     "Qwen2.5-VL": _vision_language(
         "Qwen2_5_VL", _PATCHES | {"fullatt_block_indexes": [0], "window_size": 28}, _SECTIONS, **IDS
     ),
@@ -305,6 +305,21 @@ READS_IMAGES: dict[str, Callable[[], PreTrainedModel]] = {
         image_token_index=IMAGE_TOKEN,
     ),
 }
+
+
+def _without_placeholders(make: Callable[[], PreTrainedModel]) -> Callable[[], PreTrainedModel]:
+    """Return a model that never samples a placeholder token, as trained models."""
+
+    def changed() -> PreTrainedModel:
+        model = make()
+        with torch.no_grad():
+            model.get_output_embeddings().weight[[IMAGE_TOKEN, VIDEO_TOKEN]] = 0.0
+        return model
+
+    return changed
+
+
+READS_IMAGES = {name: _without_placeholders(make) for name, make in _WITH_PLACEHOLDERS.items()}
 """Families whose images are read, with placeholder tokens within the vocabulary."""
 
 SCALED: dict[str, Callable[[], PreTrainedModel]] = {

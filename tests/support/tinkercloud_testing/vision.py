@@ -32,6 +32,13 @@ def gemma_image(start: int, seed: int = 0) -> PreparedImage:
     return PreparedImage(start, 4, pixels, None, f"gemma {seed}".encode(), b"")
 
 
+def images_of(family: str) -> list[PreparedImage]:
+    """Return two images for a prompt of at least 16 tokens."""
+    if family.startswith("Gemma"):
+        return [gemma_image(2, seed=1), gemma_image(9, seed=2)]
+    return [qwen_image(2, 4, 6, seed=1), qwen_image(10, 6, 4, seed=2)]
+
+
 def prompt_of(length: int, images: Sequence[PreparedImage], seed: int = 0) -> Int32Array:
     """Return random text with the placeholder tokens of images."""
     tokens = np.random.default_rng(seed).integers(0, IMAGE_TOKEN, length).astype(np.int32)
@@ -56,7 +63,7 @@ def image_arguments(tokens: Int32Array, images: Sequence[PreparedImage]) -> dict
 
 
 def reference_logits(
-    model: Any,  # noqa: ANN401 - transformers' own or PEFT's
+    model: Any,
     tokens: Int32Array,
     images: Sequence[PreparedImage],
 ) -> Tensor:

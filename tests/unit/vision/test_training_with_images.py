@@ -1,33 +1,21 @@
 """Training on images against transformers' complete models and autograd."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
-import peft
 import pytest
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_protocol.tensors import FloatArray
 from tinkercloud_testing.families import READS_IMAGES
-from tinkercloud_testing.vision import gemma_image, prompt_of, qwen_image, reference_logits
+from tinkercloud_testing.vision import images_of, prompt_of, reference_logits
 from tinkercloud_worker.engine.batch import Batch, Example
-from tinkercloud_worker.engine.trainer import TrainingPass
-from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 from tinkercloud_worker.vision.prepared import PreparedImage
 
 ADAM = AdamParams(learning_rate=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
-
-
-def images_of(family: str) -> list[PreparedImage]:
-    if family.startswith("Gemma"):
-        return [gemma_image(2, seed=1), gemma_image(9, seed=2)]
-    return [qwen_image(2, 4, 6, seed=1), qwen_image(10, 6, 4, seed=2)]
 
 
 def an_example(length: int, images: Sequence[PreparedImage], seed: int = 0) -> Example:

@@ -47,15 +47,14 @@ from tinkercloud_worker.model.architecture import (
     name_of,
     rotary_switch,
     round_behind_embedding,
-    split_vision,
 )
 from tinkercloud_worker.model.fingerprint import fingerprint_of
+from tinkercloud_worker.model.image_passes import ImagePasses
 from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.model.loading import load_pretrained
 from tinkercloud_worker.model.router_counts import RouterCounts
 from tinkercloud_worker.model.self_check import check_logits, keeps_sequences_apart
 from tinkercloud_worker.vision.spans import Images, Span
-from tinkercloud_worker.vision.tower import ImageInputs
 
 
 class TorchBaseModel:
@@ -71,9 +70,8 @@ class TorchBaseModel:
         Raises:
             UnsupportedModelError: this engine does not compute the architecture correctly.
         """
-        self.vision = split_vision(model)
-        """The vision tower; None if the model reads text only."""
-        self._image_inputs: ImageInputs | None = None
+        self.images = ImagePasses(model)
+        """Inserts the images of sequences."""
         self._model = _frozen(model)
         self.fingerprint: str | None = None
         """Fingerprint of the folder that the model was loaded from; None if there is none."""
@@ -95,8 +93,6 @@ class TorchBaseModel:
         for name, layer in layers:
             self._make_recomputable(f"{self._backbone_name}.{name}.", layer)
         self._embedding_weight = round_behind_embedding(model)
-        if self.vision is not None:
-            model.get_input_embeddings().register_forward_hook(self._insert_images)
         self._head_target = next(t for t in self.targets if t.group == "unembed")
         bias = getattr(self._lm_head, "bias", None)
         self.frozen_lm_head = FrozenLinear(self._lm_head_weight(), bias, packed=packed)
@@ -266,27 +262,6 @@ class TorchBaseModel:
         spans = [Span(start, start + len(ids_R), images)]
         return self._run(arguments, segments, spans, recompute=False)[0]
 
-    def _with_images(
-        self, arguments: dict[str, Any], spans: Sequence[Span]
-    ) -> tuple[dict[str, Any], ImageInputs | None]:
-        """Return the arguments of a pass over sequences with images, and those images."""
-        if self.vision is None:
-            raise ValueError("this model reads text only, but a sequence has images")
-        inputs = self.vision.inputs(spans)
-        own = self.vision.arguments(spans, self._mask_kinds)
-        if "attention_mask" in own:
-            # These masks separate the sequences of a pack.
-            names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-            arguments = {name: each for name, each in arguments.items() if name not in names}
-        if inputs is not None:
-            own |= inputs.arguments(arguments["input_ids"].shape[1])
-        return arguments | own, inputs
-
-    def _insert_images(self, _module: nn.Module, _ids: object, found_BTD: Tensor) -> Tensor:
-        """Replace embeddings of placeholder tokens by those of images (a forward hook)."""
-        inputs = self._image_inputs
-        return found_BTD if inputs is None else inputs.inserted(found_BTD)
-
     def _run(
         self,
         arguments: dict[str, Any],
@@ -295,22 +270,20 @@ class TorchBaseModel:
         *,
         recompute: bool,
     ) -> Tensor:
-        inputs = None
-        if any(span.images for span in spans):
-            arguments, inputs = self._with_images(arguments, spans)
         # Recomputed layers round their own weights each time.
         own = self._layer_prefixes if recompute else ()
         replaced = self._rounded(self._replaced_weights(segments), f"{self._backbone_name}.", own)
         self._terms = LoraProducts()
-        self._segments, self._recomputes, self._image_inputs = segments, recompute, inputs
+        self._segments, self._recomputes = segments, recompute
         try:
-            output = (
-                torch.func.functional_call(self._backbone, replaced, (), arguments)
-                if replaced
-                else self._backbone(**arguments)
-            )
+            with self.images.inserted(arguments, spans) as inputs:
+                output = (
+                    torch.func.functional_call(self._backbone, replaced, (), inputs)
+                    if replaced
+                    else self._backbone(**inputs)
+                )
         finally:
-            self._segments, self._recomputes, self._image_inputs = (), False, None
+            self._segments, self._recomputes = (), False
         hidden_BTD: Tensor = output.last_hidden_state
         return hidden_BTD if self._logits_factor == 1 else hidden_BTD * self._logits_factor
 

@@ -3,7 +3,7 @@
 Shape legend: N tokens of a prompt, with those of its images.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -33,3 +33,9 @@ class PreparedPrompt:
 
     tokens: npt.NDArray[np.int32]
     images: tuple[PreparedImage, ...] = ()
+
+    def without_pixels(self) -> "PreparedPrompt":
+        """Return the prompt for comparison with others, without the content of its images."""
+        nothing = np.empty(0, np.float32)
+        images = [replace(image, pixels=nothing, encoded=b"") for image in self.images]
+        return PreparedPrompt(self.tokens, tuple(images))
