@@ -20,7 +20,7 @@ from tinkercloud_protocol.shown import shown
 FORMATS = ("png", "jpeg")
 TEXT, IMAGE, ASSET_POINTER = "encoded_text", "image", "image_asset_pointer"
 """Types of chunks."""
-IMAGE_MODEL_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+IMAGE_MODEL_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3"})
 """Values of `model_type` in `config.json` whose images are read, if the model's folder has a
 `preprocessor_config.json`."""
 MAX_EXPECTED_TOKENS = 2**31 - 1

@@ -1,82 +1,69 @@
-"""A tiny random vision-language model with the files that the cookbook needs for it."""
+"""Tiny vision-language models with images, and what transformers computes with them."""
 
-import json
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from torch import Tensor
 
-from tinkercloud_testing.models import EOS_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
-
-MARKS = (
-    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
-    *("<|im_start|>", "<|im_end|>"),
-)
-"""Special tokens of the Qwen-VL family, whose ids follow that of the end token."""
-VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = range(EOS_TOKEN_ID + 1, EOS_TOKEN_ID + 5)
-PIXELS_OF_A_TOKEN = 28
-"""Width and height, in pixels, of the square that becomes one token."""
-
-PROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessor",
-    "min_pixels": 28 * 28,
-    "max_pixels": 280 * 280,
-    "patch_size": 14,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-}
+from tinkercloud_protocol.tensors import Int32Array
+from tinkercloud_testing.families import IMAGE_TOKEN
+from tinkercloud_worker.vision.prepared import PreparedImage
 
 
-def tiny_qwen_vl() -> Qwen2_5_VLForConditionalGeneration:
-    """Return a random Qwen2.5-VL, always with the same seed."""
-    torch.manual_seed(5)
-    config = Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": VOCAB_SIZE,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 512,
-            "bos_token_id": None,
-            "eos_token_id": EOS_TOKEN_ID,
-            "pad_token_id": None,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "mrope_section": [1, 1, 2],
-            },
-            "initializer_range": 0.15,
-        },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 4,
-            "out_hidden_size": 32,
-            "patch_size": 14,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "fullatt_block_indexes": [0],
-            "window_size": 28,
-            "initializer_range": 0.15,
-        },
-        vision_start_token_id=VISION_START,
-        vision_end_token_id=VISION_END,
-        image_token_id=IMAGE_PAD,
-        video_token_id=VIDEO_PAD,
+def qwen_image(start: int, rows: int, columns: int, seed: int = 0) -> PreparedImage:
+    """Return an image of so many patches of 14 x 14 pixels, merged by two in each direction."""
+    rng = np.random.default_rng(seed)
+    pixels = rng.normal(0, 1, (rows * columns, 3 * 2 * 14 * 14)).astype(np.float32)
+    return PreparedImage(
+        start=start,
+        count=rows * columns // 4,
+        pixels=pixels,
+        grid=(1, rows, columns),
+        fingerprint=f"{rows}x{columns} {seed}".encode(),
+        encoded=b"",
     )
-    model = Qwen2_5_VLForConditionalGeneration(config)
-    model.eval()
-    return model
 
 
-def save_vision_model(folder: Path) -> Path:
-    """Write the model with its tokenizer and image processor as a Hugging Face folder."""
-    tiny_qwen_vl().save_pretrained(folder)
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
-    tokenizer.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
-    return folder
+def gemma_image(start: int, seed: int = 0) -> PreparedImage:
+    """Return an image of 28 x 28 pixels, which is 4 tokens."""
+    pixels = np.random.default_rng(seed).normal(0, 1, (1, 3, 28, 28)).astype(np.float32)
+    return PreparedImage(start, 4, pixels, None, f"gemma {seed}".encode(), b"")
+
+
+def prompt_of(length: int, images: Sequence[PreparedImage], seed: int = 0) -> Int32Array:
+    """Return random text with the placeholder tokens of images."""
+    tokens = np.random.default_rng(seed).integers(0, IMAGE_TOKEN, length).astype(np.int32)
+    for image in images:
+        tokens[image.start : image.start + image.count] = IMAGE_TOKEN
+    return tokens
+
+
+def image_arguments(tokens: Int32Array, images: Sequence[PreparedImage]) -> dict[str, Any]:
+    """Return the arguments of transformers' complete model for one prompt."""
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    arguments: dict[str, Any] = {"input_ids": ids}
+    if not images:
+        return arguments
+    types = (ids == IMAGE_TOKEN).int()
+    pixels = torch.cat([torch.from_numpy(image.pixels) for image in images])
+    arguments["pixel_values"] = pixels
+    if images[0].grid is None:
+        return arguments | {"token_type_ids": types}
+    grids = torch.tensor([image.grid for image in images])
+    return arguments | {"image_grid_thw": grids, "mm_token_type_ids": types}
+
+
+def reference_logits(
+    model: Any,  # noqa: ANN401 - transformers' own or PEFT's
+    tokens: Int32Array,
+    images: Sequence[PreparedImage],
+) -> Tensor:
+    """Return the logits [N, V] of transformers' complete model."""
+    for module in model.modules():
+        if hasattr(module, "rope_deltas"):
+            module.rope_deltas = None
+    arguments: Mapping[str, Any] = image_arguments(tokens, images)
+    logits: Tensor = model(**arguments, use_cache=False).logits[0]
+    return logits

@@ -41,26 +41,28 @@ from tinkercloud_worker.model.architecture import (
     backbone_and_lm_head,
     blank_model,
     find_targets,
-    keep_text,
     logits_cap,
     logits_factor,
     max_context_length,
     name_of,
     rotary_switch,
     round_behind_embedding,
+    split_vision,
 )
 from tinkercloud_worker.model.fingerprint import fingerprint_of
 from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.model.loading import load_pretrained
 from tinkercloud_worker.model.router_counts import RouterCounts
 from tinkercloud_worker.model.self_check import check_logits, keeps_sequences_apart
+from tinkercloud_worker.vision.spans import Images, Span
+from tinkercloud_worker.vision.tower import ImageInputs
 
 
 class TorchBaseModel:
     """The shared base model. Not thread-safe: only one pass runs at a time."""
 
     def __init__(self, model: PreTrainedModel, *, packed: bool = True) -> None:
-        """Wrap a model: replace its forward functions and remove its image towers.
+        """Wrap a model: replace its forward functions and take out its towers.
 
         Args:
             model: any Hugging Face causal LM, or a vision-language model.
@@ -69,6 +71,9 @@ class TorchBaseModel:
         Raises:
             UnsupportedModelError: this engine does not compute the architecture correctly.
         """
+        self.vision = split_vision(model)
+        """The vision tower; None if the model reads text only."""
+        self._image_inputs: ImageInputs | None = None
         self._model = _frozen(model)
         self.fingerprint: str | None = None
         """Fingerprint of the folder that the model was loaded from; None if there is none."""
@@ -90,6 +95,8 @@ class TorchBaseModel:
         for name, layer in layers:
             self._make_recomputable(f"{self._backbone_name}.{name}.", layer)
         self._embedding_weight = round_behind_embedding(model)
+        if self.vision is not None:
+            model.get_input_embeddings().register_forward_hook(self._insert_images)
         self._head_target = next(t for t in self.targets if t.group == "unembed")
         bias = getattr(self._lm_head, "bias", None)
         self.frozen_lm_head = FrozenLinear(self._lm_head_weight(), bias, packed=packed)
@@ -230,16 +237,72 @@ class TorchBaseModel:
         """
         arguments = sequences.arguments(self._mask_kinds)
         arguments |= {"past_key_values": cache, "use_cache": cache is not None}
-        return self._run(arguments, segments, recompute=recompute)[0]
+        return self._run(arguments, segments, sequences.spans, recompute=recompute)[0]
+
+    def hidden_of_rest(
+        self,
+        ids_R: Tensor,
+        start: int,
+        images: Images,
+        segments: Sequence[WeightSegment],
+        cache: Cache,
+    ) -> Tensor:
+        """Return the final hidden states [R, D] of the next part of a prompt with images.
+
+        Args:
+            ids_R: int64 token ids of the part, which contains all tokens of an image or none.
+            start: position of its first token.
+            images: all images of the prompt.
+            segments: the weights of each position.
+            cache: keys and values of earlier positions, to which new ones are appended.
+        """
+        positions_R = torch.arange(start, start + len(ids_R), device=ids_R.device)
+        arguments = {
+            "input_ids": ids_R[None],
+            "position_ids": positions_R[None],
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        spans = [Span(start, start + len(ids_R), images)]
+        return self._run(arguments, segments, spans, recompute=False)[0]
+
+    def _with_images(
+        self, arguments: dict[str, Any], spans: Sequence[Span]
+    ) -> tuple[dict[str, Any], ImageInputs | None]:
+        """Return the arguments of a pass over sequences with images, and those images."""
+        if self.vision is None:
+            raise ValueError("this model reads text only, but a sequence has images")
+        inputs = self.vision.inputs(spans)
+        own = self.vision.arguments(spans, self._mask_kinds)
+        if "attention_mask" in own:
+            # These masks separate the sequences of a pack.
+            names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+            arguments = {name: each for name, each in arguments.items() if name not in names}
+        if inputs is not None:
+            own |= inputs.arguments(arguments["input_ids"].shape[1])
+        return arguments | own, inputs
+
+    def _insert_images(self, _module: nn.Module, _ids: object, found_BTD: Tensor) -> Tensor:
+        """Replace embeddings of placeholder tokens by those of images (a forward hook)."""
+        inputs = self._image_inputs
+        return found_BTD if inputs is None else inputs.inserted(found_BTD)
 
     def _run(
-        self, arguments: dict[str, Any], segments: Sequence[WeightSegment], *, recompute: bool
+        self,
+        arguments: dict[str, Any],
+        segments: Sequence[WeightSegment],
+        spans: Sequence[Span] = (),
+        *,
+        recompute: bool,
     ) -> Tensor:
+        inputs = None
+        if any(span.images for span in spans):
+            arguments, inputs = self._with_images(arguments, spans)
         # Recomputed layers round their own weights each time.
         own = self._layer_prefixes if recompute else ()
         replaced = self._rounded(self._replaced_weights(segments), f"{self._backbone_name}.", own)
         self._terms = LoraProducts()
-        self._segments, self._recomputes = segments, recompute
+        self._segments, self._recomputes, self._image_inputs = segments, recompute, inputs
         try:
             output = (
                 torch.func.functional_call(self._backbone, replaced, (), arguments)
@@ -247,7 +310,7 @@ class TorchBaseModel:
                 else self._backbone(**arguments)
             )
         finally:
-            self._segments, self._recomputes = (), False
+            self._segments, self._recomputes, self._image_inputs = (), False, None
         hidden_BTD: Tensor = output.last_hidden_state
         return hidden_BTD if self._logits_factor == 1 else hidden_BTD * self._logits_factor
 
@@ -401,8 +464,7 @@ class TorchBaseModel:
 
 
 def _frozen(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the frozen text part of a model, with faster kernels."""
-    keep_text(model)
+    """Return a model with frozen weights and faster kernels."""
     fused_kernels.fuse(model)
     model.eval().requires_grad_(requires_grad=False)
     return model
