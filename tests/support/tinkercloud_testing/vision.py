@@ -56,7 +56,7 @@ def image_arguments(tokens: Int32Array, images: Sequence[PreparedImage]) -> dict
 
 
 def reference_logits(
-    model: Any,  # noqa: ANN401 - transformers' own or PEFT's
+    model: Any,
     tokens: Int32Array,
     images: Sequence[PreparedImage],
 ) -> Tensor:

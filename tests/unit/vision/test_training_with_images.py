@@ -1,22 +1,16 @@
 """Training on images against transformers' complete models and autograd."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
-import peft
 import pytest
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_protocol.tensors import FloatArray
 from tinkercloud_testing.families import READS_IMAGES
 from tinkercloud_testing.vision import gemma_image, prompt_of, qwen_image, reference_logits
 from tinkercloud_worker.engine.batch import Batch, Example
-from tinkercloud_worker.engine.trainer import TrainingPass
-from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 from tinkercloud_worker.vision.prepared import PreparedImage

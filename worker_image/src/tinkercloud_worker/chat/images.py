@@ -44,7 +44,7 @@ def _image(part: dict[str, Any], where: str) -> Chunk:
             f"{where}.detail: not supported, since images are read in the size of their file; leave"
             " it out, and resize the image"
         )
-    return Chunk(**image_chunk_at(url, where))
+    return Chunk.model_validate(image_chunk_at(url, where))
 
 
 def content_for_template(content: Content, where: str) -> str | list[dict[str, str]]:
