@@ -14,7 +14,7 @@ from tinker import types
 
 from tinkercloud_testing.pictures import plain_picture
 from tinkercloud_testing.servers import API_KEY, Server, a_server
-from tinkercloud_testing.vision import VISION_END, VISION_START, save_vision_model
+from tinkercloud_testing.vision_models import VISION_END, VISION_START, save_vision_model
 
 MODEL = "tiny/qwen-vl"
 RED, BLUE = (255, 0, 0), (0, 0, 255)
@@ -128,7 +128,8 @@ def test_the_sampler_scores_a_prompt_with_an_image_as_the_trainer(
 
     count = len(NAMES[RED])
     assert len(of_sampler) == len(targets) + 1
-    np.testing.assert_allclose(of_sampler[-count:], of_trainer.data[-count:], atol=1e-4)
+    scored = np.array(of_sampler[-count:], np.float32)
+    np.testing.assert_allclose(scored, of_trainer.to_numpy()[-count:], atol=1e-4)
 
 
 def test_another_image_gives_other_logprobs(training: tinker.TrainingClient) -> None:

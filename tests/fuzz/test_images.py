@@ -27,7 +27,9 @@ locations = st.one_of(
     st.sampled_from(["http://127.0.0.1:1/x", "file:///etc/passwd", "data:", "data:,", ""]),
     st.text(max_size=9).map(lambda text: "data:" + text),
 )
-anything = st.none() | st.booleans() | st.integers() | st.text(max_size=4) | st.just([])
+anything: st.SearchStrategy[Any] = (
+    st.none() | st.booleans() | st.integers() | st.text(max_size=4) | st.just([])
+)
 
 
 def test_a_batch_of_any_chunks_is_computed_or_rejected_with_a_reason(

@@ -9,7 +9,7 @@ PNG: https://www.w3.org/TR/png-3/. JPEG: https://www.w3.org/Graphics/JPEG/itu-t8
 
 import binascii
 import struct
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
@@ -137,6 +137,18 @@ def read_json_image(chunk: Mapping[str, object], offset: int, where: str) -> Ima
             " must be the format of the file"
         )
     return read_image(data, file_format, expected, offset, where)
+
+
+def image_chunk_at(location: str, where: str) -> dict[str, str]:
+    """Return the chunk in JSON of an image at a `data:` URL, in the format of its file.
+
+    Raises:
+        InvalidRequest: the location is not a `data:` URL, or no image in an accepted format.
+    """
+    data, _ = _decode_location(location, where)
+    file_format = _format_of(data) or "unknown"
+    read_image(data, file_format, None, 0, where)
+    return {"type": IMAGE, "data": b64encode(data).decode(), "format": file_format}
 
 
 def _text(chunk: Mapping[str, object], key: str, where: str) -> str:

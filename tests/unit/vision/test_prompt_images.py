@@ -24,7 +24,7 @@ from tinkercloud_worker.vision.processor import ImageProcessor, load_processor
 IMAGE_TOKEN, VIDEO_TOKEN = 90, 91
 LIMITS = TokenLimits(vocab_size=100, max_context_length=40)
 WIDE, TALL = picture(84, 56), picture(56, 140, seed=1, file_format="jpeg")
-"""Of 6 and 10 tokens of 28 x 28 pixels."""
+"""Images of 6 and 10 tokens; a token is 28 x 28 pixels."""
 
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",

@@ -17,6 +17,10 @@ from tinkercloud_worker.vision.prepared import PreparedPrompt
 class ImageProcessor(Protocol):
     """The image processor of a vision-language model. Thread-safe."""
 
+    @property
+    def image_token(self) -> int:
+        """Id of the placeholder token of images."""
+
     def num_tokens(self, width: int, height: int) -> int:
         """Return the number of tokens of an image of this size in pixels.
 
@@ -51,6 +55,14 @@ class PromptImages:
     """None if the model reads text only."""
     limits: ImageBounds | None = None
     """None for no limits."""
+
+    def placeholder(self, where: str) -> int:
+        """Return the id of the placeholder token of images.
+
+        Raises:
+            InvalidRequest: the model reads text only.
+        """
+        return self._needed(where).image_token
 
     def check(self, prompts: Iterable[tuple[str, Sequence[ImagePart]]]) -> None:
         """Check the images of one request, without decoding any.
