@@ -8,6 +8,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from tinkercloud_api.providers.base import ServedModel
+from tinkercloud_protocol.images import IMAGE_MODEL_TYPES
 
 
 class ModelNotFoundError(Exception):
@@ -69,9 +70,13 @@ def resolve(name: str, where: str) -> ServedModel:
             f"model {name!r}: {folder} has no config.json; pass a folder in Hugging Face format"
         )
     content = json.loads(config.read_text())
+    text = content.get("text_config") or content
+    positions = text.get("max_position_embeddings") or content.get("max_position_embeddings")
     return ServedModel(
         name=name,
-        max_context_length=int(content.get("max_position_embeddings") or 1 << 20),
+        max_context_length=int(positions or 1 << 20),
         architecture=next(iter(content.get("architectures") or []), None),
         local_path=str(folder.absolute()),
+        reads_images=content.get("model_type") in IMAGE_MODEL_TYPES
+        and (folder / "preprocessor_config.json").is_file(),
     )

@@ -85,7 +85,7 @@ def shaped(values: Array, shape: Sequence[int], where: str) -> Array:
 
 
 def dense_of_csr(  # noqa: PLR0917 - the three arrays of a CSR tensor, and what it must fit
-    values: Array, crow: Array, col: Array, shape: Sequence[int], num_tokens: int, where: str
+    values: Array, crow: Array, col: Array, shape: Sequence[int], num_tokens: int | None, where: str
 ) -> Array:
     """Return the dense [N, K] array of a CSR tensor of a datum.
 
@@ -94,14 +94,14 @@ def dense_of_csr(  # noqa: PLR0917 - the three arrays of a CSR tensor, and what 
         crow: int64 [N + 1], where each row starts in `values`.
         col: int64, the column of each value.
         shape: [N, K], checked.
-        num_tokens: N of the datum.
+        num_tokens: N of the datum; None if it is not known yet.
         where: name of the tensor, for messages.
 
     Raises:
         InvalidRequest: it has another number of rows than the datum has tokens, or its indices do
             not describe a tensor of this shape.
     """
-    if shape and shape[0] != num_tokens:
+    if shape and num_tokens is not None and shape[0] != num_tokens:
         raise InvalidRequest(
             f"{where} has {shape[0]} rows, but model_input has {num_tokens} tokens; they must"
             " be equal"

@@ -8,7 +8,8 @@ protobuf counterpart (`payloads`), bit for bit, under the same checks:
     {"model_id", "seq_id"?, "forward_input": {"data", "loss_fn", "loss_fn_config"?}}
 
 A datum is `{"model_input", "loss_fn_inputs"}`. A model input is `{"chunks": [{"tokens": [...]}]}`,
-`{"tokens": [...]}`, `{"input_ids": [...]}` or a list of token ids. A tensor is
+`{"tokens": [...]}`, `{"input_ids": [...]}` or a list of token ids. Chunks may also be images
+(`images.read_json_image`). A tensor is
 `{"data", "dtype"?, "shape"?, "sparse_crow_indices"?, "sparse_col_indices"?}`, or only its data: a
 list, or a list of rows.
 
@@ -34,14 +35,16 @@ from tinkercloud_protocol.batch_checks import (
     shaped,
 )
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.images import TEXT, read_json_image
+from tinkercloud_protocol.shown import shown
 from tinkercloud_protocol.tensors import (
     Array,
     Datum,
     FloatArray,
     ForwardBackwardRequest,
     Int32Array,
+    Prompt,
 )
-from tinkercloud_protocol.wire import shown
 
 MAX_VALUES = 1 << 22
 """Maximum number of values of a JSON batch: tokens, elements of tensors and others. Parsing JSON
@@ -174,17 +177,19 @@ def _num_chunks(datum: Json) -> int:
 
 
 def _datum(datum: Json, tensors: Json, where: str) -> Datum:
-    tokens = _tokens(datum.get("model_input"), f"{where}.model_input")
+    prompt = _prompt(datum.get("model_input"), f"{where}.model_input")
     inputs = {
-        name: _tensor(name, tensor, len(tokens), f"{where}.loss_fn_inputs[{name[:80]!r}]")
+        name: _tensor(name, tensor, prompt.length, f"{where}.loss_fn_inputs[{name[:80]!r}]")
         for name, tensor in tensors.items()
     }
-    return Datum(tokens, inputs)
+    return Datum(prompt.tokens, inputs, prompt.images)
 
 
-def _tokens(value: object, where: str) -> Int32Array:
+def _prompt(value: object, where: str) -> Prompt:
+    prompt = Prompt()
     if isinstance(value, list):
-        return _token_ids(value, where)
+        prompt.add_tokens(_token_ids(value, where))
+        return prompt
     given = [key for key in _TOKENS if key in value] if isinstance(value, dict) else []
     if not isinstance(value, dict) or len(given) != 1:
         raise InvalidRequest(
@@ -193,19 +198,20 @@ def _tokens(value: object, where: str) -> Int32Array:
         )
     values = _list(value, given[0], f"{where}.{given[0]}")
     if given != ["chunks"]:
-        return _token_ids(values, where)
-    parts = [_chunk_tokens(chunk, where) for chunk in values]
-    return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int32), *parts])
+        prompt.add_tokens(_token_ids(values, where))
+        return prompt
+    for index, chunk in enumerate(values):
+        _add_chunk(prompt, chunk, f"{where}.chunks[{index}]")
+    return prompt
 
 
-def _chunk_tokens(value: object, where: str) -> Int32Array:
-    chunk = _object(value, f"{where}.chunks")
-    kind = chunk.get("type", "encoded_text")
-    if kind != "encoded_text":
-        raise InvalidRequest(
-            f"{where}: chunk type {shown(kind)} is not supported; use 'encoded_text'"
-        )
-    return _token_ids(_list(chunk, "tokens", f"{where}.chunks.tokens"), where)
+def _add_chunk(prompt: Prompt, value: object, where: str) -> None:
+    chunk = _object(value, where)
+    kind = chunk.get("type", TEXT)
+    if kind == TEXT:
+        prompt.add_tokens(_token_ids(_list(chunk, "tokens", f"{where}.tokens"), where))
+    else:
+        prompt.add_image(read_json_image(chunk, prompt.num_tokens, where))
 
 
 def _token_ids(values: list[Any], where: str) -> Int32Array:
@@ -229,7 +235,7 @@ def _shape(tensor: Json, where: str) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _tensor(name: str, value: object, num_tokens: int, where: str) -> Array:
+def _tensor(name: str, value: object, num_tokens: int | None, where: str) -> Array:
     tensor = {"data": value} if isinstance(value, list) else _object(value, where)
     data = _list(tensor, "data", f"{where}.data")
     shape = _shape(tensor, where)

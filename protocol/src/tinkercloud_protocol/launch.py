@@ -14,6 +14,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validato
 from tinkercloud_protocol.autosave import AutosaveConfig
 from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.image_limits import ImageLimits
 from tinkercloud_protocol.training import OptimizerConfig
 
 
@@ -267,7 +268,7 @@ def check_gpu_of_trainer(trainer: TrainerConfig, sampler: SamplerConfig) -> None
             )
 
 
-class Limits(_Config):
+class Limits(ImageLimits, _Config):
     """Upper bounds on what a client may request."""
 
     max_lora_rank: Annotated[int, Field(ge=1)] = 256

@@ -62,6 +62,8 @@ class SupportedModel(Answer):
     max_context_length: int
     trainable: bool = True
     sampleable: bool = True
+    reads_images: bool = False
+    """Whether prompts may contain images. The SDK does not know this field."""
 
 
 class ServerCapabilities(Answer):

@@ -23,6 +23,14 @@ from tinkercloud_protocol.batch_checks import (
     shaped,
 )
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.images import (
+    IMAGE,
+    TEXT,
+    ImagePart,
+    read_image,
+    refuse_chunk,
+    refuse_override,
+)
 from tinkercloud_protocol.parts import count_parts
 from tinkercloud_protocol.tensors import (
     Array,
@@ -30,6 +38,7 @@ from tinkercloud_protocol.tensors import (
     FloatArray,
     ForwardBackwardRequest,
     Int32Array,
+    Prompt,
     PromptScores,
     SampledSequence,
     TopLogprobs,
@@ -96,31 +105,42 @@ def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
 
 
 def _datum(message: pb.Datum, where: str) -> Datum:
-    parts = [_chunk_tokens(chunk, where) for chunk in message.model_input]
-    tokens = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int32), *parts])
+    prompt = Prompt()
+    for index, chunk in enumerate(message.model_input):
+        _add_chunk(prompt, chunk, f"{where}.model_input[{index}]")
     inputs = {
-        name: _tensor(tensor, len(tokens), f"{where}.loss_fn_inputs[{name[:80]!r}]")
+        name: _tensor(tensor, prompt.length, f"{where}.loss_fn_inputs[{name[:80]!r}]")
         for name, tensor in message.loss_fn_inputs.items()
     }
-    return Datum(tokens, inputs)
+    return Datum(prompt.tokens, inputs, prompt.images)
 
 
-def _chunk_tokens(chunk: pb.Chunk, where: str) -> Int32Array:
+def _add_chunk(prompt: Prompt, chunk: pb.Chunk, where: str) -> None:
     kind = chunk.WhichOneof("chunk")
-    if kind != "encoded_text":
-        raise InvalidRequest(
-            f"{where}.model_input: chunk type {kind!r} is not supported; use 'encoded_text'"
-        )
-    data = chunk.encoded_text.tokens
+    if kind == TEXT:
+        prompt.add_tokens(_tokens(chunk.encoded_text.tokens, where))
+    elif kind == IMAGE:
+        prompt.add_image(_image(chunk.image, prompt.num_tokens, where))
+    else:
+        raise refuse_chunk(kind, where)
+
+
+def _tokens(data: bytes, where: str) -> Int32Array:
     if len(data) % 4:
         raise InvalidRequest(
-            f"{where}.model_input: got {len(data)} bytes of tokens, which is not a multiple of"
-            " 4 (int32)"
+            f"{where}: got {len(data)} bytes of tokens, which is not a multiple of 4 (int32)"
         )
     return np.frombuffer(data, dtype="<i4")
 
 
-def _tensor(message: pb.Tensor, num_tokens: int, where: str) -> Array:
+def _image(image: pb.ImageChunk, offset: int, where: str) -> ImagePart:
+    if image.HasField("override_dimensions"):
+        raise refuse_override(where)
+    expected = image.expected_tokens if image.HasField("expected_tokens") else None
+    return read_image(image.data, image.format, expected, offset, where)
+
+
+def _tensor(message: pb.Tensor, num_tokens: int | None, where: str) -> Array:
     dtype = _NUMPY_DTYPE.get(message.dtype)
     if dtype is None:
         raise InvalidRequest(

@@ -4,10 +4,18 @@ import secrets
 from typing import Annotated, Literal
 from urllib.parse import quote
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from tinkercloud_protocol.bounds import MAX_TOKENS_AT_A_POSITION
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.images import (
+    ASSET_POINTER,
+    IMAGE,
+    TEXT,
+    ImagePart,
+    read_json_image,
+    why_refused,
+)
 from tinkercloud_protocol.wire import Items, Name, Uri, WireModel, describe, parse_json
 
 MAX_TOP_LOGPROBS = MAX_TOKENS_AT_A_POSITION
@@ -22,18 +30,34 @@ Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class Chunk(WireModel):
-    """One piece of a prompt. Only text is supported; other types are rejected by name."""
+    """One piece of a prompt: text, or an image. Other types are rejected by name."""
 
-    type: Name = "encoded_text"
+    type: Name = TEXT
     tokens: Items[TokenId] | None = None
+    """Token ids of a text."""
+    data: str | None = None
+    """The file of an image, in base64."""
+    location: str | None = None
+    """The file of an image, as a `data:` URL."""
+    format: str | None = None
+    """Format of an image, "png" or "jpeg"."""
+    expected_tokens: int | None = None
+    """Number of tokens that the client counts for an image."""
+    override_dimensions: JsonValue = None
+    """Rejected: images have the size of their file."""
 
     @model_validator(mode="after")
-    def _is_text(self) -> "Chunk":
-        if self.type != "encoded_text":
-            raise ValueError(f"chunk type {self.type!r} is not supported; use 'encoded_text'")
-        if self.tokens is None:
+    def _is_served(self) -> "Chunk":
+        if self.type not in {TEXT, IMAGE, ASSET_POINTER}:
+            raise ValueError(why_refused(self.type))
+        if self.type == TEXT and self.tokens is None:
             raise ValueError("tokens: required in an 'encoded_text' chunk")
         return self
+
+    @property
+    def token_ids(self) -> list[TokenId]:
+        """Its text tokens; none if it is an image."""
+        return self.tokens or [] if self.type == TEXT else []
 
 
 _SHORT_FORMS = ("tokens", "input_ids")
@@ -61,10 +85,29 @@ class ModelInput(WireModel):
         return {"chunks": [{"tokens": value[given[0]]}]}
 
     def token_ids(self) -> list[TokenId]:
-        """Return the prompt's token ids."""
+        """Return the token ids of the prompt's text."""
         if len(self.chunks) == 1:
-            return self.chunks[0].tokens or []
-        return [token for chunk in self.chunks for token in chunk.tokens or ()]
+            return self.chunks[0].token_ids
+        return [token for chunk in self.chunks for token in chunk.token_ids]
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the prompt's text."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    def images(self) -> tuple[ImagePart, ...]:
+        """Return the prompt's images. Decodes base64, so call it in a thread if there are any.
+
+        Raises:
+            InvalidRequest: one of them is invalid.
+        """
+        found, offset = [], 0
+        for index, chunk in enumerate(self.chunks):
+            if chunk.type != TEXT:
+                fields = chunk.model_dump(exclude={"tokens"})
+                found.append(read_json_image(fields, offset, f"prompt.chunks[{index}]"))
+            offset += len(chunk.token_ids)
+        return tuple(found)
 
 
 class SamplingParams(WireModel):

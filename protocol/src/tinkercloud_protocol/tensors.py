@@ -7,12 +7,13 @@ Shape legend: N tokens of a datum, K targets per position.
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.images import ImagePart
 
 Array = npt.NDArray[np.float32 | np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -25,10 +26,53 @@ EMPTY_TOP_LOGPROB = -99999.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Datum:
-    """One training example. `tokens` is int32 [N]; inputs are float32 or int64, [N] or [N, K]."""
+    """One training example.
+
+    `tokens` is int32, the text only; inputs are float32 or int64, [N] or [N, K], where N counts the
+    tokens of images too.
+    """
 
     tokens: Int32Array
     inputs: Mapping[str, Array]
+    images: tuple[ImagePart, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """A prompt that is assembled from its chunks."""
+
+    num_tokens: int = 0
+    """Number of text tokens so far."""
+    _parts: list[Int32Array] = field(default_factory=list)
+    _images: list[ImagePart] = field(default_factory=list)
+
+    def add_tokens(self, tokens: Int32Array) -> None:
+        """Append text, int32 [any]."""
+        self._parts.append(tokens)
+        self.num_tokens += len(tokens)
+
+    def add_image(self, image: ImagePart) -> None:
+        """Append an image, whose offset is `num_tokens`."""
+        self._images.append(image)
+
+    @property
+    def images(self) -> tuple[ImagePart, ...]:
+        """All images, in order."""
+        return tuple(self._images)
+
+    @property
+    def tokens(self) -> Int32Array:
+        """All text tokens; a view if there is one chunk."""
+        if len(self._parts) == 1:
+            return self._parts[0]
+        return np.concatenate([np.empty(0, np.int32), *self._parts])
+
+    @property
+    def length(self) -> int | None:
+        """Length in tokens as the client counts it; None if the client has not counted an image."""
+        counts = [image.expected_tokens for image in self._images]
+        known = [count for count in counts if count is not None]
+        return self.num_tokens + sum(known) if len(known) == len(counts) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,9 +91,11 @@ class ForwardBackwardRequest:
 
     @property
     def num_bytes(self) -> int:
-        """Decoded size of its tokens and tensors in bytes."""
+        """Size of its decoded tokens and tensors and of its image files in bytes."""
         return sum(
-            datum.tokens.nbytes + sum(array.nbytes for array in datum.inputs.values())
+            datum.tokens.nbytes
+            + sum(array.nbytes for array in datum.inputs.values())
+            + sum(len(image.data) for image in datum.images)
             for datum in self.data
         )
 
@@ -64,6 +110,9 @@ class ForwardBackwardRequest:
                 array = datum.inputs[name]
                 hasher.update(repr((name, array.shape, array.dtype.str)).encode())
                 hasher.update(np.ascontiguousarray(array).data)
+            for image in datum.images:
+                known = (image.offset, image.format, image.expected_tokens, len(image.data))
+                hasher.update(repr(known).encode() + image.data)
         return hasher.digest()
 
 

@@ -6,7 +6,6 @@ learn about.
 """
 
 import json
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -21,6 +20,7 @@ from pydantic import (
 )
 
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.shown import shown
 
 MAX_ERRORS_SHOWN = 3
 MAX_SHOWN_BODY_BYTES = 64 << 10
@@ -137,23 +137,3 @@ def sentences(faults: Sequence[Mapping[str, Any]], whole: str = "") -> str:
     if len(faults) > MAX_ERRORS_SHOWN:
         messages.append(f"and {len(faults) - MAX_ERRORS_SHOWN} more")
     return "; ".join(messages)
-
-
-class _Shortener(reprlib.Repr):
-    """Represents a value without reading more of it than is shown."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxstring = self.maxother = self.maxlong = 80
-
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:  # noqa: ARG002 - reprlib's
-        return f"an object of {len(x)} entries"
-
-
-_shortener = _Shortener()
-
-
-def shown(value: object) -> str:
-    """Return a received value as it is shown in a message: at most 80 characters."""
-    text = _shortener.repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

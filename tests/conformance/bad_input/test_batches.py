@@ -8,6 +8,7 @@ import pytest
 import zstandard
 from tinker.proto import tinker_public_pb2 as pb
 
+from tinkercloud_testing.pictures import picture
 from tinkercloud_testing.raw_run import CONTEXT, VOCAB_SIZE, Run, a_tensor, floats
 
 BAD_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
@@ -127,13 +128,23 @@ def test_an_invalid_tensor_fails_with_a_reason(run: Run, name: str) -> None:
     assert reason in str(outcome["error"])
 
 
-def test_images_are_rejected_by_name(run: Run) -> None:
+def test_images_for_a_model_of_text_are_rejected_by_name(run: Run) -> None:
     message = run.batch()
-    message.data[0].model_input.add().image.data = b"png"
+    image = pb.ImageChunk(data=picture(8, 8), format="png")
+    message.data[0].model_input.add().image.CopyFrom(image)
 
     outcome = run.outcome(run.train(message.SerializeToString()))
 
-    assert "chunk type 'image' is not supported" in str(outcome["error"])
+    assert "data[0].model_input: image 0: this model reads text only" in str(outcome["error"])
+
+
+def test_audio_is_rejected_by_name(run: Run) -> None:
+    message = run.batch()
+    message.data[0].model_input.add().dmel.dmel = b"audio"
+
+    outcome = run.outcome(run.train(message.SerializeToString()))
+
+    assert "chunk type 'dmel' (audio) is not supported" in str(outcome["error"])
 
 
 def test_bytes_that_are_not_a_batch_are_rejected_immediately(run: Run) -> None:

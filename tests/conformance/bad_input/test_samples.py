@@ -1,9 +1,11 @@
 """An invalid sampling request is rejected immediately."""
 
+from base64 import b64encode
 from collections.abc import Sequence
 
 import pytest
 
+from tinkercloud_testing.pictures import picture
 from tinkercloud_testing.raw_run import CONTEXT, MODEL, VOCAB_SIZE, Run
 
 
@@ -39,7 +41,19 @@ def sparse(
 
 BAD_SAMPLES: dict[str, tuple[dict[str, object], str]] = {
     "no prompt": (chunks(), "tokens, got 0"),
-    "an image": (chunks({"type": "image", "data": "aaaa"}), "chunk type 'image' is not supported"),
+    "audio": (chunks({"type": "dmel", "dmel": "aaaa"}), "chunk type 'dmel' (audio) is not"),
+    "an image": (
+        chunks({"type": "image", "data": b64encode(picture(8, 8)).decode(), "format": "png"}),
+        "prompt: image 0: this model reads text only",
+    ),
+    "an image of another format": (
+        chunks({"type": "image", "data": b64encode(picture(8, 8)).decode(), "format": "jpeg"}),
+        "prompt.chunks[0]: format is 'jpeg', but the data is 'png'",
+    ),
+    "an address of an image": (
+        chunks({"type": "image_asset_pointer", "location": "http://a/b.png", "format": "png"}),
+        "prompt.chunks[0].location: only data: URLs are accepted",
+    ),
     "a token of text": (chunks({"type": "encoded_text", "tokens": ["a"]}), "tokens"),
     "a huge token": (chunks({"type": "encoded_text", "tokens": [1 << 40]}), "vocabulary"),
     "an unknown token": (

@@ -200,6 +200,9 @@ ONE_BY_ONE: dict[str, Callable[[], PreTrainedModel]] = {
 longrope = _family("Phi3", **_LONGROPE)
 """Makes a model whose sequences are decoded in slots up to `ROTARY_SWITCH`, then one by one."""
 
+IMAGE_TOKEN, VIDEO_TOKEN = 90, 91
+IDS = {"image_token_id": IMAGE_TOKEN, "video_token_id": VIDEO_TOKEN}
+
 _IMAGES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -288,6 +291,36 @@ VISION_LANGUAGE: dict[str, Callable[[], PreTrainedModel]] = {
     ),
 }
 """Vision-language families; only their text part is served."""
+
+_WITH_PLACEHOLDERS: dict[str, Callable[[], PreTrainedModel]] = {
+    "Qwen2.5-VL": _vision_language(
+        "Qwen2_5_VL", _PATCHES | {"fullatt_block_indexes": [0], "window_size": 28}, _SECTIONS, **IDS
+    ),
+    "Qwen3-VL": _vision_language("Qwen3VL", _QWEN3_PATCHES, _SECTIONS | {"head_dim": 8}, **IDS),
+    "Gemma 3": _vision_language(
+        "Gemma3",
+        _IMAGES | {"vision_use_head": False},
+        _GEMMA,
+        mm_tokens_per_image=4,
+        image_token_index=IMAGE_TOKEN,
+    ),
+}
+
+
+def _without_placeholders(make: Callable[[], PreTrainedModel]) -> Callable[[], PreTrainedModel]:
+    """Return a model that never samples a placeholder token, as trained models."""
+
+    def changed() -> PreTrainedModel:
+        model = make()
+        with torch.no_grad():
+            model.get_output_embeddings().weight[[IMAGE_TOKEN, VIDEO_TOKEN]] = 0.0
+        return model
+
+    return changed
+
+
+READS_IMAGES = {name: _without_placeholders(make) for name, make in _WITH_PLACEHOLDERS.items()}
+"""Families whose images are read, with placeholder tokens within the vocabulary."""
 
 SCALED: dict[str, Callable[[], PreTrainedModel]] = {
     "Gemma 2": SLOTTED["capped attention"],

@@ -184,8 +184,13 @@ INVALID: dict[str, dict[str, Any]] = {
     "forward_backward_input: must be an object, got [1]": {"forward_backward_input": [1]},
     "data[0].model_input: must be a list of token ids, or an object with one of chunks, tokens and"
     " input_ids, got nothing": {"model_input": None},
-    "data[0].model_input: chunk type 'image' is not supported; use 'encoded_text'": {
-        "model_input": {"chunks": [{"type": "image", "data": "x"}]}
+    "data[0].model_input.chunks[1].data: must be base64, got 'x'": {
+        "model_input": {
+            "chunks": [{"tokens": [1]}, {"type": "image", "data": "x", "format": "png"}]
+        }
+    },
+    "data[0].model_input.chunks[0]: chunk type 'dmel' (audio) is not supported": {
+        "model_input": {"chunks": [{"type": "dmel", "dmel": "x"}]}
     },
     "data[0].model_input: must contain integers only, got 1.5": {"model_input": [1, 1.5]},
     "data[0].model_input: values must fit int32, got 1 to 2147483648": {"model_input": [1, 2**31]},

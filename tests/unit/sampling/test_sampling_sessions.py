@@ -17,6 +17,7 @@ from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_testing.bare_heads import MODEL, SPEC, a_head, a_sample
 from tinkercloud_worker.engine.batch import TokenLimits
+from tinkercloud_worker.engine.prompt_images import PromptImages
 from tinkercloud_worker.engine.sampler import SamplingRequest
 from tinkercloud_worker.engine.sampling_request import prepare
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
@@ -99,10 +100,15 @@ async def test_samples_that_the_next_head_rejects_do_not_prevent_their_model_fro
 
 
 def as_an_older_head_did(
-    _request: SampleRequest, limits: TokenLimits, end_tokens: frozenset[int], random_seed: int
+    _request: SampleRequest,
+    limits: TokenLimits,
+    end_tokens: frozenset[int],
+    random_seed: int,
+    *,
+    images: PromptImages,
 ) -> SamplingRequest:
     """Accept any request, with samples that take some time."""
-    return prepare(a_sample(0, 0, 400), limits, end_tokens, random_seed)
+    return prepare(a_sample(0, 0, 400), limits, end_tokens, random_seed, images=images)
 
 
 async def test_samples_of_an_ended_session_are_cancelled(store: Path, tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ class ServedModel:
     or, on this machine, `local_path`."""
     aliases: tuple[str, ...] = ()
     """Other names that an operator configured for it (`model_names.with_aliases`)."""
+    reads_images: bool = False
+    """Whether its prompts may contain images, as far as this server knows."""
 
     @property
     def names(self) -> tuple[str, ...]:

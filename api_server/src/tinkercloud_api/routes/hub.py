@@ -1,8 +1,8 @@
 """A read-only mirror of the served models' tokenizers, with the API of the Hugging Face hub.
 
-The SDK loads tokenizers from the hub on the client. With `HF_ENDPOINT=http://<server>/hf`, it loads
-those of the served models from this server instead, without internet access. Only the files of
-tokenizers are served, never weights.
+The SDK loads tokenizers from the hub on the client, and the cookbook the configuration of image
+processors. With `HF_ENDPOINT=http://<server>/hf`, they load those of the served models from this
+server instead, without internet access. No other files are served, and never weights.
 """
 
 import hashlib
@@ -25,6 +25,8 @@ _SERVED_FILES = (
     "config.json",
     "generation_config.json",
     "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
     "sentencepiece.*",
     "special_tokens_map.json",
     "spiece.model",
@@ -33,6 +35,7 @@ _SERVED_FILES = (
     "tokenizer*.json",
     "tokenizer.model*",
     "tokenizer_config.json",
+    "video_preprocessor_config.json",
     "vocab.*",
 )
 

@@ -58,7 +58,11 @@ async def capabilities(server: Server, _caller: Caller) -> ServerCapabilities:
     """List the served base models, under each of their names."""
     return ServerCapabilities(
         supported_models=[
-            SupportedModel(model_name=name, max_context_length=model.max_context_length)
+            SupportedModel(
+                model_name=name,
+                max_context_length=model.max_context_length,
+                reads_images=model.reads_images,
+            )
             for model in server.provider.models()
             for name in model.names
         ],

@@ -8,7 +8,7 @@ import orjson
 from pydantic import ValidationError
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.sampling import SamplingParams
+from tinkercloud_protocol.sampling import Chunk, SamplingParams
 from tinkercloud_protocol.wire import WireModel, describe
 from tinkercloud_worker.chat.text import ChatText, GrowingText, UntilStop
 from tinkercloud_worker.chat.tool_calls import ToolCall, ToolCallParser
@@ -27,8 +27,10 @@ class Asked:
     model: str
     """The name under which the client asked for the model."""
     prompts: Sequence[Sequence[int]]
-    """Token ids of each prompt, at least one prompt."""
+    """Token ids of each prompt, at least one prompt. An image is one placeholder."""
     params: SamplingParams
+    images: tuple[Chunk, ...] = ()
+    """The images of the only prompt, in order."""
     stops: tuple[str, ...] = ()
     """Stop strings, which are not part of the text."""
     num_choices: int = 1

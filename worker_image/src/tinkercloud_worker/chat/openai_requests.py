@@ -19,6 +19,7 @@ from tinkercloud_worker.chat.conversation import (
     read_fields,
     read_object,
 )
+from tinkercloud_worker.chat.images import content_for_template, images_of
 from tinkercloud_worker.chat.text import ChatText
 
 IGNORED = frozenset(
@@ -108,10 +109,11 @@ class Message(WireModel):
         """Return the message as chat templates of transformers receive it.
 
         Raises:
-            InvalidRequest: it has content other than text.
+            InvalidRequest: it has content other than text and images.
         """
         role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": self._text(index)}
+        content = content_for_template(self.content, f"messages.{index}.content")
+        message: dict[str, Any] = {"role": role, "content": content}
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
                 message[name] = value
@@ -128,20 +130,6 @@ class Message(WireModel):
                 for call in self.tool_calls
             ]
         return message
-
-    def _text(self, index: int) -> str:
-        if not isinstance(self.content, list):
-            return self.content or ""
-        texts = []
-        for part in self.content:
-            kind, text = part.get("type"), part.get("text")
-            if kind != "text" or not isinstance(text, str):
-                raise InvalidRequest(
-                    f"messages.{index}.content: this server does not support parts of type"
-                    f" {str(kind)[:40]!r}; send parts of type 'text' with a text"
-                )
-            texts.append(text)
-        return "".join(texts)
 
 
 def _arguments(text: str) -> Any:  # noqa: ANN401 - what the JSON holds
@@ -189,11 +177,17 @@ class ChatCompletionRequest(_Sampling):
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools]
         tools = tools if self.tool_choice == "auto" else []
         messages = [message.for_template(index) for index, message in enumerate(self.messages)]
+        images = [
+            image
+            for index, message in enumerate(self.messages)
+            for image in images_of(message.content, f"messages.{index}.content")
+        ]
         prompt = text.render(messages, tools, template_options(self.chat_template_kwargs))
         limits = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
         return Asked(
             model=self.model,
             prompts=[prompt],
+            images=tuple(images),
             params=self.params(min(limits, default=None)),
             stops=self.stops,
             num_choices=self.n,

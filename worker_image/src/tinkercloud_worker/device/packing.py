@@ -24,6 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from tinkercloud_worker.device import accelerator
+from tinkercloud_worker.vision.spans import Images, Span
 
 ATTENTION = "packed_sdpa"
 """The name under which `_attend` is registered with transformers."""
@@ -47,6 +48,13 @@ class PackedSequences:
     """int64."""
     lengths: tuple[int, ...]
     """Tokens of each sequence."""
+    images: tuple[Images, ...] = ()
+    """The images of each sequence; empty if none has any."""
+
+    @property
+    def spans(self) -> list[Span]:
+        """Where its images are."""
+        return [Span(0, *each) for each in zip(self.lengths, self.images, strict=bool(self.images))]
 
     @classmethod
     def joined(cls, packs: Sequence["PackedSequences"]) -> "PackedSequences":
@@ -54,7 +62,12 @@ class PackedSequences:
         if len(packs) == 1:
             return packs[0]
         lengths = tuple(length for pack in packs for length in pack.lengths)
-        return cls(torch.cat([pack.ids_R for pack in packs]), lengths)
+        images: tuple[Images, ...] = ()
+        if any(pack.images for pack in packs):
+            images = tuple(
+                each for pack in packs for each in pack.images or [()] * len(pack.lengths)
+            )
+        return cls(torch.cat([pack.ids_R for pack in packs]), lengths, images)
 
     def arguments(self, mask_kinds: Sequence[str]) -> dict[str, Any]:
         """Return the arguments of a Hugging Face backbone for these sequences.

@@ -8,7 +8,7 @@ Shape legend: N tokens of a datum, K targets per position.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -24,6 +24,8 @@ from tinkercloud_protocol.tensors import (
 )
 from tinkercloud_worker import custom_losses, losses
 from tinkercloud_worker.custom_losses import DatumInputs
+from tinkercloud_worker.engine.prompt_images import TEXT_ONLY, PromptImages
+from tinkercloud_worker.vision.prepared import PreparedImage, PreparedPrompt
 
 ScalarT = TypeVar("ScalarT", np.int64, np.float32)
 
@@ -42,6 +44,7 @@ class Example:
     """Whether the client's targets were [N]: then results are returned as [N], not [N, 1]."""
     custom: DatumInputs | None = None
     """The inputs of an uploaded loss; None for others."""
+    images: tuple[PreparedImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,23 +133,32 @@ def capped_context_length(configured: int | None, of_model: int) -> int:
     return min(configured or of_model, of_model)
 
 
-def prepare(request: ForwardBackwardRequest, limits: TokenLimits) -> Batch:
-    """Validate a request and fill in the defaults of its loss.
+def prepare(
+    request: ForwardBackwardRequest, limits: TokenLimits, images: PromptImages = TEXT_ONLY
+) -> Batch:
+    """Validate a request, fill in the defaults of its loss, and decode its images.
+
+    Args:
+        request: the request.
+        limits: limits of the model.
+        images: how the model reads images.
 
     Raises:
-        InvalidRequest: the loss or one of its settings, inputs, lengths or values is invalid; the
-            message names the datum and the field.
+        InvalidRequest: the loss or one of its settings, inputs, lengths, values or images is
+            invalid; the message names the datum and the field.
     """
     config = losses.check_config(request.loss_fn, request.loss_fn_config)
     if not request.data:
         raise InvalidRequest("data: at least one datum is required")
     defaults = losses.defaults(request.loss_fn, config)
     ignored = losses.find(request.loss_fn).ignored
+    prompts = _Prompts(request.data, limits, images)
+    checked = [
+        _example(datum, request.loss_fn, config, defaults, prompts, index)
+        for index, datum in enumerate(request.data)
+    ]
     return Batch(
-        examples=[
-            _example(datum, request.loss_fn, config, defaults, limits, f"data[{index}]")
-            for index, datum in enumerate(request.data)
-        ],
+        examples=prompts.decoded(checked),
         loss_fn=request.loss_fn,
         forward_only=request.forward_only,
         unused=Counter(name for datum in request.data for name in datum.inputs if name in ignored),
@@ -158,12 +170,12 @@ def _example(  # noqa: PLR0917 - one call, just above
     loss_fn: str,
     config: Mapping[str, float],
     defaults: Mapping[str, float],
-    limits: TokenLimits,
-    where: str,
+    prompts: "_Prompts",
+    index: int,
 ) -> Example:
-    _check_tokens(datum.tokens, limits, f"{where}.model_input")
+    where = f"data[{index}]"
     many = losses.find(loss_fn).accepts_many_targets
-    targets = _targets(datum, loss_fn, limits, where, many=many)
+    targets = prompts.targets(index, loss_fn, many=many)
     dropped = {"target_tokens", *losses.find(loss_fn).ignored}
     given = [name for name in datum.inputs if name not in dropped]
     losses.check_inputs(loss_fn, given, config, where)
@@ -192,8 +204,48 @@ def _example(  # noqa: PLR0917 - one call, just above
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Prompts:
+    """The prompts of a request."""
+
+    data: Sequence[Datum]
+    limits: TokenLimits
+    images: PromptImages
+
+    def __post_init__(self) -> None:
+        """Check the images.
+
+        Raises:
+            InvalidRequest: one of them is invalid.
+        """
+        self.images.check(
+            (f"data[{index}].model_input", datum.images) for index, datum in enumerate(self.data)
+        )
+
+    def targets(self, index: int, loss_fn: str, *, many: bool) -> npt.NDArray[np.int64]:
+        """Return the targets of a datum, [N] or [N, K]; the prompt is checked too."""
+        datum, where = self.data[index], f"data[{index}].model_input"
+        length = self.images.length(len(datum.tokens), datum.images, where)
+        check_length(length, self.limits, where)
+        if len(datum.tokens):
+            _check_range(datum.tokens, self.limits.vocab_size, where)
+        return _targets(datum, length, loss_fn, self.limits, f"data[{index}]", many=many)
+
+    def decoded(self, examples: Sequence[Example]) -> list[Example]:
+        """Return the examples of all data with the tokens of their images."""
+        return [
+            replace(example, tokens=prompt.tokens, images=prompt.images)
+            for index, example in enumerate(examples)
+            for prompt in [self._decoded(index)]
+        ]
+
+    def _decoded(self, index: int) -> PreparedPrompt:
+        datum = self.data[index]
+        return self.images.read(datum.tokens, datum.images, f"data[{index}].model_input")
+
+
 def _targets(
-    datum: Datum, loss_fn: str, limits: TokenLimits, where: str, *, many: bool
+    datum: Datum, length: int, loss_fn: str, limits: TokenLimits, where: str, *, many: bool
 ) -> npt.NDArray[np.int64]:
     where = f"{where}.loss_fn_inputs['target_tokens']"
     targets = datum.inputs.get("target_tokens")
@@ -207,10 +259,10 @@ def _targets(
             f"{where}: loss_fn {loss_fn!r} takes a non-empty tensor of shape {accepted}, got"
             f" {list(targets.shape)}"
         )
-    if len(targets) != len(datum.tokens):
+    if len(targets) != length:
         raise InvalidRequest(
-            f"{where} has {len(targets)} positions, but model_input has {len(datum.tokens)} tokens;"
-            " both must have the same length (position i predicts target i)"
+            f"{where} has {len(targets)} positions, but model_input has {length} tokens; both must"
+            " have the same length (position i predicts target i)"
         )
     ids = targets.astype(np.int64, copy=False)
     _check_range(ids, limits.vocab_size, where)
@@ -218,7 +270,10 @@ def _targets(
 
 
 def prepare_custom(
-    request: ForwardBackwardRequest, definition: bytes, limits: TokenLimits
+    request: ForwardBackwardRequest,
+    definition: bytes,
+    limits: TokenLimits,
+    images: PromptImages = TEXT_ONLY,
 ) -> Batch:
     """Validate a request with an uploaded loss, and what the loss will cost.
 
@@ -226,6 +281,7 @@ def prepare_custom(
         request: the request; inputs that the loss does not read have no effect.
         definition: the loss, as it is stored.
         limits: limits of the model.
+        images: how the model reads images.
 
     Raises:
         InvalidRequest: a value is invalid, or the loss does not fit the data or costs too much.
@@ -233,15 +289,14 @@ def prepare_custom(
     if not request.data:
         raise InvalidRequest("data: at least one datum is required")
     inputs = custom_losses.compiled(definition).inputs
-    examples = []
+    prompts, examples = _Prompts(request.data, limits, images), []
     for index, datum in enumerate(request.data):
-        where = f"data[{index}]"
-        _check_tokens(datum.tokens, limits, f"{where}.model_input")
-        targets = _targets(datum, request.loss_fn, limits, where, many=True)
-        values = custom_losses.inputs_of(inputs, datum, where)
+        targets = prompts.targets(index, request.loss_fn, many=True)
+        values = custom_losses.inputs_of(inputs, datum, f"data[{index}]")
         examples.append(Example(datum.tokens, _as_columns(targets), {}, targets.ndim == 1, values))
     custom_losses.check_cost(definition, [e.custom for e in examples if e.custom is not None])
-    return Batch(examples, request.loss_fn, request.forward_only, definition=definition)
+    decoded = prompts.decoded(examples)
+    return Batch(decoded, request.loss_fn, request.forward_only, definition=definition)
 
 
 def check_length(length: int, limits: TokenLimits, where: str) -> None:
@@ -254,11 +309,6 @@ def check_length(length: int, limits: TokenLimits, where: str) -> None:
         raise InvalidRequest(
             f"{where}: must have 1 to {limits.max_context_length} tokens, got {length}"
         )
-
-
-def _check_tokens(tokens: Int32Array, limits: TokenLimits, where: str) -> None:
-    check_length(len(tokens), limits, where)
-    _check_range(tokens, limits.vocab_size, where)
 
 
 def _check_range(ids: npt.NDArray[np.int64] | Int32Array, vocab_size: int, where: str) -> None:

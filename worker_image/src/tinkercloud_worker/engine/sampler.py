@@ -15,6 +15,7 @@ import numpy.typing as npt
 from tinkercloud_protocol.tensors import Int32Array, PromptScores, SampledSequence
 from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
 from tinkercloud_worker.engine.usage import NOBODY, Payer, Usage
+from tinkercloud_worker.vision.prepared import PreparedImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,8 @@ class SamplingRequest:
     on_token: Callable[[SampledToken], None] | None = None
     """Called for each token as soon as it is sampled, from any thread; samplers that receive whole
     sequences never call it."""
+    images: tuple[PreparedImage, ...] = ()
+    """The images of the prompt, whose placeholder tokens it contains."""
 
     @property
     def owner(self) -> str:
@@ -102,9 +105,10 @@ class SamplingRequest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the prompt and of the token ids to score."""
+        """Bytes of the prompt, its images, and the token ids to score."""
         targets = self.prompt_logprobs.targets
-        return self.prompt.nbytes + (targets.nbytes if targets is not None else 0)
+        pixels = sum(image.pixels.nbytes for image in self.images)
+        return self.prompt.nbytes + pixels + (targets.nbytes if targets is not None else 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

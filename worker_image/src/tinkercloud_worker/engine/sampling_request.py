@@ -15,6 +15,7 @@ from tinkercloud_protocol.sampling import (
 )
 from tinkercloud_protocol.tensors import Int32Array, densify
 from tinkercloud_worker.engine.batch import TokenLimits, check_length
+from tinkercloud_worker.engine.prompt_images import TEXT_ONLY, PromptImages
 from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingRequest, StopRules
 
 _SEED_MASK = (1 << 63) - 1
@@ -35,27 +36,36 @@ MAX_SAMPLE_CELLS = 1 << 26
 
 
 def prepare(
-    request: SampleRequest, limits: TokenLimits, end_tokens: frozenset[int], random_seed: int
+    request: SampleRequest,
+    limits: TokenLimits,
+    end_tokens: frozenset[int],
+    random_seed: int,
+    *,
+    images: PromptImages = TEXT_ONLY,
 ) -> SamplingRequest:
-    """Validate a request and fill in its defaults.
+    """Validate a request, fill in its defaults, and decode its images.
 
     Args:
         request: the request as received.
         limits: vocabulary and context length of the served model.
         end_tokens: tokens that end a text of that model.
         random_seed: used if the request has none.
+        images: how the model reads images.
 
     Raises:
-        InvalidRequest: the prompt, a length or a parameter is invalid.
+        InvalidRequest: the prompt, an image, a length or a parameter is invalid.
     """
-    prompt = _prompt(request.prompt, limits)
-    room = limits.max_context_length - len(prompt)
+    parts = request.prompt.images()
+    images.check([("prompt", parts)])
+    length = images.length(request.prompt.num_tokens, parts, "prompt")
+    text = _text(request.prompt, length, limits)
+    room = limits.max_context_length - length
     params = request.sampling_params
     # The last sampled token is never read, so it does not count against the context length.
     if params.max_tokens is not None and params.max_tokens > room + 1:
         raise InvalidRequest(
             f"sampling_params.max_tokens: must be at most {room + 1} for a prompt of"
-            f" {len(prompt)} tokens (the context length is {limits.max_context_length}, and the"
+            f" {length} tokens (the context length is {limits.max_context_length}, and the"
             f" last sampled token does not count), got {params.max_tokens}"
         )
     max_tokens = params.max_tokens or max(room, 1)
@@ -67,24 +77,29 @@ def prepare(
             f" {MAX_SAMPLE_CELLS}. Lower topk_sample_logprobs, num_samples or max_tokens"
         )
     seed = params.seed if params.seed is not None else random_seed
+    stop = stop_rules(params, end_tokens, limits.vocab_size)
+    prompt_logprobs = _prompt_logprobs(request, length, limits)
+    prompt = images.read(text, parts, "prompt")
     return SamplingRequest(
-        prompt=prompt,
+        prompt=prompt.tokens,
+        images=prompt.images,
         num_samples=request.num_samples,
         max_tokens=max_tokens,
         seed=seed & _SEED_MASK,
         temperature=params.temperature if params.temperature >= GREEDY_BELOW else 0.0,
         top_k=max(params.top_k, 0),
         top_p=params.top_p,
-        stop=stop_rules(params, end_tokens, limits.vocab_size),
+        stop=stop,
         top_logprobs=request.topk_sample_logprobs,
-        prompt_logprobs=_prompt_logprobs(request, len(prompt), limits),
+        prompt_logprobs=prompt_logprobs,
     )
 
 
-def _prompt(prompt: ModelInput, limits: TokenLimits) -> Int32Array:
+def _text(prompt: ModelInput, length: int, limits: TokenLimits) -> Int32Array:
+    """Return the text tokens of a prompt that has this length with its images."""
+    check_length(length, limits, "prompt")
     token_ids = prompt.token_ids()
-    check_length(len(token_ids), limits, "prompt")
-    if min(token_ids) < 0 or max(token_ids) >= limits.vocab_size:
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= limits.vocab_size):
         raise InvalidRequest(_where_outside(prompt, limits.vocab_size))
     return np.asarray(token_ids, dtype=np.int32)
 
@@ -94,7 +109,7 @@ def _where_outside(prompt: ModelInput, vocab_size: int) -> str:
     chunk, index, token = next(
         (chunk, index, token)
         for chunk, part in enumerate(prompt.chunks)
-        for index, token in enumerate(part.tokens or ())
+        for index, token in enumerate(part.token_ids)
         if not 0 <= token < vocab_size
     )
     return (

@@ -7,6 +7,7 @@ from tinkercloud_protocol.launch import HeadConfig
 from tinkercloud_protocol.owner_limits import OwnerLimits
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.checkpoints.store import CheckpointStore
+from tinkercloud_worker.engine.prompt_images import TEXT_ONLY, PromptImages
 from tinkercloud_worker.engine.sampler import Sampler
 from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.engine.trainer import Trainer
@@ -37,6 +38,8 @@ class Backend:
     """When requests were accepted, started and finished."""
     token_limits: TokenLimits = field(default_factory=TokenLimits)
     """Limits the tokens per minute of owners."""
+    images: PromptImages = TEXT_ONLY
+    """How the served model reads images."""
 
     def set_owner_limits(self, limits: OwnerLimits) -> None:
         """Apply the current limits of an owner, also to requests that wait."""

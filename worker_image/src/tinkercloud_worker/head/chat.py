@@ -23,6 +23,7 @@ from tinkercloud_protocol.sampling import Chunk, ModelInput, SampleRequest
 from tinkercloud_worker.chat import anthropic_messages, openai_requests
 from tinkercloud_worker.chat.anthropic_messages import MessageAnswer
 from tinkercloud_worker.chat.conversation import Asked, Choice, Counts, read_object
+from tinkercloud_worker.chat.images import model_input
 from tinkercloud_worker.chat.openai_answers import ChatAnswer, CompletionAnswer
 from tinkercloud_worker.chat.recorded import SEPARATOR, RecordedSessions, Turn, datums
 from tinkercloud_worker.chat.text import ChatText
@@ -104,6 +105,8 @@ class Run:
     request_ids: list[str] = field(default_factory=list)
     recorded: str | None = None
     """The recorded session that its turns are added to."""
+    num_prompt_tokens: int = 0
+    """Tokens of the prompts that have been prepared, with those of images."""
     cached: int = 0
     num_finished: int = 0
     """Prompts whose samples are finished."""
@@ -111,8 +114,9 @@ class Run:
     @property
     def counts(self) -> Counts:
         """The tokens so far."""
-        prompt = sum(map(len, self.asked.prompts))
-        return Counts(prompt, sum(len(choice.tokens) for choice in self.choices), self.cached)
+        return Counts(
+            self.num_prompt_tokens, sum(len(choice.tokens) for choice in self.choices), self.cached
+        )
 
     def take(self, prompt: int, event: SampledToken | dict[str, Any] | WireError) -> bytes:
         """Add a token, or the result of a prompt; return the events of a stream.
@@ -237,6 +241,11 @@ class HeadChat:
             raise NotFound(f"a session head does not serve {request.path}")
         asked, answer = await asyncio.to_thread(_FORMATS[path], body, text)
         if recorded is not None:
+            if asked.images:
+                raise InvalidRequest(
+                    "messages: recorded sessions can't have images, since their turns are recorded"
+                    " as tokens; send the request to chat/completions"
+                )
             self._recorded.check_room(recorded, asked.model)
         run = Run(asked, answer, _choices(asked, text, backend), recorded=recorded)
         await self._run(run, target, sending, service, backend)
@@ -322,15 +331,23 @@ def _prepared(
     Raises:
         InvalidRequest: the prompt is too long, or a parameter is invalid.
     """
-    asked, prompt = run.asked, run.asked.prompts[index]
-    room = max(backend.trainer.limits.max_context_length - len(prompt) + 1, 1)
+    asked, length = run.asked, len(run.asked.prompts[index])
+    prompt = ModelInput(chunks=[Chunk(tokens=list(asked.prompts[index]))])
+    if asked.images:
+        placeholder = backend.images.placeholder("messages")
+        prompt = model_input(asked.prompts[index], asked.images, placeholder)
+        parts = prompt.images()
+        backend.images.check([("messages", parts)])
+        length = backend.images.length(prompt.num_tokens, parts, "messages")
+    run.num_prompt_tokens += length
+    room = max(backend.trainer.limits.max_context_length - length + 1, 1)
     limit = asked.params.max_tokens
     params = asked.params.model_copy(
         update={"max_tokens": room if limit is None else min(limit, room)}
     )
     sample = SampleRequest(
         sampling_session_id=target,
-        prompt=ModelInput(chunks=[Chunk(tokens=list(prompt))]),
+        prompt=prompt,
         num_samples=asked.num_choices,
         sampling_params=params,
         topk_sample_logprobs=asked.top_logprobs,

@@ -153,11 +153,11 @@ class Operations:
         return Result(body, futures.PROTOBUF)
 
     async def _prepared(self, request: ForwardBackwardRequest) -> Batch:
-        limits = self._backend.trainer.limits
+        limits, images = self._backend.trainer.limits, self._backend.images
         if request.loss_fn != "custom":
-            return await asyncio.to_thread(prepare, request, limits)
+            return await asyncio.to_thread(prepare, request, limits, images)
         definition = await self._losses.definition(request.loss_fn_config)
-        return await asyncio.to_thread(prepare_custom, request, definition, limits)
+        return await asyncio.to_thread(prepare_custom, request, definition, limits, images)
 
     async def optim_step(self, request: OptimStepRequest) -> Result:
         """Apply the gradient."""

@@ -338,7 +338,8 @@ class HeadService:
             InvalidRequest: it is invalid.
         """
         backend, as_json = self._backend, request.model_dump_json().encode()
-        validated = prepare(request, backend.trainer.limits, backend.end_tokens, random_seed())
+        limits, ends = backend.trainer.limits, backend.end_tokens
+        validated = prepare(request, limits, ends, random_seed(), images=backend.images)
         size = len(as_json) + validated.num_bytes
         return Prepared(request, validated, body_digest(as_json), size)
 

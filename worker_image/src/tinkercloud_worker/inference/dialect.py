@@ -87,6 +87,23 @@ def reject_alternatives(request: SamplingRequest) -> None:
         )
 
 
+def reject_images(request: SamplingRequest, server: str) -> None:
+    """Reject a prompt with images.
+
+    Args:
+        request: the request.
+        server: name of the program that does not receive them.
+
+    Raises:
+        InvalidRequest: the prompt has images.
+    """
+    if request.images:
+        raise InvalidRequest(
+            f"prompt: images are not supported, because this model's sampler is {server}; use a"
+            " sampler with backend torch or sglang"
+        )
+
+
 def bounded_top_k(top_k: int) -> int:
     """Return a top_k that fits in 32 bits: servers crash on larger numbers.
 

@@ -26,6 +26,7 @@ from tinkercloud_worker.inference.dialect import (
     Ranked,
     bounded_top_k,
     reject_alternatives,
+    reject_images,
     top_logprobs,
 )
 from tinkercloud_worker.inference.weights_folder import SavedWeights
@@ -106,6 +107,7 @@ class VllmDialect:
         At temperature 0 all samples are equal, and vLLM only generates one. It reports cached
         tokens if it runs with `--enable-prompt-tokens-details`.
         """
+        reject_images(request, "vLLM")
         is_greedy = request.temperature == 0
         body = self._body(request, adapter) | {
             "n": 1 if is_greedy else request.num_samples,
@@ -137,6 +139,7 @@ class VllmDialect:
         """
         asked, length = request.prompt_logprobs, len(request.prompt)
         reject_alternatives(request)
+        reject_images(request, "vLLM")
         first = asked.first_position or length
         if length - first > _MAX_POSITIONS:
             raise InvalidRequest(

@@ -30,6 +30,7 @@ from transformers.pytorch_utils import Conv1D
 from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.lora.adapters import Group, Target
 from tinkercloud_worker.lora.experts import find_experts
+from tinkercloud_worker.vision.tower import VisionTower, split_tower
 
 BUILDING = threading.Lock()
 """Held while transformers builds a model, because that changes process-wide defaults."""
@@ -167,21 +168,35 @@ def blank_model(config: Any) -> PreTrainedModel:  # noqa: ANN401 - transformers'
     return model
 
 
-def keep_text(model: PreTrainedModel) -> Sequence[str]:
+def keep_text(model: PreTrainedModel) -> None:
     """Remove the parts of a model that text never uses: towers for images and sound.
 
     The remaining parts keep the names of the published model, so that adapters fit it.
-
-    Returns:
-        Prefixes of the names of removed weights.
     """
+    for name in _towers(model):
+        setattr(model.base_model, name, None)
+
+
+def tower_prefixes(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return prefixes of the names of weights that text never uses."""
+    return tuple(f"{name_of(model, model.base_model)}.{name}." for name in _towers(model))
+
+
+def _towers(model: PreTrainedModel) -> list[str]:
     decoder, inner = _decoder(model), model.base_model
     if inner in {model, decoder} or decoder not in set(inner.modules()):
         return []
-    towers = [name for name, child in inner.named_children() if decoder not in set(child.modules())]
-    for name in towers:
-        setattr(inner, name, None)
-    return [f"{name_of(model, inner)}.{name}." for name in towers]
+    return [name for name, child in inner.named_children() if decoder not in set(child.modules())]
+
+
+def split_vision(model: PreTrainedModel) -> VisionTower | None:
+    """Remove the parts of a model that text never uses; return its vision tower.
+
+    None: the model has none, or this engine does not read the images of its family.
+    """
+    tower = split_tower(model, _decoder(model))
+    keep_text(model)
+    return tower
 
 
 def check_folder(path: str) -> None:

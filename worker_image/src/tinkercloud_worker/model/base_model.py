@@ -41,7 +41,6 @@ from tinkercloud_worker.model.architecture import (
     backbone_and_lm_head,
     blank_model,
     find_targets,
-    keep_text,
     logits_cap,
     logits_factor,
     max_context_length,
@@ -50,17 +49,19 @@ from tinkercloud_worker.model.architecture import (
     round_behind_embedding,
 )
 from tinkercloud_worker.model.fingerprint import fingerprint_of
+from tinkercloud_worker.model.image_passes import ImagePasses
 from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.model.loading import load_pretrained
 from tinkercloud_worker.model.router_counts import RouterCounts
 from tinkercloud_worker.model.self_check import check_logits, keeps_sequences_apart
+from tinkercloud_worker.vision.spans import Images, Span
 
 
 class TorchBaseModel:
     """The shared base model. Not thread-safe: only one pass runs at a time."""
 
     def __init__(self, model: PreTrainedModel, *, packed: bool = True) -> None:
-        """Wrap a model: replace its forward functions and remove its image towers.
+        """Wrap a model: replace its forward functions and take out its towers.
 
         Args:
             model: any Hugging Face causal LM, or a vision-language model.
@@ -69,6 +70,8 @@ class TorchBaseModel:
         Raises:
             UnsupportedModelError: this engine does not compute the architecture correctly.
         """
+        self.images = ImagePasses(model)
+        """Inserts the images of sequences."""
         self._model = _frozen(model)
         self.fingerprint: str | None = None
         """Fingerprint of the folder that the model was loaded from; None if there is none."""
@@ -230,10 +233,42 @@ class TorchBaseModel:
         """
         arguments = sequences.arguments(self._mask_kinds)
         arguments |= {"past_key_values": cache, "use_cache": cache is not None}
-        return self._run(arguments, segments, recompute=recompute)[0]
+        return self._run(arguments, segments, sequences.spans, recompute=recompute)[0]
+
+    def hidden_of_rest(
+        self,
+        ids_R: Tensor,
+        start: int,
+        images: Images,
+        segments: Sequence[WeightSegment],
+        cache: Cache,
+    ) -> Tensor:
+        """Return the final hidden states [R, D] of the next part of a prompt with images.
+
+        Args:
+            ids_R: int64 token ids of the part, which contains all tokens of an image or none.
+            start: position of its first token.
+            images: all images of the prompt.
+            segments: the weights of each position.
+            cache: keys and values of earlier positions, to which new ones are appended.
+        """
+        positions_R = torch.arange(start, start + len(ids_R), device=ids_R.device)
+        arguments = {
+            "input_ids": ids_R[None],
+            "position_ids": positions_R[None],
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        spans = [Span(start, start + len(ids_R), images)]
+        return self._run(arguments, segments, spans, recompute=False)[0]
 
     def _run(
-        self, arguments: dict[str, Any], segments: Sequence[WeightSegment], *, recompute: bool
+        self,
+        arguments: dict[str, Any],
+        segments: Sequence[WeightSegment],
+        spans: Sequence[Span] = (),
+        *,
+        recompute: bool,
     ) -> Tensor:
         # Recomputed layers round their own weights each time.
         own = self._layer_prefixes if recompute else ()
@@ -241,11 +276,12 @@ class TorchBaseModel:
         self._terms = LoraProducts()
         self._segments, self._recomputes = segments, recompute
         try:
-            output = (
-                torch.func.functional_call(self._backbone, replaced, (), arguments)
-                if replaced
-                else self._backbone(**arguments)
-            )
+            with self.images.inserted(arguments, spans) as inputs:
+                output = (
+                    torch.func.functional_call(self._backbone, replaced, (), inputs)
+                    if replaced
+                    else self._backbone(**inputs)
+                )
         finally:
             self._segments, self._recomputes = (), False
         hidden_BTD: Tensor = output.last_hidden_state
@@ -401,8 +437,7 @@ class TorchBaseModel:
 
 
 def _frozen(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the frozen text part of a model, with faster kernels."""
-    keep_text(model)
+    """Return a model with frozen weights and faster kernels."""
     fused_kernels.fuse(model)
     model.eval().requires_grad_(requires_grad=False)
     return model

@@ -6,10 +6,12 @@ from typing import Any
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
+from tinkercloud_protocol.images import IMAGE_MODEL_TYPES
 from tinkercloud_worker.model.architecture import (
     backbone_and_lm_head,
     check_tied,
     is_tied,
+    keep_text,
     model_class,
     read_config,
 )
@@ -23,7 +25,7 @@ from tinkercloud_worker.model.weights_check import (
 
 
 def load_pretrained(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a Hugging Face model on the CPU; of a vision-language model, only its text part.
+    """Load a Hugging Face model on the CPU, with its vision tower if images of its family are read.
 
     Args:
         path: the folder.
@@ -35,6 +37,8 @@ def load_pretrained(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """
     check_weights(path)
     model = _load(path, dtype)
+    if model.config.model_type not in IMAGE_MODEL_TYPES:
+        keep_text(model)
     check_finite(path, chain(model.named_parameters(), model.named_buffers()))
     if is_tied(model.config):
         _, lm_head = backbone_and_lm_head(model)

@@ -23,6 +23,7 @@ from tinkercloud_worker.model.architecture import (
     keep_text,
     model_class,
     read_config,
+    tower_prefixes,
 )
 from tinkercloud_worker.model.quantized import block_size, files_read, unquantized
 from tinkercloud_worker.model.weight_files import (
@@ -205,7 +206,9 @@ def load_checked(
     expected: Expected,
     **source: Any,  # noqa: ANN401 - of several types
 ) -> PreTrainedModel:
-    """Load a model, or its text part, and check that the files contained all of its weights.
+    """Load a model, and check that the files contained all of its weights.
+
+    Towers for images and sound may be missing in the files; then the model has none.
 
     Args:
         path: the folder, for messages.
@@ -227,7 +230,10 @@ def load_checked(
         reason = " ".join(str(error).split())[:_LONGEST_REASON]
         wrong = f"transformers can't convert the weights ({reason})"
         raise _refusal(path, [wrong]) from error
-    removed = tuple(keep_text(model))
+    removed = tower_prefixes(model)
+    if any(name.startswith(removed) for name in _lost(info)):
+        # A model whose files lack a tower serves text.
+        keep_text(model)
     compared = Comparison(
         [name for name in info["missing_keys"] if not name.startswith(removed)],
         [name for name in info["unexpected_keys"] if not name.startswith(removed)],
@@ -235,6 +241,10 @@ def load_checked(
     )
     _refuse(path, differences(compared, expected))
     return model
+
+
+def _lost(info: Mapping[str, Any]) -> list[str]:
+    return [*info["missing_keys"], *(name for name, _, _ in info["mismatched_keys"])]
 
 
 def _refuse(path: str, wrong: Sequence[str]) -> None:

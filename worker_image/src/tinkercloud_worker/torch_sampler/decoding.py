@@ -9,7 +9,7 @@ Shape legend: B running sequences, T new positions, L positions, D hidden size, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Literal
 
 import numpy as np
@@ -34,6 +34,8 @@ from tinkercloud_worker.torch_sampler.cache import (
 from tinkercloud_worker.torch_sampler.graphs import CapturedSteps, GraphCapturer
 from tinkercloud_worker.torch_sampler.masks import rows_at
 from tinkercloud_worker.torch_sampler.sampling import SamplingParams, sample_tokens, uniform
+from tinkercloud_worker.vision.prepared import PreparedPrompt
+from tinkercloud_worker.vision.spans import Images
 
 _NONE = KvBudget(sequences=0, tokens=0)
 
@@ -197,34 +199,45 @@ class DecodingBatch:
         """One for each slot, without gaps."""
 
     def prefill(
-        self, cache: PrefillCache, tokens: Sequence[int], start: int, weights: ActiveWeights | None
+        self,
+        cache: PrefillCache,
+        tokens: Sequence[int],
+        start: int,
+        weights: ActiveWeights | None,
+        images: Images = (),
     ) -> Tensor:
-        """Prefill tokens at positions start, start + 1, ...; return their hidden states [T, D]."""
-        device = self._base.device
-        ids_BT = torch.tensor([list(tokens)], dtype=torch.int64, device=device)
-        positions_BT = torch.arange(start, start + len(tokens), device=device).unsqueeze(0)
+        """Prefill tokens at positions start, start + 1, ...; return their hidden states [T, D].
+
+        Args:
+            cache: the cache of the prompt.
+            tokens: the tokens, with all of an image or none.
+            start: the position of the first.
+            weights: the weights of the prompt.
+            images: all images of the prompt.
+        """
+        ids_T = torch.tensor(list(tokens), dtype=torch.int64, device=self._base.device)
         with torch.no_grad():
-            hidden_BTD = self._base.hidden(
-                ids_BT,
-                [WeightSegment(slice(None), weights)],
-                position_ids_BT=positions_BT,
-                cache=cache,
+            return self._base.hidden_of_rest(
+                ids_T, start, images, [WeightSegment(slice(None), weights)], cache
             )
-        return hidden_BTD[0]
 
     def prefill_batch(
-        self, prompts: Sequence[Sequence[int]], weights: Sequence[ActiveWeights | None]
+        self, prompts: Sequence[PreparedPrompt], weights: Sequence[ActiveWeights | None]
     ) -> list[tuple[Tensor, KeyValues]]:
         """Prefill several full prompts in one pass; return the hidden states [T, D] of each.
 
         The base must support packs.
         """
-        lengths = tuple(map(len, prompts))
-        ids_R = torch.tensor(list(chain.from_iterable(prompts)), device=self._base.device)
+        lengths = tuple(len(prompt.tokens) for prompt in prompts)
+        ids = np.concatenate([prompt.tokens for prompt in prompts]).astype(np.int64)
+        ids_R = torch.from_numpy(ids).to(self._base.device)
+        images = tuple(prompt.images for prompt in prompts)
         cache = PackCache(self._num_layers)
         with torch.no_grad():
             hidden_RD = self._base.hidden_of(
-                PackedSequences(ids_R, lengths), segments_of(weights, lengths), cache=cache
+                PackedSequences(ids_R, lengths, images),
+                segments_of(weights, lengths),
+                cache=cache,
             )
         bounds = pairwise(accumulate(lengths, initial=0))
         rows = [slice(start, stop) for start, stop in bounds]
@@ -294,7 +307,9 @@ class DecodingBatch:
             tokens = [sequence.tokens[-1] for sequence in self.sequences]
             positions = [sequence.position for sequence in self.sequences]
             weights = [sequence.weights for sequence in self.sequences]
-            hidden_BD = self._graphs.hidden(tokens, positions, weights)
+            hidden_BD = self._graphs.hidden(
+                tokens, positions, self._rotary(self.sequences), weights
+            )
             if hidden_BD is not None:
                 return hidden_BD
         return self._computed_hidden(0, self.sequences)
@@ -313,10 +328,16 @@ class DecodingBatch:
             hidden_BTD = self._base.hidden(
                 torch.tensor(tokens, device=device).unsqueeze(1),
                 segments,
-                position_ids_BT=positions_B.unsqueeze(1),
+                position_ids_BT=torch.tensor(self._rotary(sequences), device=device).unsqueeze(1),
                 cache=self._cache,
             )
         return hidden_BTD[:, 0]
+
+    def _rotary(self, sequences: Sequence[RunningSequence]) -> list[int]:
+        """Return the rotary position of each sequence's newest token."""
+        return [
+            each.position + self._base.images.rope_shift(each.request.images) for each in sequences
+        ]
 
     def abort(self, sequences: Sequence[RunningSequence]) -> None:
         """Remove sequences whose requests are done or cancelled."""

@@ -39,8 +39,8 @@ _SHORTEST = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CapturedStep:
-    inputs_3B: Tensor
-    """Token ids, positions and adapter slots, int64."""
+    inputs_4B: Tensor
+    """Token ids, positions, rotary positions and adapter slots, int64."""
     compute: Compute
 
 
@@ -80,6 +80,7 @@ class CapturedSteps:
         self,
         tokens: Sequence[int],
         positions: Sequence[int],
+        rotary: Sequence[int],
         weights: Sequence[ActiveWeights | None],
     ) -> Tensor | None:
         """Return the final hidden states [rows, D] of a step; valid until the next call.
@@ -89,6 +90,7 @@ class CapturedSteps:
         Args:
             tokens: the newest token of each slot's sequence.
             positions: the position of that token.
+            rotary: its rotary position.
             weights: the adapter of each sequence, or None for the base.
         """
         assignment = self._lora_slots.assign(weights)
@@ -103,22 +105,22 @@ class CapturedSteps:
             self._generations = generations
         # Padding rows write to the first position of unused slots.
         rest = rows - len(tokens)
-        padding = [0] * rest, [0] * rest, [-1] * rest
-        inputs = zip((tokens, positions, assignment.slots), padding, strict=True)
-        inputs_3B = torch.tensor([[*values, *more] for values, more in inputs])
-        step = self._step(inputs_3B, length, assignment)
-        step.inputs_3B.copy_(inputs_3B, non_blocking=True)
+        padding = [0] * rest, [0] * rest, [0] * rest, [-1] * rest
+        inputs = zip((tokens, positions, rotary, assignment.slots), padding, strict=True)
+        inputs_4B = torch.tensor([[*values, *more] for values, more in inputs])
+        step = self._step(inputs_4B, length, assignment)
+        step.inputs_4B.copy_(inputs_4B, non_blocking=True)
         return step.compute()[: len(tokens)]
 
-    def _step(self, inputs_3B: Tensor, length: int, assignment: SlotAssignment) -> _CapturedStep:
-        key = inputs_3B.shape[1], length, assignment.group, assignment.used, assignment.scale
+    def _step(self, inputs_4B: Tensor, length: int, assignment: SlotAssignment) -> _CapturedStep:
+        key = inputs_4B.shape[1], length, assignment.group, assignment.used, assignment.scale
         if key in self._steps:
             self._steps.move_to_end(key)
             return self._steps[key]
         while len(self._steps) >= _MOST_STEPS:
             self._steps.popitem(last=False)
         # Capturing also computes, so the inputs must be those of this step.
-        there_3B = inputs_3B.to(self._base.device)
+        there_3B = inputs_4B.to(self._base.device)
         step = _CapturedStep(
             there_3B, self._captured(lambda: self._compute(there_3B, length, assignment))
         )
@@ -137,8 +139,8 @@ class CapturedSteps:
             self._capture = lambda compute: compute
             return compute
 
-    def _compute(self, inputs_3B: Tensor, length: int, assignment: SlotAssignment) -> Tensor:
-        ids_B, positions_B, slots_B = inputs_3B
+    def _compute(self, inputs_4B: Tensor, length: int, assignment: SlotAssignment) -> Tensor:
+        ids_B, positions_B, rotary_B, slots_B = inputs_4B
         group = assignment.group
         weights = (
             group.weights(slots_B, assignment.used, assignment.scale) if group is not None else None
@@ -148,7 +150,7 @@ class CapturedSteps:
             hidden_BTD = self._base.hidden(
                 ids_B[:, None],
                 single_segment(weights),
-                position_ids_BT=positions_B[:, None],
+                position_ids_BT=rotary_B[:, None],
                 cache=self._cache,
             )
         return hidden_BTD[:, 0]

@@ -17,6 +17,8 @@ from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, RunningSequ
 from tinkercloud_worker.torch_sampler.scoring import PromptScorer
 from tinkercloud_worker.torch_sampler.unbatched import UnbatchedDecoding
 from tinkercloud_worker.torch_sampler.versions import Version
+from tinkercloud_worker.vision.prepared import PreparedPrompt
+from tinkercloud_worker.vision.spans import around, end_of
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +54,21 @@ class Job:
     def owner(self) -> str:
         """Who sent the request."""
         return self.request.owner
+
+    @property
+    def prompt(self) -> PreparedPrompt:
+        """Its prompt, with images."""
+        return PreparedPrompt(self.request.prompt, self.request.images)
+
+    def next_chunk(self, most: int) -> int:
+        """Return the number of prompt tokens to prefill next.
+
+        Args:
+            most: their maximum number; the last image of a chunk may exceed it.
+        """
+        stop = min(self.prefilled + most, len(self.request.prompt))
+        image = around(self.request.images, stop)
+        return (stop if image is None else end_of(image)) - self.prefilled
 
     @property
     def failure(self) -> Exception | None:

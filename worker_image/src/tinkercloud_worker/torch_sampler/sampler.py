@@ -110,6 +110,7 @@ class TorchSampler(Sampler, Background):
     @override
     def release_caches(self) -> None:
         self._prefixes.clear()
+        self._base.images.forget()
         # Captured steps refer to the memory of a batch.
         if self._graph_capturer is None and not self._jobs and not self._num_running:
             self._batches.clear()
@@ -235,7 +236,7 @@ class TorchSampler(Sampler, Background):
                 continue
             count = len(job.request.prompt) - job.prefilled
             if job.batch is not self._unbatched:
-                count = min(left, count)
+                count = job.next_chunk(left)
             if self._can_share_prefill(job) and count == len(job.request.prompt):
                 together.append(job)
             else:
@@ -276,10 +277,9 @@ class TorchSampler(Sampler, Background):
     @staticmethod
     def _should_await_prefix(job: Job, others: Sequence[Job]) -> bool:
         """Whether a long prefix of a prompt is being prefilled already and can be reused."""
-        prompt = job.request.prompt
         return job.batch is None and any(
             other.version is job.version
-            and common_length(other.request.prompt, prompt) >= _WORTH_WAITING_FOR
+            and common_length(other.prompt, job.prompt) >= _WORTH_WAITING_FOR
             for other in others
         )
 
@@ -289,7 +289,7 @@ class TorchSampler(Sampler, Background):
         prompt, start = job.request.prompt, job.prefilled
         job.prefilled += count
         chunk = prompt[start : job.prefilled].tolist()
-        hidden_TD = job.batch.prefill(job.cache, chunk, start, job.weights)
+        hidden_TD = job.batch.prefill(job.cache, chunk, start, job.weights, job.request.images)
         self._score(job, start, hidden_TD)
         if job.prefilled == len(prompt):
             logits_1V = self._base.logits(hidden_TD[-1:], single_segment(job.weights))
@@ -300,7 +300,7 @@ class TorchSampler(Sampler, Background):
         batch = jobs[0].batch
         assert isinstance(batch, DecodingBatch)  # noqa: S101 - admitted, and slotted
         weights = [job.weights for job in jobs]
-        read = batch.prefill_batch([job.request.prompt.tolist() for job in jobs], weights)
+        read = batch.prefill_batch([job.prompt for job in jobs], weights)
         last_BD = torch.stack([hidden_TD[-1] for hidden_TD, _ in read])
         logits_BV = self._base.logits(last_BD, segments_of(weights))
         for job, (hidden_TD, key_values), logits_V in zip(jobs, read, logits_BV, strict=True):
@@ -311,7 +311,7 @@ class TorchSampler(Sampler, Background):
     def _finish_prefill(self, job: Job, key_values: KeyValues, last_logits_V: Tensor) -> None:
         job.key_values, job.last_logits = key_values, last_logits_V
         if key_values:
-            self._prefixes.add(job.version, job.request.prompt, key_values)
+            self._prefixes.add(job.version, job.prompt, key_values)
 
     def _admit(self, job: Job) -> None:
         """Start the prefill of a prompt from its cached prefix, unless already admitted."""
@@ -326,7 +326,7 @@ class TorchSampler(Sampler, Background):
         job.batch = self._batch_for(job)
         prefix: KeyValues = ()
         if job.batch is not self._unbatched:
-            job.reused, prefix = self._prefixes.find(job.version, job.request.prompt, reusable)
+            job.reused, prefix = self._prefixes.find(job.version, job.prompt, reusable)
         job.prefilled = job.reused
         job.cache = job.batch.new_prefill_cache(len(job.request.prompt), prefix)
 

@@ -18,6 +18,7 @@ from tinkercloud_worker.lora.segments import ActiveWeights, single_segment
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_sampler.cache import KeyValues, PrefillCache
 from tinkercloud_worker.torch_sampler.decoding import RunningSequence, TokenSampler
+from tinkercloud_worker.vision.spans import Images
 
 NewCache = Callable[[], Cache | None]
 """Returns an empty cache for one sequence, or None for models without a usable cache."""
@@ -43,11 +44,16 @@ class UnbatchedDecoding:
         return PrefillCache(0, capacity)
 
     def prefill(
-        self, cache: PrefillCache, tokens: Sequence[int], start: int, weights: ActiveWeights | None
+        self,
+        cache: PrefillCache,
+        tokens: Sequence[int],
+        start: int,
+        weights: ActiveWeights | None,
+        images: Images = (),
     ) -> Tensor:
         """Prefill a full prompt; return its hidden states [T, D]."""
         del cache, start
-        return self._read(tokens, weights, None)
+        return self._read(tokens, weights, None, images)
 
     def add(self, sequence: RunningSequence, prompt: KeyValues) -> None:
         """Add a sequence after its first token; its first step prefills its prompt again."""
@@ -89,11 +95,12 @@ class UnbatchedDecoding:
         if cache is None or position == self._base.rotary_switch:
             cache = self._new_cache()
             tokens = [*sequence.request.prompt.tolist(), *sequence.tokens]
-            hidden_TD = self._read(tokens, sequence.weights, cache)
+            hidden_TD = self._read(tokens, sequence.weights, cache, sequence.request.images)
             if cache is not None:
                 self._caches[sequence] = cache
             return hidden_TD[-1]
         device = self._base.device
+        position += self._base.images.rope_shift(sequence.request.images)
         with torch.no_grad():
             hidden_1TD = self._base.hidden(
                 torch.tensor([sequence.tokens[-1:]], device=device),
@@ -104,12 +111,18 @@ class UnbatchedDecoding:
         return hidden_1TD[0, -1]
 
     def _read(
-        self, tokens: Sequence[int], weights: ActiveWeights | None, cache: Cache | None
+        self,
+        tokens: Sequence[int],
+        weights: ActiveWeights | None,
+        cache: Cache | None,
+        images: Images,
     ) -> Tensor:
         ids_R = torch.tensor(list(tokens), dtype=torch.int64, device=self._base.device)
         with torch.no_grad():
             return self._base.hidden_of(
-                PackedSequences(ids_R, (len(ids_R),)), single_segment(weights), cache=cache
+                PackedSequences(ids_R, (len(ids_R),), (images,)),
+                single_segment(weights),
+                cache=cache,
             )
 
     def abort(self, sequences: Sequence[RunningSequence]) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_worker.model.architecture import backbone_and_lm_head, blank_model
+from tinkercloud_worker.model.architecture import backbone_and_lm_head, blank_model, keep_text
 from tinkercloud_worker.model.base_model import TorchBaseModel, layers_of
 from tinkercloud_worker.model.fingerprint import fingerprint_of
 from tinkercloud_worker.model.loading import load_pretrained
@@ -48,7 +48,9 @@ def load_sharded(path: str, dtype: torch.dtype, mesh: DeviceMesh) -> TorchBaseMo
     """
     if mesh.get_local_rank() != _READER:
         return TorchBaseModel(share_out(None, mesh), packed=False)
-    base = TorchBaseModel(share_out(load_pretrained(path, dtype), mesh), packed=False)
+    model = load_pretrained(path, dtype)
+    keep_text(model)
+    base = TorchBaseModel(share_out(model, mesh), packed=False)
     base.fingerprint = fingerprint_of(path)
     return base
 

@@ -61,10 +61,12 @@ def pack_all(
 def _pack(examples: Sequence[tuple[int, Example]], device: torch.device) -> Pack:
     ids = np.concatenate([example.tokens for _, example in examples]).astype(np.int64)
     lengths = tuple(len(example.tokens) for _, example in examples)
+    images = tuple(example.images for _, example in examples)
+    images = images if any(images) else ()
     width = max(example.targets.shape[1] for _, example in examples)
     numbers = torch.repeat_interleave(torch.arange(len(examples)), torch.tensor(lengths))
     return Pack(
-        sequences=PackedSequences(torch.from_numpy(ids).to(device), lengths),
+        sequences=PackedSequences(torch.from_numpy(ids).to(device), lengths, images),
         targets_RK=_stack([example.targets for _, example in examples], width).to(device),
         inputs=LossInputs(
             {

@@ -20,6 +20,11 @@ from tinkercloud_worker.inference.dialect import (
     top_logprobs,
 )
 from tinkercloud_worker.inference.sglang.adapters import SglangAdapters
+from tinkercloud_worker.inference.sglang.images import (
+    check_prompt,
+    prompt_fields,
+    reject_scoring,
+)
 from tinkercloud_worker.inference.sglang.scoring import PromptScoring, cached_tokens, ranked
 from tinkercloud_worker.inference.weights_folder import SavedWeights
 
@@ -79,13 +84,15 @@ class SglangDialect:
         _check_stops(request.stop)
         seeds = [(request.seed + k) & SEED_MASK for k in range(request.num_samples)]
         body = {
-            "input_ids": [request.prompt.tolist()] * request.num_samples,
+            **prompt_fields(request),
             "sampling_params": [_sampling_params(request, seed) for seed in seeds],
             "return_logprob": True,
             "logprob_start_len": -1,
             "top_logprobs_num": request.top_logprobs,
         }
         items = await self._generate(body, adapter)
+        for item in items:
+            check_prompt(request, item["meta_info"], self.client.url)
         return SamplingResult(
             [self._sequence(item, request.top_logprobs) for item in items],
             # The minimum is that of the first one computed; the others may reuse its cache entries.
@@ -95,6 +102,7 @@ class SglangDialect:
     async def score(self, request: SamplingRequest, adapter: str | None) -> PromptScores:
         """See `Dialect.score`. A long prompt is scored in parts: see `scoring`."""
         reject_alternatives(request)
+        reject_scoring(request)
         scoring = PromptScoring(request)
         for part in scoring.parts:
             body: dict[str, Any] = {

@@ -1,0 +1,1 @@
+"""Images: what the processor of a vision-language model makes of them."""

@@ -1,0 +1,150 @@
+"""Decodes images, and cuts them into the patches that a model's vision tower reads.
+
+The model's own processor of transformers does the arithmetic, so that counts and pixels are those
+of the client, which uses the same one.
+"""
+
+import hashlib
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+from transformers import AutoConfig, AutoImageProcessor
+
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.images import IMAGE_MODEL_TYPES, ImagePart
+from tinkercloud_protocol.tensors import Int32Array
+from tinkercloud_worker.vision.prepared import PreparedImage, PreparedPrompt
+
+
+class PatchProcessor(Protocol):
+    """An image processor of transformers for the Qwen-VL family."""
+
+    merge_size: int
+
+    def get_number_of_image_patches(
+        self, height: int, width: int, images_kwargs: dict[str, Any]
+    ) -> int:
+        """Return the number of patches of an image of this size in pixels."""
+
+    def __call__(self, images: list[Image.Image], return_tensors: str) -> Any:  # noqa: ANN401
+        """Return `pixel_values` and `image_grid_thw`."""
+
+
+class ImageProcessor:
+    """The image processor of a served model. Thread-safe."""
+
+    def __init__(
+        self, processor: PatchProcessor, image_token: int, reserved: frozenset[int]
+    ) -> None:
+        """Create a processor.
+
+        Args:
+            processor: the processor of transformers.
+            image_token: id of the placeholder token of an image.
+            reserved: ids of placeholder tokens, which text must not contain.
+        """
+        self._processor = processor
+        self.image_token = image_token
+        self._reserved = reserved
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """Return the number of tokens of an image of this size in pixels.
+
+        Raises:
+            InvalidRequest: the model reads no images of this size.
+        """
+        try:
+            patches = self._processor.get_number_of_image_patches(height, width, {})
+        except ValueError as error:
+            raise InvalidRequest(
+                f"the model's processor rejects an image of {width} x {height} pixels: {error}"
+            ) from None
+        return patches // self._processor.merge_size**2
+
+    def prepare(self, tokens: Int32Array, images: Sequence[ImagePart]) -> PreparedPrompt:
+        """Decode the images of a prompt, and insert their placeholder tokens into its text.
+
+        Args:
+            tokens: the text, int32.
+            images: the images, in order.
+
+        Raises:
+            InvalidRequest: an image is damaged, or the text contains a placeholder.
+        """
+        found = self._reserved.intersection(np.unique(tokens).tolist()) if images else ()
+        if found:
+            raise InvalidRequest(
+                f"token {min(found)} is a placeholder of images, which this model's prompts get for"
+                " each image; remove it from the text"
+            )
+        parts: list[Int32Array] = []
+        prepared: list[PreparedImage] = []
+        done = length = 0
+        for index, image in enumerate(images):
+            text = tokens[done : image.offset]
+            done, start = image.offset, length + len(text)
+            made = self._prepared(image, index, start)
+            prepared.append(made)
+            parts += [text, np.full(made.count, self.image_token, np.int32)]
+            length = start + made.count
+        return PreparedPrompt(
+            np.concatenate([*parts, tokens[done:]], dtype=np.int32), tuple(prepared)
+        )
+
+    def _prepared(self, image: ImagePart, index: int, start: int) -> PreparedImage:
+        made = self._processor([_decoded(image, index)], return_tensors="np")
+        pixels = np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
+        frames, rows, columns = (int(size) for size in made["image_grid_thw"][0])
+        known = repr((pixels.shape, frames, rows, columns)).encode()
+        return PreparedImage(
+            start=start,
+            count=frames * rows * columns // self._processor.merge_size**2,
+            pixels=pixels,
+            grid=(frames, rows, columns),
+            fingerprint=hashlib.blake2b(known + pixels.tobytes(), digest_size=16).digest(),
+            encoded=image.data,
+        )
+
+
+def _decoded(image: ImagePart, index: int) -> Image.Image:
+    """Return an image in RGB.
+
+    Raises:
+        InvalidRequest: it is damaged, or its size is not that of its header.
+    """
+    try:
+        with Image.open(io.BytesIO(image.data), formats=[image.format.upper()]) as opened:
+            if opened.size != image.size:
+                raise InvalidRequest(
+                    f"image {index}: the file has {opened.size} pixels, but its header states"
+                    f" {image.size}"
+                )
+            return opened.convert("RGB")
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+        raise InvalidRequest(
+            f"image {index}: the {image.format} file can't be decoded: {error}"
+        ) from None
+
+
+def load_processor(path: str) -> ImageProcessor | None:
+    """Return the image processor of a model.
+
+    Args:
+        path: the model's folder in Hugging Face layout.
+
+    Returns:
+        None if the model reads text only, or its folder has no `preprocessor_config.json`.
+    """
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    has_processor = (Path(path) / "preprocessor_config.json").is_file()
+    if config.model_type not in IMAGE_MODEL_TYPES or not has_processor:
+        return None
+    load: Callable[..., PatchProcessor] = AutoImageProcessor.from_pretrained
+    processor = load(path, local_files_only=True)
+    names = ("image_token_id", "video_token_id")
+    reserved = frozenset(int(getattr(config, name)) for name in names if hasattr(config, name))
+    return ImageProcessor(processor, int(config.image_token_id), reserved)
