@@ -104,7 +104,7 @@ class HotPaths:
                 principal.require_right(scope["method"], scope["path"])
                 send = await self._server().auditing.recorded(principal, scope, send)
             except WireError as error:
-                await respond_error(send, error)
+                await _respond_error(scope, send, error)
                 return
         handler = self._handler(scope)
         if handler is None or principal is None:

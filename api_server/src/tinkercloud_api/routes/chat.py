@@ -55,7 +55,7 @@ async def serve(call: Call) -> None:
         await respond(call.send, orjson.dumps({"object": "list", "data": models}))
     elif request.method == "GET" and request.path.startswith(routes.OPENAI_MODELS + "/"):
         name = unquote(request.path.removeprefix(routes.OPENAI_MODELS + "/"))
-        await call.server.sampling_sessions.of(weights_of(name, call.server), call.principal)
+        await call.server.sampling_sessions.check(weights_of(name, call.server), call.principal)
         await respond(call.send, orjson.dumps(_model(name)))
     else:
         raise NotFound(
