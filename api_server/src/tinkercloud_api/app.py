@@ -47,6 +47,7 @@ from tinkercloud_api.middleware import BodyLimitMiddleware, MetricsMiddleware, m
 from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_api.openapi import describe
 from tinkercloud_api.programs import Programs
+from tinkercloud_api.projects import Projects
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.providers.kubernetes import KubernetesProvider
 from tinkercloud_api.providers.kubernetes_programs import KubernetesPrograms
@@ -67,6 +68,7 @@ from tinkercloud_api.routes import (
     keys,
     models,
     programs,
+    projects,
     results,
     runs,
     session_search,
@@ -99,7 +101,7 @@ _ROUTED = (
     # The path of the search looks like a session's.
     session_search,
     *(sessions, session_usage, usage, models, unloading, tokenizers, results, downloads, importing),
-    *(custom_losses, audit, billing, traces),
+    *(custom_losses, audit, billing, traces, projects),
     checkpoint_search,
     *(runs, programs, keys, health, hub),
 )
@@ -191,6 +193,7 @@ async def running_context(
         own_url=own_url,
     )
     training_runs = TrainingRuns(catalog, provider, checkpoints, locator, programs.halt_models)
+    projects = Projects(catalog)
     context = Context(
         settings=settings,
         catalog=catalog,
@@ -206,8 +209,8 @@ async def running_context(
         long_polls=LongPolls(),
         programs=programs,
         stored_runs=stored_runs,
-        copies=Copies(checkpoints, training_runs, stored_runs),
-        imports=Imports(catalog, training_runs, stored_runs, settings.max_import_bytes),
+        copies=Copies(checkpoints, training_runs, stored_runs, projects),
+        imports=Imports(catalog, training_runs, stored_runs, projects, settings.max_import_bytes),
         direct_sessions=DirectSessions(catalog, training_runs),
         sampling_sessions=SamplingSessions(catalog, checkpoints, locator, training_runs, activity),
         usage=UsageLedger(engine),
@@ -216,6 +219,7 @@ async def running_context(
         billing=Billing(engine),
         auditing=Auditing(AuditLog(engine), settings.audit_days),
         tenants=tenants,
+        projects=projects,
         quotas=_quotas(provider, admission, StorageQuota(catalog, tenants)),
     )
     try:

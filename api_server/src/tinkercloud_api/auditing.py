@@ -36,7 +36,7 @@ class Auditing:
         """Record a request before it runs.
 
         Args:
-            principal: the caller.
+            principal: the caller, who knows the projects of the objects that the request used.
             scope: the request.
             send: receives its response (ASGI).
 
@@ -62,7 +62,10 @@ class Auditing:
 
         async def send_recorded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                await self._finish(number, {**details, "status": message["status"]})
+                outcome = {**details, "status": message["status"]}
+                if principal.seen_projects:
+                    outcome["project_ids"] = sorted(principal.seen_projects)
+                await self._finish(number, outcome)
             await send(message)
 
         return send_recorded

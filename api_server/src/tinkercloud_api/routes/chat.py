@@ -173,7 +173,7 @@ async def _models(server: Context, principal: Principal) -> list[dict[str, Any]]
     """Return the base models with their aliases, and the caller's checkpoints for sampling."""
     served = [_model(name) for model in server.provider.models() for name in model.names]
     page = Page(offset=0, limit=_MAX_CHECKPOINTS)
-    saved, _ = await server.checkpoints.page(principal.owner, page)
+    saved, _ = await server.checkpoints.page(principal.visible("accessible"), page)
     return served + [
         _model(info.tinker_path, int(info.time.timestamp()), principal.owner)
         for info in saved
