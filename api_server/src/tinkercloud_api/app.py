@@ -20,8 +20,9 @@ import aiohttp
 import structlog
 from fastapi import FastAPI
 from sqlalchemy.ext.asyncio import AsyncEngine
+from starlette.routing import Route
 
-from tinkercloud_api import errors, metrics
+from tinkercloud_api import errors, login_pages, metrics
 from tinkercloud_api.access_tokens import AccessTokens
 from tinkercloud_api.activity import Activity
 from tinkercloud_api.auditing import Auditing
@@ -127,6 +128,7 @@ class Application:
         """The components of the server while it is running."""
         self.own_url = f"http://{settings.host}:{settings.port}"
         """URL of the server for programs on this machine."""
+        self._login = login_pages.LoginPages()
         # The documentation pages would load scripts from third-party servers. A redirect from paths
         # with a trailing slash would have no message.
         api = FastAPI(
@@ -139,6 +141,8 @@ class Application:
         api.openapi = partial(describe, api)  # type: ignore[method-assign]  # documented by FastAPI
         for module in _ROUTED:
             api.include_router(module.router)
+        if settings.oidc is not None:
+            api.router.routes += [Route(path, self._login) for path in login_pages.PATHS]
         api.add_middleware(BodyLimitMiddleware, max_bytes=JSON_BODY_BYTES)
         errors.install(api)
         self._asgi = MetricsMiddleware(
@@ -157,6 +161,8 @@ class Application:
             running_context(settings, self._provider, self.own_url) as self.context,
         ):
             api.state.context = self.context
+            if settings.oidc is not None and settings.public_url is not None:
+                await self._login.open(self.context, settings.oidc, settings.public_url)
             _measure(self.context)
             yield
 

@@ -14,6 +14,7 @@ from starlette.types import Scope
 
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.audit import AuditLog
+from tinkercloud_api.catalog.tables import ApiKey
 from tinkercloud_api.mutations import audited_event
 from tinkercloud_protocol.asgi import Message, Send
 from tinkercloud_protocol.errors import WireError
@@ -69,6 +70,22 @@ class Auditing:
             await send(message)
 
         return send_recorded
+
+    async def record_login(self, key: ApiKey, address: str) -> None:
+        """Record that a login has issued a key.
+
+        Raises:
+            Unavailable: the entry could not be written.
+        """
+        details = {
+            "method": "GET",
+            "path": "/login/callback",
+            "key_name": key.name,
+            "role": key.role,
+            "address": address,
+            "status": 200,
+        }
+        await self.entries.begin(key.owner, key.id, "key_login", details)
 
     async def forget(self, moment: datetime) -> None:
         """Delete entries that are too old, or too many of their owner."""

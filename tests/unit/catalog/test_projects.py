@@ -82,11 +82,12 @@ def a_manifest(run_id: str) -> CheckpointManifest:
 async def test_a_list_shows_own_objects_and_those_of_the_callers_projects(catalog: Catalog) -> None:
     for project in ("p", "q"):
         await catalog.add_project(project, project, "ann")
-    for name, owner, project in (
+    in_projects: list[tuple[str, str, str | None]] = [
         *(("a1", "ann", None), ("a2", "ann", "p"), ("a3", "ann", "label")),
         *(("b1", "bob", None), ("b2", "bob", "p"), ("b3", "bob", "q")),
-    ):
-        await catalog.add_session(a_session(name, owner, project))
+    ]
+    for name, owner, place in in_projects:
+        await catalog.add_session(a_session(name, owner, place))
         await add_run(catalog, name, owner)
 
     async def shown(visible: Visibility) -> set[str]:

@@ -10,6 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from tinkercloud_api.catalog.projects import change_rights
 from tinkercloud_api.catalog.statements import Statements
 from tinkercloud_api.catalog.tables import ApiKey, ProjectMember, User, now
+from tinkercloud_protocol.errors import Forbidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,25 @@ class UserSummary:
     """Number of keys that are neither revoked nor expired."""
     last_used_at: datetime | None
     projects: int
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """A login of an account, and the key that it gets."""
+
+    subject: str
+    name: str
+    """The owner that it names when it logs in for the first time."""
+    role: str
+    kept_roles: frozenset[str]
+    """Keys of earlier logins with another role than these end."""
+    key_name: str
+    key_hash: str
+    expires_at: datetime
+
+
+MAX_LOGIN_KEYS = 10
+"""Valid keys from logins of one owner. The oldest ends when there is one more."""
 
 
 class UserStatements(Statements):
@@ -53,6 +73,36 @@ class UserStatements(Statements):
     async def set_disabled(self, name: str, disabled_at: datetime | None) -> bool:
         """Refuse all keys of an owner, or (None) no longer; return whether the owner is known."""
         return await self._change_user(name, disabled_at=disabled_at)
+
+    async def log_in(self, login: Login) -> ApiKey:
+        """Add a key for an account, and link the account to an owner the first time.
+
+        Raises:
+            Forbidden: the owner is disabled, or belongs to another account or to nobody's.
+        """
+        async with self._writing() as db:
+            await change_rights(db)
+            owner = await _owner_of(db, login)
+            row = ApiKey(
+                key_hash=login.key_hash,
+                name=login.key_name,
+                owner=owner,
+                role=login.role,
+                expires_at=login.expires_at,
+            )
+            db.add(row)
+            await db.flush()
+            earlier = select(ApiKey).where(
+                ApiKey.owner == owner,
+                ApiKey.name == login.key_name,
+                ApiKey.revoked_at.is_(None),
+                ApiKey.id != row.id,
+            )
+            keys = (await db.scalars(earlier.order_by(ApiKey.id.desc()))).all()
+            for place, key in enumerate(keys, start=1):
+                if place >= MAX_LOGIN_KEYS or key.role not in login.kept_roles:
+                    key.revoked_at = now()
+        return row
 
     async def users(self) -> Sequence[UserSummary]:
         """Return all owners that have a key, an entry of their own or a project, by name."""
@@ -109,3 +159,31 @@ async def _is_known(db: AsyncSession, name: str) -> bool:
         select(ProjectMember.owner).where(ProjectMember.owner == name),
     )
     return any([await db.scalar(query.limit(1)) is not None for query in queries])
+
+
+async def _owner_of(db: AsyncSession, login: Login) -> str:
+    """Return the owner of an account, after linking them if the account is new.
+
+    An owner that has keys, but no entry, was made by an administrator for somebody else.
+
+    Raises:
+        Forbidden: the owner is disabled, or is not this account's.
+    """
+    user = await db.scalar(select(User).where(User.subject == login.subject))
+    if user is None:
+        user = await db.get(User, login.name)
+        has_keys = select(ApiKey.id).where(ApiKey.owner == login.name).limit(1)
+        if user is not None and user.subject is not None:
+            raise Forbidden(f"the owner {login.name!r} belongs to another account")
+        if user is None and await db.scalar(has_keys) is not None:
+            raise Forbidden(
+                f"the owner {login.name!r} has keys already; to link it to this account, an"
+                f" administrator runs `tinkercloud users create {login.name}`"
+            )
+        if user is None:
+            user = User(name=login.name)
+            db.add(user)
+        user.subject = login.subject
+    if user.disabled_at is not None:
+        raise Forbidden(f"the owner {user.name!r} is disabled; ask an administrator to enable it")
+    return user.name
