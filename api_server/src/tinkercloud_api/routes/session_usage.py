@@ -27,8 +27,8 @@ async def list_usage(
     access_scope: Literal["owned", "accessible"] = "owned",
 ) -> SessionUsageList:
     """List sessions with their resource usage, newest first."""
-    owner = caller.owner_filter(access_scope)
-    names = await server.catalog.sessions(owner, Page(offset, limit))
+    visible = caller.visible(access_scope)
+    names = await server.catalog.sessions(visible, Page(offset, limit))
     return SessionUsageList(sessions=await _usage(names, server))
 
 
