@@ -87,6 +87,22 @@ class Limits(Part):
     the number is unlimited."""
 
 
+CORDON = "node.kubernetes.io/unschedulable"
+"""Taint of a cordoned node."""
+DRAINING_TAINTS = (CORDON, "karpenter.sh/disrupted", "ToBeDeletedByClusterAutoscaler")
+"""Taints of nodes that are emptied by evictions, which wait for disruption budgets."""
+ENDING_TAINTS = (
+    "cloud.google.com/impending-node-termination",
+    "aws-node-termination-handler/spot-itn",
+    "aws-node-termination-handler/scheduled-maintenance",
+    "aws-node-termination-handler/asg-lifecycle-termination",
+)
+"""Taints of nodes that end soon, whatever runs on them."""
+TaintKey = Annotated[
+    str, Field(min_length=1, max_length=316, pattern=r"^[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?$")
+]
+
+
 class SessionPolicy(Part):
     """What a session, and therefore an SDK user through tags, may choose."""
 
@@ -102,6 +118,13 @@ class SessionPolicy(Part):
     max_lifetime_seconds: Seconds | None = None
     """Maximum lifetime of a session, in seconds. It also applies to sessions without
     `maxLifetimeSeconds`. If unset, the lifetime is unlimited."""
+    leave_taints: Annotated[
+        list[TaintKey],
+        Field(default_factory=lambda: [*DRAINING_TAINTS, *ENDING_TAINTS], max_length=32),
+    ]
+    """Keys of node taints (NoSchedule or NoExecute) because of which a session is suspended and
+    resumed on other nodes. `node.kubernetes.io/unschedulable` is a cordon. Sessions whose pods
+    tolerate a taint stay. Without permission to list nodes this has no effect."""
     start_deadline_seconds: Annotated[int, Field(ge=60, le=31_536_000)] = 3600
     """How long, in seconds, the pods of a session may fail before the operator deletes them and
     marks the session as Failed (`StartFailed`). Pods fail if, for example, an image cannot be

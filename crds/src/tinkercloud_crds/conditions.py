@@ -132,6 +132,9 @@ class Reason(StrEnum):
     """The resource is ready."""
     SUSPENDING = "Suspending"
     """The session's state is being saved."""
+    DISRUPTED = "Disrupted"
+    """One of the session's pods is being evicted or preempted, or its node will end soon. The
+    session's state is being saved, to resume it on other nodes."""
     SAVE_FAILED = "SaveFailed"
     """The session's state could not be saved, so its pods are kept, and the save is repeated."""
     SUSPENDED = "Suspended"

@@ -50,6 +50,9 @@ RETRY = f"{GROUP}/retry-requested"
 """Annotation on a TrainingSession, set by its owner or an administrator: when they asked to start
 it again (RFC 3339). Failures until then no longer count towards `sessions.startDeadlineSeconds` and
 `sessions.maxRestarts` of the BaseModel."""
+LEAVE_NODE = f"{GROUP}/leave-node"
+"""Annotation on a TrainingSession, set by `tinkercloud drain`: the node that its pods are to leave.
+It has an effect while the node is cordoned."""
 CREATED_FOR = f"{GROUP}/created-for"
 """Annotation on TrainingSessions that the API server created: the run or sampling session that
 first requested them."""

@@ -126,7 +126,7 @@ async def _watch_and_work(
         workers.append(tasks.create_task(controller.work_on_pools()))
         workers.append(tasks.create_task(controller.save_heads()))
         workers.append(tasks.create_task(controller.watch_definitions()))
-        workers.append(tasks.create_task(controller.watch_cordons()))
+        workers.append(tasks.create_task(controller.watch_nodes()))
         workers.append(tasks.create_task(controller.count()))
         # kopf installs its own signal handlers when it starts, which would only end the watches.
         await watch(

@@ -112,9 +112,6 @@ class Settings(BaseSettings):
     """Whether to report a session as NeverFits if all nodes that match its pods are too small.
     Disable it if an autoscaler may add larger nodes; it is disabled automatically on clusters with
     Karpenter. Has no effect without permission to list nodes."""
-    leaves_cordoned_nodes: bool = True
-    """Whether to move sessions off cordoned nodes, by suspending them and resuming them on other
-    nodes, so that the nodes can be drained. Has no effect without permission to list nodes."""
     kueue_groups: Annotated[int, Field(ge=3)] = 18
     """Maximum number of pod groups per Kueue workload: 18 as of Kueue 0.19, 8 in older releases.
     The head is one group, all trainers together are one group, and each engine is one group."""

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 from tinkercloud_crds import labels
-from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.base_model import CORDON, BaseModelSpec
 from tinkercloud_crds.conditions import Reason, timestamp
 from tinkercloud_crds.training_session import TrainerOverride, TrainingSessionStatus
 from tinkercloud_operator.children.secret_marker import has_secret, secret_marker
@@ -62,6 +62,7 @@ PROBLEM = PodProblem(Reason.IMAGE_PULL_BACK_OFF, "container head: no such image"
 STORE_ERROR = "could not suspend one:train:0: the store s3://runs does not respond"
 DENIED = "admission webhook denied it"
 IDLE = {"timeoutSeconds": 1800}
+SPOT_NOTICE = "aws-node-termination-handler/spot-itn"
 NODES = frozenset({"node-0", "node-1"})
 ENOUGH_ROUNDS = 200
 
@@ -222,7 +223,8 @@ class World:
             del self.children[RAY_CLUSTER]
             cluster = None
         if cluster is None or cluster["spec"].get("suspend"):
-            self.pods = {name: replace(pod, is_terminating=True) for name, pod in self.pods.items()}
+            ends: Json = {"is_terminating": True, "disrupted": None}
+            self.pods = {name: replace(pod, **ends) for name, pod in self.pods.items()}
             return
         wanted = wanted_pods(cluster)
         groups = {name.rpartition("-")[0] for name in wanted}
@@ -259,7 +261,7 @@ class World:
                 stage = ("is_scheduled", "is_started", "is_ready")[stages.index(False)]
                 further: Json = {stage: True}
                 if stage == "is_scheduled":
-                    further["node"] = min(NODES - self.session.cordoned)
+                    further["node"] = min(NODES - self.session.node_taints.keys())
                 self.pods[name] = replace(pod, **further)
                 return
 
@@ -364,8 +366,16 @@ class World:
         }
         self.change(base_model=self.offered.model_copy(update=shrunk))
 
-    def cordon(self, *nodes: str) -> None:
-        self.change(cordoned=frozenset(nodes))
+    def taint(self, key: str, *nodes: str) -> None:
+        """Let only these nodes have a taint."""
+        self.change(node_taints={node: frozenset({key}) for node in nodes})
+
+    def evict(self, component: str) -> None:
+        """Delete running pods, which end when the kubelet works again."""
+        for name, pod in self.pods.items():
+            if pod.component == component and pod.is_ready:
+                since = pod.disrupted or self.session.now
+                self.pods[name] = replace(pod, is_terminating=True, disrupted=since)
 
     def use(self) -> None:
         self.change(last_activity=self.session.now)
@@ -451,9 +461,14 @@ EVENTS: Mapping[str, Callable[[World], object]] = {
     "its owner resumes it": lambda world: world.suspend(asked=False),
     "a client sends a request": World.use,
     "its owner retries it": World.retry,
-    "a node is cordoned": lambda world: world.cordon("node-0"),
-    "another node is cordoned": lambda world: world.cordon("node-1"),
-    "no node is cordoned": World.cordon,
+    "a node is cordoned": lambda world: world.taint(CORDON, "node-0"),
+    "another node is cordoned": lambda world: world.taint(CORDON, "node-1"),
+    "no node is cordoned": lambda world: world.taint(CORDON),
+    "a node gets a spot notice": lambda world: world.taint(SPOT_NOTICE, "node-0"),
+    "the trainers are evicted": lambda world: world.evict("trainer"),
+    "the engines are evicted": lambda world: world.evict("sampler"),
+    "the head is evicted": lambda world: world.evict("head"),
+    "it is asked to leave a node": lambda world: world.change(leave_node="node-0"),
     "the head stops responding": lambda world: world.set_ignoring_saves(ignores_saves=True),
     "the head responds again": lambda world: world.set_ignoring_saves(ignores_saves=False),
     "the store is away": lambda world: world.lose_store(STORE_ERROR),

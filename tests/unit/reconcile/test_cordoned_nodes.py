@@ -2,6 +2,7 @@
 
 import pytest
 
+from tinkercloud_crds.base_model import CORDON
 from tinkercloud_crds.conditions import ConditionType, find
 from tinkercloud_operator.decide.lifetime import decide
 from tinkercloud_operator.decide.parsing import pod, slim
@@ -9,7 +10,7 @@ from tinkercloud_operator.spec.snapshot import Pod
 from tinkercloud_testing.session_world import a_world
 from tinkercloud_testing.sessions import Json, a_pod, observed
 
-CORDON = "node.kubernetes.io/unschedulable"
+CORDONED = {"node-0": frozenset({CORDON})}
 
 
 @pytest.mark.parametrize("offer", ["head alone", "workers", "engines", "queue"])
@@ -65,10 +66,8 @@ def a_pod_that_tolerates(*tolerations: Json) -> Pod:
 def test_pods_that_tolerate_the_cordon_stay(toleration: Json) -> None:
     stays = a_pod_that_tolerates(toleration)
     moves = a_pod_that_tolerates({"key": "nvidia.com/gpu", "operator": "Exists"})
-    cordoned = frozenset({"node-0"})
-
-    kept = decide(observed(pods=(stays,), cordoned=cordoned), None, None)
-    moved = decide(observed(pods=(moves,), cordoned=cordoned), None, None)
+    kept = decide(observed(pods=(stays,), node_taints=CORDONED), None, None)
+    moved = decide(observed(pods=(moves,), node_taints=CORDONED), None, None)
 
     assert kept.desired == "Running"
     assert moved.desired == "Suspended"
@@ -85,7 +84,7 @@ def test_spec_suspend_takes_precedence_over_a_cordon() -> None:
 def test_a_pod_stuck_terminating_on_a_dead_node_does_not_block_its_session() -> None:
     stuck = a_pod(node="node-0", is_terminating=True)
 
-    decision = decide(observed(pods=(stuck,), cordoned=frozenset({"node-0"})), None, None)
+    decision = decide(observed(pods=(stuck,), node_taints=CORDONED), None, None)
 
     assert decision.desired == "Running"
 
@@ -93,6 +92,6 @@ def test_a_pod_stuck_terminating_on_a_dead_node_does_not_block_its_session() -> 
 def test_an_unscheduled_pod_is_on_no_cordoned_node() -> None:
     waits = a_pod(is_scheduled=False, is_started=False, is_ready=False)
 
-    assert decide(observed(pods=(waits,), cordoned=frozenset({"x"})), None, None).desired == (
+    assert decide(observed(pods=(waits,), node_taints=CORDONED), None, None).desired == (
         "Running"
     )

@@ -42,6 +42,11 @@ WALKS: dict[tuple[str, str], tuple[str, list[str], list[str]]] = {
         SETTLED,
         ["a node is cordoned", "the operator reconciles"],
     ),
+    ("Running", "its head or a trainer is evicted, or on a node that ends"): (
+        "workers",
+        SETTLED,
+        ["the trainers are evicted", "the operator reconciles"],
+    ),
     ("Running", "its pods, including the head, fail until the start deadline"): (
         "workers",
         [*SETTLED, "containers restart", "images are missing", "the operator reconciles"],
@@ -73,6 +78,11 @@ WALKS: dict[tuple[str, str], tuple[str, list[str], list[str]]] = {
         "workers",
         [*SETTLED, "the head stops responding", *STOPPING],
         ["the head is lost", "a pod advances", "the operator reconciles"],
+    ),
+    ("Stopping", "a disrupted session has used up its time to save"): (
+        "workers",
+        [*SETTLED, "the store is away", "a node gets a spot notice", "the operator reconciles"],
+        WAIT,
     ),
     ("Stopping", "a client sends a request"): (
         "workers",

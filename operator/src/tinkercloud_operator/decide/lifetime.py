@@ -28,6 +28,7 @@ The transitions; `decide` detects the events that concern use and age, `reconcil
 | Running     | it is idle, with idle action Delete, and is declared         | Stopping    |
 | Running     | it is idle, with idle action Delete, and belongs to a client | Deleting    |
 | Running     | one of its nodes is cordoned                                 | Stopping    |
+| Running     | its head or a trainer is evicted, or on a node that ends     | Stopping    |
 | Running     | its pods, including the head, fail until the start deadline  | Terminating |
 | Running     | its head exits too often                                     | Terminating |
 | Running     | its maximum lifetime ends                                    | Stopping    |
@@ -36,6 +37,7 @@ The transitions; `decide` detects the events that concern use and age, `reconcil
 | Stopping    | the head does not complete the save                          | Stopping    |
 | Stopping    | its maximum lifetime ends before the head completes the save | Terminating |
 | Stopping    | the head is lost                                             | Terminating |
+| Stopping    | a disrupted session has used up its time to save             | Terminating |
 | Stopping    | a client sends a request                                     | Stopping    |
 | Saved       | the operator deletes the RayCluster                          | Terminating |
 | Terminating | the last pod ends                                            | Suspended   |
@@ -62,6 +64,7 @@ from tinkercloud_crds.conditions import Condition, ConditionType, Reason, find
 from tinkercloud_crds.shapes import Idle
 from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import SERVING_ROLES, Failing
+from tinkercloud_operator.decide.disruptions import drained_node, notice
 from tinkercloud_operator.decide.failures import current_failure, failed_at
 from tinkercloud_operator.decide.program_facts import is_running, used_until
 from tinkercloud_operator.spec.snapshot import Observed
@@ -155,16 +158,20 @@ def _before_finish(
 
 
 def _unless_stopped(observed: Observed, idle: Idle | None, expiry: datetime | None) -> Decision:
+    found = notice(observed, stopping_since(observed))
+    if found is not None:
+        return Decision(
+            DesiredState.SUSPENDED, Reason.DISRUPTED, found.message, expiry, found.since
+        )
     if stopping_since(observed) is not None and observed.ray_cluster is not None:
         # Its head no longer serves requests; a resumed session gets a new one.
         message = (
             "the session is stopping; it resumes with new pods after the current ones have ended"
         )
         return Decision(DesiredState.SUSPENDED, Reason.SUSPENDING, message, expiry)
-    node = _cordoned_node(observed)
-    if node is not None:
-        message = f"node {node} is cordoned; saving the state to resume the session on other nodes"
-        return Decision(DesiredState.SUSPENDED, Reason.SUSPENDING, message, expiry)
+    drained = drained_node(observed)
+    if drained is not None:
+        return Decision(DesiredState.SUSPENDED, Reason.SUSPENDING, drained, expiry)
     if observed.spec.role in SERVING_ROLES or _was_suspended_by_owner(observed):
         # Its pool decides when a cluster is no longer needed, and deletes it (`decide.pools`).
         return Decision(DesiredState.RUNNING, Reason.RUNNING, "", expiry)
@@ -189,16 +196,6 @@ def stopping_since(observed: Observed) -> datetime | None:
     if suspended is None or suspended.status != "Unknown":
         return None
     return parse_time(suspended.last_transition_time) or observed.now
-
-
-def _cordoned_node(observed: Observed) -> str | None:
-    """Return a cordoned node that the session must leave, if there is one.
-
-    The session's disruption budget protects all of its pods, so draining the node blocks until the
-    operator has moved the session.
-    """
-    on = {pod.node for pod in observed.pods if not (pod.is_terminating or pod.tolerates_cordon)}
-    return min((node for node in observed.cordoned if node in on), default=None)
 
 
 def _unchanged(observed: Observed, expiry: datetime | None) -> Decision:

@@ -3,13 +3,13 @@
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from pydantic import ValidationError
 
 from tinkercloud_crds import labels
-from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.base_model import CORDON, BaseModelSpec
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionStatus
@@ -30,8 +30,8 @@ _WAITING_REASONS: Mapping[str, Reason] = {
 
 _MISSING_CLAIM = re.compile(r'persistentvolumeclaim "[^"]*" not found')
 """The scheduler's message about a missing claim, which is unrelated to nodes."""
-_CORDON = "node.kubernetes.io/unschedulable"
-"""Taint of a cordoned node."""
+_BLOCKING_EFFECTS = frozenset({"NoSchedule", "NoExecute"})
+"""Effects of taints that keep new pods off a node."""
 _ACTIVITY_FIELD = f"f:{labels.LAST_ACTIVITY}"
 _HEAD = "head"
 """Component of a head's pod, and name of its main container; platforms may inject others."""
@@ -69,7 +69,9 @@ def interned(value: Any) -> Any:  # noqa: ANN401 - JSON
 
 def _slim_pod_spec(spec: Mapping[str, Any]) -> Manifest:
     tolerations = [
-        each for each in spec.get("tolerations", []) if each.get("key") in {None, "", _CORDON}
+        {"key": each.get("key") or ""}
+        for each in spec.get("tolerations", [])
+        if each.get("effect") in {None, "", "NoSchedule"}
     ]
     kept = {**spec, "tolerations": tolerations}
     wanted = ("nodeName", "schedulingGates", "tolerations")
@@ -126,10 +128,26 @@ def pod(manifest: Manifest) -> Pod:
         restarts=sum(item.get("restartCount", 0) for item in _serving(metadata, containers)),
         problem=_problem(manifest, conditions),
         node=spec.get("nodeName"),
-        tolerates_cordon=bool(_slim_pod_spec(spec).get("tolerations")),
+        tolerations=frozenset(
+            each["key"] for each in _slim_pod_spec(spec).get("tolerations", [])
+        ),
         finalizers=tuple(metadata.get("finalizers", [])),
         due=parse_time(metadata.get("deletionTimestamp")),
+        disrupted=_disrupted_since(metadata, conditions),
     )
+
+
+def _disrupted_since(
+    metadata: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]
+) -> datetime | None:
+    """Return since when a running pod is being evicted, preempted or deleted."""
+    if not _is_true(conditions.get("Ready")):
+        return None
+    due = parse_time(metadata.get("deletionTimestamp"))
+    if due is not None:
+        return due - timedelta(seconds=metadata.get("deletionGracePeriodSeconds") or 0)
+    target = conditions.get("DisruptionTarget")
+    return parse_time(target.get("lastTransitionTime")) if target and _is_true(target) else None
 
 
 def _serving(
@@ -272,6 +290,17 @@ def node(manifest: Manifest) -> Node:
             if "/" in name or name.startswith("hugepages-")
         },
     )
+
+
+def blocking_taints(manifest: Manifest) -> frozenset[str]:
+    """Return the keys of the taints that keep new pods off a node; a cordon counts as its taint."""
+    spec = manifest.get("spec", {})
+    keys = {
+        str(taint["key"])
+        for taint in spec.get("taints", [])
+        if taint.get("effect") in _BLOCKING_EFFECTS
+    }
+    return frozenset(keys | {CORDON} if spec.get("unschedulable") else keys)
 
 
 def session_status(manifest: Manifest) -> TrainingSessionStatus:

@@ -293,8 +293,15 @@ def _stop(
         return reporting_plan(observed, requests, new_status, wait_seconds)
     if left > 0 and not is_save_recorded(observed, new_status):
         return reporting_plan(observed, [], new_status, 0.0)
-    is_deleting = "deletionTimestamp" in observed.ray_cluster["metadata"]
-    deletions = [] if is_deleting else [Delete(ChildKey("RayCluster", observed.name))]
+    # Without the budget, pods can be evicted even if the deletion of the RayCluster is delayed.
+    keys = (
+        ChildKey("PodDisruptionBudget", Names(observed.name).disruption_budget),
+        ChildKey("RayCluster", observed.name),
+    )
+    live = (key for key in keys if key in observed.children)
+    deletions = [
+        Delete(key) for key in live if "deletionTimestamp" not in observed.children[key]["metadata"]
+    ]
     return reporting_plan(observed, deletions, new_status, recheck_seconds)
 
 

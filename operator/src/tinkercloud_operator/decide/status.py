@@ -189,7 +189,10 @@ def truth(step: StepStatus) -> ConditionStatus:
 def _suspended(observed: Observed, decision: Decision | None) -> StepStatus:
     if decision is not None and decision.desired in {DesiredState.SUSPENDED, DesiredState.FINISHED}:
         if observed.has_pods:
-            return StepStatus(is_reached=None, reason=Reason.SUSPENDING, message=decision.message)
+            # The reason of a disruption lasts longer than the pod that is disrupted.
+            is_disrupted = decision.reason is Reason.DISRUPTED
+            reason = Reason.DISRUPTED if is_disrupted else Reason.SUSPENDING
+            return StepStatus(is_reached=None, reason=reason, message=decision.message)
         if decision.desired is DesiredState.SUSPENDED:
             return StepStatus(is_reached=True, reason=decision.reason, message=decision.message)
     return StepStatus(is_reached=False, reason=Reason.RUNNING)

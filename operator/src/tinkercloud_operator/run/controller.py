@@ -18,6 +18,7 @@ from tinkercloud_operator.run.base_models import BaseModels
 from tinkercloud_operator.run.executor import Executor
 from tinkercloud_operator.run.gauges import count_sessions
 from tinkercloud_operator.run.head_client import HeadClient
+from tinkercloud_operator.run.node_taints import NodeTaints
 from tinkercloud_operator.run.pools import Pools
 from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.run.served_definitions import OWN_KINDS, ServedDefinitions
@@ -39,8 +40,6 @@ _NODES_SECONDS = 60.0
 """How long a list of nodes is cached."""
 _DEFINITIONS_SECONDS = 30.0
 """Interval between two checks of the served CRDs."""
-_CORDONS_SECONDS = 15.0
-"""Interval between two lists of the cordoned nodes."""
 _COUNT_SECONDS = 15.0
 """Interval between two updates of the session metrics."""
 _OPTIONAL_KINDS = ("RayCluster", "ResourceClaimTemplate", "Tenant")
@@ -86,7 +85,7 @@ class Controller:
         self._tenants = Tenants(self.watched, self._executor)
         self._settings = settings
         self._nodes: tuple[float, tuple[Node, ...] | None] = (float("-inf"), None)
-        self._cordoned: frozenset[str] = frozenset()
+        self._node_taints = NodeTaints(cluster)
         self._unready: str | None = "the initial list is not complete"
 
     def unready(self) -> str | None:
@@ -221,32 +220,15 @@ class Controller:
             except KubernetesError as error:
                 log.info("could not read the served CRDs; retrying", error=str(error))
 
-    async def watch_cordons(self) -> None:
-        """Check for cordoned nodes periodically, and enqueue sessions with pods on them.
+    async def watch_nodes(self) -> None:
+        """Enqueue sessions with pods on nodes whose taints change.
 
         Returns if the operator may not list nodes.
         """
         await self._is_complete.wait()
-        while self._settings.leaves_cordoned_nodes:
-            try:
-                await self._refresh_cordons()
-            except Rejected as error:
-                log.info(
-                    "not permitted to list nodes; cordoned nodes are ignored", error=str(error)
-                )
-                return
-            except KubernetesError as error:
-                log.info("could not list nodes; retrying", error=str(error))
-            await asyncio.sleep(_CORDONS_SECONDS)
-
-    async def _refresh_cordons(self) -> None:
-        pages = self._cluster.pages("Node", field_selector="spec.unschedulable=true")
-        before = self._cordoned
-        self._cordoned = frozenset(
-            [item["metadata"]["name"] async for page in pages for item in page.items]
-        )
-        for name in self.watched.with_pods_on(self._cordoned - before):
-            self.queue.add(name)
+        async for changed in self._node_taints.changes():
+            for name in self.watched.with_pods_on(changed):
+                self.queue.add(name)
 
     async def count(self) -> None:
         """Update the session metrics periodically; reset them at the end of the term."""
@@ -299,7 +281,7 @@ class Controller:
             now=datetime.now(UTC),
             kuberay_gap=self._definitions.kuberay_gap,
             own_gap=self._definitions.own_gaps.get("TrainingSession"),
-            cordoned=self._cordoned,
+            node_taints=self._node_taints.by_node,
             pool_message=self._pools.waiting_message(name),
             takes_spare=self._spares.is_promised(name),
         )

@@ -71,7 +71,7 @@ class Surroundings:
     now: datetime
     kuberay_gap: str | None = None
     own_gap: str | None = None
-    cordoned: frozenset[str] = frozenset()
+    node_taints: Mapping[str, frozenset[str]] = field(default_factory=dict)
     pool_message: str | None = None
     takes_spare: bool = False
     failed_saves: Mapping[SaveKey, FailedSave] = field(default_factory=dict)
@@ -195,7 +195,8 @@ class Watched:
             now=surroundings.now,
             kuberay_gap=surroundings.kuberay_gap,
             own_gap=surroundings.own_gap,
-            cordoned=surroundings.cordoned,
+            node_taints=surroundings.node_taints,
+            leave_node=metadata.get("annotations", {}).get(labels.LEAVE_NODE),
             pool_cluster=self._pool_cluster(spec, metadata),
             pool_message=surroundings.pool_message,
             takes_spare=surroundings.takes_spare,
@@ -426,7 +427,7 @@ def _pods(children: Mapping[ChildKey, Manifest]) -> tuple[Pod, ...]:
     )
     pods = [item for key, item in children.items() if key.kind == "Pod"]
     return tuple(
-        replace(parsing.pod(item), is_terminating=True)
+        replace(parsing.pod(item), is_terminating=True, disrupted=None)
         if _ray_cluster_of(item) not in {owner, None}
         else parsing.pod(item)
         for item in pods

@@ -62,11 +62,14 @@ class Pod:
     problem: PodProblem | None
     node: str | None = None
     """The node that it is scheduled to."""
-    tolerates_cordon: bool = False
-    """Whether it may be scheduled to a cordoned node."""
+    tolerations: frozenset[str] = frozenset()
+    """Keys of the NoSchedule taints that it tolerates; an empty key stands for all taints."""
     finalizers: tuple[str, ...] = ()
     due: datetime | None = None
     """End of the grace period of a terminating pod."""
+    disrupted: datetime | None = None
+    """Since when a running pod is being evicted, preempted or deleted, though its RayCluster is
+    not."""
 
     @property
     def incarnation(self) -> str:
@@ -171,8 +174,11 @@ class Observed:
     """What the served RayCluster CRD lacks, if anything."""
     own_gap: str | None = None
     """What the served TrainingSession CRD lacks, if anything."""
-    cordoned: frozenset[str] = frozenset()
-    """Cordoned nodes."""
+    node_taints: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Keys of the taints that keep new pods off a node, by node; nodes without any may be missing.
+    A cordon is one of them."""
+    leave_node: str | None = None
+    """The cordoned node that it was asked to leave."""
     program_pods: tuple[ProgramPod, ...] = ()
     """Pods of its program, which are not among `pods`."""
     pool_cluster: PoolCluster | None = None
