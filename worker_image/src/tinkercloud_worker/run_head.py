@@ -22,6 +22,7 @@ from tinkercloud_protocol import descriptors
 from tinkercloud_protocol.launch import HeadConfig, Listen
 from tinkercloud_protocol.object_store import open_store
 from tinkercloud_worker import logs
+from tinkercloud_worker.build_images import build_images
 from tinkercloud_worker.build_sampler import build_sampler, check_model
 from tinkercloud_worker.build_trainer import build_trainer, build_weight_host
 from tinkercloud_worker.chat.text import ChatText
@@ -78,6 +79,7 @@ def build_backend(config: HeadConfig) -> Backend:
         base_fingerprint=_served_fingerprint(config, trainer),
         usage=usage,
         text=ChatText(tokenizer),
+        images=build_images(config, base),
     )
 
 

@@ -21,6 +21,7 @@ from tinkercloud_worker.vision.prepared import PreparedImage
 from tinkercloud_worker.vision.spans import (
     Images,
     Span,
+    end_of,
     rope_positions,
     rope_shift,
     rows_of,
@@ -129,10 +130,11 @@ class VisionTower:
         """
         if self._merge is None:
             return {"attention_mask": self._masks(spans, mask_kinds)}
-        parts = [
-            torch.from_numpy(rope_positions(span.stop, span.images, self._merge)[:, span.start :])
-            for span in spans
-        ]
+        parts = []
+        for span in spans:
+            before = tuple(each for each in span.images if end_of(each) <= span.stop)
+            positions_3N = rope_positions(span.stop, before, self._merge)
+            parts.append(torch.from_numpy(positions_3N[:, span.start :]))
         return {"position_ids": torch.cat(parts, 1).to(self._device)[:, None]}
 
     def _masks(self, spans: Sequence[Span], mask_kinds: Sequence[str]) -> Any:  # noqa: ANN401 - as the model's
