@@ -95,6 +95,11 @@ class ModelInput(WireModel):
         """Number of tokens of the prompt's text."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
+    @property
+    def num_images(self) -> int:
+        """Number of its images."""
+        return sum(chunk.type != TEXT for chunk in self.chunks)
+
     def images(self) -> tuple[ImagePart, ...]:
         """Return the prompt's images. Decodes base64, so call it in a thread if there are any.
 

@@ -32,6 +32,7 @@ from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.engine.usage import UsageMeter
 from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.image_work import ImageWork
 from tinkercloud_worker.head.lifecycle import Lifecycle
 from tinkercloud_worker.head.token import HeadToken
 from tinkercloud_worker.inference.weight_host import HeadWeightHost
@@ -80,6 +81,7 @@ def build_backend(config: HeadConfig) -> Backend:
         usage=usage,
         text=ChatText(tokenizer),
         images=build_images(config, base),
+        image_work=ImageWork(config.limits.max_request_pixels),
     )
 
 
