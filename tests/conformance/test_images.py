@@ -106,7 +106,7 @@ def test_a_model_learns_from_images_and_samples_what_it_has_learned(
     losses = train(training, 25)
 
     assert losses[-1] < 0.1 * losses[0]
-    sampling = training.save_weights_and_get_sampling_client()
+    sampling = training.save_weights_and_get_sampling_client().result()
     assert [answer_of(sampling, color) for color in NAMES] == list(NAMES.values())
 
     path = training.save_state("images").result().path
@@ -123,7 +123,7 @@ def test_the_sampler_scores_a_prompt_with_an_image_as_the_trainer(
     chunks = [*question(image_of(RED)), types.EncodedTextChunk(tokens=list(NAMES[RED]))]
 
     of_trainer = training.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
-    sampling = client.create_sampling_client(base_model=MODEL)
+    sampling = client.create_sampling_client(base_model=MODEL).result()
     of_sampler = sampling.compute_logprobs(types.ModelInput(chunks=chunks)).result()
 
     count = len(NAMES[RED])
@@ -155,7 +155,7 @@ def test_another_image_gives_other_logprobs(training: tinker.TrainingClient) -> 
 def test_a_wrong_count_of_tokens_is_rejected_with_both_numbers(
     client: tinker.ServiceClient,
 ) -> None:
-    sampling = client.create_sampling_client(base_model=MODEL)
+    sampling = client.create_sampling_client(base_model=MODEL).result()
     prompt = types.ModelInput(chunks=question(image_of(RED, expected_tokens=8)))
 
     with pytest.raises(tinker.BadRequestError, match=r"expected_tokens is 8, but .* makes 9"):
@@ -163,7 +163,7 @@ def test_a_wrong_count_of_tokens_is_rejected_with_both_numbers(
 
 
 def test_an_image_at_an_address_is_rejected(client: tinker.ServiceClient) -> None:
-    sampling = client.create_sampling_client(base_model=MODEL)
+    sampling = client.create_sampling_client(base_model=MODEL).result()
     pointer = types.ImageAssetPointerChunk(
         format="png", location="http://127.0.0.1/x.png", expected_tokens=9
     )
