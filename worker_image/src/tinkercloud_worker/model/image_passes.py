@@ -46,6 +46,10 @@ class ImagePasses:
         if self._tower is not None:
             self._tower.forget()
 
+    def remove_tower(self) -> None:
+        """Free the vision tower, where no request has images."""
+        self._tower = None
+
     @contextmanager
     def inserted(
         self, arguments: dict[str, Any], spans: Sequence[Span]
