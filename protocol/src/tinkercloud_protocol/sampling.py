@@ -1,10 +1,17 @@
 """Sampling requests, as the SDK sends them in JSON."""
 
 import secrets
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
-from pydantic import Field, JsonValue, ValidationError, model_validator
+from pydantic import (
+    Field,
+    JsonValue,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from tinkercloud_protocol.bounds import MAX_TOKENS_AT_A_POSITION
 from tinkercloud_protocol.errors import InvalidRequest
@@ -54,6 +61,11 @@ class Chunk(WireModel):
             raise ValueError("tokens: required in an 'encoded_text' chunk")
         return self
 
+    @model_serializer(mode="wrap")
+    def _without_absent_fields(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the fields that it has, so that digests of texts do not depend on new ones."""
+        return {name: value for name, value in serialize(self).items() if value is not None}
+
     @property
     def token_ids(self) -> list[TokenId]:
         """Its text tokens; none if it is an image."""
@@ -94,6 +106,11 @@ class ModelInput(WireModel):
     def num_tokens(self) -> int:
         """Number of tokens of the prompt's text."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    @property
+    def num_images(self) -> int:
+        """Number of its images."""
+        return sum(chunk.type != TEXT for chunk in self.chunks)
 
     def images(self) -> tuple[ImagePart, ...]:
         """Return the prompt's images. Decodes base64, so call it in a thread if there are any.

@@ -90,6 +90,11 @@ class ForwardBackwardRequest:
     to the SDK only that of cross_entropy is returned, as by the hosted service."""
 
     @property
+    def images(self) -> tuple[ImagePart, ...]:
+        """The images of all data."""
+        return tuple(image for datum in self.data for image in datum.images)
+
+    @property
     def num_bytes(self) -> int:
         """Size of its decoded tokens and tensors and of its image files in bytes."""
         return sum(

@@ -119,6 +119,14 @@ def test_a_stored_sampling_request_still_has_its_images() -> None:
     assert again.prompt.images() == request.prompt.images()
 
 
+def test_the_stored_form_of_a_text_has_no_fields_of_images() -> None:
+    request = sample_of({"tokens": [1, 2]})
+
+    stored = orjson.loads(request.model_dump_json())["prompt"]
+
+    assert stored == {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+
+
 def test_a_sparse_tensor_may_have_a_row_for_every_token_of_an_image() -> None:
     message = pb.ForwardBackwardRequest(model_id=MODEL, seq_id=1, loss_fn="cross_entropy")
     datum = message.data.add()

@@ -1,6 +1,7 @@
 """Training on images against transformers' complete models and autograd."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +10,11 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.families import READS_IMAGES
+from tinkercloud_testing.peft_twin import PeftTwin
+from tinkercloud_testing.trainers import assert_close, gradient_of
 from tinkercloud_testing.vision import images_of, prompt_of, reference_logits
 from tinkercloud_worker.engine.batch import Batch, Example
+from tinkercloud_worker.engine.trainer import TrainingPass
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 from tinkercloud_worker.vision.prepared import PreparedImage
@@ -42,7 +46,7 @@ def examples_of(family: str) -> list[Example]:
 
 def a_trainer(base: TorchBaseModel, max_batch_tokens: int = 64) -> TorchTrainer:
     trainer = TorchTrainer(base, max_batch_tokens=max_batch_tokens)
-    trainer.add_model("m", LoraConfig(rank=2))
+    trainer.add_model("m", LoraConfig(rank=2, seed=1))
     return trainer
 
 
@@ -69,3 +73,79 @@ def test_logprobs_of_packs_with_images_equal_transformers(family: str) -> None:
     for logprobs, theirs in zip(output.logprobs, expected, strict=True):
         np.testing.assert_allclose(logprobs, theirs, atol=1e-5)
     assert output.metrics["tokens:sum"] == sum(len(example.tokens) for example in examples)
+
+
+def twin_logprobs(twin: PeftTwin, example: Example) -> torch.Tensor:
+    return reference_logprobs(twin._model, example)
+
+
+@pytest.mark.parametrize("family", READS_IMAGES)
+def test_steps_equal_those_of_peft_and_autograd(family: str) -> None:
+    """Two packs, of which one is recomputed layer by layer in the backward pass."""
+    examples = examples_of(family)
+    base = TorchBaseModel(READS_IMAGES[family]())
+    trainer = TorchTrainer(base, max_batch_tokens=32, max_kept_tokens=25)
+    trainer.add_model("m", LoraConfig(rank=2))
+    twin = PeftTwin(READS_IMAGES[family](), trainer.snapshot("m"))
+
+    for _ in range(2):
+        output = trainer.forward_backward("m", a_batch(examples), lambda: None)
+        loss = torch.zeros(())
+        for example, ours in zip(examples, output.logprobs, strict=True):
+            logprobs = twin_logprobs(twin, example)
+            np.testing.assert_allclose(ours, logprobs.detach().numpy(), atol=1e-5)
+            weights = torch.from_numpy(example.inputs["weights"][:, 0])
+            loss = loss - (logprobs * weights).sum()
+        loss.backward()
+        assert_close(gradient_of(trainer), twin.gradients(), rtol=1e-4)
+        trainer.optim_step("m", ADAM)
+        twin.optim_step(ADAM)
+
+    assert output.metrics["loss:sum"] == pytest.approx(float(loss.detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["Qwen3-VL", "Gemma 3"])
+def test_a_diverged_model_changes_no_other_in_a_shared_pass_with_images(family: str) -> None:
+    base = TorchBaseModel(READS_IMAGES[family]())
+    trainer = a_trainer(base)
+    trainer.add_model("broken", LoraConfig(rank=2))
+    trainer._models["broken"].trainable.flat.detach()[:] = float("nan")
+    trainer.add_model("text", LoraConfig(rank=2, seed=2))
+    text, pictures, *_ = examples_of(family)
+    passes = [
+        TrainingPass("broken", a_batch([pictures])),
+        TrainingPass("text", a_batch([text])),
+        TrainingPass("m", a_batch([pictures])),
+    ]
+    assert trainer.can_batch(passes[:2], passes[2])
+
+    broken, *together = trainer.run_batch(passes, lambda: None)
+
+    alone = a_trainer(base)
+    alone.add_model("text", LoraConfig(rank=2, seed=2))
+    assert np.isnan(broken.logprobs[0]).all()
+    for each, output in zip(passes[1:], together, strict=True):
+        expected = alone.forward_backward(each.model_id, each.batch, lambda: None)
+        np.testing.assert_allclose(output.logprobs[0], expected.logprobs[0], atol=1e-5)
+        assert_close(
+            gradient_of(trainer, each.model_id), gradient_of(alone, each.model_id), rtol=1e-4
+        )
+
+
+def test_a_model_whose_files_lack_the_tower_reads_text_only(tmp_path: Path) -> None:
+    model = READS_IMAGES["Qwen2.5-VL"]()
+    whole = model.state_dict()
+    model.save_pretrained(tmp_path / "whole")
+    text = {name: weight for name, weight in whole.items() if ".visual." not in name}
+    model.save_pretrained(tmp_path / "text", state_dict=text)
+
+    complete = TorchBaseModel.load(str(tmp_path / "whole"), torch.float32)
+    base = TorchBaseModel.load(str(tmp_path / "text"), torch.float32)
+
+    assert complete.images.are_read
+    visual = sum(whole[name].nbytes for name in whole.keys() - text.keys())
+    assert complete.images.num_bytes == visual
+    assert complete.named_weights().keys() == base.named_weights().keys()
+    assert not base.images.are_read
+    with pytest.raises(ValueError, match="reads text only"):
+        a_trainer(base).forward("m", a_batch(examples_of("Qwen2.5-VL")[1:2]), lambda: None)

@@ -129,10 +129,13 @@ def torch_rank(config: HeadConfig) -> DataParallelTrainer:
             max_context_length=config.limits.max_context_length,
             max_kept_tokens=None if trainer.max_kept_tokens is None else 0,
         )
+    base = TorchBaseModel.load(
+        config.model.path, dtype, packed=trainer.packed_weights, device=trainer.device
+    )
+    # `build_images` rejects images for trainers with ranks.
+    base.images.remove_tower()
     return DataParallelTrainer(
-        TorchBaseModel.load(
-            config.model.path, dtype, packed=trainer.packed_weights, device=trainer.device
-        ),
+        base,
         max_batch_tokens=trainer.max_batch_tokens,
         max_context_length=config.limits.max_context_length,
         max_kept_tokens=trainer.max_kept_tokens,

@@ -22,6 +22,7 @@ from tinkercloud_protocol import descriptors
 from tinkercloud_protocol.launch import HeadConfig, Listen
 from tinkercloud_protocol.object_store import open_store
 from tinkercloud_worker import logs
+from tinkercloud_worker.build_images import build_images
 from tinkercloud_worker.build_sampler import build_sampler, check_model
 from tinkercloud_worker.build_trainer import build_trainer, build_weight_host
 from tinkercloud_worker.chat.text import ChatText
@@ -31,6 +32,7 @@ from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.engine.usage import UsageMeter
 from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.image_work import ImageWork
 from tinkercloud_worker.head.lifecycle import Lifecycle
 from tinkercloud_worker.head.token import HeadToken
 from tinkercloud_worker.inference.weight_host import HeadWeightHost
@@ -78,6 +80,8 @@ def build_backend(config: HeadConfig) -> Backend:
         base_fingerprint=_served_fingerprint(config, trainer),
         usage=usage,
         text=ChatText(tokenizer),
+        images=build_images(config, base),
+        image_work=ImageWork(config.limits.max_request_pixels),
     )
 
 

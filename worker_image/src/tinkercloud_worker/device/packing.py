@@ -24,6 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from tinkercloud_worker.device import accelerator
+from tinkercloud_worker.vision.masks import ImageMasks
 from tinkercloud_worker.vision.spans import Images, Span
 
 ATTENTION = "packed_sdpa"
@@ -173,6 +174,7 @@ def _attend(
     *,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int = 0,
+    image_masks: ImageMasks | None = None,
     **kwargs: Any,  # noqa: ANN401 - the model's, passed on
 ) -> tuple[Tensor, None]:
     """Return [1, R, H, E]: scaled dot-product attention, within each sequence if there are many.
@@ -187,7 +189,7 @@ def _attend(
             module, query_1HRE, key_1GRE, value_1GRE, attention_mask, **kwargs
         )
         return output, None
-    if flash_takes(query_1HRE, value_1GRE):
+    if image_masks is None and flash_takes(query_1HRE, value_1GRE):
         output_RHE = flash_attention(
             query_1HRE[0].transpose(0, 1),
             key_1GRE[0].transpose(0, 1),
@@ -200,16 +202,24 @@ def _attend(
         return output_RHE[None], None
     parts = []
     start = 0
-    for length, equal in groupby(stop - start for start, stop in pairwise(cu_seq_lens_q.tolist())):
+    own_masks = [
+        None if image_masks is None else image_masks.of(number, window)
+        for number in range(len(cu_seq_lens_q) - 1)
+    ]
+    lengths = [stop - start for start, stop in pairwise(cu_seq_lens_q.tolist())]
+    for (length, _), equal in groupby(
+        zip(lengths, own_masks, strict=True), lambda each: (each[0], id(each[1]))
+    ):
         # Neighbours of one length are a batch: the same bits with fewer calls.
-        count = len(list(equal))
+        members = list(equal)
+        count, own_mask = len(members), members[0][1]
         own = slice(start, start + count * length)
         part_BNHE, _ = sdpa_attention_forward(
             module,
             _batch(query_1HRE[0, :, own], count),
             _batch(key_1GRE[0, :, own], count),
             _batch(value_1GRE[0, :, own], count),
-            _recent(length, window, query_1HRE.device),
+            _recent(length, window, query_1HRE.device) if own_mask is None else own_mask,
             **kwargs,
         )
         parts.append(part_BNHE.flatten(0, 1))

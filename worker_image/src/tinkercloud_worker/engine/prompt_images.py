@@ -55,6 +55,11 @@ class PromptImages:
     """None if the model reads text only."""
     limits: ImageBounds | None = None
     """None for no limits."""
+    refusal: str = (
+        "this model reads text only, and its prompts can't contain images; use a vision-language"
+        " model, such as one of the Qwen-VL family"
+    )
+    """Why images are rejected, if there is no processor."""
 
     def placeholder(self, where: str) -> int:
         """Return the id of the placeholder token of images.
@@ -132,10 +137,7 @@ class PromptImages:
 
     def _needed(self, where: str) -> ImageProcessor:
         if self.processor is None:
-            raise InvalidRequest(
-                f"{where}: this model reads text only, and its prompts can't contain images; use a"
-                " vision-language model, such as one of the Qwen-VL family"
-            )
+            raise InvalidRequest(f"{where}: {self.refusal}")
         return self.processor
 
 

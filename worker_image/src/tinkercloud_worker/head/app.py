@@ -297,7 +297,8 @@ class HeadApp:
                 parsed = requests.named_sample(parsed, _idempotency_key(request))
             self._check_target(request, parsed.sampling_session_id)
             # In a thread even if the body is small: a sparse tensor of targets expands.
-            prepared = await asyncio.to_thread(self._service.prepare, parsed)
+            work, prepare = self._lifecycle.backend.image_work, self._service.prepare
+            prepared = await work.run(parsed.prompt.num_images, partial(prepare, parsed))
         await self._service.recall(parsed.sampling_session_id)
         request_id = self._service.sample(prepared)
         sequence_ids = request_id.sequence_ids(parsed.num_samples)

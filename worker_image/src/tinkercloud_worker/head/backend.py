@@ -12,6 +12,7 @@ from tinkercloud_worker.engine.sampler import Sampler
 from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.engine.usage import UsageMeter
+from tinkercloud_worker.head.image_work import ImageWork
 from tinkercloud_worker.head.timeline import SpanRecorder
 from tinkercloud_worker.head.token_limits import TokenLimits
 
@@ -40,6 +41,8 @@ class Backend:
     """Limits the tokens per minute of owners."""
     images: PromptImages = TEXT_ONLY
     """How the served model reads images."""
+    image_work: ImageWork = field(default_factory=ImageWork)
+    """Decodes them."""
 
     def set_owner_limits(self, limits: OwnerLimits) -> None:
         """Apply the current limits of an owner, also to requests that wait."""

@@ -9,6 +9,7 @@ samples.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import orjson
@@ -271,7 +272,8 @@ class HeadChat:
         asked, tasks = run.asked, []
         try:
             for index in range(len(asked.prompts)):
-                prepared = await asyncio.to_thread(_prepared, run, index, target, service, backend)
+                job = partial(_prepared, run, index, target, service, backend)
+                prepared = await backend.image_work.run(len(asked.images), job)
                 listening = _listening(prepared, run, index)
                 await service.recall(target)
                 run.request_ids.append(str(service.sample(listening)))

@@ -125,6 +125,10 @@ class Operations:
 
     async def forward_backward(self, request: ForwardBackwardRequest) -> Result:
         """Run a batch, and add to the gradient unless the request is forward only."""
+        async with self._backend.image_work.room(self._spec.owner, request.images):
+            return await self._compute_batch(request)
+
+    async def _compute_batch(self, request: ForwardBackwardRequest) -> Result:
         self._check_alive()
         if not request.forward_only:
             self._report_lost_gradient()
@@ -154,10 +158,11 @@ class Operations:
 
     async def _prepared(self, request: ForwardBackwardRequest) -> Batch:
         limits, images = self._backend.trainer.limits, self._backend.images
-        if request.loss_fn != "custom":
-            return await asyncio.to_thread(prepare, request, limits, images)
-        definition = await self._losses.definition(request.loss_fn_config)
-        return await asyncio.to_thread(prepare_custom, request, definition, limits, images)
+        job = partial(prepare, request, limits, images)
+        if request.loss_fn == "custom":
+            definition = await self._losses.definition(request.loss_fn_config)
+            job = partial(prepare_custom, request, definition, limits, images)
+        return await self._backend.image_work.run(len(request.images), job)
 
     async def optim_step(self, request: OptimStepRequest) -> Result:
         """Apply the gradient."""

@@ -15,9 +15,6 @@ from tinkercloud_worker.model.architecture import split_vision
 from tinkercloud_worker.vision.spans import Images, Span
 from tinkercloud_worker.vision.tower import ImageInputs
 
-_PACK_ARGUMENTS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
-"""Arguments that let the attention separate the sequences of a pack."""
-
 
 class ImagePasses:
     """The images of one pass at a time."""
@@ -49,6 +46,10 @@ class ImagePasses:
         if self._tower is not None:
             self._tower.forget()
 
+    def remove_tower(self) -> None:
+        """Free the vision tower, where no request has images."""
+        self._tower = None
+
     @contextmanager
     def inserted(
         self, arguments: dict[str, Any], spans: Sequence[Span]
@@ -72,8 +73,6 @@ class ImagePasses:
             raise ValueError("this model reads text only, but a sequence has images")
         inputs = self._tower.inputs(spans)
         own = self._tower.arguments(spans, self._mask_kinds)
-        if "attention_mask" in own:
-            arguments = {n: each for n, each in arguments.items() if n not in _PACK_ARGUMENTS}
         if inputs is not None:
             own |= inputs.arguments(arguments["input_ids"].shape[1])
         self._inputs = inputs

@@ -16,8 +16,22 @@ from transformers import AutoConfig, AutoImageProcessor
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.images import IMAGE_MODEL_TYPES, ImagePart
-from tinkercloud_protocol.tensors import Int32Array
+from tinkercloud_protocol.tensors import FloatArray, Int32Array
 from tinkercloud_worker.vision.prepared import PreparedImage, PreparedPrompt
+
+
+class ImageReader(Protocol):
+    """What a family's tower reads of an image. Thread-safe."""
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """Return the number of tokens of an image of this size in pixels.
+
+        Raises:
+            ValueError: the family reads no images of this size.
+        """
+
+    def read(self, image: Image.Image) -> tuple[FloatArray, tuple[int, int, int] | None]:
+        """Return its pixels, and its patches in time, height and width if it is cut into some."""
 
 
 class PatchProcessor(Protocol):
@@ -34,20 +48,57 @@ class PatchProcessor(Protocol):
         """Return `pixel_values` and `image_grid_thw`."""
 
 
+class Patches:
+    """Images cut into patches, as many as their size needs: the Qwen-VL family."""
+
+    def __init__(self, processor: PatchProcessor) -> None:
+        self._processor = processor
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """See `ImageReader`."""
+        patches = self._processor.get_number_of_image_patches(height, width, {})
+        return patches // self._processor.merge_size**2
+
+    def read(self, image: Image.Image) -> tuple[FloatArray, tuple[int, int, int] | None]:
+        """See `ImageReader`."""
+        made = self._processor([image], return_tensors="np")
+        frames, rows, columns = (int(size) for size in made["image_grid_thw"][0])
+        return np.asarray(made["pixel_values"], np.float32), (frames, rows, columns)
+
+
+class WholeImages:
+    """Images of one size after scaling, each of as many tokens: Gemma 3.
+
+    Images are never cropped (`do_pan_and_scan`): crops would be images of their own in the prompt.
+    """
+
+    def __init__(self, processor: Callable[..., Any], count: int) -> None:
+        self._processor = processor
+        self._count = count
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """See `ImageReader`."""
+        del width, height
+        return self._count
+
+    def read(self, image: Image.Image) -> tuple[FloatArray, tuple[int, int, int] | None]:
+        """See `ImageReader`."""
+        made = self._processor([image], do_pan_and_scan=False, return_tensors="np")
+        return np.asarray(made["pixel_values"], np.float32), None
+
+
 class ImageProcessor:
     """The image processor of a served model. Thread-safe."""
 
-    def __init__(
-        self, processor: PatchProcessor, image_token: int, reserved: frozenset[int]
-    ) -> None:
+    def __init__(self, reader: ImageReader, image_token: int, reserved: frozenset[int]) -> None:
         """Create a processor.
 
         Args:
-            processor: the processor of transformers.
+            reader: reads the images of the model's family.
             image_token: id of the placeholder token of an image.
             reserved: ids of placeholder tokens, which text must not contain.
         """
-        self._processor = processor
+        self._reader = reader
         self.image_token = image_token
         self._reserved = reserved
 
@@ -58,12 +109,11 @@ class ImageProcessor:
             InvalidRequest: the model reads no images of this size.
         """
         try:
-            patches = self._processor.get_number_of_image_patches(height, width, {})
+            return self._reader.num_tokens(width, height)
         except ValueError as error:
             raise InvalidRequest(
                 f"the model's processor rejects an image of {width} x {height} pixels: {error}"
             ) from None
-        return patches // self._processor.merge_size**2
 
     def prepare(self, tokens: Int32Array, images: Sequence[ImagePart]) -> PreparedPrompt:
         """Decode the images of a prompt, and insert their placeholder tokens into its text.
@@ -96,15 +146,14 @@ class ImageProcessor:
         )
 
     def _prepared(self, image: ImagePart, index: int, start: int) -> PreparedImage:
-        made = self._processor([_decoded(image, index)], return_tensors="np")
-        pixels = np.ascontiguousarray(made["pixel_values"], dtype=np.float32)
-        frames, rows, columns = (int(size) for size in made["image_grid_thw"][0])
-        known = repr((pixels.shape, frames, rows, columns)).encode()
+        pixels, grid = self._reader.read(_decoded(image, index))
+        pixels = np.ascontiguousarray(pixels)
+        known = repr((pixels.shape, grid)).encode()
         return PreparedImage(
             start=start,
-            count=frames * rows * columns // self._processor.merge_size**2,
+            count=self.num_tokens(*image.size),
             pixels=pixels,
-            grid=(frames, rows, columns),
+            grid=grid,
             fingerprint=hashlib.blake2b(known + pixels.tobytes(), digest_size=16).digest(),
             encoded=image.data,
         )
@@ -143,8 +192,13 @@ def load_processor(path: str) -> ImageProcessor | None:
     has_processor = (Path(path) / "preprocessor_config.json").is_file()
     if config.model_type not in IMAGE_MODEL_TYPES or not has_processor:
         return None
-    load: Callable[..., PatchProcessor] = AutoImageProcessor.from_pretrained
+    load: Callable[..., Any] = AutoImageProcessor.from_pretrained
     processor = load(path, local_files_only=True)
+    reader: ImageReader = (
+        WholeImages(processor, int(config.mm_tokens_per_image))
+        if config.model_type == "gemma3"
+        else Patches(processor)
+    )
     names = ("image_token_id", "video_token_id")
     reserved = frozenset(int(getattr(config, name)) for name in names if hasattr(config, name))
-    return ImageProcessor(processor, int(config.image_token_id), reserved)
+    return ImageProcessor(reader, int(config.image_token_id), reserved)

@@ -88,26 +88,13 @@ def _text(first: int, count: int) -> npt.NDArray[np.int64]:
     return np.broadcast_to(np.arange(first, first + count), (3, count))
 
 
-def visible(spans: Sequence[Span], window: int | None) -> npt.NDArray[np.bool_]:
+def visible(span: Span, window: int | None) -> npt.NDArray[np.bool_]:
     """Return which keys each row sees, [R, L], where the tokens of an image see each other.
 
     Args:
-        spans: one span, or any number that start at 0.
+        span: the part of a sequence that a pass computes.
         window: number of positions visible to each, including itself; None for all before it.
     """
-    blocks = [_visible(span, window) for span in spans]
-    if len(blocks) == 1:
-        return blocks[0]
-    made = np.zeros([sum(block.shape[axis] for block in blocks) for axis in (0, 1)], np.bool_)
-    first = 0
-    for block in blocks:
-        stop = first + len(block)
-        made[first:stop, first:stop] = block
-        first = stop
-    return made
-
-
-def _visible(span: Span, window: int | None) -> npt.NDArray[np.bool_]:
     image_of_L = np.full(span.stop, -1)
     for number, image in enumerate(span.images):
         image_of_L[image.start : end_of(image)] = number

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from tinkercloud_protocol.images import IMAGE_MODEL_TYPES
+from tinkercloud_worker.vision.masks import ImageMasks
 from tinkercloud_worker.vision.prepared import PreparedImage
 from tinkercloud_worker.vision.spans import (
     Images,
     Span,
+    end_of,
     rope_positions,
     rope_shift,
     rows_of,
-    visible,
 )
 
 _KEPT_BYTES = 256 << 20
@@ -124,29 +125,25 @@ class VisionTower:
         """Return the arguments of a Hugging Face backbone that depend on where images are.
 
         Args:
-            spans: the sequences of the pass; see `visible`.
+            spans: the sequences of the pass.
             mask_kinds: the mask kinds of the model; see `packing.mask_kinds`.
         """
         if self._merge is None:
-            return {"attention_mask": self._masks(spans, mask_kinds)}
-        parts = [
-            torch.from_numpy(rope_positions(span.stop, span.images, self._merge)[:, span.start :])
-            for span in spans
-        ]
+            masks = ImageMasks(spans, self._device)
+            return {"image_masks": masks} if len(spans) > 1 else self._mask(masks, mask_kinds)
+        parts = []
+        for span in spans:
+            before = tuple(each for each in span.images if end_of(each) <= span.stop)
+            positions_3N = rope_positions(span.stop, before, self._merge)
+            parts.append(torch.from_numpy(positions_3N[:, span.start :]))
         return {"position_ids": torch.cat(parts, 1).to(self._device)[:, None]}
 
-    def _masks(self, spans: Sequence[Span], mask_kinds: Sequence[str]) -> Any:  # noqa: ANN401 - as the model's
-        """Return masks [1, 1, R, L] under which the tokens of an image see each other."""
-        masks = {}
-        for kind in mask_kinds:
-            seen_RL = visible(spans, self._window if kind == "sliding_attention" else None)
-            masks[kind] = torch.from_numpy(seen_RL).to(self._device)[None, None]
-        return masks
-
-    @property
-    def separates_sequences(self) -> bool:
-        """Whether its masks separate the sequences of a pack, in place of the attention."""
-        return self._merge is None
+    def _mask(self, masks: ImageMasks, mask_kinds: Sequence[str]) -> dict[str, Any]:
+        """Return the mask of a single sequence, for each kind of layer."""
+        windows = {
+            kind: self._window if kind == "sliding_attention" else None for kind in mask_kinds
+        }
+        return {"attention_mask": {kind: masks.of(0, windows[kind]) for kind in mask_kinds}}
 
     @property
     def _device(self) -> torch.device:
