@@ -241,7 +241,7 @@ def _state_of(browser: Browser) -> str:
     content = next(iter(browser.client.cookies.jar)).value
     assert content is not None
     session = json.loads(base64.b64decode(content.split(".")[0]))
-    return next(iter(session)).removeprefix("_state_provider_")
+    return str(next(iter(session))).removeprefix("_state_provider_")
 
 
 def test_another_site_cannot_start_a_login(login_server: Server) -> None:
