@@ -120,7 +120,7 @@ class Logins:
         try:
             client = await self._provider()
             answer = await client.authorize_redirect(request, self._redirect_uri)
-        except (httpx.HTTPError, AuthlibBaseError, ValueError) as error:
+        except (httpx.HTTPError, AuthlibBaseError, ValueError, RuntimeError) as error:
             raise _unavailable(error) from error
         assert isinstance(answer, RedirectResponse)  # noqa: S101 - what Authlib returns
         return answer
@@ -141,7 +141,14 @@ class Logins:
             )
         except httpx.HTTPError as error:
             raise _unavailable(error) from error
-        except (AuthlibBaseError, JoseError, ValueError, TypeError, KeyError) as error:
+        except (
+            AuthlibBaseError,
+            JoseError,
+            ValueError,
+            TypeError,
+            LookupError,
+            RuntimeError,
+        ) as error:
             log.warning("a login was refused", error=f"{type(error).__name__}: {error}"[:500])
             raise InvalidRequest(
                 "the login is not valid or has expired; start it again at /login"
