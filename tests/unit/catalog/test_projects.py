@@ -193,10 +193,14 @@ async def test_usage_is_summed_up_by_project(engine: AsyncEngine, catalog: Catal
     await catalog.add_project("p", "P", "ann")
     await catalog.add_session(a_session("s", "ann", "p"))
     ledger = UsageLedger(engine)
-    amounts = {"trained_tokens": 3, "engine_seconds": 0.5}
     entries = [
         UsageEntry(
-            hour=7, owner="ann", session_id=session, model_id=f"{session}:train:0", **amounts
+            hour=7,
+            owner="ann",
+            session_id=session,
+            model_id=f"{session}:train:0",
+            trained_tokens=3,
+            engine_seconds=0.5,
         )
         for session in ("s", "gone")
     ]

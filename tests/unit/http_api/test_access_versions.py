@@ -1,7 +1,6 @@
 """The version of access rights is read after a request has arrived, once for many requests."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -17,10 +16,12 @@ class Source:
         self.version = 1
         self.reads = 0
         self.gate = asyncio.Event()
+        self.is_read = asyncio.Event()
 
     async def read(self) -> int:
         self.reads += 1
         seen = self.version
+        self.is_read.set()
         await self.gate.wait()
         return seen
 
@@ -29,7 +30,7 @@ async def test_a_request_that_arrives_during_a_read_waits_for_the_next_one() -> 
     source = Source()
     versions = AccessVersions(source.read, 10.0)
     early = asyncio.create_task(versions.current())
-    await _until(lambda: source.reads == 1)
+    await source.is_read.wait()
     source.version = 2
     late = [asyncio.create_task(versions.current()) for _ in range(100)]
     await asyncio.sleep(0)
@@ -45,7 +46,7 @@ async def test_a_request_that_is_cancelled_does_not_fail_the_others() -> None:
     source = Source()
     versions = AccessVersions(source.read, 10.0)
     first, second = (asyncio.create_task(versions.current()) for _ in range(2))
-    await _until(lambda: source.reads == 1)
+    await source.is_read.wait()
 
     first.cancel()
     source.gate.set()
@@ -57,8 +58,12 @@ async def test_a_request_that_is_cancelled_does_not_fail_the_others() -> None:
 async def test_the_last_version_counts_for_a_while_if_the_catalog_does_not_respond(
     lenience: float, is_answered: bool
 ) -> None:
-    answers: list[Callable[[], Awaitable[int]]] = [_one, _fail]
-    versions = AccessVersions(lambda: answers.pop(0)(), lenience)
+    answers = [_one, _fail]
+
+    async def read() -> int:
+        return await answers.pop(0)()
+
+    versions = AccessVersions(read, lenience)
     assert await versions.current() == 1
 
     if is_answered:
@@ -80,8 +85,3 @@ async def _one() -> int:
 
 async def _fail() -> int:
     raise Unavailable("the catalog does not respond")
-
-
-async def _until(is_true: Callable[[], bool]) -> None:
-    while not is_true():
-        await asyncio.sleep(0)
