@@ -58,8 +58,7 @@ def identify(claims: Mapping[str, Any], settings: OidcSettings) -> Identity:
     Raises:
         Forbidden: it may not log in, or does not say which owner it is.
     """
-    groups = claims.get(settings.groups_claim, [])
-    groups = {groups} if isinstance(groups, str) else {g for g in groups if isinstance(g, str)}
+    groups = _names(claims.get(settings.groups_claim))
     if not settings.allow_all_accounts and not groups & set(settings.allowed_groups):
         raise Forbidden(
             "the account is in none of the groups that may log in (claim"
@@ -78,6 +77,12 @@ def identify(claims: Mapping[str, Any], settings: OidcSettings) -> Identity:
     ranked = [Role(settings.roles[group]) for group in groups & settings.roles.keys()]
     role = most(ranked) if ranked else Role.USER
     return Identity(f"{settings.issuer}|{claims['sub']}", name, role)
+
+
+def _names(value: object) -> set[str]:
+    """Return the groups that a claim names: a list, or one group."""
+    named = value if isinstance(value, list) else [value]
+    return {name for name in named if isinstance(name, str)}
 
 
 def most(roles: list[Role]) -> Role:
