@@ -155,7 +155,7 @@ def _key(report: UsageReport, entry: UsageEntry) -> tuple[Any, ...]:
 
 
 def _third(by: Grouping) -> ColumnElement[Any]:
-    """Return what groups usage besides the owner and the base model."""
+    """Return what groups usage, in addition to the owner and the base model."""
     match by:
         case "model":
             return UsageHour.model_id.expression
