@@ -11,6 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
+from tinkercloud_api.auditing import Auditing
+from tinkercloud_api.catalog.audit import AuditLog
+from tinkercloud_api.catalog.database import open_database
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.login import Logins
+from tinkercloud_api.login_pages import application
+from tinkercloud_api.login_settings import OidcSettings
 from tinkercloud_testing.openid import Provider, a_provider, changed
 from tinkercloud_testing.servers import Server, free_port
 
@@ -241,7 +248,7 @@ def _state_of(browser: Browser) -> str:
     content = next(iter(browser.client.cookies.jar)).value
     assert content is not None
     session = json.loads(base64.b64decode(content.split(".")[0]))
-    return next(iter(session)).removeprefix("_state_provider_")
+    return str(next(iter(session))).removeprefix("_state_provider_")
 
 
 def test_another_site_cannot_start_a_login(login_server: Server) -> None:
@@ -251,3 +258,27 @@ def test_another_site_cannot_start_a_login(login_server: Server) -> None:
     cookie = httpx.post(url).headers["set-cookie"].lower()
     assert "httponly" in cookie
     assert "samesite=lax" in cookie
+
+
+async def test_over_https_the_cookie_is_secure_and_of_this_host_only(
+    provider: Provider, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("a-secret")
+    settings = OidcSettings(
+        issuer=provider.issuer,
+        client_id=CLIENT,
+        client_secret_file=tmp_path / "secret",
+        allow_all_accounts=True,
+    )
+    url, engine = "https://tinker.example.com", open_database(f"sqlite+aiosqlite:///{tmp_path}/c")
+    catalog, auditing = Catalog(engine), Auditing(AuditLog(engine), 1)
+    pages = application(Logins(settings, url, catalog), auditing, "a secret", url)
+    transport = httpx.ASGITransport(app=pages)
+    async with httpx.AsyncClient(transport=transport, base_url=url) as client:
+        started = await client.post("/login")
+
+    cookie = started.headers["set-cookie"].lower()
+    assert cookie.startswith("__host-tinkercloud-login=")
+    assert {"secure", "httponly", "samesite=lax", "path=/"} <= set(cookie.split("; "))
+    assert started.headers["location"].startswith(f"{provider.issuer}/oauth2/authorize?")
+    await engine.dispose()

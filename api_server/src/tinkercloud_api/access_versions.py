@@ -1,6 +1,6 @@
 """The version of access rights, read before each request.
 
-Whoever changes rights, on any server or on the command line, increases the version in the catalog.
+Every change of rights, by any server or on the command line, increases the version in the catalog.
 A server therefore uses what it remembers of keys, owners and projects only as long as the version
 is the same. All requests that arrive during one read share the next one, so that at most one read
 runs at a time, however many requests there are.

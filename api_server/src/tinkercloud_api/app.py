@@ -183,7 +183,7 @@ async def running_context(
         own_url: URL of the server for programs.
     """
     engine, catalog = await _open_catalog(settings)
-    client, tenants = open_client(), Tenants(provider.tenants)
+    client, tenants, projects = open_client(), Tenants(provider.tenants), Projects(catalog)
     store, activity = open_store(settings.checkpoint_url), Activity(catalog)
     checkpoints = Checkpoints(catalog, store, StorageQuota(catalog, tenants))
     admission, objects = _admission(settings, engine, tenants), ObjectStoreClient(store)
@@ -199,7 +199,6 @@ async def running_context(
         own_url=own_url,
     )
     training_runs = TrainingRuns(catalog, provider, checkpoints, locator, programs.halt_models)
-    projects = Projects(catalog)
     context = Context(
         settings=settings,
         catalog=catalog,

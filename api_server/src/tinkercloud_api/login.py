@@ -58,8 +58,7 @@ def identify(claims: Mapping[str, Any], settings: OidcSettings) -> Identity:
     Raises:
         Forbidden: it may not log in, or does not say which owner it is.
     """
-    groups = claims.get(settings.groups_claim, [])
-    groups = {groups} if isinstance(groups, str) else {g for g in groups if isinstance(g, str)}
+    groups = _names(claims.get(settings.groups_claim))
     if not settings.allow_all_accounts and not groups & set(settings.allowed_groups):
         raise Forbidden(
             "the account is in none of the groups that may log in (claim"
@@ -78,6 +77,12 @@ def identify(claims: Mapping[str, Any], settings: OidcSettings) -> Identity:
     ranked = [Role(settings.roles[group]) for group in groups & settings.roles.keys()]
     role = most(ranked) if ranked else Role.USER
     return Identity(f"{settings.issuer}|{claims['sub']}", name, role)
+
+
+def _names(value: object) -> set[str]:
+    """Return the groups that a claim names: a list, or one group."""
+    named = value if isinstance(value, list) else [value]
+    return {name for name in named if isinstance(name, str)}
 
 
 def most(roles: list[Role]) -> Role:
@@ -120,7 +125,7 @@ class Logins:
         try:
             client = await self._provider()
             answer = await client.authorize_redirect(request, self._redirect_uri)
-        except (httpx.HTTPError, AuthlibBaseError, ValueError) as error:
+        except (httpx.HTTPError, AuthlibBaseError, ValueError, RuntimeError) as error:
             raise _unavailable(error) from error
         assert isinstance(answer, RedirectResponse)  # noqa: S101 - what Authlib returns
         return answer
@@ -141,7 +146,14 @@ class Logins:
             )
         except httpx.HTTPError as error:
             raise _unavailable(error) from error
-        except (AuthlibBaseError, JoseError, ValueError, TypeError, KeyError) as error:
+        except (
+            AuthlibBaseError,
+            JoseError,
+            ValueError,
+            TypeError,
+            LookupError,
+            RuntimeError,
+        ) as error:
             log.warning("a login was refused", error=f"{type(error).__name__}: {error}"[:500])
             raise InvalidRequest(
                 "the login is not valid or has expired; start it again at /login"

@@ -59,7 +59,7 @@ class LoginPages:
         """
         logins = Logins(settings, public_url, server.catalog)
         secret = await server.catalog.shared_secret(_SECRET)
-        self._app = _application(logins, server.auditing, secret, public_url)
+        self._app = application(logins, server.auditing, secret, public_url)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (the ASGI entry point)."""
@@ -67,7 +67,7 @@ class LoginPages:
         await self._app(scope, receive, send)
 
 
-def _application(logins: Logins, auditing: Auditing, secret: str, public_url: str) -> Starlette:
+def application(logins: Logins, auditing: Auditing, secret: str, public_url: str) -> Starlette:
     """Return the application below /login.
 
     Args:

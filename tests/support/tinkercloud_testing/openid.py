@@ -3,7 +3,7 @@
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs
@@ -14,9 +14,6 @@ from authlib.oauth2.rfc7636 import create_s256_code_challenge
 from joserfc import jwt
 from joserfc.jwk import RSAKey
 from werkzeug.serving import make_server
-
-Environ = dict[str, Any]
-StartResponse = Callable[..., Any]
 
 
 @dataclass
@@ -62,7 +59,6 @@ def a_provider(users: dict[str, dict[str, object]]) -> Iterator[Provider]:
     app = oidc_provider_mock.app(require_nonce=True, user_claims=accounts)
     provider = Provider()
 
-    @app.before_request
     def observe() -> None:
         jwk = flask.g.oidc_provider_mock_storage.jwk
         provider.key = RSAKey.import_key(jwk.as_dict(is_private=True))
@@ -72,7 +68,6 @@ def a_provider(users: dict[str, dict[str, object]]) -> Iterator[Provider]:
             form = parse_qs(flask.request.get_data(as_text=True, cache=True))
             provider.proofs += [create_s256_code_challenge(v) for v in form["code_verifier"]]
 
-    @app.after_request
     def falsify(answer: flask.Response) -> flask.Response:
         content = answer.get_json(silent=True) if answer.is_json else None
         if isinstance(content, dict) and "id_token" in content:
@@ -82,7 +77,10 @@ def a_provider(users: dict[str, dict[str, object]]) -> Iterator[Provider]:
             answer.set_data(json.dumps({**(content or {}), **provider.metadata}))
         return answer
 
-    server = make_server("127.0.0.1", 0, _closing(app), threaded=True)
+    app.before_request(observe)
+    app.after_request(falsify)
+    # The plain application, without the debugger that the provider wraps it in.
+    server = make_server("127.0.0.1", 0, flask.Flask.wsgi_app.__get__(app), threaded=True)
     provider.issuer = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
@@ -92,8 +90,3 @@ def a_provider(users: dict[str, dict[str, object]]) -> Iterator[Provider]:
         server.shutdown()
         thread.join()
         server.server_close()
-
-
-def _closing(app: flask.Flask) -> Callable[[Environ, StartResponse], Iterable[bytes]]:
-    """Return the plain application, without the debugger that the provider wraps it in."""
-    return flask.Flask.wsgi_app.__get__(app)

@@ -8,15 +8,21 @@ import pytest
 from sqlalchemy import Connection, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from tinkercloud_api.access_tokens import AccessTokens
+from tinkercloud_api.auth import Authenticator, Role, hash_key, new_key
 from tinkercloud_api.catalog.database import migrate, migration_config, open_database
+from tinkercloud_api.catalog.projects import Claim
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import SamplingSession, Session, TrainingRun
+from tinkercloud_api.catalog.tables import SamplingSession, Session, TrainingRun, now
+from tinkercloud_api.catalog.usage import UsageLedger, UsageQuery
 from tinkercloud_api.catalog.visibility import EVERYTHING, Visibility
 from tinkercloud_protocol.checkpoints import CheckpointManifest
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated
+from tinkercloud_protocol.usage import UsageEntry, UsageReport
 
 PAGE = Page(0, 100)
+TOKENS = AccessTokens("a secret of the tests, long enough for HMAC")
 
 
 @pytest.fixture
@@ -181,3 +187,58 @@ async def test_a_label_of_one_owner_becomes_a_project_and_one_of_several_shares_
     shared = await catalog.session("a3")
     assert shared is not None
     assert (shared.project_id, shared.project) == ("both", None)
+
+
+async def test_usage_is_summed_up_by_project(engine: AsyncEngine, catalog: Catalog) -> None:
+    await catalog.add_project("p", "P", "ann")
+    await catalog.add_session(a_session("s", "ann", "p"))
+    ledger = UsageLedger(engine)
+    entries = [
+        UsageEntry(
+            hour=7,
+            owner="ann",
+            session_id=session,
+            model_id=f"{session}:train:0",
+            trained_tokens=3,
+            engine_seconds=0.5,
+        )
+        for session in ("s", "gone")
+    ]
+    await ledger.record(UsageReport(generation="g", base_model="m", entries=entries))
+
+    rows = await ledger.totals(UsageQuery("project", "ann"), PAGE)
+
+    assert {row.project_id: row.amounts["trained_tokens"] for row in rows} == {"p": 3, None: 3}
+
+
+async def test_a_disabled_owner_and_a_removed_member_are_refused_by_every_replica(
+    catalog: Catalog, database_url: str
+) -> None:
+    await catalog.add_project("p", "P", "ann")
+    await catalog.set_member("p", "bob", "viewer")
+    key = new_key()
+    await catalog.add_key(key_hash=hash_key(key), name="n", owner="bob", role=Role.ADMIN)
+    await catalog.set_user_role("bob", Role.USER)
+    second = open_database(database_url)
+    replicas = [Authenticator(each, lambda _: None, TOKENS) for each in (catalog, Catalog(second))]
+    found = Claim("ann", "p")
+
+    for replica in replicas:
+        bob = (await replica.principal(key)).requesting("POST", "/api/v1/optim_step")
+        assert bob.role is Role.USER
+        with pytest.raises(Forbidden, match="is a viewer"):
+            bob.require(found, "run")
+        assert bob.require_read(found, "run") is found
+    await catalog.remove_member("p", "bob")
+    for replica in replicas:
+        bob = (await replica.principal(key)).requesting("GET", "/api/v1/sessions")
+        with pytest.raises(NotFound):
+            bob.require(found, "run")
+    await catalog.set_disabled("bob", now())
+    for replica in replicas:
+        with pytest.raises(Unauthenticated, match="is disabled"):
+            await replica.principal(key)
+    await catalog.set_disabled("bob", None)
+    for replica in replicas:
+        assert (await replica.principal(key)).owner == "bob"
+    await second.dispose()

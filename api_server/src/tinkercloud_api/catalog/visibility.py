@@ -18,7 +18,7 @@ class Visibility:
     owner: str | None = None
     """Whose objects; None means those of all owners."""
     within: Set[str] | None = None
-    """Of these objects, those in other projects than these are left out; None leaves out none."""
+    """Projects outside of which these objects are left out, if they have one; None keeps all."""
     shared: Set[str] = frozenset()
     """Projects whose objects of all owners are shown as well."""
 

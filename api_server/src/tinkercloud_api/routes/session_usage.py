@@ -61,6 +61,7 @@ def _describe(
     return SessionUsage(
         session_id=session.id,
         owner=session.owner,
+        project_id=session.project,
         state=_state_of(session, now()),
         last_heartbeat_at=session.last_heartbeat_at,
         models=models,
