@@ -24,7 +24,8 @@ from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 def uploaded(fn: Any, **ranks: int) -> bytes:
     """Return a function as the SDK uploads it."""
-    handle = trace_loss(fn, {"logprobs": 1, **ranks}, "s")
+    all_ranks: Any = {"logprobs": 1, **ranks}
+    handle = trace_loss(fn, all_ranks, "s")
     inputs = [{"name": each.name, "rank": each.rank} for each in handle.inputs]
     graph = encode_graph(handle).model_dump()
     loss = CustomLoss.model_validate({"name": "test", "inputs": inputs, "graph": graph})
