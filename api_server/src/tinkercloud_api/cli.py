@@ -2,7 +2,8 @@
 
 `serve`, `keys`, `catalog` and `doctor` use this machine's state folder; `models`, `sessions`,
 `checkpoints`, `programs`, `usage` and `audit` call a running server, local or remote
-(TINKER_BASE_URL, TINKER_API_KEY). `plan` needs neither.
+(TINKER_BASE_URL, TINKER_API_KEY). `drain` uses a Kubernetes cluster (KUBECONFIG). `plan`
+needs neither.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, o
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.catalog_rebuild import rebuild
-from tinkercloud_api.commands import audit, checkpoints, programs, usage
+from tinkercloud_api.commands import audit, checkpoints, drain, programs, usage
 from tinkercloud_api.commands.shared import (
     ApiKey,
     BaseUrl,
@@ -61,6 +62,7 @@ app.add_typer(models_app, name="models")
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(programs.app, name="programs")
 app.add_typer(checkpoints.app, name="checkpoints")
+app.command("drain")(drain.drain_node)
 app.command("usage")(usage.show_usage)
 app.command("audit")(audit.show_audit)
 
