@@ -7,11 +7,10 @@ they resolve to a server that answers each save request like a head that has sav
 import asyncio
 import socket
 import threading
-from typing import Any
 
 import aiohttp.connector
 from aiohttp import web
-from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.abc import ResolveResult
 from aiohttp.resolver import ThreadedResolver
 
 from tinkercloud_operator.__main__ import main
@@ -42,20 +41,20 @@ def _serve(listener: socket.socket) -> None:
 def run() -> None:
     """Run the operator with stand-ins of heads."""
     listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
+    stand_in = listener.getsockname()[1]
 
     class Services(ThreadedResolver):
         """Resolves the names of Services to the stand-in."""
 
-        async def resolve(self, host: str, port_: int = 0, *args: Any, **kw: Any) -> Any:
-            if not host.endswith(_SERVICES):
-                return await super().resolve(host, port_, *args, **kw)
-            found = await super().resolve("127.0.0.1", port, *args, **kw)
-            return [ResolveResult(**{**each, "hostname": host}) for each in found]
+        async def resolve(
+            self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+        ) -> list[ResolveResult]:
+            if host.endswith(_SERVICES):
+                return await super().resolve("127.0.0.1", stand_in, family)
+            return await super().resolve(host, port, family)
 
     threading.Thread(target=_serve, args=(listener,), daemon=True).start()
-    resolver: type[AbstractResolver] = Services
-    aiohttp.connector.DefaultResolver = resolver  # type: ignore[attr-defined,misc]
+    vars(aiohttp.connector)["DefaultResolver"] = Services
     main()
 
 
