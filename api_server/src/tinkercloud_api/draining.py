@@ -168,7 +168,8 @@ def _check_tolerations(on_node: Mapping[str, Sequence[_Pod]]) -> None:
 
 
 def _asked(session: Manifest, node: str) -> bool:
-    return session["metadata"].get("annotations", {}).get(labels.LEAVE_NODE) == node
+    asked: str | None = session["metadata"].get("annotations", {}).get(labels.LEAVE_NODE)
+    return asked == node
 
 
 async def _check_cordoned(cluster: Client, node: str) -> None:
