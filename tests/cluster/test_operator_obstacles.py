@@ -4,6 +4,8 @@ A separate kwok simulates pods that never start: its stages set the status that 
 """
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -268,6 +270,74 @@ def test_a_drain_waits_until_a_session_has_moved_to_another_node(
 
         sessions.wait_for("one", "condition=Ready")
         assert nodes_of(sessions, "one") == {"drained-1"}
+
+
+def test_drain_moves_the_sessions_of_a_node_and_waits_until_they_have_left(
+    definitions: Cluster, kwok: KwokNodes, cluster_folder: Path
+) -> None:
+    kwok.add("leaving-0", labels={"rack": "leaving"})
+    stays = {"placement": on_rack("leaving"), "sessions": {"leaveTaints": []}}
+    with a_namespace(definitions, cluster_folder, **stays) as (sessions, _):
+        sessions.make_ready("one")
+        kwok.add("leaving-1", labels={"rack": "leaving"})
+
+        arguments = ("drain", "leaving-0", "--cordon", f"--namespace={sessions.namespace}")
+        drained = subprocess.run(
+            [sys.executable, "-m", "tinkercloud_api", *arguments, "--timeout=240"],
+            env={**os.environ, "KUBECONFIG": str(definitions.kubeconfig)},
+            check=False,
+            text=True,
+            capture_output=True,
+        )
+
+        assert drained.returncode == 0, drained.stderr
+        assert "one: asked to leave" in drained.stdout
+        assert "one: has left the node" in drained.stdout
+        sessions.wait_for("one", "condition=Ready")
+        assert nodes_of(sessions, "one") == {"leaving-1"}
+
+
+def test_a_session_whose_trainer_is_evicted_saves_its_state_and_resumes(
+    sessions: Sessions,
+) -> None:
+    sessions.make_ready("one")
+    before = sessions.status("one")
+    where = {"tinkercloud.dev/session": "one", "tinkercloud.dev/component": "trainer"}
+    selector = ",".join(f"{key}={value}" for key, value in where.items())
+    [trainer, _] = sessions.cluster.objects("pods", sessions.namespace, selector)
+
+    # The scheduler sets it on pods that it preempts, before it deletes them.
+    target = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+    condition = {**target, "lastTransitionTime": "2026-01-01T12:00:00Z"}
+    patch = json.dumps({"status": {"conditions": [condition]}})
+    options = ("-n", sessions.namespace, "--subresource=status", "--type=strategic")
+    sessions.cluster.kubectl("patch", f"pod/{trainer['metadata']['name']}", *options, "-p", patch)
+
+    wait_until(
+        lambda: (
+            sessions.status("one").get("incarnation") != before["incarnation"]
+            and sessions.condition("one", "Ready")["status"] == "True"
+        ),
+        "one has resumed",
+        SOON_SECONDS,
+    )
+    assert sessions.status("one")["restarts"] == 0
+
+
+def test_a_session_leaves_a_node_with_a_spot_notice(
+    definitions: Cluster, kwok: KwokNodes, cluster_folder: Path
+) -> None:
+    kwok.add("spot-0", labels={"rack": "spot"})
+    with a_namespace(definitions, cluster_folder, placement=on_rack("spot")) as (sessions, _):
+        sessions.make_ready("one")
+        kwok.add("spot-1", labels={"rack": "spot"})
+
+        taint = "aws-node-termination-handler/spot-itn=1:NoSchedule"
+        definitions.kubectl("taint", "node", "spot-0", taint)
+
+        wait_until(lambda: nodes_of(sessions, "one") == {"spot-1"}, "one has moved", SOON_SECONDS)
+        sessions.wait_for("one", "condition=Ready")
+        assert sessions.status("one")["restarts"] == 0
 
 
 def test_a_pod_with_scheduling_gates_is_reported_with_them(sessions: Sessions) -> None:

@@ -2,7 +2,8 @@
 
 `serve`, `keys`, `users`, `catalog` and `doctor` use this machine's state folder; `models`,
 `sessions`, `checkpoints`, `programs`, `projects`, `usage` and `audit` call a running server, local
-or remote (TINKER_BASE_URL, TINKER_API_KEY). `plan` needs neither.
+or remote (TINKER_BASE_URL, TINKER_API_KEY). `drain` uses a Kubernetes cluster (KUBECONFIG). `plan`
+needs neither.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from tinkercloud_api.auth import Role, hash_key, new_key
 from tinkercloud_api.catalog.database import CatalogUnreachableError
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.catalog_rebuild import rebuild
-from tinkercloud_api.commands import audit, checkpoints, programs, projects, usage, users
+from tinkercloud_api.commands import audit, checkpoints, drain, programs, projects, usage, users
 from tinkercloud_api.commands.local_catalog import StateDir, moment_of, with_catalog
 from tinkercloud_api.commands.shared import (
     ApiKey,
@@ -59,6 +60,7 @@ app.add_typer(programs.app, name="programs")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(users.app, name="users")
 app.add_typer(projects.app, name="projects")
+app.command("drain")(drain.drain_node)
 app.command("usage")(usage.show_usage)
 app.command("audit")(audit.show_audit)
 

@@ -92,6 +92,4 @@ def test_a_pod_stuck_terminating_on_a_dead_node_does_not_block_its_session() -> 
 def test_an_unscheduled_pod_is_on_no_cordoned_node() -> None:
     waits = a_pod(is_scheduled=False, is_started=False, is_ready=False)
 
-    assert decide(observed(pods=(waits,), node_taints=CORDONED), None, None).desired == (
-        "Running"
-    )
+    assert decide(observed(pods=(waits,), node_taints=CORDONED), None, None).desired == ("Running")

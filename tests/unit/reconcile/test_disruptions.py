@@ -4,6 +4,7 @@ import pytest
 
 from tinkercloud_crds.base_model import CORDON
 from tinkercloud_crds.conditions import ConditionType, Reason, find
+from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide.lifetime import decide
 from tinkercloud_operator.decide.parsing import blocking_taints, pod, slim
 from tinkercloud_operator.spec.snapshot import ChildKey, Pod
@@ -156,7 +157,7 @@ def test_the_budget_allows_evictions_as_soon_as_the_state_is_saved() -> None:
     assert BUDGET not in world.children
 
 
-def a_manifest(component: str, conditions: dict[str, str], **metadata: object) -> Json:
+def a_manifest(component: str, conditions: Json, **metadata: object) -> Manifest:
     labels = {"tinkercloud.dev/component": component}
     listed = [
         {"type": kind, "status": truth, "lastTransitionTime": "2026-01-01T11:59:00Z"}
@@ -188,7 +189,7 @@ def test_a_preempted_pod_is_disrupted_before_its_deletion() -> None:
         a_manifest("trainer", {}, **DELETED),
     ],
 )
-def test_pods_that_stay_or_do_not_run_are_not_disrupted(manifest: Json) -> None:
+def test_pods_that_stay_or_do_not_run_are_not_disrupted(manifest: Manifest) -> None:
     assert pod(manifest).disrupted is None
 
 

@@ -128,9 +128,7 @@ def pod(manifest: Manifest) -> Pod:
         restarts=sum(item.get("restartCount", 0) for item in _serving(metadata, containers)),
         problem=_problem(manifest, conditions),
         node=spec.get("nodeName"),
-        tolerations=frozenset(
-            each["key"] for each in _slim_pod_spec(spec).get("tolerations", [])
-        ),
+        tolerations=frozenset(each["key"] for each in _slim_pod_spec(spec).get("tolerations", [])),
         finalizers=tuple(metadata.get("finalizers", [])),
         due=parse_time(metadata.get("deletionTimestamp")),
         disrupted=_disrupted_since(metadata, conditions),

@@ -63,9 +63,7 @@ class NodeTaints:
                 async for _ in self._cluster.pages("Node"):
                     return True
             except Rejected as error:
-                log.info(
-                    "not permitted to list nodes; their taints are ignored", error=str(error)
-                )
+                log.info("not permitted to list nodes; their taints are ignored", error=str(error))
                 return False
             except KubernetesError as error:
                 failures += 1

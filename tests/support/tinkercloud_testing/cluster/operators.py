@@ -100,10 +100,14 @@ def make_operator(
     }
     program = Program(
         name=identity,
-        arguments=(sys.executable, "-m", "tinkercloud_operator"),
+        arguments=(sys.executable, "-m", "tinkercloud_testing.cluster.operator_with_heads"),
         log=folder / f"{identity}.log",
         ready=lambda: _answers(port),
-        environment={**variables, "KUBECONFIG": str(kubeconfig)},
+        environment={
+            **variables,
+            "KUBECONFIG": str(kubeconfig),
+            "PYTHONPATH": str(ROOT / "tests" / "support"),
+        },
     )
     return RunningOperator(program, namespace, port)
 

@@ -12,7 +12,7 @@ from tinkercloud_testing.cluster.operators import RunningOperator, make_operator
 from tinkercloud_testing.cluster.training_sessions import Sessions, a_base_model, a_volume
 
 PATIENCE = {"last_checkpoint_seconds": 1, "drain_seconds": 1, "suspend_seconds": 1}
-"""Simulated pods run no head: the operator must not wait for its response."""
+"""Short times to save: the heads of simulated pods are stand-ins, which have nothing to save."""
 
 
 @dataclass(frozen=True)
