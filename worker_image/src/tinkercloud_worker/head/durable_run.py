@@ -37,6 +37,9 @@ from tinkercloud_worker.journal.writer import JournalWriter
 
 log = structlog.get_logger(__name__)
 
+_PATIENCE_SECONDS = 20.0
+"""How long `change_kept` waits for a snapshot: less than the API server waits for a response."""
+
 
 class DurableRun:
     """Implements `request_log.RequestLog` for one model. Belongs to one event loop."""
@@ -86,6 +89,8 @@ class DurableRun:
         self._read: list[str] = []
         self._key: tuple[int, str] | None = None
         self._saving: asyncio.Task[None] | None = None
+        self._attempted = asyncio.Event()
+        """Set after each attempt to write a snapshot."""
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._failure: str | None = None
@@ -165,6 +170,18 @@ class DurableRun:
     def note_change(self) -> None:
         """See `RequestLog.note_change`."""
         self._is_wanted = True
+
+    async def change_kept(self) -> None:
+        """See `RequestLog.change_kept`: it returns after the attempt to write a snapshot."""
+        if self._is_closed or self._model.operations.refused is not None:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                while self._is_wanted or self._saving is not None:
+                    self._attempted.clear()
+                    await self._attempted.wait()
+                    if self._schedule.failure is not None:
+                        return
 
     async def accepted(self) -> None:
         """See `RequestLog.accepted`."""
@@ -291,6 +308,7 @@ class DurableRun:
             metrics.SNAPSHOT_SECONDS.observe(time.monotonic() - began)
         finally:
             self._saving = None
+            self._attempted.set()
             self._model.queue.wake()
 
     def _end_failure(self) -> None:
@@ -302,6 +320,7 @@ class DurableRun:
         reason = error_message(to_result(error))
         self._schedule.failed(time.monotonic(), reason)
         self._retry.failed(time.monotonic())
+        self._attempted.set()
         metrics.SNAPSHOT_FAILURES.inc()
         log.warning(
             "a snapshot failed; training continues, and it is tried again",

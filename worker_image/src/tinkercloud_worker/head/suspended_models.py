@@ -319,7 +319,9 @@ class SuspendedModels:
     async def forget(self, name: str) -> None:
         """Forget a deleted model. After this returns, nothing of it is written."""
         if (task := self._suspending.get(name)) is not None:
-            task.cancel()
+            if name in self._models:
+                task.cancel()
+            # Otherwise it is written, and its memory is being freed.
             await asyncio.wait({task})
         self._moved.pop(name, None)
         self.mark_resumed(name)
