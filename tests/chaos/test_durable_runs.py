@@ -29,7 +29,7 @@ SETTINGS = {
 AHEAD = 4
 """Steps that are sent before the first of them is awaited."""
 
-pytestmark = pytest.mark.timeout(120 + 60 * KILLS)
+pytestmark = pytest.mark.timeout(600 + 60 * KILLS)
 
 
 @pytest.fixture(scope="module", params=["local", "remote"])
