@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +211,30 @@ async def test_a_restarted_container_continues_its_disk_and_the_store(tmp_path: 
     with a_head(root, tmp_path, "g3", journals=tmp_path / "3", durability=CONFIG) as head:
         await head.resume("g2")
         assert losses + await train(head, 9, 10) == wanted
+
+
+@pytest.mark.parametrize("is_away", [False, True], ids=["copied", "store away"])
+async def test_a_run_that_was_suspended_continues_from_its_state(
+    tmp_path: Path, is_away: bool
+) -> None:
+    wanted = await expected(tmp_path, 8)
+    root = (tmp_path / "store").as_uri()
+    with a_head(root, tmp_path, "g1", journals=tmp_path / "1", durability=CONFIG) as head:
+        await head.begin()
+        losses = await train(head, 1, 4)
+        await head.service.suspend()
+    assert not objects(tmp_path)
+    with (
+        store_away() if is_away else nullcontext(),
+        a_head(root, tmp_path, "g2", journals=tmp_path / "2", durability=CONFIG) as head,
+    ):
+        await head.resume("g1")
+        assert bool(described(head).degraded) == is_away
+        losses += await train(head, 5, 6)
+    journals = tmp_path / ("2" if is_away else "3")
+    with a_head(root, tmp_path, "g3", journals=journals, durability=CONFIG) as head:
+        await head.resume("g2")
+        assert losses + await train(head, 7, 8) == wanted
 
 
 async def test_a_damaged_object_is_named(tmp_path: Path) -> None:

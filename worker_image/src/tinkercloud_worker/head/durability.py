@@ -14,6 +14,7 @@ from tinkercloud_protocol.errors import Unavailable, WireError
 from tinkercloud_protocol.journals import JournalManifest
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.object_store import open_store
+from tinkercloud_protocol.shared_journals import Base
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
@@ -89,6 +90,9 @@ class Durability:
 
     async def begin(self, model: LiveModel) -> None:
         """Start the journal of a new model, before its creation is queued."""
+        await self._begin(model, Base(snapshot=None, first_index=0))
+
+    async def _begin(self, model: LiveModel, base: Base | None) -> None:
         if not self._applies_to(model.spec):
             return
         name, folder = str(model.model_id), self._folder(str(model.model_id))
@@ -107,15 +111,15 @@ class Durability:
         except OSError as error:
             run.degrade(error)
         if self._shared is not None:
-            run.ship(await self._shared.start(manifest, self._listeners(model)))
+            run.ship(await self._shared.start(manifest, base, self._listeners(model)))
 
     async def begin_from(
         self, model: LiveModel, state: SuspendedManifest, store: CheckpointStore
     ) -> None:
         """Start the journal of a model that resumes from a suspended state: copy it."""
-        await self.begin(model)
+        await self._begin(model, None)
         run = self.of(str(model.model_id))
-        if run is None or run.degraded is not None:
+        if run is None or run.failure is not None:
             return
         try:
             for file in state.files:

@@ -93,7 +93,7 @@ class DurableRun:
         """Set after each attempt to write a snapshot."""
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
-        self._failure: str | None = None
+        self.failure: str | None = None
         """Why the run would not survive the end of this process; None if it would."""
         self._shipping: Shipping | None = None
         self._waits_for_store = False
@@ -101,12 +101,15 @@ class DurableRun:
     @property
     def degraded(self) -> str | None:
         """Why the run is less safe than its level promises; None if it isn't."""
-        return self._failure or (self._shipping.failure if self._shipping is not None else None)
+        return self.failure or (self._shipping.failure if self._shipping is not None else None)
 
     def ship(self, shipping: Shipping) -> None:
         """Copy the journal to the object store from now on."""
         self._shipping = shipping
         self._waits_for_store = self._config.wait_for_store
+        if self._writer.last_index >= 0:
+            # They are in the local journal only.
+            shipping.require_snapshot("requests arrived before the checkpoint store was ready")
 
     async def copy_snapshot(self, state: SuspendedManifest) -> None:
         """Copy a state that the local disk has to the object store, before any request runs."""
@@ -234,7 +237,7 @@ class DurableRun:
         return self._bytes_before + self._writer.size_bytes
 
     def _check_size(self) -> None:
-        if self._failure is None and self._num_bytes >= 2 * self._config.max_journal_bytes:
+        if self.failure is None and self._num_bytes >= 2 * self._config.max_journal_bytes:
             self._degrade(
                 f"the journal has {self._num_bytes} bytes (durability.max_journal_bytes is"
                 f" {self._config.max_journal_bytes}), and no snapshot could be written"
@@ -251,7 +254,7 @@ class DurableRun:
             # An upload that runs can't be part of a snapshot.
             return None
         lacks_copy = self._shipping is not None and self._shipping.needs_snapshot
-        if self._failure or self._is_wanted or is_large or lacks_copy:
+        if self.failure or self._is_wanted or is_large or lacks_copy:
             return self._retry.retry_at
         due = self._schedule.due_at()
         return max(due, self._retry.retry_at) if due is not None else None
@@ -286,7 +289,7 @@ class DurableRun:
         began, number = time.monotonic(), self._number
         try:
             manifest = await self._snapshots.write(snapshot)
-            if self._failure is not None and not self._writer.has_failed:
+            if self.failure is not None and not self._writer.has_failed:
                 await self._in_thread(lambda: self._folder.write_manifest(self._manifest))
                 if self._writer.has_failed:
                     # It failed meanwhile: what it lacks is in memory only.
@@ -298,7 +301,7 @@ class DurableRun:
                 await self._snapshots.copy(manifest, first_index, self._shipping)
         except Exception as error:  # noqa: BLE001 - any failure leaves the run training
             self._is_wanted = True
-            if self._failure is not None:
+            if self.failure is not None:
                 self._writer.close()
             self._snapshot_failed(error)
         else:
@@ -312,9 +315,9 @@ class DurableRun:
             self._model.queue.wake()
 
     def _end_failure(self) -> None:
-        if self._failure is not None and not self._writer.has_failed:
+        if self.failure is not None and not self._writer.has_failed:
             log.info("a run is durable again", model_id=self._name)
-            self._failure = None
+            self.failure = None
 
     def _snapshot_failed(self, error: Exception) -> None:
         reason = error_message(to_result(error))
@@ -338,7 +341,7 @@ class DurableRun:
     def _degrade(self, reason: str) -> None:
         if self._is_closed:
             return
-        is_new, self._failure = self._failure is None, reason
+        is_new, self.failure = self.failure is None, reason
         self._writer.close()
         self._retry.failed(time.monotonic())
         if is_new:

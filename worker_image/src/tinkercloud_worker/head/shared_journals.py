@@ -54,16 +54,27 @@ class SharedJournals:
         self.snapshots = CheckpointStore(self._store)
         """Where the files of the snapshots are copied to."""
 
-    async def start(self, manifest: JournalManifest, listeners: Listeners) -> Shipping:
-        """Start the copy of a new journal."""
+    async def start(
+        self, manifest: JournalManifest, base: Base | None, listeners: Listeners
+    ) -> Shipping:
+        """Start the copy of a new journal.
+
+        Args:
+            manifest: of the journal.
+            base: what its records follow; None if that is still to be copied.
+            listeners: what to call.
+        """
         shared = self._log(manifest.run_id)
 
         async def begin() -> Place:
             # What another head left when it had suspended the run, or what a name collides with.
             await shared.delete()
-            return await shared.take_over(manifest, Base(snapshot=None, first_index=0))
+            return await shared.take_over(manifest, base)
 
-        return self._ship(shared, manifest, begin, listeners, await _unless_away(begin))
+        shipping = self._ship(shared, manifest, begin, listeners, await _unless_away(begin))
+        if base is None:
+            shipping.require_snapshot("the checkpoint store does not have the state of the run yet")
+        return shipping
 
     def resume(self, manifest: JournalManifest, place: Place, listeners: Listeners) -> Shipping:
         """Continue a journal that `fetch` has taken over."""

@@ -22,6 +22,9 @@ from tinkercloud_worker.checkpoints.store import StoreFailed, store_errors
 from tinkercloud_worker.journal import records
 from tinkercloud_worker.journal.records import DamagedJournal, Record
 
+_SLOW_BYTES_PER_SECOND = 4e6
+"""Speed of a store that is slow and still of use: large objects get more time."""
+
 
 class Fenced(Exception):
     """Another head has taken over the journal."""
@@ -85,7 +88,7 @@ class SharedLog:
         """
         key = shared_journals.object_key(self.run_id, number)
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self._timeout + len(content) / _SLOW_BYTES_PER_SECOND):
                 with store_errors():
                     await durable.put_atomically(self._store, key, content, "create")
         except AlreadyExistsError:
