@@ -142,7 +142,8 @@ class Durability:
         if self._root is None:
             return None
         folder = self._folder(run_id)
-        manifest, place = await asyncio.to_thread(folder.manifest), None
+        manifest = await asyncio.to_thread(folder.manifest)
+        place: Place | None = None
         if manifest is None or generation not in manifest.generations:
             if self._shared is None:
                 return None

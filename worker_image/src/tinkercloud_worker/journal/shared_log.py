@@ -131,7 +131,9 @@ class SharedLog:
         Raises:
             DamagedJournal: an object is damaged or missing.
         """
-        numbers, base, header = await self.numbers(), None, None
+        numbers = await self.numbers()
+        base: Base | None = None
+        header: Header | None = None
         found: list[tuple[str, list[Record]]] = []
         for number in reversed(numbers):
             each, content = await self._read(number)
