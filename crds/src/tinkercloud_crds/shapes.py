@@ -98,7 +98,7 @@ class Autosave(Part):
 class Durability(Part):
     """What survives when the head is killed, at any moment.
 
-    Training goes on where it was, with the same request ids and results.
+    Training continues where it was, with the same request ids and results.
     """
 
     level: Literal["none", "local", "remote"] = "none"

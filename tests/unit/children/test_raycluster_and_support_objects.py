@@ -10,7 +10,7 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.training_session import MAX_NAME_LENGTH
 from tinkercloud_operator.children import support_objects
-from tinkercloud_operator.children.pods import SCRATCH_FOLDER, Build
+from tinkercloud_operator.children.pods import Build
 from tinkercloud_operator.children.raycluster import ray_cluster
 from tinkercloud_operator.decide.reconcile import children, key_of
 from tinkercloud_protocol.autosave import AutosaveConfig
@@ -347,30 +347,6 @@ def test_the_head_configuration_follows_base_model_and_session() -> None:
     assert config.timings.suspend_seconds == 90
     assert config.autosave == AutosaveConfig(steps=7, seconds=60, whole_models=True)
     assert (config.listen.host, config.listen.port) == ("0.0.0.0", 8000)  # noqa: S104 - a pod's
-
-
-@pytest.mark.parametrize("level", ["local", "remote"])
-def test_journals_are_in_the_scratch_volume_which_survives_a_container(level: str) -> None:
-    head = {"image": "worker:1", "durability": {"level": level, "waitForStore": False}}
-
-    config = support_objects.head_config(a_build(a_base_model(head=head)))
-
-    assert config.journal_dir == f"{SCRATCH_FOLDER}/journals"
-    assert (config.durability.level, config.durability.wait_for_store) == (level, False)
-    assert config.durability.max_journal_bytes == 512 << 20
-
-
-def test_journals_fit_into_a_small_scratch_volume() -> None:
-    resources = {"cpu": "1", "memory": "1Gi", "scratch": "1Gi"}
-    head = {"image": "worker:1", "durability": {"level": "local"}, "resources": resources}
-
-    config = support_objects.head_config(a_build(a_base_model(head=head)))
-
-    assert config.durability.max_journal_bytes == (1 << 30) // 10
-
-
-def test_heads_in_pods_have_no_journals_by_default() -> None:
-    assert support_objects.head_config(a_build(a_base_model())).journal_dir is None
 
 
 @pytest.mark.parametrize(
