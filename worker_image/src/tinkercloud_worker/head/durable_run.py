@@ -249,6 +249,9 @@ class DurableRun:
         operations, queue = self._model.operations, self._model.queue
         if operations.refused is not None or self._saving is not None or self._is_closed:
             return None
+        if queue.sequencer.next_seq_id == 0:
+            # The model is still being created or restored.
+            return None
         is_large = self._num_bytes >= self._config.max_journal_bytes
         if queue.background and not is_large:
             # An upload that runs can't be part of a snapshot.
