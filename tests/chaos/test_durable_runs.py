@@ -1,10 +1,12 @@
 """kill -9 of heads and servers during pipelined training: the loop continues undisturbed.
 
-`make test-kills` runs it with 100 kills at seeded moments.
+With `remote`, the local journals are deleted with each kill. `make test-kills` runs it with 100
+kills at seeded moments.
 """
 
 import os
 import random
+import shutil
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -27,15 +29,29 @@ SETTINGS = {
 AHEAD = 4
 """Steps that are sent before the first of them is awaited."""
 
-pytestmark = pytest.mark.timeout(120 + 60 * KILLS)
+pytestmark = pytest.mark.timeout(600 + 60 * KILLS)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Server]:
-    """Run one server for all tests: each test restarts what it has killed."""
+@pytest.fixture(scope="module", params=["local", "remote"])
+def server(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, request: pytest.FixtureRequest
+) -> Iterator[Server]:
+    """Run one server for all tests of a level: each test restarts what it has killed."""
     folder = tmp_path_factory.mktemp("state")
-    with a_server(folder, {MODEL: model_folder}, SETTINGS) as running:
+    settings = SETTINGS | {"TINKERCLOUD_DURABILITY__LEVEL": request.param}
+    with a_server(folder, {MODEL: model_folder}, settings) as running:
         yield running
+
+
+def kill_heads(server: Server) -> None:
+    """Kill all heads; with `remote`, their disk is lost too."""
+    journals = list(server.state_dir.glob("heads/*/journals"))
+    assert journals
+    server.kill_heads()
+    if server.settings["TINKERCLOUD_DURABILITY__LEVEL"] == "remote":
+        # The next head is still loading its base model.
+        for each in journals:
+            shutil.rmtree(each)
 
 
 def a_training_client(server: Server) -> tinker.TrainingClient:
@@ -93,7 +109,7 @@ class Killer:
         if victims == "both":
             self._server.kill()
         (pid,) = self._server.head_pids()
-        self._server.kill_heads()
+        kill_heads(self._server)
         self.num_kills += 1
         if victims == "both":
             self._server.start()
@@ -143,7 +159,7 @@ def test_unnamed_samplers_and_their_requests_survive_a_killed_head(server: Serve
     Loop(training).run(1)
 
     futures = [sampler.sample(text, 2, params) for _ in range(4)]
-    server.kill_heads()
+    kill_heads(server)
 
     for future in futures:
         assert [each.tokens for each in future.result().sequences] == expected

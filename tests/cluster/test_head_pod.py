@@ -197,17 +197,21 @@ def some_data(run_id: str, seq_id: int) -> bytes:
     return message.SerializeToString()
 
 
+def a_head(image: str, **fields: Any) -> Mapping[str, Any]:
+    return {"image": image, "resources": {"cpu": "500m", "memory": "4Gi"}, **fields}
+
+
 def children(
     image: str, token: str, namespace: str, shapes: Mapping[str, Any]
 ) -> list[Mapping[str, Any]]:
     """Return the children that the operator creates for a session, with a random token."""
-    base_model = a_base_model(
-        modelName="tiny/llama",
-        source={"volume": {"claimName": "models", "path": "tiny"}},
-        maxContextLength=512,
-        head={"image": image, "resources": {"cpu": "500m", "memory": "4Gi"}},
-        **shapes,
-    )
+    fields = {
+        "modelName": "tiny/llama",
+        "source": {"volume": {"claimName": "models", "path": "tiny"}},
+        "maxContextLength": 512,
+        "head": a_head(image),
+    }
+    base_model = a_base_model(**fields | shapes)
     session = a_session(baseModel="tiny/llama", lora={"rank": 4})
     settings: dict[str, Any] = {
         "checkpoint_claim": "checkpoints",
@@ -252,8 +256,10 @@ def starting_session(
 
 
 @contextlib.contextmanager
-def running_session(cluster: Cluster, volumes: Path, image: str) -> Iterator[Session]:
-    with starting_session(cluster, volumes, image) as session:
+def running_session(
+    cluster: Cluster, volumes: Path, image: str, **shapes: Any
+) -> Iterator[Session]:
+    with starting_session(cluster, volumes, image, **shapes) as session:
         session.wait_until_ready()
         yield session
 
@@ -329,6 +335,36 @@ def test_the_runs_of_a_deleted_head_pod_resume_in_the_next_one(
 
         loss = pb.ForwardBackwardOutput.FromString(second.result(1)).metrics["loss:sum"]
         assert second.train_a_step(3) < loss
+
+
+def test_a_killed_container_and_a_deleted_pod_lose_nothing_with_remote_durability(
+    cluster: Cluster, kuberay: KubeRay, volumes: Path, image: str
+) -> None:
+    head = a_head(image, durability={"level": "remote"})
+    with running_session(cluster, volumes, image, head=head) as session:
+        session.create_run()
+        losses = [session.train_a_step(1)]
+        answers = [session.result(seq_id) for seq_id in (0, 1, 2)]
+        first = session.status().generation
+
+        os.kill(head_process(session.pod), signal.SIGKILL)
+        wait_until(lambda: session.is_generation_after(first), "the next head", START_SECONDS)
+        session.create_run(SPEC.model_copy(update={"resume_generation": first}))
+        assert [session.result(seq_id) for seq_id in (0, 1, 2)] == answers
+        losses.append(session.train_a_step(3))
+
+        second, name = session.status().generation, session.pod["metadata"]["name"]
+        where = (f"--namespace={session.namespace}", "--grace-period=0", "--force")
+        cluster.kubectl("delete", "pod", name, *where)
+        wait_until(lambda: session.is_generation_after(second), "the next pod", START_SECONDS)
+        session.create_run(SPEC.model_copy(update={"resume_generation": second}))
+        assert [session.result(seq_id) for seq_id in (0, 1, 2)] == answers
+        losses.append(session.train_a_step(5))
+        assert session.status().durability == "remote"
+
+    with running_session(cluster, volumes, image) as undisturbed:
+        undisturbed.create_run()
+        assert [undisturbed.train_a_step(seq_id) for seq_id in (1, 3, 5)] == losses
 
 
 def test_a_head_pod_deleted_during_startup_terminates_promptly(

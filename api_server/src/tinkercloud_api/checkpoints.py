@@ -26,6 +26,7 @@ from tinkercloud_api.catalog.tables import Checkpoint
 from tinkercloud_api.catalog.visibility import EVERYTHING, Visibility
 from tinkercloud_api.checkpoint_rows import has_timed_out, info, name_of, path_of
 from tinkercloud_api.object_store import ObjectStoreClient
+from tinkercloud_api.shared_journals import SharedJournals
 from tinkercloud_api.storage_quota import StorageQuota
 from tinkercloud_api.tenants import Tenants
 from tinkercloud_protocol.checkpoints import (
@@ -37,12 +38,7 @@ from tinkercloud_protocol.checkpoints import (
 )
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable, WireError
 from tinkercloud_protocol.listings import CheckpointInfo
-from tinkercloud_protocol.paths import (
-    CheckpointKind,
-    CheckpointPath,
-    run_prefix,
-    suspended_prefix,
-)
+from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath, run_prefix, suspended_prefix
 
 log = structlog.get_logger(__name__)
 
@@ -64,6 +60,7 @@ class Checkpoints:
         self._catalog = catalog
         self._quota = quota or StorageQuota(catalog, Tenants())
         self._objects = ObjectStoreClient(store)
+        self.journals = SharedJournals(self._objects)
         self._writable_until = 0.0
 
     async def ping(self) -> None:

@@ -233,10 +233,7 @@ class HeadLocator:
         endpoint = await self._provider.acquire(run.placement)
         if endpoint.generation == lost:
             return endpoint
-        if lost is not None:
-            await self._require_resumable(run_id, run, lost)
-        spec = run.spec.model_copy(update={"resume_generation": lost}).model_dump_json()
-        await self._calls.put(endpoint, f"{routes.HEAD_MODELS}/{run_id}", spec, _RESUME_SECONDS)
+        await self._create_on(endpoint, run_id, run, lost)
         if not await self._catalog.set_generation(run_id, endpoint.generation, after=lost):
             if await self._catalog.deleted_runs([run_id]):
                 # The run may have been deleted before it was created on the head.
@@ -251,6 +248,22 @@ class HeadLocator:
         if lost is not None:
             log.info("training run resumed", run_id=run_id, generation=endpoint.generation)
         return endpoint
+
+    async def _create_on(
+        self, endpoint: HeadEndpoint, run_id: str, run: _KnownRun, lost: str | None
+    ) -> None:
+        """Create a run on a head, or resume it from the head that it was lost with."""
+        knows_more = self._provider.may_have_journals(run.placement)
+        if lost is not None and not knows_more:
+            await self._require_resumable(run_id, run, lost)
+        spec = run.spec.model_copy(update={"resume_generation": lost}).model_dump_json()
+        try:
+            await self._calls.put(endpoint, f"{routes.HEAD_MODELS}/{run_id}", spec, _RESUME_SECONDS)
+        except StateLost:
+            if lost is not None and knows_more:
+                # Its error names the checkpoint to resume from.
+                await self._require_resumable(run_id, run, lost)
+            raise
 
     async def _require_resumable(self, run_id: str, run: _KnownRun, lost: str) -> None:
         try:
@@ -267,10 +280,12 @@ class HeadLocator:
             StateLost: it did neither; the message names the checkpoint to resume from.
         """
         unsaved = self._provider.unsaved(run.placement)
-        if not await self._checkpoints.is_suspended(
-            run_id, generation, unsaved
-        ) and not await asyncio.to_thread(
-            has_journal, self._provider.journals(run.placement), run_id, generation
+        if not (
+            await self._checkpoints.is_suspended(run_id, generation, unsaved)
+            or await asyncio.to_thread(
+                has_journal, self._provider.journals(run.placement), run_id, generation
+            )
+            or await self._checkpoints.journals.has(run_id, generation)
         ):
             raise StateLost(await lost_message(self._checkpoints, run_id))
 
@@ -408,6 +423,7 @@ class HeadLocator:
         if (endpoint := self._provider.find(run.placement)) is not None:
             await self._calls.delete(endpoint, f"{routes.HEAD_MODELS}/{run_id}", unresponsive)
         await self._checkpoints.delete_state(run_id, run.generation)
+        await self._checkpoints.journals.delete(run_id)
         if (folder := self._provider.journals(run.placement)) is not None:
             await asyncio.to_thread(shutil.rmtree, run_folder(folder, run_id), ignore_errors=True)
 

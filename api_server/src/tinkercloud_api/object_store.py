@@ -168,6 +168,19 @@ class ObjectStoreClient:
             return bytes(await result.bytes_async())
         return None
 
+    async def read_start(self, key: str, num_bytes: int) -> bytes | None:
+        """Return the first bytes of an object, or None if it does not exist."""
+        with _translate_errors(), suppress(*_MISSING):
+            options: GetOptions = {"range": (0, num_bytes)}
+            result = await obstore.get_async(self._store, key, options=options)
+            return bytes(await result.bytes_async())
+        return None
+
+    async def keys(self, prefix: str) -> list[str]:
+        """Return the keys of all objects of a folder. The prefix must end with a slash."""
+        with _translate_errors():
+            return [e["path"] for e in await obstore.list(self._store, prefix).collect_async()]
+
     async def folders(self, prefix: str) -> list[str]:
         """Return the names of the subfolders of a folder. The prefix must end with a slash."""
         with _translate_errors():

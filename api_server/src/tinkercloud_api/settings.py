@@ -74,7 +74,7 @@ _INSTEAD_ON_KUBERNETES = {
     "trainer": "set `trainer` of the BaseModel",
     "sampler": "set `sampler` of the BaseModel",
     "autosave": "set `head.autosave` of the BaseModel",
-    "durability": "heads in pods have no journal",
+    "durability": "set `head.durability` of the BaseModel",
     "limits.max_lora_rank": "set `limits.maxLoraRank` of the BaseModel",
     "limits.max_context_length": "set `maxContextLength` of the BaseModel",
     "limits.max_snapshot_bytes": "it is half of `head.resources.scratch` of the BaseModel",

@@ -95,6 +95,24 @@ class Autosave(Part):
     takes twice as much memory in the head while it is written."""
 
 
+class Durability(Part):
+    """What survives when the head is killed, at any moment.
+
+    Training continues where it was, with the same request ids and results.
+    """
+
+    level: Literal["none", "local", "remote"] = "none"
+    """`none`: what the last checkpoint has. `local`: everything, if the container is restarted in
+    its pod; the journal is in the pod's scratch space. `remote`: everything, even if the pod or its
+    node is lost; each request is copied to the checkpoint store before it is confirmed."""
+    wait_for_store: bool = True
+    """With `remote`: whether each request waits for the checkpoint store. If false, a lost pod
+    loses the requests of the last second."""
+    whole_models: bool = False
+    """Whether fully fine-tuned models are included. Each snapshot writes 12 bytes per parameter,
+    and takes twice as much memory in the head while it is written."""
+
+
 class HeadShape(Part):
     """The head pod, which serves requests. Without trainer pods it also trains, on its CPU."""
 
@@ -111,6 +129,8 @@ class HeadShape(Part):
     termination grace period of all pods follows from it. `tinkercloud plan` estimates it. If unset,
     it is estimated from `trainer.planning`, or else the operator's setting applies
     (`sessions.suspendSeconds` of the chart)."""
+    durability: Durability = Durability()
+    """What survives when the head is killed."""
 
 
 class TrainerShape(Part):

@@ -6,16 +6,35 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
 
+DurabilityLevel = Literal["none", "local", "remote"]
+
 
 class DurabilityConfig(BaseModel):
     """What survives when a head is killed, and what that may cost."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    level: Literal["none", "local"] = "local"
+    level: DurabilityLevel = "local"
     """`none`: a run continues from its last checkpoint. `local`: each training request is written
     to a journal on the local disk before it is confirmed, and the next head on the same machine
-    continues the run where it was."""
+    continues the run where it was. `remote`: the journal and the snapshots are also copied to the
+    checkpoint store, and a head on another machine continues the run."""
+    wait_for_store: bool = True
+    """With `remote`: whether requests are confirmed, and results given, only once the requests are
+    in the checkpoint store. If false, a lost disk loses the requests of the last `store_seconds`.
+    """
+    store_seconds: Annotated[float, Field(gt=0)] = 1.0
+    """With `remote`, without `wait_for_store`: time, in seconds, after which a request is copied to
+    the checkpoint store."""
+    store_bytes: Annotated[int, Field(ge=1)] = 8 << 20
+    """With `remote`: size of waiting requests, in bytes, at which they are copied at once, and from
+    which on further requests are copied separately."""
+    store_timeout_seconds: Annotated[float, Field(gt=0)] = 10.0
+    """With `remote`: time, in seconds, that the checkpoint store has for one write of requests.
+    After that, training continues without the store (degraded), and the write is tried again."""
+    max_waiting_bytes: Annotated[int, Field(ge=1)] = 256 << 20
+    """With `remote`: size of one run's requests in memory, in bytes, that wait for a store that
+    doesn't respond. Beyond it they are dropped, and a snapshot replaces them when it responds."""
     fsync: bool = False
     """Whether results also wait until the journal is on the disk, and not only in the kernel. Only
     needed to survive a power failure or a crash of the machine."""
@@ -38,4 +57,4 @@ class DurabilityConfig(BaseModel):
 
     def applies_to(self, lora: LoraConfig | None) -> bool:
         """Return whether a model with this adapter, or without one, has a journal."""
-        return self.level == "local" and (lora is not None or self.whole_models)
+        return self.level != "none" and (lora is not None or self.whole_models)

@@ -440,7 +440,7 @@ class HeadStatus(_Config):
     """Whether all state is in the object store, so that the head can be killed at any time."""
     latest_checkpoint: str | None = None
     """`tinker://` path of the newest training checkpoint that the head has written."""
-    durability: Literal["none", "local", "degraded"] = "none"
+    durability: Literal["none", "local", "remote", "degraded"] = "none"
     """What survives if the head is killed (`DurabilityConfig.level`). `degraded`: some models would
     not survive, although they should, because the disk fails."""
 

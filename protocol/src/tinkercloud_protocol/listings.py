@@ -90,7 +90,7 @@ class ServerHealth(Answer):
     """The same for sessions with a heartbeat or a request in the last two minutes."""
     failing_autosaves: int = 0
     """The same for models whose last automatic save failed (provider local)."""
-    durability: Literal["none", "local", "degraded"] = "none"
+    durability: Literal["none", "local", "remote", "degraded"] = "none"
     """What survives if a session head is killed (provider local). `degraded`: some of these models
     would not survive, although they should."""
 

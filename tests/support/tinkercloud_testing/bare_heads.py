@@ -1,6 +1,6 @@
 """Heads without HTTP API, one after another in this process, with one store."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,15 +61,20 @@ class Head:
 
     def add(self, seq_id: int, first: int = 5) -> None:
         """Send data of a step."""
+        self.add_all(seq_id, [[first, 6, 7, 8]])
+
+    def add_all(self, seq_id: int, sequences: Sequence[Sequence[int]]) -> None:
+        """Send sequences as the data of a step; each token is the target of the one before."""
         message = pb.ForwardBackwardRequest(
             model_id=str(MODEL), seq_id=seq_id, loss_fn="cross_entropy"
         )
-        datum = message.data.add()
-        tokens = np.array([first, 6, 7], dtype="<i4").tobytes()
-        datum.model_input.add().encoded_text.tokens = tokens
-        targets = datum.loss_fn_inputs["target_tokens"]
-        targets.dense = np.array([6, 7, 8], dtype="<i8").tobytes()
-        targets.dtype = pb.DTYPE_INT64
+        for sequence in sequences:
+            datum = message.data.add()
+            tokens = np.array(sequence[:-1], dtype="<i4").tobytes()
+            datum.model_input.add().encoded_text.tokens = tokens
+            targets = datum.loss_fn_inputs["target_tokens"]
+            targets.dense = np.array(sequence[1:], dtype="<i8").tobytes()
+            targets.dtype = pb.DTYPE_INT64
         self._send(routes.FORWARD_BACKWARD, message.SerializeToString())
 
     def apply(self, seq_id: int) -> None:

@@ -68,6 +68,9 @@ class OneHead:
     def journals(self, _placement: Placement) -> Path | None:
         return None
 
+    def may_have_journals(self, _placement: Placement) -> bool:
+        return False
+
     def unsaved(self, _placement: Placement) -> Path | None:
         return None
 

@@ -202,6 +202,36 @@ async def test_a_head_of_another_generation_does_not_use_the_journal(tmp_path: P
         await head.resume("g0")
 
 
+async def test_requests_that_failed_for_another_client_are_not_repeated(tmp_path: Path) -> None:
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    with a_head(root, tmp_path, "g1", journals=journals) as head:
+        await head.begin()
+        head.add(1, first=6)
+        await head.confirmed()
+        before = await head.loss(1)
+        # Number 2 is missing.
+        head.add(3, first=9)
+        await head.confirmed()
+        following = await head.service.attach_model(str(MODEL))
+
+    with a_head(root, tmp_path, "g2", journals=journals) as head:
+        await head.resume("g1")
+        assert b"another client has attached" in await head.answer(3)
+        head.add(following, first=6)
+        head.apply(following + 1)
+        assert await head.loss(following) == before
+        await head.answer(following + 1)
+        head.add(following + 2, first=6)
+        after = await head.loss(following + 2)
+
+    with a_head(root, tmp_path, "undisturbed") as head:
+        await head.begin()
+        head.add(1, first=6)
+        head.apply(2)
+        head.add(3, first=6)
+        assert await head.loss(3) == after
+
+
 async def test_a_damaged_journal_is_named(tmp_path: Path) -> None:
     root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
     with a_head(root, tmp_path, "g1", journals=journals) as head:

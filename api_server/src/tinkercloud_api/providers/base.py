@@ -172,6 +172,9 @@ class SessionProvider(Protocol):
     def journals(self, placement: Placement) -> Path | None:
         """Return the folder of the journals of runs (`protocol.journals`), or None."""
 
+    def may_have_journals(self, placement: Placement) -> bool:
+        """Whether only the next head can tell if it has the journal of a run."""
+
     def newly_ended(self) -> list[str]:
         """Return the generations of the heads that have ended since the last call."""
 

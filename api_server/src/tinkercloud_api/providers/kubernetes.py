@@ -437,8 +437,13 @@ class KubernetesProvider:
         return None
 
     def journals(self, placement: Placement) -> Path | None:  # noqa: ARG002 - part of the interface
-        """See `SessionProvider.journals`: the disk of a pod is deleted together with the pod."""
+        """See `SessionProvider.journals`: those of a pod are in the pod."""
         return None
+
+    def may_have_journals(self, placement: Placement) -> bool:
+        """See `SessionProvider.may_have_journals`."""
+        model = self.base_model(placement.base_model)
+        return model is not None and model.spec.head.durability.level != "none"
 
     def newly_ended(self) -> list[str]:
         """See `SessionProvider.newly_ended`: the conditions of sessions report lost runs."""

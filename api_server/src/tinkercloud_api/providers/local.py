@@ -121,6 +121,10 @@ class LocalProvider:
         head = self._heads.get(placement.base_model)
         return head.journals if head is not None else None
 
+    def may_have_journals(self, placement: Placement) -> bool:  # noqa: ARG002 - part of the interface
+        """See `SessionProvider.may_have_journals`: this process reads them itself."""
+        return False
+
     def newly_ended(self) -> list[str]:
         """See `SessionProvider.newly_ended`."""
         ended = [generation for head in self._heads.values() for generation in head.newly_ended]

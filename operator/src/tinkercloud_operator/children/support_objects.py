@@ -13,6 +13,7 @@ from tinkercloud_operator.children.pods import (
 from tinkercloud_operator.spec.quantities import parse_quantity
 from tinkercloud_operator.spec.resolved import ResolvedSpec
 from tinkercloud_protocol.autosave import AutosaveConfig
+from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.launch import (
     BaseModelSource,
     HeadConfig,
@@ -27,6 +28,8 @@ SECRET_KEYS = (labels.TOKEN_KEY, "auth_token")
 
 _TERMINATION_LOG = "/dev/termination-log"
 """Kubernetes' default path of the termination message of a container."""
+_JOURNAL_SHARE = 0.1
+"""Share of the head's scratch space for the journal of one run."""
 _SNAPSHOT_SHARE = 0.5
 """Share of the head's scratch space for sampling snapshots; half of it if the base model is stored
 there too. The latest snapshot and those in use do not count, and new ones are being written."""
@@ -71,7 +74,19 @@ def head_config(build: Build) -> HeadConfig:
             suspend_seconds=settings.suspend_seconds_of(base_model.head),
         ),
         autosave=AutosaveConfig(**base_model.head.autosave.model_dump()),
+        **_durability(build.resolved),
     )
+
+
+def _durability(resolved: ResolvedSpec) -> Json:
+    """Return the fields of the head's configuration that keep journals; none by default."""
+    shape = resolved.base_model.head
+    if shape.durability.level == "none":
+        return {}
+    room = int(parse_quantity(shape.resources.scratch) * _JOURNAL_SHARE)
+    largest = min(DurabilityConfig().max_journal_bytes, max(1, room))
+    config = DurabilityConfig(**shape.durability.model_dump(), max_journal_bytes=largest)
+    return {"journal_dir": f"{SCRATCH_FOLDER}/journals", "durability": config}
 
 
 def _snapshot_bytes(resolved: ResolvedSpec) -> int:

@@ -54,7 +54,7 @@ class StoreFailed(WireError):
 
 
 @contextmanager
-def _store_errors() -> Iterator[None]:
+def store_errors() -> Iterator[None]:
     """Convert errors of the store for clients, except that an object is missing or exists."""
     try:
         yield
@@ -142,7 +142,7 @@ class CheckpointStore:
             raise InvalidRequest(f"{manifest}: its file {name} is missing")
         damaged = InvalidRequest(f"{manifest}: its file {name} is damaged")
         try:
-            with _store_errors():
+            with store_errors():
                 if (await obstore.head_async(self._store, key))["size"] != stored.size_bytes:
                     raise damaged
                 content = await self._get(key, stored.size_bytes)
@@ -155,7 +155,7 @@ class CheckpointStore:
     async def read_small(self, key: str) -> bytes | None:
         """Return a small object; None if there is none."""
         try:
-            with _store_errors():
+            with store_errors():
                 answer = await obstore.get_async(self._store, key)
                 return bytes(await answer.bytes_async())
         except FileNotFoundError:
@@ -222,7 +222,7 @@ class CheckpointStore:
     async def autosaves(self, run_id: str) -> list[CheckpointPath]:
         """Return the automatic checkpoints in a run's folder, incomplete ones included."""
         folder = f"{run_prefix(run_id)}/{CheckpointKind.TRAINING}/"
-        with _store_errors():
+        with store_errors():
             listed = await obstore.list_with_delimiter_async(self._store, folder)
         names = [found.rstrip("/").rpartition("/")[2] for found in listed["common_prefixes"]]
         return [
@@ -233,13 +233,13 @@ class CheckpointStore:
 
     async def delete(self, path: CheckpointPath) -> None:
         """Delete a checkpoint, its manifest first. A missing checkpoint is not an error."""
-        with suppress(FileNotFoundError), _store_errors():
+        with suppress(FileNotFoundError), store_errors():
             await obstore.delete_async(self._store, path.manifest_key)
         with suppress(FileNotFoundError):
             await self._delete_others(path.prefix, set())
 
     async def _put_files(self, manifest: CheckpointManifest, files: Mapping[str, bytes]) -> None:
-        with _store_errors():
+        with store_errors():
             await asyncio.gather(
                 *[
                     durable.put(self._store, manifest.key_of(name), content)
@@ -252,7 +252,7 @@ class CheckpointStore:
     ) -> None:
         content, key = encode_manifest(manifest), manifest.path.manifest_key
         try:
-            with _store_errors():
+            with store_errors():
                 await durable.put_atomically(self._store, key, content, mode)
         except AlreadyExistsError:
             raise _exists(manifest.path) from None
@@ -273,14 +273,14 @@ class CheckpointStore:
         self, manifest: SuspendedManifest, name: str, content: bytes
     ) -> StoredFile:
         """Write one file of a suspended state, which exists only after `commit_suspended`."""
-        with _store_errors():
+        with store_errors():
             await durable.put(self._store, manifest.key_of(name), content)
         return (await asyncio.to_thread(_describe, {name: content}))[name]
 
     async def commit_suspended(self, manifest: SuspendedManifest) -> None:
         """Write the manifest of a suspended state, which replaces the run's previous one."""
         key = suspended_key(manifest.run_id)
-        with _store_errors():
+        with store_errors():
             await durable.put_atomically(self._store, key, encode_manifest(manifest), "overwrite")
         kept = {manifest.key_of(name) for name in manifest.files} | {key}
         await self._delete_others(suspended_prefix(manifest.run_id), kept)
@@ -290,7 +290,7 @@ class CheckpointStore:
 
         Files that can't be deleted are deleted with the run's next state, or with the run.
         """
-        with suppress(FileNotFoundError), _store_errors():
+        with suppress(FileNotFoundError), store_errors():
             await obstore.delete_async(self._store, suspended_key(manifest.run_id))
         try:
             await self._delete_others(suspended_prefix(manifest.run_id), set())
@@ -305,7 +305,7 @@ class CheckpointStore:
         await self._delete_others(manifest.path.prefix, kept)
 
     async def _delete_others(self, prefix: str, kept: Set[str]) -> None:
-        with _store_errors():
+        with store_errors():
             async for batch in obstore.list(self._store, prefix):
                 stray = [entry["path"] for entry in batch if entry["path"] not in kept]
                 if stray:

@@ -1,28 +1,32 @@
 """The runs of a head that survive its end, and continuing those of an earlier head."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import structlog
 
 from tinkercloud_protocol.checkpoints import SuspendedManifest
+from tinkercloud_protocol.durability import DurabilityLevel
 from tinkercloud_protocol.errors import Unavailable, WireError
 from tinkercloud_protocol.journals import JournalManifest
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.object_store import open_store
+from tinkercloud_protocol.shared_journals import Base
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durable_run import DurableRun
 from tinkercloud_worker.head.live_model import LiveModel
+from tinkercloud_worker.head.shared_journals import LocalState, SharedJournals
 from tinkercloud_worker.head.snapshots import Snapshots
 from tinkercloud_worker.head.suspension import Suspension
 from tinkercloud_worker.journal.folder import JournalFolder
 from tinkercloud_worker.journal.records import Record
+from tinkercloud_worker.journal.shared_log import Place
+from tinkercloud_worker.journal.shipping import Listeners
 
 log = structlog.get_logger(__name__)
 
@@ -38,6 +42,8 @@ class Kept:
     snapshot: SuspendedManifest | None
     records: Sequence[Record]
     last_segment: int
+    place: Place | None = None
+    """End of the copied journal, if it was read from there."""
 
 
 class Durability:
@@ -51,12 +57,17 @@ class Durability:
         self._config = config.durability
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="journal")
         self._runs: dict[str, DurableRun] = {}
+        self.on_taken_over: Callable[[str], None] = lambda _: None
+        """Called when another head has taken over a model."""
         metrics.JOURNALS_DEGRADED.set_function(lambda: len(self.degraded))
         self.store = self._suspension.backend.store
         """Where the snapshots are."""
         if self._root is not None:
             self._root.mkdir(parents=True, exist_ok=True)
             self.store = CheckpointStore(open_store(self._root.absolute().as_uri()))
+        self._shared: SharedJournals | None = None
+        if self.level == "remote":
+            self._shared = SharedJournals(config.checkpoint_root, config.generation, self._config)
 
     def of(self, name: str) -> DurableRun | None:
         """Return the journal of a model; None if it has none."""
@@ -68,7 +79,7 @@ class Durability:
         return {name: run.degraded for name, run in self._runs.items() if run.degraded is not None}
 
     @property
-    def level(self) -> Literal["none", "local"]:
+    def level(self) -> DurabilityLevel:
         """What should survive the end of this process."""
         return self._config.level if self._root is not None else "none"
 
@@ -79,6 +90,9 @@ class Durability:
 
     async def begin(self, model: LiveModel) -> None:
         """Start the journal of a new model, before its creation is queued."""
+        await self._begin(model, Base(snapshot=None, first_index=0))
+
+    async def _begin(self, model: LiveModel, base: Base | None) -> None:
         if not self._applies_to(model.spec):
             return
         name, folder = str(model.model_id), self._folder(str(model.model_id))
@@ -96,14 +110,16 @@ class Durability:
             await asyncio.to_thread(folder.write_manifest, manifest)
         except OSError as error:
             run.degrade(error)
+        if self._shared is not None:
+            run.ship(await self._shared.start(manifest, base, self._listeners(model)))
 
     async def begin_from(
         self, model: LiveModel, state: SuspendedManifest, store: CheckpointStore
     ) -> None:
         """Start the journal of a model that resumes from a suspended state: copy it."""
-        await self.begin(model)
+        await self._begin(model, None)
         run = self.of(str(model.model_id))
-        if run is None or run.degraded is not None:
+        if run is None or run.failure is not None:
             return
         try:
             for file in state.files:
@@ -113,6 +129,8 @@ class Durability:
             await self.store.commit_suspended(state)
         except WireError as error:
             run.degrade(error)
+            return
+        await run.copy_snapshot(state)
 
     async def find(self, run_id: str, generation: str) -> Kept | None:
         """Return what is kept of a run that a head of this generation had; None if nothing is.
@@ -125,11 +143,17 @@ class Durability:
             return None
         folder = self._folder(run_id)
         manifest = await asyncio.to_thread(folder.manifest)
+        place: Place | None = None
         if manifest is None or generation not in manifest.generations:
-            return None
+            if self._shared is None:
+                return None
+            place = await self._shared.fetch(run_id, generation, folder, self.store)
+            manifest = await asyncio.to_thread(folder.manifest)
+            if place is None or manifest is None:
+                return None
         records = await asyncio.to_thread(folder.read)
         snapshot = await self.store.find_suspended(run_id)
-        return Kept(manifest, snapshot, records, max(folder.numbers(), default=0))
+        return Kept(manifest, snapshot, records, max(folder.numbers(), default=0), place)
 
     async def take_over(self, model: LiveModel, kept: Kept) -> None:
         """Continue a kept journal in this head, before the model's requests run.
@@ -139,6 +163,8 @@ class Durability:
         """
         own = self._backend.config.generation
         generations = [each for each in kept.manifest.generations if each != own]
+        if self._shared is not None and kept.place is None:
+            generations = await self._shared.generations(kept.manifest.run_id, generations)
         manifest = kept.manifest.model_copy(update={"generations": [*generations, own]})
         folder = self._folder(str(model.model_id))
         try:
@@ -149,11 +175,24 @@ class Durability:
                 f" ({error}); free or repair the disk, then send the request again"
             ) from None
         run = self._attach(model, manifest, folder)
-        last = kept.records[-1].index if kept.records else -1
-        run.continue_after(kept.last_segment, last)
+        local, listeners = LocalState(kept.snapshot, kept.records), self._listeners(model)
+        next_index = local.next_index
+        if self._shared is not None and kept.place is not None:
+            next_index = kept.place.next_index
+            run.ship(self._shared.resume(manifest, kept.place, listeners))
+        elif self._shared is not None:
+            shipping, next_index = await self._shared.catch_up(manifest, local, listeners)
+            run.ship(shipping)
+        run.continue_after(kept.last_segment, next_index - 1)
 
     async def remove(self, run_id: str) -> None:
         """Delete the journal of a model that was deleted, or is stored elsewhere. Idempotent."""
+        await self.drop(run_id)
+        if self._shared is not None:
+            await self._shared.remove(run_id)
+
+    async def drop(self, run_id: str) -> None:
+        """Delete the local journal of a model that another head continues. Idempotent."""
         if (run := self._runs.pop(run_id, None)) is not None:
             await run.closed()
         if self._root is not None:
@@ -166,7 +205,8 @@ class Durability:
     def _attach(
         self, model: LiveModel, manifest: JournalManifest, folder: JournalFolder
     ) -> DurableRun:
-        snapshots = Snapshots(self._suspension, model, self.store)
+        copies = self._shared.snapshots if self._shared is not None else None
+        snapshots = Snapshots(self._suspension, model, self.store, copies)
         if (earlier := self._runs.get(str(model.model_id))) is not None:
             earlier.close()
         run = DurableRun(
@@ -175,6 +215,10 @@ class Durability:
         self._runs[str(model.model_id)] = run
         model.queue.log = run
         return run
+
+    def _listeners(self, model: LiveModel) -> Listeners:
+        name = str(model.model_id)
+        return Listeners(model.queue.wake, lambda: self.on_taken_over(name))
 
     def _folder(self, run_id: str) -> JournalFolder:
         assert self._root is not None  # noqa: S101 - only called if there is one

@@ -6,6 +6,9 @@ repeats the requests after it, which gives the same state and the same results.
 
 If the disk fails, training continues in memory and the run is degraded: it is then no safer than
 without a journal, and says so. A snapshot ends that, as soon as one can be written.
+
+Journal and snapshots may also be copied to the object store (`journal.shipping`). If the store
+fails, the run is degraded too, but still survives the end of the process.
 """
 
 import asyncio
@@ -17,7 +20,9 @@ from contextlib import suppress
 import structlog
 
 from tinkercloud_protocol.autosave import AutosaveConfig
+from tinkercloud_protocol.checkpoints import SuspendedManifest
 from tinkercloud_protocol.durability import DurabilityConfig
+from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.journals import JournalManifest
 from tinkercloud_worker import metrics
 from tinkercloud_worker.head.failures import error_message, to_result
@@ -26,10 +31,14 @@ from tinkercloud_worker.head.queue import QueuedRequest
 from tinkercloud_worker.head.save_schedule import Backoff, SavePoint, SaveSchedule
 from tinkercloud_worker.head.snapshots import Snapshot, Snapshots
 from tinkercloud_worker.journal.folder import JournalFolder
-from tinkercloud_worker.journal.records import Entry
+from tinkercloud_worker.journal.records import Entry, Record
+from tinkercloud_worker.journal.shipping import Shipping
 from tinkercloud_worker.journal.writer import JournalWriter
 
 log = structlog.get_logger(__name__)
+
+_PATIENCE_SECONDS = 20.0
+"""How long `change_kept` waits for a snapshot: less than the API server waits for a response."""
 
 
 class DurableRun:
@@ -80,10 +89,37 @@ class DurableRun:
         self._read: list[str] = []
         self._key: tuple[int, str] | None = None
         self._saving: asyncio.Task[None] | None = None
+        self._attempted = asyncio.Event()
+        """Set after each attempt to write a snapshot."""
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
-        self.degraded: str | None = None
+        self.failure: str | None = None
         """Why the run would not survive the end of this process; None if it would."""
+        self._shipping: Shipping | None = None
+        self._waits_for_store = False
+
+    @property
+    def degraded(self) -> str | None:
+        """Why the run is less safe than its level promises; None if it isn't."""
+        return self.failure or (self._shipping.failure if self._shipping is not None else None)
+
+    def ship(self, shipping: Shipping) -> None:
+        """Copy the journal to the object store from now on."""
+        self._shipping = shipping
+        self._waits_for_store = self._config.wait_for_store
+        if self._writer.last_index >= 0:
+            # They are in the local journal only.
+            shipping.require_snapshot("requests arrived before the checkpoint store was ready")
+
+    async def copy_snapshot(self, state: SuspendedManifest) -> None:
+        """Copy a state that the local disk has to the object store, before any request runs."""
+        if self._shipping is None:
+            return
+        self._shipping.begin_snapshot(0)
+        try:
+            await self._snapshots.copy(state, 0, self._shipping)
+        except WireError as error:
+            self._shipping.require_snapshot(error.message)
 
     def continue_after(self, number: int, index: int) -> None:
         """Continue a journal whose last segment and record have these numbers."""
@@ -121,7 +157,9 @@ class DurableRun:
         self._read.clear()
         if queued.operation.role == "load":
             self._loads.add(queued.seq_id)
-        self._index_of[queued.seq_id] = self._writer.append(entry, source.body)
+        index = self._index_of[queued.seq_id] = self._writer.append(entry, source.body)
+        if self._shipping is not None:
+            self._shipping.append(Record(index, entry, source.body))
         metrics.JOURNAL_BYTES.inc(len(source.body))
 
     def record_key(self, seq_id: int, key: str) -> None:
@@ -136,14 +174,28 @@ class DurableRun:
         """See `RequestLog.note_change`."""
         self._is_wanted = True
 
+    async def change_kept(self) -> None:
+        """See `RequestLog.change_kept`: it returns after the attempt to write a snapshot."""
+        if self._is_closed or self._model.operations.refused is not None:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                while self._is_wanted or self._saving is not None:
+                    self._attempted.clear()
+                    await self._attempted.wait()
+                    if self._schedule.failure is not None:
+                        return
+
     async def accepted(self) -> None:
         """See `RequestLog.accepted`."""
         await self._writer.written()
+        if self._shipping is not None and self._waits_for_store:
+            await self._shipping.shipped()
 
     async def settled(self) -> None:
         """See `RequestLog.settled`; it also returns if the journal has failed."""
         settled = asyncio.Event()
-        self._writer.when_durable(self._writer.last_index, settled.set)
+        self._when_durable(self._writer.last_index, settled.set)
         await settled.wait()
 
     def release(self, seq_id: int, finish: Callable[[], None]) -> None:
@@ -152,7 +204,13 @@ class DurableRun:
         if seq_id in self._loads:
             self._loads.discard(seq_id)
             self._is_wanted = True
-        self._writer.when_durable(self._needed, finish)
+        self._when_durable(self._needed, finish)
+
+    def _when_durable(self, index: int, act: Callable[[], None]) -> None:
+        if self._shipping is not None and self._waits_for_store:
+            shipping, written = self._shipping, act
+            act = lambda: shipping.when_shipped(index, written)  # noqa: E731 - a continuation
+        self._writer.when_durable(index, act)
 
     async def at_boundary(self) -> None:
         """See `RequestLog.at_boundary`: take a snapshot if one is due."""
@@ -179,7 +237,7 @@ class DurableRun:
         return self._bytes_before + self._writer.size_bytes
 
     def _check_size(self) -> None:
-        if self.degraded is None and self._num_bytes >= 2 * self._config.max_journal_bytes:
+        if self.failure is None and self._num_bytes >= 2 * self._config.max_journal_bytes:
             self._degrade(
                 f"the journal has {self._num_bytes} bytes (durability.max_journal_bytes is"
                 f" {self._config.max_journal_bytes}), and no snapshot could be written"
@@ -191,11 +249,15 @@ class DurableRun:
         operations, queue = self._model.operations, self._model.queue
         if operations.refused is not None or self._saving is not None or self._is_closed:
             return None
+        if queue.sequencer.next_seq_id == 0:
+            # The model is still being created or restored.
+            return None
         is_large = self._num_bytes >= self._config.max_journal_bytes
         if queue.background and not is_large:
             # An upload that runs can't be part of a snapshot.
             return None
-        if self.degraded or self._is_wanted or is_large:
+        lacks_copy = self._shipping is not None and self._shipping.needs_snapshot
+        if self.failure or self._is_wanted or is_large or lacks_copy:
             return self._retry.retry_at
         due = self._schedule.due_at()
         return max(due, self._retry.retry_at) if due is not None else None
@@ -221,40 +283,50 @@ class DurableRun:
             self._bytes_before = self._num_bytes
             self._number = self._writer.rotate()
         self._is_wanted = False
-        self._saving = asyncio.create_task(self._save(snapshot, self._number, point))
+        first_index = self._writer.last_index + 1
+        if self._shipping is not None:
+            self._shipping.begin_snapshot(first_index)
+        self._saving = asyncio.create_task(self._save(snapshot, first_index, point))
 
-    async def _save(self, snapshot: Snapshot, number: int, point: SavePoint) -> None:
-        began = time.monotonic()
+    async def _save(self, snapshot: Snapshot, first_index: int, point: SavePoint) -> None:
+        began, number = time.monotonic(), self._number
         try:
-            await self._snapshots.write(snapshot)
-            if self.degraded is not None and not self._writer.has_failed:
+            manifest = await self._snapshots.write(snapshot)
+            if self.failure is not None and not self._writer.has_failed:
                 await self._in_thread(lambda: self._folder.write_manifest(self._manifest))
                 if self._writer.has_failed:
                     # It failed meanwhile: what it lacks is in memory only.
                     await self._in_thread(self._withdraw)
             await self._in_thread(lambda: self._folder.remove_before(number))
+            self._bytes_before = 0
+            self._end_failure()
+            if self._shipping is not None:
+                await self._snapshots.copy(manifest, first_index, self._shipping)
         except Exception as error:  # noqa: BLE001 - any failure leaves the run training
             self._is_wanted = True
-            if self.degraded is not None:
+            if self.failure is not None:
                 self._writer.close()
             self._snapshot_failed(error)
         else:
-            self._bytes_before = 0
             self._schedule.saved(point)
             self._retry.succeeded()
             metrics.SNAPSHOTS.inc()
             metrics.SNAPSHOT_SECONDS.observe(time.monotonic() - began)
-            if self.degraded is not None and not self._writer.has_failed:
-                log.info("a run is durable again", model_id=self._name)
-                self.degraded = None
         finally:
             self._saving = None
+            self._attempted.set()
             self._model.queue.wake()
+
+    def _end_failure(self) -> None:
+        if self.failure is not None and not self._writer.has_failed:
+            log.info("a run is durable again", model_id=self._name)
+            self.failure = None
 
     def _snapshot_failed(self, error: Exception) -> None:
         reason = error_message(to_result(error))
         self._schedule.failed(time.monotonic(), reason)
         self._retry.failed(time.monotonic())
+        self._attempted.set()
         metrics.SNAPSHOT_FAILURES.inc()
         log.warning(
             "a snapshot failed; training continues, and it is tried again",
@@ -272,7 +344,7 @@ class DurableRun:
     def _degrade(self, reason: str) -> None:
         if self._is_closed:
             return
-        is_new, self.degraded = self.degraded is None, reason
+        is_new, self.failure = self.failure is None, reason
         self._writer.close()
         self._retry.failed(time.monotonic())
         if is_new:
@@ -301,13 +373,19 @@ class DurableRun:
         saving = self._saving
         self._is_closed = True
         if saving is not None:
+            if self._shipping is not None:
+                self._shipping.close()
             await asyncio.wait({saving})
+        if self._shipping is not None:
+            await self._shipping.closed()
         self.close()
 
     def close(self) -> None:
         """Write nothing from now on. Idempotent."""
         self._is_closed = True
         self._writer.close()
+        if self._shipping is not None:
+            self._shipping.close()
         if self._timer is not None:
             self._timer.cancel()
         if self._saving is not None:

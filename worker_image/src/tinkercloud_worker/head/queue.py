@@ -255,6 +255,9 @@ class ModelQueue:
             self._arrived.set()
         self._failure, self._gradient_is_dirty = None, True
         self.log.note_change()
+        self.wake()
+        # Otherwise the next head would repeat the requests that have just failed.
+        await self.log.change_kept()
         return self.sequencer.next_seq_id
 
     @property

@@ -1,7 +1,7 @@
 """Continues a model in this head: from the state of a head that stopped, or that was killed."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,7 +17,6 @@ from tinkercloud_worker.head.live_model import LiveModel, new_model
 from tinkercloud_worker.head.queue import Operation, QueueSnapshot
 from tinkercloud_worker.head.repeating import mark_read, published_sessions, repeated
 from tinkercloud_worker.head.suspension import StoredState, Suspension
-from tinkercloud_worker.journal.records import Record
 
 log = structlog.get_logger(__name__)
 
@@ -56,7 +55,7 @@ class Recovery:
                 f"the last head of training run {model_id} did not suspend it, and left no journal"
             )
         model, unfinished = await self._continue(model_id, spec, kept, accept)
-        self._await_samplers(model, kept.records)
+        self._await_samplers(model)
         own = self.suspension.backend.config.generation
         model.lineage = [each for each in kept.manifest.generations if each != own]
         log.info(
@@ -64,10 +63,10 @@ class Recovery:
         )
         return model, unfinished
 
-    def _await_samplers(self, model: LiveModel, records: Sequence[Record]) -> None:
-        """Make samples of the sessions that a journal publishes wait until it was repeated."""
+    def _await_samplers(self, model: LiveModel) -> None:
+        """Make samples of sessions that are published again wait until that has happened."""
         repeating = asyncio.create_task(model.queue.run_after_accepted(_do_nothing))
-        sessions = published_sessions(model.model_id, records)
+        sessions = published_sessions(model.model_id, model.queue.snapshot().waiting)
         for session_id in sessions:
             self.suspension.samplers.record_owner(session_id, model.spec.owner)
             self._awaited[str(session_id)] = repeating

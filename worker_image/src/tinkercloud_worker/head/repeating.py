@@ -67,12 +67,14 @@ def mark_read(results: Results, records: Sequence[Record]) -> None:
             results.mark_read(request_id)
 
 
-def published_sessions(model_id: ModelId, records: Sequence[Record]) -> list[SamplingSessionId]:
-    """Return the sampling sessions of unnamed weights that the requests of a journal publish."""
+def published_sessions(
+    model_id: ModelId, waiting: Sequence[QueuedRequest]
+) -> list[SamplingSessionId]:
+    """Return the sampling sessions of unnamed weights that waiting requests publish."""
     sessions = []
-    for record in records:
-        if record.entry.path == routes.SAVE_WEIGHTS_FOR_SAMPLER:
-            request = orjson.loads(record.body)
+    for source in (each.operation.source for each in waiting):
+        if source is not None and source.path == routes.SAVE_WEIGHTS_FOR_SAMPLER:
+            request = orjson.loads(source.body)
             index = request.get("sampling_session_seq_id")
             if request.get("path") is None and index is not None:
                 sessions.append(SamplingSessionId(model_id.session_id, index))

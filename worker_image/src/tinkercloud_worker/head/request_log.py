@@ -22,6 +22,9 @@ class RequestLog(Protocol):
     def note_change(self) -> None:
         """Record that the order or the gradient has changed, other than by a request."""
 
+    async def change_kept(self) -> None:
+        """Return once the changes so far (`note_change`) would survive, or can't be kept now."""
+
     async def accepted(self) -> None:
         """Return once the requests so far would survive the end of this process."""
 
@@ -49,6 +52,9 @@ class NoLog:
 
     def note_change(self) -> None:
         """See `RequestLog.note_change`."""
+
+    async def change_kept(self) -> None:
+        """See `RequestLog.change_kept`."""
 
     async def accepted(self) -> None:
         """See `RequestLog.accepted`."""

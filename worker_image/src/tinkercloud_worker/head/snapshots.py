@@ -7,7 +7,7 @@ while the model trains on.
 import asyncio
 from dataclasses import dataclass
 
-from tinkercloud_protocol.checkpoints import BODIES, GRADIENT, HEAD_STATE
+from tinkercloud_protocol.checkpoints import BODIES, GRADIENT, HEAD_STATE, SuspendedManifest
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.checkpoints.suspended import Bodies, HeadState
@@ -15,6 +15,7 @@ from tinkercloud_worker.engine.trainer import Gradient, GradientLost, TrainingSt
 from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.samplers import Published
 from tinkercloud_worker.head.suspension import Suspension
+from tinkercloud_worker.journal.shipping import Shipping
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +36,8 @@ class Snapshots:
     suspension: Suspension
     model: LiveModel
     store: CheckpointStore
+    copies: CheckpointStore | None = None
+    """Where `copy` writes."""
 
     async def take(self) -> Snapshot:
         """Copy the model. No request of it may run meanwhile."""
@@ -52,8 +55,8 @@ class Snapshots:
         head = head.model_copy(update={"gradient_lost": lost})
         return Snapshot(state, gradient, head, bodies, published)
 
-    async def write(self, snapshot: Snapshot) -> None:
-        """Write a snapshot, which replaces the previous one.
+    async def write(self, snapshot: Snapshot) -> SuspendedManifest:
+        """Write a snapshot, which replaces the previous one; return its manifest.
 
         Raises:
             StoreFailed: it could not be written; the previous one remains.
@@ -72,4 +75,18 @@ class Snapshots:
         head = snapshot.head.model_copy(update={"samplers": samplers})
         await writer.put(HEAD_STATE, head.model_dump_json().encode())
         await writer.put(BODIES, await asyncio.to_thread(snapshot.bodies.encode))
-        await writer.commit()
+        return await writer.commit()
+
+    async def copy(self, manifest: SuspendedManifest, first_index: int, shipping: Shipping) -> None:
+        """Copy the snapshot that was written last to the shared journal.
+
+        Args:
+            manifest: the snapshot.
+            first_index: index of the first record that it does not have.
+            shipping: the shared journal.
+
+        Raises:
+            StoreFailed: it could not be copied.
+        """
+        assert self.copies is not None  # noqa: S101 - there is one if there is a shared journal
+        await shipping.replace(manifest, first_index, self.store, self.copies)

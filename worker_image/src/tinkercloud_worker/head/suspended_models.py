@@ -90,6 +90,8 @@ class SuspendedModels:
         """Sampling session to its model, which is suspended, being suspended, or moved."""
         self._moved: dict[str, float | None] = {}
         """Moved models, the earliest first; with the time of the move if it was unknown here."""
+        self._taken: set[asyncio.Task[None]] = set()
+        durability.on_taken_over = self._taken_over
 
     def get(self, name: str) -> SuspendedModel | None:
         """Return a suspended model."""
@@ -217,6 +219,20 @@ class SuspendedModels:
         log.info("another head continues a model", model_id=name)
         return True
 
+    def _taken_over(self, name: str) -> None:
+        """Free a model that another head has taken over, without a word to this one."""
+        if (model := self._models.pop(name, None)) is None:
+            return
+        sessions = self._route_sessions(model)
+        self._record_moved(name, None)
+        task = asyncio.create_task(self._drop(name, model, sessions))
+        self._taken.add(task)
+        task.add_done_callback(self._taken.discard)
+
+    async def _drop(self, name: str, model: LiveModel, sessions: set[str]) -> None:
+        await self._durability.drop(name)
+        await self._free(model, sessions, [])
+
     def _record_moved(self, name: str, moment: float | None) -> None:
         self._moved[name] = moment
         while len(self._moved) > _REMEMBERED:
@@ -303,7 +319,9 @@ class SuspendedModels:
     async def forget(self, name: str) -> None:
         """Forget a deleted model. After this returns, nothing of it is written."""
         if (task := self._suspending.get(name)) is not None:
-            task.cancel()
+            if name in self._models:
+                task.cancel()
+            # Otherwise it is written, and its memory is being freed.
             await asyncio.wait({task})
         self._moved.pop(name, None)
         self.mark_resumed(name)

@@ -3,6 +3,7 @@
 import os
 import shutil
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from tinkercloud_protocol import journals
@@ -80,6 +81,16 @@ class JournalFolder:
         segment = Segment(self._path(number))
         _synchronize(self._folder)
         return segment
+
+    def restore(self, manifest: JournalManifest, found: Sequence[Record]) -> None:
+        """Write a whole journal, of which nothing is here."""
+        segment = self.create(1)
+        try:
+            segment.write(b"".join(map(records.encode, found)))
+            segment.synchronize()
+        finally:
+            segment.close()
+        self.write_manifest(manifest)
 
     def numbers(self) -> list[int]:
         """Return the numbers of the segments, in order."""

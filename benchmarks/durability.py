@@ -1,0 +1,134 @@
+"""What durability costs: `python -m benchmarks durability`. Figures for docs/understand/durability.md.
+
+Heads run in this process, without HTTP, so that the ratios contain the head's own work only.
+"""
+
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import PreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+
+from benchmarks.measuring import Measurement
+from tinkercloud_protocol.durability import DurabilityConfig, DurabilityLevel
+from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_testing.bare_heads import Head, a_head
+from tinkercloud_testing.models import VOCAB_SIZE, tiny_llama
+from tinkercloud_worker.model.base_model import TorchBaseModel
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+
+LEVELS: tuple[DurabilityLevel, ...] = ("none", "local", "remote")
+SEQUENCES, LENGTH = 4, 64
+WANTED_PAUSE_MS = 5
+
+
+async def step(head: Head, number: int) -> None:
+    """Run a step as a client does that sends both requests and then waits for both results."""
+    tokens = np.random.default_rng(number).integers(3, VOCAB_SIZE, (SEQUENCES, LENGTH + 1))
+    head.add_all(2 * number - 1, tokens.tolist())
+    await head.confirmed()
+    head.apply(2 * number)
+    await head.confirmed()
+    await head.answer(2 * number - 1)
+    await head.answer(2 * number)
+
+
+async def paired_steps(heads: list[Head], rounds: int) -> list[list[float]]:
+    """Return the seconds of steps of each head; they take turns."""
+    for head in heads:
+        await head.begin()
+        await step(head, 1)
+    seconds: list[list[float]] = [[] for _ in heads]
+    for number in range(2, rounds + 2):
+        for taken, head in zip(seconds, heads, strict=True):
+            began = time.perf_counter()
+            await step(head, number)
+            taken.append(time.perf_counter() - began)
+    return seconds
+
+
+async def costs(
+    name: str, make: Callable[[], PreTrainedModel], folder: Path, rounds: int
+) -> list[Measurement]:
+    """Compare steps with journals to steps without one."""
+    with ExitStack() as stack:
+        heads = [
+            stack.enter_context(
+                a_head(
+                    (folder / "store").as_uri(),
+                    folder / level,
+                    level,
+                    journals=folder / level / "journals" if level != "none" else None,
+                    durability=DurabilityConfig(level=level, snapshot_steps=10**6),
+                    make=make,
+                )
+            )
+            for level in LEVELS
+        ]
+        bare, *others = await paired_steps(heads, rounds)
+    base = statistics.median(bare)
+    found = []
+    for level, seconds in zip(LEVELS[1:], others, strict=True):
+        extra = statistics.median(np.subtract(seconds, bare).tolist())
+        note = f"{1e3 * extra:.2f} ms of {1e3 * base:.1f} ms, median of {rounds} pairs"
+        wanted = "<= 1.02" if level == "local" else "<= 10"
+        what = f"step with `{level}` / without, {name}"
+        found.append(Measurement("D1", what, 1 + extra / base, "x", wanted, note=note))
+    return found
+
+
+async def repeating(folder: Path, steps: int) -> Measurement:
+    """Compare the speed at which a journal is repeated with that of the loop."""
+    root, journals = (folder / "store").as_uri(), folder / "journals"
+    config = DurabilityConfig(snapshot_steps=10**6)
+    with a_head(root, folder, "g1", journals=journals, durability=config) as head:
+        await head.begin()
+        began = time.perf_counter()
+        for number in range(1, steps + 1):
+            await step(head, number)
+        trained = time.perf_counter() - began
+    with a_head(root, folder, "g2", journals=journals, durability=config) as head:
+        began = time.perf_counter()
+        await head.resume("g1")
+        await head.answer(2 * steps)
+        repeated = time.perf_counter() - began
+    note = f"{steps} steps of the tiny model, without loading the base"
+    return Measurement("D2", "repeating / training", trained / repeated, "x", ">= 1", note=note)
+
+
+def pauses(folder: str, rounds: int) -> Iterator[Measurement]:
+    """Measure the copy that a snapshot makes on the engine's thread."""
+    trainer = TorchTrainer(TorchBaseModel.load(folder, torch.float32), max_batch_tokens=2048)
+    trainer.add_model("m", LoraConfig(rank=32, seed=1))
+    seconds = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        state = trainer.export_state("m")
+        seconds.append(time.perf_counter() - began)
+        del state
+    wanted = f"<= {WANTED_PAUSE_MS}"
+    what = "pause for a snapshot, rank 32, SmolLM2"
+    note = f"smallest {1e3 * min(seconds):.1f} ms, {rounds} copies"
+    yield Measurement("D3", what, 1e3 * statistics.median(seconds), "ms", wanted, note=note)
+
+
+def measure(folder: str) -> Iterator[Measurement]:
+    """Yield all measurements."""
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        yield from asyncio.run(costs("tiny model", tiny_llama, place / "tiny", 40))
+        yield asyncio.run(repeating(place / "repeated", 40))
+        load = partial(AutoModelForCausalLM.from_pretrained, folder)
+        yield from asyncio.run(costs("SmolLM2", load, place / "large", 10))
+    yield from pauses(folder, 10)

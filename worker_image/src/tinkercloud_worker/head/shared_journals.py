@@ -1,0 +1,201 @@
+"""The copies of a head's journals in the object store, which heads on other machines continue."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+from obstore.store import ObjectStore
+
+from tinkercloud_protocol.checkpoints import SuspendedManifest
+from tinkercloud_protocol.durability import DurabilityConfig
+from tinkercloud_protocol.errors import Unavailable, WireError
+from tinkercloud_protocol.journals import JournalManifest
+from tinkercloud_protocol.object_store import open_store
+from tinkercloud_protocol.shared_journals import FOLDER, Base
+from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
+from tinkercloud_worker.journal.folder import JournalFolder
+from tinkercloud_worker.journal.records import Record
+from tinkercloud_worker.journal.shared_log import Fenced, Place, SharedLog, SharedState
+from tinkercloud_worker.journal.shipping import Listeners, Shipping
+
+log = structlog.get_logger(__name__)
+
+Begin = Callable[[], Awaitable[Place]]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalState:
+    """What the local journal of a run has."""
+
+    snapshot: SuspendedManifest | None
+    records: Sequence[Record]
+
+    @property
+    def next_index(self) -> int:
+        """Index of the record after the last one; 0 if there is none."""
+        return self.records[-1].index + 1 if self.records else 0
+
+    def follows(self, shared: SharedState, next_index: int) -> bool:
+        """Return whether the copy lacks nothing but records that are here."""
+        prefixes = [s.data_prefix if s else None for s in (self.snapshot, shared.base.snapshot)]
+        is_complete = not self.records or self.records[0].index <= next_index
+        return prefixes[0] == prefixes[1] and is_complete
+
+
+class SharedJournals:
+    """All copies of one head's journals."""
+
+    def __init__(self, checkpoint_root: str, generation: str, config: DurabilityConfig) -> None:
+        self._store: ObjectStore = open_store(f"{checkpoint_root.rstrip('/')}/{FOLDER}")
+        self._generation = generation
+        self._config = config
+        self.snapshots = CheckpointStore(self._store)
+        """Where the files of the snapshots are copied to."""
+
+    async def start(
+        self, manifest: JournalManifest, base: Base | None, listeners: Listeners
+    ) -> Shipping:
+        """Start the copy of a new journal.
+
+        Args:
+            manifest: of the journal.
+            base: what its records follow; None if that is still to be copied.
+            listeners: what to call.
+        """
+        shared = self._log(manifest.run_id)
+
+        async def begin() -> Place:
+            # What another head left when it had suspended the run, or what a name collides with.
+            await shared.delete()
+            return await shared.take_over(manifest, base)
+
+        shipping = self._ship(shared, manifest, begin, listeners, await _unless_away(begin))
+        if base is None:
+            shipping.require_snapshot("the checkpoint store does not have the state of the run yet")
+        return shipping
+
+    def resume(self, manifest: JournalManifest, place: Place, listeners: Listeners) -> Shipping:
+        """Continue a journal that `fetch` has taken over."""
+        shared = self._log(manifest.run_id)
+        begin = partial(shared.take_over, manifest, None)
+        return self._ship(shared, manifest, begin, listeners, place)
+
+    async def catch_up(
+        self, manifest: JournalManifest, local: LocalState, listeners: Listeners
+    ) -> tuple[Shipping, int]:
+        """Continue the copy of a local journal; return it and the index of the next record.
+
+        Raises:
+            Unavailable: another head has taken over the run.
+        """
+        shared = self._log(manifest.run_id)
+        begin = partial(shared.take_over, manifest, None)
+        state: SharedState | None = None
+        try:
+            place = await _unless_away(begin)
+        except Fenced:
+            raise _taken(manifest.run_id) from None
+        try:
+            state = await shared.read() if place is not None else None
+        except WireError as error:
+            log.warning("a copied journal is useless", run_id=manifest.run_id, reason=error.message)
+        shipping = self._ship(shared, manifest, begin, listeners, place)
+        next_index = max(local.next_index, place.next_index if place is not None else 0)
+        if state is None or place is None or not local.follows(state, place.next_index):
+            shipping.require_snapshot("the checkpoint store lacks requests of the run's last head")
+        else:
+            for record in local.records:
+                if record.index >= place.next_index:
+                    shipping.append(record)
+        return shipping, next_index
+
+    async def generations(self, run_id: str, known: list[str]) -> list[str]:
+        """Return the generations of a journal's copy, if it continues the local one, and these."""
+        try:
+            last = await self._log(run_id).last()
+        except WireError:
+            return known
+        copied = last[1].manifest.generations if last is not None else []
+        return [*[each for each in copied if each not in known], *known] if copied else known
+
+    async def fetch(
+        self, run_id: str, generation: str, folder: JournalFolder, target: CheckpointStore
+    ) -> Place | None:
+        """Take over the copy of a journal, and write it to the local disk; None if there is none.
+
+        Args:
+            run_id: the run.
+            generation: of the head that had it last.
+            folder: the run's local folder, which has no journal.
+            target: where local snapshots are.
+
+        Raises:
+            DamagedJournal: the copy is damaged.
+            Unavailable: the store, or the local disk, fails.
+        """
+        shared = self._log(run_id)
+        last = await shared.last()
+        if last is None or not last[1].continues(generation):
+            return None
+        generations = [g for g in last[1].manifest.generations if g != self._generation]
+        manifest = last[1].manifest.model_copy(
+            update={"generations": [*generations, self._generation]}
+        )
+        try:
+            place = await shared.take_over(manifest, None)
+        except Fenced:
+            raise _taken(run_id) from None
+        state = await shared.read()
+        if state is None:
+            return None
+        try:
+            await asyncio.to_thread(folder.delete)
+            if (snapshot := state.base.snapshot) is not None:
+                for name in snapshot.files:
+                    content = bytes(await self.snapshots.read_file(snapshot, name))
+                    await target.put_suspended(snapshot, name, content)
+                await target.commit_suspended(snapshot)
+            await asyncio.to_thread(folder.restore, manifest, state.records)
+        except OSError as error:
+            raise Unavailable(
+                f"training run {run_id} can't be continued: its journal can't be written ({error});"
+                " free or repair the disk, then send the request again"
+            ) from None
+        return place
+
+    async def remove(self, run_id: str) -> None:
+        """Delete the copy of a journal. Idempotent."""
+        try:
+            await self._log(run_id).delete()
+        except WireError as error:
+            log.warning("failed to delete a copied journal", run_id=run_id, reason=error.message)
+
+    def _log(self, run_id: str) -> SharedLog:
+        return SharedLog(self._store, run_id, self._config.store_timeout_seconds)
+
+    def _ship(
+        self,
+        shared: SharedLog,
+        manifest: JournalManifest,
+        begin: Begin,
+        listeners: Listeners,
+        place: Place | None,
+    ) -> Shipping:
+        return Shipping(
+            shared, manifest, self._config, begin=begin, listeners=listeners, place=place
+        )
+
+
+async def _unless_away(begin: Begin) -> Place | None:
+    """Return the result; None if the store does not respond."""
+    try:
+        return await begin()
+    except StoreFailed as error:
+        log.warning("a journal can't be copied yet", reason=error.message)
+        return None
+
+
+def _taken(run_id: str) -> Unavailable:
+    return Unavailable(f"another session head continues training run {run_id}; send it again")

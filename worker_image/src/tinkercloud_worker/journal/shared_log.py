@@ -1,0 +1,210 @@
+"""Reads and writes a run's journal in the object store; `protocol.shared_journals` has its format.
+
+A head owns the journal from its first object on until another head creates one. Objects that a
+newer base replaces are deleted, the oldest first, so those that exist are always numbered without
+gaps.
+"""
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import obstore
+from obstore.exceptions import AlreadyExistsError
+from obstore.store import ObjectStore
+
+from tinkercloud_protocol import shared_journals
+from tinkercloud_protocol.journals import JournalManifest
+from tinkercloud_protocol.paths import run_prefix, suspended_prefix
+from tinkercloud_protocol.shared_journals import Base, Header
+from tinkercloud_worker.checkpoints import durable
+from tinkercloud_worker.checkpoints.store import StoreFailed, store_errors
+from tinkercloud_worker.journal import records
+from tinkercloud_worker.journal.records import DamagedJournal, Record
+
+_SLOW_BYTES_PER_SECOND = 4e6
+"""Speed of a store that is slow and still of use: large objects get more time."""
+
+
+class Fenced(Exception):
+    """Another head has taken over the journal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The end of a journal that its writer knows."""
+
+    number: int
+    """Number of the next object."""
+    next_index: int
+    """Index of the next record."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """The state of a run in the object store."""
+
+    header: Header
+    """Of the last object."""
+    base: Base
+    records: list[Record]
+    """All records since the base, and possibly some before it."""
+
+
+class SharedLog:
+    """The objects of one run's journal."""
+
+    def __init__(self, store: ObjectStore, run_id: str, timeout_seconds: float) -> None:
+        """Create it.
+
+        Args:
+            store: the folder `shared_journals.FOLDER` of the checkpoint store.
+            run_id: the run.
+            timeout_seconds: time for one operation on an object.
+        """
+        self._store = store
+        self.run_id = run_id
+        self._timeout = timeout_seconds
+
+    async def numbers(self) -> list[int]:
+        """Return the numbers of all objects, in order."""
+        return shared_journals.numbers(
+            await self._keys(shared_journals.objects_folder(self.run_id))
+        )
+
+    async def last(self) -> tuple[int, Header] | None:
+        """Return the number and the header of the last object; None if there is none."""
+        numbers = await self.numbers()
+        if not numbers:
+            return None
+        return numbers[-1], (await self._read(numbers[-1]))[0]
+
+    async def append(self, number: int, content: bytes) -> None:
+        """Create the object of a number. May be repeated with the same content.
+
+        Raises:
+            Fenced: another head has created it.
+            StoreFailed: it may or may not exist now.
+        """
+        key = shared_journals.object_key(self.run_id, number)
+        try:
+            async with asyncio.timeout(self._timeout + len(content) / _SLOW_BYTES_PER_SECOND):
+                with store_errors():
+                    await durable.put_atomically(self._store, key, content, "create")
+        except AlreadyExistsError:
+            if await self._content(number) != content:
+                raise Fenced from None
+        except TimeoutError:
+            raise self._slow() from None
+
+    async def take_over(self, manifest: JournalManifest, base: Base | None) -> Place:
+        """Append an object without records, so that all earlier heads stop writing.
+
+        Args:
+            manifest: of the journal; its last generation is this head's.
+            base: what the records of this head follow; None to continue the journal as it is. Then
+                nothing is appended if there is no journal.
+
+        Raises:
+            Fenced: a head that the manifest does not name has taken over already.
+        """
+        last = await self.last()
+        if last is None and base is None:
+            return Place(1, 0)
+        while True:
+            number, header = last if last is not None else (0, None)
+            if header is not None and header.manifest.generations[-1] not in manifest.generations:
+                raise Fenced
+            index = base.first_index if base is not None else header.next_index if header else 0
+            new = Header(manifest=manifest, start_index=index, next_index=index, base=base)
+            try:
+                await self.append(number + 1, shared_journals.encode(new, b""))
+            except Fenced:
+                # The earlier head wrote meanwhile.
+                last = number + 1, (await self._read(number + 1))[0]
+            else:
+                return Place(number + 2, index)
+
+    async def read(self) -> SharedState | None:
+        """Return the state of the run; None if there is no journal.
+
+        Raises:
+            DamagedJournal: an object is damaged or missing.
+        """
+        numbers = await self.numbers()
+        base: Base | None = None
+        header: Header | None = None
+        found: list[tuple[str, list[Record]]] = []
+        for number in reversed(numbers):
+            each, content = await self._read(number)
+            header = header or each
+            name = shared_journals.name_of(self.run_id, number)
+            decoded, size = records.decode(content, name)
+            if size < len(content) or len(decoded) != each.next_index - each.start_index:
+                raise DamagedJournal(f"{name} is damaged: its last records are missing")
+            found.insert(0, (name, decoded))
+            base = base or each.base
+            if base is not None and each.start_index <= base.first_index:
+                return SharedState(header, base, records.join(found))
+        if header is None:
+            return None
+        missing = shared_journals.name_of(self.run_id, numbers[0] - 1)
+        raise DamagedJournal(f"{missing} is missing, and later ones need it")
+
+    async def remove(self, numbers: Collection[int]) -> None:
+        """Delete objects, the oldest first."""
+        for number in sorted(numbers):
+            await self._delete([shared_journals.object_key(self.run_id, number)])
+
+    async def snapshot_keys(self) -> list[str]:
+        """Return the keys of the files of all snapshots, incomplete ones included."""
+        return await self._keys(suspended_prefix(self.run_id))
+
+    async def remove_files(self, keys: list[str]) -> None:
+        """Delete files of snapshots."""
+        await self._delete(keys)
+
+    async def delete(self) -> None:
+        """Delete everything of the run, its objects in order. Idempotent."""
+        await self.remove(await self.numbers())
+        await self._delete(await self._keys(run_prefix(self.run_id)))
+
+    async def _keys(self, prefix: str) -> list[str]:
+        try:
+            async with asyncio.timeout(self._timeout):
+                with store_errors():
+                    entries = await obstore.list(self._store, f"{prefix}/").collect_async()
+        except TimeoutError:
+            raise self._slow() from None
+        except FileNotFoundError:
+            # A file of a local store was deleted while its folder was listed.
+            return await self._keys(prefix)
+        return [entry["path"] for entry in entries]
+
+    async def _delete(self, keys: list[str]) -> None:
+        for key in keys:
+            try:
+                async with asyncio.timeout(self._timeout):
+                    with store_errors():
+                        await obstore.delete_async(self._store, key)
+            except FileNotFoundError:
+                continue
+            except TimeoutError:
+                raise self._slow() from None
+
+    async def _read(self, number: int) -> tuple[Header, memoryview]:
+        name = shared_journals.name_of(self.run_id, number)
+        return shared_journals.decode(await self._content(number), name)
+
+    async def _content(self, number: int) -> bytes:
+        key = shared_journals.object_key(self.run_id, number)
+        try:
+            with store_errors():
+                answer = await obstore.get_async(self._store, key)
+                return bytes(await answer.bytes_async())
+        except FileNotFoundError:
+            name = shared_journals.name_of(self.run_id, number)
+            raise DamagedJournal(f"{name} is missing") from None
+
+    def _slow(self) -> StoreFailed:
+        return StoreFailed(f"the checkpoint store did not respond within {self._timeout:g} s")

@@ -1,0 +1,347 @@
+"""Copies one run's journal to the object store while the run trains.
+
+Records are added as they are written to the local journal, and copied in order, many in one object.
+One object is written at a time; until it is known to exist, the same object is written again, so
+that no failure leaves a gap. A store that does not respond stops no training: whatever waits for a
+copy continues, and the run says so (`failure`) until everything has been copied. If more waits than
+may, it is dropped, and a snapshot has to replace it (`needs_snapshot`).
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from itertools import takewhile
+
+import structlog
+
+from tinkercloud_protocol import shared_journals
+from tinkercloud_protocol.checkpoints import SuspendedManifest
+from tinkercloud_protocol.durability import DurabilityConfig
+from tinkercloud_protocol.errors import WireError
+from tinkercloud_protocol.journals import JournalManifest
+from tinkercloud_protocol.shared_journals import Base, Header
+from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
+from tinkercloud_worker.journal import records
+from tinkercloud_worker.journal.records import Record
+from tinkercloud_worker.journal.shared_log import Fenced, Place, SharedLog
+
+log = structlog.get_logger(__name__)
+
+_FIRST_RETRY_SECONDS = 1.0
+_LAST_RETRY_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """What to call when something has changed."""
+
+    on_change: Callable[[], None]
+    """`failure` or `needs_snapshot` has changed."""
+    on_fenced: Callable[[], None]
+    """Another head has taken over. Nothing that waits for a copy is called from then on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """An object that is written until it is known to exist."""
+
+    content: bytes
+    next_index: int
+    base: Base | None
+
+
+class Shipping:
+    """The copy of one run's journal. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        shared: SharedLog,
+        manifest: JournalManifest,
+        config: DurabilityConfig,
+        *,
+        begin: Callable[[], Awaitable[Place]],
+        listeners: Listeners,
+        place: Place | None,
+    ) -> None:
+        """Start to copy.
+
+        Args:
+            shared: the journal in the store.
+            manifest: names this head as the last one.
+            config: when to copy.
+            begin: makes this head the only one that writes the journal.
+            listeners: what to call.
+            place: the result of `begin`; None if it could not be called yet. Then it is called as
+                soon as the store responds, and a snapshot is needed.
+        """
+        self._shared = shared
+        self._manifest = manifest
+        self._config = config
+        self._begin = begin
+        self._listeners = listeners
+        self._place = place
+        self._pending: list[Record] = []
+        self._pending_bytes = 0
+        self._due_at = 0.0
+        self._object: _Object | None = None
+        self._base: Base | None = None
+        """A base that is written before the next records."""
+        self._base_number = 0
+        self._is_based = asyncio.Event()
+        self._lacks_base = self._is_dropping = place is None
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        self._written: deque[tuple[int, int]] = deque()
+        """Numbers of the objects of this head, and the indexes of the records after them."""
+        self._last_index = -1
+        self._complete_at: int | None = None
+        """After a failure: the record with which the copy is complete again."""
+        self._has_work = asyncio.Event()
+        self._has_work.set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_fenced = False
+        self._ended = asyncio.Event()
+        self.failure = None if place is not None else "the checkpoint store does not respond"
+        """Why the store does not have all requests that it should have; None if it has."""
+        self._task = asyncio.create_task(self._work())
+
+    @property
+    def needs_snapshot(self) -> bool:
+        """Whether the store responds, and only a snapshot can make the copy complete again."""
+        return self._lacks_base and self._place is not None and self._object is None
+
+    def append(self, record: Record) -> None:
+        """Copy a record, in order."""
+        self._last_index = record.index
+        if self._is_dropping or self._ended.is_set():
+            return
+        if not self._pending:
+            self._due_at = time.monotonic() + self._config.store_seconds
+        self._pending.append(record)
+        self._pending_bytes += _size(record)
+        if self._pending_bytes > self._config.max_waiting_bytes:
+            self.require_snapshot("the checkpoint store is slower than the requests of the run")
+        elif self._is_due():
+            self._has_work.set()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(
+                self._config.store_seconds, self._timer_ended
+            )
+
+    def _is_due(self) -> bool:
+        if self._config.wait_for_store or self.failure is not None:
+            return True
+        is_large = self._pending_bytes >= self._config.store_bytes
+        return is_large or time.monotonic() >= self._due_at
+
+    def _timer_ended(self) -> None:
+        self._timer = None
+        self._has_work.set()
+
+    def require_snapshot(self, reason: str) -> None:
+        """Copy nothing until a snapshot has been stored."""
+        self._pending, self._pending_bytes = [], 0
+        self._lacks_base = self._is_dropping = True
+        self._fail(reason)
+
+    def when_shipped(self, index: int, act: Callable[[], None]) -> None:
+        """Call something once the store has the record of an index, or does not respond.
+
+        Calls are made in the order of these requests.
+        """
+        self._waiting.append((index, act))
+        self._release()
+
+    async def shipped(self) -> None:
+        """Return once the store has all records so far, or does not respond."""
+        done = asyncio.Event()
+        self.when_shipped(self._last_index, done.set)
+        await done.wait()
+
+    def begin_snapshot(self, first_index: int) -> None:
+        """Keep the records from this index on, which a snapshot taken now does not have."""
+        if self._lacks_base:
+            self._is_dropping = False
+            self._pending = [each for each in self._pending if each.index >= first_index]
+            self._pending_bytes = sum(map(_size, self._pending))
+
+    async def replace(
+        self,
+        snapshot: SuspendedManifest,
+        first_index: int,
+        source: CheckpointStore,
+        target: CheckpointStore,
+    ) -> None:
+        """Copy a snapshot, which replaces the journal so far.
+
+        Args:
+            snapshot: the snapshot.
+            first_index: index of the first record that it does not have.
+            source: where its files are.
+            target: where they are to be.
+
+        Raises:
+            StoreFailed: it could not be copied; the journal continues without it.
+        """
+        # If another head takes over after this, the base is not appended, and nothing is deleted.
+        superseded = set(await self._shared.snapshot_keys())
+        for name in snapshot.files:
+            content = bytes(await source.read_file(snapshot, name))
+            await target.put_suspended(snapshot, name, content)
+        if self._is_dropping or self._place is None:
+            raise StoreFailed("more requests arrived than can wait for the checkpoint store")
+        self._base = Base(snapshot=snapshot, first_index=first_index)
+        self._is_based.clear()
+        self._has_work.set()
+        if not self._has_stopped:
+            await self._is_based.wait()
+        if self._has_stopped:
+            raise StoreFailed("the journal has ended")
+        kept = {snapshot.key_of(name) for name in snapshot.files}
+        await self._shared.remove_files(sorted(superseded - kept))
+        await self._collect(first_index)
+
+    async def _collect(self, first_index: int) -> None:
+        """Delete the objects whose records the newest base has."""
+        superseded = takewhile(
+            lambda each: each[1] <= first_index and each[0] < self._base_number, self._written
+        )
+        own, old = self._written[0][0], [number for number, _ in superseded]
+        earlier = [number for number in await self._shared.numbers() if number < own]
+        await self._shared.remove([*earlier, *old])
+        while old and self._written[0][0] <= old[-1]:
+            self._written.popleft()
+
+    @property
+    def _has_stopped(self) -> bool:
+        return self._is_fenced or self._ended.is_set()
+
+    async def _work(self) -> None:
+        seconds = _FIRST_RETRY_SECONDS
+        while not self._has_stopped:
+            try:
+                self._has_work.clear()
+                if not await self._step():
+                    await self._has_work.wait()
+                seconds = _FIRST_RETRY_SECONDS
+            except Fenced:
+                self._take_note_of_fence()
+            except Exception as error:  # noqa: BLE001 - any failure leaves the run training
+                self._fail(error.message if isinstance(error, WireError) else repr(error))
+                await self._pause(seconds)
+                seconds = min(2 * seconds, _LAST_RETRY_SECONDS)
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._ended.wait()
+        except TimeoutError:
+            return
+
+    async def _step(self) -> bool:
+        """Write one object, if one is due; return whether more may be."""
+        if self._place is None:
+            self._place = await self._begin()
+            self._listeners.on_change()
+        if self._object is None:
+            self._object = await self._next(self._place)
+        if self._object is None:
+            return False
+        await self._shared.append(self._place.number, self._object.content)
+        self._wrote(self._place.number, self._object)
+        return True
+
+    async def _next(self, place: Place) -> _Object | None:
+        index, taken, base = place.next_index, list[Record](), self._base
+        if base is not None:
+            self._base = None
+            index = base.first_index if self._lacks_base else index
+        elif self._lacks_base or not self._pending or not self._is_due():
+            return None
+        else:
+            taken = self._take()
+            index = taken[0].index
+        header = Header(
+            manifest=self._manifest, start_index=index, next_index=index + len(taken), base=base
+        )
+        content = await asyncio.to_thread(
+            lambda: shared_journals.encode(header, b"".join(map(records.encode, taken)))
+        )
+        return _Object(content, header.next_index, base)
+
+    def _take(self) -> list[Record]:
+        """Take the records of the next object from those that wait."""
+        size, count = 0, 0
+        while count < len(self._pending) and size < self._config.store_bytes:
+            size += _size(self._pending[count])
+            count += 1
+        taken, self._pending = self._pending[:count], self._pending[count:]
+        self._pending_bytes -= size
+        return taken
+
+    def _wrote(self, number: int, written: _Object) -> None:
+        self._object = None
+        self._place = Place(number + 1, written.next_index)
+        self._written.append((number, written.next_index))
+        if written.base is not None:
+            self._base_number, self._lacks_base = number, False
+            self._is_based.set()
+        if self.failure is not None:
+            if self._complete_at is None:
+                self._complete_at = self._last_index
+            if not self._lacks_base and written.next_index > self._complete_at:
+                log.info("the checkpoint store has a run's journal again", model_id=self._name)
+                self.failure = self._complete_at = None
+            self._listeners.on_change()
+        self._release()
+
+    def _fail(self, reason: str) -> None:
+        is_new, self.failure = self.failure is None, reason
+        self._complete_at = None
+        if is_new:
+            log.warning(
+                "a run's journal can't be copied to the checkpoint store; training continues",
+                model_id=self._name,
+                reason=reason,
+            )
+        self._release()
+        self._listeners.on_change()
+
+    def _release(self) -> None:
+        while self._waiting and self._may_continue(self._waiting[0][0]):
+            self._waiting.popleft()[1]()
+
+    def _may_continue(self, index: int) -> bool:
+        if self._is_fenced:
+            return False
+        is_copied = self._place is not None and index < self._place.next_index
+        return is_copied or self.failure is not None or self._ended.is_set()
+
+    def _take_note_of_fence(self) -> None:
+        self._is_fenced = True
+        self._is_based.set()
+        log.warning("another head has taken over a run", model_id=self._name)
+        self._listeners.on_fenced()
+
+    @property
+    def _name(self) -> str:
+        return self._shared.run_id
+
+    def close(self) -> None:
+        """Copy nothing more. Idempotent."""
+        self._ended.set()
+        self._has_work.set()
+        self._is_based.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._release()
+
+    async def closed(self) -> None:
+        """Copy nothing more, and return once nothing is being written."""
+        self.close()
+        await asyncio.wait({self._task})
+
+
+def _size(record: Record) -> int:
+    return len(record.body) + records.HEADER_BYTES
