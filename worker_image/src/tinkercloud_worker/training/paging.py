@@ -95,7 +95,8 @@ class DiskFiles:
         free = min(self._left, shutil.disk_usage(self._folder).free - _KEPT_FREE_BYTES)
         if free < vector.nbytes:
             raise OSError(f"{vector.nbytes} bytes do not fit in {free} bytes of {self._folder}")
-        file, dtype = tempfile.TemporaryFile(dir=self._folder), vector.dtype
+        file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - open while it is needed
+        dtype = vector.dtype
         try:
             for part in vector.split(_PART):
                 # A storage that NumPy has seen can't be freed any more, so it gets a copy.
