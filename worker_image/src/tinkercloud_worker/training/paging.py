@@ -204,16 +204,17 @@ class Models(dict[str, TrainedModel]):
         """
         with suppress(OSError):
             while self._missing(size) > 0:
-                idle = [each for each in self if each not in used and self._can_leave(each)]
-                if self._place is None or not idle:
+                by_use = sorted(self, key=self._uses.__getitem__)
+                idle = (each for each in by_use if each not in used and self._can_leave(each))
+                oldest = next(idle, None)
+                if self._place is None or oldest is None:
                     break
-                self._page_out(min(idle, key=self._uses.__getitem__), self._place)
+                self._page_out(oldest, self._place)
         return self._missing(size)
 
     def _can_leave(self, name: str) -> bool:
-        vectors = super().__getitem__(name).vectors
         return name not in self._paged and all(
-            vector.untyped_storage().resizable() for vector in vectors
+            vector.untyped_storage().resizable() for vector in dict.__getitem__(self, name).vectors
         )
 
     def _page_out(self, name: str, place: Place) -> None:
