@@ -18,7 +18,7 @@ from tinkercloud_worker.training.paging import DiskFiles, HostMemory, Models, Pl
 from tinkercloud_worker.training.trained_model import TrainedModel, new_adapter
 
 HIDDEN, INNER, QUERIES, KEYS, LAYERS, VOCABULARY = 2560, 9728, 4096, 1024, 36, 151_936
-"""Of Qwen3-4B."""
+"""The dimensions of Qwen3-4B."""
 ROUNDS = 7
 
 

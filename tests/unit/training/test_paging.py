@@ -23,7 +23,7 @@ NAMES = ("first", "second", "third", "fourth")
 
 
 class Machine:
-    """A trainer with memory for a number of adapters, beside one on a machine without limits.
+    """A trainer with memory for a number of adapters, and one on a machine without limits.
 
     A new adapter counts for a quarter more: its gradient may not have been allocated yet.
     """

@@ -18,7 +18,7 @@ from tinkercloud_worker.engine.thread import Pieces
 from tinkercloud_worker.engine.trainer import LossOutput, OptimizerStep, TrainingPass
 
 Shards = Sequence[Sequence[int]]
-"""Of each replica, the indices of its examples in a batch."""
+"""The indices, within a batch, of the examples of each replica."""
 
 
 def number_of_replicas(memberships: Sequence[Membership]) -> int:

@@ -168,7 +168,7 @@ class TorchTrainer(AdamTrainer):
             )
 
     def _room(self) -> int:
-        """Return the bytes for more models, beside those that are loaded."""
+        """Return the bytes for more models, in addition to those that are loaded."""
         available = self._available()
         if available is None:
             return _UNLIMITED

@@ -128,7 +128,7 @@ class Models(dict[str, TrainedModel]):
 
         Args:
             place: where idle models are paged out to; None: they never are.
-            missing: tells what the device lacks for a model, beside those that are paged in.
+            missing: tells what the device lacks for a model in addition to those that are paged in.
         """
         super().__init__()
         self._place = place
