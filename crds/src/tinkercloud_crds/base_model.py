@@ -138,6 +138,10 @@ class SessionPolicy(Part):
     """Period, in seconds, over which `maxRestarts` counts."""
 
 
+DEFAULT_SLOTS = 8
+"""Slots of a cluster whose number is neither given nor planned."""
+
+
 class Pool(Part):
     """The clusters that the sessions of a BaseModel share (`sharing: Shared`)."""
 
@@ -155,9 +159,11 @@ class Pool(Part):
     start, as long as a slot is free."""
     max_clusters: Annotated[int, Field(ge=1, le=100)] = 1
     """Maximum number of clusters. Further runs wait for a slot (`PoolFull`)."""
-    slots_per_cluster: Annotated[int, Field(ge=1, le=1000)] = 8
+    slots_per_cluster: Annotated[int, Field(ge=1, le=1000)] | None = None
     """Number of sessions that a cluster serves at the same time. Each keeps an adapter and its
-    optimizer state in the memory of the trainers."""
+    optimizer state in the memory of the trainers. If unset, it is the number of adapters of
+    `limits.maxLoraRank` that fit alongside a micro-batch if `trainer.planning` describes the model
+    and its GPUs, and 8 otherwise."""
     spare_slots: Annotated[int, Field(ge=0, le=1000)] = 0
     """Number of slots that are kept free while the pool is in use. If fewer are free, another
     cluster is started, before a run has to wait for it."""
@@ -166,6 +172,11 @@ class Pool(Part):
     has no cluster, one is started at once."""
     scale_down_after_seconds: Annotated[int, Field(ge=0, le=31_536_000)] = 900
     """How long, in seconds, a cluster without sessions is kept after it was last used."""
+
+    @property
+    def slots(self) -> int:
+        """Number of slots of each cluster."""
+        return self.slots_per_cluster or DEFAULT_SLOTS
 
 
 class BaseModelSpec(Part):

@@ -243,6 +243,32 @@ def plan_trainer(demand: Demand, fleet: Fleet, *, engine: Engine | None) -> Trai
     return TrainerPlan(_parallelism(trainer.layout), trainer.tokens, _state(demand), reasons)
 
 
+def adapters_that_fit(
+    demand: Demand, fleet: Fleet, *, engine: Engine | None, most_tokens: int
+) -> int:
+    """Return how many adapters fit at the same time, each with its gradient and moments.
+
+    Args:
+        demand: What to train, with the rank of the adapters.
+        fleet: The GPUs; all GPUs of a node belong to one pod.
+        engine: The engine on each of them, if they are shared.
+        most_tokens: Tokens of the largest micro-batch.
+
+    Raises:
+        DoesNotFit: There is no plan.
+    """
+    trainer = best_trainer(demand, fleet, engine=engine)
+    if trainer is None:
+        raise trainer_refusal(demand, fleet, engine)
+    memory = demand.training(
+        trainer.layout,
+        min(trainer.tokens, most_tokens),
+        reserve=trainer.memory.reserve,
+        neighbour=trainer.memory.neighbour,
+    )
+    return 1 + max(0, fleet.gpu.memory - memory.total) // memory.trained
+
+
 def _parallelism(layout: Layout) -> Parallelism:
     return Parallelism(
         tensor=layout.tensor,

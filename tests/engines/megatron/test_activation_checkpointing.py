@@ -40,7 +40,7 @@ from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
 from tinkercloud_worker.model.lm_head import LMHead
-from tinkercloud_worker.training.adam import TrainedModel
+from tinkercloud_worker.training.trained_model import TrainedModel
 
 pytestmark = [
     pytest.mark.slow,

@@ -25,7 +25,7 @@ from tinkercloud_worker.lora.segments import ActiveWeights, WeightSegment
 from tinkercloud_worker.model import base_model
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.fused_kernels import use_liger
-from tinkercloud_worker.training.adam import new_adapter
+from tinkercloud_worker.training.trained_model import new_adapter
 
 RANK = 8
 """Rank of the adapter of passes."""

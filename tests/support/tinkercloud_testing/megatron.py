@@ -19,7 +19,7 @@ from tinkercloud_worker.megatron_trainer.model import load
 from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
-from tinkercloud_worker.training.adam import TrainedModel
+from tinkercloud_worker.training.trained_model import TrainedModel
 
 
 class MegatronRank(Mortal, MegatronTrainer, Measured):

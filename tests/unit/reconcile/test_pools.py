@@ -161,7 +161,7 @@ def test_members_are_placed_on_ready_clusters_with_free_slots(known: PoolFacts) 
         assert by_name[name].is_ready
         assert not by_name[name].is_stopping
         assert known.pool is not None
-        assert after[name] <= known.pool.slots_per_cluster
+        assert after[name] <= known.pool.slots
 
 
 @given(some_facts())
@@ -238,7 +238,7 @@ def test_spare_slots_are_free_or_the_pool_is_as_large_as_it_may_be(known: PoolFa
 
     if known.pool is None or known.is_closed or not (known.members and is_in_use(after)):
         return
-    used, size = load(after), known.pool.slots_per_cluster
+    used, size = load(after), known.pool.slots
     usable = [each.name for each in after.clusters if not each.is_stopping]
     free = sum(max(0, size - used[name]) for name in usable)
     assert free >= known.pool.spare_slots or len(after.clusters) >= known.pool.max_clusters

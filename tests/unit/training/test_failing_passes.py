@@ -20,8 +20,8 @@ from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
 from tinkercloud_worker.losses import Loss
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import ModelSegments, TorchTrainer
-from tinkercloud_worker.training.adam import TrainedModel
 from tinkercloud_worker.training.collate import Pack
+from tinkercloud_worker.training.trained_model import TrainedModel
 
 MODELS = ("bad", "clean", "pending")
 

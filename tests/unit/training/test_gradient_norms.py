@@ -6,8 +6,8 @@ import torch
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.engine.batch import TokenLimits
 from tinkercloud_worker.lora.parameters import TensorLayout, TensorSpec, Trainable, norm_of
-from tinkercloud_worker.training.adam import TrainedModel
 from tinkercloud_worker.training.disabled import NoTrainer
+from tinkercloud_worker.training.trained_model import TrainedModel
 
 MANY = (1 << 24) + 3
 """Number of elements for which a single float32 sum would lose the last ones."""

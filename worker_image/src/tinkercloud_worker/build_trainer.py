@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tinkercloud_protocol.launch import HeadConfig, TrainerConfig
-from tinkercloud_worker.device import accelerator
+from tinkercloud_worker.device import accelerator, memory
 from tinkercloud_worker.engine.batch import TokenLimits, capped_context_length
 from tinkercloud_worker.engine.ranks import RankTrainer
 from tinkercloud_worker.engine.trainer import Trainer
@@ -25,6 +25,7 @@ from tinkercloud_worker.torch_trainer.sharded import ShardedTrainer
 from tinkercloud_worker.torch_trainer.sharded_base import load_sharded
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler
 from tinkercloud_worker.training.disabled import NoTrainer
+from tinkercloud_worker.training.paging import DiskFiles, HostMemory, Place
 
 if TYPE_CHECKING:
     from tinkercloud_worker.actors.rank_weight_host import RankWeightHost
@@ -78,6 +79,7 @@ def build_trainer(
             max_context_length=config.limits.max_context_length,
             max_kept_tokens=config.trainer.max_kept_tokens,
             available=partial(accelerator.available_bytes, model.device),
+            place=_place(config, model.device),
         )
     # Importing Ray takes seconds and a hundred megabytes: not for single-process heads.
     from tinkercloud_worker.actors.group import (  # noqa: PLC0415
@@ -98,6 +100,16 @@ def build_trainer(
     return RankedTrainer(
         lambda cancelled: RankGroup(shape, factory, timings, cancelled), weight_host
     )
+
+
+def _place(config: HeadConfig, device: torch.device) -> Place | None:
+    """Return where idle models go if others need their memory."""
+    if config.sampler.inference.colocated:
+        # Models are saved while the engines have the GPU's memory, and are loaded for that.
+        return None
+    if device.type == "cpu":
+        return DiskFiles(Path(config.scratch_dir) / "idle_models")
+    return HostMemory(memory.available_bytes)
 
 
 def strategy(trainer: TrainerConfig) -> Literal["PACK", "SPREAD"]:
@@ -137,6 +149,7 @@ def torch_rank(config: HeadConfig) -> DataParallelTrainer:
     return DataParallelTrainer(
         base,
         max_batch_tokens=trainer.max_batch_tokens,
+        max_shared_tokens=trainer.max_shared_tokens,
         max_context_length=config.limits.max_context_length,
         max_kept_tokens=trainer.max_kept_tokens,
     )

@@ -16,6 +16,7 @@ from tinkercloud_operator.decide.failures import PERSISTENT_FAILURES
 from tinkercloud_operator.decide.lifetime import ACTIVITY_DELAY
 from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts
 from tinkercloud_operator.decide.session_index import age, is_live
+from tinkercloud_operator.spec.pool_slots import pool_of
 
 _NAME_LENGTH = 21
 """Maximum length of the BaseModel's name within names of clusters, which are limited to 40."""
@@ -88,7 +89,7 @@ def cluster_prefix(kind: str, name: str) -> str:
 def _pool(offer: BaseModelSpec | None) -> Pool | None:
     if offer is None or offer.sharing != "Shared":
         return None
-    return offer.pool or Pool()
+    return pool_of(offer)
 
 
 def _cluster(session: Manifest, deleting: Set[str], keeping: Set[str]) -> Cluster:

@@ -117,5 +117,5 @@ class PoolFacts:
 
     def free(self, clusters: Iterable[Cluster], load: Mapping[str, int]) -> int:
         """Return the number of free slots of clusters, including those that are starting."""
-        slots = self.pool.slots_per_cluster if self.pool is not None else 0
+        slots = self.pool.slots if self.pool is not None else 0
         return sum(max(0, slots - load.get(cluster.name, 0)) for cluster in clusters)

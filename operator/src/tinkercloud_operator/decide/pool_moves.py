@@ -129,7 +129,7 @@ def _target(facts: PoolFacts, member: Member, load: Counter[str]) -> str | None:
     """Return the cluster to move a member to: one that serves its owner, else the least loaded."""
     if facts.pool is None:
         return None
-    slots = facts.pool.slots_per_cluster
+    slots = facts.pool.slots
     owners = {(each.cluster, each.owner) for each in facts.members if each is not member}
     free = [
         each.name
@@ -163,7 +163,7 @@ def _almost_empty(facts: PoolFacts, load: Counter[str]) -> Cluster | None:
     if not on_it or any(each.waits_since is None for each in on_it) or not source.gives_away:
         return None
     others = [each for each in lasting if each is not source]
-    margin = pool.spare_slots + max(1, pool.slots_per_cluster // 4)
+    margin = pool.spare_slots + max(1, pool.slots // 4)
     return source if facts.free(others, load) >= len(members) + margin else None
 
 

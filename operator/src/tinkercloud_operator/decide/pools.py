@@ -74,7 +74,7 @@ def pool_status(facts: PoolFacts) -> PoolStatus | None:
     models = sum(each.cluster in facts.names for each in facts.members)
     usable = [each for each in facts.clusters if not each.is_stopping]
     ready = sum(each.is_ready for each in usable)
-    slots = len(usable) * (facts.pool.slots_per_cluster if facts.pool is not None else 0)
+    slots = len(usable) * (facts.pool.slots if facts.pool is not None else 0)
     return PoolStatus(
         clusters=len(facts.clusters),
         ready=ready,
@@ -132,9 +132,9 @@ def _place(
         for cluster in facts.clusters
         if cluster.is_ready and not (cluster.is_stopping or cluster.is_draining)
     ]
-    if (target := member.moving_to) in serving and load[target] <= facts.pool.slots_per_cluster:
+    if (target := member.moving_to) in serving and load[target] <= facts.pool.slots:
         return target
-    free = [name for name in serving if load[name] < facts.pool.slots_per_cluster]
+    free = [name for name in serving if load[name] < facts.pool.slots]
     outdated = {cluster.name for cluster in facts.clusters if cluster.is_outdated}
     return min(
         free,
@@ -166,9 +166,9 @@ def _new_clusters(
     lasting = [cluster for cluster in usable if not cluster.is_left]
     wanted = len(due) + _spare_slots(pool, waiting, load) - facts.free(usable, load)
     # Sessions on outdated clusters are moved to new ones, of which one is started after the other.
-    moved = min(moves.homeless - facts.free(lasting, load), pool.slots_per_cluster)
+    moved = min(moves.homeless - facts.free(lasting, load), pool.slots)
     # Rounded up: the last of several waiting members needs a cluster too.
-    needed = -(-max(0, wanted, moved) // pool.slots_per_cluster)
+    needed = -(-max(0, wanted, moved) // pool.slots)
     missing = pool.min_clusters - len(usable)
     # A cluster that is being deleted still has its pods.
     allowed = pool.max_clusters - len(facts.clusters)
@@ -216,7 +216,7 @@ def _surplus_clusters(
     if facts.pool is not None:
         free = facts.free(usable, load)
         beyond = free - _spare_slots(facts.pool, waiting, load)
-        chosen = chosen[: max(len(surplus), beyond // facts.pool.slots_per_cluster)]
+        chosen = chosen[: max(len(surplus), beyond // facts.pool.slots)]
     return chosen[: max(0, len(usable) - least)]
 
 
@@ -277,7 +277,7 @@ def _why_waiting(facts: PoolFacts, create: Iterable[str]) -> str:
     ]
     if starting:
         return f"waiting for a cluster of the pool to be ready: {', '.join(sorted(starting)[:4])}"
-    slots = facts.pool.slots_per_cluster * len(usable)
+    slots = facts.pool.slots * len(usable)
     taken = f"all {slots} slots of the pool's clusters are taken"
     if len(facts.clusters) >= facts.pool.max_clusters:
         most = facts.pool.max_clusters

@@ -8,7 +8,7 @@ from tinkercloud_crds.shapes import Planning, TrainerShape
 from tinkercloud_planning import families
 from tinkercloud_planning.architecture import Architecture
 from tinkercloud_planning.gpus import Fleet, Gpu, gpu
-from tinkercloud_planning.plan import TrainerPlan, plan_trainer
+from tinkercloud_planning.plan import TrainerPlan, adapters_that_fit, plan_trainer
 from tinkercloud_planning.refusal import engine_refusal
 from tinkercloud_planning.search import Demand, Engine, can_sample
 
@@ -36,11 +36,36 @@ def plan_parallelism(
         DoesNotFit: no parallelism fits the GPUs.
         ValueError: no session can be planned; see `planning_problem`.
     """
+    demand, fleet = _demand_and_fleet(trainer, sequence_length, lora_rank)
+    return plan_trainer(demand, fleet, engine=colocated)
+
+
+def plan_slots(
+    trainer: TrainerShape, sequence_length: int, lora_rank: int, colocated: Engine | None
+) -> int:
+    """Return how many adapters of a rank the trainers hold at the same time.
+
+    Args:
+        trainer: a shape with `planning`.
+        sequence_length: tokens of the longest sequence.
+        lora_rank: rank of the adapters.
+        colocated: the engine that shares the trainers' GPUs, if there is one.
+
+    Raises:
+        DoesNotFit: no parallelism fits the GPUs.
+        ValueError: no session can be planned; see `planning_problem`.
+    """
+    demand, fleet = _demand_and_fleet(trainer, sequence_length, lora_rank)
+    return adapters_that_fit(demand, fleet, engine=colocated, most_tokens=trainer.max_batch_tokens)
+
+
+def _demand_and_fleet(
+    trainer: TrainerShape, sequence_length: int, lora_rank: int | None
+) -> tuple[Demand, Fleet]:
     assert trainer.planning is not None  # noqa: S101 - callers check it
     known, pods = _read(trainer.planning, sequence_length), trainer.gpus_per_replica
     demand = Demand(known.model, sequence_length, lora_rank)
-    fleet = Fleet(known.gpu, trainer.replicas * pods, per_node=pods)
-    return plan_trainer(demand, fleet, engine=colocated)
+    return demand, Fleet(known.gpu, trainer.replicas * pods, per_node=pods)
 
 
 def check_engine(planning: Planning, sequence_length: int, lora_rank: int, gpus: int) -> None:

@@ -21,23 +21,28 @@ from typing import Any, TypeVar, cast
 
 import structlog
 
-from tinkercloud_protocol.errors import StateLost, Unavailable
+from tinkercloud_protocol.errors import StateLost, Unavailable, WireError
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_worker.actors.batch_shards import (
-    assign_examples,
-    merge_outputs,
-    select_examples,
-)
 from tinkercloud_worker.actors.group import RankGroup, RanksLost, RanksUnavailable
 from tinkercloud_worker.actors.rank_weight_host import RankWeightHost, waited
+from tinkercloud_worker.actors.shared_passes import (
+    RankedPasses,
+    RankedSteps,
+    Shards,
+    divided,
+    outputs_of,
+    parts_of_ranks,
+)
 from tinkercloud_worker.engine import custom_passes
-from tinkercloud_worker.engine.batch import Batch, padded_lengths
+from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.engine.ranks import Membership
 from tinkercloud_worker.engine.trainer import (
     Gradient,
     GradientLost,
     LossOutput,
+    OptimizerStep,
     Publication,
+    TrainingPass,
     TrainingState,
     WeightsSnapshot,
 )
@@ -81,6 +86,7 @@ class RankedTrainer:
         """Models that have lost a gradient, and why, until a request has reported it."""
         self._lost: dict[str, str] = {}
         """Lost models, and why."""
+        self._passes, self._steps = RankedPasses(self), RankedSteps(self)
         self._group = start(self._no_more_starts)
         try:
             self._memberships = _memberships(self._group)
@@ -94,13 +100,26 @@ class RankedTrainer:
         self.base_fingerprint = self._memberships[0].base_fingerprint
 
     @property
-    def batcher(self) -> None:
-        """See `Trainer.batcher`: each pass runs by itself."""
+    def batcher(self) -> RankedPasses:
+        """See `Trainer.batcher`."""
+        return self._passes
 
     @property
-    def stepper(self) -> None:
-        """See `Trainer.stepper`: each step runs by itself."""
-        return None
+    def stepper(self) -> RankedSteps:
+        """See `Trainer.stepper`."""
+        return self._steps
+
+    def memberships(self) -> Sequence[Membership]:
+        """Return the places of all ranks in the group."""
+        return self._memberships
+
+    def may_share(self, model_id: str) -> bool:
+        """Whether this is a LoRA adapter, without a lost gradient that its next request reports."""
+        return (
+            model_id in self._models
+            and model_id not in self._whole
+            and model_id not in self._unreported_gradient_losses
+        )
 
     def close(self) -> None:
         """End the ranks."""
@@ -233,24 +252,64 @@ class RankedTrainer:
         self._forget_gradient(model_id)
         self._unapplied.add(model_id)
 
+    def shared_pass(
+        self, items: Sequence[TrainingPass], shards: Sequence[Shards]
+    ) -> list[LossOutput]:
+        """Run passes of different adapters as one micro-batch at every replica.
+
+        Args:
+            items: the passes, all with or all without a gradient.
+            shards: of each pass, the examples of every replica.
+
+        Raises:
+            RanksLost: a rank was lost, and with it the gradients of the models.
+            SharedPassFailed: a rank could not compute it. No gradient has changed.
+        """
+        models = [item.model_id for item in items]
+        if not items[0].batch.forward_only:
+            self._unapplied.update(models)
+        parts = parts_of_ranks(items, shards, self._memberships)
+        answers = self._command(
+            lambda group: group.call_each("shared_pass", [(part,) for part in parts])
+        )
+        return outputs_of(answers, shards, self._memberships)
+
+    def shared_step(self, steps: Sequence[OptimizerStep]) -> list[Mapping[str, float]]:
+        """Apply the gradients of different adapters with two commands in all.
+
+        Raises:
+            RanksLost: a rank was lost, and nothing was applied; the models have lost their
+                gradients.
+            InvalidRequest: a gradient is not finite. Nothing was applied, and all gradients are
+                kept.
+        """
+        models = [step.model_id for step in steps]
+        self._command(lambda group: group.call("sum_gradients", models))
+        self._unapplied.difference_update(models)
+        try:
+            metrics = self._command(lambda group: group.call_independently("optim_steps", steps))
+        except WireError as error:
+            if self._group.is_alive:
+                self._unapplied.update(models)
+            else:
+                # Another group has none of these gradients: a step there would apply nothing.
+                self._unreported_gradient_losses |= dict.fromkeys(
+                    self._models.intersection(models), _consequence(error.message)
+                )
+            raise
+        return cast("list[Mapping[str, float]]", metrics)
+
     def _pass(
         self, method: str, model_id: str, batch: Batch, yield_point: Callable[[], None]
     ) -> LossOutput:
-        replicas = 1 + max(membership.replica for membership in self._memberships)
-        lengths = [len(example.tokens) for example in batch.examples]
-        shards = assign_examples(
-            padded_lengths(lengths, self._memberships[0].pad_to_multiple_of), replicas
-        )
-        parts = [select_examples(batch, shard) for shard in shards]
-        arguments = [(model_id, parts[m.replica], _nothing) for m in self._memberships]
+        item = TrainingPass(model_id, batch)
+        shards = divided([batch], self._memberships)
+        parts = parts_of_ranks([item], shards, self._memberships)
+        arguments = [(model_id, part.batch, _nothing) for [part] in parts]
         outputs = self._model_command(model_id, lambda group: group.call_each(method, arguments))
         yield_point()
-        answers: dict[int, LossOutput] = {
-            membership.replica: output
-            for membership, output in zip(self._memberships, outputs, strict=True)
-            if membership.answers
-        }
-        return merge_outputs(shards, [answers[replica] for replica in range(replicas)])
+        [merged] = outputs_of([[output] for output in outputs], shards, self._memberships)
+        return merged
 
     def _copy_of(self, method: str, model_id: str) -> WeightsSnapshot:
         """Return a model's weights from a method of the ranks, or from the salvaged state."""

@@ -102,6 +102,11 @@ def available_bytes(device: torch.device) -> int | None:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
+def is_gpu(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is in the memory of a GPU."""
+    return tensor.is_cuda
+
+
 def side_stream() -> AbstractContextManager[object]:
     """Return a context whose GPU work runs on a separate stream.
 

@@ -1,14 +1,22 @@
 """The interface of a trainer at one of several ranks that train together."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from tinkercloud_protocol.errors import WireError
 from tinkercloud_worker.engine.batch import TokenLimits
-from tinkercloud_worker.engine.trainer import Trainer, TrainingState, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import (
+    LossOutput,
+    OptimizerStep,
+    Trainer,
+    TrainingPass,
+    TrainingState,
+    WeightsSnapshot,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +32,12 @@ class Membership:
     """Fingerprint of the base model that it has loaded; None if another rank has read it."""
     pad_to_multiple_of: int = 1
     """Number of tokens; each example is padded to a multiple of it."""
+    max_shared_tokens: int = 0
+    """Maximum tokens of a micro-batch that several models share at this rank; 0: none share one."""
+
+
+class SharedPassFailed(WireError):
+    """A rank could not compute a shared pass; every rank has the gradients from before it."""
 
 
 class RankTrainer(Trainer, Protocol):
@@ -42,8 +56,28 @@ class RankTrainer(Trainer, Protocol):
     def membership(self) -> Membership:
         """Return this rank's place in the group."""
 
+    def shared_pass(self, items: Sequence[TrainingPass]) -> Sequence[LossOutput]:
+        """Run one micro-batch that adapters share; the batches of some may be empty here.
+
+        It is called only if `max_shared_tokens` allows it.
+
+        Raises:
+            SharedPassFailed: at every rank, if one of them could not compute it.
+        """
+
     def sum_gradient(self, model_id: str) -> None:
         """Sum the gradients of all ranks, at every rank. Call it once, before optim_step."""
+
+    def sum_gradients(self, model_ids: Sequence[str]) -> None:
+        """Sum the gradients of several models; call it once, before optim_steps."""
+
+    def optim_steps(self, steps: Sequence[OptimizerStep]) -> Sequence[Mapping[str, float]]:
+        """Apply the summed gradients of several models as one update; needs no other rank.
+
+        Raises:
+            InvalidRequest: a gradient is not finite. No model has changed, and the gradients of
+                the ranks add up to the sums again.
+        """
 
     def published(self, model_id: str) -> WeightsSnapshot:
         """Return a copy of the current weights in the compute dtype; see `Trainer.publication`."""

@@ -132,9 +132,10 @@ def unchanged_if_it_fails(gradients: Sequence[Tensor]) -> Iterator[None]:
     """
     # On a CPU this takes a tenth of the time of the infinity norm.
     extremes = [torch.stack(gradient.aminmax()) for gradient in gradients]
+    bounds = torch.stack(extremes).tolist() if extremes else []
     copies = [
         gradient.clone() if low or high else None
-        for gradient, (low, high) in zip(gradients, torch.stack(extremes).tolist(), strict=True)
+        for gradient, (low, high) in zip(gradients, bounds, strict=True)
     ]
     try:
         yield

@@ -45,9 +45,9 @@ from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDiv
 from tinkercloud_worker.megatron_trainer.sharded_adapter import ShardedAdapter
 from tinkercloud_worker.megatron_trainer.sharded_model import MegatronShardedModel
 from tinkercloud_worker.model.lm_head import LMHead
-from tinkercloud_worker.training.adam import TrainedModel, new_adapter
 from tinkercloud_worker.training.collate import PassOutput, pack_all
 from tinkercloud_worker.training.replicated import ReplicatedTrainer
+from tinkercloud_worker.training.trained_model import TrainedModel, new_adapter
 
 
 class MegatronTrainer(ReplicatedTrainer):

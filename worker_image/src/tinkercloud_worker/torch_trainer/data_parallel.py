@@ -1,11 +1,20 @@
 """The torch trainer on one of several data-parallel ranks, each with a full copy of all weights."""
 
+import logging
+from collections.abc import Sequence
+
+import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from tinkercloud_worker.engine.ranks import Membership
+from tinkercloud_worker.engine.ranks import Membership, SharedPassFailed
+from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
+from tinkercloud_worker.lora.parameters import unchanged_if_it_fails
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
+from tinkercloud_worker.training.collate import PassOutput
 from tinkercloud_worker.training.replicated import ReplicatedTrainer
+
+log = logging.getLogger(__name__)
 
 
 class DataParallelTrainer(ReplicatedTrainer, TorchTrainer):
@@ -23,4 +32,43 @@ class DataParallelTrainer(ReplicatedTrainer, TorchTrainer):
             replica=dist.get_rank(),
             answers=True,
             base_fingerprint=self.base_fingerprint,
+            max_shared_tokens=self._max_shared_tokens if self._base.takes_packs else 0,
         )
+
+    @override
+    def shared_pass(self, items: Sequence[TrainingPass]) -> Sequence[LossOutput]:
+        """See `engine.ranks.RankTrainer`.
+
+        A pass of replicas needs no other rank, so a rank that fails can still say so.
+        """
+        present = [item for item in items if item.batch.examples]
+        models = self._models.together([item.model_id for item in present])
+        is_forward = items[0].batch.forward_only
+        try:
+            with unchanged_if_it_fails(
+                [] if is_forward else [model.trainable.gradient for model in models]
+            ):
+                compute = self._evaluate if is_forward else self._run
+                outputs = iter(self._in_one_pass(present, models, compute) if present else ())
+                self._check_all_succeeded()
+        except SharedPassFailed:
+            raise
+        except Exception:
+            log.exception("a shared pass failed at this rank")
+            self._check_all_succeeded(failures=1)
+            raise
+        return [
+            next(outputs) if item.batch.examples else PassOutput().finish(item.batch)
+            for item in items
+        ]
+
+    def _check_all_succeeded(self, failures: int = 0) -> None:
+        """Wait for the other ranks.
+
+        Raises:
+            SharedPassFailed: at every rank, if one has failed.
+        """
+        total = torch.tensor(failures, device=self._base.device)
+        dist.all_reduce(total)
+        if int(total):
+            raise SharedPassFailed(f"{int(total)} ranks could not compute a shared pass")

@@ -24,7 +24,7 @@ from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded_model import ShardedModel
 from tinkercloud_worker.torch_trainer.trainer import ModelSegments
-from tinkercloud_worker.training.adam import TrainedModel
+from tinkercloud_worker.training.trained_model import TrainedModel
 
 
 class ShardedTrainer(DataParallelTrainer):
@@ -52,6 +52,8 @@ class ShardedTrainer(DataParallelTrainer):
         super().__init__(
             base,
             max_batch_tokens=max_batch_tokens,
+            # Gathering layers is collective: a rank that fails can't let the others continue.
+            max_shared_tokens=0,
             max_context_length=max_context_length,
             max_kept_tokens=max_kept_tokens,
         )

@@ -40,16 +40,20 @@ from tinkercloud_worker.torch_trainer.logprobs import (
     logprobs,
     logprobs_and_gradient,
 )
-from tinkercloud_worker.training.adam import (
+from tinkercloud_worker.training.adam import AdamTrainer
+from tinkercloud_worker.training.collate import Pack, PassOutput, pack_all
+from tinkercloud_worker.training.paging import Models, Place
+from tinkercloud_worker.training.trained_model import (
     BYTES_PER_PARAMETER,
-    AdamTrainer,
     TrainedModel,
     new_adapter,
 )
-from tinkercloud_worker.training.collate import Pack, PassOutput, pack_all
 
 KEPT_FREE_BYTES = 256 << 20
 """Bytes that new models leave free for passes and sampling."""
+
+_UNLIMITED = 1 << 62
+"""More bytes than any device has."""
 
 ModelSegments = Sequence[tuple[slice, TrainedModel]]
 """Consecutive positions of a pass, each with the model it belongs to."""
@@ -73,6 +77,7 @@ class TorchTrainer(AdamTrainer):
         max_context_length: int | None = None,
         max_kept_tokens: int | None = None,
         available: Available = lambda: None,
+        place: Place | None = None,
     ) -> None:
         """Create a trainer without models.
 
@@ -87,9 +92,11 @@ class TorchTrainer(AdamTrainer):
             available: returns the free memory of the models' device, which decides whether a new
                 model is admitted. The default admits all models, as ranks must: they can't reject
                 one individually.
+            place: where idle models are moved to if others need their memory; None: they stay.
         """
         longest = capped_context_length(max_context_length, base.max_context_length)
-        super().__init__(TokenLimits(base.vocab_size, longest), base.dtype)
+        models = Models(place, lambda size: size - self._room())
+        super().__init__(TokenLimits(base.vocab_size, longest), base.dtype, models)
         self._base = base
         self.base_fingerprint = base.fingerprint
         self._max_batch_tokens = max_batch_tokens
@@ -148,20 +155,24 @@ class TorchTrainer(AdamTrainer):
         Raises:
             Overloaded: it does not.
         """
-        available = self._available()
-        if available is None:
-            return
         needed = layout.size * BYTES_PER_PARAMETER
-        promised = sum(model.unused_bytes for model in self._models.values())
-        room = available - promised - KEPT_FREE_BYTES
-        if needed > room:
+        missing = self._models.make_room(needed)
+        if missing > 0:
+            loaded = self._models.paged_in()
             raise Overloaded(
                 f"lora_config: {kind} has {layout.size} parameters and takes {needed} bytes"
-                f" (weights, gradient and moments in float32), but {max(room, 0)} bytes are free:"
-                f" of {available} available bytes, {promised} are reserved for the"
-                f" {len(self._models)} models loaded here and {KEPT_FREE_BYTES} are kept free; end"
-                f" unused sessions, or request {smaller}"
+                f" (weights, gradient and moments in float32), but {max(needed - missing, 0)} bytes"
+                f" are free: of {self._available()} available bytes, {_promised(loaded)} are"
+                f" reserved for the {len(loaded)} models loaded here and {KEPT_FREE_BYTES} are kept"
+                f" free; end unused sessions, or request {smaller}"
             )
+
+    def _room(self) -> int:
+        """Return the bytes for more models, in addition to those that are loaded."""
+        available = self._available()
+        if available is None:
+            return _UNLIMITED
+        return available - _promised(self._models.paged_in()) - KEPT_FREE_BYTES
 
     @override
     def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
@@ -184,25 +195,24 @@ class TorchTrainer(AdamTrainer):
         return self._gradient_pieces(item.model_id, item.batch)
 
     def _forward_pieces(self, model_id: str, batch: Batch) -> Pieces[LossOutput]:
-        model = self._models[model_id]
         output = PassOutput()
         before = 0
         for pack in self._packs(batch):
             if before:
                 yield before
-            (results,) = self._evaluate([(model, pack)], [batch.loss])
+            # Looked up for each piece: between two of them the model may be paged out.
+            (results,) = self._evaluate([(self._models[model_id], pack)], [batch.loss])
             output.add(pack, *results)
             before = len(pack.sequences.ids_R)
         return output.finish(batch)
 
     def _gradient_pieces(self, model_id: str, batch: Batch) -> Pieces[LossOutput]:
-        model = self._models[model_id]
         output = PassOutput()
         before = 0
         for pack in self._packs(batch):
             if before:
                 yield before
-            (results,) = self._run([(model, pack)], [batch.loss])
+            (results,) = self._run([(self._models[model_id], pack)], [batch.loss])
             output.add(pack, *results)
             before = len(pack.sequences.ids_R)
         return output.finish(batch)
@@ -222,6 +232,7 @@ class TorchTrainer(AdamTrainer):
         kinds = {(each.batch.forward_only, each.batch.num_targets) for each in everyone}
         return (
             self._base.takes_packs
+            and self._models.is_paged_in(item.model_id)
             and tokens <= self._max_shared_tokens
             and len(kinds) == 1
             and all(each.batch.loss.is_token_local for each in everyone)
@@ -233,7 +244,7 @@ class TorchTrainer(AdamTrainer):
         self, items: Sequence[TrainingPass], yield_point: Callable[[], None]
     ) -> list[LossOutput]:
         """See `engine.thread.Batcher`: what each asks for, in one pass."""
-        models = [self._models[item.model_id] for item in items]
+        models = self._models.together([item.model_id for item in items])
         if items[0].batch.forward_only:
             outputs = self._in_one_pass(items, models, self._evaluate)
         else:
@@ -355,6 +366,11 @@ class TorchTrainer(AdamTrainer):
         weight, bias = self._base.lm_head_of(tensors)
         gradients = gradient_of(weight), None if bias is None else gradient_of(bias)
         return LMHead(self._base.lm_head(tensors), (), gradients, self._base.logits_cap)
+
+
+def _promised(models: Sequence[TrainedModel]) -> int:
+    """Return the bytes that models will allocate but may not have allocated yet."""
+    return sum(model.unused_bytes for model in models)
 
 
 def _run_through(pieces: Pieces[LossOutput], yield_point: Callable[[], None]) -> LossOutput:

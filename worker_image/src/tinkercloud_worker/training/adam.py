@@ -7,7 +7,7 @@ and its AdamW, whose state is two flat moments and a step count.
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.batch import TokenLimits
-from tinkercloud_worker.engine.ranks import Sharding
 from tinkercloud_worker.engine.thread import Batcher, Pieces
 from tinkercloud_worker.engine.trainer import (
     Gradient,
@@ -30,85 +29,34 @@ from tinkercloud_worker.engine.trainer import (
     TrainingState,
     WeightsSnapshot,
 )
-from tinkercloud_worker.lora import adapters
-from tinkercloud_worker.lora.parameters import Trainable, norm_of
+from tinkercloud_worker.lora.parameters import norm_of
+from tinkercloud_worker.training.paging import Models
+from tinkercloud_worker.training.trained_model import MOMENTS, TrainedModel
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's moments, under torch's names."""
-BYTES_PER_PARAMETER = 16
-"""Bytes of memory per trained parameter: weight, gradient and two moments in float32."""
 _PART = 1 << 24
 """Elements of a vector copied at a time."""
-
-
-@dataclass(slots=True, eq=False)
-class TrainedModel:
-    """One model under training."""
-
-    lora: LoraConfig | None
-    trainable: Trainable
-    sharding: Sharding | None = None
-    """How the model is sharded over ranks; None: the trainable is the full model, under its own
-    names."""
-    grad_norm: float | None = None
-    """Norm of the summed gradient, where ranks have to compute it together."""
-    optimizer: torch.optim.AdamW = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.reset_optimizer()
-
-    def reset_optimizer(self) -> None:
-        """Start with no moments and no steps."""
-        self.optimizer = torch.optim.AdamW([self.trainable.flat], lr=0.0, fused=True)
-
-    @property
-    def unused_bytes(self) -> int:
-        """Bytes that the model will allocate but may not have allocated yet.
-
-        The system counts a page of zeros only after it is written.
-        """
-        flat = self.trainable.flat
-        return 0 if self.optimizer.state[flat] else (BYTES_PER_PARAMETER - 4) * flat.numel()
-
-    def begin_moments(self) -> None:
-        """Allocate both moments at once: AdamW itself could leave a full GPU with only one."""
-        flat = self.trainable.flat
-        if not self.optimizer.state[flat]:
-            moments = {moment: torch.zeros_like(self.trainable.gradient) for moment in MOMENTS}
-            self.optimizer.state[flat] = {"step": torch.zeros((), device=flat.device), **moments}
-
-
-def new_adapter(
-    targets: Sequence[adapters.Target], config: LoraConfig, device: torch.device | None = None
-) -> TrainedModel:
-    """Return a new adapter for the targets that the configuration selects.
-
-    Raises:
-        InvalidRequest: the configuration selects no target.
-    """
-    selected = adapters.select(targets, config)
-    trainable = Trainable(adapters.layout(selected, config.rank), device)
-    seed = config.seed if config.seed is not None else torch.seed()
-    for target in selected:
-        a = adapters.initial_a(target, config.rank, seed)
-        trainable.tensors[target.a_name].detach().copy_(a)
-    return TrainedModel(config, trainable)
 
 
 class AdamTrainer(Trainer, ABC):
     """The part of `engine.trainer.Trainer` that does not run the model."""
 
-    def __init__(self, limits: TokenLimits, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        limits: TokenLimits,
+        dtype: torch.dtype = torch.float32,
+        models: Models | None = None,
+    ) -> None:
         """Create a trainer without models.
 
         Args:
             limits: the token limits of examples.
             dtype: the dtype of passes, which is the base's.
+            models: where models are kept; None: all in the memory of the device.
         """
         self.limits = limits
         self.base_fingerprint: str | None = None
         self._dtype = dtype
-        self._models: dict[str, TrainedModel] = {}
+        self._models = models if models is not None else Models()
         self._stepper = _Stepper(self, self._models)
 
     @property
@@ -126,16 +74,11 @@ class AdamTrainer(Trainer, ABC):
 
     @override
     def remove_model(self, model_id: str) -> None:
-        self._models.pop(model_id, None)
+        self._models.discard(model_id)
 
     @override
     def memory_bytes(self, model_id: str) -> int:
-        model = self._models.get(model_id)
-        if model is None:
-            return 0
-        flat = model.trainable.flat
-        moments = [value for value in model.optimizer.state.get(flat, {}).values() if value.dim()]
-        return sum(tensor.nbytes for tensor in (flat, model.trainable.gradient, *moments))
+        return self._models.memory_bytes(model_id)
 
     @property
     @override
@@ -231,11 +174,14 @@ class _Stepper:
     """Runs queued optimizer steps of different models as one job."""
 
     trainer: AdamTrainer
-    models: Mapping[str, TrainedModel]
+    models: Models
 
     def can_batch(self, items: Sequence[OptimizerStep], item: OptimizerStep) -> bool:
-        """See `engine.thread.Batcher`. A removed model fails alone, when its step runs."""
-        return item.model_id in self.models and all(
+        """See `engine.thread.Batcher`. A removed model fails alone, when its step runs.
+
+        A model that is paged out joins no other, so that those that join have room together.
+        """
+        return self.models.is_paged_in(item.model_id) and all(
             item.model_id != other.model_id for other in items
         )
 
@@ -243,7 +189,10 @@ class _Stepper:
         self, items: Sequence[OptimizerStep], yield_point: Callable[[], None]
     ) -> Sequence[Mapping[str, float]]:
         """See `engine.thread.Batcher`."""
-        metrics = _apply_steps([(self.models[item.model_id], item.params) for item in items])
+        models = self.models.together([item.model_id for item in items])
+        metrics = _apply_steps(
+            [(model, item.params) for model, item in zip(models, items, strict=True)]
+        )
         yield_point()
         return metrics
 

@@ -5,18 +5,20 @@ step, so all ranks that hold the same weights get the same bits, apply the same 
 and stay identical. For a sharded model (`engine.ranks.Sharding`), each rank updates its shard.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.ranks import RankTrainer, Sharding
-from tinkercloud_worker.engine.trainer import Gradient, TrainingState
-from tinkercloud_worker.training.adam import AdamTrainer, TrainedModel, on_cpu, state_of
+from tinkercloud_worker.engine.trainer import Gradient, OptimizerStep, TrainingState
+from tinkercloud_worker.training.adam import AdamTrainer, on_cpu, state_of
+from tinkercloud_worker.training.trained_model import TrainedModel
 
 
 class ReplicatedTrainer(AdamTrainer, RankTrainer):
@@ -38,6 +40,28 @@ class ReplicatedTrainer(AdamTrainer, RankTrainer):
         model.grad_norm = sharding.grad_norm(model.trainable.gradient) if sharding else None
 
     @override
+    def sum_gradients(self, model_ids: Sequence[str]) -> None:
+        for model_id in model_ids:
+            self.sum_gradient(model_id)
+
+    @override
+    def optim_steps(self, steps: Sequence[OptimizerStep]) -> Sequence[Mapping[str, float]]:
+        try:
+            return self.stepper.run_batch(steps, lambda: None)
+        except InvalidRequest:
+            for step in steps:
+                self._unsum_gradient(step.model_id)
+            raise
+
+    def _unsum_gradient(self, model_id: str) -> None:
+        """Change the ranks' gradients so that their sum equals that of each rank."""
+        model = self._models[model_id]
+        if model.sharding is not None:
+            model.sharding.unreduce_gradient(model.trainable.gradient)
+        elif dist.get_rank() != 0:
+            self.discard_gradient(model_id)
+
+    @override
     def export_gradient(self, model_id: str) -> Gradient | None:
         """Return the sum over ranks; the ranks' own gradients are unchanged.
 
@@ -53,11 +77,7 @@ class ReplicatedTrainer(AdamTrainer, RankTrainer):
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
         """Replace the gradient so that the sum over ranks equals the given one."""
         super().import_gradient(model_id, gradient)
-        model = self._models[model_id]
-        if model.sharding is not None:
-            model.sharding.unreduce_gradient(model.trainable.gradient)
-        elif dist.get_rank() != 0:
-            self.discard_gradient(model_id)
+        self._unsum_gradient(model_id)
 
     @override
     def salvage(self) -> Mapping[str, TrainingState]:

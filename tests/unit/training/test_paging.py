@@ -1,0 +1,180 @@
+"""Idle models leave the memory of the trainer if others need it, and return with the same bits."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tinkercloud_protocol.errors import Overloaded
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.models import tiny_llama
+from tinkercloud_testing.trainers import assert_equal, gradient_of, moments_of, run
+from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.engine.trainer import OptimizerStep, TrainingPass
+from tinkercloud_worker.model.base_model import TorchBaseModel
+from tinkercloud_worker.torch_trainer.trainer import KEPT_FREE_BYTES, TorchTrainer
+from tinkercloud_worker.training.paging import DiskFiles, HostMemory, Place
+
+LORA = LoraConfig(rank=4, seed=1)
+ADAM = AdamParams(learning_rate=1e-2)
+NAMES = ("first", "second", "third", "fourth")
+
+
+class Machine:
+    """A trainer with memory for a number of adapters, and one on a machine without limits.
+
+    A new adapter counts for a quarter more: its gradient may not have been allocated yet.
+    """
+
+    def __init__(self, room: float, place: Place | None) -> None:
+        self.unlimited = TorchTrainer(TorchBaseModel(tiny_llama()), max_batch_tokens=32)
+        self.unlimited.add_model("m", LORA)
+        size = self.unlimited._models["m"].full_bytes
+        self.size = int(room * size)
+        self.trainer = TorchTrainer(
+            TorchBaseModel(tiny_llama()),
+            max_batch_tokens=32,
+            available=lambda: self.size + KEPT_FREE_BYTES - self.used(),
+            place=place,
+        )
+
+    def used(self) -> int:
+        return sum(map(self.trainer.memory_bytes, self.trainer._models))
+
+    def add(self, *names: str) -> None:
+        for trainer in (self.trainer, self.unlimited):
+            for name in names:
+                trainer.add_model(name, LORA)
+
+    def step(self, name: str, seed: int) -> tuple[object, object]:
+        """Train a model on both machines; return the metrics of each."""
+        a, b = (
+            (
+                run(trainer, random_data([5, 9], seed=seed), model_id=name).metrics,
+                trainer.optim_step(name, ADAM),
+            )
+            for trainer in (self.trainer, self.unlimited)
+        )
+        return a, b
+
+
+@pytest.fixture(params=["host memory", "files"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    return HostMemory(lambda: None) if request.param == "host memory" else DiskFiles(tmp_path)
+
+
+def assert_same_models(machine: Machine) -> None:
+    for name in NAMES:
+        ours, theirs = (t.export_state(name) for t in (machine.trainer, machine.unlimited))
+        assert ours.step == theirs.step
+        assert_equal(ours.weights.tensors, theirs.weights.tensors, atol=0)
+        assert_equal(moments_of(ours), moments_of(theirs), atol=0)
+
+
+def test_more_models_than_fit_train_with_the_bits_of_models_that_stay(place: Place) -> None:
+    machine = Machine(2.5, place)
+
+    machine.add(*NAMES)
+    for seed in range(3):
+        for name in NAMES:
+            ours, theirs = machine.step(name, seed)
+            assert ours == theirs
+            assert machine.used() <= machine.size
+
+    assert_same_models(machine)
+
+
+def test_an_idle_model_takes_no_memory_and_keeps_its_unapplied_gradient(place: Place) -> None:
+    machine = Machine(1, place)
+    machine.add("first")
+    machine.step("first", seed=0)
+    for trainer in (machine.trainer, machine.unlimited):
+        run(trainer, random_data([7], seed=1), model_id="first")
+
+    machine.add("second")
+
+    assert machine.trainer.memory_bytes("first") == 0
+    gradients = [gradient_of(trainer, "first") for trainer in (machine.trainer, machine.unlimited)]
+    assert_equal(*gradients, atol=0)
+    assert machine.trainer.memory_bytes("first") > 0
+
+
+def test_the_model_that_was_used_least_recently_leaves_first(place: Place) -> None:
+    machine = Machine(2.5, place)
+    machine.add("first", "second")
+    machine.step("first", seed=0)
+
+    machine.add("third")
+
+    assert machine.trainer.memory_bytes("second") == 0
+    assert machine.trainer.memory_bytes("first") > 0
+
+
+def test_models_that_share_a_pass_are_all_loaded_or_none_is_changed(place: Place) -> None:
+    machine = Machine(2.5, place)
+    machine.add(*NAMES[:3])
+    trainer = machine.trainer
+    batch = prepare(a_request(random_data([5])), trainer.limits)
+
+    trainer.run_batch([TrainingPass(name, batch) for name in NAMES[:2]], lambda: None)
+    with pytest.raises(Overloaded, match="left the memory of the trainer"):
+        trainer.run_batch([TrainingPass(name, batch) for name in NAMES[:3]], lambda: None)
+    with pytest.raises(Overloaded, match="left the memory of the trainer"):
+        trainer.stepper.run_batch([OptimizerStep(name, ADAM) for name in NAMES[:3]], lambda: None)
+
+    ours, theirs = machine.step("third", seed=0)
+    assert ours == theirs
+
+
+def test_a_model_that_leaves_between_two_pieces_of_its_request_returns(place: Place) -> None:
+    machine = Machine(1, place)
+    machine.add("first", "second")
+    batch = prepare(a_request(random_data([30, 30, 30])), machine.trainer.limits)
+    pieces = machine.trainer.pieces(TrainingPass("first", batch))
+
+    while True:
+        try:
+            next(pieces)
+        except StopIteration:
+            break
+        run(machine.trainer, random_data([4]), model_id="second")
+        assert machine.trainer.memory_bytes("first") == 0
+    machine.unlimited.forward_backward("first", batch, lambda: None)
+
+    gradients = [gradient_of(trainer, "first") for trainer in (machine.trainer, machine.unlimited)]
+    assert_equal(*gradients, atol=0)
+
+
+class Full:
+    """A place without room."""
+
+    def keep(self, vector: torch.Tensor) -> Callable[[], torch.Tensor]:
+        raise OSError("no room")
+
+
+@pytest.mark.parametrize("full", [Full(), None], ids=["a full place", "no place"])
+def test_without_a_place_for_idle_models_the_next_one_gets_the_numbers(full: Place | None) -> None:
+    machine = Machine(2.5, full)
+    machine.add("first", "second")
+    machine.step("first", seed=0)
+
+    with pytest.raises(Overloaded, match="are reserved for the 2 models loaded here"):
+        machine.trainer.add_model("third", LORA)
+
+    machine.trainer.remove_model("second")
+    machine.trainer.add_model("third", LORA)
+    ours, theirs = machine.step("first", seed=1)
+    assert ours == theirs
+
+
+def test_a_model_that_is_removed_while_it_is_away_is_gone(place: Place) -> None:
+    machine = Machine(1, place)
+    machine.add("first", "second")
+    machine.trainer.remove_model("first")
+
+    machine.add("first")
+
+    ours, theirs = machine.step("first", seed=0)
+    assert ours == theirs

@@ -1,0 +1,183 @@
+"""Passes and optimizer steps that several models share at the ranks of one group.
+
+The examples of all requests are divided together over the replicas, so that each has about the same
+number of tokens, and every replica runs its part as one micro-batch. A request that runs alone is
+divided as always: its bits do not depend on this module.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+from tinkercloud_protocol.hyperparameters import AdamParams
+from tinkercloud_worker.actors.batch_shards import assign_examples, merge_outputs, select_examples
+from tinkercloud_worker.engine.batch import Batch, padded_lengths
+from tinkercloud_worker.engine.ranks import Membership
+from tinkercloud_worker.engine.thread import Pieces
+from tinkercloud_worker.engine.trainer import LossOutput, OptimizerStep, TrainingPass
+
+Shards = Sequence[Sequence[int]]
+"""The indices, within a batch, of the examples of each replica."""
+
+
+def number_of_replicas(memberships: Sequence[Membership]) -> int:
+    """Return how many replicas of the model the ranks are."""
+    return 1 + max(membership.replica for membership in memberships)
+
+
+def divided(batches: Sequence[Batch], memberships: Sequence[Membership]) -> list[Shards]:
+    """Divide the examples of several batches over the replicas; return the shards of each batch."""
+    lengths = [
+        padded_lengths(
+            [len(example.tokens) for example in batch.examples], memberships[0].pad_to_multiple_of
+        )
+        for batch in batches
+    ]
+    replicas = number_of_replicas(memberships)
+    mixed = assign_examples([each for own in lengths for each in own], replicas)
+    bounds = pairwise(accumulate((len(own) for own in lengths), initial=0))
+    return [
+        [[index - start for index in shard if start <= index < stop] for shard in mixed]
+        for start, stop in bounds
+    ]
+
+
+def most_tokens(batches: Sequence[Batch], shards: Sequence[Shards]) -> int:
+    """Return the tokens of the replica that has the most of a shared pass."""
+    loads = [
+        [sum(len(batch.examples[index].tokens) for index in shard) for shard in of_batch]
+        for batch, of_batch in zip(batches, shards, strict=True)
+    ]
+    return max(sum(of_replica) for of_replica in zip(*loads, strict=True))
+
+
+def parts_of_ranks(
+    items: Sequence[TrainingPass], shards: Sequence[Shards], memberships: Sequence[Membership]
+) -> list[list[TrainingPass]]:
+    """Return what each rank computes of a shared pass: a part of every item, some without data."""
+    parts = [
+        [
+            replace(item, batch=select_examples(item.batch, shard))
+            for item, shard in zip(items, of_replica, strict=True)
+        ]
+        for of_replica in zip(*shards, strict=True)
+    ]
+    return [parts[membership.replica] for membership in memberships]
+
+
+def outputs_of(
+    answers: Sequence[Sequence[LossOutput]],
+    shards: Sequence[Shards],
+    memberships: Sequence[Membership],
+) -> list[LossOutput]:
+    """Merge what the ranks return of a shared pass into one output for each item."""
+    of_replica = {
+        membership.replica: outputs
+        for membership, outputs in zip(memberships, answers, strict=True)
+        if membership.answers
+    }
+    return [
+        merge_outputs(of_item, [of_replica[replica][index] for replica in range(len(of_item))])
+        for index, of_item in enumerate(shards)
+    ]
+
+
+class SharingTrainer(Protocol):
+    """What this module needs of the trainer that runs the ranks."""
+
+    def may_share(self, model_id: str) -> bool:
+        """Whether this is a LoRA adapter, without a lost gradient that its next request reports."""
+
+    def memberships(self) -> Sequence[Membership]:
+        """Return the places of all ranks."""
+
+    def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
+        """See `engine.trainer.Trainer`."""
+
+    def forward_backward(
+        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
+    ) -> LossOutput:
+        """See `engine.trainer.Trainer`."""
+
+    def shared_pass(
+        self, items: Sequence[TrainingPass], shards: Sequence[Shards]
+    ) -> list[LossOutput]:
+        """Run passes of different models as one; an exception means that no gradient changed."""
+
+    def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
+        """See `engine.trainer.Trainer`."""
+
+    def shared_step(self, steps: Sequence[OptimizerStep]) -> list[Mapping[str, float]]:
+        """Run the steps of different models; an exception means that none was applied."""
+
+
+class RankedPasses:
+    """Implements `engine.thread.Batcher` for passes."""
+
+    def __init__(self, trainer: SharingTrainer) -> None:
+        self._trainer = trainer
+
+    def can_batch(self, items: Sequence[TrainingPass], item: TrainingPass) -> bool:
+        """See `engine.thread.Batcher`: adapters share a pass that is one micro-batch everywhere."""
+        everyone = [*items, item]
+        memberships = self._trainer.memberships()
+        most = min(membership.max_shared_tokens for membership in memberships)
+        batches = [each.batch for each in everyone]
+        if sum(batch.num_tokens for batch in batches) > most * len(memberships):
+            return False
+        kinds = {(batch.forward_only, batch.num_targets) for batch in batches}
+        return (
+            len(kinds) == 1
+            and all(batch.loss.is_token_local for batch in batches)
+            and len({each.model_id for each in everyone}) == len(everyone)
+            and all(self._trainer.may_share(each.model_id) for each in everyone)
+            and most_tokens(batches, divided(batches, memberships)) <= most
+        )
+
+    def run_batch(
+        self, items: Sequence[TrainingPass], yield_point: Callable[[], None]
+    ) -> list[LossOutput]:
+        """See `engine.thread.Batcher`."""
+        shards = divided([item.batch for item in items], self._trainer.memberships())
+        outputs = self._trainer.shared_pass(items, shards)
+        yield_point()
+        return outputs
+
+    def pieces(self, item: TrainingPass) -> Pieces[LossOutput]:
+        """See `engine.thread.Batcher`: a pass is one piece."""
+        yield from ()
+        compute = (
+            self._trainer.forward if item.batch.forward_only else self._trainer.forward_backward
+        )
+        return compute(item.model_id, item.batch, _nothing)
+
+
+class RankedSteps:
+    """Implements `engine.thread.Batcher` for optimizer steps."""
+
+    def __init__(self, trainer: SharingTrainer) -> None:
+        self._trainer = trainer
+
+    def can_batch(self, items: Sequence[OptimizerStep], item: OptimizerStep) -> bool:
+        """See `engine.thread.Batcher`: the steps of different adapters."""
+        return all(self._trainer.may_share(each.model_id) for each in (*items, item)) and all(
+            each.model_id != item.model_id for each in items
+        )
+
+    def run_batch(
+        self, items: Sequence[OptimizerStep], yield_point: Callable[[], None]
+    ) -> list[Mapping[str, float]]:
+        """See `engine.thread.Batcher`."""
+        metrics = self._trainer.shared_step(items)
+        yield_point()
+        return metrics
+
+    def pieces(self, item: OptimizerStep) -> Pieces[Mapping[str, float]]:
+        """See `engine.thread.Batcher`: a step is one piece."""
+        yield from ()
+        return self._trainer.optim_step(item.model_id, item.params)
+
+
+def _nothing() -> None:
+    """Do nothing: no sampler runs at ranks."""

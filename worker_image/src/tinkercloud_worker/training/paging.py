@@ -1,0 +1,255 @@
+"""Models under training, of which idle ones may be outside the memory of the device.
+
+The vectors of a model (weights, gradient, moments) can be *paged out*: their content moves to a
+`Place`, host memory or a file, and their memory is freed. Their tensors stay the same objects, so
+views remain valid, and a model that is needed is paged in with the same bits. A gradient that is
+zero takes no space. Models are paged out only to make room, the least recently used first.
+
+A pass must not use a model that was paged out meanwhile: take it from `Models` whenever a piece of
+a job begins.
+"""
+
+import mmap
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from tinkercloud_protocol.errors import Overloaded
+from tinkercloud_worker.device import accelerator
+from tinkercloud_worker.device.memory import Available
+from tinkercloud_worker.training.trained_model import TrainedModel
+
+_KEPT_FREE_BYTES = 1 << 30
+"""Bytes of host memory, or of a disk, that paging leaves free."""
+
+_PART = 1 << 22
+"""Elements that are written at a time."""
+
+Content = Callable[[], Tensor]
+"""Returns the content of a vector that was paged out. It may be called again after a failure."""
+Missing = Callable[[int], int]
+"""Returns how many bytes the device lacks for a number of bytes; 0 or less if it lacks none."""
+
+
+class Place(Protocol):
+    """Where vectors are kept."""
+
+    def keep(self, vector: Tensor) -> Content:
+        """Store a flat vector.
+
+        Raises:
+            OSError: there is no room for it.
+        """
+
+
+class HostMemory:
+    """Keeps vectors of a GPU in host memory, which the GPU reads directly."""
+
+    def __init__(self, available: Available) -> None:
+        """Keep nothing.
+
+        Args:
+            available: returns the bytes of host memory that can be allocated; None if unknown.
+        """
+        self._available = available
+
+    def keep(self, vector: Tensor) -> Content:
+        """See `Place`."""
+        available = self._available()
+        if available is not None and available < vector.nbytes + _KEPT_FREE_BYTES:
+            raise OSError(f"{vector.nbytes} bytes do not fit in {available} bytes of host memory")
+        try:
+            copy = torch.empty(
+                vector.shape, dtype=vector.dtype, pin_memory=accelerator.is_gpu(vector)
+            )
+        except RuntimeError as error:
+            raise OSError(f"host memory could not be allocated: {error}") from error
+        copy.copy_(vector)
+        return lambda: copy
+
+
+class DiskFiles:
+    """Keeps vectors of a CPU in files without names, which vanish with the process."""
+
+    def __init__(self, folder: Path, max_bytes: int = 8 << 30) -> None:
+        """Keep nothing.
+
+        Args:
+            folder: where the files are; it is created when it is needed.
+            max_bytes: total size of the files: the disk of a pod may have a limit of its own.
+        """
+        self._folder = folder
+        self._left = max_bytes
+
+    def keep(self, vector: Tensor) -> Content:
+        """See `Place`."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        free = min(self._left, shutil.disk_usage(self._folder).free - _KEPT_FREE_BYTES)
+        if free < vector.nbytes:
+            raise OSError(f"{vector.nbytes} bytes do not fit in {free} bytes of {self._folder}")
+        file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - open while it is needed
+        dtype = vector.dtype
+        try:
+            for part in vector.split(_PART):
+                # A storage that NumPy has seen can't be freed any more, so it gets a copy.
+                file.write(part.clone().numpy().data.cast("B"))
+            file.flush()
+        except BaseException:
+            file.close()
+            raise
+
+        def content() -> Tensor:
+            return torch.frombuffer(
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=dtype
+            )
+
+        self._left -= vector.nbytes
+        weakref.finalize(content, self._free, file, vector.nbytes)
+        return content
+
+    def _free(self, file: BinaryIO, size: int) -> None:
+        file.close()
+        self._left += size
+
+
+class Models(dict[str, TrainedModel]):
+    """Models by id. Looking one up pages it in."""
+
+    def __init__(self, place: Place | None = None, missing: Missing = lambda _: 0) -> None:
+        """Start without models.
+
+        Args:
+            place: where idle models are paged out to; None: they never are.
+            missing: tells what the device lacks for a model in addition to those that are paged in.
+        """
+        super().__init__()
+        self._place = place
+        self._missing = missing
+        self._paged: dict[str, list[tuple[Tensor, Content | None]]] = {}
+        """Vectors of the models that are paged out, with their contents; None: zeros."""
+        self._uses: dict[str, int] = {}
+        """Number of the last use of each model."""
+        self._number = 0
+
+    @override
+    def __getitem__(self, name: str) -> TrainedModel:
+        """Return a model that is paged in.
+
+        Raises:
+            Overloaded: there is no room to page it in.
+        """
+        return self.together([name])[0]
+
+    @override
+    def __setitem__(self, name: str, model: TrainedModel) -> None:
+        self._forget(name)
+        super().__setitem__(name, model)
+        self._count_use(name)
+
+    @override
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self._forget(name)
+
+    def discard(self, name: str) -> None:
+        """Remove a model, which may be unknown."""
+        if name in self:
+            del self[name]
+
+    def together(self, names: Sequence[str]) -> list[TrainedModel]:
+        """Return models that are all paged in.
+
+        Raises:
+            Overloaded: there is no room for all of them.
+        """
+        found = [super(Models, self).__getitem__(name) for name in names]
+        for name, model in zip(names, found, strict=True):
+            self._count_use(name)
+            if name in self._paged:
+                self._page_in(name, model, names)
+        return found
+
+    def is_paged_in(self, name: str) -> bool:
+        """Whether there is such a model, in the memory of the device."""
+        return name in self and name not in self._paged
+
+    def paged_in(self) -> list[TrainedModel]:
+        """Return the models that are in the memory of the device."""
+        return [model for name, model in self.items() if name not in self._paged]
+
+    def memory_bytes(self, name: str) -> int:
+        """Return the bytes that a model takes in the memory of the device; 0 if it is unknown."""
+        model = self.get(name)
+        if model is None or name in self._paged:
+            return 0
+        return sum(vector.nbytes for vector in model.vectors)
+
+    def make_room(self, size: int, used: Collection[str] = ()) -> int:
+        """Page out models until the device has room for a number of bytes.
+
+        Args:
+            size: the bytes.
+            used: models that are not paged out.
+
+        Returns:
+            The bytes that are still missing; 0 or less if there is room.
+        """
+        with suppress(OSError):
+            while self._missing(size) > 0:
+                by_use = sorted(self, key=self._uses.__getitem__)
+                idle = (each for each in by_use if each not in used and self._can_leave(each))
+                oldest = next(idle, None)
+                if self._place is None or oldest is None:
+                    break
+                self._page_out(oldest, self._place)
+        return self._missing(size)
+
+    def _can_leave(self, name: str) -> bool:
+        return name not in self._paged and all(
+            vector.untyped_storage().resizable() for vector in dict.__getitem__(self, name).vectors
+        )
+
+    def _page_out(self, name: str, place: Place) -> None:
+        """Page a model out.
+
+        Raises:
+            OSError: there is no room for it; nothing has changed.
+        """
+        vectors = super().__getitem__(name).vectors
+        self._paged[name] = [
+            (vector, place.keep(vector) if bool(vector.any()) else None) for vector in vectors
+        ]
+        for vector in vectors:
+            vector.untyped_storage().resize_(0)
+
+    def _page_in(self, name: str, model: TrainedModel, used: Collection[str]) -> None:
+        missing = self.make_room(model.full_bytes, used)
+        if missing > 0:
+            raise Overloaded(
+                f"model {name} was idle and left the memory of the trainer; {missing} bytes are"
+                " missing to load it again, because of other models: send the request again later,"
+                " or end unused sessions"
+            )
+        for vector, content in self._paged[name]:
+            vector.untyped_storage().resize_(vector.nbytes)
+            if content is None:
+                vector.zero_()
+            else:
+                vector.copy_(content())
+        del self._paged[name]
+
+    def _count_use(self, name: str) -> None:
+        self._number += 1
+        self._uses[name] = self._number
+
+    def _forget(self, name: str) -> None:
+        self._paged.pop(name, None)
+        self._uses.pop(name, None)
