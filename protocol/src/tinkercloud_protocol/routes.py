@@ -87,6 +87,9 @@ returns `launch.ModelSuspended`. The next request for the model resumes it."""
 HEAD_MOVE_MODEL = "/move_model"
 """POST /move_model/<model id> writes a model to the object store, in use or not, and responds when
 another head can continue it. From then on requests for it get `WRONG_GENERATION_STATUS`."""
+HEAD_ENGINES = "/engines"
+"""POST `engine_scaling.Engines`, the number of engines that exist; responds with the number that
+the head needs, once they differ or `HOLD_SECONDS` have passed."""
 HEAD_SUSPEND = "/suspend"
 """POST writes the head's whole state to the object store and responds when nothing can be lost. The
 head rejects new requests from the start of this request."""

@@ -33,6 +33,7 @@ from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.lifecycle import Lifecycle
 from tinkercloud_worker.head.token import HeadToken
+from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.weight_host import HeadWeightHost
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 from tinkercloud_worker.model.base_model import TorchBaseModel
@@ -78,6 +79,7 @@ def build_backend(config: HeadConfig) -> Backend:
         base_fingerprint=_served_fingerprint(config, trainer),
         usage=usage,
         text=ChatText(tokenizer),
+        engine_scaler=sampler.scaler if isinstance(sampler, InferenceSampler) else None,
     )
 
 

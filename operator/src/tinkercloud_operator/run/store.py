@@ -75,6 +75,7 @@ class Surroundings:
     pool_message: str | None = None
     takes_spare: bool = False
     failed_saves: Mapping[SaveKey, FailedSave] = field(default_factory=dict)
+    engines_needed: int | None = None
 
 
 def _kept(kind: str, manifest: Manifest) -> Manifest:
@@ -179,7 +180,9 @@ class Watched:
             children={
                 key: item for key, item in children.items() if key.kind not in {"Pod", _PROGRAM_POD}
             },
-            pods=_pods(children),
+            pods=_pods(children, are_scaled=False),
+            scaled_pods=_pods(children, are_scaled=True),
+            engines_needed=surroundings.engines_needed,
             program_pods=_program_pods(children),
             failed=_failed(self._failures.get(name), children),
             predecessors={key: item for key, item in everything.items() if key not in children},
@@ -208,9 +211,13 @@ class Watched:
         pods = [parsing.pod(item) for key, item in children.items() if key.kind == "Pod"]
         return bool(pods) and all(pod.is_ready for pod in pods)
 
+    def cluster_of(self, name: str) -> Manifest | None:
+        """Return the RayCluster of a session, if it has one of its own."""
+        return self._children.get(name, {}).get(ChildKey("RayCluster", name))
+
     def has_cluster(self, name: str) -> bool:
         """Whether a session has a RayCluster of its own."""
-        return ChildKey("RayCluster", name) in self._children.get(name, {})
+        return self.cluster_of(name) is not None
 
     def may_start(self, session: Manifest) -> bool:
         """Whether a session has no RayCluster, and its tenant's limits allow it to start."""
@@ -413,8 +420,13 @@ def _of_session(children: Mapping[ChildKey, Manifest], uid: str) -> dict[ChildKe
     return {key: item for key, item in children.items() if _session_uid(item) in {uid, None}}
 
 
-def _pods(children: Mapping[ChildKey, Manifest]) -> tuple[Pod, ...]:
-    """Return a session's pods; those whose RayCluster is deleted count as terminating."""
+def _pods(children: Mapping[ChildKey, Manifest], *, are_scaled: bool) -> tuple[Pod, ...]:
+    """Return a session's pods; those whose RayCluster is deleted count as terminating.
+
+    Args:
+        children: the session's children.
+        are_scaled: whether to return engines beyond the minimum, or all other pods.
+    """
     owner = next(
         (
             _uid(item)
@@ -423,7 +435,12 @@ def _pods(children: Mapping[ChildKey, Manifest]) -> tuple[Pod, ...]:
         ),
         None,
     )
-    pods = [item for key, item in children.items() if key.kind == "Pod"]
+    pods = [
+        item
+        for key, item in children.items()
+        if key.kind == "Pod"
+        and (labels.SCALED_LABEL in item["metadata"].get("labels", {})) == are_scaled
+    ]
     return tuple(
         replace(parsing.pod(item), is_terminating=True)
         if _ray_cluster_of(item) not in {owner, None}

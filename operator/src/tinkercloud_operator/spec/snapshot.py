@@ -150,6 +150,7 @@ class Observed:
     has_secret: bool
     """According to the Secret's marker, which is one of the children."""
     pods: tuple[Pod, ...]
+    """Pods that the session needs to be Ready."""
     failed: Pod | None
     """The last pod that failed; None once a replacement is ready. KubeRay deletes failed pods at
     once."""
@@ -185,6 +186,11 @@ class Observed:
     """Which limit of its owner's Tenant it waits for; None if it may start."""
     tenant: TenantSpec | None = None
     """The Tenant of its owner, if it has one."""
+    scaled_pods: tuple[Pod, ...] = ()
+    """Pods of engines beyond the minimum, which are not among `pods`."""
+    engines_needed: int | None = None
+    """Number of engines that its head needs now; None if it needs those that exist, or has not
+    answered."""
     failed_saves: Mapping[SaveKey, FailedSave] = field(default_factory=dict)
     """Saves that have failed, and not completed since."""
 
@@ -232,4 +238,4 @@ class Observed:
     @property
     def has_pods(self) -> bool:
         """Whether it has pods or a RayCluster, which creates pods."""
-        return bool(self.pods) or self.ray_cluster is not None
+        return bool(self.pods or self.scaled_pods) or self.ray_cluster is not None

@@ -20,11 +20,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from tinkercloud_protocol import chat_errors, envelope, futures, routes
 from tinkercloud_protocol.asgi import Receive, Scope, Send
 from tinkercloud_protocol.batched_futures import RetrieveFuturesRequest
+from tinkercloud_protocol.engine_scaling import Engines
 from tinkercloud_protocol.errors import (
     BodyTooLarge,
     InvalidRequest,
     NotFound,
     Unauthenticated,
+    Unavailable,
     WireError,
 )
 from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
@@ -109,6 +111,7 @@ class HeadApp:
             ("POST", routes.HEAD_CHECKPOINT): self._checkpoint,
             ("POST", routes.HEAD_SUSPEND_MODEL): self._suspend_model,
             ("POST", routes.HEAD_MOVE_MODEL): self._move_model,
+            ("POST", routes.HEAD_ENGINES): self._engines,
             ("GET", routes.HEAD_MODELS): self._models,
             ("GET", routes.HEAD_TIMELINE): self._timeline,
             ("PUT", routes.HEAD_MODELS): self._put_model,
@@ -345,6 +348,20 @@ class HeadApp:
     async def _move_model(self, request: Request) -> Response:
         await self._service.move_model(ModelId.parse(_resource(request)))
         return Response()
+
+    async def _engines(self, request: Request) -> Response:
+        scaler = self._lifecycle.backend.engine_scaler
+        if scaler is None:
+            raise NotFound("this session head has a fixed number of engines")
+        existing = parse_json(Engines, await request.body(self._limits.max_body_bytes))
+        needed = asyncio.create_task(scaler.needed(existing.engines))
+        drained = asyncio.create_task(self._lifecycle.drained.wait())
+        await asyncio.wait({needed, drained}, return_when=asyncio.FIRST_COMPLETED)
+        drained.cancel()
+        if not needed.done():
+            needed.cancel()
+            raise Unavailable("this session head is stopping")
+        return Response(Engines(engines=needed.result()).model_dump_json().encode())
 
     async def _models(self, _request: Request) -> Response:
         return Response(HeldModels(models=self._service.held()).model_dump_json().encode())
