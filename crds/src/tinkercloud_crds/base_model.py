@@ -107,6 +107,12 @@ class SessionPolicy(Part):
     marks the session as Failed (`StartFailed`). Pods fail if, for example, an image cannot be
     pulled, a container crashes repeatedly or runs out of memory, or a Secret is missing. Time spent
     waiting for nodes does not count."""
+    max_restarts: Annotated[int, Field(ge=1, le=50)] = 10
+    """Number of unexpected exits of a session's head within `restartWindowSeconds` after which the
+    operator deletes the session's pods and marks it as Failed (`RestartLimit`). Its saved state is
+    kept until it is retried."""
+    restart_window_seconds: Annotated[int, Field(ge=60, le=31_536_000)] = 3600
+    """Period, in seconds, over which `maxRestarts` counts."""
 
 
 class Pool(Part):

@@ -148,6 +148,9 @@ class Reason(StrEnum):
     START_FAILED = "StartFailed"
     """The session's pods failed to run for `sessions.startDeadlineSeconds` of its BaseModel and
     were deleted."""
+    RESTART_LIMIT = "RestartLimit"
+    """The session's head exited `sessions.maxRestarts` times within `sessions.restartWindowSeconds`
+    of its BaseModel, so its pods were deleted."""
     TERMINATING = "Terminating"
     """The session is being deleted."""
     APPLY_FAILED = "ApplyFailed"

@@ -49,6 +49,10 @@ removed when `spec.poolCluster` changes. API servers hold the run's requests mea
 DRAIN = f"{GROUP}/drain"
 """Annotation on the TrainingSession of a pool cluster, set by an administrator: if it is `true`,
 the sessions on the cluster are moved to others, and the cluster is deleted."""
+RETRY = f"{GROUP}/retry-requested"
+"""Annotation on a TrainingSession, set by its owner or an administrator: when they asked to start
+it again (RFC 3339). Failures until then no longer count towards `sessions.startDeadlineSeconds` and
+`sessions.maxRestarts` of the BaseModel."""
 CREATED_FOR = f"{GROUP}/created-for"
 """Annotation on TrainingSessions that the API server created: the run or sampling session that
 first requested them."""

@@ -225,6 +225,9 @@ class Failing(Part):
     """When the pods began to fail (RFC 3339). The session has not been Ready since."""
     message: Message = ""
     """The most recent failure."""
+    reason: Literal["StartFailed", "RestartLimit"] = "StartFailed"
+    """Whether the pods fail to run, which is tolerated until `sessions.startDeadlineSeconds` of the
+    BaseModel, or the head has exited `sessions.maxRestarts` times."""
 
 
 class TrainingSessionStatus(Part):
@@ -260,6 +263,11 @@ class TrainingSessionStatus(Part):
     """`tinker://` path of the newest checkpoint that the operator requested."""
     restarts: Annotated[int, Field(ge=0)] = 0
     """Number of unexpected exits of the head process."""
+    recent_restarts: Annotated[
+        list[Annotated[str, Field(max_length=40)]], Field(default_factory=list, max_length=50)
+    ]
+    """When the head process exited unexpectedly (RFC 3339), as far as it counts towards the
+    BaseModel's `sessions.maxRestarts`."""
     served_incarnation: Annotated[str, Field(max_length=128)] | None = None
     """The last incarnation that was ready, and may therefore have state to save."""
     saved_incarnation: Annotated[str, Field(max_length=128)] | None = None

@@ -370,6 +370,9 @@ class World:
     def use(self) -> None:
         self.change(last_activity=self.session.now)
 
+    def retry(self) -> None:
+        self.change(retried=self.session.now)
+
     def delete(self) -> None:
         if not self.session.has_finalizer:
             self.is_gone = True
@@ -447,6 +450,7 @@ EVENTS: Mapping[str, Callable[[World], object]] = {
     "its owner suspends it": lambda world: world.suspend(asked=True),
     "its owner resumes it": lambda world: world.suspend(asked=False),
     "a client sends a request": World.use,
+    "its owner retries it": World.retry,
     "a node is cordoned": lambda world: world.cordon("node-0"),
     "another node is cordoned": lambda world: world.cordon("node-1"),
     "no node is cordoned": World.cordon,

@@ -47,6 +47,11 @@ WALKS: dict[tuple[str, str], tuple[str, list[str], list[str]]] = {
         [*SETTLED, "containers restart", "images are missing", "the operator reconciles"],
         ["a day passes", "the operator reconciles"],
     ),
+    ("Running", "its head exits too often"): (
+        "workers",
+        [*SETTLED, *["containers restart", "it settles"] * 9, "containers restart"],
+        ["a pod advances", *LOOKS],
+    ),
     ("Running", "its maximum lifetime ends"): (
         "short life",
         SETTLED,
@@ -104,6 +109,11 @@ WALKS: dict[tuple[str, str], tuple[str, list[str], list[str]]] = {
         "workers",
         [*SETTLED, "its owner suspends it", "it settles"],
         ["its owner resumes it", *LOOKS],
+    ),
+    ("Suspended", "it is retried after its pods have failed"): (
+        "workers",
+        [*SETTLED, *["containers restart", "it settles"] * 10],
+        ["its owner retries it", *LOOKS],
     ),
     ("Suspended", "its maximum lifetime ends"): (
         "short life",

@@ -29,6 +29,7 @@ The transitions; `decide` detects the events that concern use and age, `reconcil
 | Running     | it is idle, with idle action Delete, and belongs to a client | Deleting    |
 | Running     | one of its nodes is cordoned                                 | Stopping    |
 | Running     | its pods, including the head, fail until the start deadline  | Terminating |
+| Running     | its head exits too often                                     | Terminating |
 | Running     | its maximum lifetime ends                                    | Stopping    |
 | Running     | it is deleted                                                | Deleting    |
 | Stopping    | the head completes the save                                  | Saved       |
@@ -42,6 +43,7 @@ The transitions; `decide` detects the events that concern use and age, `reconcil
 | Terminating | a client sends a request, and the RayCluster is gone         | Running     |
 | Suspended   | a client sends a request to an idle session                  | Running     |
 | Suspended   | `spec.suspend` is cleared                                    | Running     |
+| Suspended   | it is retried after its pods have failed                     | Running     |
 | Suspended   | its maximum lifetime ends                                    | Finished    |
 | Suspended   | it is deleted                                                | Deleted     |
 | Finished    | its TTL passes, and it belongs to a client                   | Deleted     |
@@ -59,7 +61,8 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import Condition, ConditionType, Reason, find
 from tinkercloud_crds.shapes import Idle
 from tinkercloud_crds.times import parse_time
-from tinkercloud_crds.training_session import SERVING_ROLES
+from tinkercloud_crds.training_session import SERVING_ROLES, Failing
+from tinkercloud_operator.decide.failures import current_failure, failed_at
 from tinkercloud_operator.decide.program_facts import is_running, used_until
 from tinkercloud_operator.spec.snapshot import Observed
 
@@ -107,7 +110,6 @@ def decide(
     observed: Observed,
     idle: Idle | None,
     max_lifetime_seconds: int | None,
-    start_deadline_seconds: int | None = None,
 ) -> Decision:
     """Return the desired state of a session.
 
@@ -115,7 +117,6 @@ def decide(
         observed: the observed session.
         idle: the idle policy; None if it is unknown, which keeps the session in its current state.
         max_lifetime_seconds: maximum age of the session; None for no limit.
-        start_deadline_seconds: how long its pods may fail to start; None for no limit.
     """
     finished = parse_time(observed.status.finished_time)
     if finished is not None:
@@ -124,7 +125,7 @@ def decide(
     if abandoned_at is not None and observed.now >= abandoned_at:
         message = "the client stopped polling before the session was ready"
         return Decision(DesiredState.DELETED, Reason.IDLE, message)
-    decision = _before_finish(observed, idle, max_lifetime_seconds, start_deadline_seconds)
+    decision = _before_finish(observed, idle, max_lifetime_seconds)
     moments = (abandoned_at, decision.changes_at)
     return replace(
         decision, changes_at=min((each for each in moments if each is not None), default=None)
@@ -132,10 +133,7 @@ def decide(
 
 
 def _before_finish(
-    observed: Observed,
-    idle: Idle | None,
-    max_lifetime_seconds: int | None,
-    start_deadline_seconds: int | None,
+    observed: Observed, idle: Idle | None, max_lifetime_seconds: int | None
 ) -> Decision:
     expiry = _after(observed.created, max_lifetime_seconds)
     if expiry is not None and observed.now >= expiry:
@@ -147,13 +145,13 @@ def _before_finish(
         )
     if observed.spec.suspend:
         return Decision(DesiredState.SUSPENDED, Reason.SUSPENDED, "spec.suspend is true", expiry)
-    failed_at = _failed_at(observed, start_deadline_seconds)
-    if failed_at is not None and observed.now >= failed_at:
-        return replace(_start_failed(observed, expiry), urgent_since=failed_at)
+    failing, moment = current_failure(observed), failed_at(observed)
+    if failing is not None and moment is not None and observed.now >= moment:
+        return replace(_failed(observed, failing, expiry), urgent_since=moment)
     running = _unless_stopped(observed, idle, expiry)
-    if failed_at is None or running.desired is not DesiredState.RUNNING:
+    if moment is None or running.desired is not DesiredState.RUNNING:
         return running
-    return replace(running, changes_at=min(failed_at, running.changes_at or failed_at))
+    return replace(running, changes_at=min(moment, running.changes_at or moment))
 
 
 def _unless_stopped(observed: Observed, idle: Idle | None, expiry: datetime | None) -> Decision:
@@ -175,22 +173,14 @@ def _unless_stopped(observed: Observed, idle: Idle | None, expiry: datetime | No
     return _by_activity(observed, idle, expiry)
 
 
-def _failed_at(observed: Observed, start_deadline_seconds: int | None) -> datetime | None:
-    """Return when failing pods reach the start deadline; None if they never do."""
-    failing = observed.status.failing
-    since = parse_time(failing.since) if failing is not None else None
-    return _after(since, start_deadline_seconds) if since is not None else None
-
-
-def _start_failed(observed: Observed, expiry: datetime | None) -> Decision:
-    """Return the decision for a session whose pods cannot start; a resumable one is kept."""
-    failing = observed.status.failing
-    why = failing.message if failing is not None else ""
+def _failed(observed: Observed, failing: Failing, expiry: datetime | None) -> Decision:
+    """Return the decision for a session whose pods keep failing; a resumable one is kept."""
+    reason = Reason(failing.reason)
+    what = "the pods failed to start" if reason is Reason.START_FAILED else "the head keeps failing"
     if observed.is_declared or observed.status.incarnation is not None:
-        message = f"the pods failed to start; suspend and resume the session to retry: {why}"
-        return Decision(DesiredState.SUSPENDED, Reason.START_FAILED, message, expiry)
-    message = f"the pods failed to start: {why}"
-    return Decision(DesiredState.FINISHED, Reason.START_FAILED, message)
+        message = f"{what}; retry the session once the cause is fixed: {failing.message}"
+        return Decision(DesiredState.SUSPENDED, reason, message, expiry)
+    return Decision(DesiredState.FINISHED, reason, f"{what}: {failing.message}")
 
 
 def stopping_since(observed: Observed) -> datetime | None:
@@ -247,7 +237,7 @@ def last_use(observed: Observed) -> datetime:
     and while it is being resumed. So does time during which its program runs. A client that
     requests a suspended session needs it now, regardless of the client's clock.
     """
-    moments = [observed.created, observed.last_activity, used_until(observed)]
+    moments = [observed.created, observed.last_activity, observed.retried, used_until(observed)]
     conditions = observed.status.conditions
     suspended = find(conditions, ConditionType.SUSPENDED)
     if suspended is None or suspended.status != "True":
@@ -318,7 +308,7 @@ def _after_finish(observed: Observed, finished: datetime) -> Decision:
     if observed.now >= gone_at:
         return Decision(DesiredState.DELETED, Reason.FINISHED, "ttlSecondsAfterFinished has passed")
     if observed.status.failing is not None:
-        failed = _start_failed(observed, None)
+        failed = _failed(observed, observed.status.failing, None)
         return replace(failed, changes_at=gone_at, urgent_since=finished)
     message = "the session has finished"
     return Decision(DesiredState.FINISHED, Reason.FINISHED, message, gone_at, finished)

@@ -12,6 +12,7 @@ from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import SERVING_ROLES
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide import parsing
+from tinkercloud_operator.decide.failures import PERSISTENT_FAILURES
 from tinkercloud_operator.decide.lifetime import ACTIVITY_DELAY
 from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts
 from tinkercloud_operator.decide.session_index import age, is_live
@@ -105,7 +106,7 @@ def _cluster(session: Manifest, deleting: Set[str], keeping: Set[str]) -> Cluste
     return Cluster(
         name=metadata["name"],
         is_ready=is_ready,
-        has_failed=ready.get("reason") == Reason.START_FAILED or not is_live(session),
+        has_failed=ready.get("reason") in PERSISTENT_FAILURES or not is_live(session),
         is_suspended=bool(session["spec"].get("suspend")),
         is_stopping="deletionTimestamp" in metadata or metadata["uid"] in deleting,
         unused_since=max(moment for moment in moments if moment is not None),

@@ -8,12 +8,13 @@ The Job of a program that has ended by itself is kept with the session, and so a
 
 from collections.abc import Iterable
 
-from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, Reason, timestamp
+from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, timestamp
 from tinkercloud_crds.names import Names
 from tinkercloud_crds.programs import Program, ProgramStatus
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.children.pods import Json
 from tinkercloud_operator.children.program import ProgramBuild, program_job, program_policy
+from tinkercloud_operator.decide.failures import PERSISTENT_FAILURES
 from tinkercloud_operator.decide.lifetime import Decision, DesiredState
 from tinkercloud_operator.decide.program_facts import (
     current_job,
@@ -96,8 +97,8 @@ def _why_not(observed: Observed, decision: Decision) -> str | None:
         return "spec.program.stop is true"
     if decision.desired in {DesiredState.FINISHED, DesiredState.DELETED}:
         return f"the session has ended: {decision.message}"
-    if decision.reason is Reason.START_FAILED:
-        return f"the session's pods failed to start; {_RESUMES}"
+    if decision.reason in PERSISTENT_FAILURES:
+        return f"{decision.message}; {_RESUMES}"
     if observed.spec.suspend:
         return f"the session is suspended by its owner; {_RESUMES}"
     return None

@@ -171,8 +171,7 @@ def _decision(observed: Observed, desired: ResolvedSpec | Rejection) -> Decision
     # Without pods, a rejected session waits to be accepted, which does not count as idle time.
     is_judged = isinstance(desired, ResolvedSpec) or observed.has_pods
     idle = idle_policy(spec, base_model) if is_judged else None
-    deadline = base_model.sessions.start_deadline_seconds if base_model is not None else None
-    return decide(observed, idle, max_lifetime(spec, base_model), deadline)
+    return decide(observed, idle, max_lifetime(spec, base_model))
 
 
 def _actions_to_run(

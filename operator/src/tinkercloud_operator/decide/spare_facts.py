@@ -11,6 +11,7 @@ from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide import parsing
+from tinkercloud_operator.decide.failures import PERSISTENT_FAILURES
 from tinkercloud_operator.decide.pool_facts import cluster_prefix, condition, is_cluster, taken_by
 from tinkercloud_operator.decide.session_index import age, is_live
 from tinkercloud_operator.decide.spares import Spare, SparesFacts, Taker
@@ -129,7 +130,7 @@ def _spare(session: Manifest, deleting: Set[str]) -> Spare:
         is_stopping="deletionTimestamp" in metadata or metadata["uid"] in deleting,
         taken_by=taken_by(session),
         is_outdated=condition(session, ConditionType.ACCEPTED).get("reason") == Reason.CHANGE_WAITS,
-        has_failed=ready.get("reason") == Reason.START_FAILED or not is_live(session),
+        has_failed=ready.get("reason") in PERSISTENT_FAILURES or not is_live(session),
         problem=f"{stalled['reason']}: {stalled.get('message', '')}" if is_stalled else None,
         gpus=session.get("status", {}).get("gpus", 0),
     )

@@ -18,6 +18,12 @@ from tinkercloud_crds.names import Names
 from tinkercloud_crds.training_session import Failing, Phase, TrainingSessionStatus, Workers
 from tinkercloud_operator.decide.actions import Action, Plan, PostEvent
 from tinkercloud_operator.decide.engine_pods import engine_pods
+from tinkercloud_operator.decide.failures import (
+    PERSISTENT_FAILURES,
+    current_failure,
+    recent_restarts,
+    restart_limit,
+)
 from tinkercloud_operator.decide.lifetime import Decision, DesiredState
 from tinkercloud_operator.decide.programs import program_status
 from tinkercloud_operator.decide.readiness import StepStatus, readiness
@@ -40,6 +46,7 @@ _NEEDS_HELP = (
     | {
         Reason.APPLY_FAILED,
         Reason.START_FAILED,
+        Reason.RESTART_LIMIT,
         Reason.SAVE_FAILED,
         Reason.KUBERAY_SILENT,
         Reason.DELETION_STUCK,
@@ -70,6 +77,8 @@ def status(
     head = observed.head
     incarnation = head.incarnation if head is not None and head.is_started else None
     previous = observed.status
+    has_restarted = _has_restarted(observed, incarnation)
+    restarts = _recent_restarts(observed, decision, has_restarted=has_restarted)
     return TrainingSessionStatus(
         observed_generation=observed.generation,
         phase=phase(observed, decision, ready),
@@ -83,10 +92,11 @@ def status(
         plan=effective.plan if isinstance(effective, ResolvedSpec) else previous.plan,
         last_activity_time=timestamp(observed.last_activity) if observed.last_activity else None,
         latest_checkpoint=_latest_checkpoint(observed),
-        restarts=previous.restarts + _has_restarted(observed, incarnation),
+        restarts=previous.restarts + has_restarted,
+        recent_restarts=restarts,
         served_incarnation=incarnation if ready.is_reached else previous.served_incarnation,
         saved_incarnation=_saved_incarnation(observed),
-        failing=_failing(observed, decision, ready),
+        failing=restart_limit(observed, restarts) or _failing(observed, decision, ready),
         finished_time=_finished_time(observed, decision),
         program=program_status(observed, decision),
         message=ready.message[:MAX_MESSAGE_LENGTH] or None,
@@ -196,7 +206,7 @@ def phase(observed: Observed, decision: Decision | None, ready: StepStatus) -> P
     if decision is not None and decision.desired is not DesiredState.RUNNING:
         if observed.has_pods:
             return "Suspending"
-        if decision.reason is Reason.START_FAILED:
+        if decision.reason in PERSISTENT_FAILURES:
             return "Failed"
         return "Suspended" if decision.desired is DesiredState.SUSPENDED else "Finished"
     if ready.reason in _NEEDS_HELP:
@@ -264,10 +274,19 @@ def _workers(observed: Observed, effective: ResolvedSpec | Rejection) -> Workers
 
 
 def _has_restarted(observed: Observed, incarnation: str | None) -> bool:
-    """Return whether a head that served requests ended unexpectedly (1 or 0 in the sum)."""
+    """Return whether a head that served requests ended unexpectedly."""
     before = observed.status.incarnation
     expected = {None, incarnation, observed.status.saved_incarnation}
     return incarnation is not None and before not in expected
+
+
+def _recent_restarts(
+    observed: Observed, decision: Decision | None, *, has_restarted: bool
+) -> list[str]:
+    """Return the restarts that count; a session that stops starts afresh."""
+    if decision is None or decision.desired is not DesiredState.RUNNING:
+        return []
+    return recent_restarts(observed, has_restarted=has_restarted)
 
 
 def _saved_incarnation(observed: Observed) -> str | None:
@@ -285,9 +304,9 @@ def _latest_checkpoint(observed: Observed) -> str | None:
 
 def _failing(observed: Observed, decision: Decision | None, ready: StepStatus) -> Failing | None:
     """Return why the pods cannot run; a crashing container looks healthy between two crashes."""
-    before = observed.status.failing
-    if decision is None or decision.reason is Reason.START_FAILED:
-        return before
+    before = current_failure(observed)
+    if decision is None or decision.reason in PERSISTENT_FAILURES:
+        return observed.status.failing
     if ready.is_reached or decision.desired is not DesiredState.RUNNING or not observed.has_pods:
         return None
     if ready.reason not in _FAILED_PODS:

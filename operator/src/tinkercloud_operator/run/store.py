@@ -174,6 +174,7 @@ class Watched:
             spec=spec,
             status=status,
             last_activity=parsing.last_activity(manifest),
+            retried=parse_time(metadata.get("annotations", {}).get(labels.RETRY)),
             base_model=base_model,
             sessions_of_owner=self.older_siblings(manifest, base_model),
             start_order_message=self._turn(manifest) if may_start else None,

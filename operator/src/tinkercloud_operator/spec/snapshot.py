@@ -191,6 +191,8 @@ class Observed:
     engines_needed: int | None = None
     """Number of engines that its head needs now; None if it needs those that exist, or has not
     answered."""
+    retried: datetime | None = None
+    """When its owner or an administrator last asked to start it again."""
     failed_saves: Mapping[SaveKey, FailedSave] = field(default_factory=dict)
     """Saves that have failed, and not completed since."""
 
