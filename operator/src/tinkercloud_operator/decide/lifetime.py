@@ -161,7 +161,8 @@ def _unless_stopped(observed: Observed, idle: Idle | None, expiry: datetime | No
             "the session is stopping; it resumes with new pods after the current ones have ended"
         )
         return Decision(DesiredState.SUSPENDED, Reason.SUSPENDING, message, expiry)
-    node = _cordoned_node(observed)
+    # A cluster of a pool whose sessions are moved to others is suspended when they have left.
+    node = None if observed.is_emptied else _cordoned_node(observed)
     if node is not None:
         message = f"node {node} is cordoned; saving the state to resume the session on other nodes"
         return Decision(DesiredState.SUSPENDED, Reason.SUSPENDING, message, expiry)

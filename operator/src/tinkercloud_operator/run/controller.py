@@ -259,6 +259,7 @@ class Controller:
         self._cordoned = frozenset(
             [item["metadata"]["name"] async for page in pages for item in page.items]
         )
+        self._pools.note_cordons(self._cordoned)
         for name in self.watched.with_pods_on(self._cordoned - before):
             self.queue.add(name)
 
@@ -317,6 +318,7 @@ class Controller:
             pool_message=self._pools.waiting_message(name),
             takes_spare=self._spares.is_promised(name),
             engines_needed=self._engines.needed(name),
+            is_emptied=self._pools.is_emptied(name),
         )
         observed = self.watched.observed(name, surroundings)
         if observed is None or observed.deleted is not None:

@@ -76,6 +76,7 @@ class Surroundings:
     takes_spare: bool = False
     failed_saves: Mapping[SaveKey, FailedSave] = field(default_factory=dict)
     engines_needed: int | None = None
+    is_emptied: bool = False
 
 
 def _kept(kind: str, manifest: Manifest) -> Manifest:
@@ -184,6 +185,7 @@ class Watched:
             pods=_pods(children, are_scaled=False),
             scaled_pods=_pods(children, are_scaled=True),
             engines_needed=surroundings.engines_needed,
+            is_emptied=surroundings.is_emptied,
             program_pods=_program_pods(children),
             failed=_failed(self._failures.get(name), children),
             predecessors={key: item for key, item in everything.items() if key not in children},
@@ -267,6 +269,14 @@ class Watched:
                 for key, item in children.items()
             )
         ]
+
+    def must_leave(self, name: str, nodes: frozenset[str]) -> bool:
+        """Return whether a session has pods on cordoned nodes that it needs and must leave."""
+        pods = _pods(self._children.get(name, {}), are_scaled=False) if nodes else ()
+        return any(
+            each.node in nodes and not (each.is_terminating or each.tolerates_cordon)
+            for each in pods
+        )
 
     def offering(self, model_name: str) -> Manifest | None:
         """Return the BaseModel of a model name: the oldest, if there are several."""

@@ -186,6 +186,8 @@ class Observed:
     """Which limit of its owner's Tenant it waits for; None if it may start."""
     tenant: TenantSpec | None = None
     """The Tenant of its owner, if it has one."""
+    is_emptied: bool = False
+    """Whether its pool is moving its sessions to other clusters."""
     scaled_pods: tuple[Pod, ...] = ()
     """Pods of engines beyond the minimum, which are not among `pods`."""
     engines_needed: int | None = None
