@@ -90,7 +90,7 @@ async def operator(connection: Connection) -> Operator:
 
 async def test_a_spare_is_started_before_any_session_exists(operator: Operator) -> None:
     with operator.working():
-        await reached(lambda: operator.wrote(f"POST {SESSIONS}"))
+        await reached(lambda: len(operator.watched.sessions) > 0)
 
     [spare] = operator.watched.sessions.values()
     [owner] = spare["metadata"]["ownerReferences"]
@@ -141,10 +141,10 @@ async def test_a_spare_whose_takeover_is_rejected_holds_up_neither_spares_nor_se
 
     with operator.working():
         await reached(lambda: operator.wrote(f"POST {SESSIONS}"))
-        await reached(lambda: not operator.spares.is_promised("one"))
+        await reached(lambda: "one" in operator.reconciled)
 
     assert operator.wrote(f"PATCH {SESSIONS}/spare-a")
-    assert "one" in operator.reconciled
+    assert not operator.spares.is_promised("one")
     assert "poolCluster" not in operator.known("one")["spec"]
 
 

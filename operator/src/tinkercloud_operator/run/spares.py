@@ -120,18 +120,16 @@ class Spares:
         plan = plan_spares(self.facts(model_name))
         base_model = self._watched.offering(model_name)
         create = plan.create if base_model is not None else ()
-        failures = [
-            failure
-            for write in (
-                *(self._take_over(session, spare) for session, spare in plan.take.items()),
-                *(self._set_cluster(session, spare) for session, spare in plan.place.items()),
-                *(self._set_cluster(session, None) for session in plan.release),
-                *(self._delete(name) for name in plan.delete),
-                *(self._create(name, base_model or {}) for name in create),
-            )
-            if (failure := await _failure_of(write)) is not None
-        ]
+        failures = await _failures_of(
+            *(self._take_over(session, spare) for session, spare in plan.take.items()),
+            *(self._set_cluster(session, spare) for session, spare in plan.place.items()),
+        )
         self._end_promises(model_name)
+        failures += await _failures_of(
+            *(self._set_cluster(session, None) for session in plan.release),
+            *(self._delete(name) for name in plan.delete),
+            *(self._create(name, base_model or {}) for name in create),
+        )
         if failures:
             raise failures[0]
         return plan.changes_at
@@ -197,11 +195,13 @@ class Spares:
             self._note("TrainingSession", created)
 
 
-async def _failure_of(write: Awaitable[object]) -> KubernetesError | None:
-    """Await a write and return its failure: the others must not wait because one is rejected."""
-    try:
-        await write
-    except KubernetesError as error:
-        log.warning("could not maintain a warm spare; retrying", error=str(error))
-        return error
-    return None
+async def _failures_of(*writes: Awaitable[object]) -> list[KubernetesError]:
+    """Await writes, one after the other, and return their failures: none holds up the others."""
+    failures = []
+    for write in writes:
+        try:
+            await write
+        except KubernetesError as error:
+            log.warning("could not maintain a warm spare; retrying", error=str(error))
+            failures.append(error)
+    return failures
