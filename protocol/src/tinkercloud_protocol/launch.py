@@ -426,20 +426,6 @@ class SamplerSpec(_Config):
     was saved there later is not used. Absent if it was not recorded."""
 
 
-class ForgetResults(_Config):
-    """POST /forget_results: which results to drop."""
-
-    owner: str
-    min_age_seconds: Annotated[float, Field(ge=0)] = 0.0
-    """Drop only results that were read at least this long ago."""
-
-
-class Forgotten(_Config):
-    """Response to POST /forget_results."""
-
-    num_results: int
-
-
 class HeadStatus(_Config):
     """GET /status: the state of the head."""
 
@@ -503,10 +489,3 @@ class HeldModels(_Config):
     """Response to GET /models."""
 
     models: list[HeldModel]
-
-
-class ModelSuspended(_Config):
-    """Response to POST /suspend_model/<model id>."""
-
-    is_suspended: bool
-    """False if the model is in use, unknown, or cannot be written now."""

@@ -26,18 +26,15 @@ from tinkercloud_protocol.errors import (
     InvalidRequest,
     NotFound,
     Unauthenticated,
-    Unavailable,
     WireError,
 )
+from tinkercloud_protocol.head_messages import ForgetResults, Forgotten, ModelSuspended
 from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.json_results import forward_backward_as_json, sample_as_json
 from tinkercloud_protocol.launch import (
-    ForgetResults,
-    Forgotten,
     HeldModels,
     Limits,
     ModelSpec,
-    ModelSuspended,
     SamplerSpec,
     Saved,
 )
@@ -350,18 +347,9 @@ class HeadApp:
         return Response()
 
     async def _engines(self, request: Request) -> Response:
-        scaler = self._lifecycle.backend.engine_scaler
-        if scaler is None:
-            raise NotFound("this session head has a fixed number of engines")
         existing = parse_json(Engines, await request.body(self._limits.max_body_bytes))
-        needed = asyncio.create_task(scaler.needed(existing.engines))
-        drained = asyncio.create_task(self._lifecycle.drained.wait())
-        await asyncio.wait({needed, drained}, return_when=asyncio.FIRST_COMPLETED)
-        drained.cancel()
-        if not needed.done():
-            needed.cancel()
-            raise Unavailable("this session head is stopping")
-        return Response(Engines(engines=needed.result()).model_dump_json().encode())
+        needed = await self._lifecycle.needed_engines(existing.engines)
+        return Response(Engines(engines=needed).model_dump_json().encode())
 
     async def _models(self, _request: Request) -> Response:
         return Response(HeldModels(models=self._service.held()).model_dump_json().encode())
