@@ -138,6 +138,7 @@ async def test_a_spare_whose_takeover_is_rejected_holds_up_neither_spares_nor_se
     operator.api.refused["spare-a"] = 403
     operator.see_spare()
     operator.see_session()
+    assert operator.spares.is_promised("one")
 
     with operator.working():
         await reached(lambda: operator.wrote(f"POST {SESSIONS}"))
