@@ -179,9 +179,7 @@ class Watched:
             base_model=base_model,
             sessions_of_owner=self.older_siblings(manifest, base_model),
             start_order_message=self._turn(manifest) if may_start else None,
-            children={
-                key: item for key, item in children.items() if key.kind not in {"Pod", _PROGRAM_POD}
-            },
+            children=_without_pods(children),
             pods=pods_of(children, are_scaled=False),
             scaled_pods=pods_of(children, are_scaled=True),
             engines_needed=surroundings.engines_needed,
@@ -429,6 +427,12 @@ def _is_for_client(metadata: Metadata) -> bool:
 def _of_session(children: Mapping[ChildKey, Manifest], uid: str) -> dict[ChildKey, Manifest]:
     """Return the children that do not belong to an earlier session with the same name."""
     return {key: item for key, item in children.items() if _session_uid(item) in {uid, None}}
+
+
+def _without_pods(children: Mapping[ChildKey, Manifest]) -> dict[ChildKey, Manifest]:
+    """Return the children that are not pods."""
+    kinds = {"Pod", _PROGRAM_POD}
+    return {key: item for key, item in children.items() if key.kind not in kinds}
 
 
 def _program_pods(children: Mapping[ChildKey, Manifest]) -> tuple[ProgramPod, ...]:
