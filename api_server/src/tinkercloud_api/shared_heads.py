@@ -18,13 +18,8 @@ from tinkercloud_api.head_locator import placement_of
 from tinkercloud_api.providers.base import HeadEndpoint, SessionProvider
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import Unavailable
-from tinkercloud_protocol.launch import (
-    ForgetResults,
-    Forgotten,
-    HeldModel,
-    HeldModels,
-    ModelSuspended,
-)
+from tinkercloud_protocol.head_messages import ForgetResults, Forgotten, ModelSuspended
+from tinkercloud_protocol.launch import HeldModel, HeldModels
 from tinkercloud_protocol.timeline import Span, Timeline
 
 log = structlog.get_logger(__name__)

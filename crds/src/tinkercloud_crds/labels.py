@@ -15,6 +15,9 @@ SESSION_LABEL = f"{GROUP}/session"
 """Label on every child: the name of its TrainingSession."""
 COMPONENT_LABEL = f"{GROUP}/component"
 """Label on pods: `head`, `trainer`, `sampler` or `program`."""
+SCALED_LABEL = f"{GROUP}/scaled"
+"""Label on pods of engines beyond the minimum, which are started and removed with the load. The
+session is Ready without them, and its disruption budget does not apply to them."""
 PROGRAM_LABEL = f"{GROUP}/program"
 """Label on the pod of a program: the name of its TrainingSession. The pod has no `SESSION_LABEL`,
 so that neither the policies nor the disruption budget of the session's own pods apply to it."""

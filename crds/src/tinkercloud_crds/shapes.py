@@ -250,9 +250,32 @@ class EnginesShape(Part):
                 "loraTargetModules: 'all' is not a module name; remove the field to target all"
                 " modules",
             ),
+            (
+                "has(self.minReplicas) == has(self.maxReplicas)",
+                "minReplicas, maxReplicas: set both, or neither",
+            ),
+            (
+                "!has(self.minReplicas) || !has(self.maxReplicas)"
+                " || self.minReplicas <= self.maxReplicas",
+                "minReplicas: must not exceed maxReplicas",
+            ),
         )
     )
 
+    min_replicas: Annotated[int, Field(ge=1, le=MAX_ENGINES)] | None = None
+    """Minimum number of engines, if their number follows the load. The session is Ready with this
+    number. Replaces `sampler.replicas`, together with `maxReplicas`."""
+    max_replicas: Annotated[int, Field(ge=1, le=MAX_ENGINES)] | None = None
+    """Maximum number of engines, if their number follows the load. Not valid for colocated engines,
+    nor with a queue of Kueue, which restarts a session whose number of pods changes."""
+    target_samples: Annotated[int, Field(ge=1, le=65_536)] = 64
+    """Number of samples in progress, waiting ones included, per engine. Only used with
+    `maxReplicas`."""
+    scale_up_seconds: Annotated[int, Field(ge=1, le=3600)] = 30
+    """How long, in seconds, the load must need more engines before they are started."""
+    scale_down_seconds: Annotated[int, Field(ge=10, le=86_400)] = 600
+    """How long, in seconds, fewer engines must suffice before surplus ones are drained and
+    removed."""
     adapters_claim_name: ObjectName | None = None
     """PersistentVolumeClaim to which the head writes adapters and fully fine-tuned models for the
     engines. It must be ReadWriteMany unless all pods run on one node. If unset, the head keeps
@@ -315,15 +338,32 @@ class ExternalServers(Part):
     """Path at which the servers mount that volume."""
 
 
+_SCALED = "has(self.engines) && has(self.engines.maxReplicas)"
+"""Condition of a sampler whose number of engines follows the load."""
+
+
+def _or_scaled(rule: tuple[str, str]) -> tuple[str, str]:
+    """Return a rule for shapes with worker pods, which samplers with engines that scale have."""
+    condition, message = rule
+    return f"{_SCALED} || {condition}", message
+
+
 class SamplerShape(Part):
     """The sampler pods, or the external servers that replace them."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
             (
-                "self.backend == 'sglang' ? self.replicas >= 1 : self.replicas == 0",
-                "replicas: must be 1 or more for backend sglang, and 0 for torch (the head samples)"
-                " and external (the servers are not pods of the session)",
+                f"self.backend == 'sglang' ? (self.replicas >= 1) != ({_SCALED})"
+                " : self.replicas == 0",
+                "replicas: must be 0 for backends torch (the head samples) and external (the"
+                " servers are not pods of the session); for sglang, set either replicas to 1 or"
+                " more, or engines.minReplicas and engines.maxReplicas",
+            ),
+            (
+                f"!self.colocated || !({_SCALED})",
+                "engines.maxReplicas: not valid for colocated engines, whose number follows from"
+                " the trainers; remove it and minReplicas, and set replicas",
             ),
             (
                 "(self.backend == 'external') == has(self.external)",
@@ -363,8 +403,8 @@ class SamplerShape(Part):
                 "image, replicas: backend sglang requires an image with SGLang and at most"
                 f" {MAX_ENGINES} replicas; set image, and lower replicas if necessary",
             ),
-            FOR_PODS,
-            PLACED_PODS,
+            _or_scaled(FOR_PODS),
+            _or_scaled(PLACED_PODS),
         )
     )
 
@@ -380,7 +420,7 @@ class SamplerShape(Part):
     """Container image of the engines. It must contain SGLang."""
     replicas: Annotated[int, Field(ge=0, le=MAX_REPLICAS)] = 0
     """Number of engines: sampler pods with one engine each, or colocated engines in the trainer
-    pods."""
+    pods. 0 if the number follows the load (`engines.minReplicas`)."""
     gpus_per_replica: Annotated[int, Field(ge=0, le=MAX_GPUS)] = 0
     """Number of GPUs per engine."""
     resources: Resources = Resources()
@@ -398,6 +438,23 @@ class SamplerShape(Part):
     """Settings of the engines for backend `sglang`. Defaults to `{}`."""
     external: ExternalServers | None = None
     """The servers for backend `external`."""
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the number of engines follows the load."""
+        return self.engines is not None and self.engines.max_replicas is not None
+
+    @property
+    def least_replicas(self) -> int:
+        """Minimum number of engines."""
+        scaled = self.engines.min_replicas if self.engines is not None else None
+        return scaled if scaled is not None else self.replicas
+
+    @property
+    def most_replicas(self) -> int:
+        """Maximum number of engines."""
+        scaled = self.engines.max_replicas if self.engines is not None else None
+        return scaled if scaled is not None else self.replicas
 
     @model_validator(mode="before")
     @classmethod

@@ -86,7 +86,8 @@ class SamplerOverride(Part):
     """Overrides of the BaseModel's sampler. A session can only lower its values."""
 
     replicas: Annotated[int, Field(ge=1, le=512)] | None = None
-    """Number of engines. The maximum is the BaseModel's `sampler.replicas`."""
+    """Number of engines. The maximum is the BaseModel's `sampler.replicas`. If the number follows
+    the load, this is its maximum instead of the BaseModel's `sampler.engines.maxReplicas`."""
 
 
 class TrainingSessionSpec(Part):
@@ -250,6 +251,9 @@ class TrainingSessionStatus(Part):
     """Numbers of ready and desired workers."""
     gpus: Annotated[int, Field(ge=0)] = 0
     """Number of GPUs that the session's pods request."""
+    max_gpus: Annotated[int, Field(ge=0)] | None = None
+    """Maximum number of GPUs that the session's pods may request. Only set if the number of engines
+    follows the load."""
     plan: Message | None = None
     """The parallelism that the operator chose for the trainers, with an explanation. Only set if
     the BaseModel sets `trainer.planning`."""

@@ -124,6 +124,7 @@ async def _watch_and_work(
         workers.append(tasks.create_task(controller.work_on_base_models()))
         workers.append(tasks.create_task(controller.work_on_tenants()))
         workers.append(tasks.create_task(controller.work_on_pools()))
+        workers.append(tasks.create_task(controller.scale_engines()))
         workers.append(tasks.create_task(controller.save_heads()))
         workers.append(tasks.create_task(controller.watch_definitions()))
         workers.append(tasks.create_task(controller.watch_nodes()))

@@ -13,6 +13,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validato
 
 from tinkercloud_protocol.autosave import AutosaveConfig
 from tinkercloud_protocol.durability import DurabilityConfig
+from tinkercloud_protocol.engine_scaling import EngineScaling
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.image_limits import ImageLimits
 from tinkercloud_protocol.training import OptimizerConfig
@@ -162,6 +163,9 @@ class InferenceConfig(_Config):
     recovery_seconds: Annotated[float, Field(gt=0)] = 300.0
     """How long, in seconds, requests wait for a server to recover if none of the servers
     responds."""
+    scaling: EngineScaling | None = None
+    """How the number of servers follows the load: the first of `urls` exist. If unset, all of them
+    exist. Only for SGLang servers that are not colocated."""
     colocated: bool = False
     """Whether the servers share GPUs with the trainer and release GPU memory while it computes.
     Only for SGLang servers started with --enable-memory-saver."""
@@ -243,6 +247,23 @@ class SamplerConfig(_Config):
                 f" sglang"
                 " without process_group; remove it, or set backend to sglang and remove"
                 " process_group"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_scaling(self) -> Self:
+        scaling, inference = self.inference.scaling, self.inference
+        if scaling is None:
+            return self
+        if self.backend != "sglang" or inference.colocated:
+            raise ValueError(
+                "inference.scaling: only valid for engines of backend sglang that are not"
+                " colocated; remove it"
+            )
+        if scaling.min_engines > len(inference.urls):
+            raise ValueError(
+                f"inference.scaling.min_engines: {scaling.min_engines} exceeds the number of urls,"
+                f" {len(inference.urls)}"
             )
         return self
 
@@ -406,20 +427,6 @@ class SamplerSpec(_Config):
     was saved there later is not used. Absent if it was not recorded."""
 
 
-class ForgetResults(_Config):
-    """POST /forget_results: which results to drop."""
-
-    owner: str
-    min_age_seconds: Annotated[float, Field(ge=0)] = 0.0
-    """Drop only results that were read at least this long ago."""
-
-
-class Forgotten(_Config):
-    """Response to POST /forget_results."""
-
-    num_results: int
-
-
 class HeadStatus(_Config):
     """GET /status: the state of the head."""
 
@@ -483,10 +490,3 @@ class HeldModels(_Config):
     """Response to GET /models."""
 
     models: list[HeldModel]
-
-
-class ModelSuspended(_Config):
-    """Response to POST /suspend_model/<model id>."""
-
-    is_suspended: bool
-    """False if the model is in use, unknown, or cannot be written now."""

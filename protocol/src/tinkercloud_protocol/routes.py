@@ -83,10 +83,13 @@ HEAD_TIMELINE = "/timeline"
 """GET /timeline/<session id> returns when the session's requests ran, `timeline.Timeline`."""
 HEAD_SUSPEND_MODEL = "/suspend_model"
 """POST /suspend_model/<model id> writes an unused model to the object store and frees its memory;
-returns `launch.ModelSuspended`. The next request for the model resumes it."""
+returns `head_messages.ModelSuspended`. The next request for the model resumes it."""
 HEAD_MOVE_MODEL = "/move_model"
 """POST /move_model/<model id> writes a model to the object store, in use or not, and responds when
 another head can continue it. From then on requests for it get `WRONG_GENERATION_STATUS`."""
+HEAD_ENGINES = "/engines"
+"""POST `engine_scaling.Engines`, the number of engines that exist; responds with the number that
+the head needs, once they differ or `HOLD_SECONDS` have passed."""
 HEAD_SUSPEND = "/suspend"
 """POST writes the head's whole state to the object store and responds when nothing can be lost. The
 head rejects new requests from the start of this request."""
@@ -94,7 +97,7 @@ HEAD_CHECKPOINT = "/checkpoint"
 """POST writes a training checkpoint of every model, or POST /checkpoint/<model id> of one, and
 returns their paths, `launch.Saved`."""
 HEAD_FORGET_RESULTS = "/forget_results"
-"""POST drops the results of one owner that were delivered, `launch.ForgetResults`; returns
-`launch.Forgotten`."""
+"""POST drops the results of one owner that were delivered, `head_messages.ForgetResults`; returns
+`head_messages.Forgotten`."""
 HEAD_SAMPLERS = "/samplers"
 """PUT /samplers/<sampling session id> registers a sampling session, DELETE removes it."""

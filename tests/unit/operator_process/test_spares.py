@@ -131,6 +131,24 @@ async def test_a_take_that_failed_after_its_first_write_is_completed_for_the_sam
     assert "poolCluster" not in operator.known("two")["spec"]
 
 
+async def test_a_spare_whose_takeover_is_rejected_holds_up_neither_spares_nor_sessions(
+    operator: Operator,
+) -> None:
+    operator.see("BaseModel", a_base_model_manifest("model", warmSpares=2))
+    operator.api.refused["spare-a"] = 403
+    operator.see_spare()
+    operator.see_session()
+    assert operator.spares.is_promised("one")
+
+    with operator.working():
+        await reached(lambda: operator.wrote(f"POST {SESSIONS}"))
+        await reached(lambda: "one" in operator.reconciled)
+
+    assert operator.wrote(f"PATCH {SESSIONS}/spare-a")
+    assert not operator.spares.is_promised("one")
+    assert "poolCluster" not in operator.known("one")["spec"]
+
+
 async def test_a_session_that_a_spare_does_not_fit_is_promised_none(operator: Operator) -> None:
     operator.see_spare()
     operator.see_session("full", lora=None)

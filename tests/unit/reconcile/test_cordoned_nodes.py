@@ -1,5 +1,7 @@
 """A session moves off cordoned nodes with its state, so that they can be drained."""
 
+from dataclasses import replace
+
 import pytest
 
 from tinkercloud_crds.base_model import CORDON
@@ -51,6 +53,14 @@ def test_a_started_move_completes_after_the_node_is_uncordoned() -> None:
 
     assert world.status.phase == "Ready"
     assert world.status.restarts == 0
+
+
+def test_a_pool_cluster_whose_runs_are_moved_keeps_its_pods_until_they_have_left() -> None:
+    node = frozenset({"node-0"})
+    leaves = observed(pods=(replace(a_pod("head"), node="node-0"),), cordoned=node)
+
+    assert decide(leaves, None, None).desired == "Suspended"
+    assert decide(replace(leaves, is_emptied=True), None, None).desired == "Running"
 
 
 def a_pod_that_tolerates(*tolerations: Json) -> Pod:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tinkercloud_crds.base_model import Pool
 from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts
-from tinkercloud_operator.decide.pool_moves import MAX_MOVES
+from tinkercloud_operator.decide.pool_moves import MAX_MOVES, is_emptied
 from tinkercloud_operator.decide.pools import PoolPlan, plan_pool
 
 pytestmark = pytest.mark.timeout(300)
@@ -62,6 +62,43 @@ def test_the_runs_of_a_drained_cluster_are_moved_and_then_it_is_deleted() -> Non
     assert asked.moves.changes_at is not None
     assert given.moves.arrive == {"a-run-0": "b", "a-run-1": "b"}
     assert [each.delete for each in (first, asked, given, empty)] == [(), (), (), ("a",)]
+
+
+def emptied(clusters: Sequence[Cluster], on_them: Sequence[Member]) -> bool:
+    facts = PoolFacts("pool", POOL, clusters, on_them, NOW)
+    return is_emptied(facts, plan_pool(facts).moves, "a")
+
+
+def test_the_runs_of_a_cluster_on_a_cordoned_node_are_moved_before_it_is_suspended() -> None:
+    clusters = [a_cluster("a", is_cordoned=True), a_cluster("b")]
+
+    first, asked = plan(clusters, members("a", 2)), members("a", 2, moving_to="b")
+
+    assert first.moves.start == {"a-run-0": "b", "a-run-1": "b"}
+    assert (first.create, first.delete) == ((), ())
+    assert emptied(clusters, members("a", 2))
+    assert emptied(clusters, asked)
+    assert emptied(clusters, [replace(each, has_left=True) for each in asked])
+    assert not emptied(clusters, members("b", 2))
+
+
+def test_a_cluster_on_a_cordoned_node_is_suspended_if_the_others_have_no_room() -> None:
+    clusters, runs = [a_cluster("a", is_cordoned=True), a_cluster("b")], members("a", 2)
+
+    assert not emptied(clusters, [*runs, *members("b", POOL.slots_per_cluster)])
+    assert not emptied([clusters[0], a_cluster("b", is_ready=False)], runs)
+    assert not emptied([clusters[0], a_cluster("b", is_cordoned=True)], runs)
+    assert not emptied([replace(clusters[0], gives_away=False), clusters[1]], runs)
+    assert emptied(clusters, [*runs, *members("b", POOL.slots_per_cluster - 1)])
+
+
+def test_no_session_is_placed_on_a_cluster_that_leaves_a_cordoned_node() -> None:
+    waiting = a_member("new", "gone")
+
+    placed = plan([a_cluster("a", is_cordoned=True), a_cluster("b")], [waiting])
+
+    assert placed.places == {"new": "b"}
+    assert plan([a_cluster("a", is_cordoned=True)], [waiting]).places == {}
 
 
 def test_a_changed_base_model_starts_a_new_cluster_before_runs_leave_the_old_one() -> None:

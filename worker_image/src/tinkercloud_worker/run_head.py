@@ -35,6 +35,7 @@ from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.image_work import ImageWork
 from tinkercloud_worker.head.lifecycle import Lifecycle
 from tinkercloud_worker.head.token import HeadToken
+from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.weight_host import HeadWeightHost
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 from tinkercloud_worker.model.base_model import TorchBaseModel
@@ -82,6 +83,7 @@ def build_backend(config: HeadConfig) -> Backend:
         text=ChatText(tokenizer),
         images=build_images(config, base),
         image_work=ImageWork(config.limits.max_request_pixels),
+        engine_scaler=sampler.scaler if isinstance(sampler, InferenceSampler) else None,
     )
 
 

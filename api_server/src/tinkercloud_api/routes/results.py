@@ -15,7 +15,7 @@ from tinkercloud_api.routes import futures
 from tinkercloud_api.routes.answers import StateAnswer
 from tinkercloud_api.routes.call import Call
 from tinkercloud_protocol import routes
-from tinkercloud_protocol.launch import ForgetResults
+from tinkercloud_protocol.head_messages import ForgetResults
 from tinkercloud_protocol.listings import CleanupAnswer, FutureState
 from tinkercloud_protocol.wire import Name, WireModel
 

@@ -31,6 +31,7 @@ from tinkercloud_operator.children.pods import (
     with_extras,
 )
 from tinkercloud_operator.spec.resolved import ResolvedSpec
+from tinkercloud_protocol.engine_scaling import EngineScaling
 from tinkercloud_protocol.launch import InferenceConfig, SamplerConfig
 
 ADAPTERS_FOLDER = "/adapters"
@@ -95,12 +96,25 @@ def sampler_config(build: Build) -> SamplerConfig:
         adapters_dir=_adapters_folder(build) if volumes(build) else None,
         adapters_seen=bool(volumes(build)),
         recovery_seconds=sampler.engines.start_timeout_seconds,
+        scaling=_scaling(sampler.engines),
         colocated=bool(build.resolved.engines_per_trainer),
         process_group=_process_group(build.resolved, sampler.engines),
         # Only engines in the trainer's pod can share its memory.
         shared_memory=sampler.engines.shared_memory if build.resolved.engines_per_trainer else None,
     )
     return SamplerConfig(backend="sglang", inference=inference)
+
+
+def _scaling(engines: EnginesShape) -> EngineScaling | None:
+    """Return how the number of engines follows the load; None if it is fixed."""
+    if engines.min_replicas is None or engines.max_replicas is None:
+        return None
+    return EngineScaling(
+        min_engines=engines.min_replicas,
+        target_samples=engines.target_samples,
+        up_seconds=engines.scale_up_seconds,
+        down_seconds=engines.scale_down_seconds,
+    )
 
 
 def _process_group(resolved: ResolvedSpec, engines: EnginesShape) -> Literal["gloo", "nccl"] | None:
@@ -130,7 +144,7 @@ def _ports(resolved: ResolvedSpec) -> dict[str, int]:
 def _addresses(build: Build) -> list[str]:
     """Return host and port of every engine."""
     resolved = build.resolved
-    pods = resolved.trainers if resolved.engines_per_trainer else resolved.samplers
+    pods = resolved.trainers if resolved.engines_per_trainer else resolved.most_samplers
     hosts = [f"{host_name(_component(resolved), pod)}.{build.names.engines}" for pod in range(pods)]
     return [f"{host}:{port}" for host in hosts for port in _ports(resolved).values()]
 

@@ -60,6 +60,13 @@ class Build:
     settings: Settings
     head_config: str | None = None
     """Configuration that the running head received; None derives it from the spec."""
+    engines: int | None = None
+    """Number of sampler pods, if it follows the load; None for the minimum."""
+
+    @property
+    def engine_pods(self) -> int:
+        """Number of sampler pods."""
+        return self.resolved.samplers if self.engines is None else self.engines
 
 
 def pod_template(build: Build, component: str, container: Json, resources: Resources) -> Json:

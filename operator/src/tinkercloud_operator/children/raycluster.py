@@ -206,7 +206,14 @@ def _with_room_for_engines(resolved: ResolvedSpec, own: Resources) -> Resources:
 
 
 def _samplers(build: Build) -> list[Json]:
-    return [_engine(build, number) for number in range(build.resolved.samplers)]
+    found = [_engine(build, number) for number in range(build.resolved.most_samplers)]
+    for number, group in enumerate(found):
+        if number >= build.resolved.samplers:
+            # KubeRay restores `replicas` to these bounds.
+            group["minReplicas"] = 0
+            group["replicas"] = int(number < build.engine_pods)
+            group["template"]["metadata"]["labels"][labels.SCALED_LABEL] = "true"
+    return found
 
 
 def _engine(build: Build, number: int) -> Json:

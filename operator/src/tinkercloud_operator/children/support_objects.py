@@ -245,6 +245,16 @@ def disruption_budget(build: Build) -> Json:
         "spec": {
             "minAvailable": sum(kind.count for kind in build.resolved.pods),
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
-            "selector": {"matchLabels": {labels.SESSION_LABEL: build.names.session}},
+            "selector": {
+                "matchLabels": {labels.SESSION_LABEL: build.names.session},
+                **_without_scaled(build),
+            },
         },
     }
+
+
+def _without_scaled(build: Build) -> Json:
+    """Return the part of a selector that leaves out engines beyond the minimum."""
+    if build.resolved.most_samplers == build.resolved.samplers:
+        return {}
+    return {"matchExpressions": [{"key": labels.SCALED_LABEL, "operator": "DoesNotExist"}]}

@@ -169,7 +169,8 @@ def _unless_stopped(observed: Observed, idle: Idle | None, expiry: datetime | No
             "the session is stopping; it resumes with new pods after the current ones have ended"
         )
         return Decision(DesiredState.SUSPENDED, Reason.SUSPENDING, message, expiry)
-    drained = drained_node(observed)
+    # A cluster of a pool whose sessions are moved to others is suspended when they have left.
+    drained = None if observed.is_emptied else drained_node(observed)
     if drained is not None:
         return Decision(DesiredState.SUSPENDED, Reason.SUSPENDING, drained, expiry)
     if observed.spec.role in SERVING_ROLES or _was_suspended_by_owner(observed):

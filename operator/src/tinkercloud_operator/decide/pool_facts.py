@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Set
+from dataclasses import replace
 from datetime import datetime
 
 from tinkercloud_crds import labels
@@ -52,6 +53,7 @@ def pool_facts(
     given_away: Set[tuple[str, str]],
     keeping: Set[str],
     now: datetime,
+    cordoned: Set[str] = frozenset(),
 ) -> PoolFacts:
     """Return the facts about the pool of a model name.
 
@@ -63,12 +65,17 @@ def pool_facts(
         given_away: sessions whose models heads have given away, with the head's incarnation.
         keeping: incarnations of heads that can't give models away.
         now: the current time.
+        cordoned: clusters that have pods on cordoned nodes.
     """
     offered = active or {"metadata": {"name": model_name, "deletionTimestamp": ""}}
     metadata = offered["metadata"]
     is_active = "deletionTimestamp" not in metadata
     listed = sorted(sessions, key=age)
-    clusters = [_cluster(each, deleting, keeping) for each in listed if is_of_pool(each)]
+    clusters = [
+        replace(_cluster(each, deleting, keeping), is_cordoned=each["metadata"]["name"] in cordoned)
+        for each in listed
+        if is_of_pool(each)
+    ]
     incarnations = {each.name: each.incarnation or "" for each in clusters}
     return PoolFacts(
         prefix=cluster_prefix("pool", metadata["name"]),

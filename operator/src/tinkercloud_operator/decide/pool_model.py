@@ -32,6 +32,9 @@ class Cluster:
     """What keeps it from becoming ready without intervention, if anything does."""
     is_draining: bool = False
     """Whether an administrator wants its sessions to be moved to others."""
+    is_cordoned: bool = False
+    """Whether it has pods on a cordoned node, so that it is suspended unless its sessions can be
+    moved to others."""
     gives_away: bool = True
     """Whether its head is of a release that can give a model away while it is in use."""
     endpoint: str | None = None
@@ -57,7 +60,7 @@ class Cluster:
     @property
     def takes_moved(self) -> bool:
         """Whether a session may be moved here."""
-        return self.is_ready and self.offers_slots and not self.is_left
+        return self.is_ready and self.offers_slots and not (self.is_left or self.is_cordoned)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ A move has three steps, each of which can be repeated: the target is recorded on
 head of its cluster suspends the model and refuses it from then on; the session is placed on the
 target, where the model is resumed. A session that is being moved takes a slot on both clusters.
 
-Sessions are moved from clusters that are drained or outdated, and from an almost empty cluster if
-the others have enough room for its sessions (*defragmentation*).
+Sessions are moved from clusters that are drained, outdated or on cordoned nodes, and from an almost
+empty cluster if the others have enough room for its sessions (*defragmentation*).
 """
 
 from collections import Counter
@@ -77,6 +77,22 @@ def plan_moves(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> Mo
     )
 
 
+def is_emptied(facts: PoolFacts, moves: Moves, cluster: str) -> bool:
+    """Return whether members of a cluster are on their way to others, or about to be."""
+    clusters = {each.name: each for each in facts.clusters}
+    return any(
+        each.name in moves.start or _accepts(clusters.get(each.moving_to or ""))
+        for each in facts.members
+        if each.cluster == cluster and each.name not in moves.cancel and _is_moved(each, moves)
+    )
+
+
+def _is_moved(member: Member, moves: Moves) -> bool:
+    return member.waits_since is not None and (
+        member.moving_to is not None or member.name in moves.start
+    )
+
+
 def _is_moving(member: Member, clusters: Mapping[str, Cluster]) -> bool:
     """Return whether a member is being moved; one whose cluster is gone gets another place."""
     is_live = member.waits_since is not None
@@ -104,8 +120,13 @@ def _to_move(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> list
     if facts.pool is None:
         return []
     left = sorted(
-        (each for each in facts.clusters if each.is_left and _gives(each)),
-        key=lambda each: (not each.is_draining, load[each.name], each.name),
+        (each for each in facts.clusters if (each.is_left or each.is_cordoned) and _gives(each)),
+        key=lambda each: (
+            not each.is_cordoned,
+            not each.is_draining,
+            load[each.name],
+            each.name,
+        ),
     )
     almost_empty = None if left or has_waiting else _almost_empty(facts, load)
     sources = left if almost_empty is None else [almost_empty]

@@ -130,7 +130,8 @@ def _place(
     serving = [
         cluster.name
         for cluster in facts.clusters
-        if cluster.is_ready and not (cluster.is_stopping or cluster.is_draining)
+        if cluster.is_ready
+        and not (cluster.is_stopping or cluster.is_draining or cluster.is_cordoned)
     ]
     if (target := member.moving_to) in serving and load[target] <= facts.pool.slots:
         return target

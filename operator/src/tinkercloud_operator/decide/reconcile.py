@@ -31,6 +31,7 @@ from tinkercloud_operator.decide.actions import (
 )
 from tinkercloud_operator.decide.deadlines import next_deadline
 from tinkercloud_operator.decide.drift import is_up_to_date
+from tinkercloud_operator.decide.engine_pods import engine_pods
 from tinkercloud_operator.decide.lifetime import Decision, DesiredState, decide, stopping_since
 from tinkercloud_operator.decide.members import reconcile_member
 from tinkercloud_operator.decide.programs import (
@@ -180,7 +181,11 @@ def _actions_to_run(
     if not isinstance(effective, ResolvedSpec):
         return
     build = Build(
-        Names(observed.name), effective, settings, pinned_head_config(observed, effective)
+        Names(observed.name),
+        effective,
+        settings,
+        pinned_head_config(observed, effective),
+        engines=engine_pods(observed, effective),
     )
     if observed.spec.role != "Sampler" and not observed.has_finalizer:
         yield SetFinalizer(present=True)
@@ -311,7 +316,7 @@ def _delete_support_objects(observed: Observed) -> Iterable[Action]:
     The Secret and its marker stay, so that clients with the head's token keep access after a
     resume. `_program_actions` decides about the children of a program.
     """
-    if observed.pods:
+    if observed.has_pods:
         return
     marker_key = ChildKey("ConfigMap", Names(observed.name).token_secret)
     for key, child in observed.children.items():

@@ -17,6 +17,7 @@ from tinkercloud_crds.conditions import (
 from tinkercloud_crds.names import Names
 from tinkercloud_crds.training_session import Failing, Phase, TrainingSessionStatus, Workers
 from tinkercloud_operator.decide.actions import Action, Plan, PostEvent
+from tinkercloud_operator.decide.engine_pods import engine_pods
 from tinkercloud_operator.decide.failures import (
     PERSISTENT_FAILURES,
     current_failure,
@@ -87,6 +88,7 @@ def status(
         ray_cluster=observed.name if observed.ray_cluster is not None else None,
         workers=_workers(observed, effective),
         gpus=_gpus(observed, effective),
+        max_gpus=_max_gpus(observed, effective),
         plan=effective.plan if isinstance(effective, ResolvedSpec) else previous.plan,
         last_activity_time=timestamp(observed.last_activity) if observed.last_activity else None,
         latest_checkpoint=_latest_checkpoint(observed),
@@ -226,7 +228,16 @@ def phase(observed: Observed, decision: Decision | None, ready: StepStatus) -> P
 
 def _gpus(observed: Observed, effective: ResolvedSpec | Rejection) -> int:
     holds_any = observed.ray_cluster is not None and not observed.is_suspended_by_kueue
-    return effective.gpus if isinstance(effective, ResolvedSpec) and holds_any else 0
+    if not isinstance(effective, ResolvedSpec) or not holds_any:
+        return 0
+    more = engine_pods(observed, effective) - effective.samplers
+    return effective.gpus + more * effective.sampler.gpus_per_replica
+
+
+def _max_gpus(observed: Observed, effective: ResolvedSpec | Rejection) -> int | None:
+    if not isinstance(effective, ResolvedSpec) or not effective.sampler.is_scaled:
+        return None
+    return effective.most_gpus if observed.ray_cluster is not None else None
 
 
 def _workers(observed: Observed, effective: ResolvedSpec | Rejection) -> Workers:
@@ -240,13 +251,15 @@ def _workers(observed: Observed, effective: ResolvedSpec | Rejection) -> Workers
             return by_head
         return sum(
             pod.is_ready and not pod.is_terminating
-            for pod in observed.pods
+            for pod in (*observed.pods, *observed.scaled_pods)
             if pod.component == component
         )
 
     trains = effective.trainer is not None
     trainers = effective.trainers or int(trains)
     samplers = effective.sampler.replicas if effective.sampler.backend == "sglang" else 1
+    if effective.sampler.is_scaled:
+        samplers = engine_pods(observed, effective)
     trainers_ready = ready("trainer", effective.trainers) if trains else 0
     # A pod is ready when all of its containers are, including engines.
     colocated_ready = trainers_ready * effective.engines_per_trainer

@@ -37,7 +37,7 @@ def wants(session: Manifest, offering: Offering) -> Amounts:
 
 def _gpus(session: Manifest, offering: Offering) -> int:
     """Return the GPUs that the pods of a session request, or would request."""
-    known = session.get("status", {}).get("gpus", 0)
+    known = session.get("status", {}).get("maxGpus") or session.get("status", {}).get("gpus", 0)
     if known:
         return int(known)
     offer = offering(session["spec"].get("baseModel", ""))
@@ -47,7 +47,7 @@ def _gpus(session: Manifest, offering: Offering) -> int:
     except ValidationError:
         return 0
     resolved = resolve(spec, base_model, 0)
-    return resolved.gpus if isinstance(resolved, ResolvedSpec) else 0
+    return resolved.most_gpus if isinstance(resolved, ResolvedSpec) else 0
 
 
 def claimant(

@@ -15,6 +15,7 @@ from tinkercloud_operator import metrics
 from tinkercloud_operator.decide import parsing
 from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.run.base_models import BaseModels
+from tinkercloud_operator.run.engine_scaling import EngineScaling
 from tinkercloud_operator.run.executor import Executor
 from tinkercloud_operator.run.gauges import count_sessions
 from tinkercloud_operator.run.head_client import HeadClient
@@ -83,6 +84,7 @@ class Controller:
         )
         self._base_models = BaseModels(self.watched, self._executor, self._pools, self._spares)
         self._tenants = Tenants(self.watched, self._executor)
+        self._engines = EngineScaling(self.watched, head_client, self.queue)
         self._settings = settings
         self._nodes: tuple[float, tuple[Node, ...] | None] = (float("-inf"), None)
         self._node_taints = NodeTaints(cluster)
@@ -111,7 +113,11 @@ class Controller:
 
     def note(self, kind: str, manifest: Manifest, *, is_gone: bool = False) -> None:
         """Record the current, or for a deletion the last, state of an object."""
-        for session in self.watched.note(kind, manifest, is_gone=is_gone):
+        affected = self.watched.note(kind, manifest, is_gone=is_gone)
+        own = {manifest["metadata"]["name"]} if kind == "TrainingSession" else set()
+        for session in affected | own:
+            self._engines.note(session)
+        for session in affected:
             if kind in _MANY_CHANGES and not self.watched.has_only_ready_pods(session):
                 self.queue.add_after(session, _GATHER_SECONDS)
             else:
@@ -131,6 +137,8 @@ class Controller:
         """
         known = self.watched.own(kind).get(manifest["metadata"]["name"])
         affected = self.watched.note(kind, manifest)
+        if kind == "TrainingSession":
+            self._engines.note(manifest["metadata"]["name"])
         if known is not None and _is_changed_by_others(known, manifest):
             for session in affected:
                 self.queue.add(session)
@@ -161,6 +169,7 @@ class Controller:
             await self._list(kind, selector)
         for name in self.watched.sessions:
             self.queue.add(name)
+        self._engines.note_all()
         self._base_models.enqueue_all()
         self._tenants.enqueue_all()
         self._pools.enqueue_all()
@@ -209,6 +218,11 @@ class Controller:
         """Send save requests to heads, forever."""
         await self._head_saver.work()
 
+    async def scale_engines(self) -> None:
+        """Ask heads how many engines they need, forever."""
+        await self._is_complete.wait()
+        await self._engines.work()
+
     async def watch_definitions(self) -> None:
         """Check the served CRDs periodically, and resync if they have changed."""
         await self._is_complete.wait()
@@ -227,6 +241,7 @@ class Controller:
         """
         await self._is_complete.wait()
         async for changed in self._node_taints.changes():
+            self._pools.note_cordons(self._node_taints.cordoned)
             for name in self.watched.with_pods_on(changed):
                 self.queue.add(name)
 
@@ -284,6 +299,8 @@ class Controller:
             node_taints=self._node_taints.by_node,
             pool_message=self._pools.waiting_message(name),
             takes_spare=self._spares.is_promised(name),
+            engines_needed=self._engines.needed(name),
+            is_emptied=self._pools.is_emptied(name),
         )
         observed = self.watched.observed(name, surroundings)
         if observed is None or observed.deleted is not None:

@@ -15,10 +15,13 @@ from tinkercloud_kube.client import Client
 from tinkercloud_kube.errors import KubernetesError
 from tinkercloud_operator.decide.actions import GiveAway, HeadRequest, RemoveModel, SaveRequest
 from tinkercloud_protocol import routes
+from tinkercloud_protocol.engine_scaling import HOLD_SECONDS, Engines
 from tinkercloud_protocol.launch import Saved
 
 log = structlog.get_logger(__name__)
 
+_LATE_SECONDS = 30.0
+"""How much longer than it should a head may hold a request about its engines."""
 _DROP_SECONDS = 10.0
 """Reserved for dropping a model whose last checkpoint could not be saved in time: it would occupy
 memory of the cluster without a slot."""
@@ -75,6 +78,29 @@ class HeadClient:
         except (aiohttp.ClientError, KubernetesError, KeyError, ValueError) as error:
             raise SaveFailed(f"{type(error).__name__}: {error}") from error
 
+    async def needed_engines(self, session: str, url: str, engines: int) -> int | None:
+        """Return how many engines a head needs; None if it did not answer.
+
+        Args:
+            session: name of its session.
+            url: URL of the head.
+            engines: how many engines exist. The head answers once it needs another number, or after
+                `engine_scaling.HOLD_SECONDS`.
+        """
+        body = Engines(engines=engines).model_dump_json().encode()
+        try:
+            async with asyncio.timeout(HOLD_SECONDS + _LATE_SECONDS):
+                token = await self._token(session)
+                answer = await self._call("POST", url + routes.HEAD_ENGINES, token, body)
+            return Engines.model_validate_json(answer).engines
+        except (aiohttp.ClientError, TimeoutError, KubernetesError, KeyError, ValueError) as error:
+            log.info(
+                "a head did not say how many engines it needs; retrying",
+                session=session,
+                error=f"{type(error).__name__}: {error}",
+            )
+            return None
+
     async def _save(self, session: str, request: SaveRequest) -> SaveResult:
         token = await self._token(session)
         if request.kind == "suspend":
@@ -123,10 +149,12 @@ class HeadClient:
         saved = Saved.model_validate_json(await self._call("POST", url, token))
         return SaveResult(saved.checkpoints[-1] if saved.checkpoints else None)
 
-    async def _call(self, method: str, url: str, token: str) -> bytes:
+    async def _call(self, method: str, url: str, token: str, body: bytes | None = None) -> bytes:
         headers = {routes.HEAD_TOKEN_HEADER: token}
         timeout = aiohttp.ClientTimeout(total=None, connect=5)
-        async with self._client.request(method, url, headers=headers, timeout=timeout) as response:
+        async with self._client.request(
+            method, url, headers=headers, timeout=timeout, data=body
+        ) as response:
             if not response.ok:
                 # aiohttp's own check would drop the body, which has the head's words.
                 message = await _error_message(response)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from tinkercloud_crds.base_model import CORDON
 from tinkercloud_kube.client import Client
 from tinkercloud_kube.errors import KubernetesError, Rejected
 from tinkercloud_kube.informer import Informer, pause_seconds
@@ -33,6 +34,11 @@ class NodeTaints:
         """Keys of the taints, by node; nodes without any are missing."""
         self._cluster = cluster
         self._nodes = Informer(cluster, "Node", self._kept)
+
+    @property
+    def cordoned(self) -> frozenset[str]:
+        """The cordoned nodes."""
+        return frozenset(name for name, keys in self.by_node.items() if CORDON in keys)
 
     async def changes(self) -> AsyncIterator[frozenset[str]]:
         """Yield the names of the nodes that have other taints than before, forever.

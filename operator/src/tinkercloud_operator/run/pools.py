@@ -12,8 +12,14 @@ from tinkercloud_kube.errors import AlreadyExists, KubernetesError, NotFound
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.children.pool_cluster import pool_cluster
 from tinkercloud_operator.decide.actions import GiveAway
-from tinkercloud_operator.decide.pool_facts import is_cluster, is_member, pool_facts
+from tinkercloud_operator.decide.pool_facts import (
+    is_cluster,
+    is_member,
+    is_of_pool,
+    pool_facts,
+)
 from tinkercloud_operator.decide.pool_model import PoolFacts
+from tinkercloud_operator.decide.pool_moves import is_emptied
 from tinkercloud_operator.decide.pools import plan_pool
 from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.run.spares import Spares
@@ -62,6 +68,8 @@ class Pools:
         """Uids of clusters whose deletion may not be visible yet."""
         self._seen: dict[str, Manifest] = {}
         """What the members of each cluster depend on, by the cluster's name."""
+        self._cordoned: frozenset[str] = frozenset()
+        """Cordoned nodes."""
         self._waiting: dict[str, str] = {}
         """Why each session without a place waits, by name."""
 
@@ -79,7 +87,31 @@ class Pools:
             given_away=self._given_away(model_name),
             keeping=self._head_saver.unsupported,
             now=datetime.now(UTC),
+            cordoned={
+                session["metadata"]["name"]
+                for session in self._watched.sessions_of(model_name)
+                if is_of_pool(session)
+                and self._watched.must_leave(session["metadata"]["name"], self._cordoned)
+            },
         )
+
+    def note_cordons(self, nodes: frozenset[str]) -> None:
+        """Record which nodes are cordoned."""
+        for name in self._watched.with_pods_on(nodes ^ self._cordoned):
+            session = self._watched.sessions.get(name)
+            if session is not None and is_of_pool(session):
+                self._queue.add(str(session["spec"].get("baseModel", "")))
+        self._cordoned = nodes
+
+    def is_emptied(self, cluster: str) -> bool:
+        """Return whether the sessions of a cluster on a cordoned node are moved to others."""
+        session = self._watched.sessions.get(cluster)
+        if session is None or not is_of_pool(session):
+            return False
+        if not self._watched.must_leave(cluster, self._cordoned):
+            return False
+        facts = self.facts(session["spec"].get("baseModel", ""))
+        return is_emptied(facts, plan_pool(facts).moves, cluster)
 
     def _given_away(self, model_name: str) -> set[tuple[str, str]]:
         """Return the sessions that heads have given away, with the incarnation of the head."""
@@ -165,6 +197,10 @@ class Pools:
             )
             if (failure := await write) is not None
         ]
+        for cluster in facts.clusters:
+            if cluster.is_cordoned:
+                # It is suspended when its sessions have left, or can't leave.
+                self._enqueue(cluster.name)
         for name in plan.delete:
             await self._delete(name)
         base_model = self._watched.offering(model_name)

@@ -1,13 +1,14 @@
 """Maintains the warm spares of BaseModels, and gives them to sessions."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from datetime import UTC, datetime
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 
 import structlog
 
 from tinkercloud_kube.client import Client, ObjectRef
-from tinkercloud_kube.errors import AlreadyExists, KubernetesError, NotFound
+from tinkercloud_kube.errors import AlreadyExists, KubernetesError, NotFound, Rejected
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.children.pool_cluster import session_owner, spare_cluster
 from tinkercloud_operator.decide.spare_facts import is_short, spares_facts
@@ -15,6 +16,10 @@ from tinkercloud_operator.decide.spares import SparesFacts, plan_spares
 from tinkercloud_operator.run.store import Watched
 
 log = structlog.get_logger(__name__)
+
+_REFUSED = timedelta(minutes=5)
+"""How long a spare whose takeover was rejected is not given to a session: sessions start pods of
+their own meanwhile."""
 
 
 class Spares:
@@ -42,12 +47,15 @@ class Spares:
         """Uids of spares whose deletion may not be visible yet."""
         self._short: set[str] = set()
         """Names of sessions that wait for nodes or quota."""
+        self._refused: dict[str, datetime] = {}
+        """Spares whose takeover was rejected, until when they are not given to sessions."""
         self._promised: dict[str, str] = {}
         """Model names of the sessions that start no pods because they are to take over a spare."""
 
     def facts(self, model_name: str) -> SparesFacts:
         """Return the facts about the spares of a model name."""
-        return spares_facts(
+        now = datetime.now(UTC)
+        facts = spares_facts(
             model_name,
             self._watched.offering(model_name),
             self._watched.sessions_of(model_name),
@@ -56,8 +64,14 @@ class Spares:
             # A session may have gone unseen, while a watch was interrupted.
             sessions_short=len(self._short & self._watched.sessions.keys()),
             deleting=self._deleting,
-            now=datetime.now(UTC),
+            now=now,
         )
+        refused = {name for name, until in self._refused.items() if now < until}
+        usable = [
+            replace(each, is_ready=each.is_ready and each.name not in refused)
+            for each in facts.spares
+        ]
+        return replace(facts, spares=usable)
 
     def is_promised(self, session: str) -> bool:
         """Return whether a session is about to take over a spare, so that it starts no pods."""
@@ -82,6 +96,7 @@ class Spares:
         metadata = session["metadata"]
         if is_gone:
             self._deleting.discard(metadata["uid"])
+            self._refused.pop(metadata["name"], None)
         before = metadata["name"] in self._short
         if is_short(session) and not is_gone:
             self._short.add(metadata["name"])
@@ -102,23 +117,27 @@ class Spares:
         Raises:
             KubernetesError: a request failed; the next attempt continues where this one ended.
         """
-        facts = self.facts(model_name)
-        plan = plan_spares(facts)
-        for session, spare in plan.take.items():
-            if await self._take(session, spare):
-                await self._set_cluster(session, spare)
-        for session, spare in plan.place.items():
-            await self._set_cluster(session, spare)
-        self._end_promises(model_name)
-        for session in plan.release:
-            await self._set_cluster(session, None)
-        for name in plan.delete:
-            await self._delete(name)
+        plan = plan_spares(self.facts(model_name))
         base_model = self._watched.offering(model_name)
-        if base_model is not None:
-            for name in plan.create:
-                await self._create(name, base_model)
+        create = plan.create if base_model is not None else ()
+        failures = await _failures_of(
+            *(self._take_over(session, spare) for session, spare in plan.take.items()),
+            *(self._set_cluster(session, spare) for session, spare in plan.place.items()),
+        )
+        self._end_promises(model_name)
+        failures += await _failures_of(
+            *(self._set_cluster(session, None) for session in plan.release),
+            *(self._delete(name) for name in plan.delete),
+            *(self._create(name, base_model or {}) for name in create),
+        )
+        if failures:
+            raise failures[0]
         return plan.changes_at
+
+    async def _take_over(self, session: str, spare: str) -> None:
+        """Give a spare to a session; one that may not have it starts pods of its own."""
+        if await self._take(session, spare):
+            await self._set_cluster(session, spare)
 
     def _end_promises(self, model_name: str) -> None:
         """Enqueue the sessions that were to take over a spare: they have one, or it is gone."""
@@ -138,6 +157,9 @@ class Spares:
             owned = await self._cluster.merge(ObjectRef("TrainingSession", spare), patch)
         except NotFound:
             return False
+        except Rejected:
+            self._refused[spare] = datetime.now(UTC) + _REFUSED
+            raise
         self._note("TrainingSession", owned)
         log.info("a session takes over a warm spare", session=session, cluster=spare)
         return True
@@ -171,3 +193,15 @@ class Spares:
             created = await self._cluster.create(spare_cluster(name, base_model), is_strict=True)
             log.info("created a warm spare", cluster=name)
             self._note("TrainingSession", created)
+
+
+async def _failures_of(*writes: Awaitable[object]) -> list[KubernetesError]:
+    """Await writes, one after the other, and return their failures: none holds up the others."""
+    failures = []
+    for write in writes:
+        try:
+            await write
+        except KubernetesError as error:
+            log.warning("could not maintain a warm spare; retrying", error=str(error))
+            failures.append(error)
+    return failures

@@ -6,7 +6,7 @@ indexes by session.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from tinkercloud_operator.children.secret_marker import has_secret
 from tinkercloud_operator.decide import parsing, start_order
 from tinkercloud_operator.decide.pool_facts import is_cluster, taken_by
 from tinkercloud_operator.decide.session_index import SessionIndex, age, is_live
+from tinkercloud_operator.decide.session_pods import failed_pod, pods_of
 from tinkercloud_operator.decide.status import head_url
 from tinkercloud_operator.decide.tenant_choices import choices_of_tenant
 from tinkercloud_operator.decide.tenant_quotas import TenantQuotas
@@ -33,7 +34,6 @@ from tinkercloud_operator.spec.snapshot import (
     FailedSave,
     Node,
     Observed,
-    Pod,
     PoolCluster,
     ProgramPod,
     SaveKey,
@@ -75,6 +75,8 @@ class Surroundings:
     pool_message: str | None = None
     takes_spare: bool = False
     failed_saves: Mapping[SaveKey, FailedSave] = field(default_factory=dict)
+    engines_needed: int | None = None
+    is_emptied: bool = False
 
 
 def _kept(kind: str, manifest: Manifest) -> Manifest:
@@ -177,12 +179,13 @@ class Watched:
             base_model=base_model,
             sessions_of_owner=self.older_siblings(manifest, base_model),
             start_order_message=self._turn(manifest) if may_start else None,
-            children={
-                key: item for key, item in children.items() if key.kind not in {"Pod", _PROGRAM_POD}
-            },
-            pods=_pods(children),
+            children=_without_pods(children),
+            pods=pods_of(children, are_scaled=False),
+            scaled_pods=pods_of(children, are_scaled=True),
+            engines_needed=surroundings.engines_needed,
+            is_emptied=surroundings.is_emptied,
             program_pods=_program_pods(children),
-            failed=_failed(self._failures.get(name), children),
+            failed=failed_pod(self._failures.get(name), children),
             predecessors={key: item for key, item in everything.items() if key not in children},
             has_secret=has_secret(name, children),
             has_kuberay=surroundings.has_kuberay,
@@ -210,9 +213,13 @@ class Watched:
         pods = [parsing.pod(item) for key, item in children.items() if key.kind == "Pod"]
         return bool(pods) and all(pod.is_ready for pod in pods)
 
+    def cluster_of(self, name: str) -> Manifest | None:
+        """Return the RayCluster of a session, if it has one of its own."""
+        return self._children.get(name, {}).get(ChildKey("RayCluster", name))
+
     def has_cluster(self, name: str) -> bool:
         """Whether a session has a RayCluster of its own."""
-        return ChildKey("RayCluster", name) in self._children.get(name, {})
+        return self.cluster_of(name) is not None
 
     def may_start(self, session: Manifest) -> bool:
         """Whether a session has no RayCluster, and its tenant's limits allow it to start."""
@@ -261,6 +268,14 @@ class Watched:
                 for key, item in children.items()
             )
         ]
+
+    def must_leave(self, name: str, nodes: frozenset[str]) -> bool:
+        """Return whether a session has pods on cordoned nodes that it needs and must leave."""
+        pods = pods_of(self._children.get(name, {}), are_scaled=False) if nodes else ()
+        return any(
+            each.node in nodes and not (each.is_terminating or each.tolerates_cordon)
+            for each in pods
+        )
 
     def offering(self, model_name: str) -> Manifest | None:
         """Return the BaseModel of a model name: the oldest, if there are several."""
@@ -415,40 +430,16 @@ def _of_session(children: Mapping[ChildKey, Manifest], uid: str) -> dict[ChildKe
     return {key: item for key, item in children.items() if _session_uid(item) in {uid, None}}
 
 
-def _pods(children: Mapping[ChildKey, Manifest]) -> tuple[Pod, ...]:
-    """Return a session's pods; those whose RayCluster is deleted count as terminating."""
-    owner = next(
-        (
-            _uid(item)
-            for key, item in children.items()
-            if key.kind == "RayCluster" and "deletionTimestamp" not in item["metadata"]
-        ),
-        None,
-    )
-    pods = [item for key, item in children.items() if key.kind == "Pod"]
-    return tuple(
-        replace(parsing.pod(item), is_terminating=True, disrupted=None)
-        if _ray_cluster_of(item) not in {owner, None}
-        else parsing.pod(item)
-        for item in pods
-    )
+def _without_pods(children: Mapping[ChildKey, Manifest]) -> dict[ChildKey, Manifest]:
+    """Return the children that are not pods."""
+    kinds = {"Pod", _PROGRAM_POD}
+    return {key: item for key, item in children.items() if key.kind not in kinds}
 
 
 def _program_pods(children: Mapping[ChildKey, Manifest]) -> tuple[ProgramPod, ...]:
     return tuple(
         parsing.program_pod(item) for key, item in children.items() if key.kind == _PROGRAM_POD
     )
-
-
-def _failed(last: Manifest | None, children: Mapping[ChildKey, Manifest]) -> Pod | None:
-    """Return the session's last failed pod, if its RayCluster exists."""
-    clusters = {_uid(item) for key, item in children.items() if key.kind == "RayCluster"}
-    return parsing.pod(last) if last is not None and _ray_cluster_of(last) in clusters else None
-
-
-def _ray_cluster_of(pod: Manifest) -> str | None:
-    owners = pod["metadata"].get("ownerReferences", [])
-    return next((str(owner["uid"]) for owner in owners if owner["kind"] == "RayCluster"), None)
 
 
 def _session_of(kind: str, metadata: Metadata) -> str:
@@ -471,7 +462,3 @@ def _session_uid(child: Manifest) -> str | None:
     """Return the uid of the session that owns a child; None for pods, owned by the RayCluster."""
     owners = child["metadata"].get("ownerReferences", [])
     return next((str(owner["uid"]) for owner in owners if owner["kind"] == "TrainingSession"), None)
-
-
-def _uid(manifest: Manifest) -> str:
-    return str(manifest["metadata"]["uid"])

@@ -15,7 +15,7 @@ def over_limit(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> list[str
             spec.trainer and spec.trainer.max_batch_tokens,
             base_model.limits.max_batch_tokens or trainer.max_batch_tokens,
         ),
-        ("sampler.replicas", spec.sampler and spec.sampler.replicas, sampler.replicas),
+        ("sampler.replicas", spec.sampler and spec.sampler.replicas, sampler.most_replicas),
         (
             "idle.timeoutSeconds",
             spec.idle and spec.idle.timeout_seconds,

@@ -93,9 +93,17 @@ class ResolvedSpec:
 
     @property
     def samplers(self) -> int:
-        """Number of sampler pods, each with one engine."""
-        is_alone = self.sampler.backend == "sglang" and not self.engines_per_trainer
-        return self.sampler.replicas if is_alone else 0
+        """Number of sampler pods, each with one engine; the minimum if it follows the load."""
+        return self.sampler.least_replicas if self._has_sampler_pods else 0
+
+    @property
+    def most_samplers(self) -> int:
+        """Maximum number of sampler pods."""
+        return self.sampler.most_replicas if self._has_sampler_pods else 0
+
+    @property
+    def _has_sampler_pods(self) -> bool:
+        return self.sampler.backend == "sglang" and not self.engines_per_trainer
 
     @property
     def devices(self) -> Devices | None:
@@ -108,9 +116,14 @@ class ResolvedSpec:
 
     @property
     def gpus(self) -> int:
-        """GPUs of all pods together."""
+        """GPUs of all pods together, with the minimum number of engines."""
         trainers = self.trainers * (self.trainer.gpus_per_replica if self.trainer else 0)
         return trainers + self.samplers * self.sampler.gpus_per_replica
+
+    @property
+    def most_gpus(self) -> int:
+        """GPUs of all pods together, with the maximum number of engines."""
+        return self.gpus + (self.most_samplers - self.samplers) * self.sampler.gpus_per_replica
 
     @property
     def groups(self) -> int:
@@ -243,6 +256,13 @@ def check_pod_groups(resolved: ResolvedSpec, max_groups: int) -> ResolvedSpec | 
         max_groups: pod groups that Kueue accepts in one workload.
     """
     surplus = resolved.groups - max_groups
+    if resolved.placement.queue_name is not None and resolved.sampler.is_scaled:
+        return Rejection(
+            Reason.NOT_ALLOWED,
+            "the BaseModel's sampler.engines.maxReplicas: not supported with queue"
+            f" {resolved.placement.queue_name!r}, because Kueue restarts a session whose number of"
+            " pods changes; set sampler.replicas instead, or use no queue",
+        )
     if resolved.placement.queue_name is None or surplus <= 0:
         return resolved
     is_shared = resolved.engines_per_trainer > 0
@@ -328,6 +348,10 @@ def _sampler(
 ) -> SamplerShape:
     """Return the sampler; colocated engines become standalone in a session without trainers."""
     chosen = spec.sampler.model_dump(exclude_none=True) if spec.sampler else {}
+    if offered.engines is not None and offered.is_scaled and chosen:
+        most = chosen["replicas"]
+        scaled = {"min_replicas": min(offered.least_replicas, most), "max_replicas": most}
+        chosen = {"engines": offered.engines.model_copy(update=scaled)}
     sampler = offered.model_copy(update=chosen)
     if sampler.backend != "sglang" or not sampler.colocated:
         return sampler

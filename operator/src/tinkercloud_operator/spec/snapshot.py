@@ -153,6 +153,7 @@ class Observed:
     has_secret: bool
     """According to the Secret's marker, which is one of the children."""
     pods: tuple[Pod, ...]
+    """Pods that the session needs to be Ready."""
     failed: Pod | None
     """The last pod that failed; None once a replacement is ready. KubeRay deletes failed pods at
     once."""
@@ -191,6 +192,13 @@ class Observed:
     """Which limit of its owner's Tenant it waits for; None if it may start."""
     tenant: TenantSpec | None = None
     """The Tenant of its owner, if it has one."""
+    is_emptied: bool = False
+    """Whether its pool is moving its sessions to other clusters."""
+    scaled_pods: tuple[Pod, ...] = ()
+    """Pods of engines beyond the minimum, which are not among `pods`."""
+    engines_needed: int | None = None
+    """Number of engines that its head needs now; None if it needs those that exist, or has not
+    answered."""
     retried: datetime | None = None
     """When its owner or an administrator last asked to start it again."""
     failed_saves: Mapping[SaveKey, FailedSave] = field(default_factory=dict)
@@ -240,4 +248,4 @@ class Observed:
     @property
     def has_pods(self) -> bool:
         """Whether it has pods or a RayCluster, which creates pods."""
-        return bool(self.pods) or self.ray_cluster is not None
+        return bool(self.pods or self.scaled_pods) or self.ray_cluster is not None

@@ -71,6 +71,12 @@ def in_one_pod(sampler: Json | None = None, **engines: Any) -> Json:
     return colocated(one, {"replicas": 1, "gpusPerReplica": 4}, **engines)
 
 
+def scaled(least: int, most: int, **others: Any) -> Json:
+    """Return a BaseModel whose number of engines follows the load."""
+    bounds = {"minReplicas": least, "maxReplicas": most}
+    return engines(**{"replicas": 0, "engines": bounds} | others)
+
+
 def external(**others: Any) -> Json:
     return base_model(trainer=TRAINERS, sampler=EXTERNAL | others)
 
@@ -266,18 +272,21 @@ BASE_MODEL_RULES = (
     ),
     Rule(
         "spec.sampler",
-        "replicas: must be 1 or more for backend sglang, and 0 for torch (the head samples) and"
-        " external (the servers are not pods of the session)",
+        "replicas: must be 0 for backends torch (the head samples) and external (the servers are"
+        " not pods of the session); for sglang, set either replicas to 1 or more, or"
+        " engines.minReplicas and engines.maxReplicas",
         {
             "torch": sampler("torch", 0, 0),
             "one engine": sglang(1),
             "many engines": sglang(64),
             "external": external(),
+            "engines that follow the load": scaled(1, 4),
         },
         {
             "torch with a pod": sampler("torch", 1),
             "torch with pods": sampler("torch", 8),
             "sglang without": sglang(0),
+            "a fixed number and bounds": scaled(1, 4, replicas=2),
             "external with a pod": external(replicas=1),
         },
     ),
@@ -339,6 +348,38 @@ BASE_MODEL_RULES = (
             "torch": engines(backend="torch", replicas=0, gpusPerReplica=0),
             "torch without a pod": base_model(sampler={"engines": {}}),
             "external": external(engines=ENGINES["engines"], image="sglang:1"),
+        },
+    ),
+    Rule(
+        "spec.sampler",
+        "engines.maxReplicas: not valid for colocated engines, whose number follows from the"
+        " trainers; remove it and minReplicas, and set replicas",
+        {
+            "own pods": scaled(2, 2),
+            "with a placement": scaled(1, 4, placement={"nodeSelector": {"gpu": "l40s"}}),
+            "with variables": scaled(1, 4, environment=[{"name": "NCCL_DEBUG", "value": "INFO"}]),
+            "colocated": colocated(),
+        },
+        {
+            "colocated": colocated(minReplicas=1, maxReplicas=4),
+            "colocated, equal": colocated(minReplicas=4, maxReplicas=4),
+            "colocated, one": colocated(minReplicas=1, maxReplicas=1),
+        },
+    ),
+    Rule(
+        "spec.sampler.engines",
+        "minReplicas: must not exceed maxReplicas",
+        {"less": scaled(1, 64), "equal": scaled(3, 3), "neither": engines()},
+        {"more": scaled(2, 1), "much more": scaled(64, 1), "one more": scaled(4, 3)},
+    ),
+    Rule(
+        "spec.sampler.engines",
+        "minReplicas, maxReplicas: set both, or neither",
+        {"both": scaled(1, 2), "neither": engines(), "nothing": engines(engines={})},
+        {
+            "a minimum alone": engines(engines={"minReplicas": 1}),
+            "a maximum alone": engines(replicas=0, engines={"maxReplicas": 1}),
+            "a maximum and a number": engines(engines={"maxReplicas": 2}),
         },
     ),
     Rule(

@@ -128,6 +128,17 @@ class SamplingResult:
         )
 
 
+class EngineScaler(Protocol):
+    """Says how many engines a sampler needs."""
+
+    async def needed(self, engines: int) -> int:
+        """Return how many engines are needed, once that is not `engines`, the number that exist.
+
+        Returns the same number after `engine_scaling.HOLD_SECONDS`. If fewer are returned, the
+        surplus ones have no request left, and get no other until a later call counts them again.
+        """
+
+
 class Sampler(Protocol):
     """Samples continuations. Methods raise InvalidRequest for errors of the client."""
 

@@ -20,6 +20,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from tinkercloud_protocol import chat_errors, envelope, futures, routes
 from tinkercloud_protocol.asgi import Receive, Scope, Send
 from tinkercloud_protocol.batched_futures import RetrieveFuturesRequest
+from tinkercloud_protocol.engine_scaling import Engines
 from tinkercloud_protocol.errors import (
     BodyTooLarge,
     InvalidRequest,
@@ -27,15 +28,13 @@ from tinkercloud_protocol.errors import (
     Unauthenticated,
     WireError,
 )
+from tinkercloud_protocol.head_messages import ForgetResults, Forgotten, ModelSuspended
 from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.json_results import forward_backward_as_json, sample_as_json
 from tinkercloud_protocol.launch import (
-    ForgetResults,
-    Forgotten,
     HeldModels,
     Limits,
     ModelSpec,
-    ModelSuspended,
     SamplerSpec,
     Saved,
 )
@@ -109,6 +108,7 @@ class HeadApp:
             ("POST", routes.HEAD_CHECKPOINT): self._checkpoint,
             ("POST", routes.HEAD_SUSPEND_MODEL): self._suspend_model,
             ("POST", routes.HEAD_MOVE_MODEL): self._move_model,
+            ("POST", routes.HEAD_ENGINES): self._engines,
             ("GET", routes.HEAD_MODELS): self._models,
             ("GET", routes.HEAD_TIMELINE): self._timeline,
             ("PUT", routes.HEAD_MODELS): self._put_model,
@@ -346,6 +346,11 @@ class HeadApp:
     async def _move_model(self, request: Request) -> Response:
         await self._service.move_model(ModelId.parse(_resource(request)))
         return Response()
+
+    async def _engines(self, request: Request) -> Response:
+        existing = parse_json(Engines, await request.body(self._limits.max_body_bytes))
+        needed = await self._lifecycle.needed_engines(existing.engines)
+        return Response(Engines(engines=needed).model_dump_json().encode())
 
     async def _models(self, _request: Request) -> Response:
         return Response(HeldModels(models=self._service.held()).model_dump_json().encode())

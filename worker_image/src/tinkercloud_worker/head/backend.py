@@ -8,7 +8,7 @@ from tinkercloud_protocol.owner_limits import OwnerLimits
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.prompt_images import TEXT_ONLY, PromptImages
-from tinkercloud_worker.engine.sampler import Sampler
+from tinkercloud_worker.engine.sampler import EngineScaler, Sampler
 from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.engine.usage import UsageMeter
@@ -37,6 +37,8 @@ class Backend:
     """Renders and decodes text; None if the head serves tokens only."""
     spans: SpanRecorder = field(default_factory=SpanRecorder)
     """When requests were accepted, started and finished."""
+    engine_scaler: EngineScaler | None = None
+    """Says how many engines the sampler needs; None if their number is fixed."""
     token_limits: TokenLimits = field(default_factory=TokenLimits)
     """Limits the tokens per minute of owners."""
     images: PromptImages = TEXT_ONLY

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import structlog
 
-from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.errors import NotFound, Unavailable
 from tinkercloud_protocol.launch import Timings
 from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.owner_limits import OwnerLimits
@@ -153,6 +153,27 @@ class Lifecycle:
         drained.cancel()
         if not self._ready.is_set():
             raise Unavailable("this session head is stopping")
+
+    async def needed_engines(self, engines: int) -> int:
+        """Return how many engines are needed if `engines` exist; see `EngineScaler.needed`.
+
+        Raises:
+            NotFound: the number of engines is fixed.
+            Unavailable: the head is stopping, or not ready.
+        """
+        scaler = self.backend.engine_scaler
+        if scaler is None:
+            raise NotFound("this session head has a fixed number of engines")
+        needed = asyncio.create_task(scaler.needed(engines))
+        drained = asyncio.create_task(self.drained.wait())
+        try:
+            await asyncio.wait({needed, drained}, return_when=asyncio.FIRST_COMPLETED)
+            if needed.done():
+                return needed.result()
+        finally:
+            needed.cancel()
+            drained.cancel()
+        raise Unavailable("this session head is stopping")
 
     @contextmanager
     def held_lease(self) -> Iterator[None]:

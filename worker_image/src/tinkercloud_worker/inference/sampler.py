@@ -6,7 +6,6 @@ adapters of a version are removed once it is retired and its last request has en
 """
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
@@ -22,14 +21,15 @@ from tinkercloud_protocol.tensors import PromptScores
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
 from tinkercloud_worker.engine.stopping import Decode, cut_at_stop
 from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
-from tinkercloud_worker.inference import routing
 from tinkercloud_worker.inference.client import (
     AdaptersDisabled,
     NotThere,
     ServerError,
     ServerUnreachable,
 )
+from tinkercloud_worker.inference.engine_scaler import EngineScaler
 from tinkercloud_worker.inference.server import InferenceServer
+from tinkercloud_worker.inference.server_pool import ServerPool
 from tinkercloud_worker.inference.sglang.control import BASE, TRAINING, SglangControl
 from tinkercloud_worker.inference.weights_folder import WeightsFolder
 
@@ -93,7 +93,14 @@ class InferenceSampler:
             unadapted: fields of `LoraConfig` that must be off because servers can't adapt these
                 modules, with the reasons.
         """
-        self._servers = {server.url: server for server in servers}
+        scaling = config.inference.scaling
+        number = scaling.min_engines if scaling is not None else len(servers)
+        self._pool = ServerPool(servers, number, self._load, self._unload)
+        self._servers = self._pool.all
+        self._samples = 0
+        """Samples in progress, waiting ones included."""
+        self.scaler = EngineScaler(self._pool, scaling, lambda: self._samples) if scaling else None
+        """Says how many servers are needed; None if their number is fixed."""
         self._controls = controls
         self._folder = folder
         self._config = config
@@ -172,10 +179,12 @@ class InferenceSampler:
         published = self._known(version)
         if published.name is not None:
             self._users[published.name] += 1
+        self._samples += request.num_samples
         try:
             used = published if published.name is not None else await self._base_version()
             result = await self._run_on_any(version, used, _sampling(request, used.adapter))
         finally:
+            self._samples -= request.num_samples
             if published.name is not None:
                 self._release(published.name)
         if not request.stop.strings:
@@ -238,6 +247,8 @@ class InferenceSampler:
                 )
         except TimeoutError:
             log.warning("unloading adapters timed out; they stay loaded in the servers")
+        if self.scaler is not None:
+            self.scaler.close()
         for server in self._servers.values():
             await server.close()
         await asyncio.to_thread(self._folder.remove_all)
@@ -285,8 +296,7 @@ class InferenceSampler:
         key = version.partition("@")[0]
         for attempt in range(1, _ATTEMPTS + 1):
             # The time spent on a lost server does not count as waiting for others.
-            deadline = time.monotonic() + self._config.inference.recovery_seconds
-            server = await self._choose(key, deadline)
+            server = await self._pool.choose(key, self._config.inference.recovery_seconds)
             server.running += 1
             try:
                 return await self._on(server, published, work)
@@ -316,28 +326,21 @@ class InferenceSampler:
         async with control.modes.use(published.mode):
             return await server.run(published.adapter, lambda: work(server))
 
+    async def _load(self, server: InferenceServer, adapter: str) -> None:
+        """Load an adapter on a server that joins, unless it is no longer used."""
+        if not self._users[adapter]:
+            return
+        control = self._controls.get(server.url)
+        if control is None:
+            await server.load(adapter)
+            return
+        control.invalidate_if_idle()
+        async with control.modes.use(BASE):
+            await server.load(adapter)
+
     def _lost(self, server: InferenceServer) -> None:
         if (control := self._controls.get(server.url)) is not None:
             control.invalidate()
-
-    async def _choose(self, key: str, deadline: float) -> InferenceServer:
-        while True:
-            up = {url: each.running for url, each in self._servers.items() if each.is_up}
-            if up:
-                return self._servers[routing.choose(key, up)]
-            recoveries = [asyncio.create_task(each.recovered()) for each in self._servers.values()]
-            remaining = max(deadline - time.monotonic(), 0)
-            done, waiting = await asyncio.wait(
-                recoveries, timeout=remaining, return_when=asyncio.FIRST_COMPLETED
-            )
-            for task in waiting:
-                task.cancel()
-            if not done:
-                raise ServerUnreachable(
-                    f"no inference server responds ({', '.join(self._servers)}), and none"
-                    f" recovered within {self._config.inference.recovery_seconds:.0f} s; send"
-                    " the request again"
-                )
 
     async def _write(self, weights: WeightsSnapshot) -> str:
         """Write weights and return their name; if cancelled, remove the files."""

@@ -156,6 +156,35 @@ class InferenceServer:
             self._verification = None
             self._recovery = asyncio.create_task(self._recover())
 
+    def wait_until_healthy(self) -> None:
+        """Mark a server that is starting as down until it is healthy."""
+        if self._recovery is None:
+            self._verification = None
+            self._recovery = asyncio.create_task(self._recover())
+
+    def forget(self) -> None:
+        """Forget the state of a server that ends; another process may take its place."""
+        if self._recovery is not None:
+            self._recovery.cancel()
+            self._recovery = None
+        self._verification = None
+        self._loads.clear()
+
+    @property
+    def adapters(self) -> list[str]:
+        """The adapters that are loaded or being loaded."""
+        return list(self._loads)
+
+    async def load(self, adapter: str) -> None:
+        """Load an adapter, unless it is loaded.
+
+        Raises:
+            ServerUnreachable: the server does not respond.
+            ServerError: the server failed.
+        """
+        await self._verified()
+        await self._loaded(adapter)
+
     def has(self, adapter: str) -> bool:
         """Return whether an adapter is loaded or being loaded."""
         return adapter in self._loads
