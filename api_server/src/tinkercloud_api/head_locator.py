@@ -17,7 +17,6 @@ import contextlib
 import shutil
 from collections import Counter
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 import aiohttp
@@ -29,6 +28,7 @@ from tinkercloud_api.catalog.tables import SamplingSession, TrainingRun
 from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.claims import Claims
 from tinkercloud_api.head_calls import HEAD_CALL_SECONDS, HeadCalls
+from tinkercloud_api.known_runs import KnownRun, KnownSampler
 from tinkercloud_api.lost_runs import lost_message, why_deleted
 from tinkercloud_api.providers.base import HeadEndpoint, Pending, Placement, SessionProvider
 from tinkercloud_api.providers.session_options import SessionOptions
@@ -48,27 +48,6 @@ _CONCURRENT_CALLS = 16
 """Limit of concurrent calls to heads for the sampling sessions of one session."""
 _HEAD_STOP_LIMIT = timedelta(hours=1)
 """Time after a run's deletion by which its head has certainly stopped."""
-
-
-@dataclass(slots=True)
-class _KnownRun:
-    """The cached part of a run's catalog row. Only the generation and the deletion change."""
-
-    owner: str
-    session_id: str
-    placement: Placement
-    spec: ModelSpec
-    generation: str | None
-    is_deleted: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _KnownSampler:
-    owner: str
-    session_id: str
-    placement: Placement
-    spec: SamplerSpec
-    run_id: str | None
 
 
 class SamplerLost(InvalidRequest):
@@ -95,8 +74,8 @@ class HeadLocator:
         self._claims = Claims(catalog)
         self._provider = provider
         self._calls = HeadCalls(provider, client)
-        self._runs: dict[str, _KnownRun] = {}
-        self._samplers: dict[str, _KnownSampler] = {}
+        self._runs: dict[str, KnownRun] = {}
+        self._samplers: dict[str, KnownSampler] = {}
         self._registered: set[tuple[str, str]] = set()
         """Generations of heads, with the sampling sessions that were registered with them."""
         self._placing: dict[str, asyncio.Task[HeadEndpoint]] = {}
@@ -125,15 +104,15 @@ class HeadLocator:
         if known is not None and known.spec.model_path is not None:
             await self._claims.check_source(known.spec.model_path, principal)
 
-    async def _run(self, run_id: str) -> _KnownRun | None:
+    async def _run(self, run_id: str) -> KnownRun | None:
         run = self._runs.get(run_id)
         if run is None and (row := await self._catalog.run(run_id)) is not None:
             run = self.cache_run(row)
         return run
 
-    def cache_run(self, row: TrainingRun) -> _KnownRun:
+    def cache_run(self, row: TrainingRun) -> KnownRun:
         """Cache a run's catalog row."""
-        run = _KnownRun(
+        run = KnownRun(
             row.owner,
             row.session_id,
             placement_of(row),
@@ -164,22 +143,22 @@ class HeadLocator:
         """Whether a sampling session exists, of any owner."""
         return await self._sampler(sampler_id) is not None
 
-    async def _sampler(self, sampler_id: str) -> _KnownSampler | None:
+    async def _sampler(self, sampler_id: str) -> KnownSampler | None:
         sampler = self._samplers.get(sampler_id)
         if sampler is None and (run_id := model_of_sampler(sampler_id)) is not None:
             # The session of a run's current weights exists as long as the run, without a row.
             if (run := await self._run(run_id)) is None:
                 return None
             spec = SamplerSpec(owner=run.owner)
-            sampler = _KnownSampler(run.owner, run.session_id, run.placement, spec, run_id)
+            sampler = KnownSampler(run.owner, run.session_id, run.placement, spec, run_id)
             self._samplers[sampler_id] = sampler
         if sampler is None and (row := await self._catalog.sampler(sampler_id)) is not None:
             sampler = self.cache_sampler(row)
         return sampler
 
-    def cache_sampler(self, row: SamplingSession) -> _KnownSampler:
+    def cache_sampler(self, row: SamplingSession) -> KnownSampler:
         """Cache a sampling session's catalog row."""
-        sampler = _KnownSampler(
+        sampler = KnownSampler(
             row.owner,
             row.session_id,
             Placement(row.run_id or row.id, row.owner, row.base_model),
@@ -250,7 +229,7 @@ class HeadLocator:
         return endpoint
 
     async def _create_on(
-        self, endpoint: HeadEndpoint, run_id: str, run: _KnownRun, lost: str | None
+        self, endpoint: HeadEndpoint, run_id: str, run: KnownRun, lost: str | None
     ) -> None:
         """Create a run on a head, or resume it from the head that it was lost with."""
         knows_more = self._provider.may_have_journals(run.placement)
@@ -265,7 +244,7 @@ class HeadLocator:
                 await self._require_resumable(run_id, run, lost)
             raise
 
-    async def _require_resumable(self, run_id: str, run: _KnownRun, lost: str) -> None:
+    async def _require_resumable(self, run_id: str, run: KnownRun, lost: str) -> None:
         try:
             await self._require_suspended(run_id, run, lost)
         except StateLost:
@@ -273,7 +252,7 @@ class HeadLocator:
             await self._provider.confirm(run.placement)
             raise
 
-    async def _require_suspended(self, run_id: str, run: _KnownRun, generation: str) -> None:
+    async def _require_suspended(self, run_id: str, run: KnownRun, generation: str) -> None:
         """Check that a head suspended a run before it ended, or left its journal.
 
         Raises:
@@ -411,13 +390,13 @@ class HeadLocator:
             self._admission.wake()
 
     async def _release_run(
-        self, run_id: str, run: _KnownRun, unresponsive: set[HeadEndpoint]
+        self, run_id: str, run: KnownRun, unresponsive: set[HeadEndpoint]
     ) -> None:
         await self._provider.release(run.placement)
         await self._delete_state(run_id, run, unresponsive)
 
     async def _delete_state(
-        self, run_id: str, run: _KnownRun, unresponsive: set[HeadEndpoint]
+        self, run_id: str, run: KnownRun, unresponsive: set[HeadEndpoint]
     ) -> None:
         """Delete a run from its head, if it has one, and its suspended state from the store."""
         if (endpoint := self._provider.find(run.placement)) is not None:
@@ -467,7 +446,7 @@ class HeadLocator:
             if run is not None and run_id not in held:
                 await _attempt(run_id, self._sweep(run_id, run, unresponsive))
 
-    async def _sweep(self, run_id: str, run: _KnownRun, unresponsive: set[HeadEndpoint]) -> None:
+    async def _sweep(self, run_id: str, run: KnownRun, unresponsive: set[HeadEndpoint]) -> None:
         await self._delete_state(run_id, run, unresponsive)
         # Those of a killed head are left: from now on they are checkpoints like others.
         await self._checkpoints.keep_autosaves(run_id)

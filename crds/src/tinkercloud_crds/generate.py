@@ -23,7 +23,7 @@ from tinkercloud_crds.training_session import (
     TrainingSessionStatus,
 )
 
-MAX_BYTES = 96 << 10
+MAX_BYTES = 112 << 10
 """Maximum size of a definition: readable, and well below the limit of annotations (256 KiB)."""
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -125,10 +125,9 @@ class HeadShape(Part):
     autosave: Autosave = Autosave()
     """Automatic checkpoints."""
     suspend_seconds: Annotated[int, Field(ge=1, le=86_400)] | None = None
-    """How long, in seconds, a stopping head may take to save its models before it is killed. The
-    termination grace period of all pods follows from it. `tinkercloud plan` estimates it. If unset,
-    it is estimated from `trainer.planning`, or else the operator's setting applies
-    (`sessions.suspendSeconds` of the chart)."""
+    """How long, in seconds, a stopping head may take to save its models. `tinkercloud plan`
+    estimates it. Defaults to an estimate from `trainer.planning`, or else to the operator's
+    setting."""
     durability: Durability = Durability()
     """What survives when the head is killed."""
 

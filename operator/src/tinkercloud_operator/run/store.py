@@ -18,7 +18,7 @@ from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import ConditionType, find
 from tinkercloud_crds.tenant import TenantSpec
 from tinkercloud_crds.times import parse_time
-from tinkercloud_crds.training_session import TrainingSessionSpec
+from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
 from tinkercloud_kube.objects import Change, Manifest, Objects
 from tinkercloud_operator.children.secret_marker import has_secret
 from tinkercloud_operator.decide import parsing, start_order
@@ -150,14 +150,11 @@ class Watched:
         if manifest is None:
             return None
         metadata = manifest["metadata"]
-        created = parse_time(metadata["creationTimestamp"])
-        try:
-            spec = TrainingSessionSpec.model_validate(manifest.get("spec", {}))
-            status = parsing.session_status(manifest)
-        except ValidationError:
+        annotations = metadata.get("annotations", {})
+        parsed = _parsed(manifest)
+        if parsed is None:
             return None
-        if created is None:
-            return None
+        spec, status, created = parsed
         everything = self._children.get(name, {})
         children = _of_session(everything, metadata["uid"])
         base_model = self._base_model(spec.base_model)
@@ -175,7 +172,7 @@ class Watched:
             spec=spec,
             status=status,
             last_activity=parsing.last_activity(manifest),
-            retried=parse_time(metadata.get("annotations", {}).get(labels.RETRY)),
+            retried=parse_time(annotations.get(labels.RETRY)),
             base_model=base_model,
             sessions_of_owner=self.older_siblings(manifest, base_model),
             start_order_message=self._turn(manifest) if may_start else None,
@@ -199,7 +196,7 @@ class Watched:
             kuberay_gap=surroundings.kuberay_gap,
             own_gap=surroundings.own_gap,
             node_taints=surroundings.node_taints,
-            leave_node=metadata.get("annotations", {}).get(labels.LEAVE_NODE),
+            leave_node=annotations.get(labels.LEAVE_NODE),
             pool_cluster=self._pool_cluster(spec, metadata),
             pool_message=surroundings.pool_message,
             takes_spare=surroundings.takes_spare,
@@ -423,6 +420,19 @@ class Watched:
 
 def _is_for_client(metadata: Metadata) -> bool:
     return labels.CREATED_FOR in metadata.get("annotations", {})
+
+
+def _parsed(
+    manifest: Manifest,
+) -> tuple[TrainingSessionSpec, TrainingSessionStatus, datetime] | None:
+    """Return the spec, the status and the creation time of a session; None if it is unreadable."""
+    created = parse_time(manifest["metadata"]["creationTimestamp"])
+    try:
+        spec = TrainingSessionSpec.model_validate(manifest.get("spec", {}))
+        status = parsing.session_status(manifest)
+    except ValidationError:
+        return None
+    return None if created is None else (spec, status, created)
 
 
 def _of_session(children: Mapping[ChildKey, Manifest], uid: str) -> dict[ChildKey, Manifest]:
