@@ -76,7 +76,7 @@ def ready_pods(components: list[str]) -> list[Pod]:
     ]
 
 
-def applied(session: Observed) -> Mapping[str, Json]:
+def applied(session: Observed) -> Mapping[str, Mapping[str, Any]]:
     actions = reconcile(session, Settings()).actions
     return {each.manifest["kind"]: each.manifest for each in actions if isinstance(each, Apply)}
 

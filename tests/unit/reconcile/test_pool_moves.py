@@ -85,11 +85,11 @@ def test_the_runs_of_a_cluster_on_a_cordoned_node_are_moved_before_it_is_suspend
 def test_a_cluster_on_a_cordoned_node_is_suspended_if_the_others_have_no_room() -> None:
     clusters, runs = [a_cluster("a", is_cordoned=True), a_cluster("b")], members("a", 2)
 
-    assert not emptied(clusters, [*runs, *members("b", POOL.slots_per_cluster)])
+    assert not emptied(clusters, [*runs, *members("b", POOL.slots)])
     assert not emptied([clusters[0], a_cluster("b", is_ready=False)], runs)
     assert not emptied([clusters[0], a_cluster("b", is_cordoned=True)], runs)
     assert not emptied([replace(clusters[0], gives_away=False), clusters[1]], runs)
-    assert emptied(clusters, [*runs, *members("b", POOL.slots_per_cluster - 1)])
+    assert emptied(clusters, [*runs, *members("b", POOL.slots - 1)])
 
 
 def test_no_session_is_placed_on_a_cluster_that_leaves_a_cordoned_node() -> None:
@@ -258,7 +258,7 @@ class World:
         for run in self.runs.values():
             wanted = {run.member.cluster, run.member.moving_to} & self.clusters.keys()
             taken.update(str(each) for each in wanted)
-        assert all(number <= self.pool.slots_per_cluster for number in taken.values())
+        assert all(number <= self.pool.slots for number in taken.values())
 
     def heads_answer(self) -> None:
         """Let heads resume the models of their runs, and give away those that they were asked."""

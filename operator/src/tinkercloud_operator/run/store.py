@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tinkercloud_crds import labels
-from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.base_model import CORDON, BaseModelSpec
 from tinkercloud_crds.conditions import ConditionType, find
 from tinkercloud_crds.tenant import TenantSpec
 from tinkercloud_crds.times import parse_time
@@ -270,7 +270,7 @@ class Watched:
         """Return whether a session has pods on cordoned nodes that it needs and must leave."""
         pods = pods_of(self._children.get(name, {}), are_scaled=False) if nodes else ()
         return any(
-            each.node in nodes and not (each.is_terminating or each.tolerates_cordon)
+            each.node in nodes and not (each.is_terminating or {"", CORDON} & each.tolerations)
             for each in pods
         )
 

@@ -205,7 +205,7 @@ def resolve(
         return Rejection(Reason.NOT_ALLOWED, "; ".join(problems))
     if (waits := _over_quota(spec, base_model, sessions_of_owner)) is not None:
         return waits
-    models = base_model.pool.slots_per_cluster if base_model.pool and spec.role == "Pool" else 1
+    models = base_model.pool.slots if base_model.pool and spec.role == "Pool" else 1
     resolved = _with_parallelism(
         _apply_choices(spec, base_model), _planned_rank(spec, base_model), models
     )

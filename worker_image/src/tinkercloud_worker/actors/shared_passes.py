@@ -45,7 +45,7 @@ def divided(batches: Sequence[Batch], memberships: Sequence[Membership]) -> list
 
 def most_tokens(batches: Sequence[Batch], shards: Sequence[Shards]) -> int:
     """Return the tokens of the replica that has the most of a shared pass."""
-    loads = [
+    loads: list[list[int]] = [
         [sum(len(batch.examples[index].tokens) for index in shard) for shard in of_batch]
         for batch, of_batch in zip(batches, shards, strict=True)
     ]

@@ -98,7 +98,7 @@ class DiskFiles:
         file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - open while it is needed
         dtype = vector.dtype
         try:
-            for part in vector.split(_PART):
+            for part in torch.split(vector, _PART):
                 # A storage that NumPy has seen can't be freed any more, so it gets a copy.
                 file.write(part.clone().numpy().data.cast("B"))
             file.flush()
