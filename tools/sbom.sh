@@ -12,7 +12,7 @@ mkdir -p "$out"
 
 # What the Dockerfile installs.
 declare -A images=(
-  [api]="--package tinkercloud-api --extra postgres --extra sdk"
+  [api]="--package tinkercloud-api --extra oidc --extra postgres --extra sdk"
   [operator]="--package tinkercloud-operator"
   [programs]="--package tinkercloud-programs"
   [worker]="--package tinkercloud-worker --extra gpu --extra megatron"

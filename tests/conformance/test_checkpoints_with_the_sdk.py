@@ -217,7 +217,7 @@ def test_weights_info_describes_a_checkpoint(server: Server, client: tinker.Serv
 def test_runs_are_listed_by_project(server: Server) -> None:
     sessions = [
         server.post("create_session", {"sdk_version": "t", **project}).json()["session_id"]
-        for project in ({"project_id": "alpha"}, {})
+        for project in ({"project_id": server.new_project("alpha")}, {})
     ]
     runs = [
         server.post(

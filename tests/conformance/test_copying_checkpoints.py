@@ -43,7 +43,8 @@ def test_the_sdk_copies_both_kinds_of_checkpoints_into_a_run_of_the_caller(
 ) -> None:
     training, saved = mine
     drawn = training.save_weights_for_sampler("drawn").result().path
-    service = tinker.ServiceClient(base_url=server.url, api_key=author, project_id="archive")
+    project = server.new_project("archive", author)
+    service = tinker.ServiceClient(base_url=server.url, api_key=author, project_id=project)
 
     copies = [service.copy_weights(path, ttl_seconds=3600).result() for path in (saved, drawn)]
 
@@ -221,7 +222,7 @@ def test_a_published_checkpoint_can_be_read_by_others_and_not_changed(
             np.testing.assert_allclose(score(each, TOKENS), score(training, TOKENS), atol=1e-6)
         sampler = client.create_sampling_client(model_path=saved).result()
         assert len(sampler.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()) == 5
-    copied = other.copy_weights(saved, "project").result()
+    copied = other.copy_weights(saved, server.new_project("copies", reader)).result()
     assert statuses(server, reader, attempts(saved, session)) == {200}
     assert statuses(server, reader, changes(saved)) == {404}
     only_private = {k: v for k, v in attempts(private, session).items() if k != "run"}

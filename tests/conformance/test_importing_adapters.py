@@ -371,7 +371,8 @@ def test_an_adapter_is_uploaded_by_signed_urls_without_a_key(server: Server, fol
 
 
 def test_later_sdks_get_each_url_with_the_headers_to_send(server: Server) -> None:
-    started = start_external(server, "0.40.1", destination_project_id="p").json()
+    project = server.new_project("imports")
+    started = start_external(server, "0.40.1", destination_project_id=project).json()
 
     assert {name: target["headers"] for name, target in started["urls"].items()} == {
         "adapter_config.json": {},

@@ -14,7 +14,9 @@ MODEL = "tiny/llama"
 def key(server: Server) -> str:
     """Return the key of an owner who has three training checkpoints and a sampler's."""
     made = server.new_key("searcher")
-    service = tinker.ServiceClient(base_url=server.url, api_key=made, project_id="blue")
+    project = server.new_project("blue", made)
+    server.new_project("red", made)
+    service = tinker.ServiceClient(base_url=server.url, api_key=made, project_id=project)
     server.clients.made.append(service)
     training = service.create_lora_training_client(MODEL, rank=4).result()
     for number in range(3):
@@ -73,7 +75,8 @@ def test_an_owner_finds_only_its_own_checkpoints_and_an_admin_all(server: Server
     everybody = {"owner": {"type": "accessible"}, "project_ids": ["blue"]}
     other = server.new_key("another")
 
-    assert names(search(server, other, **everybody)) == []
+    assert search(server, other, **everybody).status == 404
+    assert names(search(server, other, owner={"type": "accessible"})) == []
     assert names(search(server, API_KEY, **everybody)) == names(search(server, key))
     assert search(server, other, owner={"type": "user", "owner_urns": ["searcher"]}).status == 400
 

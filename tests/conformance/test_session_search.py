@@ -41,6 +41,8 @@ def search(server: Server, key: str, **fields: Any) -> list[str]:
 
 
 def test_sessions_are_found_by_name_metadata_project_and_state(server: Server, key: str) -> None:
+    for project in ("white", "green", "blue"):
+        server.new_project(project, key)
     first = a_session(
         server,
         key,

@@ -20,8 +20,9 @@ import aiohttp
 import structlog
 from fastapi import FastAPI
 from sqlalchemy.ext.asyncio import AsyncEngine
+from starlette.routing import Route
 
-from tinkercloud_api import errors, metrics
+from tinkercloud_api import errors, login_pages, metrics
 from tinkercloud_api.access_tokens import AccessTokens
 from tinkercloud_api.activity import Activity
 from tinkercloud_api.auditing import Auditing
@@ -47,6 +48,7 @@ from tinkercloud_api.middleware import BodyLimitMiddleware, MetricsMiddleware, m
 from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_api.openapi import describe
 from tinkercloud_api.programs import Programs
+from tinkercloud_api.projects import Projects
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.providers.kubernetes import KubernetesProvider
 from tinkercloud_api.providers.kubernetes_programs import KubernetesPrograms
@@ -67,6 +69,7 @@ from tinkercloud_api.routes import (
     keys,
     models,
     programs,
+    projects,
     results,
     runs,
     session_search,
@@ -99,7 +102,7 @@ _ROUTED = (
     # The path of the search looks like a session's.
     session_search,
     *(sessions, session_usage, usage, models, unloading, tokenizers, results, downloads, importing),
-    *(custom_losses, audit, billing, traces),
+    *(custom_losses, audit, billing, traces, projects),
     checkpoint_search,
     *(runs, programs, keys, health, hub),
 )
@@ -125,6 +128,7 @@ class Application:
         """The components of the server while it is running."""
         self.own_url = f"http://{settings.host}:{settings.port}"
         """URL of the server for programs on this machine."""
+        self._login = login_pages.LoginPages()
         # The documentation pages would load scripts from third-party servers. A redirect from paths
         # with a trailing slash would have no message.
         api = FastAPI(
@@ -137,6 +141,8 @@ class Application:
         api.openapi = partial(describe, api)  # type: ignore[method-assign]  # documented by FastAPI
         for module in _ROUTED:
             api.include_router(module.router)
+        if settings.oidc is not None:
+            api.router.routes += [Route(path, self._login) for path in login_pages.PATHS]
         api.add_middleware(BodyLimitMiddleware, max_bytes=JSON_BODY_BYTES)
         errors.install(api)
         self._asgi = MetricsMiddleware(
@@ -155,6 +161,8 @@ class Application:
             running_context(settings, self._provider, self.own_url) as self.context,
         ):
             api.state.context = self.context
+            if settings.oidc is not None and settings.public_url is not None:
+                await self._login.open(self.context, settings.oidc, settings.public_url)
             _measure(self.context)
             yield
 
@@ -175,7 +183,7 @@ async def running_context(
         own_url: URL of the server for programs.
     """
     engine, catalog = await _open_catalog(settings)
-    client, tenants = open_client(), Tenants(provider.tenants)
+    client, tenants, projects = open_client(), Tenants(provider.tenants), Projects(catalog)
     store, activity = open_store(settings.checkpoint_url), Activity(catalog)
     checkpoints = Checkpoints(catalog, store, StorageQuota(catalog, tenants))
     admission, objects = _admission(settings, engine, tenants), ObjectStoreClient(store)
@@ -206,8 +214,8 @@ async def running_context(
         long_polls=LongPolls(),
         programs=programs,
         stored_runs=stored_runs,
-        copies=Copies(checkpoints, training_runs, stored_runs),
-        imports=Imports(catalog, training_runs, stored_runs, settings.max_import_bytes),
+        copies=Copies(checkpoints, training_runs, stored_runs, projects),
+        imports=Imports(catalog, training_runs, stored_runs, projects, settings.max_import_bytes),
         direct_sessions=DirectSessions(catalog, training_runs),
         sampling_sessions=SamplingSessions(catalog, checkpoints, locator, training_runs, activity),
         usage=UsageLedger(engine),
@@ -216,6 +224,7 @@ async def running_context(
         billing=Billing(engine),
         auditing=Auditing(AuditLog(engine), settings.audit_days),
         tenants=tenants,
+        projects=projects,
         quotas=_quotas(provider, admission, StorageQuota(catalog, tenants)),
     )
     try:

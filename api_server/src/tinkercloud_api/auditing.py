@@ -14,6 +14,7 @@ from starlette.types import Scope
 
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.audit import AuditLog
+from tinkercloud_api.catalog.tables import ApiKey
 from tinkercloud_api.mutations import audited_event
 from tinkercloud_protocol.asgi import Message, Send
 from tinkercloud_protocol.errors import WireError
@@ -36,7 +37,7 @@ class Auditing:
         """Record a request before it runs.
 
         Args:
-            principal: the caller.
+            principal: the caller, who knows the projects of the objects that the request used.
             scope: the request.
             send: receives its response (ASGI).
 
@@ -62,10 +63,29 @@ class Auditing:
 
         async def send_recorded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                await self._finish(number, {**details, "status": message["status"]})
+                outcome = {**details, "status": message["status"]}
+                if principal.seen_projects:
+                    outcome["project_ids"] = sorted(principal.seen_projects)
+                await self._finish(number, outcome)
             await send(message)
 
         return send_recorded
+
+    async def record_login(self, key: ApiKey, address: str) -> None:
+        """Record that a login has issued a key.
+
+        Raises:
+            Unavailable: the entry could not be written.
+        """
+        details = {
+            "method": "GET",
+            "path": "/login/callback",
+            "key_name": key.name,
+            "role": key.role,
+            "address": address,
+            "status": 200,
+        }
+        await self.entries.begin(key.owner, key.id, "key_login", details)
 
     async def forget(self, moment: datetime) -> None:
         """Delete entries that are too old, or too many of their owner."""

@@ -1,27 +1,31 @@
 """Authentication and authorization. No other module decides who a caller is or what it may see.
 
 API keys consist of the prefix that the SDK requires and 256 random bits; the catalog stores their
-SHA-256. Objects are visible to their owner and to admins; for all others they do not exist.
+SHA-256. Objects of a project are visible to its members, other objects to their owner, and all of
+them to admins; for all others they do not exist.
 """
 
 import hashlib
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
 from tinkercloud_api.access_tokens import PREFIX, AccessTokens
+from tinkercloud_api.access_versions import AccessVersions
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
+from tinkercloud_api.catalog.visibility import EVERYTHING, Visibility
 from tinkercloud_api.mutations import is_mutation
 from tinkercloud_api.settings import KEY_PREFIX
 from tinkercloud_protocol.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated
 
 REMEMBERED_SECONDS = 10.0
-"""How long keys are cached, and so how soon a key revoked by another process is rejected."""
+"""How long keys are cached, and so how soon a key revoked by another process is rejected. Changes
+of users and projects take effect at the next request, on all servers."""
 _MAX_CACHED = 10_000
 
 
@@ -36,12 +40,35 @@ class Role(StrEnum):
     """Only read its owner's objects."""
 
 
+_BY_RIGHTS = (Role.READ_ONLY, Role.USER, Role.ADMIN)
+
+
+def least(role: Role, limit: Role | None) -> Role:
+    """Return what a key with a role may do if its owner may do no more than a limit."""
+    return role if limit is None else min(role, limit, key=_BY_RIGHTS.index)
+
+
+class ProjectRole(StrEnum):
+    """What a member may do with the objects of a project."""
+
+    ADMIN = "admin"
+    """Everything that members may, and manage the members."""
+    MEMBER = "member"
+    """Everything with all objects of the project, and create more of them."""
+    VIEWER = "viewer"
+    """Only read them; a checkpoint may also be loaded or sampled outside the project."""
+
+
 class Owned(Protocol):
-    """An object that belongs to an owner."""
+    """An object that belongs to a project, or without one to an owner."""
 
     @property
     def owner(self) -> str:
         """Name of the owner."""
+
+    @property
+    def project(self) -> str | None:
+        """The project; None if it belongs to its owner alone."""
 
 
 OwnedT = TypeVar("OwnedT", bound=Owned)
@@ -57,9 +84,26 @@ class Principal:
     role: Role
     expires_at: datetime | None = None
     """When the key expires; None means never."""
+    projects: Mapping[str, ProjectRole] = field(default_factory=dict)
+    """The projects of the owner, with its role in each."""
+    version: int = 0
+    """The version of access rights that this reflects."""
+    is_changing: bool = False
+    """Whether the caller's request changes the objects that it names."""
+    seen_projects: set[str] = field(default_factory=set)
+    """Projects of the objects that the request has used so far."""
+
+    def requesting(self, method: str, path: str) -> "Principal":
+        """Return the same principal as the sender of one request.
+
+        Raises:
+            Forbidden: the role does not allow the request.
+        """
+        self.require_right(method, path)
+        return replace(self, is_changing=is_mutation(method, path), seen_projects=set())
 
     def may_see(self, owner: str) -> bool:
-        """Whether objects of `owner` are visible to this principal."""
+        """Whether objects without a project that belong to `owner` are visible."""
         return self.owner == owner or self.role is Role.ADMIN
 
     def require_right(self, method: str, path: str) -> None:
@@ -75,21 +119,58 @@ class Principal:
             )
 
     def require(self, found: OwnedT | None, what: str) -> OwnedT:
-        """Return an object if it exists for this principal.
+        """Return an object if this principal may use it as its request does.
 
         Args:
             found: the object; None if it does not exist at all.
             what: what was requested, such as `training run '...'`, for the error message.
 
         Raises:
-            NotFound: the object does not exist, or belongs to another owner.
+            NotFound: the object does not exist for this principal.
+            Forbidden: the request changes it, and its project allows the principal only to read.
         """
-        if found is None or not self.may_see(found.owner):
-            raise NotFound(f"{what} does not exist, or belongs to another owner")
+        found = self.require_read(found, what)
+        if self.is_changing and not self._may_change(found.project):
+            raise Forbidden(
+                f"{what} belongs to project {found.project!r}, in which {self.owner!r} is a viewer"
+                " and may change nothing; ask an admin of the project for the role member"
+            )
         return found
 
+    def require_read(self, found: OwnedT | None, what: str) -> OwnedT:
+        """Return an object that a request only reads, even if it changes others.
+
+        Raises:
+            NotFound: the object does not exist for this principal.
+        """
+        if found is None or not self._may_read(found):
+            raise NotFound(f"{what} does not exist, or belongs to another owner")
+        if found.project is not None:
+            self.seen_projects.add(found.project)
+        return found
+
+    def project_role(self, project_id: str) -> ProjectRole | None:
+        """Return what this principal may do in a project that exists; None for nothing."""
+        return ProjectRole.ADMIN if self.role is Role.ADMIN else self.projects.get(project_id)
+
+    def _may_read(self, found: Owned) -> bool:
+        if found.project is None:
+            return self.may_see(found.owner)
+        return self.project_role(found.project) is not None
+
+    def _may_change(self, project_id: str | None) -> bool:
+        return project_id is None or self.project_role(project_id) is not ProjectRole.VIEWER
+
+    def visible(self, access_scope: str) -> Visibility:
+        """Return which objects a list shows."""
+        is_wide = access_scope == "accessible"
+        if self.role is Role.ADMIN:
+            return EVERYTHING if is_wide else Visibility(self.owner)
+        within = frozenset(self.projects)
+        return Visibility(self.owner, within, shared=within if is_wide else frozenset())
+
     def owner_filter(self, access_scope: str) -> str | None:
-        """Return the owner whose objects a list shows; None means all owners."""
+        """Return whose usage, programs and audit entries a list shows; None means all owners."""
         return None if access_scope == "accessible" and self.role is Role.ADMIN else self.owner
 
 
@@ -117,6 +198,7 @@ class Authenticator:
             tokens: verifies the tokens that are accepted instead of keys.
         """
         self._catalog = catalog
+        self._versions = AccessVersions(catalog.access_version, REMEMBERED_SECONDS)
         self._record_use = record_use
         self._tokens = tokens
         self._cached: dict[str, tuple[float, Principal]] = {}
@@ -196,12 +278,13 @@ class Authenticator:
         return self._tokens.read_trace(token, now())
 
     async def _holder(self, key: str) -> Principal:
+        version = await self._versions.current()
         moment, key_hash = time.monotonic(), hash_key(key)
         remembered = self._cached.get(key_hash)
-        if remembered is not None and remembered[0] > moment:
+        if remembered is not None and remembered[0] > moment and remembered[1].version == version:
             principal = remembered[1]
         else:
-            found = await self._look_up(key, key_hash)
+            found = await self._look_up(key, key_hash, version)
             if found is None:
                 self._cached.pop(key_hash, None)
                 raise Unauthenticated("X-API-Key: the key is unknown or has been revoked")
@@ -213,8 +296,12 @@ class Authenticator:
             raise Unauthenticated("X-API-Key: the key is unknown or has been revoked")
         return principal
 
-    async def _look_up(self, key: str, key_hash: str) -> Principal | None:
-        """Return the holder of a key, or of the key that a token was issued for."""
+    async def _look_up(self, key: str, key_hash: str, version: int) -> Principal | None:
+        """Return the holder of a key, or of the key that a token was issued for.
+
+        Raises:
+            Unauthenticated: the owner is disabled.
+        """
         ends_at = None
         if key.startswith(PREFIX) and (token := self._tokens.read(key)) is not None:
             row = await self._catalog.key_numbered(token.key_id)
@@ -223,5 +310,21 @@ class Authenticator:
             row = await self._catalog.key(key_hash)
         if row is None:
             return None
+        user = await self._catalog.user(row.owner)
+        if user is not None and user.disabled_at is not None:
+            self._cached.pop(key_hash, None)
+            raise Unauthenticated(
+                f"X-API-Key: the owner {row.owner!r} is disabled; ask an administrator to enable it"
+            )
+        limit = Role(user.role) if user is not None and user.role is not None else None
+        memberships = await self._catalog.memberships(row.owner)
         ends = [moment for moment in (ends_at, row.expires_at) if moment is not None]
-        return Principal(row.id, row.name, row.owner, Role(row.role), min(ends, default=None))
+        return Principal(
+            row.id,
+            row.name,
+            row.owner,
+            least(Role(row.role), limit),
+            min(ends, default=None),
+            {project: ProjectRole(role) for project, role in memberships.items()},
+            version,
+        )

@@ -23,6 +23,7 @@ from tinkercloud_api.catalog.searches import CheckpointSearch
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
+from tinkercloud_api.catalog.visibility import EVERYTHING, Visibility
 from tinkercloud_api.checkpoint_rows import has_timed_out, info, name_of, path_of
 from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_api.storage_quota import StorageQuota
@@ -159,7 +160,7 @@ class Checkpoints:
         """
         manifest, row = await self._unexpired(path)
         if row is None or not row.is_public:
-            principal.require(manifest, f"checkpoint {path}")
+            principal.require_read(await self._catalog.claim(manifest), f"checkpoint {path}")
         return manifest
 
     async def manifest_of_grant(self, path: CheckpointPath) -> CheckpointManifest:
@@ -288,21 +289,20 @@ class Checkpoints:
         await self._objects.delete(suspended_key(run_id))
         await self._objects.delete_folder(suspended_prefix(run_id))
 
-    async def page(self, owner: str | None, page: Page) -> tuple[list[CheckpointInfo], int]:
-        """Return checkpoints, newest first, and their total number; owner None means all owners."""
-        await self._refresh(await self._catalog.unindexed_checkpoints(owner))
-        rows, total = await self._catalog.checkpoints(owner, page)
+    async def page(self, visible: Visibility, page: Page) -> tuple[list[CheckpointInfo], int]:
+        """Return checkpoints, newest first, and their total number."""
+        await self._refresh(await self._catalog.unindexed_checkpoints(visible))
+        rows, total = await self._catalog.checkpoints(visible, page)
         return [info(row) for row in rows], total
 
     async def storage(self, owner: str | None, page: Page) -> Sequence[Storage]:
         """Return what checkpoints occupy, by owner, the largest first; owner None means all."""
-        await self._refresh(await self._catalog.unindexed_checkpoints(owner))
+        await self._refresh(await self._catalog.unindexed_checkpoints(Visibility(owner)))
         return await self._catalog.storage(owner, page)
 
     async def search(self, wanted: CheckpointSearch) -> list[CheckpointInfo]:
         """Return the checkpoints that match a search, newest first."""
-        for owner in [None] if wanted.owners is None else wanted.owners:
-            await self._refresh(await self._catalog.unindexed_checkpoints(owner))
+        await self._refresh(await self._catalog.unindexed_checkpoints(wanted.visible))
         return [info(row) for row in await self._catalog.search_checkpoints(wanted)]
 
     async def delete(self, path: CheckpointPath, principal: Principal) -> None:
@@ -319,7 +319,7 @@ class Checkpoints:
                 raise
             manifest = None
         if manifest is not None:
-            principal.require(manifest, f"checkpoint {path}")
+            principal.require(await self._catalog.claim(manifest), f"checkpoint {path}")
             if not path.is_autosave:
                 await self._index(manifest)
         elif row is not None and (row.is_indexed or row.damage is not None):
@@ -361,7 +361,7 @@ class Checkpoints:
     async def _lasting(self, path: CheckpointPath, principal: Principal) -> CheckpointManifest:
         """Return the manifest of a principal's checkpoint that only its owner deletes."""
         manifest = await self._required(path)
-        principal.require(manifest, f"checkpoint {path}")
+        principal.require(await self._catalog.claim(manifest), f"checkpoint {path}")
         if path.is_autosave and await self._catalog.checkpoint(path) is None:
             raise InvalidRequest(
                 f"{path} is an automatic checkpoint, which the session head of its run replaces;"
@@ -374,7 +374,7 @@ class Checkpoints:
 
         A failure does not affect the other checkpoints and is retried the next time.
         """
-        await self._refresh(await self._catalog.unindexed_checkpoints(None))
+        await self._refresh(await self._catalog.unindexed_checkpoints(EVERYTHING))
         for row in await self._catalog.expired_checkpoints(datetime.now(UTC)):
             try:
                 await self._expire(row)

@@ -1,8 +1,8 @@
 """The `tinkercloud` command.
 
-`serve`, `keys`, `catalog` and `doctor` use this machine's state folder; `models`, `sessions`,
-`checkpoints`, `programs`, `usage` and `audit` call a running server, local or remote
-(TINKER_BASE_URL, TINKER_API_KEY). `plan` needs neither.
+`serve`, `keys`, `users`, `catalog` and `doctor` use this machine's state folder; `models`,
+`sessions`, `checkpoints`, `programs`, `projects`, `usage` and `audit` call a running server, local
+or remote (TINKER_BASE_URL, TINKER_API_KEY). `plan` needs neither.
 """
 
 import asyncio
@@ -10,10 +10,8 @@ import dataclasses
 import importlib.metadata
 import json
 import re
-from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
-from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from obstore.exceptions import BaseError
@@ -21,11 +19,11 @@ from rich.console import Console
 
 from tinkercloud_api import logs, planning, server, state_folder
 from tinkercloud_api.auth import Role, hash_key, new_key
-from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, open_database
-from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.database import CatalogUnreachableError
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.catalog_rebuild import rebuild
-from tinkercloud_api.commands import audit, checkpoints, programs, usage
+from tinkercloud_api.commands import audit, checkpoints, programs, projects, usage, users
+from tinkercloud_api.commands.local_catalog import StateDir, moment_of, with_catalog
 from tinkercloud_api.commands.shared import (
     ApiKey,
     BaseUrl,
@@ -38,11 +36,9 @@ from tinkercloud_api.commands.shared import (
 from tinkercloud_api.doctor import CheckResult, examine
 from tinkercloud_api.models import ModelNotFoundError
 from tinkercloud_api.object_store import ObjectStoreClient
-from tinkercloud_api.settings import InvalidSettingsError, Settings, load_settings
+from tinkercloud_api.settings import InvalidSettingsError, load_settings
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.object_store import open_store
-
-T = TypeVar("T")
 
 app = typer.Typer(
     name="tinkercloud",
@@ -61,16 +57,11 @@ app.add_typer(models_app, name="models")
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(programs.app, name="programs")
 app.add_typer(checkpoints.app, name="checkpoints")
+app.add_typer(users.app, name="users")
+app.add_typer(projects.app, name="projects")
 app.command("usage")(usage.show_usage)
 app.command("audit")(audit.show_audit)
 
-StateDir = Annotated[
-    Path | None,
-    typer.Option(
-        help="State folder of the server. Default: the state_dir setting.",
-        show_default=False,
-    ),
-]
 _OVERLAP = timedelta(days=1)
 _UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
 _LIFETIME = re.compile(r"(?P<number>[1-9][0-9]{0,6})(?P<unit>[dhms])")
@@ -143,41 +134,6 @@ def serve(
         fail(str(error))
 
 
-def _with_catalog(state_dir: Path | None, work: Callable[[Catalog], Awaitable[T]]) -> T:
-    """Apply a function to the catalog, and print on standard error which catalog was used."""
-    settings = read_settings(state_dir=state_dir)
-
-    async def run() -> T:
-        engine = open_database(settings.catalog_url)
-        await migrate(engine)
-        catalog = Catalog(engine)
-        try:
-            return await work(catalog)
-        finally:
-            await catalog.close()
-
-    try:
-        whose = _whose_catalog(settings)
-        result = asyncio.run(run())
-    except (CatalogUnreachableError, state_folder.StateFolderError) as error:
-        fail(str(error))
-    typer.echo(whose, err=True)
-    return result
-
-
-def _whose_catalog(settings: Settings) -> str:
-    """Return a description of the configured catalog and its server; create its folder."""
-    if settings.database_url is not None:
-        return "catalog: the database of the database_url setting"
-    folder = settings.state_dir.absolute()
-    is_new = not (folder / "catalog.db").exists()
-    state_folder.make(folder)
-    if (running := state_folder.running_server(folder)) is not None:
-        return f"catalog: in {folder}, used by the server with process id {running.pid}"
-    made = " (newly created)" if is_new else ""
-    return f"catalog: in {folder}{made}; no server uses it; select another folder with --state-dir"
-
-
 def _lifetime(text: str) -> timedelta:
     """Parse a lifetime in days, hours, minutes or seconds, such as `30d`."""
     found = _LIFETIME.fullmatch(text)
@@ -187,10 +143,6 @@ def _lifetime(text: str) -> timedelta:
             " seconds, such as 30d, 12h, 90m or 600s"
         )
     return timedelta(**{_UNITS[found["unit"]]: int(found["number"])})
-
-
-def _moment(moment: datetime | None) -> str:
-    return moment.isoformat(timespec="seconds") if moment is not None else ""
 
 
 @keys_app.command("create")
@@ -221,7 +173,7 @@ def create_key(
 ) -> None:
     """Create an API key and print it. It is not shown again."""
     key = new_key()
-    row = _with_catalog(
+    row = with_catalog(
         state_dir,
         lambda catalog: catalog.add_key(
             key_hash=hash_key(key),
@@ -233,7 +185,7 @@ def create_key(
     )
     if as_json:
         made = {"id": row.id, "key": key, "owner": row.owner, "role": row.role}
-        typer.echo(json.dumps({**made, "expires": _moment(row.expires_at)}))
+        typer.echo(json.dumps({**made, "expires": moment_of(row.expires_at)}))
     else:
         typer.echo(key)
 
@@ -247,12 +199,12 @@ def list_keys(state_dir: StateDir = None, *, as_json: Json = False) -> None:
             "name": row.name,
             "owner": row.owner,
             "role": row.role,
-            "created": _moment(row.created_at),
-            "last used": _moment(row.last_used_at),
-            "expires": _moment(row.expires_at),
-            "revoked": _moment(row.revoked_at),
+            "created": moment_of(row.created_at),
+            "last used": moment_of(row.last_used_at),
+            "expires": moment_of(row.expires_at),
+            "revoked": moment_of(row.revoked_at),
         }
-        for row in _with_catalog(state_dir, lambda catalog: catalog.keys())
+        for row in with_catalog(state_dir, lambda catalog: catalog.keys())
     ]
     columns = ["id", "name", "owner", "role", "created", "last used", "expires", "revoked"]
     show(rows, columns, as_json=as_json)
@@ -264,7 +216,7 @@ def revoke_key(
     state_dir: StateDir = None,
 ) -> None:
     """Revoke an API key. Running servers reject it within ten seconds."""
-    if not _with_catalog(state_dir, lambda catalog: catalog.revoke_key(key_id)):
+    if not with_catalog(state_dir, lambda catalog: catalog.revoke_key(key_id)):
         fail(f"key {key_id} does not exist or is already revoked; see `tinkercloud keys list`")
 
 
@@ -286,7 +238,7 @@ def rotate_key(
 ) -> None:
     """Replace an API key: print a new one with its name, owner and role. It is not shown again."""
     key, ends_at = new_key(), now() + overlap
-    row = _with_catalog(
+    row = with_catalog(
         state_dir, lambda catalog: catalog.rotate_key(key_id, hash_key(key), ends_at)
     )
     if row is None:
@@ -307,7 +259,7 @@ def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> Non
     settings = read_settings(state_dir=state_dir)
     try:
         objects = ObjectStoreClient(open_store(settings.checkpoint_url))
-        rebuilt = _with_catalog(state_dir, lambda catalog: rebuild(catalog, objects))
+        rebuilt = with_catalog(state_dir, lambda catalog: rebuild(catalog, objects))
     except (WireError, BaseError) as error:
         fail(f"{settings.checkpoint_url}: {error}")
     if as_json:

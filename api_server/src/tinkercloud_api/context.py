@@ -19,6 +19,7 @@ from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.http import key_of
 from tinkercloud_api.long_polls import LongPolls
 from tinkercloud_api.programs import Programs
+from tinkercloud_api.projects import Projects
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.quotas import Quotas
@@ -62,6 +63,7 @@ class Context:
     quotas: Quotas
     auditing: Auditing
     billing: Billing
+    projects: Projects
 
 
 def get_context(request: Request) -> Context:
@@ -74,11 +76,14 @@ Server = Annotated[Context, Depends(get_context)]
 
 
 async def get_principal(server: Server, request: Request) -> Principal:
-    """Return the caller (a FastAPI dependency).
+    """Return the caller, as the hot paths have authenticated it (a FastAPI dependency).
 
     Raises:
         Unauthenticated: the key is missing, unknown or revoked.
     """
+    found = request.scope.get("principal")
+    if isinstance(found, Principal):
+        return found
     return await server.authenticator.principal(key_of(request.scope["headers"]))
 
 

@@ -27,6 +27,7 @@ from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import SamplingSession, TrainingRun
 from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.claims import Claims
 from tinkercloud_api.head_calls import HEAD_CALL_SECONDS, HeadCalls
 from tinkercloud_api.lost_runs import lost_message, why_deleted
 from tinkercloud_api.providers.base import HeadEndpoint, Pending, Placement, SessionProvider
@@ -54,6 +55,7 @@ class _KnownRun:
     """The cached part of a run's catalog row. Only the generation and the deletion change."""
 
     owner: str
+    session_id: str
     placement: Placement
     spec: ModelSpec
     generation: str | None
@@ -63,6 +65,7 @@ class _KnownRun:
 @dataclass(frozen=True, slots=True)
 class _KnownSampler:
     owner: str
+    session_id: str
     placement: Placement
     spec: SamplerSpec
     run_id: str | None
@@ -89,6 +92,7 @@ class HeadLocator:
         self._catalog = catalog
         self._admission = admission
         self._checkpoints = checkpoints
+        self._claims = Claims(catalog)
         self._provider = provider
         self._calls = HeadCalls(provider, client)
         self._runs: dict[str, _KnownRun] = {}
@@ -98,20 +102,28 @@ class HeadLocator:
         self._placing: dict[str, asyncio.Task[HeadEndpoint]] = {}
 
     async def authorize_run(self, run_id: str, principal: Principal) -> None:
-        """Check that a run exists for this principal.
+        """Check that a principal may use a run as its request does.
 
         Raises:
-            NotFound: the run does not exist, or belongs to another owner.
+            NotFound: the run does not exist for this principal.
+            Forbidden: the principal may only read it.
         """
-        principal.require(await self._run(run_id), f"training run {run_id!r}")
+        run = await self._run(run_id)
+        found = await self._claims.of(run.owner, run.session_id, principal) if run else None
+        principal.require(found, f"training run {run_id!r}")
 
     async def authorize_sampler(self, sampler_id: str, principal: Principal) -> None:
-        """Check that a sampling session exists for this principal.
+        """Check that a principal may use a sampling session as its request does.
 
         Raises:
-            NotFound: the session does not exist, or belongs to another owner.
+            NotFound: the session, or its checkpoint, does not exist for this principal.
+            Forbidden: the principal may only read it.
         """
-        principal.require(await self._sampler(sampler_id), f"sampling session {sampler_id!r}")
+        known = await self._sampler(sampler_id)
+        found = await self._claims.of(known.owner, known.session_id, principal) if known else None
+        principal.require(found, f"sampling session {sampler_id!r}")
+        if known is not None and known.spec.model_path is not None:
+            await self._claims.check_source(known.spec.model_path, principal)
 
     async def _run(self, run_id: str) -> _KnownRun | None:
         run = self._runs.get(run_id)
@@ -123,6 +135,7 @@ class HeadLocator:
         """Cache a run's catalog row."""
         run = _KnownRun(
             row.owner,
+            row.session_id,
             placement_of(row),
             spec=ModelSpec.model_validate(row.spec),
             generation=row.generation,
@@ -158,7 +171,7 @@ class HeadLocator:
             if (run := await self._run(run_id)) is None:
                 return None
             spec = SamplerSpec(owner=run.owner)
-            sampler = _KnownSampler(run.owner, run.placement, spec, run_id)
+            sampler = _KnownSampler(run.owner, run.session_id, run.placement, spec, run_id)
             self._samplers[sampler_id] = sampler
         if sampler is None and (row := await self._catalog.sampler(sampler_id)) is not None:
             sampler = self.cache_sampler(row)
@@ -168,6 +181,7 @@ class HeadLocator:
         """Cache a sampling session's catalog row."""
         sampler = _KnownSampler(
             row.owner,
+            row.session_id,
             Placement(row.run_id or row.id, row.owner, row.base_model),
             SamplerSpec(owner=row.owner, model_path=row.model_path, saved_at=row.saved_at),
             row.run_id,

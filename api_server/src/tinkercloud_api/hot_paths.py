@@ -101,10 +101,11 @@ class HotPaths:
         receive, send = drain_body(scope, receive, send, discard)
         if principal is not None:
             try:
-                principal.require_right(scope["method"], scope["path"])
+                principal = principal.requesting(scope["method"], scope["path"])
+                scope["principal"] = principal
                 send = await self._server().auditing.recorded(principal, scope, send)
             except WireError as error:
-                await respond_error(send, error)
+                await _respond_error(scope, send, error)
                 return
         handler = self._handler(scope)
         if handler is None or principal is None:

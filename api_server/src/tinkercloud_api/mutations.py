@@ -40,6 +40,9 @@ _EVENTS = (
     ("POST", rf"{routes.PREFIX}sessions/[^/]+/finish", "session_finish"),
     ("PUT", rf"{routes.PREFIX}sessions/[^/]+/project", "project_session_assign"),
     ("DELETE", rf"{routes.PREFIX}sessions/[^/]+", "session_delete"),
+    ("POST", rf"{routes.PREFIX}projects", "project_create"),
+    ("PUT", rf"{routes.PREFIX}projects/[^/]+/members/.+", "project_grant_set"),
+    ("DELETE", rf"{routes.PREFIX}projects/[^/]+/members/.+", "project_grant_remove"),
     ("POST", rf"{routes.PREFIX}create_model", "model_create"),
     ("POST", rf"{routes.PREFIX}attach_model", "model_attach"),
     ("POST", rf"{routes.PREFIX}(unload|delete)_model", "model_delete"),
@@ -48,6 +51,8 @@ _EVENTS = (
     ("POST", rf"{routes.PREFIX}programs/[^/]+/stop", "program_stop"),
     ("POST", rf"{routes.PREFIX}programs", "program_start"),
     ("DELETE", rf"{routes.PREFIX}auth/apikey/me", "key_revoke"),
+    ("POST", routes.OPENAI_SESSIONS, "recorded_session_create"),
+    ("DELETE", rf"{routes.OPENAI_SESSIONS}/[^/]+", "recorded_session_delete"),
 )
 """Method, path and event, `<resource>_<action>` as in `tinker.types.AuditLogEntry`."""
 _COMPILED = [(re.compile(method), re.compile(path), event) for method, path, event in _EVENTS]
@@ -62,10 +67,10 @@ def is_mutation(method: str, path: str) -> bool:
 
 def audited_event(method: str, path: str) -> str | None:
     """Return the event of a request for the audit log; None for requests that it does not keep."""
-    is_kept = path.startswith(routes.PREFIX) and is_mutation(method, path)
-    if not is_kept or path in _WORK or _PROGRESS.fullmatch(path):
+    if not is_mutation(method, path) or path in _WORK or _PROGRESS.fullmatch(path):
         return None
     for methods, paths, event in _COMPILED:
         if methods.fullmatch(method) and paths.fullmatch(path):
             return event
-    return "unknown_request"
+    # Other requests of chat clients only sample.
+    return "unknown_request" if path.startswith(routes.PREFIX) else None

@@ -87,7 +87,7 @@ _BATCH = {
 _STATUSES = {
     "400": "The request is invalid; repeating it does not help.",
     "401": "The key is missing, unknown or revoked.",
-    "403": "The key is read-only.",
+    "403": "The key is read-only, or its owner may only read the project.",
     "404": "The object does not exist, or belongs to another owner.",
     "408": "The result is not ready yet; poll again.",
     "410": "Permanently gone: a model with lost state, a discarded result, or an ended session.",
@@ -98,6 +98,8 @@ _STATUSES = {
 _OF_EVERY_CALL = ("400", "401", "429", "503")
 _WITHOUT_OBJECT = {"/api/v1/client/config", "/api/v1/client/dynamic_config", "/api/v1/telemetry"}
 """Calls with a body that refers to no object, so that they never return 404."""
+_WITH_PROJECT = {"/api/v1/training_runs", "/api/v1/billing/usage/checkpoints/current"}
+"""Calls whose query may name a project."""
 _GONE = {
     "/api/v1/session_heartbeat",
     routes.ASAMPLE,
@@ -200,7 +202,8 @@ def _add_error_responses(path: str, method: str, operation: dict[str, Any]) -> N
     if not path.startswith(routes.PREFIX) or path == "/api/v1/healthz":
         return
     has_body = "requestBody" in operation
-    has_object = "{" in path or (has_body and path not in _WITHOUT_OBJECT)
+    has_object = "{" in path or path in _WITH_PROJECT
+    has_object = has_object or (has_body and path not in _WITHOUT_OBJECT)
     statuses = [
         *_OF_EVERY_CALL,
         *(["403"] if is_mutation(method.upper(), path) else []),

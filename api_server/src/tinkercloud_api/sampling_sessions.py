@@ -106,6 +106,18 @@ class SamplingSessions:
             return sampler_id
         return await self.create(session.id, weights.index, named, principal)
 
+    async def check(self, named: NamedWeights, principal: Principal) -> None:
+        """Check that a principal may sample weights, without creating anything.
+
+        Raises:
+            NotFound: the model or the checkpoint does not exist for this principal.
+            InvalidRequest: the base model is not served.
+        """
+        if named.model_id is not None:
+            await self.locator.authorize_run(str(ModelId.parse(named.model_id)), principal)
+        else:
+            await self._resolve(named, principal)
+
     async def _shared_session(self, principal: Principal) -> Session:
         session = await self.catalog.open_session(principal.owner, _CLIENT)
         if session is None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -28,6 +28,8 @@ from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
 from tinkercloud_api.download_settings import DownloadSettings, PublicUrl
+from tinkercloud_api.login_settings import OidcSettings
+from tinkercloud_api.program_settings import ProgramSettings
 from tinkercloud_api.tenant_settings import TenantSettings
 from tinkercloud_protocol.autosave import AutosaveConfig
 from tinkercloud_protocol.durability import DurabilityConfig
@@ -82,26 +84,6 @@ _INSTEAD_ON_KUBERNETES = {
     " (TINKERCLOUD_OPERATOR_SUSPEND_SECONDS)",
 }
 """Settings of local heads, and what to use instead with provider=kubernetes."""
-
-
-class ProgramSettings(BaseModel):
-    """Programs that the server runs for its users, such as RLVE."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    allow_code: bool = False
-    """Whether admin keys may run any Python file or module on the server (`tinkercloud programs
-    run`). Such a program can do everything that the server's user can. RLVE needs no permission."""
-    max_per_owner: Annotated[int, Field(ge=0)] = 4
-    """Maximum number of programs of one owner that run at the same time."""
-    max_restarts: Annotated[int, Field(ge=0)] = 10
-    """How often a program is restarted after failures."""
-    memory_bytes: Annotated[int, Field(ge=1 << 28)] = 4 << 30
-    """Maximum memory of each process of a program, in bytes (provider local)."""
-    file_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
-    """Maximum size of each file that a program writes, in bytes (provider local)."""
-    base_url: str | None = None
-    """URL under which programs reach this server. Default: its own address."""
 
 
 def _default_state_dir() -> Path:
@@ -225,6 +207,8 @@ class Settings(BaseSettings):
     """What survives when a session head on this machine is killed."""
     programs: ProgramSettings = ProgramSettings()
     """Programs that the server runs for its users."""
+    oidc: OidcSettings | None = None
+    """Login with an OpenID provider at `/login`, which issues API keys. Default: no login."""
     tenants: dict[str, TenantSettings] = Field(
         default_factory=dict, examples=[{"research": {"owners": ["ada"], "limits": {"models": 4}}}]
     )
@@ -238,6 +222,8 @@ class Settings(BaseSettings):
         if self.database_url is not None:
             _check_database_url(self.database_url.get_secret_value())
         self.downloads.check_key()
+        if self.oidc is not None:
+            self.oidc.check_public_url(self.public_url)
         return self
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
+from tinkercloud_api.catalog.visibility import EVERYTHING, Visibility
 from tinkercloud_api.tenants import Tenants
 from tinkercloud_crds.quotas import Tenant
 from tinkercloud_protocol.errors import InvalidRequest
@@ -27,9 +28,9 @@ class StorageQuota:
     async def pending(self, owner: str) -> list[Checkpoint]:
         """Return the pending checkpoints that count towards the limits of an owner."""
         if not self.is_limited(owner):
-            return list(await self.catalog.unindexed_checkpoints(owner))
+            return list(await self.catalog.unindexed_checkpoints(Visibility(owner)))
         tenant = self.tenants.of(owner)
-        rows = await self.catalog.unindexed_checkpoints(None)
+        rows = await self.catalog.unindexed_checkpoints(EVERYTHING)
         return [row for row in rows if self.tenants.of(row.owner) == tenant]
 
     async def used(self, tenant: Tenant) -> int:

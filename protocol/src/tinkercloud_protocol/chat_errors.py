@@ -15,10 +15,11 @@ ANTHROPIC = "/anthropic/"
 PREFIXES = (OPENAI, ANTHROPIC)
 """Prefixes of the paths of these endpoints."""
 _OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-_OPENAI_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+_OPENAI_CODES = {401: "invalid_api_key", 403: "permission_denied", 429: "rate_limit_exceeded"}
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

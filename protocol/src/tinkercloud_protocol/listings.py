@@ -174,6 +174,8 @@ class SessionUsage(Answer):
 
     session_id: str
     owner: str
+    project_id: str | None = None
+    """The project that the session belongs to."""
     state: Literal["live", "silent", "ended"]
     """`silent`: not ended, but without a heartbeat for two minutes."""
     last_heartbeat_at: datetime
@@ -197,10 +199,12 @@ class OwnerUsage(Answer):
     model_id: str | None = None
     """The trained or sampled model, or the run of the sampled checkpoint, if usage is listed by
     model. Null: requests to the base model itself."""
+    project_id: str | None = None
+    """The project, if usage is listed by project. Null: sessions without one."""
     starts_at: datetime
-    """Start of the hour or day; by model, of the first hour with usage."""
+    """Start of the hour or day; by model or project, of the first hour with usage."""
     ends_at: datetime
-    """End of the hour or day; by model, of the last hour with usage."""
+    """End of the hour or day; by model or project, of the last hour with usage."""
     trained_tokens: int
     """Tokens of forward_backward requests."""
     forward_tokens: int

@@ -179,6 +179,12 @@ class Server:
         """Return a new key of an owner."""
         return str(json.loads(self.command("keys", "create", owner, "--json"))["key"])
 
+    def new_project(self, project_id: str, key: str = API_KEY) -> str:
+        """Create a project of the key's owner, and return its id."""
+        created = self.post("projects", {"name": project_id, "project_id": project_id}, key=key)
+        assert created.status == 200, created.body
+        return project_id
+
     def request(
         self,
         method: str,

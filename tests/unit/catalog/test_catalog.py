@@ -25,6 +25,7 @@ from tinkercloud_api.catalog.database import migrate, migration_config, open_dat
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import ApiKey, SamplingSession, Session, Table, TrainingRun
+from tinkercloud_api.catalog.visibility import EVERYTHING, Visibility
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol.checkpoints import CheckpointManifest
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unauthenticated, Unavailable
@@ -163,12 +164,12 @@ async def test_pages_are_newest_first_and_count_everything(catalog: Catalog) -> 
         run.created_at = datetime(2026, 1, 1 + index, tzinfo=UTC)
         await catalog.add_run(run)
 
-    rows, total = await catalog.runs("me", Page(offset=1, limit=2))
+    rows, total = await catalog.runs(Visibility("me"), Page(offset=1, limit=2))
 
     assert [row.id for row in rows] == ["s:train:3", "s:train:2"]
     assert total == 5
-    assert (await catalog.runs("you", Page(0, 10)))[1] == 0
-    assert (await catalog.runs(None, Page(0, 10)))[1] == 5
+    assert (await catalog.runs(Visibility("you"), Page(0, 10)))[1] == 0
+    assert (await catalog.runs(EVERYTHING, Page(0, 10)))[1] == 5
 
 
 async def test_runs_of_a_project_are_those_of_its_sessions(catalog: Catalog) -> None:
@@ -181,11 +182,11 @@ async def test_runs_of_a_project_are_those_of_its_sessions(catalog: Catalog) -> 
     elsewhere.session_id = "other"
     await catalog.add_run(elsewhere)
 
-    rows, total = await catalog.runs("me", Page(0, 10), "p")
+    rows, total = await catalog.runs(Visibility("me"), Page(0, 10), "p")
 
     assert ([row.id for row in rows], total) == ([mine.id], 1)
-    assert (await catalog.runs("me", Page(0, 10), "q")) == ([], 0)
-    assert (await catalog.runs("you", Page(0, 10), "p")) == ([], 0)
+    assert (await catalog.runs(Visibility("me"), Page(0, 10), "q")) == ([], 0)
+    assert (await catalog.runs(Visibility("you"), Page(0, 10), "p")) == ([], 0)
 
 
 async def test_text_that_one_database_cannot_store_is_rejected_by_all(catalog: Catalog) -> None:
@@ -195,7 +196,7 @@ async def test_text_that_one_database_cannot_store_is_rejected_by_all(catalog: C
         catalog.session("a\0b"),
         catalog.record_heartbeats(["a\0b"]),
         catalog.add_session(unstorable),
-        catalog.sessions("a\0b", Page(0, 10)),
+        catalog.sessions(Visibility("a\0b"), Page(0, 10)),
     ]
 
     for attempt in attempts:
@@ -239,16 +240,16 @@ async def test_the_first_finish_reason_of_a_session_is_kept(catalog: Catalog) ->
 async def test_a_checkpoint_exists_once_its_manifest_has_been_seen(catalog: Catalog) -> None:
     await catalog.record_pending_checkpoint(PATH, "me")
     assert await catalog.checkpoints_of_runs([PATH.run_id]) == []
-    assert len(await catalog.unindexed_checkpoints(None)) == 1
+    assert len(await catalog.unindexed_checkpoints(EVERYTHING)) == 1
 
     await catalog.index_checkpoint(a_manifest(datetime(2026, 1, 1, tzinfo=UTC)))
 
     (row,) = await catalog.checkpoints_of_runs([PATH.run_id])
     assert (row.size_bytes, row.owner) == (3, "me")
-    assert await catalog.unindexed_checkpoints(None) == []
+    assert await catalog.unindexed_checkpoints(EVERYTHING) == []
     await catalog.record_pending_checkpoint(PATH, "me")
     assert len(await catalog.checkpoints_of_runs([PATH.run_id])) == 1
-    assert len(await catalog.unindexed_checkpoints(None)) == 1
+    assert len(await catalog.unindexed_checkpoints(EVERYTHING)) == 1
 
 
 async def test_expired_checkpoints_are_found(catalog: Catalog) -> None:
@@ -447,7 +448,7 @@ async def test_replicas_that_add_a_row_concurrently_create_one_row(
     added = await asyncio.gather(*[each.add_run(a_run()) for each in (catalog, other) * 5])
 
     assert len({run.created_at for run in added}) == 1
-    assert (await catalog.runs("me", Page(0, 10)))[1] == 1
+    assert (await catalog.runs(Visibility("me"), Page(0, 10)))[1] == 1
 
 
 async def test_only_one_of_two_replicas_places_a_run(catalog: Catalog, other: Catalog) -> None:
@@ -478,7 +479,7 @@ async def test_replicas_that_record_the_same_runs_do_not_deadlock(
             other.touch_runs({run.id: early for run in reversed(runs)}),
         )
 
-    rows, _ = await catalog.runs("me", Page(0, 30))
+    rows, _ = await catalog.runs(Visibility("me"), Page(0, 30))
     assert {row.last_request_at for row in rows} == {late}
 
 

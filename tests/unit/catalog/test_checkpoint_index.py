@@ -18,6 +18,7 @@ from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
+from tinkercloud_api.catalog.visibility import EVERYTHING, Visibility
 from tinkercloud_api.catalog_rebuild import Rebuilt, has_checkpoints, rebuild
 from tinkercloud_api.checkpoint_rows import latest
 from tinkercloud_api.checkpoints import Checkpoints
@@ -92,7 +93,7 @@ class World:
             await session.execute(change.values(asked_at=datetime.now(UTC) - by))
 
     async def names(self) -> set[str]:
-        infos, _total = await self.checkpoints.page("me", PAGE)
+        infos, _total = await self.checkpoints.page(Visibility("me"), PAGE)
         return {info.checkpoint_id.partition("/")[2] for info in infos}
 
     async def files(self) -> set[str]:
@@ -249,7 +250,7 @@ async def test_a_pending_checkpoint_of_a_newer_format_times_out_and_one_in_a_fai
 
     await world.checkpoints.delete_expired()
 
-    rows = await world.catalog.unindexed_checkpoints(None)
+    rows = await world.catalog.unindexed_checkpoints(EVERYTHING)
     assert {row.name for row in rows} == {"later", "refused"}
 
 
@@ -487,7 +488,7 @@ async def ask(world: World, name: str, status: int | None) -> None:
 
 async def waiting(world: World) -> set[str]:
     """Return the names of the pending checkpoints."""
-    return {row.name for row in await world.catalog.unindexed_checkpoints(None)}
+    return {row.name for row in await world.catalog.unindexed_checkpoints(EVERYTHING)}
 
 
 async def test_a_save_that_the_head_rejects_at_once_leaves_no_pending_checkpoint(
@@ -548,10 +549,10 @@ async def test_a_checkpoint_that_an_admin_saves_belongs_to_the_owner_of_its_run(
 ) -> None:
     await world.checkpoints.record_pending(path("a"), "admin")
     await world.put(a_manifest(path("a"), owner="me"))
-    await world.checkpoints.page("admin", PAGE)
+    await world.checkpoints.page(Visibility("admin"), PAGE)
 
     assert await world.names() == {"a"}
-    assert await world.checkpoints.page("admin", PAGE) == ([], 0)
+    assert await world.checkpoints.page(Visibility("admin"), PAGE) == ([], 0)
 
 
 async def test_folders_of_deleted_checkpoints_are_removed(world: World, tmp_path: Path) -> None:
@@ -623,7 +624,7 @@ async def test_a_lost_catalog_is_rebuilt_and_an_intact_one_is_unchanged(
     assert await world.names() == {"a", "b", "bad"}
     (kept,) = [info for info in await world.checkpoints.of_run("s:train:0") if not info.damage]
     assert kept.expires_at is not None
-    runs, total = await world.catalog.runs("me", PAGE)
+    runs, total = await world.catalog.runs(Visibility("me"), PAGE)
     assert total == 2
     assert {(run.owner, run.base_model, run.spec["lora"]["rank"]) for run in runs} == {
         ("me", "m", 4)

@@ -8,6 +8,7 @@ import pytest
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.searches import CheckpointSearch
 from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.visibility import EVERYTHING, Visibility
 from tinkercloud_protocol.checkpoints import CheckpointManifest
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 
@@ -39,7 +40,7 @@ async def catalog(database_url: str) -> AsyncIterator[Catalog]:
 
 async def test_searches_compare_metadata_and_base_models(catalog: Catalog) -> None:
     async def names(**fields: object) -> list[str]:
-        search = CheckpointSearch(owners=["me"], **fields)  # type: ignore[arg-type]
+        search = CheckpointSearch(Visibility("me"), **fields)  # type: ignore[arg-type]
         return [row.name for row in await catalog.search_checkpoints(search)]
 
     assert await names() == ["a", "b", "c"]
@@ -52,6 +53,6 @@ async def test_searches_compare_metadata_and_base_models(catalog: Catalog) -> No
 async def test_a_page_begins_after_a_checkpoint_of_the_same_time(catalog: Catalog) -> None:
     after = (MOMENT, CheckpointPath("s:train:0", CheckpointKind.TRAINING, "a"))
 
-    rows = await catalog.search_checkpoints(CheckpointSearch(owners=None, after=after, limit=1))
+    rows = await catalog.search_checkpoints(CheckpointSearch(EVERYTHING, after=after, limit=1))
 
     assert [row.name for row in rows] == ["b"]

@@ -10,8 +10,10 @@ from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.session_search import Search, Status, matching
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Session, now
+from tinkercloud_api.catalog.visibility import EVERYTHING
 
 ANY: dict[str, Any] = {
+    "visible": EVERYTHING,
     "owners": None,
     "session_id": None,
     "display_name": None,

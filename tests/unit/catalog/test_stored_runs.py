@@ -18,10 +18,12 @@ from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Upload
+from tinkercloud_api.catalog.visibility import Visibility
 from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.head_client import open_client
 from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.object_store import ObjectStoreClient
+from tinkercloud_api.projects import Projects
 from tinkercloud_api.training_runs import TrainingRuns
 from tinkercloud_api.transfers.copies import Copies, CopyWeightsRequest
 from tinkercloud_api.transfers.imports import Imports, StartUpload
@@ -98,7 +100,7 @@ class World:
         return await self.copies.copy(request, key, ME, ME)
 
     async def paths(self) -> set[str]:
-        infos, _ = await self.checkpoints.page("me", Page(0, 100))
+        infos, _ = await self.checkpoints.page(Visibility("me"), Page(0, 100))
         return {info.tinker_path for info in infos}
 
     async def keys(self) -> set[str]:
@@ -122,8 +124,8 @@ async def world(database_url: str, tmp_path: Path) -> AsyncIterator[World]:
     locator = HeadLocator(catalog, checkpoints, provider, client)
     runs = TrainingRuns(catalog, provider, checkpoints, locator)
     stored_runs = StoredRuns(catalog, checkpoints, ObjectStoreClient(store), QUOTA)
-    imports = Imports(catalog, runs, stored_runs, 1 << 20)
-    copies = Copies(checkpoints, runs, stored_runs)
+    imports = Imports(catalog, runs, stored_runs, Projects(catalog), 1 << 20)
+    copies = Copies(checkpoints, runs, stored_runs, Projects(catalog))
     yield World(catalog, store, checkpoints, stored_runs, copies, imports)
     await client.close()
     await engine.dispose()

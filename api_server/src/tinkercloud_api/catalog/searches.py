@@ -8,6 +8,7 @@ from sqlalchemy import and_, or_, select, tuple_
 
 from tinkercloud_api.catalog.statements import Statements
 from tinkercloud_api.catalog.tables import Checkpoint, Session, TrainingRun, now
+from tinkercloud_api.catalog.visibility import Visibility
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 
 
@@ -15,7 +16,9 @@ from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
 class CheckpointSearch:
     """What checkpoints to search for; None means any."""
 
-    owners: Collection[str] | None
+    visible: Visibility
+    owners: Collection[str] | None = None
+    """Owners of the checkpoints; None means all that are visible."""
     project_ids: Collection[str] | None = None
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     """Entries that must all be equal."""
@@ -35,6 +38,7 @@ class SearchStatements(Statements):
             Checkpoint.created_at.is_not(None),
             Checkpoint.damage.is_(None),
             or_(Checkpoint.expires_at.is_(None), Checkpoint.expires_at > now()),
+            wanted.visible.of(Checkpoint),
         )
         if wanted.owners is not None:
             query = query.where(Checkpoint.owner.in_(wanted.owners))

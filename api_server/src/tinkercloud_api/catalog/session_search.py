@@ -7,6 +7,7 @@ from datetime import datetime
 from sqlalchemy import ColumnElement, Select, and_, false, func, or_, select
 
 from tinkercloud_api.catalog.tables import EXPIRED, Session
+from tinkercloud_api.catalog.visibility import Visibility
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,7 @@ class Status:
 class Search:
     """What the sessions have in common. None means any."""
 
+    visible: Visibility
     owners: Sequence[str] | None
     session_id: str | None
     display_name: str | None
@@ -38,7 +40,8 @@ class Search:
 def matching(search: Search) -> Select[Session]:
     """Return the query for the sessions that match, newest first."""
     query = select(Session).order_by(Session.created_at.desc(), Session.id.desc())
-    conditions: list[ColumnElement[bool]] = [
+    conditions: list[ColumnElement[bool]] = [search.visible.of(Session)]
+    conditions += [
         Session.user_metadata[key].as_string() == value
         for key, value in search.user_metadata.items()
     ]

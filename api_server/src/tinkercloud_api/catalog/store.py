@@ -12,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from tinkercloud_api.catalog.counts import Counts
 from tinkercloud_api.catalog.keys import KeyStatements
+from tinkercloud_api.catalog.projects import ProjectStatements
 from tinkercloud_api.catalog.searches import SearchStatements
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.tables import (
@@ -22,6 +23,8 @@ from tinkercloud_api.catalog.tables import (
     now,
 )
 from tinkercloud_api.catalog.uploads import UploadStatements
+from tinkercloud_api.catalog.users import UserStatements
+from tinkercloud_api.catalog.visibility import Visibility
 from tinkercloud_protocol.checkpoints import CheckpointManifest
 from tinkercloud_protocol.paths import CheckpointPath
 
@@ -30,7 +33,9 @@ _MAX_SWEPT = 100
 """Limit of runs or sessions per housekeeping round."""
 
 
-class Catalog(KeyStatements, Counts, UploadStatements, SearchStatements):
+class Catalog(
+    KeyStatements, UserStatements, ProjectStatements, Counts, UploadStatements, SearchStatements
+):
     """Queries and updates of the catalog database."""
 
     async def ping(self) -> None:
@@ -53,16 +58,10 @@ class Catalog(KeyStatements, Counts, UploadStatements, SearchStatements):
         """Return the sessions of a query (`session_search.matching`)."""
         return list(await self._all(query))
 
-    async def set_project(self, session_id: str, project_id: str) -> None:
-        """Assign a session, and with it its training runs, to a project."""
-        query = update(Session).where(Session.id == session_id)
-        await self._change(query.values(project_id=project_id))
-
-    async def sessions(self, owner: str | None, page: Page) -> Sequence[str]:
-        """Return session ids, newest first; `owner` None means all owners."""
+    async def sessions(self, visible: Visibility, page: Page) -> Sequence[str]:
+        """Return session ids, newest first."""
         query = select(Session.id).order_by(Session.created_at.desc(), Session.id)
-        if owner is not None:
-            query = query.where(Session.owner == owner)
+        query = query.where(visible.of(Session))
         async with self._reading() as db:
             rows = await db.scalars(query.offset(page.offset).limit(page.limit))
             return rows.all()
@@ -139,18 +138,16 @@ class Catalog(KeyStatements, Counts, UploadStatements, SearchStatements):
         return await self._one(select(TrainingRun).where(TrainingRun.id == run_id))
 
     async def runs(
-        self, owner: str | None, page: Page, project_id: str | None = None
+        self, visible: Visibility, page: Page, project_id: str | None = None
     ) -> tuple[Sequence[TrainingRun], int]:
         """Return runs, newest first, and their total number.
 
         Args:
-            owner: owner of the runs; None means all owners.
+            visible: which runs the caller sees.
             page: page to return.
             project_id: project of the runs' sessions; None means any project or none.
         """
-        query = select(TrainingRun)
-        if owner is not None:
-            query = query.where(TrainingRun.owner == owner)
+        query = select(TrainingRun).where(visible.of(TrainingRun))
         if project_id is not None:
             in_project = select(Session.id).where(Session.project_id == project_id)
             query = query.where(TrainingRun.session_id.in_(in_project))
@@ -334,12 +331,10 @@ class Catalog(KeyStatements, Counts, UploadStatements, SearchStatements):
             .values(damage=damage[:_MAX_DAMAGE_CHARACTERS], is_indexed=is_indexed)
         )
 
-    async def unindexed_checkpoints(self, owner: str | None) -> Sequence[Checkpoint]:
-        """Return the pending checkpoints, whose manifests must be read; owner None means all."""
+    async def unindexed_checkpoints(self, visible: Visibility) -> Sequence[Checkpoint]:
+        """Return the pending checkpoints, whose manifests must be read."""
         query = select(Checkpoint).where(Checkpoint.is_indexed.is_(False))
-        if owner is not None:
-            query = query.where(Checkpoint.owner == owner)
-        return await self._all(query)
+        return await self._all(query.where(visible.of(Checkpoint)))
 
     async def unindexed_checkpoints_of_runs(self, run_ids: Sequence[str]) -> Sequence[Checkpoint]:
         """Return the pending checkpoints of runs."""
@@ -360,11 +355,11 @@ class Catalog(KeyStatements, Counts, UploadStatements, SearchStatements):
         query = select(Checkpoint).where(Checkpoint.run_id.in_(run_ids), _is_listed())
         return await self._all(query.order_by(_time(), Checkpoint.name))
 
-    async def checkpoints(self, owner: str | None, page: Page) -> tuple[Sequence[Checkpoint], int]:
+    async def checkpoints(
+        self, visible: Visibility, page: Page
+    ) -> tuple[Sequence[Checkpoint], int]:
         """Return checkpoints, newest first, and their total number."""
-        query = select(Checkpoint).where(_is_listed())
-        if owner is not None:
-            query = query.where(Checkpoint.owner == owner)
+        query = select(Checkpoint).where(_is_listed(), visible.of(Checkpoint))
         return await self._page(query.order_by(_time().desc()), page)
 
     async def set_expiry(self, path: CheckpointPath, expires_at: datetime | None) -> None:

@@ -8,11 +8,21 @@ that the previous version does not use.
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Double, ForeignKey, Index, String, TypeDecorator
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    ColumnElement,
+    Double,
+    ForeignKey,
+    Index,
+    String,
+    TypeDecorator,
+    select,
+)
 from sqlalchemy import DateTime as SqlDateTime
 from sqlalchemy.engine import Dialect
 from sqlalchemy.exc import DontWrapMixin
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, column_property, mapped_column
 
 from tinkercloud_protocol.errors import InvalidRequest
 
@@ -101,6 +111,51 @@ class ApiKey(Table):
         return self.revoked_at is None and not is_expired
 
 
+class User(Table):
+    """What is known of an owner beyond its keys. Most owners have no row."""
+
+    __tablename__ = "users"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    role: Mapped[str | None]
+    """What keys of the owner may do at most; None means what each key may."""
+    created_at: Mapped[datetime] = mapped_column(default=now)
+    disabled_at: Mapped[datetime | None]
+    """Since when all keys of the owner are refused; None if they are not."""
+    subject: Mapped[str | None] = mapped_column(unique=True)
+    """Issuer and subject of the OpenID account that logs in as this owner."""
+
+
+class Project(Table):
+    """A group of sessions that several owners use."""
+
+    __tablename__ = "projects"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str]
+    created_at: Mapped[datetime] = mapped_column(default=now)
+    created_by: Mapped[str]
+
+
+class ProjectMember(Table):
+    """What an owner may do with the objects of a project."""
+
+    __tablename__ = "project_members"
+
+    project_id: Mapped[str] = mapped_column(ForeignKey("projects.id"), primary_key=True)
+    owner: Mapped[str] = mapped_column(primary_key=True, index=True)
+    role: Mapped[str]
+
+
+class AccessVersion(Table):
+    """A number that grows with every change of who may access what. It has one row."""
+
+    __tablename__ = "access_versions"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    number: Mapped[int] = mapped_column(BigInteger)
+
+
 class ServerSecret(Table):
     """A random secret that all servers of one catalog share."""
 
@@ -133,9 +188,25 @@ class Session(Table):
     finish_detail: Mapped[str | None]
     sdk_version: Mapped[str]
     display_name: Mapped[str | None]
-    project_id: Mapped[str | None]
+    project_id: Mapped[str | None] = mapped_column(index=True)
+    """The project, or a label of an earlier release, under which there is no project."""
     tags: Mapped[list[str]]
     user_metadata: Mapped[dict[str, str]]
+    project: Mapped[str | None] = column_property(
+        select(Project.id)
+        .where(Project.id == project_id)
+        .correlate_except(Project)
+        .scalar_subquery()
+    )
+    """The project to which the session belongs; None if it belongs to its owner alone."""
+
+
+def _project_of_session(session_id: Mapped[str]) -> ColumnElement[str | None]:
+    """Return the query for the project of a session, for a row that names the session."""
+    found = select(Project.id).join(Session, Session.project_id == Project.id)
+    return (
+        found.where(Session.id == session_id).correlate_except(Project, Session).scalar_subquery()
+    )
 
 
 class TrainingRun(Table):
@@ -161,6 +232,8 @@ class TrainingRun(Table):
     deleted_at: Mapped[datetime | None]
     is_swept: Mapped[bool] = mapped_column(default=False)
     """Whether state that the head may have written after the deletion has been removed."""
+    project: Mapped[str | None] = column_property(_project_of_session(session_id))
+    """The project of its session, as `Session.project`; not set in rows that were just added."""
 
 
 class TenantTurn(Table):
@@ -187,6 +260,8 @@ class SamplingSession(Table):
     """When the checkpoint at `model_path` was saved; a checkpoint saved there later is a different
     one. None also in rows of earlier releases, which did not record it."""
     created_at: Mapped[datetime] = mapped_column(default=now)
+    project: Mapped[str | None] = column_property(_project_of_session(session_id))
+    """The project of its session, as `Session.project`; not set in rows that were just added."""
 
 
 class Checkpoint(Table):
@@ -213,6 +288,15 @@ class Checkpoint(Table):
     is_public: Mapped[bool] = mapped_column(default=False)
     damage: Mapped[str | None]
     """Why the manifest cannot be read; the other columns are from the previous manifest, if any."""
+    project: Mapped[str | None] = column_property(
+        select(Project.id)
+        .join(Session, Session.project_id == Project.id)
+        .join(TrainingRun, TrainingRun.session_id == Session.id)
+        .where(TrainingRun.id == run_id)
+        .correlate_except(Project, Session, TrainingRun)
+        .scalar_subquery()
+    )
+    """The project of its run, as `Session.project`; not set in rows that were just added."""
 
 
 class Program(Table):
@@ -245,6 +329,11 @@ class Program(Table):
     started_at: Mapped[datetime | None]
     finished_at: Mapped[datetime | None]
 
+    @property
+    def project(self) -> str | None:
+        """Programs belong to their owner alone."""
+        return None
+
 
 class Upload(Table):
     """A checkpoint that is being uploaded or copied; it does not exist until it is finished."""
@@ -264,6 +353,11 @@ class Upload(Table):
     expires_at: Mapped[datetime]
     """When the upload is abandoned, or forgotten if it is finished."""
     is_finished: Mapped[bool] = mapped_column(default=False)
+
+    @property
+    def project(self) -> str | None:
+        """An upload belongs to its owner alone until it is a checkpoint of its project."""
+        return None
 
 
 class UsageHour(Table):

@@ -15,10 +15,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from tinkercloud_api import metrics
 from tinkercloud_api.catalog.statements import Page, Statements
-from tinkercloud_api.catalog.tables import UsageHour
+from tinkercloud_api.catalog.tables import Session, UsageHour
 from tinkercloud_protocol.usage import UsageEntry, UsageReport
 
-Grouping = Literal["hour", "day", "model"]
+Grouping = Literal["hour", "day", "model", "project"]
 Values = dict[str, Any]
 
 _KEY = (
@@ -62,6 +62,8 @@ class UsageTotal:
     base_model: str
     model_id: str | None
     """None if the group includes all models; empty for the base model."""
+    project_id: str | None
+    """None if the group includes all projects, or sessions without one."""
     first_hour: int
     end_hour: int
     """The hour after the last one of the group."""
@@ -112,11 +114,13 @@ class UsageLedger(Statements):
 
     async def totals(self, query: UsageQuery, page: Page) -> Sequence[UsageTotal]:
         """Return sums, the latest first."""
-        third = UsageHour.model_id if query.by == "model" else _period_start(query.by)
+        third = _third(query.by)
         group = (UsageHour.owner, UsageHour.base_model, third)
         first, last = func.min(UsageHour.hour), func.max(UsageHour.hour)
         sums = [func.sum(column).label(column.key) for column in _AMOUNTS]
         selected = select(*group, first, last, *sums).group_by(*group)
+        if query.by == "project":
+            selected = selected.join(Session, Session.id == UsageHour.session_id, isouter=True)
         if query.owner is not None:
             selected = selected.where(UsageHour.owner == query.owner)
         if query.since is not None:
@@ -150,18 +154,27 @@ def _key(report: UsageReport, entry: UsageEntry) -> tuple[Any, ...]:
     return (report.generation, entry.hour, entry.owner, entry.session_id, entry.model_id)
 
 
-def _period_start(by: Grouping) -> ColumnElement[int]:
-    hours = 24 if by == "day" else 1
-    return UsageHour.hour - UsageHour.hour % hours
+def _third(by: Grouping) -> ColumnElement[Any]:
+    """Return what groups usage, in addition to the owner and the base model."""
+    match by:
+        case "model":
+            return UsageHour.model_id.expression
+        case "project":
+            return Session.project_id.expression
+        case "day":
+            return UsageHour.hour - UsageHour.hour % 24
+        case "hour":
+            return UsageHour.hour.expression
 
 
 def _total(by: Grouping, row: tuple[Any, ...]) -> UsageTotal:
     owner, base_model, third, first, last, *sums = row
     model_id = third if by == "model" else None
-    if by != "model":
+    project_id = third if by == "project" else None
+    if by in {"hour", "day"}:
         first, last = third, third + (23 if by == "day" else 0)
     amounts: dict[str, int | float] = {
         name: float(total) if name == "engine_seconds" else int(total)
         for name, total in zip(_AMOUNT_NAMES, sums, strict=True)
     }
-    return UsageTotal(owner, base_model, model_id, first, last + 1, amounts)
+    return UsageTotal(owner, base_model, model_id, project_id, first, last + 1, amounts)

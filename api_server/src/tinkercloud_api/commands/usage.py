@@ -16,6 +16,7 @@ class By(StrEnum):
     HOUR = "hour"
     DAY = "day"
     MODEL = "model"
+    PROJECT = "project"
 
 
 _AMOUNTS = {
@@ -49,7 +50,7 @@ def show_usage(
     if as_json:
         typer.echo(json.dumps(answer))
         return
-    what = "model" if by is By.MODEL else "from (UTC)"
+    what = str(by) if by in {By.MODEL, By.PROJECT} else "from (UTC)"
     columns = [what, "owner", *_AMOUNTS, "engine", "base model"]
     show([_row(each, what) for each in answer["usage"]], columns, as_json=False)
     storage = [
@@ -65,9 +66,13 @@ def show_usage(
 
 
 def _row(usage: dict[str, Any], what: str) -> dict[str, str]:
+    firsts = {
+        "model": usage["model_id"] or "(base model)",
+        "project": usage["project_id"] or "(none)",
+    }
     period = usage["starts_at"].removesuffix("Z").replace("T", " ")
     return {
-        what: (usage["model_id"] or "(base model)") if what == "model" else period,
+        what: firsts.get(what, period),
         "owner": usage["owner"],
         **{column: str(usage[name]) for column, name in _AMOUNTS.items()},
         "engine": f"{usage['engine_seconds']:.1f} s",

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import structlog
 
+from tinkercloud_api.program_settings import ProgramSettings
 from tinkercloud_api.providers.programs import ProgramChanged, ProgramLaunch, ProgramState
-from tinkercloud_api.settings import ProgramSettings
 from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.programs import EXIT_FINAL, STATE_DIR, ProgramPhase
 

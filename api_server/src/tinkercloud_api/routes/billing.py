@@ -99,8 +99,12 @@ async def show_storage(
 ) -> CheckpointStorageList:
     """List what checkpoints occupy, by project and owner; admins see those of all owners."""
     owner = caller.owner_filter("accessible")
+    if project_id is not None:
+        await server.projects.require(project_id, caller)
+        # Members see each other's checkpoints of the project anyway.
+        owner = None
     # Reads the manifests of new checkpoints first.
-    await server.checkpoints.storage(owner, Page(0, 1))
+    await server.checkpoints.page(caller.visible("accessible"), Page(0, 1))
     rows = await server.billing.storage(owner, project_id)
     return CheckpointStorageList(
         data=[

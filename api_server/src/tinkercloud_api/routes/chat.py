@@ -55,7 +55,7 @@ async def serve(call: Call) -> None:
         await respond(call.send, orjson.dumps({"object": "list", "data": models}))
     elif request.method == "GET" and request.path.startswith(routes.OPENAI_MODELS + "/"):
         name = unquote(request.path.removeprefix(routes.OPENAI_MODELS + "/"))
-        await call.server.sampling_sessions.of(weights_of(name, call.server), call.principal)
+        await call.server.sampling_sessions.check(weights_of(name, call.server), call.principal)
         await respond(call.send, orjson.dumps(_model(name)))
     else:
         raise NotFound(
@@ -173,7 +173,7 @@ async def _models(server: Context, principal: Principal) -> list[dict[str, Any]]
     """Return the base models with their aliases, and the caller's checkpoints for sampling."""
     served = [_model(name) for model in server.provider.models() for name in model.names]
     page = Page(offset=0, limit=_MAX_CHECKPOINTS)
-    saved, _ = await server.checkpoints.page(principal.owner, page)
+    saved, _ = await server.checkpoints.page(principal.visible("accessible"), page)
     return served + [
         _model(info.tinker_path, int(info.time.timestamp()), principal.owner)
         for info in saved

@@ -59,7 +59,10 @@ async def search_checkpoints(
     after, cursor = None, request.cursor
     if cursor is not None:
         after = (cursor.last_created_at, CheckpointPath.parse(cursor.last_checkpoint_uuid))
+    for project_id in request.project_ids or ():
+        await server.projects.require(project_id, caller)
     wanted = CheckpointSearch(
+        visible=caller.visible("owned" if request.owner.type == "own" else "accessible"),
         owners=_owners(request.owner, caller),
         project_ids=request.project_ids,
         user_metadata=request.user_metadata,
@@ -78,15 +81,15 @@ async def search_checkpoints(
 
 
 def _owners(owner: SearchOwner, caller: Principal) -> list[str] | None:
-    """Return the owners whose checkpoints are searched; None means all.
+    """Return the owners whose checkpoints are searched; None means all that are visible.
 
     Raises:
-        InvalidRequest: an owner is named whose objects the caller does not see.
+        InvalidRequest: an owner is named whose objects the caller cannot see.
     """
     if owner.type != "user":
-        only = caller.owner_filter("accessible" if owner.type == "accessible" else "owned")
-        return None if only is None else [only]
-    hidden = [name for name in owner.owner_urns if not caller.may_see(name)]
+        return None
+    names = [] if caller.projects else owner.owner_urns
+    hidden = [name for name in names if not caller.may_see(name)]
     if hidden or not owner.owner_urns:
         raise InvalidRequest(
             "owner.owner_urns: expected 1 to 10 owners whose objects this key may see, got"

@@ -9,6 +9,7 @@ from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.tables import TrainingRun
 from tinkercloud_api.checkpoint_rows import latest
 from tinkercloud_api.context import Caller, Context, Server
+from tinkercloud_protocol.errors import NotFound
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.listings import (
     CheckpointInfo,
@@ -44,8 +45,10 @@ async def list_runs(
     project_id: str | None = None,
 ) -> TrainingRunList:
     """List training runs, newest first, optionally of one project."""
-    owner = caller.owner_filter(access_scope)
-    rows, total = await server.catalog.runs(owner, Page(offset, limit), project_id)
+    if project_id is not None:
+        await server.projects.require(project_id, caller)
+    visible = caller.visible(access_scope)
+    rows, total = await server.catalog.runs(visible, Page(offset, limit), project_id)
     checkpoints = await server.checkpoints.of_runs([row.id for row in rows])
     infos = [_run_info(row, checkpoints[row.id]) for row in rows]
     cursor = Cursor(offset=offset, limit=limit, total_count=total)
@@ -56,11 +59,12 @@ async def list_runs(
 async def show_run(run_id: str, server: Server, caller: Caller) -> TrainingRunInfo:
     """Return one training run; of another owner's run, only if a checkpoint is public."""
     found = await server.catalog.run(run_id)
-    if found is not None and not caller.may_see(found.owner):
-        public = await server.checkpoints.public_of_run(run_id)
-        if public:
+    try:
+        row = caller.require(found, f"training run {run_id!r}")
+    except NotFound:
+        if found is not None and (public := await server.checkpoints.public_of_run(run_id)):
             return _run_info(found, public)
-    row = caller.require(found, f"training run {run_id!r}")
+        raise
     await server.checkpoints.discover(run_id)
     return _run_info(row, await server.checkpoints.of_run(run_id))
 
@@ -82,8 +86,8 @@ async def list_checkpoints(
     access_scope: Scope = "owned",
 ) -> CheckpointList:
     """List checkpoints of all runs, newest first."""
-    owner = caller.owner_filter(access_scope)
-    infos, total = await server.checkpoints.page(owner, Page(offset, limit))
+    visible = caller.visible(access_scope)
+    infos, total = await server.checkpoints.page(visible, Page(offset, limit))
     cursor = Cursor(offset=offset, limit=limit, total_count=total)
     return CheckpointList(checkpoints=infos, cursor=cursor)
 

@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 from fastapi import APIRouter
 from pydantic import AfterValidator, AwareDatetime, Field
 
-from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.session_search import Search, Status, matching
 from tinkercloud_api.catalog.tables import EXPIRED, Session, now
 from tinkercloud_api.context import Caller, Context, Server
@@ -76,8 +75,11 @@ async def search_sessions(
 ) -> SessionSummaryList:
     """Search sessions, newest first."""
     live_since = now() - LIVE
+    for project_id in request.project_ids or ():
+        await server.projects.require(project_id, caller)
     search = Search(
-        owners=_owners(request.owner, caller),
+        visible=caller.visible("owned" if request.owner.type == "own" else "accessible"),
+        owners=request.owner.owner_urns if request.owner.type == "user" else None,
         session_id=request.session_id,
         display_name=request.display_name,
         user_metadata=request.user_metadata,
@@ -112,14 +114,6 @@ async def search_sessions(
         ],
         next_cursor=cursor,
     )
-
-
-def _owners(owner: SearchOwner, caller: Principal) -> list[str] | None:
-    """Return whose sessions to search; None means everybody's, for administrators only."""
-    visible = caller.owner_filter("owned" if owner.type == "own" else "accessible")
-    if owner.type == "user":
-        return [name for name in owner.owner_urns if visible in {None, name}]
-    return None if visible is None else [visible]
 
 
 def _status(row: Session, *, is_live: bool) -> dict[str, object] | None:

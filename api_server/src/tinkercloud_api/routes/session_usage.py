@@ -27,8 +27,8 @@ async def list_usage(
     access_scope: Literal["owned", "accessible"] = "owned",
 ) -> SessionUsageList:
     """List sessions with their resource usage, newest first."""
-    owner = caller.owner_filter(access_scope)
-    names = await server.catalog.sessions(owner, Page(offset, limit))
+    visible = caller.visible(access_scope)
+    names = await server.catalog.sessions(visible, Page(offset, limit))
     return SessionUsageList(sessions=await _usage(names, server))
 
 
@@ -61,6 +61,7 @@ def _describe(
     return SessionUsage(
         session_id=session.id,
         owner=session.owner,
+        project_id=session.project,
         state=_state_of(session, now()),
         last_heartbeat_at=session.last_heartbeat_at,
         models=models,

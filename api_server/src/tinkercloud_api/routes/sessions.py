@@ -56,7 +56,7 @@ class Finish(WireModel):
     detail: Annotated[str, Field(max_length=4096), Storable] | None = None
 
 
-class Project(WireModel):
+class AssignProject(WireModel):
     """PUT sessions/{id}/project."""
 
     project_id: Name
@@ -91,7 +91,9 @@ async def dynamic_config(_caller: Caller) -> DynamicConfig:
 async def create_session(
     request: CreateSession, server: Server, caller: Caller
 ) -> CreateSessionAnswer:
-    """Create a session."""
+    """Create a session, in a project if the request names one."""
+    if request.project_id is not None:
+        await server.projects.require_member(request.project_id, caller)
     SessionOptions.read(collect_options(request.tags, request.user_metadata))
     session = Session(
         id=new_session_id(),
@@ -132,11 +134,11 @@ async def finish(
 
 @router.put("/sessions/{session_id}/project")
 async def assign_project(
-    session_id: str, request: Project, server: Server, caller: Caller
+    session_id: str, request: AssignProject, server: Server, caller: Caller
 ) -> dict[str, str]:
-    """Assign a session to a project, by which training runs can be listed."""
-    caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
-    await server.catalog.set_project(session_id, request.project_id)
+    """Move a session, with its runs and checkpoints, to a project; it never leaves all projects."""
+    session = caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
+    await server.projects.move(session, request.project_id, caller)
     return {}
 
 
@@ -158,8 +160,8 @@ async def list_sessions(
     access_scope: Literal["owned", "accessible"] = "owned",
 ) -> SessionList:
     """List sessions, newest first."""
-    owner = caller.owner_filter(access_scope)
-    return SessionList(sessions=list(await server.catalog.sessions(owner, Page(offset, limit))))
+    visible, page = caller.visible(access_scope), Page(offset, limit)
+    return SessionList(sessions=list(await server.catalog.sessions(visible, page)))
 
 
 @router.get("/sessions/{session_id}")

@@ -71,6 +71,7 @@ def _describe(total: UsageTotal) -> OwnerUsage:
             "owner": total.owner,
             "base_model": total.base_model,
             "model_id": total.model_id or None,
+            "project_id": total.project_id,
             "starts_at": start_of(total.first_hour),
             "ends_at": start_of(total.end_hour),
             **total.amounts,

@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.tables import Upload, now
 from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.projects import Projects
 from tinkercloud_api.training_runs import TrainingRuns
 from tinkercloud_api.transfers.stored_runs import StoredRuns, check_unused
 from tinkercloud_protocol.checkpoints import CheckpointManifest
@@ -56,6 +57,7 @@ class Copies:
     checkpoints: Checkpoints
     training_runs: TrainingRuns
     stored_runs: StoredRuns
+    projects: Projects
     _running: dict[str, asyncio.Task[str]] = field(default_factory=dict)
     """Copies that are being made, by the run that they will belong to."""
 
@@ -71,7 +73,8 @@ class Copies:
             reader: whose access to the source counts.
 
         Raises:
-            NotFound: the source or the session does not exist for them.
+            NotFound: the source, the session or the project does not exist for them.
+            Forbidden: the caller is only a viewer of the project.
             InvalidRequest: there is no quota, or the run or the key was used for something else.
             Overloaded: the caller has too many unfinished copies and uploads.
             Unavailable: the source changed in the meantime.
@@ -84,6 +87,8 @@ class Copies:
         manifest = await self.checkpoints.manifest(source, reader)
         if request.session_id is not None:
             await self.training_runs.active_session(request.session_id, caller)
+        elif request.destination_project_id is not None:
+            await self.projects.require_member(request.destination_project_id, caller)
         run_id = _run_id(request, key, caller.owner)
         task = self._running.get(run_id)
         if task is None:

@@ -19,6 +19,7 @@ from pydantic import Field
 from tinkercloud_api.auth import Principal, Role
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Upload, now
+from tinkercloud_api.projects import Projects
 from tinkercloud_api.training_runs import TrainingRuns
 from tinkercloud_api.transfers.stored_runs import StoredRuns, is_open
 from tinkercloud_protocol import peft
@@ -77,6 +78,7 @@ class Imports:
     catalog: Catalog
     training_runs: TrainingRuns
     stored_runs: StoredRuns
+    projects: Projects
     max_import_bytes: int
     _receiving: set[str] = field(default_factory=set)
     """Uploads whose file is being received."""
@@ -85,6 +87,8 @@ class Imports:
         """Start an upload whose configuration is known.
 
         Raises:
+            NotFound: the project does not exist for the caller.
+            Forbidden: the caller is only a viewer of it.
             InvalidRequest: the adapter cannot be imported, or there is no quota for it.
             Overloaded: the owner has too many unfinished uploads and copies.
         """
@@ -93,6 +97,7 @@ class Imports:
             raise InvalidRequest(
                 f"owner: only an admin may import for another owner (got {owner!r}); omit it"
             )
+        await self._check_project(request.project_id, caller)
         self._check_size("size_bytes", request.size_bytes)
         content = _storable(request.adapter_config)
         ttl = request.ttl_seconds
@@ -107,9 +112,14 @@ class Imports:
 
     async def start_external(self, request: StartExternalUpload, caller: Principal) -> Upload:
         """Start an upload whose configuration is a file of it. Raises as `start`."""
+        await self._check_project(request.destination_project_id, caller)
         draft = self._draft(request.base_model, caller.owner, "uploaded")
         manifest = draft.model_copy(update={"lora": LoraConfig(rank=request.lora_config.rank)})
         return await self._reserve(manifest, {}, 0, request.destination_project_id)
+
+    async def _check_project(self, project_id: str | None, caller: Principal) -> None:
+        if project_id is not None:
+            await self.projects.require_member(project_id, caller)
 
     def _draft(self, base_model: str, owner: str, name: str) -> CheckpointManifest:
         run_id = str(ModelId(new_session_id(), 0))
@@ -236,6 +246,7 @@ class Imports:
         if upload.is_finished:
             return manifest.tinker_path
         await self._open(upload_id, caller)
+        await self._check_project(upload.project_id, caller)
         received = {ADAPTER_CONFIG: upload.adapter_config, ADAPTER_WEIGHTS: manifest.files}
         if missing := [name for name, content in received.items() if not content]:
             raise InvalidRequest(

@@ -1,0 +1,65 @@
+"""Commands that use the catalog of this machine's state folder, or of the configured database."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+from tinkercloud_api import state_folder
+from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, open_database
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.commands.shared import fail, read_settings
+from tinkercloud_api.settings import Settings
+
+T = TypeVar("T")
+
+StateDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="State folder of the server. Default: the state_dir setting.",
+        show_default=False,
+    ),
+]
+
+
+def with_catalog(state_dir: Path | None, work: Callable[[Catalog], Awaitable[T]]) -> T:
+    """Apply a function to the catalog, and print on standard error which catalog was used."""
+    settings = read_settings(state_dir=state_dir)
+
+    async def run() -> T:
+        engine = open_database(settings.catalog_url)
+        await migrate(engine)
+        catalog = Catalog(engine)
+        try:
+            return await work(catalog)
+        finally:
+            await catalog.close()
+
+    try:
+        whose = _whose_catalog(settings)
+        result = asyncio.run(run())
+    except (CatalogUnreachableError, state_folder.StateFolderError) as error:
+        fail(str(error))
+    typer.echo(whose, err=True)
+    return result
+
+
+def _whose_catalog(settings: Settings) -> str:
+    """Return a description of the configured catalog and its server; create its folder."""
+    if settings.database_url is not None:
+        return "catalog: the database of the database_url setting"
+    folder = settings.state_dir.absolute()
+    is_new = not (folder / "catalog.db").exists()
+    state_folder.make(folder)
+    if (running := state_folder.running_server(folder)) is not None:
+        return f"catalog: in {folder}, used by the server with process id {running.pid}"
+    made = " (newly created)" if is_new else ""
+    return f"catalog: in {folder}{made}; no server uses it; select another folder with --state-dir"
+
+
+def moment_of(moment: datetime | None) -> str:
+    """Return a time as text; empty for None."""
+    return moment.isoformat(timespec="seconds") if moment is not None else ""

@@ -1,0 +1,99 @@
+"""`tinkercloud projects`: projects of a running server, and their members."""
+
+from enum import StrEnum
+from typing import Annotated
+from urllib.parse import quote
+
+import typer
+
+from tinkercloud_api.commands.shared import ApiKey, BaseUrl, Json, request, show
+
+app = typer.Typer(
+    help="Manage the projects of a running server, and their members.", no_args_is_help=True
+)
+
+Project = Annotated[str, typer.Argument(help="Id of the project, as shown by `projects list`.")]
+Owner = Annotated[str, typer.Argument(help="Owner of the keys of the member.")]
+
+
+class MemberRole(StrEnum):
+    """What a member may do."""
+
+    ADMIN = "admin"
+    MEMBER = "member"
+    VIEWER = "viewer"
+
+
+@app.command("create")
+def create_project(
+    name: Annotated[str, typer.Argument(help="Name of the project.")],
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    project_id: Annotated[
+        str | None,
+        typer.Option("--id", help="Id of the project. Default: generated.", show_default=False),
+    ] = None,
+) -> None:
+    """Create a project and print its id, which clients use as TINKER_PROJECT_ID."""
+    body = {"name": name} | ({"project_id": project_id} if project_id is not None else {})
+    typer.echo(request("POST", base_url, api_key, "projects", body)["project_id"])
+
+
+@app.command("list")
+def list_projects(
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    *,
+    everybody: Annotated[
+        bool, typer.Option("--all", help="List all projects (admins of the server only).")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """List your projects, newest first."""
+    scope = "accessible" if everybody else "owned"
+    answer = request("GET", base_url, api_key, f"projects?limit=1000&access_scope={scope}")
+    rows = [{**each, "role": each["role"] or ""} for each in answer["projects"]]
+    show(rows, ["project_id", "role", "created_by", "created_at", "name"], as_json=as_json)
+
+
+@app.command("show")
+def show_project(
+    project: Project, api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False
+) -> None:
+    """List the members of a project."""
+    answer = request("GET", base_url, api_key, f"projects/{quote(project, safe='')}")
+    if not as_json:
+        typer.echo(f"name: {answer['name']}")
+    show(answer["members"], ["owner", "role"], as_json=as_json)
+
+
+@app.command("set-member")
+def set_member(
+    project: Project, owner: Owner, role: MemberRole, api_key: ApiKey, base_url: BaseUrl = None
+) -> None:
+    """Add a member, or change its role."""
+    request("PUT", base_url, api_key, _member(project, owner), {"role": str(role)})
+
+
+@app.command("remove-member")
+def remove_member(
+    project: Project, owner: Owner, api_key: ApiKey, base_url: BaseUrl = None
+) -> None:
+    """Remove a member, who loses access with its next request."""
+    request("DELETE", base_url, api_key, _member(project, owner))
+
+
+@app.command("move")
+def move_session(
+    session: Annotated[str, typer.Argument(help="Id of the session.")],
+    project: Project,
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+) -> None:
+    """Move a session, with its runs and checkpoints, to a project."""
+    path = f"sessions/{quote(session, safe='')}/project"
+    request("PUT", base_url, api_key, path, {"project_id": project})
+
+
+def _member(project: str, owner: str) -> str:
+    return f"projects/{quote(project, safe='')}/members/{quote(owner, safe='')}"

@@ -1,0 +1,214 @@
+"""Login with an OpenID provider: from a browser's request to the owner of a new API key.
+
+Authlib does the protocol: discovery, the authorization code flow with PKCE, state and nonce, and
+the claims of the ID token. This module adds what Authlib leaves to its users: which algorithms and
+issuer are accepted, who may log in, and which owner an account is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+import httpx
+import structlog
+from authlib.common.errors import AuthlibBaseError
+from authlib.integrations.starlette_client import OAuth
+from joserfc.errors import JoseError
+from pydantic import TypeAdapter, ValidationError
+from starlette.requests import Request
+from starlette.responses import RedirectResponse
+
+from tinkercloud_api.auth import Role, hash_key, least, new_key
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.tables import ApiKey, now
+from tinkercloud_api.catalog.users import Login
+from tinkercloud_api.login_settings import OidcSettings
+from tinkercloud_protocol.errors import Forbidden, InvalidRequest, Unavailable
+from tinkercloud_protocol.wire import Name
+
+log = structlog.get_logger(__name__)
+
+CALLBACK = "/login/callback"
+_PROVIDER = "provider"
+_ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512")
+"""Signatures of ID tokens that are accepted: with a public key. A token without a signature, or one
+that is signed with a shared secret, is not."""
+_LEEWAY_SECONDS = 30
+"""How far the clocks of the provider and of this server may differ."""
+_TIMEOUT_SECONDS = 10.0
+_KEY_NAME = "login"
+_NAMES: TypeAdapter[str] = TypeAdapter(Name)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """An account that may log in."""
+
+    subject: str
+    """Issuer and subject, which identify it forever."""
+    name: str
+    """The owner that it names."""
+    role: Role
+
+
+def identify(claims: Mapping[str, Any], settings: OidcSettings) -> Identity:
+    """Return who an account is, from the verified claims of its ID token.
+
+    Raises:
+        Forbidden: it may not log in, or does not say which owner it is.
+    """
+    groups = _names(claims.get(settings.groups_claim))
+    if not settings.allow_all_accounts and not groups & set(settings.allowed_groups):
+        raise Forbidden(
+            "the account is in none of the groups that may log in (claim"
+            f" {settings.groups_claim!r}); ask an administrator"
+        )
+    claim = settings.owner_claim
+    try:
+        name = _NAMES.validate_python(claims.get(claim), strict=True)
+    except ValidationError:
+        raise Forbidden(
+            f"the ID token has no usable claim {claim!r}, which names the owner of the keys"
+            " (oidc.owner_claim)"
+        ) from None
+    if claim == "email" and claims.get("email_verified") is not True:
+        raise Forbidden(f"the provider has not verified the address {name!r} (email_verified)")
+    ranked = [Role(settings.roles[group]) for group in groups & settings.roles.keys()]
+    role = most(ranked) if ranked else Role.USER
+    return Identity(f"{settings.issuer}|{claims['sub']}", name, role)
+
+
+def _names(value: object) -> set[str]:
+    """Return the groups that a claim names: a list, or one group."""
+    named = value if isinstance(value, list) else [value]
+    return {name for name in named if isinstance(name, str)}
+
+
+def most(roles: list[Role]) -> Role:
+    """Return the role with most rights."""
+    return next(role for role in roles if all(least(role, other) is other for other in roles))
+
+
+class Logins:
+    """Logs accounts in. Belongs to one event loop."""
+
+    def __init__(self, settings: OidcSettings, public_url: str, catalog: Catalog) -> None:
+        """Use a provider.
+
+        Raises:
+            OSError: the file with the secret cannot be read.
+        """
+        self._settings = settings
+        self._catalog = catalog
+        self._redirect_uri = public_url.rstrip("/") + CALLBACK
+        issuer = settings.issuer.rstrip("/")
+        self._oauth = OAuth()
+        self._oauth.register(
+            _PROVIDER,
+            server_metadata_url=f"{issuer}/.well-known/openid-configuration",
+            client_id=settings.client_id,
+            client_secret=settings.client_secret_file.read_text().strip(),
+            client_kwargs={
+                "scope": settings.scopes,
+                "code_challenge_method": "S256",
+                "timeout": _TIMEOUT_SECONDS,
+            },
+        )
+
+    async def start(self, request: Request) -> RedirectResponse:
+        """Return a redirect to the provider; the session of the request keeps state and nonce.
+
+        Raises:
+            Unavailable: the provider does not respond, or is not the configured one.
+        """
+        try:
+            client = await self._provider()
+            answer = await client.authorize_redirect(request, self._redirect_uri)
+        except (httpx.HTTPError, AuthlibBaseError, ValueError, RuntimeError) as error:
+            raise _unavailable(error) from error
+        assert isinstance(answer, RedirectResponse)  # noqa: S101 - what Authlib returns
+        return answer
+
+    async def finish(self, request: Request) -> tuple[str, ApiKey]:
+        """Return a new key, and its row, for the account that the provider has authenticated.
+
+        Raises:
+            InvalidRequest: the request does not belong to a login of this browser, or what the
+                provider sent is not valid.
+            Forbidden: the account may not log in.
+            Unavailable: the provider does not respond.
+        """
+        try:
+            client = await self._provider()
+            token = await client.authorize_access_token(
+                request, leeway=_LEEWAY_SECONDS, claims_options=self._claims()
+            )
+        except httpx.HTTPError as error:
+            raise _unavailable(error) from error
+        except (
+            AuthlibBaseError,
+            JoseError,
+            ValueError,
+            TypeError,
+            LookupError,
+            RuntimeError,
+        ) as error:
+            log.warning("a login was refused", error=f"{type(error).__name__}: {error}"[:500])
+            raise InvalidRequest(
+                "the login is not valid or has expired; start it again at /login"
+            ) from error
+        claims = token.get("userinfo")
+        if not claims:
+            raise InvalidRequest("the provider sent no ID token; start again at /login")
+        return await self._issue(identify(claims, self._settings), now())
+
+    async def _issue(self, identity: Identity, moment: datetime) -> tuple[str, ApiKey]:
+        key = new_key()
+        weaker = [role for role in Role if least(role, identity.role) is role]
+        row = await self._catalog.log_in(
+            Login(
+                subject=identity.subject,
+                name=identity.name,
+                role=identity.role,
+                kept_roles=frozenset(weaker),
+                key_name=_KEY_NAME,
+                key_hash=hash_key(key),
+                expires_at=moment + timedelta(days=self._settings.key_days),
+            )
+        )
+        log.info("logged in", owner=row.owner, key_id=row.id, role=row.role)
+        return key, row
+
+    def _claims(self) -> dict[str, Any]:
+        """Return what the claims of an ID token must be."""
+        essential = {"essential": True}
+        return {
+            "iss": {**essential, "value": self._settings.issuer},
+            "aud": {**essential, "value": self._settings.client_id},
+            **dict.fromkeys(("sub", "exp", "iat", "nonce"), essential),
+        }
+
+    async def _provider(self) -> Any:  # noqa: ANN401 - Authlib has no types
+        """Return Authlib's client, with the provider's metadata restricted to what is accepted.
+
+        Raises:
+            Unavailable: the metadata are those of another issuer.
+        """
+        client = self._oauth.create_client(_PROVIDER)
+        metadata = await client.load_server_metadata()
+        if metadata.get("issuer") != self._settings.issuer:
+            raise Unavailable(
+                f"the OpenID provider calls itself {str(metadata.get('issuer'))[:200]!r}, not"
+                f" {self._settings.issuer!r} (oidc.issuer)"
+            )
+        offered = metadata.get("id_token_signing_alg_values_supported") or ["RS256"]
+        metadata["id_token_signing_alg_values_supported"] = [
+            each for each in _ALGORITHMS if each in offered
+        ] or ["RS256"]
+        return client
+
+
+def _unavailable(error: Exception) -> Unavailable:
+    log.warning("the OpenID provider failed", error=f"{type(error).__name__}: {error}"[:500])
+    return Unavailable("the OpenID provider does not respond; try again")

@@ -1,0 +1,284 @@
+"""Accounts of an OpenID provider log in with a browser, and get keys of their owners."""
+
+import base64
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tinkercloud_api.auditing import Auditing
+from tinkercloud_api.catalog.audit import AuditLog
+from tinkercloud_api.catalog.database import open_database
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.login import Logins
+from tinkercloud_api.login_pages import application
+from tinkercloud_api.login_settings import OidcSettings
+from tinkercloud_testing.openid import Provider, a_provider, changed
+from tinkercloud_testing.servers import Server, free_port
+
+# The provider uses parts of Authlib that are deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+CLIENT = "tinkercloud"
+KEY = re.compile(r"<code>(tml-[\w-]+)</code>")
+USERS: dict[str, dict[str, object]] = {
+    "1": {"email": "ann@example.com", "email_verified": True, "groups": ["research"]},
+    "2": {"email": "bob@example.com", "email_verified": True, "groups": ["research", "platform"]},
+    "3": {"email": "eve@example.com", "email_verified": True, "groups": ["sales"]},
+    "4": {"email": "mal@example.com", "email_verified": False, "groups": ["research"]},
+    "5": {"email": "taken", "email_verified": True, "groups": ["research"]},
+    "6": {"email": "ann@example.com", "email_verified": True, "groups": ["research"]},
+}
+
+
+@pytest.fixture(scope="module")
+def provider() -> Iterator[Provider]:
+    with a_provider(USERS) as running:
+        # The server must not believe that the provider leaves tokens unsigned.
+        offered = ["RS256", "none", "HS256"]
+        running.metadata = {"id_token_signing_alg_values_supported": offered}
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def honest(provider: Provider) -> None:
+    """Undo what the test before has falsified."""
+    provider.falsify = lambda _provider, token: token
+
+
+@pytest.fixture(scope="module")
+def login_server(
+    tmp_path_factory: pytest.TempPathFactory, model_folder: Path, provider: Provider
+) -> Iterator[Server]:
+    folder, port = tmp_path_factory.mktemp("login"), free_port()
+    (folder / "secret").write_text("a-secret\n")
+    settings = {
+        "TINKERCLOUD_PRELOAD": "false",
+        "TINKERCLOUD_PUBLIC_URL": f"http://127.0.0.1:{port}",
+        "TINKERCLOUD_OIDC__ISSUER": provider.issuer,
+        "TINKERCLOUD_OIDC__CLIENT_ID": CLIENT,
+        "TINKERCLOUD_OIDC__CLIENT_SECRET_FILE": str(folder / "secret"),
+        "TINKERCLOUD_OIDC__ALLOWED_GROUPS": '["research"]',
+        "TINKERCLOUD_OIDC__ROLES": '{"platform": "admin"}',
+    }
+    server = Server({"tiny/llama": model_folder}, folder / "state", settings, port)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+        server.kill_heads()
+
+
+class Browser:
+    """A browser that follows a login step by step."""
+
+    def __init__(self, server: Server) -> None:
+        self.server, self.client = server, httpx.Client()
+
+    def start(self) -> str:
+        """Click the button, and return the address of the provider's form."""
+        page = self.client.get(f"{self.server.url}/login")
+        assert "Log in" in page.text
+        answer = self.client.post(f"{self.server.url}/login")
+        assert answer.status_code == 303, answer.text
+        return answer.headers["location"]
+
+    def authenticate(self, form: str, subject: str) -> str:
+        """Log in at the provider, and return the address to which it sends the browser."""
+        answer = self.client.post(form, data={"sub": subject})
+        assert answer.status_code == 302, answer.text
+        return answer.headers["location"]
+
+    def log_in(self, subject: str) -> httpx.Response:
+        return self.client.get(self.authenticate(self.start(), subject))
+
+
+@pytest.fixture
+def browser(login_server: Server) -> Iterator[Browser]:
+    browser = Browser(login_server)
+    yield browser
+    browser.client.close()
+
+
+def key_in(page: httpx.Response) -> str:
+    assert page.status_code == 200, page.text
+    found = KEY.search(page.text)
+    assert found is not None, page.text
+    return found[1]
+
+
+def whoami(server: Server, key: str) -> dict[str, Any]:
+    return server.request("GET", "/api/v1/auth/apikey/me", key=key).json()
+
+
+def test_a_login_shows_a_key_of_its_owner_once(
+    login_server: Server, browser: Browser, provider: Provider
+) -> None:
+    callback = browser.authenticate(browser.start(), "1")
+    page = browser.client.get(callback)
+    key = key_in(page)
+    again = browser.client.get(callback)
+
+    assert whoami(login_server, key)["details"]["user_details"]["email"] == "ann@example.com"
+    assert login_server.rest(key).list_sessions().result().sessions == []
+    assert page.headers["cache-control"] == "no-store"
+    assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
+    assert again.status_code == 400
+    assert KEY.search(again.text) is None
+    # The proof belongs to the challenge: a stolen code is useless without the browser's cookie.
+    assert provider.proofs[-1] == provider.challenges[-1]
+    entries = login_server.request("GET", "/api/v1/audit", key=key).json()["entries"]
+    assert entries[-1]["event"] == "key_login"
+
+
+def test_groups_decide_who_logs_in_and_with_which_role(
+    login_server: Server, browser: Browser
+) -> None:
+    admin = key_in(browser.log_in("2"))
+    everything = login_server.request("GET", "/api/v1/audit", key=admin).json()["entries"]
+
+    assert {entry["event_details"]["owner"] for entry in everything} >= {"bob@example.com"}
+    assert browser.log_in("3").status_code == 403
+    assert browser.log_in("4").status_code == 403
+
+
+def test_an_account_never_gets_the_name_of_another_owner(
+    login_server: Server, browser: Browser
+) -> None:
+    login_server.command("keys", "create", "taken")
+    refused = browser.log_in("5")
+    login_server.command("users", "create", "taken")
+    linked = browser.log_in("5")
+    key_in(browser.log_in("1"))
+    impostor = browser.log_in("6")
+
+    assert (refused.status_code, linked.status_code) == (403, 200)
+    assert impostor.status_code == 403
+    assert "belongs to another account" in impostor.text
+
+
+def test_a_disabled_account_can_neither_log_in_nor_use_its_keys(
+    login_server: Server, browser: Browser
+) -> None:
+    key = key_in(browser.log_in("1"))
+    login_server.command("users", "disable", "ann@example.com")
+    used = login_server.request("GET", "/api/v1/sessions", key=key).status
+    refused = browser.log_in("1")
+    login_server.command("users", "enable", "ann@example.com")
+
+    assert (used, refused.status_code) == (401, 403)
+    assert browser.log_in("1").status_code == 200
+
+
+def unsigned(provider: Provider, token: str) -> str:
+    parts = ({"alg": "none"}, provider.claims(token))
+    encoded = [base64.urlsafe_b64encode(json.dumps(part).encode()).rstrip(b"=") for part in parts]
+    return b".".join([*encoded, b""]).decode()
+
+
+def foreign(_provider: Provider, token: str) -> str:
+    head, claims, signature = token.split(".")
+    return f"{head}.{claims}.{signature[:-8]}AAAAAAAA"
+
+
+@pytest.mark.parametrize(
+    "falsify",
+    [
+        pytest.param(changed(nonce="another"), id="another nonce"),
+        pytest.param(changed(nonce=None), id="no nonce"),
+        pytest.param(changed(exp=int(time.time()) - 3600), id="expired"),
+        pytest.param(changed(exp=None), id="no expiry"),
+        pytest.param(changed(aud="another-client"), id="another audience"),
+        pytest.param(changed(aud="another-client", azp=CLIENT), id="another audience, for us"),
+        pytest.param(changed(iss="https://another.example.com"), id="another issuer"),
+        pytest.param(unsigned, id="unsigned"),
+        pytest.param(foreign, id="another signature"),
+        pytest.param(lambda _provider, _token: "nonsense", id="no token"),
+    ],
+)
+def test_a_false_id_token_is_refused(
+    browser: Browser, provider: Provider, falsify: Callable[[Provider, str], str]
+) -> None:
+    provider.falsify = falsify
+
+    page = browser.log_in("1")
+
+    assert page.status_code == 400
+    assert KEY.search(page.text) is None
+
+
+def test_a_callback_without_its_login_is_refused(
+    browser: Browser, provider: Provider, login_server: Server
+) -> None:
+    callback = browser.authenticate(browser.start(), "1")
+    used = len(provider.proofs)
+    victim = Browser(login_server)
+    wrong_state = re.sub(r"state=[^&]+", "state=another", callback)
+
+    # The attacker's callback in the browser of the victim, and one with another state.
+    refused = [victim.client.get(callback).status_code, browser.client.get(wrong_state).status_code]
+    denied = browser.client.get(f"{login_server.url}/login/callback?error=access_denied")
+
+    assert refused == [400, 400]
+    assert denied.status_code == 400
+    assert len(provider.proofs) == used
+    victim.client.close()
+
+
+def test_a_code_is_used_once(browser: Browser, login_server: Server) -> None:
+    callback = browser.authenticate(browser.start(), "1")
+    key_in(browser.client.get(callback))
+    replayed = re.search(r"code=([^&]+)", callback)
+    assert replayed is not None
+    browser.start()
+    state = _state_of(browser)
+
+    page = browser.client.get(f"{login_server.url}/login/callback?code={replayed[1]}&state={state}")
+
+    assert page.status_code == 400
+
+
+def _state_of(browser: Browser) -> str:
+    content = next(iter(browser.client.cookies.jar)).value
+    assert content is not None
+    session = json.loads(base64.b64decode(content.split(".")[0]))
+    return str(next(iter(session))).removeprefix("_state_provider_")
+
+
+def test_another_site_cannot_start_a_login(login_server: Server) -> None:
+    url, cross = f"{login_server.url}/login", {"Sec-Fetch-Site": "cross-site"}
+
+    assert httpx.post(url, headers=cross).status_code == 403
+    cookie = httpx.post(url).headers["set-cookie"].lower()
+    assert "httponly" in cookie
+    assert "samesite=lax" in cookie
+
+
+async def test_over_https_the_cookie_is_secure_and_of_this_host_only(
+    provider: Provider, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_text("a-secret")
+    settings = OidcSettings(
+        issuer=provider.issuer,
+        client_id=CLIENT,
+        client_secret_file=tmp_path / "secret",
+        allow_all_accounts=True,
+    )
+    url, engine = "https://tinker.example.com", open_database(f"sqlite+aiosqlite:///{tmp_path}/c")
+    catalog, auditing = Catalog(engine), Auditing(AuditLog(engine), 1)
+    pages = application(Logins(settings, url, catalog), auditing, "a secret", url)
+    transport = httpx.ASGITransport(app=pages)
+    async with httpx.AsyncClient(transport=transport, base_url=url) as client:
+        started = await client.post("/login")
+
+    cookie = started.headers["set-cookie"].lower()
+    assert cookie.startswith("__host-tinkercloud-login=")
+    assert {"secure", "httponly", "samesite=lax", "path=/"} <= set(cookie.split("; "))
+    assert started.headers["location"].startswith(f"{provider.issuer}/oauth2/authorize?")
+    await engine.dispose()

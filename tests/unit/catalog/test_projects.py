@@ -1,0 +1,244 @@
+"""Projects in the catalog: members, what becomes of labels, and what lists show."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import alembic.command
+import pytest
+from sqlalchemy import Connection, text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from tinkercloud_api.access_tokens import AccessTokens
+from tinkercloud_api.auth import Authenticator, Role, hash_key, new_key
+from tinkercloud_api.catalog.database import migrate, migration_config, open_database
+from tinkercloud_api.catalog.projects import Claim
+from tinkercloud_api.catalog.statements import Page
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.tables import SamplingSession, Session, TrainingRun, now
+from tinkercloud_api.catalog.usage import UsageLedger, UsageQuery
+from tinkercloud_api.catalog.visibility import EVERYTHING, Visibility
+from tinkercloud_protocol.checkpoints import CheckpointManifest
+from tinkercloud_protocol.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated
+from tinkercloud_protocol.usage import UsageEntry, UsageReport
+
+PAGE = Page(0, 100)
+TOKENS = AccessTokens("a secret of the tests, long enough for HMAC")
+
+
+@pytest.fixture
+async def engine(database_url: str) -> AsyncIterator[AsyncEngine]:
+    engine = open_database(database_url)
+    await migrate(engine)
+    yield engine
+    await engine.dispose()
+
+
+@pytest.fixture
+def catalog(engine: AsyncEngine) -> Catalog:
+    return Catalog(engine)
+
+
+def a_session(name: str, owner: str, project_id: str | None) -> Session:
+    return Session(
+        id=name, owner=owner, project_id=project_id, sdk_version="1", tags=[], user_metadata={}
+    )
+
+
+async def add_run(catalog: Catalog, session_id: str, owner: str) -> str:
+    run_id = f"{session_id}:train:0"
+    run = TrainingRun(id=run_id, session_id=session_id, owner=owner, base_model="m", spec={})
+    await catalog.add_run(run)
+    return run_id
+
+
+async def test_rows_name_the_project_of_their_session(catalog: Catalog) -> None:
+    await catalog.add_project("p", "P", "ann")
+    await catalog.add_session(a_session("s", "ann", "p"))
+    run_id = await add_run(catalog, "s", "ann")
+    sampler = SamplingSession(id="s:sample:0", session_id="s", owner="ann", base_model="m")
+    await catalog.add_sampler(sampler)
+    await catalog.index_checkpoint(a_manifest(run_id))
+
+    session, run = await catalog.session("s"), await catalog.run(run_id)
+    (checkpoint,) = await catalog.checkpoints_of_runs([run_id])
+    found = await catalog.sampler("s:sample:0")
+
+    assert session is not None
+    assert run is not None
+    assert found is not None
+    assert (session.project, run.project, found.project, checkpoint.project) == ("p",) * 4
+    assert (await catalog.claim(a_manifest(run_id))).project == "p"
+    assert await catalog.project_of_session("s") == "p"
+
+
+def a_manifest(run_id: str) -> CheckpointManifest:
+    return CheckpointManifest.model_validate(
+        {
+            "tinker_path": f"tinker://{run_id}/weights/x",
+            "owner": "ann",
+            "base_model": "m",
+            "lora": None,
+            "step": 1,
+            "created_at": "2026-01-01T00:00:00Z",
+            "files": {},
+        }
+    )
+
+
+async def test_a_list_shows_own_objects_and_those_of_the_callers_projects(catalog: Catalog) -> None:
+    for project in ("p", "q"):
+        await catalog.add_project(project, project, "ann")
+    in_projects: list[tuple[str, str, str | None]] = [
+        *(("a1", "ann", None), ("a2", "ann", "p"), ("a3", "ann", "label")),
+        *(("b1", "bob", None), ("b2", "bob", "p"), ("b3", "bob", "q")),
+    ]
+    for name, owner, place in in_projects:
+        await catalog.add_session(a_session(name, owner, place))
+        await add_run(catalog, name, owner)
+
+    async def shown(visible: Visibility) -> set[str]:
+        runs, total = await catalog.runs(visible, PAGE)
+        sessions = set(await catalog.sessions(visible, PAGE))
+        assert {run.session_id for run in runs} == sessions
+        assert total == len(sessions)
+        return sessions
+
+    mine, shared = frozenset({"p"}), Visibility("bob", frozenset({"p"}), frozenset({"p"}))
+    assert await shown(Visibility("bob", mine)) == {"b1", "b2"}
+    assert await shown(shared) == {"b1", "b2", "a2"}
+    assert await shown(Visibility("ann", frozenset())) == {"a1", "a3"}
+    assert await shown(Visibility("bob")) == {"b1", "b2", "b3"}
+    assert await shown(EVERYTHING) == {"a1", "a2", "a3", "b1", "b2", "b3"}
+
+
+async def test_every_change_of_rights_has_a_new_version(catalog: Catalog) -> None:
+    await catalog.add_session(a_session("s", "ann", None))
+    versions = [await catalog.access_version()]
+    for change in (
+        catalog.add_project("p", "P", "ann"),
+        catalog.set_member("p", "bob", "viewer"),
+        catalog.set_project("s", "p"),
+        catalog.remove_member("p", "bob"),
+        catalog.add_user("bob", None),
+        catalog.set_user_role("bob", "read-only"),
+        catalog.set_disabled("bob", None),
+    ):
+        await change
+        versions.append(await catalog.access_version())
+
+    assert versions == sorted(set(versions))
+
+
+async def test_a_project_keeps_an_admin_even_if_two_leave_at_once(catalog: Catalog) -> None:
+    await catalog.add_project("p", "P", "ann")
+    await catalog.set_member("p", "bob", "admin")
+
+    outcomes = await asyncio.gather(
+        catalog.remove_member("p", "ann"),
+        catalog.set_member("p", "bob", "member"),
+        return_exceptions=True,
+    )
+
+    assert [type(outcome) for outcome in outcomes].count(InvalidRequest) == 1
+    assert "admin" in {row.role for row in await catalog.members("p")}
+    (admin,) = [row.owner for row in await catalog.members("p") if row.role == "admin"]
+    with pytest.raises(InvalidRequest, match="is the only admin"):
+        await catalog.remove_member("p", admin)
+
+
+async def test_creating_a_project_again_returns_it_but_never_a_taken_one(catalog: Catalog) -> None:
+    first = await catalog.add_project("p", "P", "ann")
+    assert (await catalog.add_project("p", "P", "ann")).created_at == first.created_at
+    await catalog.add_session(a_session("s", "ann", "label"))
+
+    with pytest.raises(InvalidRequest, match="is already used"):
+        await catalog.add_project("p", "P", "bob")
+    with pytest.raises(InvalidRequest, match="is already used"):
+        await catalog.add_project("label", "L", "bob")
+    assert await catalog.memberships("bob") == {}
+
+
+async def test_a_label_of_one_owner_becomes_a_project_and_one_of_several_shares_nothing(
+    engine: AsyncEngine, catalog: Catalog
+) -> None:
+    def undo(connection: Connection) -> None:
+        config = migration_config()
+        config.attributes["connection"] = connection
+        alembic.command.downgrade(config, "0011_rest")
+
+    async with engine.begin() as connection:
+        await connection.run_sync(undo)
+        insert = text(
+            "INSERT INTO sessions (id, owner, created_at, last_heartbeat_at, sdk_version,"
+            " project_id, tags, user_metadata) VALUES (:id, :owner, '2026-01-01', '2026-01-01',"
+            " '1', :project, '[]', '{}')"
+        )
+        for name, owner, project in (
+            ("a1", "ann", "own"),
+            ("a2", "ann", "own"),
+            ("a3", "ann", "both"),
+            ("b1", "bob", "both"),
+        ):
+            await connection.execute(insert, {"id": name, "owner": owner, "project": project})
+    await migrate(engine)
+
+    assert [row.id for row in await catalog.projects(None, PAGE)] == ["own"]
+    assert await catalog.memberships("ann") == {"own": "admin"}
+    shared = await catalog.session("a3")
+    assert shared is not None
+    assert (shared.project_id, shared.project) == ("both", None)
+
+
+async def test_usage_is_summed_up_by_project(engine: AsyncEngine, catalog: Catalog) -> None:
+    await catalog.add_project("p", "P", "ann")
+    await catalog.add_session(a_session("s", "ann", "p"))
+    ledger = UsageLedger(engine)
+    entries = [
+        UsageEntry(
+            hour=7,
+            owner="ann",
+            session_id=session,
+            model_id=f"{session}:train:0",
+            trained_tokens=3,
+            engine_seconds=0.5,
+        )
+        for session in ("s", "gone")
+    ]
+    await ledger.record(UsageReport(generation="g", base_model="m", entries=entries))
+
+    rows = await ledger.totals(UsageQuery("project", "ann"), PAGE)
+
+    assert {row.project_id: row.amounts["trained_tokens"] for row in rows} == {"p": 3, None: 3}
+
+
+async def test_a_disabled_owner_and_a_removed_member_are_refused_by_every_replica(
+    catalog: Catalog, database_url: str
+) -> None:
+    await catalog.add_project("p", "P", "ann")
+    await catalog.set_member("p", "bob", "viewer")
+    key = new_key()
+    await catalog.add_key(key_hash=hash_key(key), name="n", owner="bob", role=Role.ADMIN)
+    await catalog.set_user_role("bob", Role.USER)
+    second = open_database(database_url)
+    replicas = [Authenticator(each, lambda _: None, TOKENS) for each in (catalog, Catalog(second))]
+    found = Claim("ann", "p")
+
+    for replica in replicas:
+        bob = (await replica.principal(key)).requesting("POST", "/api/v1/optim_step")
+        assert bob.role is Role.USER
+        with pytest.raises(Forbidden, match="is a viewer"):
+            bob.require(found, "run")
+        assert bob.require_read(found, "run") is found
+    await catalog.remove_member("p", "bob")
+    for replica in replicas:
+        bob = (await replica.principal(key)).requesting("GET", "/api/v1/sessions")
+        with pytest.raises(NotFound):
+            bob.require(found, "run")
+    await catalog.set_disabled("bob", now())
+    for replica in replicas:
+        with pytest.raises(Unauthenticated, match="is disabled"):
+            await replica.principal(key)
+    await catalog.set_disabled("bob", None)
+    for replica in replicas:
+        assert (await replica.principal(key)).owner == "bob"
+    await second.dispose()

@@ -1,0 +1,81 @@
+"""Who an account is, from the claims of its ID token; and settings that would be unsafe."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tinkercloud_api.auth import Role
+from tinkercloud_api.login import identify
+from tinkercloud_api.login_settings import OidcSettings
+from tinkercloud_api.settings import Settings
+from tinkercloud_protocol.errors import Forbidden
+
+SETTINGS: dict[str, Any] = {
+    "issuer": "https://id.example.com",
+    "client_id": "tinkercloud",
+    "client_secret_file": Path("secret"),
+    "allowed_groups": ["research", "platform"],
+    "roles": {"platform": "admin", "guests": "read-only"},
+}
+CLAIMS = {"sub": "1", "email": "ann@example.com", "email_verified": True, "groups": ["research"]}
+
+
+@pytest.mark.parametrize(
+    ("groups", "role"),
+    [
+        (["research"], Role.USER),
+        ("research", Role.USER),
+        (["research", "platform", "guests"], Role.ADMIN),
+        (["research", "guests"], Role.READ_ONLY),
+        (["research", 5, None, {}], Role.USER),
+    ],
+)
+def test_the_group_with_most_rights_counts(groups: object, role: Role) -> None:
+    found = identify({**CLAIMS, "groups": groups}, OidcSettings(**SETTINGS))
+
+    assert (found.name, found.role) == ("ann@example.com", role)
+    assert found.subject == "https://id.example.com|1"
+
+
+@pytest.mark.parametrize(
+    ("claims", "message"),
+    [
+        ({"groups": ["sales"]}, "none of the groups"),
+        ({"groups": None}, "none of the groups"),
+        ({"groups": 5}, "none of the groups"),
+        ({"groups": {"research": True}}, "none of the groups"),
+        ({"email": None}, "no usable claim 'email'"),
+        ({"email": ["ann@example.com"]}, "no usable claim 'email'"),
+        ({"email": "a\0b"}, "no usable claim 'email'"),
+        ({"email": "x" * 300}, "no usable claim 'email'"),
+        ({"email_verified": False}, "has not verified"),
+        ({"email_verified": "true"}, "has not verified"),
+    ],
+)
+def test_an_account_that_is_not_certainly_allowed_is_refused(
+    claims: dict[str, object], message: str
+) -> None:
+    with pytest.raises(Forbidden, match=message):
+        identify({**CLAIMS, **claims}, OidcSettings(**SETTINGS))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"issuer": "http://id.example.com"}, "must begin with https"),
+        ({"allowed_groups": []}, "allow_all_accounts"),
+        ({"scopes": "email"}, "must contain 'openid'"),
+        ({"client": "x"}, "client"),
+    ],
+)
+def test_unsafe_settings_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        OidcSettings(**{**SETTINGS, **changes})
+
+
+@pytest.mark.parametrize("public_url", [None, "http://tinker.example.com"])
+def test_a_login_needs_a_safe_address_of_the_server(public_url: str | None) -> None:
+    with pytest.raises(ValidationError, match="public_url"):
+        Settings(oidc=OidcSettings(**SETTINGS), public_url=public_url)
