@@ -1,7 +1,7 @@
 # The commands for contributors and new users. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test-tools test test-engines cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs compatibility generate protobuf check sbom bench bench-gpu rlve fuzz clean
+.PHONY: help install run demo test-tools test test-engines cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs compatibility generate protobuf check sbom bench bench-gpu rlve fuzz test-recipes clean
 
 # Idle OpenMP threads must sleep: if they spin, a small machine becomes many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -16,7 +16,7 @@ MODEL_FOLDER := $(CACHE)/SmolLM2-135M-Instruct
 E2E_TESTS := test_installation.py test_pool_installation.py test_trainer_pods.py
 FAULT_TESTS := $(addprefix test_operator_,crash_points.py faults.py scale.py)
 SHARDED_TESTS := $(addprefix tests/conformance/,test_training_with_the_sdk.py test_checkpoints_with_the_sdk.py)
-TRAINER_TESTS := $(SHARDED_TESTS) $(addprefix tests/conformance/,bad_input test_sampling_with_the_sdk.py \
+TRAINER_TESTS := $(SHARDED_TESTS) $(addprefix tests/conformance/,bad_input test_sampling_with_the_sdk.py test_custom_losses.py \
   test_external_weights.py test_cookbook.py test_suspension.py::test_a_pending_gradient_survives_a_restart)
 # SDK versions that tests exercise; `make compatibility` exercises more.
 TESTED_SDKS := 0.16.1 0.24.1 0.38.0
@@ -129,8 +129,11 @@ bench-gpu: .venv/.installed ## check and measure the engine on this machine's GP
 rlve: .venv/.installed ## train a small model on an RLVE environment and draw the curve (by hand; 10 minutes on two cores)
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m benchmarks.rlve
 
-fuzz: .venv/.installed ## send the server 100,000 requests that no program would send (by hand; half an hour on two cores)
-	@FUZZ_CASES=15000 $(BIN)/pytest --timeout 7200 tests/fuzz
+fuzz: .venv/.installed ## send servers 100,000 requests that no program would send (by hand; at most two hours)
+	@$(BIN)/python tools/fuzz.py --cases 100000 --minutes 60
+
+test-recipes: .venv/.installed ## run two steps of each kind of training program of tinker-cookbook (by hand; minutes)
+	@$(BIN)/pytest tests/recipes
 
 clean: ## remove the environment and the state of `make run`
 	rm -rf .venv .uv .run

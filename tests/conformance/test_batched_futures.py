@@ -1,4 +1,7 @@
-"""A client polls once for all of its samples; clients of one sampling session get numbers."""
+"""What servers may ask of clients: one poll for all samples, and compressed batches.
+
+Clients of one sampling session get numbers.
+"""
 
 import pickle
 from collections.abc import Iterator
@@ -8,6 +11,7 @@ import pytest
 import tinker
 from tinker import types
 
+from tinkercloud_testing.sdk_steps import step
 from tinkercloud_testing.servers import Server, a_server
 
 MODEL = "tiny/llama"
@@ -18,9 +22,9 @@ LONG = types.SamplingParams(max_tokens=400, stop=[])
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Server]:
-    """A server whose clients poll once for all of their samples."""
-    state_dir = tmp_path_factory.mktemp("state")
-    with a_server(state_dir, {MODEL: model_folder}, {"TINKERCLOUD_BATCH_POLLS": "true"}) as running:
+    """A server whose clients poll once for all of their samples and compress batches."""
+    settings = {"TINKERCLOUD_BATCH_POLLS": "true", "TINKERCLOUD_COMPRESS_UPLOADS": "true"}
+    with a_server(tmp_path_factory.mktemp("state"), {MODEL: model_folder}, settings) as running:
         yield running
 
 
@@ -32,6 +36,15 @@ def test_samples_are_retrieved_by_one_poll(client: tinker.ServiceClient) -> None
 
     assert sampler._futures_poller is not None
     assert [len(result.sequences[0].tokens) for result in results] == [4] * 30
+
+
+def test_batches_are_sent_compressed(client: tinker.ServiceClient) -> None:
+    training = client.create_lora_training_client(MODEL, rank=4).result()
+
+    first, second = step(training), step(training)
+
+    assert training.holder._client_config.proto_compress_fwdbwd
+    assert second < first
 
 
 def test_an_error_of_one_sample_reaches_its_caller(client: tinker.ServiceClient) -> None:

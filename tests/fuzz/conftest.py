@@ -1,15 +1,19 @@
 """A running server that is sent requests no program would send.
 
-`FUZZ_CASES` is the number of cases of each test; `make fuzz` sends many more than CI does.
+`FUZZ_CASES` is the number of cases of each test. `make fuzz` sends many more than CI does, in
+pieces (tools/fuzz.py). Each writes what it has done to the file that `FUZZ_REPORT` names.
 """
 
+import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
+from tinkercloud_testing.fuzzing import Cases
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.raw_run import MODEL, Run
 from tinkercloud_testing.servers import Server, a_server
@@ -19,9 +23,13 @@ _GROWTH_BYTES = 256 << 20
 
 
 @pytest.fixture(scope="session")
-def cases() -> int:
+def cases() -> Iterator[Cases]:
     """Return the number of cases of each test."""
-    return int(os.environ.get("FUZZ_CASES", "150"))
+    found = Cases(int(os.environ.get("FUZZ_CASES", "150")))
+    yield found
+    if "FUZZ_REPORT" in os.environ:
+        report = {"cases": found.sent, "growth": found.growth}
+        Path(os.environ["FUZZ_REPORT"]).write_text(json.dumps(report))
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +47,9 @@ def run(server: Server) -> Run:
 
 
 @pytest.fixture(autouse=True)
-def nothing_died_or_grew_and_the_run_still_trains(server: Server, run: Run) -> Iterator[None]:
+def nothing_died_or_grew_and_the_run_still_trains(
+    server: Server, run: Run, cases: Cases
+) -> Iterator[None]:
     """Check after each test that the same processes are alive, and that training continues."""
     run.step()
     before = _memory(server)
@@ -48,6 +58,7 @@ def nothing_died_or_grew_and_the_run_still_trains(server: Server, run: Run) -> I
     after = _memory(server)
     assert after.keys() == before.keys(), "a process was replaced"
     growth = {pid: after[pid] - before[pid] for pid in after}
+    cases.growth = max(cases.growth, *growth.values())
     assert max(growth.values()) < _GROWTH_BYTES, growth
 
 

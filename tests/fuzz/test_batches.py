@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tinker.proto import tinker_public_pb2 as pb
 
+from tinkercloud_testing.fuzzing import Cases
 from tinkercloud_testing.raw_run import Run, a_tensor
 from tinkercloud_testing.servers import Answer, Server
 
@@ -28,11 +29,11 @@ losses = st.sampled_from(["cross_entropy", "importance_sampling", "ppo", "cispo"
 
 
 def test_a_batch_with_changed_bytes_is_accepted_or_rejected_with_a_reason(
-    server: Server, cases: int
+    server: Server, cases: Cases
 ) -> None:
     victim = Run(server)
 
-    @settings(max_examples=cases, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=cases.number, deadline=None, suppress_health_check=list(HealthCheck))
     @given(changes=edits)
     def check(changes: list[Edit]) -> None:
         body = _unnumbered(victim.batch())
@@ -41,16 +42,17 @@ def test_a_batch_with_changed_bytes_is_accepted_or_rejected_with_a_reason(
             body = body[:start] + added + body[start + removed :]
         # Nobody waits for the result: the changed bytes may number the request after missing ones.
         _accepted(victim, body)
+        cases.count()
 
     check()
 
 
 def test_a_batch_of_any_values_is_computed_or_rejected_with_a_reason(
-    server: Server, cases: int
+    server: Server, cases: Cases
 ) -> None:
     victim = Run(server)
 
-    @settings(max_examples=cases, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=cases.number, deadline=None, suppress_health_check=list(HealthCheck))
     @given(
         tokens=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(0, 263), max_size=9),
         inputs=st.dictionaries(names, numbers, max_size=4),
@@ -79,6 +81,7 @@ def test_a_batch_of_any_values_is_computed_or_rejected_with_a_reason(
         if answer.status == 200:
             result = victim.server.result(str(answer.json()["request_id"]))
             assert result.status == 200, (result.status, result.body)
+        cases.count()
 
     check()
 

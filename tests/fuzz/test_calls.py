@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.schemas import APIOperation
 
+from tinkercloud_testing.fuzzing import Cases
 from tinkercloud_testing.raw_run import Run
 from tinkercloud_testing.servers import API_KEY, Server
 from tinkercloud_testing.waiting import PATIENCE_SECONDS
@@ -51,7 +52,7 @@ def session() -> Iterator[requests.Session]:
 
 
 def test_no_call_of_the_openapi_document_makes_the_server_fail(
-    server: Server, session: requests.Session, ids: dict[str, str], cases: int
+    server: Server, session: requests.Session, ids: dict[str, str], cases: Cases
 ) -> None:
     document = server.request("GET", "/openapi.json").json()
     found = schemathesis.openapi.from_dict(document).get_all_operations()
@@ -61,14 +62,20 @@ def test_no_call_of_the_openapi_document_makes_the_server_fail(
     assert len(wanted) > 40
 
     for operation in wanted:
-        _call(server, session, operation, ids, max(3, cases // 20))
+        _call(server, session, operation, ids, cases)
 
 
 def _call(
-    server: Server, session: requests.Session, operation: Operation, ids: dict[str, str], count: int
+    server: Server,
+    session: requests.Session,
+    operation: Operation,
+    ids: dict[str, str],
+    cases: Cases,
 ) -> None:
     valid = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
     invalid = operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)
+
+    count = max(3, cases.number // 20)
 
     @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
     @given(case=valid | invalid, existing=st.booleans())
@@ -88,6 +95,7 @@ def _call(
         assert response.status_code < 500, (case.as_curl_command(), response.text)
         if response.status_code >= 400 and operation.method != "head":
             assert response.json(), "an error without a reason"
+        cases.count()
 
     check()
 

@@ -5,6 +5,7 @@ import socket
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tinkercloud_testing.fuzzing import Cases
 from tinkercloud_testing.servers import API_KEY, Server
 from tinkercloud_testing.waiting import PATIENCE_SECONDS
 
@@ -58,14 +59,15 @@ _BODIES = st.sampled_from(
 
 
 def test_no_bytes_on_a_connection_make_the_server_fail_or_hold_it_open(
-    server: Server, cases: int
+    server: Server, cases: Cases
 ) -> None:
-    @settings(max_examples=cases, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=cases.number, deadline=None, suppress_health_check=list(HealthCheck))
     @given(line=_LINES, fields=st.lists(_FIELDS, max_size=5), body=_BODIES)
     def check(line: bytes, fields: list[bytes], body: bytes) -> None:
         head = b"\r\n".join([line, *fields, b"Connection: close", b"", b""])
         for status in _statuses(_exchange(server, head + body)):
             assert status < 500, (status, head, body)
+        cases.count()
 
     check()
 

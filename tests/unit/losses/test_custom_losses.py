@@ -300,6 +300,48 @@ def test_the_cost_of_all_data_is_bounded() -> None:
         cost_of(loss, data=300_000)
 
 
+def test_gradients_are_part_of_the_cost() -> None:
+    def one_by_one(logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        total = logprobs[0]
+        for place in range(1, 200):
+            total = total + logprobs[place]
+        return total, {}
+
+    def detached(logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        constant = logprobs.detach()
+        return logprobs[0] + sum(constant[place] for place in range(1, 200)), {}
+
+    # The gradient of each element is as long as the sequence.
+    length = custom_losses.MAX_DATUM_ELEMENTS // 200
+    with pytest.raises(InvalidRequest, match="for one datum"):
+        custom_losses.check_cost(uploaded(one_by_one), [DatumInputs((length,), {})])
+    custom_losses.check_cost(uploaded(one_by_one), [DatumInputs((length // 8,), {})])
+    custom_losses.check_cost(uploaded(detached), [DatumInputs((length,), {})])
+
+
+def test_the_gradient_of_a_product_costs_products() -> None:
+    def squared(logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return torch.mm(logprobs, logprobs).sum(), {}
+
+    definition = uploaded(squared, logprobs=2)
+    side = round((custom_losses.MAX_DATUM_ELEMENTS / 2) ** (1 / 3))
+
+    with pytest.raises(InvalidRequest, match="for one datum"):
+        custom_losses.check_cost(definition, [DatumInputs((side, side), {})])
+    custom_losses.check_cost(definition, [DatumInputs((side // 2, side // 2), {})])
+
+
+def test_a_loss_that_takes_too_long_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(custom_losses, "MAX_SECONDS", -1.0)
+    definition = uploaded(lambda logprobs: (logprobs.sum(), {}))
+    data = [DatumInputs((3,), {})]
+
+    with pytest.raises(InvalidRequest, match="seconds"):
+        custom_losses.losses_of_data(definition, [-torch.rand(3)], data)
+    with pytest.raises(InvalidRequest, match="seconds"):
+        custom_losses.check_cost(definition, data)
+
+
 def test_a_wrong_index_fails_without_affecting_others() -> None:
     def pick(logprobs: Tensor, places: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return logprobs.gather(0, places).sum(), {}
@@ -360,3 +402,11 @@ def test_an_output_that_refers_to_no_name_is_refused() -> None:
 
     with pytest.raises(InvalidRequest, match="must be the output"):
         format_1.check(loss)
+
+
+def test_a_gradient_that_cannot_be_computed_is_found_without_data() -> None:
+    ratio = a_node("e", "torch.exp", {"ref": "logprobs"})
+    overwritten = a_node("i", "operator.iadd", {"ref": "e"}, 1)
+
+    with pytest.raises(InvalidRequest, match="in place"):
+        cost_of(of_nodes(ratio, overwritten, a_node("n", "torch.sum", {"ref": "i"})))

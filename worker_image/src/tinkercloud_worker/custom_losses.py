@@ -2,8 +2,9 @@
 
 A loss runs on the CPU, node by node, on copies of one datum's tensors. Before any datum runs, the
 graph runs on tensors without data (torch's meta device), which costs next to nothing: that finds
-errors in shapes, and bounds what the real run will compute. A loss that fails, or that costs too
-much, fails its own request only.
+errors in shapes, and bounds what the real run will compute, forward and backward. The time of the
+real run is bounded too, because some operations are slower for their size than others. A loss that
+fails, or that costs too much, fails its own request only.
 
 Shape legend: N positions of a datum, K targets per position, R positions of a pack.
 """
@@ -11,7 +12,8 @@ Shape legend: N positions of a datum, K targets per position, R positions of a p
 import json
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -26,9 +28,11 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.tensors import Array, Datum, FloatArray
 
 MAX_DATUM_ELEMENTS = 1 << 26
-"""Elements that a loss may compute for one datum, over all nodes."""
+"""Elements that a loss may compute for one datum, over all nodes and their gradients."""
 MAX_BATCH_ELEMENTS = 1 << 28
 """Elements that a loss may compute for one request; takes seconds on a CPU."""
+MAX_SECONDS = 60.0
+"""CPU time that a loss may take for the data of one pass: a bound for unusually slow operations."""
 _NODE_ELEMENTS = 1024
 """What a node counts as at least: the interpreter takes longer than torch for small tensors."""
 _LARGEST_NUMBER = 1 << 53
@@ -101,6 +105,28 @@ class _Step:
             return 1
         return max(args[0].shape[-1], 1) if args[0].ndim else 1
 
+    def cost_of_gradients(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: int
+    ) -> int:
+        """Return what the backward pass of the node costs.
+
+        The gradient of an argument has its elements, and takes as many operations as the node: a
+        single element of a long tensor has a gradient of the tensor's length, and the gradient of
+        a product is a product.
+
+        Args:
+            args: the arguments.
+            kwargs: the named arguments.
+            forward: what the node itself costs.
+        """
+        given = [list(_tensors(value)) for value in (*args, *kwargs.values())]
+        adapted = [[v for v in tensors if v.requires_grad] for tensors in given]
+        return sum(
+            forward + sum(max(value.numel(), _NODE_ELEMENTS) for value in tensors)
+            for tensors in adapted
+            if tensors
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LossInput:
@@ -132,7 +158,7 @@ class CompiledLoss:
 
         Args:
             inputs: one for each of the loss's inputs; in-place operations may change them.
-            spend: called with the number of elements of each result.
+            spend: called after each node with the elements of its results and gradients.
 
         Raises:
             InvalidRequest: an operation failed, or the results are not scalars.
@@ -147,6 +173,7 @@ class CompiledLoss:
                     cost = step.cost_before(args, kwargs)
                     values[step.name] = step.function(*args, **kwargs)
                     cost += _elements(values[step.name], step.terms(args))
+                    cost += step.cost_of_gradients(args, kwargs, cost)
                 except InvalidRequest as error:
                     raise self._failed(step.name, error.message) from None
                 except Exception as error:  # noqa: BLE001 - of any operation, on a client's values
@@ -208,16 +235,18 @@ def check_cost(definition: bytes, data: Sequence[DatumInputs]) -> None:
     Raises:
         InvalidRequest: an operation does not fit the shapes, or the loss costs too much.
     """
-    total = 0
+    total, in_time = 0, _time_limit(compiled(definition).name)
     for datum in data:
         shapes = tuple((v.shape, v.dtype.str) for _, v in sorted(datum.values.items()))
         names = tuple(sorted(datum.values))
         total += _cost(definition, datum.logprobs_shape, names, shapes)
+        in_time(total)
         if total > MAX_BATCH_ELEMENTS:
             raise InvalidRequest(
                 f"custom loss {compiled(definition).name!r}: computes more than"
-                f" {MAX_BATCH_ELEMENTS} elements for this request (each node counts as at least"
-                f" {_NODE_ELEMENTS}); send less data per request, or use a simpler loss"
+                f" {MAX_BATCH_ELEMENTS} elements for this request, with those of gradients (each"
+                f" node counts as at least {_NODE_ELEMENTS}); send less data per request, or use a"
+                " simpler loss"
             )
 
 
@@ -247,7 +276,16 @@ def _cost(
     }
     empty["logprobs"] = torch.empty(logprobs_shape, device="meta", requires_grad=True)
     with torch.enable_grad():
-        loss.run([empty[given.name] for given in loss.inputs], spend)
+        value, _ = loss.run([empty[given.name] for given in loss.inputs], spend)
+        try:
+            torch.autograd.grad(value, empty["logprobs"], allow_unused=True)
+        except RuntimeError as error:
+            # Other errors are of operations whose gradient needs values, which these tensors lack.
+            if "inplace operation" in str(error):
+                raise InvalidRequest(
+                    f"custom loss {loss.name!r}: it changes a tensor in place that its gradient"
+                    " needs; use an operation that returns a new one"
+                ) from None
     return spent
 
 
@@ -263,14 +301,17 @@ def losses_of_data(
 
     Returns:
         The losses, float64, one for each datum, and the metrics of each.
+
+    Raises:
+        InvalidRequest: an operation failed, or the losses take more than `MAX_SECONDS`.
     """
     loss = compiled(definition)
-    results = []
+    results, in_time = [], _time_limit(loss.name)
     for lp, datum in zip(logprobs, data, strict=True):
         # Copies, because operations in place change them.
         given = {name: torch.from_numpy(value.copy()) for name, value in datum.values.items()}
         given["logprobs"] = lp
-        results.append(loss.run([given[each.name] for each in loss.inputs], lambda _elements: None))
+        results.append(loss.run([given[each.name] for each in loss.inputs], in_time))
     return torch.stack([value.double() for value, _ in results]), [found for _, found in results]
 
 
@@ -294,6 +335,28 @@ def metrics_of(
     return {
         key: value / len(data) if key.endswith(":mean") else value for key, value in totals.items()
     }
+
+
+def _time_limit(name: str) -> Callable[[int], None]:
+    """Return a function, called after each node, that raises once the time of a loss is over."""
+    end = time.thread_time() + MAX_SECONDS
+
+    def check(_elements: int) -> None:
+        if time.thread_time() > end:
+            raise InvalidRequest(
+                f"custom loss {name!r}: took more than {MAX_SECONDS:g} seconds; send less data per"
+                " request, or use a simpler loss"
+            )
+
+    return check
+
+
+def _tensors(value: Value) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
 
 
 def _step(node: Mapping[str, Value]) -> _Step:

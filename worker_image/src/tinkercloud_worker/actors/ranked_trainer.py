@@ -30,6 +30,7 @@ from tinkercloud_worker.actors.batch_shards import (
 )
 from tinkercloud_worker.actors.group import RankGroup, RanksLost, RanksUnavailable
 from tinkercloud_worker.actors.rank_weight_host import RankWeightHost, waited
+from tinkercloud_worker.engine import custom_passes
 from tinkercloud_worker.engine.batch import Batch, padded_lengths
 from tinkercloud_worker.engine.ranks import Membership
 from tinkercloud_worker.engine.trainer import (
@@ -139,16 +140,24 @@ class RankedTrainer:
 
     def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
         """See `Trainer.forward`."""
-        return self._pass("forward", model_id, batch, yield_point)
+        return custom_passes.forward(
+            batch, lambda each: self._pass("forward", model_id, each, yield_point)
+        )
 
     def forward_backward(
         self, model_id: str, batch: Batch, yield_point: Callable[[], None]
     ) -> LossOutput:
         """See `Trainer.forward_backward`."""
         self._report_lost_gradient(model_id)
-        self._unapplied.add(model_id)
+
+        def run(linear: Batch) -> LossOutput:
+            self._unapplied.add(model_id)
+            return self._pass("forward_backward", model_id, linear, yield_point)
+
         try:
-            return self._pass("forward_backward", model_id, batch, yield_point)
+            return custom_passes.forward_backward(
+                batch, lambda each: self._pass("forward", model_id, each, yield_point), run
+            )
         except GradientLost:
             self._forget_gradient(model_id)
             raise

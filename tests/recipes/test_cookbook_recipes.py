@@ -1,0 +1,259 @@
+"""Two steps of each kind of training program in tinker-cookbook, unmodified and offline.
+
+Run by hand with `make test-recipes`: each program loads its own Python libraries. A supervised
+program and reinforcement learning with synchronous rollouts are in tests/conformance.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_testing.servers import API_KEY, Server, a_server
+
+MODEL = "tiny/llama"
+RECIPES = "tinker_cookbook.recipes"
+COMMON = [f"model_name={MODEL}", "renderer_name=role_colon", "save_every=0", "eval_every=0"]
+MATH = [
+    *COMMON,
+    *("env=arithmetic", "loss_fn=importance_sampling"),
+    *("group_size=2", "groups_per_batch=2", "max_tokens=4", "max_steps=2"),
+]
+WORDS = ("ab", "cd", "ef", "gh")
+
+DPO = """
+import sys
+from tinker_cookbook.preference import train_dpo
+from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromComparisons
+from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFromJsonl
+from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
+
+data, log_path, model = sys.argv[1:]
+common = ChatDatasetBuilderCommonConfig(
+    model_name_for_tokenizer=model, renderer_name="role_colon", max_length=128, batch_size=2
+)
+builder = DPODatasetBuilderFromComparisons(
+    common_config=common, comparison_builder=ComparisonBuilderFromJsonl(train_path=data)
+)
+train_dpo.main(train_dpo.Config(
+    log_path=log_path, model_name=model, recipe_name="test", dataset_builder=builder,
+    renderer_name="role_colon", learning_rate=1e-2, lora_rank=8, max_steps=2, eval_every=0,
+    infrequent_eval_every=0, reference_model_name=model,
+))
+"""
+
+OFF_POLICY = """
+import asyncio, sys
+from tinker_cookbook.distillation import train_off_policy
+from tinker_cookbook.distillation.datasets import TeacherConfig
+from tinker_cookbook.supervised.data import FromConversationFileBuilder
+from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
+
+data, log_path, model = sys.argv[1:]
+common = ChatDatasetBuilderCommonConfig(
+    model_name_for_tokenizer=model, renderer_name="role_colon", max_length=128, batch_size=2
+)
+dataset = train_off_policy.DatasetWithTeacher(
+    dataset_builder=FromConversationFileBuilder(common_config=common, file_path=data),
+    teacher_config=TeacherConfig(base_model=model),
+)
+asyncio.run(train_off_policy.main(train_off_policy.Config(
+    learning_rate=1e-2, dataset_configs=[dataset], model_name=model, recipe_name="test",
+    renderer_name="role_colon", lora_rank=8, n_teacher_targets=5, batch_size=2, save_every=0,
+    eval_every=0, max_steps=2, log_path=log_path,
+)))
+"""
+
+ON_POLICY = """
+import asyncio, sys
+import chz
+from tinker_cookbook import renderers
+from tinker_cookbook.distillation import train_on_policy
+from tinker_cookbook.distillation.datasets import (
+    DistillationDatasetConfig, PromptOnlyDataset, TeacherConfig
+)
+from tinker_cookbook.rl.types import RLDatasetBuilder
+from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+data, log_path, model = sys.argv[1:]
+
+@chz.chz
+class Prompts(RLDatasetBuilder):
+    async def __call__(self):
+        tokenizer = get_tokenizer(model)
+        renderer = renderers.get_renderer("role_colon", tokenizer=tokenizer)
+        prompts = open(data).read().split()
+        return PromptOnlyDataset(prompts, 2, 2, renderer, tokenizer), None
+
+config = DistillationDatasetConfig(
+    dataset_builder=Prompts(), teacher_config=TeacherConfig(base_model=model), groups_per_batch=2
+)
+asyncio.run(train_on_policy.main(train_on_policy.Config(
+    learning_rate=1e-2, dataset_configs=[config], model_name=model, recipe_name="test",
+    renderer_name="role_colon", max_tokens=8, lora_rank=8, log_path=log_path, eval_every=0,
+    save_every=0, max_steps=2,
+)))
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Run a server with a tiny model whose context has room for several turns."""
+    model = tiny_llama()
+    model.config.max_position_embeddings = 4096
+    folder = save(model, tmp_path_factory.mktemp("models") / "llama")
+    with a_server(tmp_path_factory.mktemp("state"), {MODEL: folder}) as running:
+        yield running
+
+
+@pytest.fixture
+def log_path(tmp_path: Path) -> Path:
+    """Return the folder in which a program keeps its logs."""
+    return tmp_path / "logs"
+
+
+@pytest.fixture
+def conversations(tmp_path: Path) -> Path:
+    """Write a few conversations, one a line."""
+    rows = [{"messages": [*_question(word), _answer(word * 3)]} for word in WORDS * 2]
+    return _written(tmp_path / "conversations.jsonl", rows)
+
+
+def _question(word: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"Say {word}"}]
+
+
+def _answer(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def _written(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def steps(server: Server, log_path: Path, *arguments: str) -> list[dict[str, float]]:
+    """Run a program whose only hub is the server; return the metrics of its training steps."""
+    environment = {
+        **os.environ,
+        "TINKER_BASE_URL": server.url,
+        "TINKER_API_KEY": API_KEY,
+        "HF_ENDPOINT": f"{server.url}/hf",
+        "HF_HOME": str(log_path.parent / "hf"),
+        "WANDB_MODE": "disabled",
+    }
+    result = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return [json.loads(line) for line in (log_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def values(rows: list[dict[str, float]], name: str) -> list[float]:
+    """Return a metric of all steps that have it."""
+    return [row[name] for row in rows if name in row]
+
+
+def test_preferences_by_dpo(server: Server, tmp_path: Path, log_path: Path) -> None:
+    rows = [
+        {
+            "comparison": {
+                "prompt_conversation": _question(word),
+                "completion_A": [_answer(word * 3)],
+                "completion_B": [_answer("no")],
+            },
+            "label": "A",
+        }
+        for word in WORDS
+    ]
+    data = _written(tmp_path / "comparisons.jsonl", rows)
+
+    found = steps(server, log_path, "-c", DPO, str(data), str(log_path), MODEL)
+
+    losses = values(found, "dpo_loss")
+    # Both models are equal before the first step.
+    assert losses[0] == pytest.approx(0.6931, abs=1e-3)
+    assert len(losses) == 2
+
+
+def test_reinforcement_learning_with_asynchronous_rollouts(server: Server, log_path: Path) -> None:
+    options = [*MATH, "max_steps_off_policy=1", f"log_path={log_path}"]
+
+    found = steps(server, log_path, "-m", f"{RECIPES}.math_rl.train", *options)
+
+    assert len(values(found, "env/all/reward/total")) == 2
+
+
+def test_reinforcement_learning_in_streamed_minibatches(server: Server, log_path: Path) -> None:
+    stream = [
+        f"stream_minibatch_config.{name}=2" for name in ("groups_per_batch", "num_minibatches")
+    ]
+
+    found = steps(
+        server, log_path, "-m", f"{RECIPES}.math_rl.train", *MATH, *stream, f"log_path={log_path}"
+    )
+
+    assert len(values(found, "env/all/reward/total")) == 2
+
+
+def test_reinforcement_learning_over_several_turns(server: Server, log_path: Path) -> None:
+    sizes = ["group_size=2", "batch_size=2", "max_tokens=8", "max_steps=2"]
+
+    found = steps(
+        server,
+        log_path,
+        "-m",
+        f"{RECIPES}.multiplayer_rl.guess_number.train",
+        *COMMON,
+        *sizes,
+        f"log_path={log_path}",
+    )
+
+    turns = values(found, "env/all/turns_per_episode")
+    assert len(turns) == 2
+    assert max(turns) > 1
+
+
+def test_distillation_on_policy(server: Server, tmp_path: Path, log_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(" ".join(WORDS))
+
+    found = steps(server, log_path, "-c", ON_POLICY, str(prompts), str(log_path), MODEL)
+
+    divergences = values(found, "teacher_kl")
+    # The student is the teacher until its first step.
+    assert divergences[0] == pytest.approx(0, abs=1e-4)
+    assert len(divergences) == 2
+
+
+def test_distillation_off_policy(server: Server, conversations: Path, log_path: Path) -> None:
+    found = steps(server, log_path, "-c", OFF_POLICY, str(conversations), str(log_path), MODEL)
+
+    losses = values(found, "train/loss:sum")
+    assert len(losses) == 2
+    # The batches differ, so that the loss need not fall.
+    assert all(0 < loss < math.inf for loss in losses)
+
+
+def test_distillation_of_a_prompt(server: Server, conversations: Path, log_path: Path) -> None:
+    found = steps(
+        server,
+        log_path,
+        "-m",
+        f"{RECIPES}.prompt_distillation.train",
+        *COMMON,
+        f"file_path={conversations}",
+        *("batch_size=4", "max_length=128", "max_steps=2", "learning_rate=0.01"),
+        f"log_path={log_path}",
+    )
+
+    losses = values(found, "train_mean_nll")
+    assert len(losses) == 2
+    # The batches differ, so that the loss need not fall.
+    assert all(0 < loss < math.inf for loss in losses)
