@@ -100,5 +100,9 @@ def visible(span: Span, window: int | None) -> npt.NDArray[np.bool_]:
         image_of_L[image.start : end_of(image)] = number
     image_of_R = image_of_L[span.start :, None]
     query_R1, key_L = np.arange(span.start, span.stop)[:, None], np.arange(span.stop)
-    seen = (key_L <= query_R1) | ((image_of_R == image_of_L) & (image_of_R >= 0))
-    return seen if window is None else seen & (key_L > query_R1 - window)
+    seen: npt.NDArray[np.bool_] = (key_L <= query_R1) | (
+        (image_of_R == image_of_L) & (image_of_R >= 0)
+    )
+    if window is not None:
+        seen &= key_L > query_R1 - window
+    return seen
