@@ -34,7 +34,7 @@ def test_lists_reject_invalid_pages(run: Run) -> None:
 
 def test_unsupported_calls_are_named(run: Run) -> None:
     answers = {
-        "GET /api/v1/projects": 404,
+        "GET /api/v1/a_listing_of_next_year": 404,
         "POST /api/v1/a_call_of_next_year": 404,
         "GET /api/v1/optim_step": 404,
     }
