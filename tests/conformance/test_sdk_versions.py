@@ -20,7 +20,6 @@ def test_sdk_versions_do_what_the_page_states(tmp_path: Path) -> None:
     stated = json.loads(RESULTS.read_text())["versions"]
 
     with a_server_without_sdk(tmp_path) as server:
-        server.new_project("a-project")
         found = exercise(VERSIONS, server, tmp_path)
 
     differences = {

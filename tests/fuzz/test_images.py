@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tinker.proto import tinker_public_pb2 as pb
 
+from tinkercloud_testing.fuzzing import Cases
 from tinkercloud_testing.pictures import picture
 from tinkercloud_testing.raw_run import MODEL, Run
 from tinkercloud_testing.servers import Server
@@ -33,11 +34,11 @@ anything: st.SearchStrategy[Any] = (
 
 
 def test_a_batch_of_any_chunks_is_computed_or_rejected_with_a_reason(
-    server: Server, cases: int
+    server: Server, cases: Cases
 ) -> None:
     victim = Run(server)
 
-    @settings(max_examples=cases, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=cases.number, deadline=None, suppress_health_check=list(HealthCheck))
     @given(
         images=st.lists(st.tuples(files, formats, counts, st.booleans()), max_size=4),
         audio=st.binary(max_size=4) | st.none(),
@@ -55,6 +56,7 @@ def test_a_batch_of_any_chunks_is_computed_or_rejected_with_a_reason(
 
         answer = victim.train(message.SerializeToString())
 
+        cases.count()
         assert answer.status in {200, 400}, (answer.status, answer.body)
         if answer.status == 200:
             result = victim.server.result(str(answer.json()["request_id"]))
@@ -65,7 +67,7 @@ def test_a_batch_of_any_chunks_is_computed_or_rejected_with_a_reason(
 
 
 def test_a_sample_of_any_chunks_is_computed_or_rejected_with_a_reason(
-    server: Server, cases: int
+    server: Server, cases: Cases
 ) -> None:
     victim = Run(server)
     body = {"session_id": victim.session, "sampling_session_seq_id": 7, "base_model": MODEL}
@@ -83,7 +85,7 @@ def test_a_sample_of_any_chunks_is_computed_or_rejected_with_a_reason(
         },
     )
 
-    @settings(max_examples=cases, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=cases.number, deadline=None, suppress_health_check=list(HealthCheck))
     @given(prompt=st.lists(chunks, max_size=4))
     def check(prompt: list[dict[str, Any]]) -> None:
         request = {
@@ -94,6 +96,7 @@ def test_a_sample_of_any_chunks_is_computed_or_rejected_with_a_reason(
 
         answer = server.post("asample", request)
 
+        cases.count()
         assert answer.status in {200, 400, 422, 429}, (answer.status, answer.body)
         assert answer.status == 200 or answer.detail
 

@@ -24,7 +24,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with a_server_without_sdk(folder) as server:
-            server.new_project("a-project")
             found = exercise(wanted, server, folder)
     content = {"program": fingerprint(), "versions": found}
     RESULTS.write_text(json.dumps(content, indent=1, sort_keys=False) + "\n")
