@@ -1,6 +1,11 @@
-"""Training and sampling with images, as the unmodified SDK sends them."""
+"""Training and sampling with images, as the unmodified SDK and the cookbook send them."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,12 +13,20 @@ import tinker
 from tinker import types
 
 from tinkercloud_testing.pictures import plain_picture
-from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.servers import API_KEY, Server, a_server
 from tinkercloud_testing.vision_models import VISION_END, VISION_START, save_vision_model
 
 MODEL = "tiny/qwen-vl"
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 NAMES = {RED: b"red", BLUE: b"blue"}
+ADAM = types.AdamParams(learning_rate=2e-2)
+
+LOAD_THE_PROCESSOR = f"""
+from PIL import Image
+from tinker_cookbook.image_processing_utils import get_image_processor
+processor = get_image_processor({MODEL!r})
+print(processor.get_number_of_image_patches(84, 56, images_kwargs={{}}) // processor.merge_size**2)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +76,48 @@ def a_datum(color: tuple[int, int, int]) -> types.Datum:
 
 
 DATA = [a_datum(RED), a_datum(BLUE)]
+
+
+def train(training: tinker.TrainingClient, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        step = training.forward_backward(DATA, "cross_entropy")
+        applied = training.optim_step(ADAM)
+        losses.append(step.result().metrics["loss:sum"])
+        applied.result()
+    return losses
+
+
+def logprobs_of(training: tinker.TrainingClient) -> list[list[float]]:
+    outputs = training.forward(DATA, "cross_entropy").result().loss_fn_outputs
+    return [list(output["logprobs"].data) for output in outputs]
+
+
+def answer_of(sampling: tinker.SamplingClient, color: tuple[int, int, int]) -> bytes:
+    prompt = types.ModelInput(chunks=question(image_of(color)))
+    params = types.SamplingParams(max_tokens=len(NAMES[color]), temperature=0)
+    [sequence] = sampling.sample(prompt, 1, params).result().sequences
+    return bytes(sequence.tokens)
+
+
+def test_training_on_images_lowers_the_loss_and_continues_from_a_checkpoint(
+    client: tinker.ServiceClient, training: tinker.TrainingClient
+) -> None:
+    losses = train(training, 8)
+
+    assert losses[-1] < 0.5 * losses[0]
+    path = training.save_state("images").result().path
+    resumed = client.create_training_client_from_state_with_optimizer(path).result()
+    assert logprobs_of(resumed) == logprobs_of(training)
+    assert train(resumed, 1) == train(training, 1)
+
+
+def test_samples_after_training_name_what_is_in_the_image(training: tinker.TrainingClient) -> None:
+    train(training, 40)
+
+    sampling = training.save_weights_and_get_sampling_client().result()
+
+    assert [answer_of(sampling, color) for color in NAMES] == list(NAMES.values())
 
 
 def test_the_sampler_scores_a_prompt_with_an_image_as_the_trainer(
@@ -129,3 +184,59 @@ def test_the_capabilities_say_that_the_model_reads_images(server: Server) -> Non
 
     assert (model["model_name"], model["reads_images"]) == (MODEL, True)
     assert model["max_context_length"] == 512
+
+
+def offline(server: Server, tmp_path: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "TINKER_BASE_URL": server.url,
+        "TINKER_API_KEY": API_KEY,
+        "HF_ENDPOINT": f"{server.url}/hf",
+        "HF_HOME": str(tmp_path / "hf"),
+        "WANDB_MODE": "disabled",
+    }
+
+
+def run(arguments: list[str], server: Server, folder: Path) -> str:
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=offline(server, folder),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+def test_the_cookbook_loads_the_image_processor_from_the_mirror(
+    server: Server, tmp_path: Path
+) -> None:
+    assert run(["-c", LOAD_THE_PROCESSOR], server, tmp_path).strip() == "6"
+
+
+def test_the_vlm_classifier_of_the_cookbook_takes_two_steps(server: Server, tmp_path: Path) -> None:
+    for part in ("train", "test"):
+        for name, color in (("red", RED), ("blue", BLUE)):
+            folder = tmp_path / "dpdl-benchmark" / "caltech101" / part / name
+            folder.mkdir(parents=True)
+            for index in range(2):
+                picture = plain_picture(color, 60 + 20 * index, file_format="png")
+                (folder / f"{index}.png").write_bytes(picture)
+
+    run(
+        [
+            *("-m", "tinker_cookbook.recipes.vlm_classifier.train", "experiment_dir=log"),
+            *(f"model_name={MODEL}", "renderer_name=qwen3_vl_instruct", "dataset=caltech101"),
+            *("batch_size=2", "max_steps=2", "lora_rank=4", "n_eval=2", "max_tokens=4"),
+            *("eval_every=2", "save_every=0", "behavior_if_log_dir_exists=delete"),
+        ],
+        server,
+        tmp_path,
+    )
+
+    [log] = (tmp_path / "log").glob("*/metrics.jsonl")
+    losses = [json.loads(line).get("train_mean_nll") for line in log.read_text().splitlines()]
+    assert len([loss for loss in losses if loss is not None]) == 2
