@@ -179,6 +179,21 @@ class Server:
         """Return a new key of an owner."""
         return str(json.loads(self.command("keys", "create", owner, "--json"))["key"])
 
+    def environment_of_recipes(self, folder: Path) -> dict[str, str]:
+        """Return an environment for programs whose only hub is the mirror of this server.
+
+        Args:
+            folder: where the hub's client keeps its cache.
+        """
+        return {
+            **os.environ,
+            "TINKER_BASE_URL": self.url,
+            "TINKER_API_KEY": API_KEY,
+            "HF_ENDPOINT": f"{self.url}/hf",
+            "HF_HOME": str(folder / "hf"),
+            "WANDB_MODE": "disabled",
+        }
+
     def new_project(self, project_id: str, key: str = API_KEY) -> str:
         """Create a project of the key's owner, and return its id."""
         created = self.post("projects", {"name": project_id, "project_id": project_id}, key=key)
