@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -194,9 +195,14 @@ class Server:
             "WANDB_MODE": "disabled",
         }
 
-    def new_project(self, project_id: str, key: str = API_KEY) -> str:
-        """Create a project of the key's owner, and return its id."""
-        created = self.post("projects", {"name": project_id, "project_id": project_id}, key=key)
+    def new_project(self, name: str, key: str = API_KEY) -> str:
+        """Create a project of the key's owner.
+
+        Returns:
+            Its id: the name and random letters, because tests share servers and ids are unique.
+        """
+        project_id = f"{name}-{secrets.token_hex(4)}"
+        created = self.post("projects", {"name": name, "project_id": project_id}, key=key)
         assert created.status == 200, created.body
         return project_id
 
