@@ -1,7 +1,6 @@
 """Programs with fixed model names run on any served model that has an alias of that name."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from tinker import types
 from tokenizers import AddedToken
 
 from tinkercloud_testing.models import byte_tokenizer, save, tiny_llama
-from tinkercloud_testing.servers import API_KEY, Server, a_server
+from tinkercloud_testing.servers import Server, a_server
 
 MODEL = "tiny/llama"
 ALIAS = "Qwen/Qwen3-4B-Instruct-2507"
@@ -95,14 +94,7 @@ def test_a_model_is_listed_trained_sampled_and_resumed_under_its_alias(aliased: 
 def test_recipes_for_listed_models_train_without_naming_a_renderer(
     aliased: Server, tmp_path: Path
 ) -> None:
-    environment = {
-        **os.environ,
-        "TINKER_BASE_URL": aliased.url,
-        "TINKER_API_KEY": API_KEY,
-        "HF_ENDPOINT": f"{aliased.url}/hf",
-        "HF_HOME": str(tmp_path / "hf"),
-        "WANDB_MODE": "disabled",
-    }
+    environment = aliased.environment_of_recipes(tmp_path)
     result = subprocess.run(
         [sys.executable, "-c", RECIPES, ALIAS, str(tmp_path)],
         env=environment,

@@ -215,9 +215,10 @@ def test_weights_info_describes_a_checkpoint(server: Server, client: tinker.Serv
 
 
 def test_runs_are_listed_by_project(server: Server) -> None:
+    project = server.new_project("alpha")
     sessions = [
-        server.post("create_session", {"sdk_version": "t", **project}).json()["session_id"]
-        for project in ({"project_id": server.new_project("alpha")}, {})
+        server.post("create_session", {"sdk_version": "t", **fields}).json()["session_id"]
+        for fields in ({"project_id": project}, {})
     ]
     runs = [
         server.post(
@@ -232,7 +233,7 @@ def test_runs_are_listed_by_project(server: Server) -> None:
         for session in sessions
     ]
 
-    of_project = server.rest().list_training_runs(project_id="alpha").result()
+    of_project = server.rest().list_training_runs(project_id=project).result()
 
     assert [run.training_run_id for run in of_project.training_runs] == runs[:1]
     assert of_project.cursor.total_count == 1

@@ -1,7 +1,6 @@
 """Unmodified training programs of tinker-cookbook, run offline against a server."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.servers import API_KEY, Server
+from tinkercloud_testing.servers import Server
 
 MODEL = "tiny/llama"
 README = Path(__file__).parents[2] / "README.md"
@@ -50,14 +49,7 @@ asyncio.run(train.main(config))
 @pytest.fixture
 def environment(server: Server, tmp_path: Path) -> dict[str, str]:
     """Return an environment whose only hub is the mirror of this server."""
-    return {
-        **os.environ,
-        "TINKER_BASE_URL": server.url,
-        "TINKER_API_KEY": API_KEY,
-        "HF_ENDPOINT": f"{server.url}/hf",
-        "HF_HOME": str(tmp_path / "hf"),
-        "WANDB_MODE": "disabled",
-    }
+    return server.environment_of_recipes(tmp_path)
 
 
 def run(arguments: list[str], environment: dict[str, str]) -> None:

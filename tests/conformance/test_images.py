@@ -1,7 +1,6 @@
 """Training and sampling with images, as the unmodified SDK and the cookbook send them."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import tinker
 from tinker import types
 
 from tinkercloud_testing.pictures import plain_picture
-from tinkercloud_testing.servers import API_KEY, Server, a_server
+from tinkercloud_testing.servers import Server, a_server
 from tinkercloud_testing.vision_models import VISION_END, VISION_START, save_vision_model
 
 MODEL = "tiny/qwen-vl"
@@ -186,22 +185,11 @@ def test_the_capabilities_say_that_the_model_reads_images(server: Server) -> Non
     assert model["max_context_length"] == 512
 
 
-def offline(server: Server, tmp_path: Path) -> dict[str, str]:
-    return {
-        **os.environ,
-        "TINKER_BASE_URL": server.url,
-        "TINKER_API_KEY": API_KEY,
-        "HF_ENDPOINT": f"{server.url}/hf",
-        "HF_HOME": str(tmp_path / "hf"),
-        "WANDB_MODE": "disabled",
-    }
-
-
 def run(arguments: list[str], server: Server, folder: Path) -> str:
     result = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env=offline(server, folder),
+        env=server.environment_of_recipes(folder),
         capture_output=True,
         text=True,
         timeout=300,

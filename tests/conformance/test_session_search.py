@@ -41,20 +41,19 @@ def search(server: Server, key: str, **fields: Any) -> list[str]:
 
 
 def test_sessions_are_found_by_name_metadata_project_and_state(server: Server, key: str) -> None:
-    for project in ("white", "green", "blue"):
-        server.new_project(project, key)
+    white, green, blue = (server.new_project(name, key) for name in ("white", "green", "blue"))
     first = a_session(
         server,
         key,
         display_name="Math with 100% RL",
         user_metadata={"a.b": "1", "c": "2"},
-        project_id="white",
+        project_id=white,
     )
-    second = a_session(server, key, project_id="green", user_metadata={"a.b": "1"})
+    second = a_session(server, key, project_id=green, user_metadata={"a.b": "1"})
     finished = {"reason": {"type": "errored"}, "detail": "out of data"}
     server.post(f"sessions/{second}/finish", finished, key=key)
 
-    both = ["green", "white"]
+    both = [green, white]
     found = {
         "two names": search(server, key, project_ids=both),
         "words in any order": search(server, key, display_name="rl MATH"),
@@ -62,7 +61,7 @@ def test_sessions_are_found_by_name_metadata_project_and_state(server: Server, k
         "name or id": search(server, key, display_name="math", session_id=second),
         "metadata": search(server, key, user_metadata={"a.b": "1"}),
         "more metadata": search(server, key, user_metadata={"a.b": "1", "c": "2"}),
-        "project": search(server, key, project_ids=["green", "blue"]),
+        "project": search(server, key, project_ids=[green, blue]),
         "active": search(server, key, project_ids=both, statuses=[{"type": "active"}]),
         "errored": search(
             server, key, statuses=[{"type": "client_finished", "reasons": ["errored"]}]

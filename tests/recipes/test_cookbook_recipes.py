@@ -6,7 +6,6 @@ program and reinforcement learning with synchronous rollouts are in tests/confor
 
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.servers import API_KEY, Server, a_server
+from tinkercloud_testing.servers import Server, a_server
 
 MODEL = "tiny/llama"
 RECIPES = "tinker_cookbook.recipes"
@@ -140,14 +139,7 @@ def _written(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
 
 def steps(server: Server, log_path: Path, *arguments: str) -> list[dict[str, float]]:
     """Run a program whose only hub is the server; return the metrics of its training steps."""
-    environment = {
-        **os.environ,
-        "TINKER_BASE_URL": server.url,
-        "TINKER_API_KEY": API_KEY,
-        "HF_ENDPOINT": f"{server.url}/hf",
-        "HF_HOME": str(log_path.parent / "hf"),
-        "WANDB_MODE": "disabled",
-    }
+    environment = server.environment_of_recipes(log_path.parent)
     result = subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
     )

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -179,9 +180,29 @@ class Server:
         """Return a new key of an owner."""
         return str(json.loads(self.command("keys", "create", owner, "--json"))["key"])
 
-    def new_project(self, project_id: str, key: str = API_KEY) -> str:
-        """Create a project of the key's owner, and return its id."""
-        created = self.post("projects", {"name": project_id, "project_id": project_id}, key=key)
+    def environment_of_recipes(self, folder: Path) -> dict[str, str]:
+        """Return an environment for programs whose only hub is the mirror of this server.
+
+        Args:
+            folder: where the hub's client keeps its cache.
+        """
+        return {
+            **os.environ,
+            "TINKER_BASE_URL": self.url,
+            "TINKER_API_KEY": API_KEY,
+            "HF_ENDPOINT": f"{self.url}/hf",
+            "HF_HOME": str(folder / "hf"),
+            "WANDB_MODE": "disabled",
+        }
+
+    def new_project(self, name: str, key: str = API_KEY) -> str:
+        """Create a project of the key's owner.
+
+        Returns:
+            Its id: the name and random letters, because tests share servers and ids are unique.
+        """
+        project_id = f"{name}-{secrets.token_hex(4)}"
+        created = self.post("projects", {"name": name, "project_id": project_id}, key=key)
         assert created.status == 200, created.body
         return project_id
 

@@ -14,7 +14,7 @@ PAD = 9
 
 
 def at(data: bytes, **fields: object) -> dict[str, Any]:
-    url = f"data:image/whatever;base64,{b64encode(data).decode()}"
+    url = f"data:image/x-unknown;base64,{b64encode(data).decode()}"
     return {"type": "image_url", "image_url": {"url": url, **fields}}
 
 

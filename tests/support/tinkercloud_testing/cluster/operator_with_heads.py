@@ -1,7 +1,8 @@
 """The operator in a cluster whose pods are simulated: run with `python -m`.
 
 Simulated pods run no heads, and outside of the cluster the names of Services do not resolve. Here
-they resolve to a server that answers each save request like a head that has saved.
+they resolve to a server that answers each request like a head that has saved, dropped or given
+away what it was asked to.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from tinkercloud_protocol.launch import Saved
 _SERVICES = ".svc"
 
 
-async def _suspend(_: web.Request) -> web.Response:
+async def _done(_: web.Request) -> web.Response:
     return web.json_response({})
 
 
@@ -31,8 +32,11 @@ async def _checkpoint(_: web.Request) -> web.Response:
 def _serve(listener: socket.socket) -> None:
     """Answer requests until the process ends."""
     app = web.Application()
-    app.router.add_post(routes.HEAD_SUSPEND, _suspend)
-    app.router.add_post(routes.HEAD_CHECKPOINT, _checkpoint)
+    app.router.add_post(routes.HEAD_SUSPEND, _done)
+    app.router.add_post(f"{routes.HEAD_MOVE_MODEL}/{{model}}", _done)
+    app.router.add_delete(f"{routes.HEAD_MODELS}/{{model}}", _done)
+    for path in (routes.HEAD_CHECKPOINT, f"{routes.HEAD_CHECKPOINT}/{{model}}"):
+        app.router.add_post(path, _checkpoint)
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     web.run_app(app, sock=listener, handle_signals=False, print=None, loop=loop)
