@@ -55,7 +55,7 @@ def test_the_sdk_copies_both_kinds_of_checkpoints_into_a_run_of_the_caller(
     assert [listed[copy].checkpoint_type for copy in copies] == ["training", "sampler"]
     assert all(listed[copy].expires_at is not None for copy in copies)
     assert listed[copies[0]].size_bytes == listed[saved].size_bytes
-    runs = rest(server, author).list_training_runs(project_id="archive").result().training_runs
+    runs = rest(server, author).list_training_runs(project_id=project).result().training_runs
     assert {run.training_run_id for run in runs} == {copy.split("/")[2] for copy in copies}
     # The copies do not depend on their sources.
     expected = score(training, TOKENS)
