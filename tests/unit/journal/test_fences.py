@@ -138,7 +138,7 @@ async def test_a_torn_object_is_never_read(tmp_path: Path) -> None:
             await log.read()
 
 
-async def test_an_upload_that_was_not_finished_is_as_if_it_had_not_begun(tmp_path: Path) -> None:
+async def test_an_upload_that_was_not_finished_changes_nothing(tmp_path: Path) -> None:
     wanted, log = await expected(tmp_path, 4), shared(tmp_path)
     root = (tmp_path / "store").as_uri()
     with a_head(root, tmp_path, "g1", journals=tmp_path / "1", durability=CONFIG) as head:

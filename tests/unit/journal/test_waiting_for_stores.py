@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
 
 from tinkercloud_protocol.durability import DurabilityConfig
@@ -45,7 +46,7 @@ class Store:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    held = Store(durable.obstore)
+    held = Store(obstore)
     monkeypatch.setattr(durable, "obstore", held)
     yield held
     held.responds.set()

@@ -51,7 +51,7 @@ class SharedState:
     """The state of a run in the object store."""
 
     header: Header
-    """Of the last object."""
+    """Header of the last object."""
     base: Base
     records: list[Record]
     """All records since the base, and possibly some before it."""
