@@ -1,7 +1,7 @@
 # The commands for contributors and new users. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test-tools test test-engines cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs compatibility generate protobuf check sbom bench bench-gpu rlve fuzz test-recipes clean
+.PHONY: help install run demo test-tools test test-kills test-engines cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs compatibility generate protobuf check sbom bench bench-gpu rlve fuzz test-recipes clean
 
 # Idle OpenMP threads must sleep: if they spin, a small machine becomes many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE

@@ -2,12 +2,14 @@
 
 Below the folder `journals` of the checkpoint store, `runs/<run id>/` has
 
-    journal/<number>                  objects of the journal, numbered without gaps
+    journal/<number>                  objects of the journal, without gaps since the newest base
     suspended/<prefix>/<file>         files of its snapshots, named as those of suspended states
 
 An object is created only if no object of its number exists. That is the fence: a head that takes
 over creates the next object, so the object that an earlier head would write next exists already,
-and that head stops. Objects are never changed. An object is
+and that head stops. It stays until the journal is deleted, so that the earlier head stops however
+late it writes; other objects are deleted once a newer base replaces them. Objects are never
+changed. An object is
 
     length    4 bytes   of the header, little-endian
     checksum  4 bytes   CRC-32 of the header
@@ -62,6 +64,8 @@ class Header(BaseModel):
     """Index of the record after its last one."""
     base: Base | None = None
     """Replaces the bases of earlier objects."""
+    fences: tuple[int, ...] = ()
+    """Numbers of the objects, up to this one, with which heads took over from others."""
 
     def continues(self, generation: str) -> bool:
         """Return whether the journal has the state of the run in the head of that generation."""

@@ -23,6 +23,7 @@ from tinkercloud_protocol.errors import StateLost, Unavailable
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.paths import CheckpointPath
+from tinkercloud_protocol.shared_journals import FOLDER, object_key
 from tinkercloud_testing.providers import OneHead
 
 SPEC = ModelSpec(owner="me", lora=None).model_dump(mode="json")
@@ -170,6 +171,20 @@ async def test_resources_that_cannot_be_released_at_the_end_of_a_session_are_rel
     await world.locator.release_leftovers(datetime.now(UTC))
 
     assert world.provider.held == []
+
+
+async def test_the_copy_of_a_journal_is_deleted_with_its_run_and_no_other(
+    world: World, tmp_path: Path
+) -> None:
+    ended, other = await world.begin(0), "other:train:0"
+    files = [tmp_path / "store" / FOLDER / object_key(run_id, 1) for run_id in (ended, other)]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"requests")
+
+    await world.runs.finish_session("s", "success", None)
+
+    assert [file.exists() for file in files] == [False, True]
 
 
 async def test_a_run_that_cannot_be_released_does_not_block_others(world: World) -> None:

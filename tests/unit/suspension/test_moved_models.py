@@ -14,7 +14,7 @@ from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head
 from tinkercloud_testing.served_heads import a_served_head
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head import suspended_models
-from tinkercloud_worker.head.suspended_models import Moved
+from tinkercloud_worker.head.failures import Moved
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -20,7 +20,7 @@ from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durable_run import DurableRun
 from tinkercloud_worker.head.live_model import LiveModel
-from tinkercloud_worker.head.shared_journals import LocalState, SharedJournals
+from tinkercloud_worker.head.shared_journals import LocalState, SharedJournals, check_fits
 from tinkercloud_worker.head.snapshots import Snapshots
 from tinkercloud_worker.head.suspension import Suspension
 from tinkercloud_worker.journal.folder import JournalFolder
@@ -132,10 +132,11 @@ class Durability:
             return
         await run.copy_snapshot(state)
 
-    async def find(self, run_id: str, generation: str) -> Kept | None:
-        """Return what is kept of a run that a head of this generation had; None if nothing is.
+    async def find(self, run_id: str, spec: ModelSpec) -> Kept | None:
+        """Return what is kept of a run that the head of `spec.resume_generation` had, or None.
 
         Raises:
+            StateLost: it is the journal of another model.
             DamagedJournal: its journal is damaged.
             InvalidRequest: its snapshot is damaged.
         """
@@ -144,13 +145,14 @@ class Durability:
         folder = self._folder(run_id)
         manifest = await asyncio.to_thread(folder.manifest)
         place: Place | None = None
-        if manifest is None or generation not in manifest.generations:
+        if manifest is None or spec.resume_generation not in manifest.generations:
             if self._shared is None:
                 return None
-            place = await self._shared.fetch(run_id, generation, folder, self.store)
+            place = await self._shared.fetch(run_id, spec, folder, self.store)
             manifest = await asyncio.to_thread(folder.manifest)
             if place is None or manifest is None:
                 return None
+        check_fits(manifest, spec)
         records = await asyncio.to_thread(folder.read)
         snapshot = await self.store.find_suspended(run_id)
         return Kept(manifest, snapshot, records, max(folder.numbers(), default=0), place)

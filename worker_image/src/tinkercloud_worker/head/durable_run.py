@@ -25,13 +25,14 @@ from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.journals import JournalManifest
 from tinkercloud_worker import metrics
-from tinkercloud_worker.head.failures import error_message, to_result
+from tinkercloud_worker.head.failures import Moved, error_message, to_result
 from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.queue import QueuedRequest
 from tinkercloud_worker.head.save_schedule import Backoff, SavePoint, SaveSchedule
 from tinkercloud_worker.head.snapshots import Snapshot, Snapshots
 from tinkercloud_worker.journal.folder import JournalFolder
 from tinkercloud_worker.journal.records import Entry, Record
+from tinkercloud_worker.journal.shared_log import Fenced
 from tinkercloud_worker.journal.shipping import Shipping
 from tinkercloud_worker.journal.writer import JournalWriter
 
@@ -189,14 +190,22 @@ class DurableRun:
     async def accepted(self) -> None:
         """See `RequestLog.accepted`."""
         await self._writer.written()
-        if self._shipping is not None and self._waits_for_store:
-            await self._shipping.shipped()
+        await self._shipped()
 
     async def settled(self) -> None:
         """See `RequestLog.settled`; it also returns if the journal has failed."""
-        settled = asyncio.Event()
-        self._when_durable(self._writer.last_index, settled.set)
-        await settled.wait()
+        durable = asyncio.Event()
+        self._writer.when_durable(self._writer.last_index, durable.set)
+        await durable.wait()
+        await self._shipped()
+
+    async def _shipped(self) -> None:
+        if self._shipping is None or not self._waits_for_store:
+            return
+        try:
+            await self._shipping.shipped()
+        except Fenced:
+            raise Moved(self._name) from None
 
     def release(self, seq_id: int, finish: Callable[[], None]) -> None:
         """See `RequestLog.release`."""
@@ -266,9 +275,9 @@ class DurableRun:
         if self._model.queue.background:
             await asyncio.wait(self._model.queue.background)
         point = self._schedule.begin(time.monotonic())
-        await self.settled()
-        began = time.monotonic()
         try:
+            await self.settled()
+            began = time.monotonic()
             snapshot = await self._snapshots.take()
         except Exception as error:  # noqa: BLE001 - any failure leaves the run training
             self._snapshot_failed(error)

@@ -5,10 +5,20 @@ import errno
 import orjson
 import structlog
 
+from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.futures import Result, failed, failed_with
 
 log = structlog.get_logger(__name__)
+
+
+class Moved(WireError):
+    """Another head continues the model; the request must be sent there."""
+
+    status = routes.WRONG_GENERATION_STATUS
+
+    def __init__(self, model_id: str) -> None:
+        super().__init__(f"model {model_id} was moved to another session head")
 
 
 def error_message(result: Result) -> str:

@@ -49,7 +49,7 @@ class Recovery:
         manifest = await store.find_suspended(str(model_id))
         if manifest is not None and manifest.continues_from(generation):
             return await self.resume(model_id, spec, manifest, accept)
-        kept = await self.durability.find(str(model_id), generation)
+        kept = await self.durability.find(str(model_id), spec)
         if kept is None:
             raise StateLost(
                 f"the last head of training run {model_id} did not suspend it, and left no journal"

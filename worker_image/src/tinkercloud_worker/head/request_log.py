@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 class RequestLog(Protocol):
-    """The requests of one model. Methods do not raise."""
+    """The requests of one model. Methods do not raise, except where they say so."""
 
     def append(self, queued: "QueuedRequest") -> None:
         """Add a request that the queue accepts."""
@@ -26,10 +26,18 @@ class RequestLog(Protocol):
         """Return once the changes so far (`note_change`) would survive, or can't be kept now."""
 
     async def accepted(self) -> None:
-        """Return once the requests so far would survive the end of this process."""
+        """Return once the requests so far would survive the end of this process.
+
+        Raises:
+            Moved: another head has taken over the model.
+        """
 
     async def settled(self) -> None:
-        """Return once all results so far are published."""
+        """Return once all results so far are published.
+
+        Raises:
+            Moved: another head has taken over the model.
+        """
 
     def release(self, seq_id: int, finish: Callable[[], None]) -> None:
         """Publish the result of a request once the request itself is durable."""

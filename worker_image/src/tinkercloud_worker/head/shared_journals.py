@@ -10,8 +10,9 @@ from obstore.store import ObjectStore
 
 from tinkercloud_protocol.checkpoints import SuspendedManifest
 from tinkercloud_protocol.durability import DurabilityConfig
-from tinkercloud_protocol.errors import Unavailable, WireError
+from tinkercloud_protocol.errors import StateLost, Unavailable, WireError
 from tinkercloud_protocol.journals import JournalManifest
+from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.shared_journals import FOLDER, Base
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
@@ -38,10 +39,12 @@ class LocalState:
         return self.records[-1].index + 1 if self.records else 0
 
     def follows(self, shared: SharedState, next_index: int) -> bool:
-        """Return whether the copy lacks nothing but records that are here."""
+        """Return whether the copy has nothing else, and lacks nothing but records here."""
         prefixes = [s.data_prefix if s else None for s in (self.snapshot, shared.base.snapshot)]
-        is_complete = not self.records or self.records[0].index <= next_index
-        return prefixes[0] == prefixes[1] and is_complete
+        first = self.records[0].index if self.records else next_index
+        # Requests that only the copy has were not confirmed. Clients send them again.
+        own_end = self.next_index if self.records else shared.base.first_index
+        return prefixes[0] == prefixes[1] and first <= next_index <= own_end
 
 
 class SharedJournals:
@@ -102,9 +105,11 @@ class SharedJournals:
         except WireError as error:
             log.warning("a copied journal is useless", run_id=manifest.run_id, reason=error.message)
         shipping = self._ship(shared, manifest, begin, listeners, place)
-        next_index = max(local.next_index, place.next_index if place is not None else 0)
+        next_index = local.next_index
+        if not local.records and place is not None:
+            next_index = place.next_index
         if state is None or place is None or not local.follows(state, place.next_index):
-            shipping.require_snapshot("the checkpoint store lacks requests of the run's last head")
+            shipping.require_snapshot("the checkpoint store has not what the run's last head had")
         else:
             for record in local.records:
                 if record.index >= place.next_index:
@@ -121,24 +126,26 @@ class SharedJournals:
         return [*[each for each in copied if each not in known], *known] if copied else known
 
     async def fetch(
-        self, run_id: str, generation: str, folder: JournalFolder, target: CheckpointStore
+        self, run_id: str, spec: ModelSpec, folder: JournalFolder, target: CheckpointStore
     ) -> Place | None:
         """Take over the copy of a journal, and write it to the local disk; None if there is none.
 
         Args:
             run_id: the run.
-            generation: of the head that had it last.
+            spec: the expected specification, which names the head that had it last.
             folder: the run's local folder, which has no journal.
             target: where local snapshots are.
 
         Raises:
+            StateLost: it is the journal of another model.
             DamagedJournal: the copy is damaged.
             Unavailable: the store, or the local disk, fails.
         """
         shared = self._log(run_id)
         last = await shared.last()
-        if last is None or not last[1].continues(generation):
+        if last is None or not last[1].continues(spec.resume_generation or ""):
             return None
+        check_fits(last[1].manifest, spec)
         generations = [g for g in last[1].manifest.generations if g != self._generation]
         manifest = last[1].manifest.model_copy(
             update={"generations": [*generations, self._generation]}
@@ -166,9 +173,12 @@ class SharedJournals:
         return place
 
     async def remove(self, run_id: str) -> None:
-        """Delete the copy of a journal. Idempotent."""
+        """Delete the copy of a journal, unless another head has taken it over. Idempotent."""
+        shared = self._log(run_id)
         try:
-            await self._log(run_id).delete()
+            last = await shared.last()
+            if last is None or last[1].manifest.generations[-1] == self._generation:
+                await shared.delete()
         except WireError as error:
             log.warning("failed to delete a copied journal", run_id=run_id, reason=error.message)
 
@@ -195,6 +205,19 @@ async def _unless_away(begin: Begin) -> Place | None:
     except StoreFailed as error:
         log.warning("a journal can't be copied yet", reason=error.message)
         return None
+
+
+def check_fits(manifest: JournalManifest, spec: ModelSpec) -> None:
+    """Check that a journal is that of a model, and of its owner.
+
+    Raises:
+        StateLost: it is not.
+    """
+    if (manifest.spec.owner, manifest.spec.lora) != (spec.owner, spec.lora):
+        raise StateLost(
+            f"the journal of training run {manifest.run_id} belongs to a model with another"
+            " configuration"
+        )
 
 
 def _taken(run_id: str) -> Unavailable:

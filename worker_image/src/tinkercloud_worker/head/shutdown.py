@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import structlog
@@ -10,7 +11,7 @@ from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durability import Durability
-from tinkercloud_worker.head.failures import error_message, to_result
+from tinkercloud_worker.head.failures import Moved, error_message, to_result
 from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.sample import Sample
 from tinkercloud_worker.head.suspended_models import SuspendedModels
@@ -79,11 +80,12 @@ class HeadShutdown:
     ) -> str | None:
         """Write a model; return the reason if that fails."""
         await model.queue.pause()
-        await model.queue.log.settled()
+        with suppress(Moved):
+            await model.queue.log.settled()
         # Clients will be asked to send these uploads again, so none may succeed now.
         await model.abort_background()
         if str(model.model_id) not in self.models:
-            # The model was deleted meanwhile.
+            # The model was deleted meanwhile, or another head has taken it over.
             return None
         async with room:
             sessions = self.suspension.samplers.sessions_of_model(model.model_id)

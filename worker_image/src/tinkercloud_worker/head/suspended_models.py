@@ -21,13 +21,13 @@ from typing import Any
 
 import structlog
 
-from tinkercloud_protocol import routes
 from tinkercloud_protocol.checkpoints import SuspendedManifest
-from tinkercloud_protocol.errors import Unavailable, WireError
+from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.ids import SamplingSessionId
 from tinkercloud_protocol.launch import HeldModel, ModelSpec
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durability import Durability
+from tinkercloud_worker.head.failures import Moved
 from tinkercloud_worker.head.idle_memory import return_free_memory
 from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.sample import Sample
@@ -42,12 +42,6 @@ _NOT_CREATED_SECONDS = 900.0
 server tries to place a model here, so that a late attempt cannot create a second copy."""
 _REMEMBERED = 1 << 12
 """Moved models that are remembered by name."""
-
-
-class Moved(WireError):
-    """Another head continues the model; the request must be sent there."""
-
-    status = routes.WRONG_GENERATION_STATUS
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +159,9 @@ class SuspendedModels:
         return True
 
     def _stay(self, name: str, model: LiveModel, error: Exception) -> None:
-        """Continue a model that could not be written."""
+        """Continue a model that could not be written, unless another head has taken it over."""
+        if self._models.get(name) is not model:
+            return
         log.warning("suspending a model failed; it stays in memory", model_id=name, exc_info=error)
         self._forget_sessions(name)
         model.queue.unpause()
@@ -248,7 +244,7 @@ class SuspendedModels:
         """
         moment = self._moved.get(name)
         if moment is not None and time.monotonic() - moment < _NOT_CREATED_SECONDS:
-            raise Moved(f"model {name} was moved to another session head")
+            raise Moved(name)
         if name in self._moved:
             del self._moved[name]
             self._forget_sessions(name)
@@ -285,7 +281,7 @@ class SuspendedModels:
         """
         name = self._models_of.get(target, target)
         if name in self._moved and name not in self._suspending:
-            raise Moved(f"model {name} was moved to another session head")
+            raise Moved(name)
         return name if name in self._suspended or name in self._suspending else None
 
     async def recall(

@@ -1,13 +1,14 @@
 """Reads and writes a run's journal in the object store; `protocol.shared_journals` has its format.
 
 A head owns the journal from its first object on until another head creates one. Objects that a
-newer base replaces are deleted, the oldest first, so those that exist are always numbered without
-gaps.
+newer base replaces are deleted, the oldest first, except those with which heads took over from
+others: each has the number that the head before would write next.
 """
 
 import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import obstore
 from obstore.exceptions import AlreadyExistsError
@@ -21,6 +22,9 @@ from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints.store import StoreFailed, store_errors
 from tinkercloud_worker.journal import records
 from tinkercloud_worker.journal.records import DamagedJournal, Record
+
+if TYPE_CHECKING:
+    from obstore import GetOptions
 
 _SLOW_BYTES_PER_SECOND = 4e6
 """Speed of a store that is slow and still of use: large objects get more time."""
@@ -38,6 +42,8 @@ class Place:
     """Number of the next object."""
     next_index: int
     """Index of the next record."""
+    fences: tuple[int, ...] = ()
+    """Numbers of the objects that are not deleted before the journal is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class SharedState:
     """The state of a run in the object store."""
 
     header: Header
-    """Of the last object."""
+    """Header of the last object."""
     base: Base
     records: list[Record]
     """All records since the base, and possibly some before it."""
@@ -77,7 +83,7 @@ class SharedLog:
         numbers = await self.numbers()
         if not numbers:
             return None
-        return numbers[-1], (await self._read(numbers[-1]))[0]
+        return numbers[-1], await self._header(numbers[-1])
 
     async def append(self, number: int, content: bytes) -> None:
         """Create the object of a number. May be repeated with the same content.
@@ -89,11 +95,13 @@ class SharedLog:
         key = shared_journals.object_key(self.run_id, number)
         try:
             async with asyncio.timeout(self._timeout + len(content) / _SLOW_BYTES_PER_SECOND):
-                with store_errors():
-                    await durable.put_atomically(self._store, key, content, "create")
-        except AlreadyExistsError:
-            if await self._content(number) != content:
-                raise Fenced from None
+                try:
+                    with store_errors():
+                        await durable.put_atomically(self._store, key, content, "create")
+                except AlreadyExistsError:
+                    # An earlier attempt may have succeeded without an answer.
+                    if await self._content(number) != content:
+                        raise Fenced from None
         except TimeoutError:
             raise self._slow() from None
 
@@ -116,14 +124,17 @@ class SharedLog:
             if header is not None and header.manifest.generations[-1] not in manifest.generations:
                 raise Fenced
             index = base.first_index if base is not None else header.next_index if header else 0
-            new = Header(manifest=manifest, start_index=index, next_index=index, base=base)
+            fences = (*header.fences, number + 1) if header is not None else ()
+            new = Header(
+                manifest=manifest, start_index=index, next_index=index, base=base, fences=fences
+            )
             try:
                 await self.append(number + 1, shared_journals.encode(new, b""))
             except Fenced:
                 # The earlier head wrote meanwhile.
-                last = number + 1, (await self._read(number + 1))[0]
+                last = number + 1, await self._header(number + 1)
             else:
-                return Place(number + 2, index)
+                return Place(number + 2, index, fences)
 
     async def read(self) -> SharedState | None:
         """Return the state of the run; None if there is no journal.
@@ -196,11 +207,21 @@ class SharedLog:
         name = shared_journals.name_of(self.run_id, number)
         return shared_journals.decode(await self._content(number), name)
 
-    async def _content(self, number: int) -> bytes:
+    async def _header(self, number: int) -> Header:
+        try:
+            async with asyncio.timeout(self._timeout):
+                start = await self._content(number, shared_journals.HEADER_LIMIT)
+        except TimeoutError:
+            raise self._slow() from None
+        return shared_journals.decode(start, shared_journals.name_of(self.run_id, number))[0]
+
+    async def _content(self, number: int, limit: int | None = None) -> bytes:
+        """Return an object, or its first bytes."""
         key = shared_journals.object_key(self.run_id, number)
+        options: GetOptions = {"range": (0, limit)} if limit is not None else {}
         try:
             with store_errors():
-                answer = await obstore.get_async(self._store, key)
+                answer = await obstore.get_async(self._store, key, options=options)
                 return bytes(await answer.bytes_async())
         except FileNotFoundError:
             name = shared_journals.name_of(self.run_id, number)

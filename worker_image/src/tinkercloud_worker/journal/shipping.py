@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import structlog
@@ -40,7 +40,7 @@ class Listeners:
     on_change: Callable[[], None]
     """`failure` or `needs_snapshot` has changed."""
     on_fenced: Callable[[], None]
-    """Another head has taken over. Nothing that waits for a copy is called from then on."""
+    """Another head has taken over. No result that waits for a copy is given from then on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,8 @@ class Shipping:
         self._is_based = asyncio.Event()
         self._lacks_base = self._is_dropping = place is None
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        self._callers: set[asyncio.Event] = set()
+        """Those that wait in `shipped`."""
         self._written: deque[tuple[int, int]] = deque()
         """Numbers of the objects of this head, and the indexes of the records after them."""
         self._last_index = -1
@@ -148,16 +150,27 @@ class Shipping:
     def when_shipped(self, index: int, act: Callable[[], None]) -> None:
         """Call something once the store has the record of an index, or does not respond.
 
-        Calls are made in the order of these requests.
+        Calls are made in the order of these requests; none once another head has taken over.
         """
         self._waiting.append((index, act))
         self._release()
 
     async def shipped(self) -> None:
-        """Return once the store has all records so far, or does not respond."""
+        """Return once the store has all records so far, or does not respond.
+
+        Raises:
+            Fenced: another head has taken over.
+        """
         done = asyncio.Event()
         self.when_shipped(self._last_index, done.set)
-        await done.wait()
+        self._callers.add(done)
+        try:
+            if not self._is_fenced:
+                await done.wait()
+        finally:
+            self._callers.discard(done)
+        if self._is_fenced:
+            raise Fenced
 
     def begin_snapshot(self, first_index: int) -> None:
         """Keep the records from this index on, which a snapshot taken now does not have."""
@@ -203,13 +216,14 @@ class Shipping:
         await self._collect(first_index)
 
     async def _collect(self, first_index: int) -> None:
-        """Delete the objects whose records the newest base has."""
+        """Delete the objects whose records the newest base has, except fences."""
         superseded = takewhile(
             lambda each: each[1] <= first_index and each[0] < self._base_number, self._written
         )
         own, old = self._written[0][0], [number for number, _ in superseded]
+        fences = self._place.fences if self._place is not None else ()
         earlier = [number for number in await self._shared.numbers() if number < own]
-        await self._shared.remove([*earlier, *old])
+        await self._shared.remove(set(earlier).difference(fences).union(old))
         while old and self._written[0][0] <= old[-1]:
             self._written.popleft()
 
@@ -249,7 +263,7 @@ class Shipping:
         if self._object is None:
             return False
         await self._shared.append(self._place.number, self._object.content)
-        self._wrote(self._place.number, self._object)
+        self._wrote(self._place, self._object)
         return True
 
     async def _next(self, place: Place) -> _Object | None:
@@ -263,7 +277,11 @@ class Shipping:
             taken = self._take()
             index = taken[0].index
         header = Header(
-            manifest=self._manifest, start_index=index, next_index=index + len(taken), base=base
+            manifest=self._manifest,
+            start_index=index,
+            next_index=index + len(taken),
+            base=base,
+            fences=place.fences,
         )
         content = await asyncio.to_thread(
             lambda: shared_journals.encode(header, b"".join(map(records.encode, taken)))
@@ -280,9 +298,9 @@ class Shipping:
         self._pending_bytes -= size
         return taken
 
-    def _wrote(self, number: int, written: _Object) -> None:
-        self._object = None
-        self._place = Place(number + 1, written.next_index)
+    def _wrote(self, place: Place, written: _Object) -> None:
+        self._object, number = None, place.number
+        self._place = replace(place, number=number + 1, next_index=written.next_index)
         self._written.append((number, written.next_index))
         if written.base is not None:
             self._base_number, self._lacks_base = number, False
@@ -323,6 +341,8 @@ class Shipping:
         self._is_based.set()
         log.warning("another head has taken over a run", model_id=self._name)
         self._listeners.on_fenced()
+        for done in self._callers:
+            done.set()
 
     @property
     def _name(self) -> str:

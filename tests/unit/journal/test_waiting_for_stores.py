@@ -1,0 +1,145 @@
+"""How long requests and results wait for the checkpoint store, with `remote`."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import obstore
+import pytest
+
+from tinkercloud_protocol.durability import DurabilityConfig
+from tinkercloud_protocol.launch import HeldModel
+from tinkercloud_testing.bare_heads import MODEL, Head, a_head
+from tinkercloud_worker.checkpoints import durable
+
+pytestmark = pytest.mark.timeout(120)
+
+PATIENCE_SECONDS = 60
+
+
+class Store:
+    """The module `obstore`, whose store of journals does not respond while it is held."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.responds = asyncio.Event()
+        self.responds.set()
+        self.was_asked = asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    async def put_async(self, store: Any, key: str, *arguments: Any, **keywords: Any) -> Any:
+        """Write, once the store responds."""
+        if f"/{MODEL}/journal/" in key:
+            self.was_asked.set()
+            await self.responds.wait()
+        return await self._module.put_async(store, key, *arguments, **keywords)
+
+    def hold(self) -> None:
+        """Respond no more."""
+        self.was_asked.clear()
+        self.responds.clear()
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    held = Store(obstore)
+    monkeypatch.setattr(durable, "obstore", held)
+    yield held
+    held.responds.set()
+
+
+@contextmanager
+def training(folder: Path, config: DurabilityConfig, name: str) -> Iterator[Head]:
+    root = (folder / "store").as_uri()
+    with a_head(root, folder, name, journals=folder / name, durability=config) as head:
+        yield head
+
+
+def described(head: Head) -> HeldModel:
+    (model,) = head.service.held()
+    return model
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.05)
+
+
+async def test_a_request_is_neither_confirmed_nor_answered_before_the_store_has_it(
+    tmp_path: Path, store: Store
+) -> None:
+    config = DurabilityConfig(level="remote", store_timeout_seconds=PATIENCE_SECONDS)
+    with training(tmp_path, config, "g1") as head:
+        await head.begin()
+        store.hold()
+        head.add(1)
+        waiting = [asyncio.ensure_future(work) for work in (head.confirmed(), head.answer(1))]
+        await store.was_asked.wait()
+        # It has run by then; only its result is held back.
+        await until(lambda: not head.service.why_waiting(f"{MODEL}:1")[1])
+        assert not any(each.done() for each in waiting)
+        assert described(head).is_durable
+
+        store.responds.set()
+        await asyncio.gather(*waiting)
+        assert described(head).is_durable
+
+
+async def test_after_a_time_requests_wait_no_longer_and_the_store_gets_them_later(
+    tmp_path: Path, store: Store
+) -> None:
+    config = DurabilityConfig(level="remote", store_timeout_seconds=0.5)
+    with training(tmp_path, config, "g1") as head:
+        await head.begin()
+        store.hold()
+        head.add(1)
+        head.apply(2)
+        await head.confirmed()
+        answers = [await head.answer(seq_id) for seq_id in (1, 2)]
+        assert "did not respond within 0.5 s" in str(described(head).degraded)
+        store.responds.set()
+        await until(lambda: described(head).is_durable)
+
+    with training(tmp_path, config, "g2") as head:
+        await head.resume("g1")
+        assert [await head.answer(seq_id) for seq_id in (1, 2)] == answers
+
+
+async def test_without_wait_for_store_nothing_waits(tmp_path: Path, store: Store) -> None:
+    config = DurabilityConfig(level="remote", wait_for_store=False, store_seconds=0.01)
+    with training(tmp_path, config, "g1") as head:
+        await head.begin()
+        store.hold()
+        head.add(1)
+        await head.confirmed()
+        await head.answer(1)
+        await store.was_asked.wait()
+        assert described(head).is_durable
+
+
+async def test_a_head_starts_no_run_again_whose_journal_it_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = DurabilityConfig(level="remote", store_timeout_seconds=0.2)
+    with training(tmp_path, config, "g1") as head:
+        await head.begin()
+        head.add(1)
+        answer = await head.answer(1)
+
+    with training(tmp_path, config, "g2") as head:
+        folder = tmp_path / "store" / "journals" / "runs" / str(MODEL) / "journal"
+        aside = folder.with_name("aside")
+        folder.rename(aside)
+        folder.symlink_to(folder)
+        with pytest.raises(Exception, match="checkpoint store"):
+            await head.resume("g1")
+        folder.unlink()
+        aside.rename(folder)
+
+        await head.resume("g1")
+        assert await head.answer(1) == answer
