@@ -14,12 +14,15 @@ import obstore
 from tinkercloud_api import state_folder
 from tinkercloud_api.catalog.database import CatalogUnreachableError, open_database
 from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.head_client import open_client
 from tinkercloud_api.models import ModelNotFoundError, resolve
 from tinkercloud_api.settings import Settings
 from tinkercloud_crds import labels
 from tinkercloud_kube.client import Client
 from tinkercloud_kube.errors import KubernetesError
+from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.launch import HeadStatus
 from tinkercloud_protocol.object_store import open_store
 
 _LOW_DISK_BYTES = 5 << 30
@@ -47,7 +50,7 @@ async def examine(settings: Settings) -> list[CheckResult]:
     findings.append(await _catalog(settings))
     findings.append(await _checkpoints(settings))
     if not on_cluster:
-        findings += [_kept(settings), _heads(settings)]
+        findings += [_kept(settings), _heads(settings), await _durability(settings)]
     findings += [_model(name, where) for name, where in settings.models.items()]
     findings.append(await _server(settings))
     return findings
@@ -104,6 +107,40 @@ def _heads(settings: Settings) -> CheckResult:
         if (resident := _resident_bytes(record)) is not None
     ]
     return CheckResult("memory", is_good=True, detail="; ".join([detail, *running]))
+
+
+async def _durability(settings: Settings) -> CheckResult:
+    """Report whether the models of running heads would survive a killed head."""
+    async with open_client() as client:
+        records = settings.state_dir.glob("heads/*/head.json")
+        statuses = [await _status(client, record.parent) for record in sorted(records)]
+    degraded = [
+        status.model_name
+        for status in statuses
+        if status is not None and status.durability == "degraded"
+    ]
+    if not degraded:
+        level = f"level {settings.durability.level} (durability.level)"
+        return CheckResult("durability", is_good=True, detail=level)
+    detail = (
+        f"degraded: a killed head would lose training of {', '.join(degraded)}, because its"
+        " journal can't be written; make room on the disk, and see head.log for the reason"
+    )
+    return CheckResult("durability", is_good=False, detail=detail)
+
+
+async def _status(client: aiohttp.ClientSession, head: Path) -> HeadStatus | None:
+    """Return the status of the head of a folder, or None if it does not respond."""
+    try:
+        url = json.loads((head / "head.json").read_text())["url"]
+        headers = {routes.HEAD_TOKEN_HEADER: (head / "token").read_text()}
+        timeout = aiohttp.ClientTimeout(total=5)
+        async with client.get(
+            url + routes.HEAD_STATUS, headers=headers, timeout=timeout, raise_for_status=True
+        ) as response:
+            return HeadStatus.model_validate_json(await response.read())
+    except (OSError, ValueError, KeyError, aiohttp.ClientError, TimeoutError):
+        return None
 
 
 def _size(folder: Path) -> int:
