@@ -23,7 +23,8 @@ Shards = Sequence[Sequence[int]]
 
 def number_of_replicas(memberships: Sequence[Membership]) -> int:
     """Return how many replicas of the model the ranks are."""
-    return 1 + max(membership.replica for membership in memberships)
+    replicas = {membership.replica for membership in memberships}
+    return len(replicas)
 
 
 def divided(batches: Sequence[Batch], memberships: Sequence[Membership]) -> list[Shards]:
@@ -119,7 +120,11 @@ class RankedPasses:
         self._trainer = trainer
 
     def can_batch(self, items: Sequence[TrainingPass], item: TrainingPass) -> bool:
-        """See `engine.thread.Batcher`: adapters share a pass that is one micro-batch everywhere."""
+        """See `engine.thread.Batcher`: adapters share a pass that is one micro-batch everywhere.
+
+        Custom losses run alone: the head differentiates them between two passes of the ranks
+        (`engine.custom_passes`).
+        """
         everyone = [*items, item]
         memberships = self._trainer.memberships()
         most = min(membership.max_shared_tokens for membership in memberships)
@@ -129,7 +134,7 @@ class RankedPasses:
         kinds = {(batch.forward_only, batch.num_targets) for batch in batches}
         return (
             len(kinds) == 1
-            and all(batch.loss.is_token_local for batch in batches)
+            and all(batch.definition is None and batch.loss.is_token_local for batch in batches)
             and len({each.model_id for each in everyone}) == len(everyone)
             and all(self._trainer.may_share(each.model_id) for each in everyone)
             and most_tokens(batches, divided(batches, memberships)) <= most
