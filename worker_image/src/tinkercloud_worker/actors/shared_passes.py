@@ -23,8 +23,7 @@ Shards = Sequence[Sequence[int]]
 
 def number_of_replicas(memberships: Sequence[Membership]) -> int:
     """Return how many replicas of the model the ranks are."""
-    replicas = {membership.replica for membership in memberships}
-    return len(replicas)
+    return 1 + max(membership.replica for membership in memberships)
 
 
 def divided(batches: Sequence[Batch], memberships: Sequence[Membership]) -> list[Shards]:
@@ -46,11 +45,14 @@ def divided(batches: Sequence[Batch], memberships: Sequence[Membership]) -> list
 
 def most_tokens(batches: Sequence[Batch], shards: Sequence[Shards]) -> int:
     """Return the tokens of the replica that has the most of a shared pass."""
-    loads: list[list[int]] = [
-        [sum(len(batch.examples[index].tokens) for index in shard) for shard in of_batch]
-        for batch, of_batch in zip(batches, shards, strict=True)
-    ]
-    return max(sum(of_replica) for of_replica in zip(*loads, strict=True))
+    return max(
+        sum(
+            len(batch.examples[index].tokens)
+            for batch, of_batch in zip(batches, shards, strict=True)
+            for index in of_batch[replica]
+        )
+        for replica in range(len(shards[0]))
+    )
 
 
 def parts_of_ranks(
