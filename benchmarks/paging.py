@@ -76,7 +76,10 @@ def main() -> None:
         f" content; copying it within memory takes {1e3 * copy_seconds(content):.0f} ms"
     )
     with tempfile.TemporaryDirectory() as folder:
-        places = {"host memory": HostMemory(lambda: None), "files": DiskFiles(Path(folder))}
+        places: dict[str, Place] = {
+            "host memory": HostMemory(lambda: None),
+            "files": DiskFiles(Path(folder)),
+        }
         for name, place in places.items():
             out, back = (1e3 * statistics.median(each) for each in seconds_of(place, model))
             print(f"{name}: leaves in {out:.0f} ms, returns in {back:.0f} ms (median of {ROUNDS})")

@@ -1,6 +1,7 @@
 """Models that share passes and optimizer steps at the ranks of a torch trainer."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -153,10 +154,32 @@ def test_what_cannot_share_a_pass_runs_alone(ranked: RankedTrainer) -> None:
     assert not can_batch([first], a_pass(ranked, "small", [1]))
     assert not can_batch([first], a_pass(ranked, "whole", [1]))
     assert not can_batch([first], TrainingPass("middle", prepare(sequence_loss, ranked.limits)))
+    custom = a_pass(ranked, "middle", [1]).batch
+    assert can_batch([first], TrainingPass("middle", custom))
+    custom = replace(custom, definition=b"{}")
+    assert not can_batch([first], TrainingPass("middle", custom))
+    assert not can_batch([TrainingPass("middle", custom)], first)
     ranked.remove_model("whole")
 
 
-@pytest.mark.parametrize("method", ["shared_pass", "sum_gradients", "optim_steps"])
+def test_a_rank_lost_in_a_shared_pass_costs_only_the_gradients_from_before(
+    ranked: RankedTrainer,
+) -> None:
+    run(ranked, a_pass(ranked, "small", [5, 9], seed=2))
+    items = shared(ranked, ([5, 9], [3], [7, 2, 8]))
+    ranked._group.call("die_in", "shared_pass", 1)
+
+    with pytest.raises(RanksLost, match="failed in shared_pass"):
+        ranked.batcher.run_batch(items, nothing)
+
+    with pytest.raises(GradientLost, match="send the data of this step again"):
+        run(ranked, items[0])
+    for item, same in zip(items[1:], same_alone(items[1:]), strict=True):
+        assert run(ranked, item).metrics == run(ranked, same).metrics
+        assert_equal(gradient_of(ranked, item.model_id), gradient_of(ranked, same.model_id), atol=0)
+
+
+@pytest.mark.parametrize("method", ["sum_gradients", "optim_steps"])
 def test_a_lost_rank_costs_all_models_their_step_and_nothing_else(
     ranked: RankedTrainer, method: str
 ) -> None:

@@ -262,16 +262,17 @@ class RankedTrainer:
             shards: of each pass, the examples of every replica.
 
         Raises:
-            RanksLost: a rank was lost, and with it the gradients of the models.
+            RanksLost: a rank was lost, and with it the gradients from before. A model that had none
+                has lost nothing: its pass can run again.
             SharedPassFailed: a rank could not compute it. No gradient has changed.
         """
-        models = [item.model_id for item in items]
-        if not items[0].batch.forward_only:
-            self._unapplied.update(models)
         parts = parts_of_ranks(items, shards, self._memberships)
         answers = self._command(
             lambda group: group.call_each("shared_pass", [(part,) for part in parts])
         )
+        # Only now: a pass that fails is repeated, so it must not count as a lost gradient.
+        if not items[0].batch.forward_only:
+            self._unapplied.update(item.model_id for item in items)
         return outputs_of(answers, shards, self._memberships)
 
     def shared_step(self, steps: Sequence[OptimizerStep]) -> list[Mapping[str, float]]:

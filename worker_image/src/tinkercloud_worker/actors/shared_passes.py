@@ -45,11 +45,14 @@ def divided(batches: Sequence[Batch], memberships: Sequence[Membership]) -> list
 
 def most_tokens(batches: Sequence[Batch], shards: Sequence[Shards]) -> int:
     """Return the tokens of the replica that has the most of a shared pass."""
-    loads: list[list[int]] = [
-        [sum(len(batch.examples[index].tokens) for index in shard) for shard in of_batch]
-        for batch, of_batch in zip(batches, shards, strict=True)
-    ]
-    return max(sum(of_replica) for of_replica in zip(*loads, strict=True))
+    return max(
+        sum(
+            len(batch.examples[index].tokens)
+            for batch, of_batch in zip(batches, shards, strict=True)
+            for index in of_batch[replica]
+        )
+        for replica in range(len(shards[0]))
+    )
 
 
 def parts_of_ranks(
@@ -119,7 +122,11 @@ class RankedPasses:
         self._trainer = trainer
 
     def can_batch(self, items: Sequence[TrainingPass], item: TrainingPass) -> bool:
-        """See `engine.thread.Batcher`: adapters share a pass that is one micro-batch everywhere."""
+        """See `engine.thread.Batcher`: adapters share a pass that is one micro-batch everywhere.
+
+        Custom losses run alone: the head differentiates them between two passes of the ranks
+        (`engine.custom_passes`).
+        """
         everyone = [*items, item]
         memberships = self._trainer.memberships()
         most = min(membership.max_shared_tokens for membership in memberships)
@@ -129,7 +136,7 @@ class RankedPasses:
         kinds = {(batch.forward_only, batch.num_targets) for batch in batches}
         return (
             len(kinds) == 1
-            and all(batch.loss.is_token_local for batch in batches)
+            and all(batch.definition is None and batch.loss.is_token_local for batch in batches)
             and len({each.model_id for each in everyone}) == len(everyone)
             and all(self._trainer.may_share(each.model_id) for each in everyone)
             and most_tokens(batches, divided(batches, memberships)) <= most

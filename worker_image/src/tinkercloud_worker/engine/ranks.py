@@ -33,7 +33,10 @@ class Membership:
     pad_to_multiple_of: int = 1
     """Number of tokens; each example is padded to a multiple of it."""
     max_shared_tokens: int = 0
-    """Maximum tokens of a micro-batch that several models share at this rank; 0: none share one."""
+    """Maximum tokens of a micro-batch that several models share at this rank.
+
+    0: none share one. Other values are for a `SharingRank`.
+    """
 
 
 class SharedPassFailed(WireError):
@@ -56,15 +59,6 @@ class RankTrainer(Trainer, Protocol):
     def membership(self) -> Membership:
         """Return this rank's place in the group."""
 
-    def shared_pass(self, items: Sequence[TrainingPass]) -> Sequence[LossOutput]:
-        """Run one micro-batch that adapters share; the batches of some may be empty here.
-
-        It is called only if `max_shared_tokens` allows it.
-
-        Raises:
-            SharedPassFailed: at every rank, if one of them could not compute it.
-        """
-
     def sum_gradient(self, model_id: str) -> None:
         """Sum the gradients of all ranks, at every rank. Call it once, before optim_step."""
 
@@ -84,6 +78,23 @@ class RankTrainer(Trainer, Protocol):
 
     def salvage(self) -> Mapping[str, TrainingState]:
         """Return the states of all models that are not sharded. May be called during a pass."""
+
+
+class SharingRank(RankTrainer, Protocol):
+    """A rank's trainer that can run passes of several models as one.
+
+    Only a rank that needs no other during a pass can: one that fails must still be able to say so.
+    """
+
+    def shared_pass(self, items: Sequence[TrainingPass]) -> Sequence[LossOutput]:
+        """Run one micro-batch that adapters share; the batches of some may be empty here.
+
+        It is called only if `Membership.max_shared_tokens` allows it, at all ranks.
+
+        Raises:
+            SharedPassFailed: at every rank, if one of them could not compute it. All gradients are
+                those from before.
+        """
 
 
 class Sharding(Protocol):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from tinkercloud_worker.engine.ranks import Membership, SharedPassFailed
+from tinkercloud_worker.engine.ranks import Membership, SharedPassFailed, SharingRank
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
 from tinkercloud_worker.lora.parameters import unchanged_if_it_fails
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -17,8 +17,8 @@ from tinkercloud_worker.training.replicated import ReplicatedTrainer
 log = logging.getLogger(__name__)
 
 
-class DataParallelTrainer(ReplicatedTrainer, TorchTrainer):
-    """One rank of a data-parallel torch trainer; see `engine.ranks.RankTrainer`.
+class DataParallelTrainer(ReplicatedTrainer, TorchTrainer, SharingRank):
+    """One rank of a data-parallel torch trainer; see `engine.ranks.SharingRank`.
 
     Each rank receives its own shard of the examples, which may be empty, and accumulates their
     gradient.
@@ -37,14 +37,14 @@ class DataParallelTrainer(ReplicatedTrainer, TorchTrainer):
 
     @override
     def shared_pass(self, items: Sequence[TrainingPass]) -> Sequence[LossOutput]:
-        """See `engine.ranks.RankTrainer`.
+        """See `engine.ranks.SharingRank`.
 
         A pass of replicas needs no other rank, so a rank that fails can still say so.
         """
         present = [item for item in items if item.batch.examples]
-        models = self._models.together([item.model_id for item in present])
         is_forward = items[0].batch.forward_only
         try:
+            models = self._models.together([item.model_id for item in present])
             with unchanged_if_it_fails(
                 [] if is_forward else [model.trainable.gradient for model in models]
             ):
