@@ -373,7 +373,7 @@ def test_a_refusal_names_gpus_that_are_enough(demand: Demand, fleet: Fleet) -> N
     [
         ("trainer", "replicas", 0, "replicas: if 0"),
         ("trainer", "parallelism", UNEVEN, "must divide"),
-        ("sampler", "replicas", 0, "must be 1 or more for backend sglang"),
+        ("sampler", "replicas", 0, "for sglang, set either replicas to 1 or more"),
     ],
 )
 def test_the_rules_that_plans_are_checked_against_can_be_broken(
