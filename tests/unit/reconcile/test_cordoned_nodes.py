@@ -56,8 +56,7 @@ def test_a_started_move_completes_after_the_node_is_uncordoned() -> None:
 
 
 def test_a_pool_cluster_whose_runs_are_moved_keeps_its_pods_until_they_have_left() -> None:
-    node = frozenset({"node-0"})
-    leaves = observed(pods=(replace(a_pod("head"), node="node-0"),), cordoned=node)
+    leaves = observed(pods=(replace(a_pod("head"), node="node-0"),), node_taints=CORDONED)
 
     assert decide(leaves, None, None).desired == "Suspended"
     assert decide(replace(leaves, is_emptied=True), None, None).desired == "Running"
