@@ -21,6 +21,8 @@ RESULTS = ROOT / "docs" / "compatibility.json"
 
 MODEL = "tiny/llama"
 ALIAS = "Qwen/Qwen3-4B-Instruct-2507"
+_PROJECT = "a-project"
+"""The project that the clients are configured with, and that the program assigns a session to."""
 _AT_ONCE = 3
 """Versions that are exercised concurrently; the programs mostly wait for the server."""
 _PROGRAM_SECONDS = 600
@@ -98,7 +100,8 @@ def exercise(wanted: list[str], server: Server, folder: Path) -> dict[str, dict[
     Returns:
         For each version the result of each method: "works" or why not.
     """
-    project = server.new_project("compatibility")
+    project = {"name": _PROJECT, "project_id": _PROJECT}
+    assert server.post("projects", project).status == 200
     packages = folder / "torch"
     packages.mkdir()
     installed = Path(torch.__file__).parents[1]
@@ -106,20 +109,22 @@ def exercise(wanted: list[str], server: Server, folder: Path) -> dict[str, dict[
         if (installed / name).exists():
             (packages / name).symlink_to(installed / name)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        found = pool.map(lambda version: _exercise(version, server, project, folder), wanted)
+        found = pool.map(lambda version: _exercise(version, server, folder), wanted)
         return dict(zip(wanted, found, strict=True))
 
 
-def _exercise(version: str, server: Server, project: str, folder: Path) -> dict[str, str]:
+def _exercise(version: str, server: Server, folder: Path) -> dict[str, str]:
     log, owner = folder / f"tinker-{version}.log", f"tinker-{version}"
-    added = server.request("PUT", f"/api/v1/projects/{project}/members/{owner}", {"role": "member"})
+    added = server.request(
+        "PUT", f"/api/v1/projects/{_PROJECT}/members/{owner}", {"role": "member"}
+    )
     assert added.status == 200, added.body
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": str(folder),
         "TINKER_BASE_URL": server.url,
         "TINKER_API_KEY": server.new_key(owner),
-        "TINKER_PROJECT_ID": project,
+        "TINKER_PROJECT_ID": _PROJECT,
         "HF_ENDPOINT": f"{server.url}/hf",
         "HF_HOME": str(folder / f"hub-{version}"),
         "OMP_NUM_THREADS": "1",

@@ -51,11 +51,12 @@ def plan_pool(facts: PoolFacts) -> PoolPlan:
         load[chosen] += 1
         owners.add((chosen, member.owner))
     moves = plan_moves(facts, load, has_waiting=bool(waiting))
-    unneeded = _surplus_clusters(facts, waiting, load, moves) or _outdated_cluster(facts, load)
+    homeless = moves.homeless + _to_move_on(facts, places)
+    unneeded = _surplus_clusters(facts, waiting, load, homeless) or _outdated_cluster(facts, load)
     delete = tuple(
         dict.fromkeys((*_failed_clusters(facts), *_drained_clusters(facts, load), *unneeded))
     )
-    create = _new_clusters(facts, waiting, load, delete, moves)
+    create = _new_clusters(facts, waiting, load, delete, homeless)
     why = _why_waiting(facts, create)
     return PoolPlan(
         create=create,
@@ -84,6 +85,15 @@ def pool_status(facts: PoolFacts) -> PoolStatus | None:
         cluster_summary=f"{ready}/{len(facts.clusters)}",
         slot_summary=f"{models}/{slots}",
     )
+
+
+def _to_move_on(facts: PoolFacts, places: Mapping[str, str]) -> int:
+    """Return how many members get places on clusters from which they are moved again.
+
+    They are placed there only if no other cluster has a slot.
+    """
+    left = {each.name for each in facts.clusters if each.is_left and each.gives_away}
+    return sum(cluster in left for cluster in places.values())
 
 
 def _unplaced(facts: PoolFacts) -> list[Member]:
@@ -128,15 +138,15 @@ def _place(
     if facts.pool is None:
         return None
     serving = [
-        cluster.name
-        for cluster in facts.clusters
-        if cluster.is_ready
-        and not (cluster.is_stopping or cluster.is_draining or cluster.is_cordoned)
+        each.name
+        for each in facts.clusters
+        if each.is_ready and each.offers_slots and not each.is_cordoned
     ]
-    if (target := member.moving_to) in serving and load[target] <= facts.pool.slots:
-        return target
-    free = [name for name in serving if load[name] < facts.pool.slots]
+    target, slots = member.moving_to, facts.pool.slots
+    free = [name for name in serving if load[name] - (name == target) < slots]
     outdated = {cluster.name for cluster in facts.clusters if cluster.is_outdated}
+    if target in free and target not in outdated:
+        return target
     return min(
         free,
         key=lambda name: (name in outdated, (name, member.owner) not in owners, load[name], name),
@@ -157,7 +167,7 @@ def _new_clusters(
     waiting: Sequence[Member],
     load: Counter[str],
     delete: Sequence[str],
-    moves: Moves,
+    homeless: int,
 ) -> tuple[str, ...]:
     pool = facts.pool
     if pool is None or facts.is_closed:
@@ -167,7 +177,7 @@ def _new_clusters(
     lasting = [cluster for cluster in usable if not cluster.is_left]
     wanted = len(due) + _spare_slots(pool, waiting, load) - facts.free(usable, load)
     # Sessions on outdated clusters are moved to new ones, of which one is started after the other.
-    moved = min(moves.homeless - facts.free(lasting, load), pool.slots)
+    moved = min(homeless - facts.free(lasting, load), pool.slots)
     # Rounded up: the last of several waiting members needs a cluster too.
     needed = -(-max(0, wanted, moved) // pool.slots)
     missing = pool.min_clusters - len(usable)
@@ -197,7 +207,7 @@ def _failed_clusters(facts: PoolFacts) -> tuple[str, ...]:
 
 
 def _surplus_clusters(
-    facts: PoolFacts, waiting: Sequence[Member], load: Counter[str], moves: Moves
+    facts: PoolFacts, waiting: Sequence[Member], load: Counter[str], homeless: int
 ) -> tuple[str, ...]:
     """Return clusters to delete: without members, and too many or unused for long enough."""
     usable = _offering_slots(facts) if facts.pool is not None else _usable(facts)
@@ -211,7 +221,7 @@ def _surplus_clusters(
     unused = [
         cluster
         for cluster in empty
-        if not (waiting or moves.homeless) and _unused_at(facts, cluster) <= facts.now
+        if not (waiting or homeless) and _unused_at(facts, cluster) <= facts.now
     ]
     chosen = tuple({cluster.name: None for cluster in (*surplus, *unused)})
     if facts.pool is not None:
