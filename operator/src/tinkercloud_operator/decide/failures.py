@@ -38,18 +38,22 @@ def failed_at(observed: Observed) -> datetime | None:
 
 
 def recent_restarts(observed: Observed, *, has_restarted: bool) -> list[str]:
-    """Return when the head exited unexpectedly within the window of `sessions.maxRestarts`."""
+    """Return when the head exited unexpectedly since the last retry.
+
+    Those before the window of `sessions.maxRestarts` are removed when the head exits again: the
+    passing of time alone changes no status.
+    """
+    known = [each for each in observed.status.recent_restarts if _counts(observed, each)]
     policy = _policy(observed)
-    if policy is None:
-        return observed.status.recent_restarts
+    if policy is None or not has_restarted:
+        return known
     start = timestamp(observed.now - timedelta(seconds=policy.restart_window_seconds))
-    moments = [*observed.status.recent_restarts, *[timestamp(observed.now)] * has_restarted]
-    kept = [each for each in moments if each > start and _counts(observed, each)]
-    return kept[-_MOST_RESTARTS:]
+    kept = [each for each in known if each > start]
+    return [*kept, timestamp(observed.now)][-_MOST_RESTARTS:]
 
 
 def restart_limit(observed: Observed, restarts: Sequence[str]) -> Failing | None:
-    """Return the failure of a session whose head has exited too often, if it has."""
+    """Return the failure of a session whose head has now exited too often, if it has."""
     policy = _policy(observed)
     if policy is None or len(restarts) < policy.max_restarts:
         return None

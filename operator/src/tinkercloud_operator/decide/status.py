@@ -96,7 +96,8 @@ def status(
         recent_restarts=restarts,
         served_incarnation=incarnation if ready.is_reached else previous.served_incarnation,
         saved_incarnation=_saved_incarnation(observed),
-        failing=restart_limit(observed, restarts) or _failing(observed, decision, ready),
+        failing=(restart_limit(observed, restarts) if has_restarted else None)
+        or _failing(observed, decision, ready),
         finished_time=_finished_time(observed, decision),
         program=program_status(observed, decision),
         message=ready.message[:MAX_MESSAGE_LENGTH] or None,
