@@ -77,7 +77,7 @@ async def drain(cluster: Client, node: str) -> AsyncIterator[Progress]:
     await _check_cordoned(cluster, node)
     pods = Informer(cluster, "Pod", partial(_pod_on, node))
     sessions = Informer(cluster, "TrainingSession", lambda manifest: manifest)
-    # Permission to list is checked here: an informer retries whatever happens.
+    # Checks permission to list: an informer would retry a 403 forever.
     for kind in ("Pod", "TrainingSession"):
         async for _ in cluster.pages(kind):
             break

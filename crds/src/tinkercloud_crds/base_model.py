@@ -97,7 +97,7 @@ ENDING_TAINTS = (
     "aws-node-termination-handler/scheduled-maintenance",
     "aws-node-termination-handler/asg-lifecycle-termination",
 )
-"""Taints of nodes that end soon, whatever runs on them."""
+"""Taints of nodes that will be terminated soon, even if pods still run on them."""
 TaintKey = Annotated[
     str, Field(min_length=1, max_length=316, pattern=r"^[A-Za-z0-9]([A-Za-z0-9._/-]*[A-Za-z0-9])?$")
 ]
