@@ -1,7 +1,7 @@
 # The commands for contributors and new users. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test-tools test test-kills test-engines cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs compatibility generate protobuf check sbom bench bench-gpu rlve fuzz test-recipes clean
+.PHONY: help install run demo test-tools test test-kills test-engines test-properties cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs compatibility generate protobuf check sbom bench bench-gpu rlve fuzz test-recipes clean
 
 # Idle OpenMP threads must sleep: if they spin, a small machine becomes many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -63,6 +63,9 @@ test-engines: .venv/.installed ## run the tests of trainers with several ranks a
 	@$(BIN)/pytest tests/engines/ranks tests/engines/sdk tests/engines/test_external_inference.py
 	@$(BIN)/pytest $(TRAINER_TESTS) --trainer torch-2 --trainer megatron-tp2
 	@$(BIN)/pytest $(SHARDED_TESTS) --trainer torch-sharded
+
+test-properties: .venv/.installed ## search for counterexamples to the properties of units with new random examples (by hand; half an hour)
+	@$(PYTEST) tests/unit -m hypothesis --hypothesis-profile=search
 
 cluster-programs: .venv/.installed ## compile the programs of the test cluster, once (15 minutes on two cores)
 	@$(BIN)/python tools/cluster/build.py $(CLUSTER_PROGRAMS) >/dev/null

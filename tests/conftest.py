@@ -7,10 +7,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Tests may be slow on a busy machine.
-settings.register_profile(
-    "no deadline", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("no deadline")
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("reproducible", PATIENT, derandomize=True)
+settings.register_profile("search", PATIENT, max_examples=1000)
+# A commit is judged by the same examples on every machine; `make test-properties` tries new ones.
+settings.load_profile("reproducible")
 
 UNIT_TESTS = Path(__file__).parent / "unit"
 UNIT_TEST_SECONDS = 30

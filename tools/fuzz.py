@@ -54,6 +54,7 @@ def run_piece(seed: int, size: int, timeout: float) -> Piece:
             "-m",
             "pytest",
             *options,
+            "--hypothesis-profile=search",
             f"--hypothesis-seed={seed}",
             str(_TESTS),
         ]

@@ -20,7 +20,7 @@ from tinkercloud_testing.sglang_sampling import (
     counted,
     publish,
 )
-from tinkercloud_worker.inference import sampler as sampling
+from tinkercloud_worker.inference import server_pool
 from tinkercloud_worker.inference import server as inference_server
 from tinkercloud_worker.inference.client import ServerUnreachable
 from tinkercloud_worker.inference.routing import order
@@ -235,7 +235,7 @@ async def test_time_at_a_lost_engine_does_not_count_as_waiting(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(sampling, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(server_pool, "time", SimpleNamespace(monotonic=lambda: now))
     sampler = a_sampler(fakes[:1], tmp_path)
     await publish(engine, sampler, "one", an_adapter(engine, 1))
     [client] = sampler._servers.values()

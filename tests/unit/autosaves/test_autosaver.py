@@ -247,14 +247,14 @@ async def test_a_resumed_model_keeps_its_count_and_the_autosaves_of_the_head_bef
     with a_head(root, tmp_path, "g1", autosave=EVERY_2_STEPS) as before:
         await before.begin()
         await train(before, 1, 5)
-        await reached(lambda: saved() == names(2))
+        await reached(lambda: saved() == names(2) and not held(before).unsaved_steps)
         await train(before, 5, 7)
         await before.service.suspend()
     with a_head(root, tmp_path, "g2", autosave=EVERY_2_STEPS) as after:
         await after.resume("g1")
         assert held(after).unsaved_steps == 1
         await train(after, 7, 9)
-        await reached(lambda: saved() == names(2, 4))
+        await reached(lambda: saved() == names(2, 4) and not held(after).unsaved_steps)
         await train(after, 9, 13)
 
         await reached(lambda: saved() == names(4, 6))
