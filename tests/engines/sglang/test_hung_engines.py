@@ -20,8 +20,8 @@ from tinkercloud_testing.sglang_sampling import (
     counted,
     publish,
 )
-from tinkercloud_worker.inference import server_pool
 from tinkercloud_worker.inference import server as inference_server
+from tinkercloud_worker.inference import server_pool
 from tinkercloud_worker.inference.client import ServerUnreachable
 from tinkercloud_worker.inference.routing import order
 from tinkercloud_worker.inference.sampler import InferenceSampler
