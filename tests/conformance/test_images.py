@@ -111,6 +111,26 @@ def test_training_on_images_lowers_the_loss_and_continues_from_a_checkpoint(
     assert train(resumed, 1) == train(training, 1)
 
 
+@pytest.mark.parametrize("end", ["kill", "restart"])
+def test_training_on_images_continues_after_the_end_of_its_head(
+    server: Server, client: tinker.ServiceClient, training: tinker.TrainingClient, end: str
+) -> None:
+    undisturbed = client.create_lora_training_client(MODEL, rank=8, seed=1).result()
+    expected = train(undisturbed, 4)
+    losses = train(training, 2)
+    # A gradient waits for the optimizer step that follows the end.
+    step = training.forward_backward(DATA, "cross_entropy").result()
+
+    if end == "kill":
+        server.kill_heads()
+    else:
+        server.stop()
+        server.start()
+    training.optim_step(ADAM).result()
+
+    assert [*losses, step.metrics["loss:sum"], *train(training, 1)] == expected
+
+
 def test_samples_after_training_name_what_is_in_the_image(training: tinker.TrainingClient) -> None:
     train(training, 40)
 
