@@ -1,16 +1,14 @@
 """A disk that a head can't write to: training continues, visibly less safe, until it can."""
 
 import json
-import resource
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import tinker
 
+from tinkercloud_testing.disks import full_disk
 from tinkercloud_testing.sdk_steps import step
 from tinkercloud_testing.servers import Server, a_server
 from tinkercloud_testing.waiting import wait_until
@@ -18,18 +16,6 @@ from tinkercloud_testing.waiting import wait_until
 MODEL = "tiny/llama"
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@contextmanager
-def full_disk(server: Server) -> Iterator[None]:
-    """Make all writes of the head to files fail, for root too, as a full disk does."""
-    (pid,) = server.head_pids()
-    _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, most))
-    try:
-        yield
-    finally:
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, most))
 
 
 def a_training_client(server: Server) -> tinker.TrainingClient:
@@ -64,7 +50,8 @@ def test_training_continues_on_a_full_disk_and_is_durable_again_once_there_is_ro
         assert durability(server) == "local"
         assert finding(server) == ("ok", "level local (durability.level)")
 
-        with full_disk(server):
+        (head,) = server.head_pids()
+        with full_disk(head):
             losses += [step(training), step(training), step(training)]
             assert durability(server) == "degraded"
             result, detail = finding(server)

@@ -41,6 +41,9 @@ class ConditionType(StrEnum):
     SUSPENDED = "Suspended"
     """The session's state is saved and its pods are deleted; Unknown while it is being
     suspended."""
+    DURABILITY_DEGRADED = "DurabilityDegraded"
+    """A session that serves requests would lose steps if its head were killed, although its
+    BaseModel promises more: journal or snapshots can't be written. Absent otherwise."""
 
 
 SESSION_STEPS: Sequence[ConditionType] = (
@@ -139,6 +142,8 @@ class Reason(StrEnum):
     """The session's state could not be saved, so its pods are kept, and the save is repeated."""
     SUSPENDED = "Suspended"
     """`spec.suspend` is true."""
+    WRITES_FAIL = "WritesFail"
+    """The head can't write the journal or the snapshots of the run; the message says why."""
     IDLE = "Idle"
     """The session was not used for `spec.idle.timeoutSeconds`; the next request resumes it."""
     RUNNING = "Running"

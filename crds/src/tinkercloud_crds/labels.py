@@ -39,6 +39,10 @@ last used it (RFC 3339). The operator copies it into the status and uses it to d
 sessions."""
 LAST_ACTIVITY_SECONDS = 60
 """Minimum interval, in seconds, between two updates of `LAST_ACTIVITY`."""
+DEGRADED = f"{GROUP}/durability-degraded"
+"""Annotation on a TrainingSession, written by the API server: why the head that serves its run
+can't keep what `durability.level` of the BaseModel promises. The operator shows it as a
+condition."""
 POOL_CLOSED_UNTIL = f"{GROUP}/pool-closed-until"
 """Annotation on a BaseModel: the time (RFC 3339) until which its pool gets no new cluster. Set when
 the operator is uninstalled, so that it does not replace the clusters that are deleted then."""

@@ -9,6 +9,18 @@ from tinkercloud_protocol.hyperparameters import LoraConfig
 DurabilityLevel = Literal["none", "local", "remote"]
 
 
+class DurabilityReport(BaseModel):
+    """Which models of a head are durable: a line of `routes.HEAD_LEASE`, sent when it changes."""
+
+    # Heads of later releases may report more.
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    generation: str
+    """Generation of the head."""
+    models: dict[str, str | None]
+    """Why a model is less safe than its level promises, by id; None for one that isn't."""
+
+
 class DurabilityConfig(BaseModel):
     """What survives when a head is killed, and what that may cost."""
 

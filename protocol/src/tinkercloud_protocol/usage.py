@@ -1,6 +1,7 @@
 """What heads report to API servers about their usage.
 
-A head writes reports to the response of `routes.HEAD_LEASE`, one JSON object a line.
+A head writes reports to the response of `routes.HEAD_LEASE`, one JSON object a line, among those of
+other kinds (`durability.DurabilityReport`).
 """
 
 from datetime import UTC, datetime, timedelta

@@ -1,5 +1,6 @@
 """Providers of session heads that tests control."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from tinkercloud_api.providers.base import (
@@ -58,6 +59,9 @@ class OneHead:
 
     def runs(self) -> list[str]:
         return []
+
+    def degraded(self) -> Mapping[str, str]:
+        return {}
 
     async def is_gone(self, placement: Placement) -> bool:
         return placement.target in self.gone

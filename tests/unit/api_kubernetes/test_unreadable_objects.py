@@ -1,7 +1,6 @@
 """Objects that this version of the server cannot read."""
 
-from tinkercloud_api.providers.kubernetes import readable
-from tinkercloud_api.providers.session_status import read_session
+from tinkercloud_api.providers.session_status import read_session, readable
 from tinkercloud_testing.sessions import a_session_manifest
 
 

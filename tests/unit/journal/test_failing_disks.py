@@ -3,18 +3,20 @@
 import asyncio
 import errno
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from tinkercloud_protocol.durability import DurabilityConfig
+from tinkercloud_protocol.durability import DurabilityConfig, DurabilityReport
 from tinkercloud_protocol.errors import StateLost
 from tinkercloud_protocol.launch import HeldModel
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints import durable
+from tinkercloud_worker.head.lease_reports import lease_reports
 from tinkercloud_worker.journal.folder import JournalFolder, Segment
 
 pytestmark = pytest.mark.timeout(120)
@@ -89,6 +91,32 @@ async def test_a_full_disk_degrades_a_run_that_becomes_durable_again(tmp_path: P
         await head.resume("g1")
         losses += await train(head, 9, 10)
     assert losses == expected
+
+
+async def test_a_head_reports_which_runs_are_degraded_whenever_that_changes(tmp_path: Path) -> None:
+    root, journals, drained = (tmp_path / "store").as_uri(), tmp_path / "journals", asyncio.Event()
+    with a_head(root, tmp_path, "g1", journals=journals) as head:
+        reports = lease_reports(head.backend, head.service.durability, drained)
+
+        async def next_state() -> dict[str, str | None]:
+            async for line in reports:
+                with suppress(ValidationError):
+                    return DurabilityReport.model_validate_json(line).models
+            raise AssertionError("the reports have ended")
+
+        assert await next_state() == {}
+        await head.begin()
+        assert await next_state() == {str(MODEL): None}
+        with full_disk():
+            await train(head, 1, 2)
+            degraded = await next_state()
+            assert "No space left on device" in str(degraded[str(MODEL)])
+        # A snapshot is tried again by itself, without a request that would cause a report.
+        assert await next_state() == {str(MODEL): None}
+        await head.service.delete_model(MODEL)
+        assert await next_state() == {}
+        drained.set()
+        assert [line async for line in reports if b"models" in line] == []
 
 
 async def test_a_head_killed_while_degraded_loses_the_run_and_says_so(tmp_path: Path) -> None:

@@ -55,6 +55,13 @@ def test_a_run_without_a_place_waits_and_has_no_children() -> None:
     assert plan.status.endpoint is None
 
 
+def test_a_placed_run_shows_that_it_is_not_durable() -> None:
+    plan = reconcile(a_run(a_cluster(), degraded="the journal can't be written"), SETTINGS)
+
+    kind = ConditionType.DURABILITY_DEGRADED
+    assert condition_of(plan, kind) == ("True", Reason.WRITES_FAIL)
+
+
 def test_a_placed_run_is_as_ready_as_its_cluster() -> None:
     ready = reconcile(a_run(a_cluster()), SETTINGS)
     waits = reconcile(a_run(a_cluster(endpoint=None)), SETTINGS)

@@ -334,3 +334,19 @@ def test_no_children_are_created_until_those_of_a_deleted_session_are_gone() -> 
     assert plan.actions == (SetFinalizer(present=True),)
     assert plan.status is not None
     assert "earlier session with the same name" in (plan.status.message or "")
+
+
+def test_a_session_shows_that_its_run_is_not_durable_as_long_as_it_serves_requests() -> None:
+    kind, reason = ConditionType.DURABILITY_DEGRADED, "the journal can't be written"
+    world = a_world("workers", "it settles")
+    assert find(world.status.conditions, kind) is None
+
+    world.change(degraded=reason)
+    world.settle()
+    shown = find(world.status.conditions, kind)
+    assert shown is not None
+    assert (shown.status, shown.reason, shown.message) == ("True", Reason.WRITES_FAIL, reason)
+    assert is_true(world.status, ConditionType.READY)
+
+    world.happen("its owner suspends it", "it settles")
+    assert find(world.status.conditions, kind) is None

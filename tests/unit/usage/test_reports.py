@@ -9,11 +9,12 @@ import pytest
 
 from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_api.providers.head_lease import hold_lease
+from tinkercloud_protocol.durability import DurabilityReport
 from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.usage import UsageReport
 from tinkercloud_testing.served_heads import TOKEN, ServedHead, a_served_head
 from tinkercloud_worker.engine.usage import Payer, Usage
-from tinkercloud_worker.head.usage_reports import usage_reports
+from tinkercloud_worker.head.lease_reports import lease_reports
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -25,6 +26,7 @@ class Recorder:
         self._failures = list(failures)
         self.tokens: dict[str, int] = {}
         self.generations: set[str] = set()
+        self.states: list[DurabilityReport] = []
         self.has_failed = asyncio.Event()
         self._changed = asyncio.Event()
 
@@ -56,7 +58,7 @@ def train(head: ServedHead, session: str, tokens: int) -> None:
 
 def hold(head: ServedHead, recorder: Recorder) -> asyncio.Task[None]:
     endpoint = HeadEndpoint(head.url, TOKEN, "g1")
-    return asyncio.create_task(hold_lease(head.client, endpoint, recorder))
+    return asyncio.create_task(hold_lease(head.client, endpoint, recorder, recorder.states.append))
 
 
 async def test_each_server_receives_everything_first_and_changes_later(head: ServedHead) -> None:
@@ -97,8 +99,9 @@ async def test_a_stopping_head_reports_what_it_has_not_reported_and_ends_the_lea
 
 async def test_what_is_counted_while_a_report_is_sent_is_in_the_last_one(head: ServedHead) -> None:
     drained = asyncio.Event()
-    reports = usage_reports(head.backend, drained)
+    reports = lease_reports(head.backend, head.lifecycle.service.durability, drained)
     train(head, "a", 3)
+    assert DurabilityReport.model_validate_json(await anext(reports)).models == {}
     await anext(reports)
 
     train(head, "a", 1)
@@ -140,4 +143,4 @@ async def test_a_lease_needs_the_token_of_the_head(head: ServedHead) -> None:
     endpoint = HeadEndpoint(head.url, "another", "g1")
 
     with pytest.raises(aiohttp.ClientError, match="401"):
-        await hold_lease(head.client, endpoint, Recorder())
+        await hold_lease(head.client, endpoint, Recorder(), lambda _: None)

@@ -1,6 +1,6 @@
 """Interface of the providers of session heads."""
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -152,6 +152,12 @@ class SessionProvider(Protocol):
 
     def runs(self) -> list[str]:
         """Return the runs that have a head of their own."""
+
+    def degraded(self) -> Mapping[str, str]:
+        """Return runs that are less safe than `durability.level` promises, with the reasons.
+
+        Those of `shared_heads` may be missing.
+        """
 
     async def is_gone(self, placement: Placement) -> bool:
         """Whether the head that `acquire` created for a placement was permanently removed.

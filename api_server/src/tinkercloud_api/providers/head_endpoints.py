@@ -2,7 +2,7 @@
 
 The token is read from a Secret and the generation from the head itself, once for each process that
 serves the session (`status.incarnation`), and cached. While an endpoint is cached, the lease of the
-head is held, on which it reports its usage.
+head is held, on which it reports its usage and which models are durable.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import structlog
 
 from tinkercloud_api.providers.base import HeadEndpoint, RecordUsage
 from tinkercloud_api.providers.head_lease import hold_lease
+from tinkercloud_api.providers.session_durability import DurabilityAnnotator
 from tinkercloud_api.providers.session_status import Ready, TrainingSessionView
 from tinkercloud_crds import labels
 from tinkercloud_crds.names import Names
@@ -40,11 +41,17 @@ class HeadEndpoints:
     """Endpoints of running heads. Belongs to one event loop."""
 
     def __init__(
-        self, api: Client, client: aiohttp.ClientSession, record_usage: RecordUsage
+        self,
+        api: Client,
+        client: aiohttp.ClientSession,
+        record_usage: RecordUsage,
+        durability: DurabilityAnnotator,
     ) -> None:
+        """Create it; see `SessionProvider.start` for `record_usage`."""
         self._api = api
         self._client = client
         self._record_usage = record_usage
+        self._durability = durability
         self._leases: dict[HeadEndpoint, asyncio.Task[None]] = {}
         self._cached: dict[str, _Cached] = {}
         self._resolving: dict[tuple[str, str], asyncio.Task[HeadEndpoint]] = {}
@@ -90,12 +97,13 @@ class HeadEndpoints:
 
     async def _hold_lease(self, endpoint: HeadEndpoint) -> None:
         try:
-            await hold_lease(self._client, endpoint, self._record_usage)
+            await hold_lease(self._client, endpoint, self._record_usage, self._durability.note)
         except (aiohttp.ClientError, OSError) as error:
             log.info("the lease of a session head has ended", why=type(error).__name__)
         finally:
             # The next use of the head looks it up again, and holds its lease if it still runs.
             self.invalidate(endpoint)
+            self._durability.forget(endpoint.generation)
             del self._leases[endpoint]
 
     async def stop(self) -> None:

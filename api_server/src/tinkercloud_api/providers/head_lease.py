@@ -1,15 +1,16 @@
-"""The lease of a head: a connection that ends with either process. It carries usage reports."""
+"""The lease of a head: a connection that ends with either process. It carries its reports."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from http import HTTPStatus
 
 import aiohttp
 import structlog
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from tinkercloud_api.providers.base import HeadEndpoint, RecordUsage
 from tinkercloud_protocol import routes
+from tinkercloud_protocol.durability import DurabilityReport
 from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.usage import UsageReport
 from tinkercloud_protocol.wire import describe
@@ -17,12 +18,22 @@ from tinkercloud_protocol.wire import describe
 log = structlog.get_logger(__name__)
 
 _RETRY_SECONDS = 1.0
+_REPORT = TypeAdapter[UsageReport | DurabilityReport](UsageReport | DurabilityReport)
 
 
 async def hold_lease(
-    client: aiohttp.ClientSession, endpoint: HeadEndpoint, record_usage: RecordUsage
+    client: aiohttp.ClientSession,
+    endpoint: HeadEndpoint,
+    record_usage: RecordUsage,
+    note_durability: Callable[[DurabilityReport], None],
 ) -> None:
     """Hold the lease of a head until it has sent its last report and all are recorded.
+
+    Args:
+        client: sends the request.
+        endpoint: of the head.
+        record_usage: called with each report of usage, again if the catalog does not respond.
+        note_durability: called when the head says which of its models are durable.
 
     Raises:
         aiohttp.ClientError: the head is gone, or does not accept the connection.
@@ -37,9 +48,12 @@ async def hold_lease(
             raise aiohttp.ClientError(f"{routes.HEAD_LEASE} returned status {response.status}")
         async for line in _lines(response.content.iter_any()):
             try:
-                report = UsageReport.model_validate_json(line)
+                report = _REPORT.validate_json(line)
             except ValidationError as error:
-                log.warning("ignoring an unreadable usage report", error=describe(error))
+                log.warning("ignoring an unreadable report of a head", error=describe(error))
+                continue
+            if isinstance(report, DurabilityReport):
+                note_durability(report)
             else:
                 await _record(report, record_usage)
 

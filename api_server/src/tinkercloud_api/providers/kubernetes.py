@@ -11,12 +11,11 @@ a pool, the pods are those of a pool cluster, on which the operator gives the se
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
 
 import structlog
 from pydantic import ValidationError
@@ -36,6 +35,7 @@ from tinkercloud_api.providers.base import (
 from tinkercloud_api.providers.cluster_errors import wire_error
 from tinkercloud_api.providers.head_endpoints import HeadEndpoints, HeadUnresponsive
 from tinkercloud_api.providers.session_activity import ActivityAnnotator
+from tinkercloud_api.providers.session_durability import DurabilityAnnotator
 from tinkercloud_api.providers.session_status import (
     BaseModelView,
     Ended,
@@ -44,6 +44,7 @@ from tinkercloud_api.providers.session_status import (
     TrainingSessionView,
     read_base_model,
     read_session,
+    readable,
     readiness,
 )
 from tinkercloud_api.providers.tenants import KnownTenants
@@ -54,14 +55,11 @@ from tinkercloud_crds.training_session import SERVING_ROLES
 from tinkercloud_kube import errors
 from tinkercloud_kube.client import Client, ObjectRef
 from tinkercloud_kube.informer import Informer, pause_seconds
-from tinkercloud_kube.objects import Manifest
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, StateLost, Unavailable
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.wire import describe
 
 log = structlog.get_logger(__name__)
-
-ObjectT = TypeVar("ObjectT")
 
 
 class KubernetesProvider:
@@ -98,7 +96,8 @@ class KubernetesProvider:
             self._api, "TrainingSession", readable(read_session), self._forget
         )
         self._base_models = Informer(self._api, "BaseModel", readable(read_base_model))
-        self._endpoints = HeadEndpoints(self._api, self._client, record_usage)
+        self._durability = DurabilityAnnotator(self._api, self._sessions)
+        self._endpoints = HeadEndpoints(self._api, self._client, record_usage, self._durability)
         self._activity_annotator = ActivityAnnotator(self._api)
         self._tenants = KnownTenants(self._api)
         for run in (self._sessions.run, self._base_models.run, self._tenants.run):
@@ -114,6 +113,7 @@ class KubernetesProvider:
             with suppress(asyncio.CancelledError):
                 await task
         await self._activity_annotator.stop()
+        await self._durability.stop()
         await self._endpoints.stop()
         await self._client.close()
         await self._api.close()
@@ -391,6 +391,11 @@ class KubernetesProvider:
         sessions = self._sessions.objects()
         return [s.spec.model_id for s in sessions if s.spec.model_id and not s.is_deleted]
 
+    def degraded(self) -> Mapping[str, str]:
+        """See `SessionProvider.degraded`."""
+        found = {s.spec.model_id: s.degraded for s in self._sessions.objects()}
+        return {model: reason for model, reason in found.items() if model and reason}
+
     async def is_gone(self, placement: Placement) -> bool:
         """See `SessionProvider.is_gone`. Queries Kubernetes if the informer's copy may be stale."""
         session = await self._confirmed(placement)
@@ -470,23 +475,6 @@ class KubernetesProvider:
         self._endpoints.forget(name)
         self._activity_annotator.forget(name)
         self._last_errors.pop(name, None)
-
-
-def readable(read: Callable[[Manifest], ObjectT]) -> Callable[[Manifest], ObjectT | None]:
-    """Return a reader that logs an object it cannot read and returns None for it.
-
-    A later version of the server may have written the object; other objects are not affected.
-    """
-
-    def read_or_skip(manifest: Manifest) -> ObjectT | None:
-        try:
-            return read(manifest)
-        except ValidationError as error:
-            name = manifest["metadata"]["name"]
-            log.warning("ignoring an unreadable object", name=name, error=describe(error))
-            return None
-
-    return read_or_skip
 
 
 def _name(placement: Placement) -> str:

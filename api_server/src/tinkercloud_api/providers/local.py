@@ -1,7 +1,7 @@
 """Session heads as child processes of this server: one per base model, shared by all runs."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -100,6 +100,10 @@ class LocalProvider:
     def runs(self) -> list[str]:
         """See `SessionProvider.runs`: heads are shared by all runs of a base model."""
         return []
+
+    def degraded(self) -> Mapping[str, str]:
+        """See `SessionProvider.degraded`: heads that are shared are asked themselves."""
+        return {}
 
     async def is_gone(self, placement: Placement) -> bool:  # noqa: ARG002 - part of the interface
         """See `SessionProvider.is_gone`: a local head can always be restarted."""

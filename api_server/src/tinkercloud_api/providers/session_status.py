@@ -1,7 +1,12 @@
-"""Reads TrainingSessions and BaseModels and interprets their status for clients. Pure functions."""
+"""Reads TrainingSessions and BaseModels and interprets their status for clients."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
+from typing import TypeVar
+
+import structlog
+from pydantic import ValidationError
 
 from tinkercloud_api.providers.base import HeadFailed, Pending
 from tinkercloud_crds import labels
@@ -13,6 +18,11 @@ from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_protocol.errors import InvalidRequest, StateLost, WireError
 from tinkercloud_protocol.futures import QueueState
+from tinkercloud_protocol.wire import describe
+
+log = structlog.get_logger(__name__)
+
+ObjectT = TypeVar("ObjectT")
 
 _CLIENT_ERRORS = frozenset({Reason.BASE_MODEL_NOT_FOUND, Reason.NOT_ALLOWED})
 _ENDED = frozenset({Reason.LIFETIME_EXCEEDED, Reason.FINISHED, Reason.TERMINATING})
@@ -43,6 +53,8 @@ class TrainingSessionView:
     endpoint: str | None
     incarnation: str | None
     program: ProgramStatus | None = None
+    degraded: str | None = None
+    """Why its run is less safe than its BaseModel's durability promises; None if it isn't."""
     moving_to: str | None = None
     """The pool cluster that it is being moved to; until then no head accepts its requests."""
 
@@ -74,6 +86,23 @@ class Ended:
 Readiness = Ready | Pending | Ended
 
 
+def readable(read: Callable[[Manifest], ObjectT]) -> Callable[[Manifest], ObjectT | None]:
+    """Return a reader that logs an object it cannot read and returns None for it.
+
+    A later version of the server may have written the object; other objects are not affected.
+    """
+
+    def read_or_skip(manifest: Manifest) -> ObjectT | None:
+        try:
+            return read(manifest)
+        except ValidationError as error:
+            name = manifest["metadata"]["name"]
+            log.warning("ignoring an unreadable object", name=name, error=describe(error))
+            return None
+
+    return read_or_skip
+
+
 def read_session(manifest: Manifest) -> TrainingSessionView:
     """Read a TrainingSession."""
     metadata, status = manifest["metadata"], manifest.get("status", {})
@@ -90,6 +119,7 @@ def read_session(manifest: Manifest) -> TrainingSessionView:
         endpoint=status.get("endpoint"),
         incarnation=status.get("incarnation"),
         program=ProgramStatus.model_validate(status["program"]) if "program" in status else None,
+        degraded=annotations.get(labels.DEGRADED),
         moving_to=annotations.get(labels.MOVING_TO),
     )
 

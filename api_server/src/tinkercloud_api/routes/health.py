@@ -44,6 +44,7 @@ async def health_of_caller(server: Server, caller: Caller) -> ServerHealth:
     in_memory.update(server.provider.runs())
     failing = {name for name, model in held.items() if model.autosave_failure is not None}
     degraded = {name for name, model in held.items() if model.degraded is not None}
+    degraded.update(server.provider.degraded())
     is_local = server.settings.provider == "local"
     level = server.settings.durability.level if is_local else "none"
     num_degraded = await server.catalog.count_runs_named(degraded, owner)

@@ -168,6 +168,10 @@ def conditions(
         else stable,
         ConditionType.SUSPENDED: _suspended(observed, decision),
     }
+    if ready.is_reached and observed.degraded is not None:
+        found[ConditionType.DURABILITY_DEGRADED] = StepStatus(
+            is_reached=True, reason=Reason.WRITES_FAIL, message=observed.degraded
+        )
     return [
         moved(
             observed.status.conditions,

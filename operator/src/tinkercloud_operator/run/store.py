@@ -172,6 +172,7 @@ class Watched:
             spec=spec,
             status=status,
             last_activity=parsing.last_activity(manifest),
+            degraded=annotations.get(labels.DEGRADED),
             retried=parse_time(annotations.get(labels.RETRY)),
             base_model=base_model,
             sessions_of_owner=self.older_siblings(manifest, base_model),

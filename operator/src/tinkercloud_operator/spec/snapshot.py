@@ -171,6 +171,8 @@ class Observed:
     pending_saves: frozenset[SaveKey]
     """Saves that are in progress."""
     now: datetime
+    degraded: str | None = None
+    """Why its run is less safe than its BaseModel promises, as the API server has recorded it."""
     kuberay_gap: str | None = None
     """What the served RayCluster CRD lacks, if anything."""
     own_gap: str | None = None

@@ -21,7 +21,7 @@ import tinker
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import ConditionType, Reason
 from tinkercloud_protocol import routes
-from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Listen
+from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, HeadStatus, Listen
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.servers import Server, free_port
 from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
@@ -61,6 +61,13 @@ class Head:
     token: str = field(default_factory=secrets.token_hex)
     model_name: str = MODEL
     process: subprocess.Popen[bytes] | None = None
+    is_durable: bool = False
+    """Whether its runs have journals."""
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
 
     @property
     def url(self) -> str:
@@ -76,6 +83,7 @@ class Head:
             checkpoint_root=self.store.as_uri(),
             scratch_dir=str(self.folder / "scratch"),
             listen=Listen(port=self.port),
+            journal_dir=str(self.folder / "journals") if self.is_durable else None,
         )
         (self.folder / "head.json").write_text(config.model_dump_json(exclude_defaults=True))
         with (self.folder / "head.log").open("ab") as log:
@@ -96,6 +104,12 @@ class Head:
         ):
             return bool(answer.status == 200)
         return False
+
+    def durability(self) -> str:
+        headers = {routes.HEAD_TOKEN_HEADER: self.token}
+        request = urllib.request.Request(self.url + routes.HEAD_STATUS, headers=headers)
+        with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
+            return HeadStatus.model_validate_json(answer.read()).durability
 
     def give_away(self, model_id: str) -> None:
         """Ask the head to write a model for another head."""
@@ -146,10 +160,12 @@ class World:
         """The head that sessions share unless a test stops it, because starting one takes long."""
         return self.a_head()
 
-    def a_head(self, model_name: str = MODEL) -> Head:
+    def a_head(self, model_name: str = MODEL, *, is_durable: bool = False) -> Head:
         """Return a running head that a test may stop and kill."""
         folder = self.folder / f"head-{len(self.heads)}"
-        head = Head(folder, self.model, self.folder / "store", model_name=model_name)
+        head = Head(
+            folder, self.model, self.folder / "store", model_name=model_name, is_durable=is_durable
+        )
         self.heads.append(head)
         head.start()
         return head

@@ -420,15 +420,15 @@ class HeadApp:
         await send({"type": "http.response.body", "body": b"", "more_body": True})
         with self._lifecycle.held_lease():
             gone = asyncio.create_task(_disconnected(receive))
-            reporting = asyncio.create_task(self._report_usage(send))
+            reporting = asyncio.create_task(self._report(send))
             await asyncio.wait({gone, reporting}, return_when=asyncio.FIRST_COMPLETED)
             gone.cancel()
             reporting.cancel()
             await asyncio.gather(reporting, return_exceptions=True)
         await send({"type": "http.response.body", "body": b""})
 
-    async def _report_usage(self, send: Send) -> None:
-        async for line in self._lifecycle.usage_reports():
+    async def _report(self, send: Send) -> None:
+        async for line in self._lifecycle.lease_reports():
             await send({"type": "http.response.body", "body": line, "more_body": True})
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:

@@ -1,8 +1,9 @@
 """The runs of a head that survive its end, and continuing those of an earlier head."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +58,7 @@ class Durability:
         self._config = config.durability
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="journal")
         self._runs: dict[str, DurableRun] = {}
+        self._observers: list[Callable[[], None]] = []
         self.on_taken_over: Callable[[str], None] = lambda _: None
         """Called when another head has taken over a model."""
         metrics.JOURNALS_DEGRADED.set_function(lambda: len(self.degraded))
@@ -77,6 +79,23 @@ class Durability:
     def degraded(self) -> Mapping[str, str]:
         """Why runs that should survive the end of this process would not, by model."""
         return {name: run.degraded for name, run in self._runs.items() if run.degraded is not None}
+
+    def states(self) -> dict[str, str | None]:
+        """Return why each run with a journal is degraded, by model; None for one that isn't."""
+        return {name: run.degraded for name, run in self._runs.items()}
+
+    @contextmanager
+    def observed_by(self, observe: Callable[[], None]) -> Iterator[None]:
+        """Call a function whenever `states` may have changed, until the context ends."""
+        self._observers.append(observe)
+        try:
+            yield
+        finally:
+            self._observers.remove(observe)
+
+    def _changed(self) -> None:
+        for observe in self._observers:
+            observe()
 
     @property
     def level(self) -> DurabilityLevel:
@@ -196,6 +215,7 @@ class Durability:
     async def drop(self, run_id: str) -> None:
         """Delete the local journal of a model that another head continues. Idempotent."""
         if (run := self._runs.pop(run_id, None)) is not None:
+            self._changed()
             await run.closed()
         if self._root is not None:
             folder = self._folder(run_id)
@@ -212,15 +232,27 @@ class Durability:
         if (earlier := self._runs.get(str(model.model_id))) is not None:
             earlier.close()
         run = DurableRun(
-            model, manifest, folder, snapshots, config=self._config, threads=self._threads
+            model,
+            manifest,
+            folder,
+            snapshots,
+            config=self._config,
+            threads=self._threads,
+            on_change=self._changed,
         )
         self._runs[str(model.model_id)] = run
+        self._changed()
         model.queue.log = run
         return run
 
     def _listeners(self, model: LiveModel) -> Listeners:
         name = str(model.model_id)
-        return Listeners(model.queue.wake, lambda: self.on_taken_over(name))
+
+        def on_change() -> None:
+            model.queue.wake()
+            self._changed()
+
+        return Listeners(on_change, lambda: self.on_taken_over(name))
 
     def _folder(self, run_id: str) -> JournalFolder:
         assert self._root is not None  # noqa: S101 - only called if there is one

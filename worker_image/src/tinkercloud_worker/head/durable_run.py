@@ -54,6 +54,7 @@ class DurableRun:
         *,
         config: DurabilityConfig,
         threads: ThreadPoolExecutor,
+        on_change: Callable[[], None],
     ) -> None:
         """Create it; `start` begins writing.
 
@@ -64,6 +65,7 @@ class DurableRun:
             snapshots: takes and writes the snapshots.
             config: when to take them.
             threads: where files are written.
+            on_change: called when the run is degraded, and when it is durable again.
         """
         self._model = model
         self._manifest = manifest
@@ -71,6 +73,7 @@ class DurableRun:
         self._snapshots = snapshots
         self._config = config
         self._threads = threads
+        self._on_change = on_change
         self._schedule = SaveSchedule(
             AutosaveConfig(steps=config.snapshot_steps, seconds=config.snapshot_seconds)
         )
@@ -330,6 +333,7 @@ class DurableRun:
         if self.failure is not None and not self._writer.has_failed:
             log.info("a run is durable again", model_id=self._name)
             self.failure = None
+            self._on_change()
 
     def _snapshot_failed(self, error: Exception) -> None:
         reason = error_message(to_result(error))
@@ -365,6 +369,7 @@ class DurableRun:
         # A head that continued from it would not know what is in memory only.
         self._threads.submit(self._withdraw)
         self._model.queue.wake()
+        self._on_change()
 
     def _withdraw(self) -> None:
         with suppress(OSError):

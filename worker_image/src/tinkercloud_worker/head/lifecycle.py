@@ -28,8 +28,8 @@ from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.owner_limits import OwnerLimits
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.lease_reports import lease_reports
 from tinkercloud_worker.head.service import HeadService
-from tinkercloud_worker.head.usage_reports import usage_reports
 
 log = structlog.get_logger(__name__)
 
@@ -186,12 +186,12 @@ class Lifecycle:
             self._leases -= 1
             self._update_orphan_timer()
 
-    async def usage_reports(self) -> AsyncIterator[bytes]:
-        """Yield reports of the head's usage as it changes, and the last one when it stops."""
+    async def lease_reports(self) -> AsyncIterator[bytes]:
+        """Yield the reports of the head as they change, and the last one when it stops."""
         with suppress(Unavailable):
             await self.wait_until_ready()
-        if self._backend is not None:
-            async for line in usage_reports(self._backend, self.drained):
+        if self._backend is not None and self._service is not None:
+            async for line in lease_reports(self._backend, self._service.durability, self.drained):
                 yield line
 
     def _update_orphan_timer(self) -> None:

@@ -70,10 +70,11 @@ class HeadService:
         self._samplers = Samplers(backend)
         self._retrieval = Retrieval(backend, self._results, self._samplers, self.recall)
         self._suspension = Suspension(backend, self._results, self._samplers)
-        self._durability = Durability(backend, self._suspension)
-        self._recovery = Recovery(self._suspension, self._durability)
+        self.durability = Durability(backend, self._suspension)
+        """The journals of the models."""
+        self._recovery = Recovery(self._suspension, self.durability)
         self._models: dict[str, LiveModel] = {}
-        self._suspended = SuspendedModels(backend, self._models, self._suspension, self._durability)
+        self._suspended = SuspendedModels(backend, self._models, self._suspension, self.durability)
         self._resuming: dict[str, asyncio.Task[None]] = {}
         self._accepted: set[str] = set()
         """Those of `_resuming` that were suspended by this head and accepted before it stopped."""
@@ -90,7 +91,7 @@ class HeadService:
             self._samples,
             self._suspension,
             self._suspended,
-            self._durability,
+            self.durability,
         )
         self._autosaver = Autosaver(self._models)
         self._idle_memory = IdleMemory(backend)
@@ -126,7 +127,7 @@ class HeadService:
             self._models[name] = model
             self._autosaver.watch(model)
             if refused is None:
-                await self._durability.begin(model)
+                await self.durability.begin(model)
                 if self._models.get(name) is not model:
                     raise NotFound(f"model {model_id} was deleted")
             model.queue.submit(0, b"create", 0, model.creation(refused))
@@ -269,7 +270,7 @@ class HeadService:
             model.queue.close(f"model {model_id} was deleted")
             self._results.abandon(str(model_id))
             await model.operations.delete()
-            await self._durability.remove(str(model_id))
+            await self.durability.remove(str(model_id))
             _in_background = self._spawn(self._autosaver.discard(model))
 
     def submit(self, received: Received, key: str | None = None) -> str:
@@ -461,7 +462,7 @@ class HeadService:
     def close(self) -> None:
         """Stop immediately."""
         self._autosaver.close()
-        self._durability.close()
+        self.durability.close()
         for model in self._models.values():
             model.queue.close("the session head stopped")
         for task in self._tasks:

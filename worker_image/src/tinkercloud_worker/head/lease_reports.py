@@ -1,16 +1,18 @@
-"""Reports of a head's usage to the API servers that hold its lease.
+"""Reports of a head to the API servers that hold its lease: usage, and which models are durable.
 
-A report has the counts that have changed since the previous one on the same connection, and the
-first has all. A head that is killed loses what it has not reported: the usage of about a second.
+A report has what has changed since the previous one on the same connection, and the first has
+everything. A head that is killed loses what it has not reported: the usage of about a second.
 """
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
+from tinkercloud_protocol.durability import DurabilityReport
 from tinkercloud_protocol.usage import UsageEntry, UsageReport
 from tinkercloud_worker.engine.usage import HourOfUsage
 from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.durability import Durability
 
 _GATHER_SECONDS = 1.0
 """Delay of a report after a request completes; requests that complete meanwhile are included."""
@@ -18,18 +20,22 @@ _MAX_ENTRIES = 50
 """Entries of a line."""
 
 
-async def usage_reports(backend: Backend, drained: asyncio.Event) -> AsyncIterator[bytes]:
-    """Yield reports, one a line, whenever usage has changed.
+async def lease_reports(
+    backend: Backend, durability: Durability, drained: asyncio.Event
+) -> AsyncIterator[bytes]:
+    """Yield reports, one a line, whenever usage or durability has changed.
 
     Args:
         backend: the parts of the head.
+        durability: the journals of its models.
         drained: set when nothing is computed any more; the last report follows immediately.
     """
     changed = asyncio.Event()
     changed.set()
     ended = asyncio.create_task(drained.wait())
     revision = 0
-    with backend.usage.notifying(changed.set):
+    reported: Mapping[str, str | None] | None = None
+    with backend.usage.notifying(changed.set), durability.observed_by(changed.set):
         try:
             is_last = False
             while not is_last:
@@ -38,9 +44,14 @@ async def usage_reports(backend: Backend, drained: asyncio.Event) -> AsyncIterat
                 # Before the counts are read: what is counted later needs another report.
                 is_last = ended.done()
                 changed.clear()
+                states = durability.states()
+                if states != reported:
+                    reported = states
+                    report = DurabilityReport(generation=backend.config.generation, models=states)
+                    yield report.model_dump_json().encode() + b"\n"
                 # In a thread, because the first report has everything.
                 revision, counts = await asyncio.to_thread(backend.usage.changes, revision)
-                for line in _lines(backend, counts):
+                for line in _usage(backend, counts):
                     yield line
         finally:
             ended.cancel()
@@ -54,7 +65,7 @@ async def _until_set(changed: asyncio.Event, ended: "asyncio.Task[bool]") -> Non
         changing.cancel()
 
 
-def _lines(backend: Backend, counts: Sequence[HourOfUsage]) -> Iterator[bytes]:
+def _usage(backend: Backend, counts: Sequence[HourOfUsage]) -> Iterator[bytes]:
     for start in range(0, len(counts), _MAX_ENTRIES):
         report = UsageReport(
             generation=backend.config.generation,
