@@ -170,10 +170,12 @@ async def test_requests_that_only_the_store_has_leave_no_gap_on_the_disk(tmp_pat
 
     with a_head(root, tmp_path, "g2", journals=journals, durability=config) as head:
         await head.resume("g1")
+        assert head.service.status().durability == "remote"
         losses += await train(head, 3, 4)
     with a_head(root, tmp_path, "g3", journals=journals, durability=config) as head:
         await head.resume("g2")
         losses += await train(head, 5, 6)
+        assert head.service.status().durability == "remote"
     with a_head(root, tmp_path, "g4", journals=tmp_path / "4", durability=config) as head:
         await head.resume("g3")
         assert losses + await train(head, 7, 8) == wanted

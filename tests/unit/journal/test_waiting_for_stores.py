@@ -1,6 +1,7 @@
 """How long requests and results wait for the checkpoint store, with `remote`."""
 
 import asyncio
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -143,3 +144,35 @@ async def test_a_head_starts_no_run_again_whose_journal_it_cannot_read(
 
         await head.resume("g1")
         assert await head.answer(1) == answer
+
+
+async def test_the_copy_of_a_head_that_could_not_write_to_the_store_is_replaced(
+    tmp_path: Path, store: Store
+) -> None:
+    config = DurabilityConfig(level="remote", store_timeout_seconds=0.5)
+
+    async def loss_of(head: Head, seq_id: int, first: int) -> float:
+        head.add(seq_id, first=first)
+        head.apply(seq_id + 1)
+        await head.confirmed()
+        return await head.loss(seq_id)
+
+    with training(tmp_path, config, "g1") as head:
+        await head.begin()
+        await loss_of(head, 1, first=6)
+        shutil.copytree(tmp_path / "g1", tmp_path / "g2")
+        head.add(3, first=8)
+        await head.confirmed()
+    store.hold()
+    # The request that only the store has was never confirmed, so its client may send another one.
+    with training(tmp_path, config, "g2") as head:
+        await head.resume("g1")
+        loss = await loss_of(head, 3, first=9)
+    store.responds.set()
+    shutil.copytree(tmp_path / "g2", tmp_path / "g3")
+    with training(tmp_path, config, "g3") as head:
+        await head.resume("g2")
+        await until(lambda: described(head).degraded is None)
+    with training(tmp_path, config, "g4") as head:
+        await head.resume("g3")
+        assert await head.loss(3) == loss

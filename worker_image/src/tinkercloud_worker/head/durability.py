@@ -17,7 +17,7 @@ from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.shared_journals import Base
 from tinkercloud_worker import metrics
-from tinkercloud_worker.checkpoints.store import CheckpointStore
+from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durable_run import DurableRun
 from tinkercloud_worker.head.live_model import LiveModel
@@ -161,16 +161,29 @@ class Durability:
         """
         if self._root is None:
             return None
+        kept = await self._read(run_id, spec, None)
+        if self._shared is None:
+            return kept
+        if kept is not None:
+            local = LocalState(kept.snapshot, kept.records)
+            if not await self._shared.is_ahead(kept.manifest, local):
+                return kept
+        folder = self._folder(run_id)
+        try:
+            place = await self._shared.fetch(run_id, spec, folder, self.store)
+        except StoreFailed:
+            if kept is None or await asyncio.to_thread(folder.manifest) is None:
+                raise
+            # The store can be read, but not written.
+            return kept
+        return await self._read(run_id, spec, place) if place is not None else kept
+
+    async def _read(self, run_id: str, spec: ModelSpec, place: Place | None) -> Kept | None:
+        """Return the local journal of a run that the specification continues, or None."""
         folder = self._folder(run_id)
         manifest = await asyncio.to_thread(folder.manifest)
-        place: Place | None = None
         if manifest is None or spec.resume_generation not in manifest.generations:
-            if self._shared is None:
-                return None
-            place = await self._shared.fetch(run_id, spec, folder, self.store)
-            manifest = await asyncio.to_thread(folder.manifest)
-            if place is None or manifest is None:
-                return None
+            return None
         check_fits(manifest, spec)
         records = await asyncio.to_thread(folder.read)
         snapshot = await self.store.find_suspended(run_id)

@@ -38,13 +38,16 @@ class LocalState:
         """Index of the record after the last one; 0 if there is none."""
         return self.records[-1].index + 1 if self.records else 0
 
+    def starts_like(self, shared: SharedState) -> bool:
+        """Return whether the records follow the same snapshot."""
+        prefixes = [s.data_prefix if s else None for s in (self.snapshot, shared.base.snapshot)]
+        return prefixes[0] == prefixes[1]
+
     def follows(self, shared: SharedState, next_index: int) -> bool:
         """Return whether the copy has nothing else, and lacks nothing but records here."""
-        prefixes = [s.data_prefix if s else None for s in (self.snapshot, shared.base.snapshot)]
         first = self.records[0].index if self.records else next_index
-        # Requests that only the copy has were not confirmed. Clients send them again.
         own_end = self.next_index if self.records else shared.base.first_index
-        return prefixes[0] == prefixes[1] and first <= next_index <= own_end
+        return self.starts_like(shared) and first <= next_index <= own_end
 
 
 class SharedJournals:
@@ -85,6 +88,29 @@ class SharedJournals:
         begin = partial(shared.take_over, manifest, None)
         return self._ship(shared, manifest, begin, listeners, place)
 
+    async def is_ahead(self, manifest: JournalManifest, local: LocalState) -> bool:
+        """Return whether the last head wrote requests to the copy that the local journal lacks.
+
+        They were not confirmed, but the copy can only continue from where it ends.
+
+        Args:
+            manifest: of the local journal.
+            local: its content.
+        """
+        shared = self._log(manifest.run_id)
+        try:
+            last = await shared.last()
+            if last is None or last[1].manifest.generations[-1] != manifest.generations[-1]:
+                return False
+            if local.records:
+                return last[1].next_index > local.next_index
+            state = await shared.read()
+        except WireError:
+            return False
+        if state is None or not local.starts_like(state):
+            return False
+        return state.header.next_index > state.base.first_index
+
     async def catch_up(
         self, manifest: JournalManifest, local: LocalState, listeners: Listeners
     ) -> tuple[Shipping, int]:
@@ -96,6 +122,7 @@ class SharedJournals:
         shared = self._log(manifest.run_id)
         begin = partial(shared.take_over, manifest, None)
         state: SharedState | None = None
+        was_left_by = await self._last_generation(shared)
         try:
             place = await _unless_away(begin)
         except Fenced:
@@ -108,13 +135,28 @@ class SharedJournals:
         next_index = local.next_index
         if not local.records and place is not None:
             next_index = place.next_index
-        if state is None or place is None or not local.follows(state, place.next_index):
+        # Otherwise a head that could not write to the store may have used its indexes again.
+        is_same = [was_left_by] == manifest.generations[-2:-1]
+        if (
+            not is_same
+            or state is None
+            or place is None
+            or not local.follows(state, place.next_index)
+        ):
             shipping.require_snapshot("the checkpoint store has not what the run's last head had")
         else:
             for record in local.records:
                 if record.index >= place.next_index:
                     shipping.append(record)
         return shipping, next_index
+
+    async def _last_generation(self, shared: SharedLog) -> str | None:
+        """Return the head that wrote the last object of a copy; None if this is not known."""
+        try:
+            last = await shared.last()
+        except WireError:
+            return None
+        return last[1].manifest.generations[-1] if last is not None else None
 
     async def generations(self, run_id: str, known: list[str]) -> list[str]:
         """Return the generations of a journal's copy, if it continues the local one, and these."""
