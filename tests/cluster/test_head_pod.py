@@ -211,7 +211,7 @@ def children(
         "maxContextLength": 512,
         "head": a_head(image),
     }
-    base_model = a_base_model(**fields | shapes)
+    base_model = a_base_model(**{**fields, **shapes})
     session = a_session(baseModel="tiny/llama", lora={"rank": 4})
     settings: dict[str, Any] = {
         "checkpoint_claim": "checkpoints",
