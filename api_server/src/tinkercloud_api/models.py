@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Container, Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -77,6 +78,16 @@ def resolve(name: str, where: str) -> ServedModel:
         max_context_length=int(positions or 1 << 20),
         architecture=next(iter(content.get("architectures") or []), None),
         local_path=str(folder.absolute()),
-        reads_images=content.get("model_type") in IMAGE_MODEL_TYPES
-        and (folder / "preprocessor_config.json").is_file(),
+        reads_images=reads_images(folder),
     )
+
+
+@lru_cache
+def reads_images(folder: Path) -> bool:
+    """Return whether a head serves the model in a folder with its image processor."""
+    try:
+        content = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    is_known = content.get("model_type") in IMAGE_MODEL_TYPES
+    return is_known and (folder / "preprocessor_config.json").is_file()

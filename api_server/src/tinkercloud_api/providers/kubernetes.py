@@ -34,6 +34,7 @@ from tinkercloud_api.providers.base import (
 )
 from tinkercloud_api.providers.cluster_errors import wire_error
 from tinkercloud_api.providers.head_endpoints import HeadEndpoints, HeadUnresponsive
+from tinkercloud_api.providers.served_models import served_model
 from tinkercloud_api.providers.session_activity import ActivityAnnotator
 from tinkercloud_api.providers.session_durability import DurabilityAnnotator
 from tinkercloud_api.providers.session_status import (
@@ -131,7 +132,9 @@ class KubernetesProvider:
     def models(self) -> list[ServedModel]:
         """See `SessionProvider.models`."""
         offered = {model.spec.model_name: model for model in self._offered()}
-        served = [self._served(model) for _, model in sorted(offered.items())]
+        served = [
+            served_model(model.spec, self._models_dir) for _, model in sorted(offered.items())
+        ]
         return with_aliases(served, self._aliases)
 
     def _offered(self) -> list[BaseModelView]:
@@ -146,18 +149,6 @@ class KubernetesProvider:
         """Return the offered BaseModel of a model name, if there is one."""
         found = [model for model in self._offered() if model.spec.model_name == name]
         return found[-1] if found else None
-
-    def _served(self, model: BaseModelView) -> ServedModel:
-        spec, folder = model.spec, None
-        if self._models_dir is not None and spec.source.volume is not None:
-            volume = spec.source.volume
-            folder = self._models_dir / volume.claim_name / volume.path
-        return ServedModel(
-            name=spec.model_name,
-            max_context_length=spec.max_context_length,
-            local_path=str(folder) if folder is not None and folder.is_dir() else None,
-            tokenizer=spec.tokenizer or spec.model_name,
-        )
 
     def tenants(self) -> Sequence[Tenant]:
         """See `SessionProvider.tenants`."""
