@@ -17,11 +17,11 @@ from tinkercloud_protocol.payloads import COUNTED_BYTES, decode_forward_backward
 from tinkercloud_protocol.sampling import MAX_CHUNKS, SampleRequest, parse_sample
 from tinkercloud_protocol.wire import parse_json
 from tinkercloud_testing.bare_heads import MODEL, a_head
-from tinkercloud_worker.engine.batch import TokenLimits
+from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.engine.sampling_request import prepare
 from tinkercloud_worker.head.requests import receive_batch, receive_json
 
-LARGE = TokenLimits(vocab_size=1 << 20, max_context_length=1 << 20)
+LARGE = ModelLimits(vocab_size=1 << 20, max_context_length=1 << 20)
 
 
 def a_sparse_batch(*shapes: tuple[int, int], tokens: int = 1) -> pb.ForwardBackwardRequest:

@@ -16,7 +16,7 @@ from tinkercloud_protocol.launch import SamplerConfig, SamplerSpec
 from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_testing.bare_heads import MODEL, SPEC, a_head, a_sample
-from tinkercloud_worker.engine.batch import TokenLimits
+from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.engine.prompt_images import PromptImages
 from tinkercloud_worker.engine.sampler import SamplingRequest
 from tinkercloud_worker.engine.sampling_request import prepare
@@ -101,7 +101,7 @@ async def test_samples_that_the_next_head_rejects_do_not_prevent_their_model_fro
 
 def as_an_older_head_did(
     _request: SampleRequest,
-    limits: TokenLimits,
+    limits: ModelLimits,
     end_tokens: frozenset[int],
     random_seed: int,
     *,

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from tinkercloud_worker.engine.batch import TokenLimits
+from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.engine.thread import NoBackground
 from tinkercloud_worker.inference.colocation import ColocatedThread
 from tinkercloud_worker.training.disabled import NoTrainer
@@ -246,6 +246,6 @@ def test_a_trainer_on_a_gpu_empties_the_cache_of_torch(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: uses_cuda)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(None))
 
-    NoTrainer(TokenLimits(vocab_size=8, max_context_length=8)).release_memory()
+    NoTrainer(ModelLimits(vocab_size=8, max_context_length=8)).release_memory()
 
     assert len(calls) == emptied

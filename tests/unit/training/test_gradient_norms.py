@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_worker.engine.batch import TokenLimits
+from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.lora.parameters import TensorLayout, TensorSpec, Trainable, norm_of
 from tinkercloud_worker.training.disabled import NoTrainer
 from tinkercloud_worker.training.trained_model import TrainedModel
@@ -21,7 +21,7 @@ class TrainerOfOneTensor(NoTrainer):
 
 
 def test_a_step_reports_and_clips_by_the_norm_of_all_elements() -> None:
-    trainer = TrainerOfOneTensor(TokenLimits(vocab_size=2, max_context_length=2))
+    trainer = TrainerOfOneTensor(ModelLimits(vocab_size=2, max_context_length=2))
     trainer.add_model("m", None)
     trainer._models["m"].trainable.gradient.fill_(1e-3)
     expected = 1e-3 * MANY**0.5

@@ -37,7 +37,7 @@ from tinkercloud_testing.models import (
 )
 from tinkercloud_testing.trainers import run
 from tinkercloud_worker.device.packing import PackedSequences
-from tinkercloud_worker.engine.batch import TokenLimits, bin_pack, prepare
+from tinkercloud_worker.engine.batch import ModelLimits, bin_pack, prepare
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 from tinkercloud_worker.training.collate import pack_all
@@ -195,7 +195,7 @@ def test_every_example_is_in_one_pack_within_the_budget(sizes: list[int], budget
 def test_packs_are_within_the_budget_as_long_as_ranks_that_divide_examples_make_them(
     sizes: list[int], budget: int, multiple: int
 ) -> None:
-    batch = prepare(a_request(random_data(sizes)), TokenLimits(VOCAB_SIZE, 1 << 10))
+    batch = prepare(a_request(random_data(sizes)), ModelLimits(VOCAB_SIZE, 1 << 10))
 
     packed = pack_all(batch, budget, torch.device("cpu"), multiple)
 

@@ -16,13 +16,13 @@ from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_protocol.tensors import Datum, ForwardBackwardRequest
 from tinkercloud_testing.pictures import picture
 from tinkercloud_worker.engine import sampling_request
-from tinkercloud_worker.engine.batch import Batch, TokenLimits, prepare
+from tinkercloud_worker.engine.batch import Batch, ModelLimits, prepare
 from tinkercloud_worker.engine.prompt_images import PromptImages
 from tinkercloud_worker.engine.sampler import SamplingRequest
 from tinkercloud_worker.vision.processor import ImageProcessor, load_processor
 
 IMAGE_TOKEN, VIDEO_TOKEN = 90, 91
-LIMITS = TokenLimits(vocab_size=100, max_context_length=40)
+LIMITS = ModelLimits(vocab_size=100, max_context_length=40)
 WIDE, TALL = picture(84, 56), picture(56, 140, seed=1, file_format="jpeg")
 """Images of 6 and 10 tokens; a token is 28 x 28 pixels."""
 

@@ -18,7 +18,7 @@ from tinkercloud_protocol.launch import (
     TrainerConfig,
 )
 from tinkercloud_testing.models import EOS_TOKEN_ID, save, tiny_gpt2, tiny_llama, tiny_qwen3
-from tinkercloud_worker.engine.batch import TokenLimits
+from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.model.architecture import UnsupportedModelError, read_architecture
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.run_head import build_backend
@@ -61,7 +61,7 @@ def test_a_description_gives_the_same_information_as_the_model(
     read = read_architecture(str(described(make(), tmp_path / "model")))
 
     assert read.targets == loaded.targets
-    assert read.limits == TokenLimits(loaded.vocab_size, loaded.max_context_length)
+    assert read.limits == ModelLimits(loaded.vocab_size, loaded.max_context_length)
 
 
 async def test_a_head_with_external_servers_needs_no_weights(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ async def test_a_head_with_external_servers_needs_no_weights(tmp_path: Path) -> 
 
     backend = build_backend(a_config(model, tmp_path, SERVERS))
 
-    assert backend.trainer.limits == TokenLimits(vocab_size=264, max_context_length=100)
+    assert backend.trainer.limits == ModelLimits(vocab_size=264, max_context_length=100)
     assert backend.end_tokens == {EOS_TOKEN_ID}
     with pytest.raises(InvalidRequest, match="only samples"):
         backend.trainer.add_model("run", LoraConfig(rank=4))

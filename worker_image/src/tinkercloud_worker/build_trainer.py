@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tinkercloud_protocol.launch import HeadConfig, TrainerConfig
 from tinkercloud_worker.device import accelerator, memory
-from tinkercloud_worker.engine.batch import TokenLimits, capped_context_length
+from tinkercloud_worker.engine.batch import ModelLimits, capped_context_length
 from tinkercloud_worker.engine.ranks import RankTrainer
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.model.architecture import read_architecture
@@ -122,7 +122,7 @@ def strategy(trainer: TrainerConfig) -> Literal["PACK", "SPREAD"]:
     return "PACK" if is_divided or accelerator.gpus_of(trainer.device) else "SPREAD"
 
 
-def _limits(config: HeadConfig) -> TokenLimits:
+def _limits(config: HeadConfig) -> ModelLimits:
     limits = read_architecture(config.model.path).limits
     longest = capped_context_length(config.limits.max_context_length, limits.max_context_length)
     return replace(limits, max_context_length=longest)

@@ -116,7 +116,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLimits:
+class ModelLimits:
     """Limits of the served model."""
 
     vocab_size: int
@@ -134,7 +134,7 @@ def capped_context_length(configured: int | None, of_model: int) -> int:
 
 
 def prepare(
-    request: ForwardBackwardRequest, limits: TokenLimits, images: PromptImages = TEXT_ONLY
+    request: ForwardBackwardRequest, limits: ModelLimits, images: PromptImages = TEXT_ONLY
 ) -> Batch:
     """Validate a request, fill in the defaults of its loss, and decode its images.
 
@@ -209,7 +209,7 @@ class _Prompts:
     """The prompts of a request."""
 
     data: Sequence[Datum]
-    limits: TokenLimits
+    limits: ModelLimits
     images: PromptImages
 
     def __post_init__(self) -> None:
@@ -245,7 +245,7 @@ class _Prompts:
 
 
 def _targets(
-    datum: Datum, length: int, loss_fn: str, limits: TokenLimits, where: str, *, many: bool
+    datum: Datum, length: int, loss_fn: str, limits: ModelLimits, where: str, *, many: bool
 ) -> npt.NDArray[np.int64]:
     where = f"{where}.loss_fn_inputs['target_tokens']"
     targets = datum.inputs.get("target_tokens")
@@ -272,7 +272,7 @@ def _targets(
 def prepare_custom(
     request: ForwardBackwardRequest,
     definition: bytes,
-    limits: TokenLimits,
+    limits: ModelLimits,
     images: PromptImages = TEXT_ONLY,
 ) -> Batch:
     """Validate a request with an uploaded loss, and what the loss will cost.
@@ -299,7 +299,7 @@ def prepare_custom(
     return Batch(decoded, request.loss_fn, request.forward_only, definition=definition)
 
 
-def check_length(length: int, limits: TokenLimits, where: str) -> None:
+def check_length(length: int, limits: ModelLimits, where: str) -> None:
     """Check the length of a sequence.
 
     Raises:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tinkercloud_protocol.errors import WireError
-from tinkercloud_worker.engine.batch import TokenLimits
+from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.engine.trainer import (
     LossOutput,
     OptimizerStep,
@@ -23,7 +23,7 @@ from tinkercloud_worker.engine.trainer import (
 class Membership:
     """A rank's place in the group."""
 
-    limits: TokenLimits
+    limits: ModelLimits
     replica: int
     """Index of the model replica that it is part of, from 0."""
     answers: bool

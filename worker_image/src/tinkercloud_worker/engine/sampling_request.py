@@ -14,7 +14,7 @@ from tinkercloud_protocol.sampling import (
     WireTensor,
 )
 from tinkercloud_protocol.tensors import Int32Array, densify
-from tinkercloud_worker.engine.batch import TokenLimits, check_length
+from tinkercloud_worker.engine.batch import ModelLimits, check_length
 from tinkercloud_worker.engine.prompt_images import TEXT_ONLY, PromptImages
 from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingRequest, StopRules
 
@@ -37,7 +37,7 @@ MAX_SAMPLE_CELLS = 1 << 26
 
 def prepare(
     request: SampleRequest,
-    limits: TokenLimits,
+    limits: ModelLimits,
     end_tokens: frozenset[int],
     random_seed: int,
     *,
@@ -95,7 +95,7 @@ def prepare(
     )
 
 
-def _text(prompt: ModelInput, length: int, limits: TokenLimits) -> Int32Array:
+def _text(prompt: ModelInput, length: int, limits: ModelLimits) -> Int32Array:
     """Return the text tokens of a prompt that has this length with its images."""
     check_length(length, limits, "prompt")
     token_ids = prompt.token_ids()
@@ -156,7 +156,7 @@ def _stop_tokens(entries: Sequence[str | int], vocab_size: int) -> frozenset[int
 
 
 def _prompt_logprobs(
-    request: SampleRequest, length: int, limits: TokenLimits
+    request: SampleRequest, length: int, limits: ModelLimits
 ) -> PromptLogprobParams:
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and last_n > max(length - 1, 1):
@@ -194,7 +194,7 @@ def _check_cells(request: SampleRequest, length: int) -> None:
 
 
 def _target_ids(
-    tensor: WireTensor | None, length: int, limits: TokenLimits
+    tensor: WireTensor | None, length: int, limits: ModelLimits
 ) -> npt.NDArray[np.int64] | None:
     if tensor is None:
         return None

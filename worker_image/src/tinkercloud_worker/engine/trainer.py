@@ -14,7 +14,7 @@ from torch import Tensor
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.tensors import FloatArray
-from tinkercloud_worker.engine.batch import Batch, TokenLimits
+from tinkercloud_worker.engine.batch import Batch, ModelLimits
 from tinkercloud_worker.engine.expert_load import TokenCounts
 from tinkercloud_worker.engine.thread import Batcher
 
@@ -114,7 +114,7 @@ class GradientLost(WireError):
 class Trainer(Protocol):
     """Trains models of one base. Methods raise InvalidRequest for errors of the client."""
 
-    limits: TokenLimits
+    limits: ModelLimits
     base_fingerprint: str | None
     """Fingerprint of the loaded base model (`fingerprint`); None if none is loaded."""
 

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import losses
-from tinkercloud_worker.engine.batch import Batch, TokenLimits, capped_context_length
+from tinkercloud_worker.engine.batch import Batch, ModelLimits, capped_context_length
 from tinkercloud_worker.engine.ranks import Membership
 from tinkercloud_worker.engine.trainer import LossOutput
 from tinkercloud_worker.lora import adapters
@@ -73,7 +73,7 @@ class MegatronTrainer(ReplicatedTrainer):
         """
         config: Any = base.hf_config
         longest = capped_context_length(max_context_length, config.max_position_embeddings)
-        super().__init__(TokenLimits(config.vocab_size, longest), base.module.config.params_dtype)
+        super().__init__(ModelLimits(config.vocab_size, longest), base.module.config.params_dtype)
         self._base = base
         self.base_fingerprint = base.fingerprint
         self._device = base.device.torch_device

@@ -27,7 +27,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
-from tinkercloud_worker.engine.batch import TokenLimits
+from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.lora.adapters import Group, Target
 from tinkercloud_worker.lora.experts import find_experts
 from tinkercloud_worker.vision.tower import VisionTower, split_tower
@@ -50,7 +50,7 @@ class Architecture:
 
     targets: Sequence[Target]
     """LoRA targets, in the order of its modules."""
-    limits: TokenLimits
+    limits: ModelLimits
     """Limits of its vocabulary and its context."""
 
 
@@ -69,7 +69,7 @@ def read_architecture(path: str) -> Architecture:
     backbone, lm_head = backbone_and_lm_head(model)
     targets = find_targets(model, name_of(model, backbone), name_of(model, lm_head))
     vocab_size = next(t.out_features for t in targets if t.group == "unembed")
-    return Architecture(targets, TokenLimits(vocab_size, max_context_length(model.config)))
+    return Architecture(targets, ModelLimits(vocab_size, max_context_length(model.config)))
 
 
 def as_in_files(path: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from tinkercloud_worker import losses
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.device.memory import Available
 from tinkercloud_worker.device.packing import PackedSequences
-from tinkercloud_worker.engine.batch import Batch, TokenLimits, capped_context_length
+from tinkercloud_worker.engine.batch import Batch, ModelLimits, capped_context_length
 from tinkercloud_worker.engine.thread import Batcher, Pieces
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
 from tinkercloud_worker.lora import adapters
@@ -96,7 +96,7 @@ class TorchTrainer(AdamTrainer):
         """
         longest = capped_context_length(max_context_length, base.max_context_length)
         models = Models(place, lambda size: size - self._room())
-        super().__init__(TokenLimits(base.vocab_size, longest), base.dtype, models)
+        super().__init__(ModelLimits(base.vocab_size, longest), base.dtype, models)
         self._base = base
         self.base_fingerprint = base.fingerprint
         self._max_batch_tokens = max_batch_tokens

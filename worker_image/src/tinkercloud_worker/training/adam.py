@@ -18,7 +18,7 @@ from typing_extensions import override
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.device import accelerator
-from tinkercloud_worker.engine.batch import TokenLimits
+from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.engine.thread import Batcher, Pieces
 from tinkercloud_worker.engine.trainer import (
     Gradient,
@@ -42,7 +42,7 @@ class AdamTrainer(Trainer, ABC):
 
     def __init__(
         self,
-        limits: TokenLimits,
+        limits: ModelLimits,
         dtype: torch.dtype = torch.float32,
         models: Models | None = None,
     ) -> None:
