@@ -1,0 +1,98 @@
+"""Many runs of mixed ranks on one engine, which has memory for a few of them."""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.models import tiny_llama
+from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.engine.fair_queue import Share
+from tinkercloud_worker.engine.thread import EngineThread, NoBackground
+from tinkercloud_worker.engine.trainer import OptimizerStep, TrainingPass
+from tinkercloud_worker.model.base_model import TorchBaseModel
+from tinkercloud_worker.torch_trainer.trainer import KEPT_FREE_BYTES, TorchTrainer
+from tinkercloud_worker.training.paging import DiskFiles
+
+RUNS, STEPS = 64, 3
+ADAM = AdamParams(learning_rate=1e-2)
+ROOM = 12
+"""Adapters of the largest rank that fit at the same time."""
+
+
+def rank_of(run: int) -> int:
+    return (1, 2, 4, 8, 16)[run % 5]
+
+
+def a_pass(trainer: TorchTrainer, run: int) -> TrainingPass:
+    request = a_request(random_data([3 + run % 5, 4], seed=run))
+    return TrainingPass(str(run), prepare(request, trainer.limits))
+
+
+def a_trainer(folder: Path | None) -> TorchTrainer:
+    """Return a trainer with all runs; with a folder, it has memory for few of them."""
+    largest = TorchTrainer(TorchBaseModel(tiny_llama()), max_batch_tokens=64)
+    largest.add_model("m", LoraConfig(rank=16, seed=1))
+    size = ROOM * largest._models["m"].full_bytes + KEPT_FREE_BYTES
+
+    def available() -> int:
+        return size - sum(map(trainer.memory_bytes, trainer._models))
+
+    trainer = TorchTrainer(
+        TorchBaseModel(tiny_llama()),
+        max_batch_tokens=64,
+        available=available if folder else lambda: None,
+        place=DiskFiles(folder) if folder else None,
+    )
+    for run in range(RUNS):
+        trainer.add_model(str(run), LoraConfig(rank=rank_of(run), seed=run))
+    return trainer
+
+
+@pytest.fixture
+def thread() -> Iterator[EngineThread]:
+    started = EngineThread(on_crash=lambda error: None)
+    started.start(NoBackground())
+    yield started
+    started.stop()
+
+
+async def learn(thread: EngineThread, trainer: TorchTrainer, run: int) -> list[float]:
+    """Return the losses of a client that takes its steps one after another."""
+    losses, item = [], a_pass(trainer, run)
+    for _ in range(STEPS):
+        share = Share(f"owner-{run % 7}", str(run), item.batch.num_tokens)
+        output = await thread.run_batched(trainer.batcher, item, share)
+        losses.append(output.metrics["loss:sum"])
+        await thread.run_batched(trainer.stepper, OptimizerStep(str(run), ADAM), share)
+    return losses
+
+
+def learn_alone(trainer: TorchTrainer, run: int) -> list[float]:
+    losses, item = [], a_pass(trainer, run)
+    for _ in range(STEPS):
+        output = trainer.forward_backward(str(run), item.batch, lambda: None)
+        losses.append(output.metrics["loss:sum"])
+        trainer.optim_step(str(run), ADAM)
+    return losses
+
+
+async def test_64_runs_of_mixed_ranks_learn_as_alone_in_the_memory_of_twelve(
+    thread: EngineThread, tmp_path: Path
+) -> None:
+    crowded, roomy = a_trainer(tmp_path), a_trainer(None)
+
+    together = await asyncio.gather(*(learn(thread, crowded, run) for run in range(RUNS)))
+
+    alone = [learn_alone(roomy, run) for run in range(RUNS)]
+    np.testing.assert_allclose(together, alone, rtol=1e-5)
+    assert np.all(np.array(together)[:, -1] < np.array(together)[:, 0])
+    held: Mapping[str, int] = {name: crowded.memory_bytes(name) for name in crowded._models}
+    idle = [name for name, size in held.items() if not size]
+    assert len(idle) >= RUNS // 2
+    for name in held.keys() - idle:
+        assert held[name] == roomy.memory_bytes(name)
