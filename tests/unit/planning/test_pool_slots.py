@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds.base_model import DEFAULT_SLOTS, BaseModelSpec, Limits, Pool
+from tinkercloud_crds.placement import RolePlacement
 from tinkercloud_operator.spec.pool_slots import pool_of
+from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
 from tinkercloud_planning import families
 from tinkercloud_planning.gpus import gpu
 from tinkercloud_planning.layouts import Layout
 from tinkercloud_planning.search import Demand
-from tinkercloud_testing.sessions import COLOCATED, SAMPLERS, a_base_model
+from tinkercloud_testing.sessions import COLOCATED, SAMPLERS, a_base_model, a_session
 
 MODELS = json.loads((Path(__file__).parent / "public_models.json").read_text())
 MODEL, TOKENS, LENGTH = "Qwen/Qwen3-8B", 16384, 8192
@@ -46,6 +48,16 @@ def test_a_number_that_is_given_is_used() -> None:
     assert pool_of(a_shared_model(pool=Pool(slots_per_cluster=3))).slots == 3
 
 
+def test_where_the_trainers_run_does_not_change_the_number() -> None:
+    placement = {"nodeSelector": {"gpu": "h100"}, "tolerations": [{"key": "gpu"}]}
+    planned = a_shared_model()
+    placed = planned.trainer.model_copy(
+        update={"placement": RolePlacement.model_validate(placement)}
+    )
+
+    assert pool_of(planned.model_copy(update={"trainer": placed})).slots == pool_of(planned).slots
+
+
 def test_the_other_settings_of_the_pool_are_kept() -> None:
     pool = pool_of(a_shared_model(pool=Pool(max_clusters=7, spare_slots=2)))
 
@@ -66,3 +78,17 @@ def test_without_a_plan_the_number_is_the_default(planning: dict[str, str] | Non
     trainer = {"backend": "megatron", "replicas": 1, "gpusPerReplica": 2, "planning": planning}
 
     assert pool_of(a_shared_model(trainer=trainer)).slots == DEFAULT_SLOTS
+
+
+def test_a_pool_cluster_gets_the_time_to_save_as_many_models_as_it_serves() -> None:
+    planned = a_shared_model(rank=8)
+    written = a_shared_model(rank=8, pool=pool_of(planned))
+
+    clusters = [resolve(a_session(role="Pool"), each, 0) for each in (planned, written)]
+
+    assert all(isinstance(each, ResolvedSpec) for each in clusters)
+    seconds = [each.base_model.head.suspend_seconds for each in clusters]  # type: ignore[union-attr]
+    one = resolve(a_session(), planned, 0)
+    assert isinstance(one, ResolvedSpec)
+    least = one.base_model.head.suspend_seconds
+    assert seconds[0] == seconds[1] > (least or 0)

@@ -300,6 +300,29 @@ def test_sessions_with_pods_on_a_node_are_found(watched: Watched) -> None:
     assert watched.with_pods_on(frozenset({"b"})) == []
 
 
+@pytest.mark.parametrize(
+    ("taints", "annotations", "leaves"),
+    [
+        (None, {}, True),
+        ([], {}, False),
+        ([], {labels.LEAVE_NODE: "a"}, True),
+        ([], {labels.LEAVE_NODE: "another"}, False),
+    ],
+    ids=["by default", "its BaseModel says stay", "it is asked to", "asked to leave another node"],
+)
+def test_a_session_must_leave_a_cordoned_node_as_its_base_model_says(
+    watched: Watched, taints: list[str] | None, annotations: dict[str, str], *, leaves: bool
+) -> None:
+    sessions = {} if taints is None else {"sessions": {"leaveTaints": taints}}
+    watched.note("BaseModel", stored(a_base_model_manifest(**sessions)))
+    watched.note("TrainingSession", session(version=2, annotations=annotations))
+    metadata = {"name": "one-head", "labels": {labels.SESSION_LABEL: "one"}}
+    watched.note("Pod", stored({"metadata": metadata, "spec": {"nodeName": "a"}, "status": {}}))
+
+    assert watched.must_leave("one", frozenset({"a"})) == leaves
+    assert not watched.must_leave("one", frozenset({"b"}))
+
+
 def test_a_snapshot_has_deletion_finalizer_and_activity(watched: Watched) -> None:
     metadata: Json = {
         "deletionTimestamp": "2026-01-01T12:00:00Z",

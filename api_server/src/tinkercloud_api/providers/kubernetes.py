@@ -97,7 +97,7 @@ class KubernetesProvider:
             self._api, "TrainingSession", readable(read_session), self._forget
         )
         self._base_models = Informer(self._api, "BaseModel", readable(read_base_model))
-        self._durability = DurabilityAnnotator(self._api, self._sessions)
+        self._durability = DurabilityAnnotator(self._api, self._sessions.objects)
         self._endpoints = HeadEndpoints(self._api, self._client, record_usage, self._durability)
         self._activity_annotator = ActivityAnnotator(self._api)
         self._tenants = KnownTenants(self._api)

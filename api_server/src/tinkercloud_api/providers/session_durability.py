@@ -4,7 +4,7 @@ Heads report it on their lease, which each replica holds, so several replicas ma
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 
 import structlog
@@ -13,7 +13,6 @@ from tinkercloud_api.providers.session_status import TrainingSessionView
 from tinkercloud_crds import labels
 from tinkercloud_kube.client import Client, ObjectRef
 from tinkercloud_kube.errors import KubernetesError, NotFound
-from tinkercloud_kube.informer import Informer
 from tinkercloud_protocol.durability import DurabilityReport
 
 log = structlog.get_logger(__name__)
@@ -24,37 +23,53 @@ _RETRY_SECONDS = 5.0
 class DurabilityAnnotator:
     """Keeps the annotation `DEGRADED` equal to the newest reports. Belongs to one event loop."""
 
-    def __init__(self, api: Client, sessions: Informer[TrainingSessionView]) -> None:
+    def __init__(
+        self, api: Client, sessions: Callable[[], Collection[TrainingSessionView]]
+    ) -> None:
+        """Create it.
+
+        Args:
+            api: writes the annotations.
+            sessions: returns all sessions, as last seen.
+        """
         self._api = api
         self._sessions = sessions
         self._reported: dict[str, Mapping[str, str | None]] = {}
         """The last report of each head, by its generation."""
+        self._reporters: dict[str, str] = {}
+        """The generation of the head that reported each run last."""
         self._wanted: dict[str, str | None] = {}
         """The annotation that each run still needs, by model id; None to remove it."""
         self._writing: asyncio.Task[None] | None = None
 
     def note(self, report: DurabilityReport) -> None:
         """Annotate the sessions of the models whose state differs from the previous report."""
-        now, before = report.models, self._reported.get(report.generation)
-        if before is None:
-            before = {model: text for model, text in self._annotated() if model in now}
-        self._reported[report.generation] = now
-        # A model that is no longer reported is in the store, or deleted.
+        now, before = report.models, self._reported.get(report.generation, {})
+        # A model that is no longer reported is in the store, or deleted, or at another head.
+        gone = [
+            model
+            for model in before.keys() - now.keys()
+            if self._reporters.get(model) == report.generation
+        ]
+        # What another head, or another process, has written about a model that is new here.
+        known = {model: text for model, text in self._annotated() if model not in before} | before
         self._wanted |= {
-            model: now.get(model)
-            for model in before.keys() | now.keys()
-            if before.get(model) != now.get(model)
+            model: now.get(model) for model in (*gone, *now) if known.get(model) != now.get(model)
         }
+        self._reported[report.generation] = now
+        self._reporters |= dict.fromkeys(now, report.generation)
         if self._wanted and self._writing is None:
             self._writing = asyncio.create_task(self._write())
 
     def forget(self, generation: str) -> None:
         """Drop the last report of a head whose lease has ended."""
-        self._reported.pop(generation, None)
+        for model in self._reported.pop(generation, {}):
+            if self._reporters.get(model) == generation:
+                del self._reporters[model]
 
     def _annotated(self) -> Iterator[tuple[str, str]]:
         """Yield the runs that are annotated, with their annotations."""
-        for session in self._sessions.objects():
+        for session in self._sessions():
             if session.spec.model_id is not None and session.degraded is not None:
                 yield session.spec.model_id, session.degraded
 
@@ -79,7 +94,7 @@ class DurabilityAnnotator:
 
     async def _annotate(self, model: str, reason: str | None) -> None:
         change = {"metadata": {"annotations": {labels.DEGRADED: reason}}}
-        sessions = [each.name for each in self._sessions.objects() if each.spec.model_id == model]
+        sessions = [each.name for each in self._sessions() if each.spec.model_id == model]
         for name in sessions:
             with suppress(NotFound):
                 await self._api.merge(ObjectRef("TrainingSession", name), change)

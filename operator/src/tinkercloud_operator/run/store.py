@@ -268,11 +268,22 @@ class Watched:
         ]
 
     def must_leave(self, name: str, nodes: frozenset[str]) -> bool:
-        """Return whether a session has pods on cordoned nodes that it needs and must leave."""
-        pods = pods_of(self._children.get(name, {}), are_scaled=False) if nodes else ()
+        """Return whether a session has pods on cordoned nodes that it needs and must leave.
+
+        `decide.disruptions` decides the same for a session that is observed in full.
+        """
+        session = self.sessions.get(name)
+        if session is None or not nodes:
+            return False
+        base_model = self._base_model(session["spec"].get("baseModel", ""))
+        if base_model is None or CORDON in base_model.sessions.leave_taints:
+            left = nodes
+        else:
+            asked = session["metadata"].get("annotations", {}).get(labels.LEAVE_NODE)
+            left = nodes & {asked}
         return any(
-            each.node in nodes and not (each.is_terminating or {"", CORDON} & each.tolerations)
-            for each in pods
+            each.node in left and not (each.is_terminating or {"", CORDON} & each.tolerations)
+            for each in pods_of(self._children.get(name, {}), are_scaled=False)
         )
 
     def offering(self, model_name: str) -> Manifest | None:

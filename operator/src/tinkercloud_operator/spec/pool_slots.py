@@ -20,7 +20,11 @@ def pool_of(base_model: BaseModelSpec) -> Pool:
     sampler, rank = base_model.sampler, base_model.limits.max_lora_rank
     is_colocated = sampler.backend == "sglang" and sampler.colocated
     engine = Engine(max(1, sampler.gpus_per_replica), rank) if is_colocated else None
-    slots = _slots(base_model.trainer, base_model.max_context_length, rank, engine)
+    slots = DEFAULT_SLOTS
+    if base_model.trainer.planning is not None:
+        # Where pods may run does not matter, and such a shape has no hash.
+        shape = base_model.trainer.model_copy(update={"placement": None})
+        slots = _slots(shape, base_model.max_context_length, rank, engine)
     return pool.model_copy(update={"slots_per_cluster": slots})
 
 
@@ -29,9 +33,10 @@ def pool_of(base_model: BaseModelSpec) -> Pool:
 def _slots(
     trainer: TrainerShape, sequence_length: int, lora_rank: int, colocated: Engine | None
 ) -> int:
-    """Return the planned number; the default if there is no plan, as clusters will report."""
-    if trainer.planning is None:
-        return DEFAULT_SLOTS
+    """Return the planned number.
+
+    If there is no plan, it is the default: the clusters themselves will report why.
+    """
     try:
         return min(_MOST, plan_slots(trainer, sequence_length, lora_rank, colocated))
     except (DoesNotFit, ValueError):

@@ -20,6 +20,7 @@ from tinkercloud_crds.shapes import (
 from tinkercloud_crds.training_session import SERVING_ROLES, TrainingSessionSpec
 from tinkercloud_operator.spec.allowed import disallowed, over_limit
 from tinkercloud_operator.spec.parallelism import check_engine, plan_parallelism
+from tinkercloud_operator.spec.pool_slots import pool_of
 from tinkercloud_operator.spec.quantities import parse_quantity
 from tinkercloud_planning.plan import TrainerPlan
 from tinkercloud_planning.refusal import DoesNotFit
@@ -205,7 +206,7 @@ def resolve(
         return Rejection(Reason.NOT_ALLOWED, "; ".join(problems))
     if (waits := _over_quota(spec, base_model, sessions_of_owner)) is not None:
         return waits
-    models = base_model.pool.slots if base_model.pool and spec.role == "Pool" else 1
+    models = pool_of(base_model).slots if spec.role == "Pool" else 1
     resolved = _with_parallelism(
         _apply_choices(spec, base_model), _planned_rank(spec, base_model), models
     )
