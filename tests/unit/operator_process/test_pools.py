@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds import labels
-from tinkercloud_operator.decide.actions import GiveAway, HeadRequest
+from tinkercloud_operator.decide.actions import GiveAway, HeadRequest, TakeBack
 from tinkercloud_operator.run.head_client import HeadClient, SaveResult
 from tinkercloud_operator.run.pools import Pools
 from tinkercloud_operator.run.save_requests import HeadSaver
@@ -224,6 +224,40 @@ async def test_a_new_operator_asks_the_head_again_and_ends_the_move(operator: Op
         await reached(lambda: placed(operator) == ("pool-b", None))
 
     assert len(operator.heads.requests) == 1
+
+
+async def test_a_run_whose_target_is_lost_returns_once_its_head_has_taken_it_back(
+    operator: Operator,
+) -> None:
+    see_a_drained_cluster(operator)
+
+    with operator.working():
+        await reached(lambda: bool(operator.heads.requests))
+        operator.see_cluster("pool-b", drain="true")
+        await reached(lambda: placed(operator) == ("pool-a", "pool-a"))
+        # The head may still give it away: it is asked to take it back after that.
+        assert len(operator.heads.requests) == 1
+        operator.heads.results.put_nowait(SaveResult(None))
+        await reached(lambda: len(operator.heads.requests) == 2)
+        assert placed(operator) == ("pool-a", "pool-a")
+        operator.heads.results.put_nowait(SaveResult(None))
+        await reached(lambda: placed(operator) == ("pool-a", None))
+
+    [(_, given), (_, taken)] = operator.heads.requests
+    assert isinstance(given, GiveAway)
+    assert isinstance(taken, TakeBack)
+    assert (taken.cluster, taken.incarnation, taken.model_id) == ("pool-a", "head-a", "one:train:0")
+
+
+async def test_a_new_operator_asks_the_head_again_to_take_a_run_back(operator: Operator) -> None:
+    operator.see_cluster("pool-a", endpoint="http://pool-a", incarnation="head-a")
+    operator.see_run(cluster="pool-a", **{labels.MOVING_TO: "pool-a"})
+    operator.heads.results.put_nowait(SaveResult(None))
+
+    with operator.working():
+        await reached(lambda: placed(operator) == ("pool-a", None))
+
+    assert [type(request) for _, request in operator.heads.requests] == [TakeBack]
 
 
 async def test_a_run_stays_if_the_head_is_of_a_release_that_cannot_give_it_away(
