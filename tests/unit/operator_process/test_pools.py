@@ -1,6 +1,7 @@
 """The worker of pools: what it writes, and which sessions it has reconciled."""
 
 import asyncio
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,15 +41,30 @@ class StubHeads(HeadClient):
         return await self.results.get()
 
 
+class PromptHeads(HeadClient):
+    """Heads that give models away, and take them back, as soon as they are asked."""
+
+    def __init__(self, *given_away: str) -> None:
+        self.given_away = set(given_away)
+        """Sessions."""
+
+    async def save(self, session: str, request: HeadRequest) -> SaveResult:
+        if isinstance(request, GiveAway):
+            self.given_away.add(session)
+        else:
+            self.given_away.discard(session)
+        return SaveResult(None)
+
+
 class Operator:
     """The worker of pools, with the objects that it knows."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, heads: HeadClient | None = None) -> None:
         self.api = connection.api
         self.watched = Watched()
         self.reconciled: list[str] = []
         self.heads = StubHeads()
-        self.saver = HeadSaver(self.heads, self._note_saved)
+        self.saver = HeadSaver(heads or self.heads, self._note_saved)
         self.spares = Spares(self.watched, connection.cluster, self._note, self.reconciled.append)
         self.pools = Pools(
             self.watched,
@@ -70,6 +86,11 @@ class Operator:
         plural = {"BaseModel": "basemodels", "TrainingSession": "trainingsessions"}[kind]
         path = f"{OWN}/{plural}/{manifest['metadata']['name']}"
         self._note(kind, self.api.put(path, manifest | {"status": status}))
+
+    def see_all(self) -> None:
+        """See all objects, as an operator that has just started."""
+        for manifest in list(self.api.objects.values()):
+            self._note(manifest["kind"], manifest)
 
     def see_cluster(self, name: str = "pool-a", *, drain: str = "", **status: Any) -> None:
         cluster = a_session_manifest(name, role="Pool", lora=None)
@@ -271,3 +292,40 @@ async def test_a_run_stays_if_the_head_is_of_a_release_that_cannot_give_it_away(
         await reached(lambda: placed(operator) == ("pool-a", None))
 
     assert len(operator.heads.requests) == 1
+
+
+@pytest.mark.parametrize("writes", range(4))
+@pytest.mark.parametrize(
+    ("moving_to", "drained", "place"),
+    [(None, "pool-a", "pool-b"), ("pool-b", "pool-b", "pool-a")],
+    ids=["moves", "returns"],
+)
+async def test_a_run_moves_or_returns_also_if_the_operator_is_killed_at_any_write(
+    connection: Connection, moving_to: str | None, drained: str, place: str, writes: int
+) -> None:
+    heads = PromptHeads(*(["one"] if moving_to is not None else []))
+    first, second = Operator(connection, heads), Operator(connection, heads)
+    shared: Json = a_base_model_manifest("model", sharing="Shared", pool={"maxClusters": 2})
+    first.see("BaseModel", shared)
+    for name in ("pool-a", "pool-b"):
+        drain = "true" if name == drained else ""
+        first.see_cluster(name, drain=drain, endpoint=f"http://{name}", incarnation=name)
+    annotations = {} if moving_to is None else {labels.MOVING_TO: moving_to}
+    first.see_run(cluster="pool-a", **annotations)
+
+    def is_over() -> bool:
+        has_ended = f"{OWN}/trainingsessions/{drained}" not in first.api.objects
+        return has_ended and placed(first) == (place, None)
+
+    first.api.executed_writes = writes
+    with first.working():
+        await reached(lambda: is_over() or len(first.api.writes) > writes)
+    assert is_over() == (writes == 3), "there are three writes"
+    first.api.executed_writes = math.inf
+    second.see_all()
+    with second.working():
+        await reached(is_over)
+
+    assert heads.given_away == ({"one"} if place == "pool-b" else set())
+    posted = [each for each in first.api.writes if each.startswith("POST")]
+    assert posted == []
