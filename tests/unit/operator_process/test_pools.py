@@ -105,6 +105,18 @@ class Operator:
         run["metadata"]["annotations"] = annotations
         self.see("TrainingSession", run, conditions=[ACCEPTED])
 
+    def see_change(self, name: str, *, status: Json | None = None, **metadata: Any) -> None:
+        """See a session with another status or metadata."""
+        path = f"{OWN}/trainingsessions/{name}"
+        found = self.api.objects[path]
+        changed = {"status": found["status"] | (status or {})}
+        self._note("TrainingSession", self.api.put(path, changed, **metadata))
+
+    def see_end(self, name: str) -> None:
+        gone = self.api.objects.pop(f"{OWN}/trainingsessions/{name}")
+        self.watched.note("TrainingSession", gone, is_gone=True)
+        self.pools.note("TrainingSession", gone, is_gone=True)
+
     @contextmanager
     def working(self) -> Iterator[None]:
         tasks = [asyncio.create_task(each) for each in (self.pools.work(), self.saver.work())]
@@ -139,6 +151,47 @@ async def test_a_waiting_run_starts_a_cluster_that_its_base_model_owns(operator:
     assert (owner["kind"], owner["name"]) == ("BaseModel", "model")
     assert made["spec"]["baseModel"] == MODEL_NAME
     assert "one" in operator.reconciled
+
+
+@pytest.fixture
+async def full(operator: Operator) -> Operator:
+    """Return an operator of a pool with one slot, which a run has."""
+    pool = {"maxClusters": 1, "slotsPerCluster": 1}
+    shared: Json = a_base_model_manifest("model", sharing="Shared", pool=pool)
+    operator.see("BaseModel", shared)
+    operator.see_cluster()
+    operator.see_run("one", cluster="pool-a")
+    operator.see_run("two")
+    return operator
+
+
+def place_of(operator: Operator, name: str) -> str | None:
+    place: str | None = operator.watched.sessions[name]["spec"].get("poolCluster")
+    return place
+
+
+async def test_a_run_that_waits_gets_the_slot_of_one_that_has_finished(full: Operator) -> None:
+    with full.working():
+        await reached(lambda: "all 1 slots" in (full.pools.waiting_message("two") or ""))
+        full.see_change("one", status={"finishedTime": "2026-01-01T13:00:00Z"})
+        await reached(lambda: place_of(full, "two") == "pool-a")
+
+    assert full.pools.waiting_message("two") is None
+    assert "two" in full.reconciled
+
+
+async def test_a_run_that_waits_gets_the_slot_of_a_deleted_one_once_its_head_has_dropped_that(
+    full: Operator,
+) -> None:
+    with full.working():
+        await reached(lambda: full.pools.waiting_message("two") is not None)
+        full.see_change("one", deletionTimestamp="2026-01-01T13:00:00Z")
+        # Another run that waits shows that the worker has seen the deletion.
+        full.see_run("two-later")
+        await reached(lambda: full.pools.waiting_message("two-later") is not None)
+        assert place_of(full, "two") is None
+        full.see_end("one")
+        await reached(lambda: place_of(full, "two") == "pool-a")
 
 
 async def test_no_run_gets_a_place_on_a_cluster_whose_deletion_is_not_visible_yet(
