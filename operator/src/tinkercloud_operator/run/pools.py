@@ -115,7 +115,7 @@ class Pools:
         return is_emptied(facts, plan_pool(facts).moves, cluster)
 
     def _heads_that(self, did: str, model_name: str) -> set[tuple[str, str]]:
-        """Return the sessions that heads have given away, say, with the head's incarnation."""
+        """Return the sessions whose models heads gave away, or took back, with the incarnation."""
         return {
             (session["metadata"]["name"], incarnation)
             for session in self._watched.sessions_of(model_name)
