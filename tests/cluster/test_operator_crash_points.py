@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tinkercloud_crds import labels
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.faulty_api import Trap
 from tinkercloud_testing.cluster.kuberay import KubeRay
@@ -128,6 +129,7 @@ RESUME = Step(suspended(is_asked=False), "condition=Ready", RUNNING_CHILDREN)
 DELETE = Step(Sessions.delete, "delete", 0)
 CULL_TO_SUSPEND = Step(idle("Suspend"), "condition=Suspended", SUSPENDED_CHILDREN)
 SHARE = Step(share, "condition=Ready", 0)
+DRAIN = Step(Sessions.drain, "delete", 0)
 CULL_TO_DELETE = Step(idle("Delete"), "delete", 0)
 
 
@@ -252,11 +254,7 @@ def test_culling_completes_if_the_operator_is_killed_at_any_write(
 def test_a_pool_has_one_cluster_for_a_run_if_the_operator_is_killed_at_any_write(
     worlds: Worlds, moment: str
 ) -> None:
-    pool = {"minClusters": 0, "scaleUpAfterSeconds": 0, "scaleDownAfterSeconds": 0}
-    shared: dict[str, Any] = {"modelName": POOL_MODEL, "sharing": "Shared", "pool": pool}
-    for world in worlds.worlds:
-        namespace = world.sessions.namespace
-        world.sessions.cluster.apply(a_base_model(namespace, "pool", **shared))
+    offer_a_pool(worlds)
 
     def life(world: World, crash: Crash) -> bool:
         name = f"shared-{crash.write}"
@@ -270,6 +268,43 @@ def test_a_pool_has_one_cluster_for_a_run_if_the_operator_is_killed_at_any_write
 
     sys.stdout.write(f"pool: killed at each of up to {most} writes\n")
     assert most > 4
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_run_of_a_drained_cluster_is_moved_if_the_operator_is_killed_at_any_write(
+    worlds: Worlds, moment: str
+) -> None:
+    offer_a_pool(worlds)
+
+    def life(world: World, crash: Crash) -> bool:
+        world.operator.program.start()
+        name = f"moved-{crash.write}"
+        share(world.sessions, name)
+        wait_for(world.sessions, name, "condition=Ready")
+        [drained] = pool_clusters(world)
+        was_killed = is_killed(world, drained, DRAIN, crash)
+        run = world.sessions.cluster.get("trainingsession", name, world.sessions.namespace)
+        assert [run["spec"]["poolCluster"]] == pool_clusters(world)
+        assert labels.MOVING_TO not in run["metadata"].get("annotations", {})
+        wait_for(world.sessions, name, "condition=Ready")
+        world.sessions.delete(name)
+        wait_until(lambda: not pool_clusters(world), "no cluster left", ENDLESS_SECONDS)
+        return was_killed
+
+    most = crashes(worlds, moment, life)
+
+    sys.stdout.write(f"move: killed at each of up to {most} writes\n")
+    assert most > 4
+
+
+def offer_a_pool(worlds: Worlds) -> None:
+    """Let runs of a model share clusters, of which there are as few as possible."""
+    sizes = {"minClusters": 0, "maxClusters": 2}
+    pool = {**sizes, "scaleUpAfterSeconds": 0, "scaleDownAfterSeconds": 0}
+    shared: dict[str, Any] = {"modelName": POOL_MODEL, "sharing": "Shared", "pool": pool}
+    for world in worlds.worlds:
+        namespace = world.sessions.namespace
+        world.sessions.cluster.apply(a_base_model(namespace, "pool", **shared))
 
 
 def pool_clusters(world: World) -> list[str]:

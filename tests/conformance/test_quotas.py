@@ -67,6 +67,22 @@ def test_a_model_over_the_limit_waits_and_trains_once_another_session_ends(
     assert "tenant 'research' uses 1 of 1 models (limits.models)" in paused(seen)[0]
 
 
+def test_a_waiting_model_gets_the_place_of_one_that_is_deleted(
+    limited: Server, seen: list[tuple[str, str]]
+) -> None:
+    key = limited.new_key("team-green")
+    with limited.client(key) as client, limited.client(limited.new_key("ada")) as other:
+        first = client.create_lora_training_client(MODEL, rank=4).result()
+        step(first)
+        creating = [each.create_lora_training_client(MODEL, rank=4) for each in (client, other)]
+        wait_until(lambda: len(paused(seen)) > 1, "the SDK to notice that both models wait")
+
+        for waiting in creating:
+            limited.post("delete_model", {"model_id": first.model_id}, key=key)
+            first = waiting.result()
+            assert step(first) > 0
+
+
 def test_over_the_tokens_of_a_minute_requests_wait_in_order_and_others_do_not(
     limited: Server, seen: list[tuple[str, str]]
 ) -> None:

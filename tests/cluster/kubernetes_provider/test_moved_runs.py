@@ -103,6 +103,29 @@ def test_a_run_that_is_moved_in_a_pipelined_loop_has_the_same_curve_to_the_bit(
     assert losses[-1] < losses[0]
 
 
+def test_a_run_that_returns_because_its_target_was_lost_has_the_same_curve_to_the_bit(
+    pool: Pool, world: World, server: Server
+) -> None:
+    run, session = pool.a_run(server, "pool-left")
+    has_started, has_returned = Event(), Event()
+
+    with ThreadPoolExecutor() as threads:
+        training = threads.submit(pipelined, run, until(has_started, has_returned))
+        try:
+            assert has_started.wait(PATIENCE_SECONDS)
+            world.annotate_moving(session, "pool-lost")
+            pool.heads["pool-left"].give_away(run.model_id)
+            world.annotate_moving(session, "pool-left")
+            pool.heads["pool-left"].take_back(run.model_id)
+            world.finish_move(session, "pool-left")
+        finally:
+            has_returned.set()
+        losses = training.result()
+
+    undisturbed, _ = pool.a_run(server, "pool-left")
+    assert losses == pipelined(undisturbed, range(len(losses)))
+
+
 def test_the_unsaved_weights_of_a_run_are_sampled_the_same_after_it_was_moved(
     pool: Pool, server: Server
 ) -> None:

@@ -34,11 +34,13 @@ from tinkercloud_protocol.wire import parse_json
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.checkpoints.store import CheckpointStore
+from tinkercloud_worker.device.memory import Available
 from tinkercloud_worker.engine.thread import NoBackground
 from tinkercloud_worker.head import requests
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.service import HeadService
 from tinkercloud_worker.inference.colocation import ColocatedThread, Turn
+from tinkercloud_worker.training.paging import Place
 
 MODEL = ModelId("s", 0)
 SPEC = ModelSpec(owner="me", lora=LoraConfig(rank=2, seed=1))
@@ -51,13 +53,15 @@ class Head:
 
     service: HeadService
     backend: Backend
+    model: ModelId = MODEL
+    """The model that requests are for."""
 
     async def begin(self) -> None:
-        await self.service.create_model(MODEL, SPEC)
+        await self.service.create_model(self.model, SPEC)
 
     async def resume(self, generation: str) -> None:
         spec = SPEC.model_copy(update={"resume_generation": generation})
-        await self.service.create_model(MODEL, spec)
+        await self.service.create_model(self.model, spec)
 
     def add(self, seq_id: int, first: int = 5) -> None:
         """Send data of a step."""
@@ -66,7 +70,7 @@ class Head:
     def add_all(self, seq_id: int, sequences: Sequence[Sequence[int]]) -> None:
         """Send sequences as the data of a step; each token is the target of the one before."""
         message = pb.ForwardBackwardRequest(
-            model_id=str(MODEL), seq_id=seq_id, loss_fn="cross_entropy"
+            model_id=str(self.model), seq_id=seq_id, loss_fn="cross_entropy"
         )
         for sequence in sequences:
             datum = message.data.add()
@@ -81,7 +85,7 @@ class Head:
         self.send(routes.OPTIM_STEP, seq_id, adam_params=ADAM)
 
     def send(self, path: str, seq_id: int, /, **fields: object) -> None:
-        self._send(path, orjson.dumps({"model_id": str(MODEL), "seq_id": seq_id, **fields}))
+        self._send(path, orjson.dumps({"model_id": str(self.model), "seq_id": seq_id, **fields}))
 
     def _send(self, path: str, body: bytes) -> None:
         if path == routes.FORWARD_BACKWARD:
@@ -92,22 +96,22 @@ class Head:
 
     def apply_as_an_older_head_did(self, seq_id: int, **adam_params: object) -> None:
         """Send an optim_step with parameters that an earlier release accepted."""
-        step = {"model_id": str(MODEL), "seq_id": seq_id, "adam_params": ADAM}
+        step = {"model_id": str(self.model), "seq_id": seq_id, "adam_params": ADAM}
         received = requests.receive_json(routes.OPTIM_STEP, orjson.dumps(step))
         sent = orjson.dumps(step | {"adam_params": {**ADAM, **adam_params}})
         self.service.submit(replace(received, body=sent))
 
     def send_broken(self, seq_id: int) -> None:
-        place, error = TrainingEnvelope(str(MODEL), seq_id), InvalidRequest("broken batch")
+        place, error = TrainingEnvelope(str(self.model), seq_id), InvalidRequest("broken batch")
         refused = requests.receive_unread(routes.FORWARD_BACKWARD, b"broken", place, error)
         self.service.submit(refused)
 
     async def confirmed(self) -> None:
         """Return once the requests so far may be confirmed to the client."""
-        await self.service.accepted(str(MODEL))
+        await self.service.accepted(str(self.model))
 
     async def answer(self, seq_id: int) -> bytes:
-        result = await self.service.retrieve(f"{MODEL}:{seq_id}")
+        result = await self.service.retrieve(f"{self.model}:{seq_id}")
         assert result is not None
         return result.body
 
@@ -129,7 +133,7 @@ class Head:
         return [int(token) for token in np.frombuffer(sequence.tokens, dtype="<i4")]
 
     async def manifest(self) -> SuspendedManifest:
-        manifest = await self.backend.store.find_suspended(str(MODEL))
+        manifest = await self.backend.store.find_suspended(str(self.model))
         assert manifest is not None
         return manifest
 
@@ -166,6 +170,8 @@ def a_head(
     journals: Path | None = None,
     durability: DurabilityConfig | None = None,
     make: Callable[[], PreTrainedModel] = tiny_llama,
+    available: Available = lambda: None,
+    place: Place | None = None,
 ) -> Iterator[Head]:
     """Run a head in this process; the end of the context is like killing it."""
     config = HeadConfig(
@@ -183,7 +189,7 @@ def a_head(
         durability=durability or DurabilityConfig(),
     )
     store = CheckpointStore(open_store(root))
-    with an_engine(make(), scratch / generation) as engine:
+    with an_engine(make(), scratch / generation, available=available, place=place) as engine:
         thread = engine.thread
         if turn is not None:
             thread = ColocatedThread(turn, lambda: None, lambda error: pytest.fail(repr(error)))

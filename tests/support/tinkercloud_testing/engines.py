@@ -16,6 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
+from tinkercloud_worker.device.memory import Available
 from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingRequest, StopRules
 from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.model.base_model import TorchBaseModel
@@ -23,6 +24,7 @@ from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler
+from tinkercloud_worker.training.paging import Place
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ def an_engine(
     *,
     max_sampler_bytes: int = 1 << 30,
     graph_capturer: GraphCapturer | None = None,
+    available: Available = lambda: None,
+    place: Place | None = None,
 ) -> Iterator[Engine]:
     """Start an engine over `model`; end its thread afterwards."""
     base = TorchBaseModel(model, packed=graph_capturer is None)
@@ -61,7 +65,10 @@ def an_engine(
     )
     thread.start(sampler)
     try:
-        yield Engine(TorchTrainerWithSampler(base, max_batch_tokens=256), sampler, thread)
+        trainer = TorchTrainerWithSampler(
+            base, max_batch_tokens=256, available=available, place=place
+        )
+        yield Engine(trainer, sampler, thread)
     finally:
         thread.stop()
 

@@ -200,6 +200,17 @@ def test_a_run_whose_cluster_is_gone_has_no_endpoint_although_its_status_still_h
     assert isinstance(readiness(a_run_in_a_pool(READY, **SERVING)), Pending)
 
 
+def test_a_run_that_is_being_moved_says_from_where_to_where() -> None:
+    cluster, run = a_pool_cluster(READY, **SERVING), a_run_in_a_pool(READY)
+
+    moved, returning = (readiness(replace(run, moving_to=to), cluster) for to in ("b", "pool-a"))
+
+    assert moved == Pending(
+        "active", "TrainingSession one is being moved from pool cluster pool-a to b"
+    )
+    assert returning == Pending("active", "TrainingSession one returns to pool cluster pool-a")
+
+
 def test_a_run_does_not_end_with_its_cluster() -> None:
     ended = replace(a_pool_cluster(READY, **SERVING), is_deleted=True)
     waits = a_condition(ConditionType.READY, "False", Reason.LOADING, "loading the model")

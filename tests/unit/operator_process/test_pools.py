@@ -1,6 +1,7 @@
 """The worker of pools: what it writes, and which sessions it has reconciled."""
 
 import asyncio
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds import labels
-from tinkercloud_operator.decide.actions import GiveAway, HeadRequest
+from tinkercloud_operator.decide.actions import GiveAway, HeadRequest, TakeBack
 from tinkercloud_operator.run.head_client import HeadClient, SaveResult
 from tinkercloud_operator.run.pools import Pools
 from tinkercloud_operator.run.save_requests import HeadSaver
@@ -40,15 +41,30 @@ class StubHeads(HeadClient):
         return await self.results.get()
 
 
+class PromptHeads(HeadClient):
+    """Heads that give models away, and take them back, as soon as they are asked."""
+
+    def __init__(self, *given_away: str) -> None:
+        self.given_away = set(given_away)
+        """Sessions."""
+
+    async def save(self, session: str, request: HeadRequest) -> SaveResult:
+        if isinstance(request, GiveAway):
+            self.given_away.add(session)
+        else:
+            self.given_away.discard(session)
+        return SaveResult(None)
+
+
 class Operator:
     """The worker of pools, with the objects that it knows."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, heads: HeadClient | None = None) -> None:
         self.api = connection.api
         self.watched = Watched()
         self.reconciled: list[str] = []
         self.heads = StubHeads()
-        self.saver = HeadSaver(self.heads, self._note_saved)
+        self.saver = HeadSaver(heads or self.heads, self._note_saved)
         self.spares = Spares(self.watched, connection.cluster, self._note, self.reconciled.append)
         self.pools = Pools(
             self.watched,
@@ -71,6 +87,11 @@ class Operator:
         path = f"{OWN}/{plural}/{manifest['metadata']['name']}"
         self._note(kind, self.api.put(path, manifest | {"status": status}))
 
+    def see_all(self) -> None:
+        """See all objects, as an operator that has just started."""
+        for manifest in list(self.api.objects.values()):
+            self._note(manifest["kind"], manifest)
+
     def see_cluster(self, name: str = "pool-a", *, drain: str = "", **status: Any) -> None:
         cluster = a_session_manifest(name, role="Pool", lora=None)
         cluster["metadata"]["annotations"] = {labels.DRAIN: drain}
@@ -83,6 +104,18 @@ class Operator:
         run["metadata"]["finalizers"] = [labels.FINALIZER]
         run["metadata"]["annotations"] = annotations
         self.see("TrainingSession", run, conditions=[ACCEPTED])
+
+    def see_change(self, name: str, *, status: Json | None = None, **metadata: Any) -> None:
+        """See a session with another status or metadata."""
+        path = f"{OWN}/trainingsessions/{name}"
+        found = self.api.objects[path]
+        changed = {"status": found["status"] | (status or {})}
+        self._note("TrainingSession", self.api.put(path, changed, **metadata))
+
+    def see_end(self, name: str) -> None:
+        gone = self.api.objects.pop(f"{OWN}/trainingsessions/{name}")
+        self.watched.note("TrainingSession", gone, is_gone=True)
+        self.pools.note("TrainingSession", gone, is_gone=True)
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -118,6 +151,47 @@ async def test_a_waiting_run_starts_a_cluster_that_its_base_model_owns(operator:
     assert (owner["kind"], owner["name"]) == ("BaseModel", "model")
     assert made["spec"]["baseModel"] == MODEL_NAME
     assert "one" in operator.reconciled
+
+
+@pytest.fixture
+async def full(operator: Operator) -> Operator:
+    """Return an operator of a pool with one slot, which a run has."""
+    pool = {"maxClusters": 1, "slotsPerCluster": 1}
+    shared: Json = a_base_model_manifest("model", sharing="Shared", pool=pool)
+    operator.see("BaseModel", shared)
+    operator.see_cluster()
+    operator.see_run("one", cluster="pool-a")
+    operator.see_run("two")
+    return operator
+
+
+def place_of(operator: Operator, name: str) -> str | None:
+    place: str | None = operator.watched.sessions[name]["spec"].get("poolCluster")
+    return place
+
+
+async def test_a_run_that_waits_gets_the_slot_of_one_that_has_finished(full: Operator) -> None:
+    with full.working():
+        await reached(lambda: "all 1 slots" in (full.pools.waiting_message("two") or ""))
+        full.see_change("one", status={"finishedTime": "2026-01-01T13:00:00Z"})
+        await reached(lambda: place_of(full, "two") == "pool-a")
+
+    assert full.pools.waiting_message("two") is None
+    assert "two" in full.reconciled
+
+
+async def test_a_run_that_waits_gets_the_slot_of_a_deleted_one_once_its_head_has_dropped_that(
+    full: Operator,
+) -> None:
+    with full.working():
+        await reached(lambda: full.pools.waiting_message("two") is not None)
+        full.see_change("one", deletionTimestamp="2026-01-01T13:00:00Z")
+        # Another run that waits shows that the worker has seen the deletion.
+        full.see_run("two-later")
+        await reached(lambda: full.pools.waiting_message("two-later") is not None)
+        assert place_of(full, "two") is None
+        full.see_end("one")
+        await reached(lambda: place_of(full, "two") == "pool-a")
 
 
 async def test_no_run_gets_a_place_on_a_cluster_whose_deletion_is_not_visible_yet(
@@ -226,6 +300,40 @@ async def test_a_new_operator_asks_the_head_again_and_ends_the_move(operator: Op
     assert len(operator.heads.requests) == 1
 
 
+async def test_a_run_whose_target_is_lost_returns_once_its_head_has_taken_it_back(
+    operator: Operator,
+) -> None:
+    see_a_drained_cluster(operator)
+
+    with operator.working():
+        await reached(lambda: bool(operator.heads.requests))
+        operator.see_cluster("pool-b", drain="true")
+        await reached(lambda: placed(operator) == ("pool-a", "pool-a"))
+        # The head may still give it away: it is asked to take it back after that.
+        assert len(operator.heads.requests) == 1
+        operator.heads.results.put_nowait(SaveResult(None))
+        await reached(lambda: len(operator.heads.requests) == 2)
+        assert placed(operator) == ("pool-a", "pool-a")
+        operator.heads.results.put_nowait(SaveResult(None))
+        await reached(lambda: placed(operator) == ("pool-a", None))
+
+    [(_, given), (_, taken)] = operator.heads.requests
+    assert isinstance(given, GiveAway)
+    assert isinstance(taken, TakeBack)
+    assert (taken.cluster, taken.incarnation, taken.model_id) == ("pool-a", "head-a", "one:train:0")
+
+
+async def test_a_new_operator_asks_the_head_again_to_take_a_run_back(operator: Operator) -> None:
+    operator.see_cluster("pool-a", endpoint="http://pool-a", incarnation="head-a")
+    operator.see_run(cluster="pool-a", **{labels.MOVING_TO: "pool-a"})
+    operator.heads.results.put_nowait(SaveResult(None))
+
+    with operator.working():
+        await reached(lambda: placed(operator) == ("pool-a", None))
+
+    assert [type(request) for _, request in operator.heads.requests] == [TakeBack]
+
+
 async def test_a_run_stays_if_the_head_is_of_a_release_that_cannot_give_it_away(
     operator: Operator,
 ) -> None:
@@ -237,3 +345,40 @@ async def test_a_run_stays_if_the_head_is_of_a_release_that_cannot_give_it_away(
         await reached(lambda: placed(operator) == ("pool-a", None))
 
     assert len(operator.heads.requests) == 1
+
+
+@pytest.mark.parametrize("writes", range(4))
+@pytest.mark.parametrize(
+    ("moving_to", "drained", "place"),
+    [(None, "pool-a", "pool-b"), ("pool-b", "pool-b", "pool-a")],
+    ids=["moves", "returns"],
+)
+async def test_a_run_moves_or_returns_also_if_the_operator_is_killed_at_any_write(
+    connection: Connection, moving_to: str | None, drained: str, place: str, writes: int
+) -> None:
+    heads = PromptHeads(*(["one"] if moving_to is not None else []))
+    first, second = Operator(connection, heads), Operator(connection, heads)
+    shared: Json = a_base_model_manifest("model", sharing="Shared", pool={"maxClusters": 2})
+    first.see("BaseModel", shared)
+    for name in ("pool-a", "pool-b"):
+        drain = "true" if name == drained else ""
+        first.see_cluster(name, drain=drain, endpoint=f"http://{name}", incarnation=name)
+    annotations = {} if moving_to is None else {labels.MOVING_TO: moving_to}
+    first.see_run(cluster="pool-a", **annotations)
+
+    def is_over() -> bool:
+        has_ended = f"{OWN}/trainingsessions/{drained}" not in first.api.objects
+        return has_ended and placed(first) == (place, None)
+
+    first.api.executed_writes = writes
+    with first.working():
+        await reached(lambda: is_over() or len(first.api.writes) > writes)
+    assert is_over() == (writes == 3), "there are three writes"
+    first.api.executed_writes = math.inf
+    second.see_all()
+    with second.working():
+        await reached(is_over)
+
+    assert heads.given_away == ({"one"} if place == "pool-b" else set())
+    posted = [each for each in first.api.writes if each.startswith("POST")]
+    assert posted == []

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tinkercloud_crds.base_model import Pool
 from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts
-from tinkercloud_operator.decide.pool_moves import MAX_MOVES, is_emptied
+from tinkercloud_operator.decide.pool_moves import MAX_MOVES, Moves, is_emptied
 from tinkercloud_operator.decide.pools import PoolPlan, plan_pool
 
 pytestmark = pytest.mark.timeout(300)
@@ -164,6 +164,55 @@ def test_a_run_gets_another_target_if_the_first_one_ends_meanwhile() -> None:
     assert (moves.start, moves.arrive) == ({"a-run-0": "c"}, {})
 
 
+def test_a_run_whose_target_is_lost_returns_if_there_is_no_other() -> None:
+    source, full = a_cluster("a", is_draining=True), a_cluster("c")
+
+    def moves(moving_to: str | None = "b", **fields: bool) -> Moves:
+        run = a_member("run", "a", moving_to=moving_to, **fields)
+        return plan([source, full], [run, *members("c", POOL.slots)]).moves
+
+    for has_left in (False, True):
+        lost = moves(has_left=has_left)
+        assert (lost.start, lost.ask, lost.arrive) == ({"run": "a"}, (), {})
+    asked = moves("a")
+    assert (asked.start, asked.ask, asked.take_back) == ({}, (), ("run",))
+    assert asked.changes_at is not None
+    assert moves("a", is_back=True).cancel == ("run",)
+    stays = moves(None)
+    assert (stays.start, stays.homeless) == ({}, 1)
+
+
+def test_a_run_that_returns_is_moved_on_if_there_is_room_meanwhile() -> None:
+    clusters = [a_cluster("a", is_draining=True), a_cluster("b")]
+
+    moves = plan(clusters, members("a", 1, moving_to="a")).moves
+
+    assert (moves.start, moves.take_back) == ({"a-run-0": "b"}, ())
+
+
+def test_a_drained_target_is_deleted_when_the_runs_on_their_way_to_it_return() -> None:
+    """Else neither of two drained clusters would make room for a third one."""
+    pool = POOL.model_copy(update={"max_clusters": 2})
+    clusters = [a_cluster("a", is_draining=True), a_cluster("b", is_draining=True)]
+
+    made = plan(clusters, members("a", 1, moving_to="b", has_left=True), pool)
+
+    assert (made.moves.start, made.delete) == ({"a-run-0": "a"}, ("b",))
+
+
+def test_a_run_waits_for_another_target_while_its_own_cluster_does_not_serve_either() -> None:
+    run = a_member("run", "a", moving_to="b", has_left=True)
+
+    made = plan([a_cluster("a", is_ready=False)], [run])
+
+    assert (made.moves.start, made.moves.take_back, made.moves.homeless) == ({}, (), 1)
+
+
+def test_a_cluster_on_a_cordoned_node_is_suspended_with_the_runs_that_return() -> None:
+    assert not emptied([a_cluster("a", is_cordoned=True)], members("a", 1, moving_to="b"))
+    assert not emptied([a_cluster("a", is_cordoned=True)], members("a", 1, moving_to="a"))
+
+
 def test_a_run_whose_cluster_is_gone_while_it_is_moved_is_placed_on_its_target() -> None:
     runs = [*members("b", 3), *members("gone", 1, moving_to="b")]
 
@@ -196,6 +245,8 @@ class Run:
     live_on: str | None = None
     """The cluster whose head has its model in memory; None if it is in the store, or not created
     yet."""
+    refused_by: str | None = None
+    """The cluster whose head has given its model away, and does not serve it."""
 
 
 @dataclass
@@ -206,7 +257,8 @@ class World:
     now: datetime = NOW
     clusters: dict[str, Cluster] = field(default_factory=dict)
     runs: dict[str, Run] = field(default_factory=dict)
-    asked: set[str] = field(default_factory=set)
+    asked: dict[str, str] = field(default_factory=dict)
+    """What the head of its cluster was asked about a run and has not done: "give", or "take"."""
     num_runs: int = 0
 
     def facts(self) -> PoolFacts:
@@ -223,7 +275,9 @@ class World:
         todo: list[Callable[[], None]] = [
             *(partial(self.place, name, target) for name, target in placed.items()),
             *(partial(self.change, *each) for each in made.moves.start.items()),
-            *(partial(self.asked.add, name) for name in made.moves.ask),
+            *(partial(self.change, name, None) for name in made.moves.cancel),
+            *(partial(self.ask, name, "give") for name in made.moves.ask),
+            *(partial(self.ask, name, "take") for name in made.moves.take_back),
             *(partial(self.delete, name) for name in made.delete),
             *(partial(self.create, name) for name in made.create),
         ]
@@ -231,16 +285,29 @@ class World:
             write()
             self.check()
 
-    def change(self, name: str, target: str) -> None:
+    def change(self, name: str, target: str | None) -> None:
         run = self.runs[name]
+        if target is None:
+            # Its requests are sent to the head of its cluster from now on.
+            assert run.refused_by != run.member.cluster
+            run.member = replace(run.member, has_left=False, is_back=False)
         run.member = replace(run.member, moving_to=target)
+
+    def ask(self, name: str, what: str) -> None:
+        if name not in self.asked:
+            self.asked[name] = what
+            run = self.runs[name]
+            run.member = replace(run.member, has_left=False, is_back=False)
 
     def place(self, name: str, cluster: str) -> None:
         run = self.runs[name]
         # The run would be lost: the new cluster's head would find nothing in the store.
         assert run.live_on is None or run.live_on not in self.clusters
-        run.member = replace(run.member, cluster=cluster, moving_to=None, has_left=False)
-        self.asked.discard(name)
+        run.member = replace(
+            run.member, cluster=cluster, moving_to=None, has_left=False, is_back=False
+        )
+        run.refused_by = None
+        self.asked.pop(name, None)
 
     def delete(self, name: str) -> None:
         used = {run.member.cluster for run in self.runs.values()}
@@ -267,9 +334,10 @@ class World:
             here = self.clusters.get(member.cluster or "")
             if here is None or not here.is_ready:
                 continue
-            if name in self.asked and member.moving_to is not None:
-                run.live_on = None
-                run.member = replace(member, has_left=True)
+            if (did := self.asked.pop(name, None)) is not None:
+                run.live_on = None if did == "give" else here.name
+                run.refused_by = here.name if did == "give" else None
+                run.member = replace(member, has_left=did == "give", is_back=did == "take")
             elif member.moving_to is None:
                 run.live_on = here.name
 
@@ -288,12 +356,20 @@ class World:
             self.now += timedelta(seconds=[10, 100, 1000][number % 3])
         elif event == "heads":
             self.heads_answer()
+        elif event == "restart":
+            self.restart()
         elif event == "change":
             self.clusters = {
                 name: replace(each, is_outdated=True) for name, each in self.clusters.items()
             }
         elif chosen:
             self.happen_to(chosen, event)
+
+    def restart(self) -> None:
+        """Start another operator, which does not know what heads were asked and have done."""
+        self.asked.clear()
+        for run in self.runs.values():
+            run.member = replace(run.member, has_left=False, is_back=False)
 
     def happen_to(self, name: str, event: str) -> None:
         cluster = self.clusters[name]
@@ -315,7 +391,7 @@ class World:
         """Let everything that was started end."""
         before = None
         for _ in range(200):
-            if before == (before := repr((self.clusters, self.runs, sorted(self.asked)))):
+            if before == (before := repr((self.clusters, self.runs, self.asked))):
                 return
             for name, cluster in list(self.clusters.items()):
                 self.happen_to(name, "gone" if cluster.is_stopping else "ready")
@@ -324,9 +400,10 @@ class World:
 
 
 EVENTS = ("run", "run", "run", "end", "time", "heads", "heads", "ready", "ready", "change", "drain")
+OTHERS = ("gone", "kill", "restart", "operate", "operate", "operate", "crash")
 some_events = st.lists(
     st.tuples(
-        st.sampled_from([*EVENTS, "gone", "kill", "operate", "operate", "operate", "crash"]),
+        st.sampled_from([*EVENTS, *OTHERS]),
         st.integers(0, 8),
     ),
     max_size=60,

@@ -108,6 +108,7 @@ def some_facts(draw: st.DrawFn) -> PoolFacts:
             ago(draw(seconds)) if draw(st.booleans()) else None,
             moving_to=draw(st.sampled_from([None, None, None, *NAMES])),
             has_left=draw(st.booleans()),
+            is_back=draw(st.booleans()),
         )
         for index in range(draw(st.integers(0, 8)))
     ]

@@ -154,6 +154,79 @@ async def test_a_model_comes_back_to_a_head_that_it_left(head: Head, target: Hea
     assert stored.continues_from("g2")
 
 
+async def test_a_model_that_is_taken_back_continues_bit_for_bit(
+    head: Head, root: str, tmp_path: Path
+) -> None:
+    with a_head(root, tmp_path, "g0") as uninterrupted:
+        await uninterrupted.begin()
+        send(uninterrupted, range(1, 7))
+        expected = [await uninterrupted.loss(2 * step - 1) for step in range(1, 7)]
+    send(head, range(1, 5))
+    first = await head.loss(1)
+
+    await head.service.move_model(MODEL)
+    for _ in range(2):
+        await head.service.move_model(MODEL, is_back=True)
+    await head.service.recall(NAME)
+    send(head, range(5, 7))
+
+    assert [first, *[await head.loss(2 * step - 1) for step in range(2, 7)]] == expected
+
+
+async def test_the_unsaved_weights_and_running_samples_of_a_model_that_is_taken_back_remain(
+    head: Head,
+) -> None:
+    head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 1, sampling_session_seq_id=0)
+    await head.answer(1)
+    expected = await head.drawn(0, 1)
+    running = head.sample(0, 2, max_tokens=200)
+
+    await head.service.move_model(MODEL)
+    await head.service.move_model(MODEL, is_back=True)
+
+    assert await head.service.retrieve(running) is not None
+    assert await head.drawn(0, 3) == expected
+
+
+async def test_a_model_that_is_taken_back_while_it_is_given_away_stays(
+    head: Head, target: Head
+) -> None:
+    giving = asyncio.create_task(head.service.move_model(MODEL))
+    await asyncio.sleep(0)
+
+    await head.service.move_model(MODEL, is_back=True)
+
+    await giving
+    await head.service.recall(NAME)
+    send(head, range(1, 2))
+    assert await head.loss(1) > 0
+
+
+async def test_a_model_that_was_taken_back_can_be_moved_again(head: Head, target: Head) -> None:
+    send(head, range(1, 2))
+    await head.service.move_model(MODEL)
+    await head.service.move_model(MODEL, is_back=True)
+
+    await head.service.move_model(MODEL)
+    await target.resume("g1")
+
+    send(target, range(2, 3))
+    assert await target.loss(3) < await target.loss(1)
+
+
+async def test_a_model_that_never_arrived_may_be_created_after_it_was_taken_back(
+    head: Head, target: Head
+) -> None:
+    await head.service.move_model(MODEL)
+    await target.service.move_model(MODEL)
+    await target.service.move_model(MODEL, is_back=True)
+
+    await target.resume("g1")
+
+    send(target, range(1, 2))
+    assert await target.loss(1) > 0
+
+
 async def test_an_inactive_model_in_the_store_is_moved_without_being_loaded(
     head: Head, target: Head
 ) -> None:
@@ -189,6 +262,9 @@ async def test_the_api_answers_requests_for_a_moved_model_with_misdirected(
 
         step = orjson.dumps({"model_id": NAME, "seq_id": 1, "adam_params": {}})
         answer = await head.send(routes.OPTIM_STEP, step, NAME)
+        await head.send(f"{routes.HEAD_MOVE_MODEL}/{NAME}", b"", NAME, method="DELETE")
+        again = await head.send(routes.OPTIM_STEP, step, NAME)
 
     assert answer.status == routes.WRONG_GENERATION_STATUS
     assert "another session head" in answer.detail
+    assert again.status != answer.status

@@ -56,7 +56,8 @@ class TrainingSessionView:
     degraded: str | None = None
     """Why its run is less safe than its BaseModel's durability promises; None if it isn't."""
     moving_to: str | None = None
-    """The pool cluster that it is being moved to; until then no head accepts its requests."""
+    """The pool cluster that it is being moved to, or returns to; until then no head accepts its
+    requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +190,10 @@ def _on_cluster(session: TrainingSessionView, cluster: TrainingSessionView) -> R
     The session does not end with its cluster: the operator gives it a place on another one.
     """
     if session.moving_to is not None:
-        way = f"from pool cluster {cluster.name} to {session.moving_to}"
-        return Pending("active", _describe(session, f" is being moved {way}", ""))
+        way = f"is being moved from pool cluster {cluster.name} to {session.moving_to}"
+        if session.moving_to == cluster.name:
+            way = f"returns to pool cluster {cluster.name}"
+        return Pending("active", _describe(session, f" {way}", ""))
     state = readiness(cluster)
     if isinstance(state, Ready):
         return state

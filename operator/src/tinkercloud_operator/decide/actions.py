@@ -79,7 +79,20 @@ class GiveAway:
     kind: Literal["give-away"] = "give-away"
 
 
-HeadRequest = SaveRequest | RemoveModel | GiveAway
+@dataclass(frozen=True, slots=True)
+class TakeBack:
+    """Ask the head of a pool cluster to continue a model that it has given away, if it has."""
+
+    cluster: str
+    """The TrainingSession of the cluster."""
+    url: str
+    incarnation: str
+    model_id: str
+    timeout_seconds: float
+    kind: Literal["take-back"] = "take-back"
+
+
+HeadRequest = SaveRequest | RemoveModel | GiveAway | TakeBack
 """A request that a head answers once it has saved something."""
 
 

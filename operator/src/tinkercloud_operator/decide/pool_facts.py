@@ -51,6 +51,7 @@ def pool_facts(
     *,
     deleting: Set[str],
     given_away: Set[tuple[str, str]],
+    taken_back: Set[tuple[str, str]],
     keeping: Set[str],
     now: datetime,
     cordoned: Set[str] = frozenset(),
@@ -63,6 +64,7 @@ def pool_facts(
         sessions: all sessions of that name.
         deleting: uids of clusters whose deletion was requested, whether it is visible yet or not.
         given_away: sessions whose models heads have given away, with the head's incarnation.
+        taken_back: sessions whose models they have taken back.
         keeping: incarnations of heads that can't give models away.
         now: the current time.
         cordoned: clusters that have pods on cordoned nodes.
@@ -81,7 +83,11 @@ def pool_facts(
         prefix=cluster_prefix("pool", metadata["name"]),
         pool=_pool(parsing.base_model(offered)) if is_active else None,
         clusters=clusters,
-        members=[_member(each, incarnations, given_away) for each in listed if is_member(each)],
+        members=[
+            _member(each, incarnations, given_away, taken_back)
+            for each in listed
+            if is_member(each)
+        ],
         now=now,
         closed_until=parse_time(metadata.get("annotations", {}).get(labels.POOL_CLOSED_UNTIL)),
     )
@@ -128,11 +134,14 @@ def _cluster(session: Manifest, deleting: Set[str], keeping: Set[str]) -> Cluste
 
 
 def _member(
-    session: Manifest, incarnations: Mapping[str, str], given_away: Set[tuple[str, str]]
+    session: Manifest,
+    incarnations: Mapping[str, str],
+    given_away: Set[tuple[str, str]],
+    taken_back: Set[tuple[str, str]],
 ) -> Member:
     spec, metadata = session["spec"], session["metadata"]
     name, cluster = metadata["name"], spec.get("poolCluster")
-    is_run = spec.get("role") != "Sampler"
+    is_run, head = spec.get("role") != "Sampler", (name, incarnations.get(cluster or "", ""))
     has_finished = "finishedTime" in session.get("status", {})
     return Member(
         name=name,
@@ -141,7 +150,8 @@ def _member(
         cluster=None if has_finished else cluster,
         waits_since=parse_time(metadata["creationTimestamp"]) if _may_wait(session) else None,
         moving_to=None if has_finished else metadata.get("annotations", {}).get(labels.MOVING_TO),
-        has_left=not is_run or (name, incarnations.get(cluster or "", "")) in given_away,
+        has_left=not is_run or head in given_away,
+        is_back=not is_run or head in taken_back,
         model_id=spec.get("modelId") if is_run else None,
     )
 

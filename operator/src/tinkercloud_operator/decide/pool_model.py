@@ -75,9 +75,11 @@ class Member:
     """When it began to wait; None if it may not be given a place, because it was rejected, has
     ended or is suspended."""
     moving_to: str | None = None
-    """The cluster that it is being moved to."""
+    """The cluster that it is being moved to; its own if it is taken back."""
     has_left: bool = False
     """Whether the head of its cluster has given it away, or has nothing of it."""
+    is_back: bool = False
+    """Whether the head of its cluster has taken it back, or has nothing of it."""
     model_id: str | None = None
     """The run that it trains, which a head must give away; None for samplers."""
 

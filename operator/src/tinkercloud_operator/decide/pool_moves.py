@@ -4,13 +4,17 @@ A move has three steps, each of which can be repeated: the target is recorded on
 head of its cluster suspends the model and refuses it from then on; the session is placed on the
 target, where the model is resumed. A session that is being moved takes a slot on both clusters.
 
+If the target is lost and there is no other one, the session is *taken back*: its own cluster is
+recorded as the target, so that no operator can place it elsewhere any more; the head continues the
+model; the record is removed.
+
 Sessions are moved from clusters that are drained, outdated or on cordoned nodes, and from an almost
 empty cluster if the others have enough room for its sessions (*defragmentation*).
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts
@@ -29,13 +33,15 @@ class Moves:
     """New targets, by name of the member."""
     cancel: tuple[str, ...]
     """Members that are not moved after all, because the head of their cluster can't give them
-    away."""
+    away or has taken them back."""
     ask: tuple[str, ...]
     """Members that the heads of their clusters are to give away."""
+    take_back: tuple[str, ...]
+    """Members that the heads of their clusters are to continue."""
     arrive: Mapping[str, str]
     """Clusters of members that are placed there now, by name of the member."""
     homeless: int
-    """Members that are to leave their clusters and have no target yet."""
+    """Members that need another cluster and have no target yet."""
     changes_at: datetime | None
     """When the moves may change although no object does."""
 
@@ -50,9 +56,9 @@ def plan_moves(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> Mo
     """
     clusters = {cluster.name: cluster for cluster in facts.clusters}
     moving = [each for each in facts.members if _is_moving(each, clusters)]
-    cancel = [each for each in moving if not _can_leave(each, clusters)]
+    cancel = [each for each in moving if _stays(each, clusters)]
     leaving = [each for each in moving if each not in cancel]
-    stranded = [each for each in leaving if not _accepts(clusters.get(each.moving_to or ""))]
+    stranded = [each for each in leaving if not _has_target(each, clusters)]
     room = max(0, MAX_MOVES - len(leaving))
     movable = _to_move(facts, load, has_waiting=has_waiting)
     start: dict[str, str] = {}
@@ -62,18 +68,23 @@ def plan_moves(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> Mo
             start[member.name] = target
             load[target] += 1
             _release(member, clusters, load)
-    for member in cancel:
+    returning = [each for each in stranded if each.name not in start and _serves(each, clusters)]
+    for member in (*cancel, *returning):
         _release(member, clusters, load)
-    on_left = [each for each in movable if clusters[each.cluster or ""].is_left]
+    back = {each.name: str(each.cluster) for each in returning if not _is_returning(each)}
+    on_left = [each for each in (*movable, *returning) if clusters[each.cluster or ""].is_left]
+    homeless = [*(each for each in stranded if each not in returning), *on_left]
     ready = [each for each in leaving if each not in stranded]
-    ask = [each.name for each in leaving if not each.has_left]
+    ask = tuple(each.name for each in ready if not each.has_left)
+    take_back = tuple(each.name for each in returning if _is_returning(each))
     return Moves(
-        start=start,
+        start={**start, **back},
         cancel=tuple(each.name for each in cancel),
-        ask=tuple(ask),
+        ask=ask,
+        take_back=take_back,
         arrive={each.name: str(each.moving_to) for each in ready if each.has_left},
-        homeless=sum(each.name not in start for each in (*stranded, *on_left)),
-        changes_at=facts.now + _RETRY if ask else _defragments_at(facts),
+        homeless=sum(each.name not in start for each in homeless),
+        changes_at=facts.now + _RETRY if ask or take_back else _defragments_at(facts),
     )
 
 
@@ -81,15 +92,11 @@ def is_emptied(facts: PoolFacts, moves: Moves, cluster: str) -> bool:
     """Return whether members of a cluster are on their way to others, or about to be."""
     clusters = {each.name: each for each in facts.clusters}
     return any(
-        each.name in moves.start or _accepts(clusters.get(each.moving_to or ""))
+        _has_target(replace(each, moving_to=moves.start.get(each.name, each.moving_to)), clusters)
         for each in facts.members
-        if each.cluster == cluster and each.name not in moves.cancel and _is_moved(each, moves)
-    )
-
-
-def _is_moved(member: Member, moves: Moves) -> bool:
-    return member.waits_since is not None and (
-        member.moving_to is not None or member.name in moves.start
+        if each.cluster == cluster
+        and each.waits_since is not None
+        and each.name not in moves.cancel
     )
 
 
@@ -106,13 +113,27 @@ def _release(member: Member, clusters: Mapping[str, Cluster], load: Counter[str]
         load[target] -= 1
 
 
-def _can_leave(member: Member, clusters: Mapping[str, Cluster]) -> bool:
-    return member.has_left or clusters[member.cluster or ""].gives_away
+def _stays(member: Member, clusters: Mapping[str, Cluster]) -> bool:
+    """Return whether the head of a member's cluster keeps it, or has taken it back."""
+    if _is_returning(member) and member.is_back:
+        return True
+    return not (member.has_left or clusters[member.cluster or ""].gives_away)
 
 
-def _accepts(target: Cluster | None) -> bool:
-    """Return whether a session that is on its way may be placed on a cluster."""
-    return target is not None and target.offers_slots
+def _is_returning(member: Member) -> bool:
+    return member.moving_to == member.cluster
+
+
+def _has_target(member: Member, clusters: Mapping[str, Cluster]) -> bool:
+    """Return whether a member is on its way to another cluster, and may be placed there."""
+    target = clusters.get(member.moving_to or "")
+    return target is not None and target.offers_slots and not _is_returning(member)
+
+
+def _serves(member: Member, clusters: Mapping[str, Cluster]) -> bool:
+    """Return whether a member can be served by the cluster that it is on."""
+    source = clusters[member.cluster or ""]
+    return source.is_ready and source.is_usable
 
 
 def _to_move(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> list[Member]:

@@ -13,7 +13,13 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.names import Names
 from tinkercloud_kube.client import Client
 from tinkercloud_kube.errors import KubernetesError
-from tinkercloud_operator.decide.actions import GiveAway, HeadRequest, RemoveModel, SaveRequest
+from tinkercloud_operator.decide.actions import (
+    GiveAway,
+    HeadRequest,
+    RemoveModel,
+    SaveRequest,
+    TakeBack,
+)
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.engine_scaling import HOLD_SECONDS, Engines
 from tinkercloud_protocol.launch import Saved
@@ -69,6 +75,8 @@ class HeadClient:
                     return await self._remove(request)
                 if isinstance(request, GiveAway):
                     return await self._give_away(request)
+                if isinstance(request, TakeBack):
+                    return await self._take_back(request)
                 return await self._save(session, request)
         except TimeoutError as error:
             seconds = f"{request.timeout_seconds:.0f}"
@@ -123,6 +131,12 @@ class HeadClient:
             if error.status == HTTPStatus.NOT_FOUND:
                 return SaveResult(latest_checkpoint=None, is_unsupported=True)
             raise
+        return SaveResult(latest_checkpoint=None)
+
+    async def _take_back(self, request: TakeBack) -> SaveResult:
+        token = await self._token(request.cluster)
+        url = f"{request.url}{routes.HEAD_MOVE_MODEL}/{quote(request.model_id)}"
+        await self._call("DELETE", url, token)
         return SaveResult(latest_checkpoint=None)
 
     async def _last_checkpoint(self, request: RemoveModel, path: str, token: str) -> SaveResult:

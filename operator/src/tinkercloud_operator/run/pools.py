@@ -11,7 +11,7 @@ from tinkercloud_kube.client import Client, ObjectRef
 from tinkercloud_kube.errors import AlreadyExists, KubernetesError, NotFound
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.children.pool_cluster import pool_cluster
-from tinkercloud_operator.decide.actions import GiveAway
+from tinkercloud_operator.decide.actions import GiveAway, TakeBack
 from tinkercloud_operator.decide.pool_facts import (
     is_cluster,
     is_member,
@@ -28,8 +28,8 @@ from tinkercloud_operator.run.work_queue import WorkQueue
 
 log = structlog.get_logger(__name__)
 
-_GIVE_AWAY = "give-away"
-"""Kind of the requests to give a model away."""
+_GIVE_AWAY, _TAKE_BACK = "give-away", "take-back"
+"""Kinds of the requests to give a model away, and to take it back."""
 _GIVE_AWAY_SECONDS = 600.0
 """Time limit of such a request: the running request finishes, and the model is written."""
 
@@ -84,7 +84,8 @@ class Pools:
             self._watched.offering(model_name),
             self._watched.sessions_of(model_name),
             deleting=self._deleting,
-            given_away=self._given_away(model_name),
+            given_away=self._heads_that(_GIVE_AWAY, model_name),
+            taken_back=self._heads_that(_TAKE_BACK, model_name),
             keeping=self._head_saver.unsupported,
             now=datetime.now(UTC),
             cordoned={
@@ -113,13 +114,13 @@ class Pools:
         facts = self.facts(session["spec"].get("baseModel", ""))
         return is_emptied(facts, plan_pool(facts).moves, cluster)
 
-    def _given_away(self, model_name: str) -> set[tuple[str, str]]:
-        """Return the sessions that heads have given away, with the incarnation of the head."""
+    def _heads_that(self, did: str, model_name: str) -> set[tuple[str, str]]:
+        """Return the sessions whose models heads gave away, or took back, with the incarnation."""
         return {
             (session["metadata"]["name"], incarnation)
             for session in self._watched.sessions_of(model_name)
             for kind, incarnation in self._head_saver.completed(session["metadata"]["name"])
-            if kind == _GIVE_AWAY
+            if kind == did
         }
 
     def note_saved(self, session: str) -> None:
@@ -186,7 +187,8 @@ class Pools:
         facts = self.facts(model_name)
         plan = plan_pool(facts)
         self._record_waiting(facts, plan.waiting)
-        self._ask_heads(facts, plan.moves.ask)
+        self._ask_heads(facts, GiveAway, plan.moves.ask)
+        self._ask_heads(facts, TakeBack, plan.moves.take_back)
         placed = {**plan.places, **plan.moves.arrive}
         moved = {**plan.moves.start, **dict.fromkeys(plan.moves.cancel)}
         failures = [
@@ -225,20 +227,32 @@ class Pools:
                 self._enqueue(member.name)
 
     def _forget_arrived(self, model_name: str) -> None:
-        """Forget what heads have given away for moves that have ended."""
+        """Forget what heads have given away, or taken back, in moves that have ended."""
         for session in self._watched.sessions_of(model_name):
             if labels.MOVING_TO not in session["metadata"].get("annotations", {}):
-                self._head_saver.discard(session["metadata"]["name"], _GIVE_AWAY)
+                for kind in (_GIVE_AWAY, _TAKE_BACK):
+                    self._head_saver.discard(session["metadata"]["name"], kind)
 
-    def _ask_heads(self, facts: PoolFacts, sessions: Iterable[str]) -> None:
-        """Ask heads to give models away, except for requests that are in progress."""
+    def _ask_heads(
+        self, facts: PoolFacts, kind: type[GiveAway | TakeBack], sessions: Iterable[str]
+    ) -> None:
+        """Ask heads to give models away, or to take them back; one request for a model at a time.
+
+        Otherwise a head could give a model away after it was taken back.
+        """
         clusters = {cluster.name: cluster for cluster in facts.clusters}
         members = {member.name: member for member in facts.members}
         for name in sessions:
             member = members[name]
             source = clusters[member.cluster or ""]
+            pending = {incarnation for _, incarnation in self._head_saver.pending(name)}
+            if source.incarnation in pending:
+                continue
             if member.model_id and source.is_ready and source.endpoint and source.incarnation:
-                request = GiveAway(
+                # What the head did before will not be true any more.
+                self._head_saver.discard(name, _GIVE_AWAY)
+                self._head_saver.discard(name, _TAKE_BACK)
+                request = kind(
                     source.name,
                     source.endpoint,
                     source.incarnation,

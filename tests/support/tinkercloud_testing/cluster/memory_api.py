@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import copy
 import json
+import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -45,6 +46,8 @@ class MemoryApi:
     """Schemas by kind for each API, such as `apis/ray.io/v1`; if empty, none is served."""
     is_silent: bool = False
     """Whether requests get no response."""
+    executed_writes: float = math.inf
+    """Maximum number of writes; others, and requests after them, get no response."""
     _versions: Callable[[], int] = field(default_factory=lambda: count(1).__next__)
 
     @property
@@ -67,7 +70,7 @@ class MemoryApi:
         """Respond to a request."""
         path, method = request.path, request.method
         self.requests.append(f"{method} {path}")
-        if self.is_silent:
+        if self.is_silent or len(self.writes) > self.executed_writes:
             await asyncio.Event().wait()
         status = self.refused.get(path.rsplit("/", 1)[1])
         if status is not None and method != "GET":

@@ -34,6 +34,7 @@ def _serve(listener: socket.socket) -> None:
     app = web.Application()
     app.router.add_post(routes.HEAD_SUSPEND, _done)
     app.router.add_post(f"{routes.HEAD_MOVE_MODEL}/{{model}}", _done)
+    app.router.add_delete(f"{routes.HEAD_MOVE_MODEL}/{{model}}", _done)
     app.router.add_delete(f"{routes.HEAD_MODELS}/{{model}}", _done)
     for path in (routes.HEAD_CHECKPOINT, f"{routes.HEAD_CHECKPOINT}/{{model}}"):
         app.router.add_post(path, _checkpoint)

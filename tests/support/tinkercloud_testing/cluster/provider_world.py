@@ -113,9 +113,16 @@ class Head:
 
     def give_away(self, model_id: str) -> None:
         """Ask the head to write a model for another head."""
+        self._move("POST", model_id)
+
+    def take_back(self, model_id: str) -> None:
+        """Ask the head to continue a model that it has given away."""
+        self._move("DELETE", model_id)
+
+    def _move(self, method: str, model_id: str) -> None:
         url = f"{self.url}{routes.HEAD_MOVE_MODEL}/{model_id}"
         headers = {routes.HEAD_TOKEN_HEADER: self.token}
-        request = urllib.request.Request(url, data=b"", headers=headers)
+        request = urllib.request.Request(url, data=b"", headers=headers, method=method)
         with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
             assert answer.status == 200
 

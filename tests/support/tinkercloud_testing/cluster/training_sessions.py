@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from tinkercloud_crds import labels
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.kwok import PLACEMENT
 from tinkercloud_testing.waiting import wait_until
@@ -35,6 +36,11 @@ class Sessions:
     def delete(self, name: str) -> None:
         """Delete a session without waiting for the deletion."""
         self.cluster.delete("trainingsession", name, self.namespace)
+
+    def drain(self, name: str) -> None:
+        """Ask the operator to move all runs from a pool cluster."""
+        where = ("-n", self.namespace, "--overwrite")
+        self.cluster.kubectl("annotate", "tsess", name, f"{labels.DRAIN}=true", *where)
 
     def wait_for(self, name: str, condition: str) -> None:
         """Wait with `kubectl wait`."""

@@ -108,6 +108,7 @@ class HeadApp:
             ("POST", routes.HEAD_CHECKPOINT): self._checkpoint,
             ("POST", routes.HEAD_SUSPEND_MODEL): self._suspend_model,
             ("POST", routes.HEAD_MOVE_MODEL): self._move_model,
+            ("DELETE", routes.HEAD_MOVE_MODEL): self._move_model,
             ("POST", routes.HEAD_ENGINES): self._engines,
             ("GET", routes.HEAD_MODELS): self._models,
             ("GET", routes.HEAD_TIMELINE): self._timeline,
@@ -344,7 +345,8 @@ class HeadApp:
         return Response(ModelSuspended(is_suspended=is_suspended).model_dump_json().encode())
 
     async def _move_model(self, request: Request) -> Response:
-        await self._service.move_model(ModelId.parse(_resource(request)))
+        is_back = request.method == "DELETE"
+        await self._service.move_model(ModelId.parse(_resource(request)), is_back=is_back)
         return Response()
 
     async def _engines(self, request: Request) -> Response:

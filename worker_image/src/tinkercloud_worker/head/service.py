@@ -227,14 +227,17 @@ class HeadService:
         sessions = self._samplers.sessions_of_model(model.model_id)
         return any(s.request.sampling_session_id in sessions for s in self._samples.values())
 
-    async def move_model(self, model_id: ModelId) -> None:
-        """Let another head continue a model; see `SuspendedModels.move`."""
+    async def move_model(self, model_id: ModelId, *, is_back: bool = False) -> None:
+        """Let another head continue a model, or take it back; see `SuspendedModels`."""
         self._check_accepting()
         name = str(model_id)
         # A request may start to resume the model as soon as it has been suspended.
         while task := self._resuming.get(name) or self._suspended.suspending(name):
             await asyncio.wait({task})
-        await self._suspended.move(name, self._samples)
+        if is_back:
+            self._suspended.take_back(name)
+        else:
+            await self._suspended.move(name, self._samples)
 
     def held(self) -> list[HeldModel]:
         """Return the models of this head and the memory they take."""

@@ -10,7 +10,8 @@ from it. A model that is resumed here diverges from the stored state, which is t
 before any of the model's requests run.
 
 A model can also be *moved*: it is suspended although it is in use, for another head to continue.
-From then on requests for it fail with `Moved`, and it is never resumed here from that state.
+From then on requests for it fail with `Moved`, and it is never resumed here from that state, unless
+it is *taken back* because there is no other head for it.
 """
 
 import asyncio
@@ -54,6 +55,16 @@ class SuspendedModel:
     manifest: SuspendedManifest
 
 
+@dataclass(frozen=True, slots=True)
+class MovedModel:
+    """What a head remembers of a moved model."""
+
+    state: SuspendedModel | None = None
+    """What it needs to take the model back; None if it can't, or never had the model."""
+    refused_since: float | None = None
+    """When it was moved, if it was unknown here."""
+
+
 class SuspendedModels:
     """Suspends single models and tracks them. Belongs to one event loop."""
 
@@ -82,8 +93,8 @@ class SuspendedModels:
         self._suspended: dict[str, SuspendedModel] = {}
         self._models_of: dict[str, str] = {}
         """Sampling session to its model, which is suspended, being suspended, or moved."""
-        self._moved: dict[str, float | None] = {}
-        """Moved models, the earliest first; with the time of the move if it was unknown here."""
+        self._moved: dict[str, MovedModel] = {}
+        """Moved models, the earliest first."""
         self._taken: set[asyncio.Task[None]] = set()
         durability.on_taken_over = self._taken_over
 
@@ -186,10 +197,27 @@ class SuspendedModels:
             task = self._start(model, self._release(name, model, samples))
             if not await asyncio.shield(task):
                 raise Unavailable(f"model {name} could not be written; it was not moved")
-        elif self._suspended.pop(name, None) is not None:
-            self._record_moved(name, None)
+        elif (suspended := self._suspended.pop(name, None)) is not None:
+            self._record_moved(name, MovedModel(suspended))
         elif name not in self._moved:
-            self._record_moved(name, time.monotonic())
+            self._record_moved(name, MovedModel(refused_since=time.monotonic()))
+
+    def take_back(self, name: str) -> None:
+        """Continue a moved model here after all; no other head may have resumed it. Idempotent.
+
+        It is suspended then, and the next request for it resumes it. It is not being moved.
+
+        Raises:
+            Moved: another head has taken it over.
+        """
+        if (moved := self._moved.get(name)) is None:
+            return
+        if moved.state is None and moved.refused_since is None:
+            raise Moved(name)
+        del self._moved[name]
+        if moved.state is not None:
+            self._suspended[name] = moved.state
+            log.info("took a model back", model_id=name)
 
     async def _release(self, name: str, model: LiveModel, samples: Mapping[str, Sample]) -> bool:
         targets = {name}
@@ -201,13 +229,15 @@ class SuspendedModels:
             targets |= sessions
             self._results.hold_back(targets)
             running = [s for s in samples.values() if s.request.sampling_session_id in sessions]
-            await self._suspension.write_all(model, [each.request for each in running])
+            unfinished = [each.request for each in running]
+            manifest = await self._suspension.write_all(model, unfinished)
         except Exception as error:  # noqa: BLE001 - after any failure the model continues
             self._stay(name, model, error)
             self._results.give_out(targets)
             return False
         # In one step, so that no request finds neither the model nor this record.
-        self._record_moved(name, None)
+        state = SuspendedModel(model.spec, frozenset(sessions), manifest)
+        self._record_moved(name, MovedModel(state))
         del self._models[name]
         await self._durability.remove(name)
         await self._free(model, sessions, [each.task for each in running])
@@ -220,7 +250,7 @@ class SuspendedModels:
         if (model := self._models.pop(name, None)) is None:
             return
         sessions = self._route_sessions(model)
-        self._record_moved(name, None)
+        self._record_moved(name, MovedModel())
         task = asyncio.create_task(self._drop(name, model, sessions))
         self._taken.add(task)
         task.add_done_callback(self._taken.discard)
@@ -229,8 +259,8 @@ class SuspendedModels:
         await self._durability.drop(name)
         await self._free(model, sessions, [])
 
-    def _record_moved(self, name: str, moment: float | None) -> None:
-        self._moved[name] = moment
+    def _record_moved(self, name: str, moved: MovedModel) -> None:
+        self._moved[name] = moved
         while len(self._moved) > _REMEMBERED:
             earliest = next(iter(self._moved))
             del self._moved[earliest]
@@ -242,12 +272,13 @@ class SuspendedModels:
         Raises:
             Moved: it was moved before it arrived here; this may be a late attempt to create it.
         """
-        moment = self._moved.get(name)
-        if moment is not None and time.monotonic() - moment < _NOT_CREATED_SECONDS:
+        if (moved := self._moved.get(name)) is None:
+            return
+        since = moved.refused_since
+        if since is not None and time.monotonic() - since < _NOT_CREATED_SECONDS:
             raise Moved(name)
-        if name in self._moved:
-            del self._moved[name]
-            self._forget_sessions(name)
+        del self._moved[name]
+        self._forget_sessions(name)
 
     async def _free(
         self, model: LiveModel, sessions: set[str], running: Sequence[asyncio.Task[None]]
