@@ -137,6 +137,8 @@ def changes(team: Team) -> dict[str, Call]:
         "upload": ("POST", "checkpoints/uploads", {**named, "project_id": "vision"}),
         "grant": ("PUT", "projects/vision/members/eve", {"role": "admin"}),
         "revoke": ("DELETE", "projects/vision/members/ann", None),
+        "rename": ("PATCH", "projects/vision", {"name": "Mine"}),
+        "delete project": ("DELETE", "projects/vision", None),
         "program": ("POST", "programs", {"model_id": team.run, "module": "x"}),
     }
 
@@ -274,6 +276,49 @@ def test_the_audit_log_and_the_bill_name_the_project(team: Team) -> None:
         .result()
     )
     assert {row.project_id for row in storage.data} == {"vision"}
+
+
+def test_a_project_is_renamed_and_deleted_by_its_admin_once_it_is_empty(team: Team) -> None:
+    server, key = team.server, team.keys["ann"]
+    options = ("--api-key", key, "--base-url", server.url)
+    server.command("projects", "create", "Shrt", "--id", "short", *options)
+    server.command("projects", "rename", "short", "Short", *options)
+    server.command("projects", "set-member", "short", "bob", "member", *options)
+    shown, delete = ("GET", "projects/short", None), ("DELETE", "projects/short", None)
+    named = team.send("bob", shown).json()["name"]
+    refused = [
+        team.send("bob", call).status
+        for call in (delete, ("PATCH", "projects/short", {"name": "Mine"}))
+    ]
+    with team.service("bob", project_id="short") as bob:
+        training = bob.create_lora_training_client(MODEL, rank=4).result()
+        path = training.save_state("kept").result().path
+        while_training = team.send("ann", delete)
+    with_a_checkpoint = team.send("ann", delete)
+    server.rest(key).delete_checkpoint_from_tinker_path(path).result()
+    server.command("projects", "delete", "short", *options)
+
+    assert named == "Short"
+    assert refused == [403, 403]
+    assert while_training.status == 400
+    assert training.holder.get_session_id() in while_training.detail
+    assert with_a_checkpoint.status == 400
+    assert f"checkpoints (1, such as {path})" in with_a_checkpoint.detail
+    assert [team.send(who, shown).status for who in ("ann", "bob")] == [404, 404]
+    assert team.send("ann", delete).status == 404
+    # The ended run is its owner's again.
+    run = ("GET", f"training_runs/{training.model_id}", None)
+    assert [team.send(who, run).status for who in ("ann", "bob")] == [404, 200]
+    entries = team.send("ann", ("GET", "audit", None)).json()["entries"]
+    recorded = [
+        (entry["event"], entry["event_details"]["status"])
+        for entry in entries
+        if entry["event"] in {"project_rename", "project_delete"}
+    ]
+    assert recorded == [
+        ("project_rename", 200),
+        *[("project_delete", status) for status in (400, 400, 200, 404)],
+    ]
 
 
 def test_a_disabled_owner_is_refused_at_once_and_a_limited_one_is_read_only(

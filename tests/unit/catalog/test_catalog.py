@@ -175,6 +175,7 @@ async def test_pages_are_newest_first_and_count_everything(catalog: Catalog) -> 
 async def test_runs_of_a_project_are_those_of_its_sessions(catalog: Catalog) -> None:
     session = a_session()
     session.project_id = "p"
+    await catalog.add_project("p", "P", "me")
     await catalog.add_session(session)
     await catalog.add_session(a_session("other"))
     mine = await catalog.add_run(a_run())
