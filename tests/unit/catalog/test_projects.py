@@ -121,6 +121,9 @@ async def test_a_list_shows_own_objects_and_those_of_the_callers_projects(catalo
 
 async def test_every_change_of_rights_has_a_new_version(catalog: Catalog) -> None:
     await catalog.add_session(a_session("s", "ann", None))
+    key, other = [
+        await catalog.add_key(key_hash=name, name=name, owner="ann", role="user") for name in "ab"
+    ]
     versions = [await catalog.access_version()]
     for change in (
         catalog.add_project("p", "P", "ann"),
@@ -132,6 +135,9 @@ async def test_every_change_of_rights_has_a_new_version(catalog: Catalog) -> Non
         catalog.set_disabled("bob", None),
         catalog.add_project("empty", "E", "ann"),
         catalog.delete_project("empty"),
+        catalog.revoke_key(key.id),
+        catalog.rotate_key(other.id, "successor", now()),
+        catalog.add_bootstrap_key(key_hash="first", name="n", owner="ann", role="admin"),
     ):
         await change
         versions.append(await catalog.access_version())
@@ -319,7 +325,7 @@ async def test_usage_is_summed_up_by_project(engine: AsyncEngine, catalog: Catal
     assert {row.project_id: row.amounts["trained_tokens"] for row in rows} == {"p": 3, None: 3}
 
 
-async def test_a_disabled_owner_and_a_removed_member_are_refused_by_every_replica(
+async def test_a_disabled_owner_a_removed_member_and_a_revoked_key_are_refused_by_every_replica(
     catalog: Catalog, database_url: str
 ) -> None:
     await catalog.add_project("p", "P", "ann")
@@ -353,4 +359,10 @@ async def test_a_disabled_owner_and_a_removed_member_are_refused_by_every_replic
     await catalog.set_disabled("bob", None)
     for replica in replicas:
         assert (await replica.principal(key)).owner == "bob"
+    row = await catalog.key(hash_key(key))
+    assert row is not None
+    await catalog.revoke_key(row.id)
+    for replica in replicas:
+        with pytest.raises(Unauthenticated, match="has been revoked"):
+            await replica.principal(key)
     await second.dispose()
