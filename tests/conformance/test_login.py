@@ -81,11 +81,12 @@ class Browser:
     def __init__(self, server: Server) -> None:
         self.server, self.client = server, httpx.Client()
 
-    def start(self) -> str:
-        """Click the button, and return the address of the provider's form."""
+    def start(self, button: str = "Log in") -> str:
+        """Click a button, and return the address of the provider's form."""
         page = self.client.get(f"{self.server.url}/login")
-        assert "Log in" in page.text
-        answer = self.client.post(f"{self.server.url}/login")
+        (form,) = [form for form in page.text.split("<form")[1:] if f"<button>{button}" in form]
+        target = page.url.join(form.split('action="')[1].split('"')[0])
+        answer = self.client.post(target, headers={"Sec-Fetch-Site": "same-origin"})
         assert answer.status_code == 303, answer.text
         return answer.headers["location"]
 
@@ -97,6 +98,9 @@ class Browser:
 
     def log_in(self, subject: str) -> httpx.Response:
         return self.client.get(self.authenticate(self.start(), subject))
+
+    def end_keys(self, subject: str) -> httpx.Response:
+        return self.client.get(self.authenticate(self.start("End all keys"), subject))
 
 
 @pytest.fixture
@@ -176,6 +180,74 @@ def test_a_disabled_account_can_neither_log_in_nor_use_its_keys(
     assert browser.log_in("1").status_code == 200
 
 
+def test_a_logout_ends_all_keys_from_logins_of_the_account_and_no_others(
+    login_server: Server, browser: Browser
+) -> None:
+    made = json.loads(
+        login_server.command("keys", "create", "ci", "--owner", "ann@example.com", "--json")
+    )
+    ended = [key_in(browser.log_in("1")) for _ in range(2)]
+    other = key_in(browser.log_in("2"))
+    ended.append(login_server.post("auth/token", {}, key=ended[0]).json()["jwt"])
+
+    def statuses(*keys: str) -> list[int]:
+        return [login_server.request("GET", "/api/v1/sessions", key=key).status for key in keys]
+
+    before = statuses(*ended)
+    page = browser.end_keys("1")
+
+    assert before == [200] * 3
+    assert page.status_code == 200, page.text
+    assert "ann@example.com" in page.text
+    assert KEY.search(page.text) is None
+    assert statuses(*ended) == [401] * 3
+    assert statuses(other, made["key"]) == [200, 200]
+    entries = login_server.request("GET", "/api/v1/audit", key=made["key"]).json()["entries"]
+    assert entries[-1]["event"] == "key_logout"
+    assert browser.log_in("1").status_code == 200
+
+
+def test_a_disabled_account_can_still_end_its_keys_and_an_unknown_one_has_none(
+    login_server: Server, browser: Browser
+) -> None:
+    key = key_in(browser.log_in("1"))
+    login_server.command("users", "disable", "ann@example.com")
+    page = browser.end_keys("1")
+    login_server.command("users", "enable", "ann@example.com")
+
+    assert page.status_code == 200
+    assert login_server.request("GET", "/api/v1/sessions", key=key).status == 401
+    assert browser.end_keys("3").status_code == 403
+
+
+def test_an_answer_to_a_login_is_not_one_to_a_logout(
+    login_server: Server, browser: Browser
+) -> None:
+    key = key_in(browser.log_in("1"))
+    callback = browser.authenticate(browser.start(), "1")
+
+    page = browser.client.get(callback.replace("state=", "state=logout."))
+
+    assert page.status_code == 400
+    assert login_server.request("GET", "/api/v1/sessions", key=key).status == 200
+
+
+def test_a_copy_of_the_cookie_is_worth_nothing_after_the_login(
+    login_server: Server, browser: Browser
+) -> None:
+    callback = browser.authenticate(browser.start(), "1")
+    thief = Browser(login_server)
+    thief.client.cookies.update(browser.client.cookies)
+    key_in(browser.client.get(callback))
+
+    repeated = thief.client.get(callback)
+    thief.client.close()
+
+    assert dict(browser.client.cookies) == {}
+    assert repeated.status_code == 400
+    assert KEY.search(repeated.text) is None
+
+
 def unsigned(provider: Provider, token: str) -> str:
     parts = ({"alg": "none"}, provider.claims(token))
     encoded = [base64.urlsafe_b64encode(json.dumps(part).encode()).rstrip(b"=") for part in parts]
@@ -251,10 +323,13 @@ def _state_of(browser: Browser) -> str:
     return str(next(iter(session))).removeprefix("_state_provider_")
 
 
-def test_another_site_cannot_start_a_login(login_server: Server) -> None:
+def test_another_site_can_start_neither_a_login_nor_a_logout(login_server: Server) -> None:
     url, cross = f"{login_server.url}/login", {"Sec-Fetch-Site": "cross-site"}
 
     assert httpx.post(url, headers=cross).status_code == 403
+    assert httpx.post(f"{url}/logout", headers=cross).status_code == 403
+    # A browser that does not say where a request comes from could have been sent by any site.
+    assert httpx.post(f"{url}/logout").status_code == 403
     cookie = httpx.post(url).headers["set-cookie"].lower()
     assert "httponly" in cookie
     assert "samesite=lax" in cookie
