@@ -1,15 +1,19 @@
 """Accounts of an OpenID provider log in with a browser, and get keys of their owners."""
 
 import base64
+import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from joserfc import jwt
+from joserfc.jwk import OctKey
 
 from tinkercloud_api.auditing import Auditing
 from tinkercloud_api.catalog.audit import AuditLog
@@ -24,7 +28,7 @@ from tinkercloud_testing.servers import Server, free_port
 # The provider uses parts of Authlib that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-CLIENT = "tinkercloud"
+CLIENT, SECRET = "tinkercloud", "a-secret-of-the-provider"
 KEY = re.compile(r"<code>(tml-[\w-]+)</code>")
 USERS: dict[str, dict[str, object]] = {
     "1": {"email": "ann@example.com", "email_verified": True, "groups": ["research"]},
@@ -49,6 +53,7 @@ def provider() -> Iterator[Provider]:
 def honest(provider: Provider) -> None:
     """Undo what the test before has falsified."""
     provider.falsify = lambda _provider, token: token
+    provider.is_failing = False
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +61,7 @@ def login_server(
     tmp_path_factory: pytest.TempPathFactory, model_folder: Path, provider: Provider
 ) -> Iterator[Server]:
     folder, port = tmp_path_factory.mktemp("login"), free_port()
-    (folder / "secret").write_text("a-secret\n")
+    (folder / "secret").write_text(f"{SECRET}\n")
     settings = {
         "TINKERCLOUD_PRELOAD": "false",
         "TINKERCLOUD_PUBLIC_URL": f"http://127.0.0.1:{port}",
@@ -129,7 +134,10 @@ def test_a_login_shows_a_key_of_its_owner_once(
     key = key_in(page)
     again = browser.client.get(callback)
 
-    assert whoami(login_server, key)["details"]["user_details"]["email"] == "ann@example.com"
+    described = whoami(login_server, key)
+    lifetime = datetime.fromisoformat(described["expires_at"]) - datetime.now(UTC)
+    assert described["details"]["user_details"]["email"] == "ann@example.com"
+    assert timedelta(days=29) < lifetime <= timedelta(days=30)
     assert login_server.rest(key).list_sessions().result().sessions == []
     assert page.headers["cache-control"] == "no-store"
     assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
@@ -254,6 +262,11 @@ def unsigned(provider: Provider, token: str) -> str:
     return b".".join([*encoded, b""]).decode()
 
 
+def shared(provider: Provider, token: str) -> str:
+    """Return a token that is signed with the secret that the server and the provider share."""
+    return jwt.encode({"alg": "HS256"}, provider.claims(token), OctKey.import_key(SECRET))
+
+
 def foreign(_provider: Provider, token: str) -> str:
     head, claims, signature = token.split(".")
     return f"{head}.{claims}.{signature[:-8]}AAAAAAAA"
@@ -270,6 +283,7 @@ def foreign(_provider: Provider, token: str) -> str:
         pytest.param(changed(aud="another-client", azp=CLIENT), id="another audience, for us"),
         pytest.param(changed(iss="https://another.example.com"), id="another issuer"),
         pytest.param(unsigned, id="unsigned"),
+        pytest.param(shared, id="a signature with the shared secret"),
         pytest.param(foreign, id="another signature"),
         pytest.param(lambda _provider, _token: "nonsense", id="no token"),
     ],
@@ -283,6 +297,24 @@ def test_a_false_id_token_is_refused(
 
     assert page.status_code == 400
     assert KEY.search(page.text) is None
+
+
+def test_a_provider_that_fails_is_named(browser: Browser, provider: Provider) -> None:
+    callback = browser.authenticate(browser.start(), "1")
+    provider.is_failing = True
+
+    page = browser.client.get(callback)
+
+    assert page.status_code == 503
+    assert "the OpenID provider does not respond" in page.text
+
+
+async def test_a_provider_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
+    async with login_pages(tmp_path, f"http://127.0.0.1:{free_port()}") as client:
+        page = await client.post("/login")
+
+    assert page.status_code == 503
+    assert "the OpenID provider does not respond" in page.text
 
 
 def test_a_callback_without_its_login_is_refused(
@@ -338,22 +370,29 @@ def test_another_site_can_start_neither_a_login_nor_a_logout(login_server: Serve
 async def test_over_https_the_cookie_is_secure_and_of_this_host_only(
     provider: Provider, tmp_path: Path
 ) -> None:
-    (tmp_path / "secret").write_text("a-secret")
-    settings = OidcSettings(
-        issuer=provider.issuer,
-        client_id=CLIENT,
-        client_secret_file=tmp_path / "secret",
-        allow_all_accounts=True,
-    )
-    url, engine = "https://tinker.example.com", open_database(f"sqlite+aiosqlite:///{tmp_path}/c")
-    catalog, auditing = Catalog(engine), Auditing(AuditLog(engine), 1)
-    pages = application(Logins(settings, url, catalog), auditing, "a secret", url)
-    transport = httpx.ASGITransport(app=pages)
-    async with httpx.AsyncClient(transport=transport, base_url=url) as client:
+    async with login_pages(tmp_path, provider.issuer) as client:
         started = await client.post("/login")
 
     cookie = started.headers["set-cookie"].lower()
     assert cookie.startswith("__host-tinkercloud-login=")
     assert {"secure", "httponly", "samesite=lax", "path=/"} <= set(cookie.split("; "))
     assert started.headers["location"].startswith(f"{provider.issuer}/oauth2/authorize?")
+
+
+@contextlib.asynccontextmanager
+async def login_pages(folder: Path, issuer: str) -> AsyncIterator[httpx.AsyncClient]:
+    """Run the pages of a server with an https address, and yield a browser."""
+    (folder / "secret").write_text(SECRET)
+    settings = OidcSettings(
+        issuer=issuer,
+        client_id=CLIENT,
+        client_secret_file=folder / "secret",
+        allow_all_accounts=True,
+    )
+    url, engine = "https://tinker.example.com", open_database(f"sqlite+aiosqlite:///{folder}/c")
+    catalog, auditing = Catalog(engine), Auditing(AuditLog(engine), 1)
+    pages = application(Logins(settings, url, catalog), auditing, "a secret", url)
+    transport = httpx.ASGITransport(app=pages)
+    async with httpx.AsyncClient(transport=transport, base_url=url) as client:
+        yield client
     await engine.dispose()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-import httpx
+import httpx2
 import structlog
 from authlib.common.errors import AuthlibBaseError
 from authlib.integrations.starlette_client import OAuth
@@ -142,7 +142,7 @@ class Logins:
             client = await self._provider()
             state = (_LOGOUT if is_logout else "") + secrets.token_urlsafe(32)
             answer = await client.authorize_redirect(request, self._redirect_uri, state=state)
-        except (httpx.HTTPError, AuthlibBaseError, ValueError, RuntimeError) as error:
+        except (httpx2.HTTPError, AuthlibBaseError, ValueError, RuntimeError) as error:
             raise _unavailable(error) from error
         assert isinstance(answer, RedirectResponse)  # noqa: S101 - what Authlib returns
         return answer
@@ -176,7 +176,7 @@ class Logins:
             token = await client.authorize_access_token(
                 request, leeway=_LEEWAY_SECONDS, claims_options=self._claims()
             )
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise _unavailable(error) from error
         except (
             AuthlibBaseError,
