@@ -99,7 +99,7 @@ class ProjectStatements(Statements):
         """
         async with self._writing() as db:
             await change_rights(db)
-            # Whoever adds a session has locked the row (`keep_project`), or will not find it.
+            # What adds a session has locked the row (`keep_project`), or will not find it.
             row = select(Project).where(Project.id == project_id).with_for_update()
             if (project := await db.scalar(row)) is None:
                 return
