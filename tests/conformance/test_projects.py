@@ -13,8 +13,8 @@ import tinker
 from tinker import types
 
 from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import PATIENCE_SECONDS, Answer, Server, a_server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.servers import Answer, Server, a_server
+from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
 
 MODEL = "tiny/llama"
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
@@ -245,14 +245,12 @@ def test_a_member_changes_what_others_have_created(team: Team) -> None:
     counts = [_stored(team)]
     saved = done("save_weights", model_id=team.run, path="by-bob")["path"]
     counts.append(_stored(team))
-    statuses = [
-        team.send("bob", call).status
-        for call in (
-            ("POST", f"{by_bob}/publish", {}),
-            ("DELETE", f"{by_bob}/publish", None),
-            ("DELETE", by_bob, None),
-        )
+    on_checkpoint: list[Call] = [
+        ("POST", f"{by_bob}/publish", {}),
+        ("DELETE", f"{by_bob}/publish", None),
+        ("DELETE", by_bob, None),
     ]
+    statuses = [team.send("bob", call).status for call in on_checkpoint]
 
     assert saved == f"tinker://{team.run}/weights/by-bob"
     assert statuses == [200] * 3
