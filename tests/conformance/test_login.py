@@ -1,15 +1,19 @@
 """Accounts of an OpenID provider log in with a browser, and get keys of their owners."""
 
 import base64
+import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from joserfc import jwt
+from joserfc.jwk import OctKey
 
 from tinkercloud_api.auditing import Auditing
 from tinkercloud_api.catalog.audit import AuditLog
@@ -24,7 +28,7 @@ from tinkercloud_testing.servers import Server, free_port
 # The provider uses parts of Authlib that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-CLIENT = "tinkercloud"
+CLIENT, SECRET = "tinkercloud", "a-secret-of-the-provider"
 KEY = re.compile(r"<code>(tml-[\w-]+)</code>")
 USERS: dict[str, dict[str, object]] = {
     "1": {"email": "ann@example.com", "email_verified": True, "groups": ["research"]},
@@ -49,6 +53,7 @@ def provider() -> Iterator[Provider]:
 def honest(provider: Provider) -> None:
     """Undo what the test before has falsified."""
     provider.falsify = lambda _provider, token: token
+    provider.is_failing = False
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +61,7 @@ def login_server(
     tmp_path_factory: pytest.TempPathFactory, model_folder: Path, provider: Provider
 ) -> Iterator[Server]:
     folder, port = tmp_path_factory.mktemp("login"), free_port()
-    (folder / "secret").write_text("a-secret\n")
+    (folder / "secret").write_text(f"{SECRET}\n")
     settings = {
         "TINKERCLOUD_PRELOAD": "false",
         "TINKERCLOUD_PUBLIC_URL": f"http://127.0.0.1:{port}",
@@ -81,11 +86,12 @@ class Browser:
     def __init__(self, server: Server) -> None:
         self.server, self.client = server, httpx.Client()
 
-    def start(self) -> str:
-        """Click the button, and return the address of the provider's form."""
+    def start(self, button: str = "Log in") -> str:
+        """Click a button, and return the address of the provider's form."""
         page = self.client.get(f"{self.server.url}/login")
-        assert "Log in" in page.text
-        answer = self.client.post(f"{self.server.url}/login")
+        (form,) = [form for form in page.text.split("<form")[1:] if f"<button>{button}" in form]
+        target = page.url.join(form.split('action="')[1].split('"')[0])
+        answer = self.client.post(target, headers={"Sec-Fetch-Site": "same-origin"})
         assert answer.status_code == 303, answer.text
         return answer.headers["location"]
 
@@ -97,6 +103,9 @@ class Browser:
 
     def log_in(self, subject: str) -> httpx.Response:
         return self.client.get(self.authenticate(self.start(), subject))
+
+    def end_keys(self, subject: str) -> httpx.Response:
+        return self.client.get(self.authenticate(self.start("End all keys"), subject))
 
 
 @pytest.fixture
@@ -125,7 +134,10 @@ def test_a_login_shows_a_key_of_its_owner_once(
     key = key_in(page)
     again = browser.client.get(callback)
 
-    assert whoami(login_server, key)["details"]["user_details"]["email"] == "ann@example.com"
+    described = whoami(login_server, key)
+    lifetime = datetime.fromisoformat(described["expires_at"]) - datetime.now(UTC)
+    assert described["details"]["user_details"]["email"] == "ann@example.com"
+    assert timedelta(days=29) < lifetime <= timedelta(days=30)
     assert login_server.rest(key).list_sessions().result().sessions == []
     assert page.headers["cache-control"] == "no-store"
     assert "frame-ancestors 'none'" in page.headers["content-security-policy"]
@@ -176,10 +188,83 @@ def test_a_disabled_account_can_neither_log_in_nor_use_its_keys(
     assert browser.log_in("1").status_code == 200
 
 
+def test_a_logout_ends_all_keys_from_logins_of_the_account_and_no_others(
+    login_server: Server, browser: Browser
+) -> None:
+    made = json.loads(
+        login_server.command("keys", "create", "ci", "--owner", "ann@example.com", "--json")
+    )
+    ended = [key_in(browser.log_in("1")) for _ in range(2)]
+    other = key_in(browser.log_in("2"))
+    ended.append(login_server.post("auth/token", {}, key=ended[0]).json()["jwt"])
+
+    def statuses(*keys: str) -> list[int]:
+        return [login_server.request("GET", "/api/v1/sessions", key=key).status for key in keys]
+
+    before = statuses(*ended)
+    page = browser.end_keys("1")
+
+    assert before == [200] * 3
+    assert page.status_code == 200, page.text
+    assert "ann@example.com" in page.text
+    assert KEY.search(page.text) is None
+    assert statuses(*ended) == [401] * 3
+    assert statuses(other, made["key"]) == [200, 200]
+    entries = login_server.request("GET", "/api/v1/audit", key=made["key"]).json()["entries"]
+    assert entries[-1]["event"] == "key_logout"
+    assert browser.log_in("1").status_code == 200
+
+
+def test_a_disabled_account_can_still_end_its_keys_and_an_unknown_one_has_none(
+    login_server: Server, browser: Browser
+) -> None:
+    key = key_in(browser.log_in("1"))
+    login_server.command("users", "disable", "ann@example.com")
+    page = browser.end_keys("1")
+    login_server.command("users", "enable", "ann@example.com")
+
+    assert page.status_code == 200
+    assert login_server.request("GET", "/api/v1/sessions", key=key).status == 401
+    assert browser.end_keys("3").status_code == 403
+
+
+def test_an_answer_to_a_login_is_not_one_to_a_logout(
+    login_server: Server, browser: Browser
+) -> None:
+    key = key_in(browser.log_in("1"))
+    callback = browser.authenticate(browser.start(), "1")
+
+    page = browser.client.get(callback.replace("state=", "state=logout."))
+
+    assert page.status_code == 400
+    assert login_server.request("GET", "/api/v1/sessions", key=key).status == 200
+
+
+def test_a_copy_of_the_cookie_is_worth_nothing_after_the_login(
+    login_server: Server, browser: Browser
+) -> None:
+    callback = browser.authenticate(browser.start(), "1")
+    thief = Browser(login_server)
+    thief.client.cookies.update(browser.client.cookies)
+    key_in(browser.client.get(callback))
+
+    repeated = thief.client.get(callback)
+    thief.client.close()
+
+    assert dict(browser.client.cookies) == {}
+    assert repeated.status_code == 400
+    assert KEY.search(repeated.text) is None
+
+
 def unsigned(provider: Provider, token: str) -> str:
     parts = ({"alg": "none"}, provider.claims(token))
     encoded = [base64.urlsafe_b64encode(json.dumps(part).encode()).rstrip(b"=") for part in parts]
     return b".".join([*encoded, b""]).decode()
+
+
+def shared(provider: Provider, token: str) -> str:
+    """Return a token that is signed with the secret that the server and the provider share."""
+    return jwt.encode({"alg": "HS256"}, provider.claims(token), OctKey.import_key(SECRET))
 
 
 def foreign(_provider: Provider, token: str) -> str:
@@ -198,6 +283,7 @@ def foreign(_provider: Provider, token: str) -> str:
         pytest.param(changed(aud="another-client", azp=CLIENT), id="another audience, for us"),
         pytest.param(changed(iss="https://another.example.com"), id="another issuer"),
         pytest.param(unsigned, id="unsigned"),
+        pytest.param(shared, id="a signature with the shared secret"),
         pytest.param(foreign, id="another signature"),
         pytest.param(lambda _provider, _token: "nonsense", id="no token"),
     ],
@@ -211,6 +297,24 @@ def test_a_false_id_token_is_refused(
 
     assert page.status_code == 400
     assert KEY.search(page.text) is None
+
+
+def test_a_provider_that_fails_is_named(browser: Browser, provider: Provider) -> None:
+    callback = browser.authenticate(browser.start(), "1")
+    provider.is_failing = True
+
+    page = browser.client.get(callback)
+
+    assert page.status_code == 503
+    assert "the OpenID provider does not respond" in page.text
+
+
+async def test_a_provider_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
+    async with login_pages(tmp_path, f"http://127.0.0.1:{free_port()}") as client:
+        page = await client.post("/login")
+
+    assert page.status_code == 503
+    assert "the OpenID provider does not respond" in page.text
 
 
 def test_a_callback_without_its_login_is_refused(
@@ -251,10 +355,13 @@ def _state_of(browser: Browser) -> str:
     return str(next(iter(session))).removeprefix("_state_provider_")
 
 
-def test_another_site_cannot_start_a_login(login_server: Server) -> None:
+def test_another_site_can_start_neither_a_login_nor_a_logout(login_server: Server) -> None:
     url, cross = f"{login_server.url}/login", {"Sec-Fetch-Site": "cross-site"}
 
     assert httpx.post(url, headers=cross).status_code == 403
+    assert httpx.post(f"{url}/logout", headers=cross).status_code == 403
+    # A browser that does not say where a request comes from could have been sent by any site.
+    assert httpx.post(f"{url}/logout").status_code == 403
     cookie = httpx.post(url).headers["set-cookie"].lower()
     assert "httponly" in cookie
     assert "samesite=lax" in cookie
@@ -263,22 +370,29 @@ def test_another_site_cannot_start_a_login(login_server: Server) -> None:
 async def test_over_https_the_cookie_is_secure_and_of_this_host_only(
     provider: Provider, tmp_path: Path
 ) -> None:
-    (tmp_path / "secret").write_text("a-secret")
-    settings = OidcSettings(
-        issuer=provider.issuer,
-        client_id=CLIENT,
-        client_secret_file=tmp_path / "secret",
-        allow_all_accounts=True,
-    )
-    url, engine = "https://tinker.example.com", open_database(f"sqlite+aiosqlite:///{tmp_path}/c")
-    catalog, auditing = Catalog(engine), Auditing(AuditLog(engine), 1)
-    pages = application(Logins(settings, url, catalog), auditing, "a secret", url)
-    transport = httpx.ASGITransport(app=pages)
-    async with httpx.AsyncClient(transport=transport, base_url=url) as client:
+    async with login_pages(tmp_path, provider.issuer) as client:
         started = await client.post("/login")
 
     cookie = started.headers["set-cookie"].lower()
     assert cookie.startswith("__host-tinkercloud-login=")
     assert {"secure", "httponly", "samesite=lax", "path=/"} <= set(cookie.split("; "))
     assert started.headers["location"].startswith(f"{provider.issuer}/oauth2/authorize?")
+
+
+@contextlib.asynccontextmanager
+async def login_pages(folder: Path, issuer: str) -> AsyncIterator[httpx.AsyncClient]:
+    """Run the pages of a server with an https address, and yield a browser."""
+    (folder / "secret").write_text(SECRET)
+    settings = OidcSettings(
+        issuer=issuer,
+        client_id=CLIENT,
+        client_secret_file=folder / "secret",
+        allow_all_accounts=True,
+    )
+    url, engine = "https://tinker.example.com", open_database(f"sqlite+aiosqlite:///{folder}/c")
+    catalog, auditing = Catalog(engine), Auditing(AuditLog(engine), 1)
+    pages = application(Logins(settings, url, catalog), auditing, "a secret", url)
+    transport = httpx.ASGITransport(app=pages)
+    async with httpx.AsyncClient(transport=transport, base_url=url) as client:
+        yield client
     await engine.dispose()

@@ -7,7 +7,6 @@ import tinker
 from tinker import types
 
 from tinkercloud_testing.servers import API_KEY, Server
-from tinkercloud_testing.waiting import wait_until
 
 MODEL = "tiny/llama"
 
@@ -49,7 +48,7 @@ def test_a_published_checkpoint_can_be_read_by_others_until_it_is_unpublished(
         server.client(stranger).create_sampling_client(model_path=path).result()
 
 
-def test_a_revoked_key_is_rejected_within_seconds(server: Server) -> None:
+def test_a_revoked_key_is_rejected_at_the_next_request(server: Server) -> None:
     made = json.loads(server.command("keys", "create", "leaver", "--json"))
 
     def status() -> int:
@@ -59,7 +58,7 @@ def test_a_revoked_key_is_rejected_within_seconds(server: Server) -> None:
 
     server.command("keys", "revoke", str(made["id"]))
 
-    wait_until(lambda: status() == 401, "the refusal")
+    assert status() == 401
 
 
 def test_a_key_that_revokes_itself_is_rejected_immediately(server: Server) -> None:

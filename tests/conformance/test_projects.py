@@ -1,8 +1,10 @@
 """Owners share a project: members use each other's runs by role, and nobody else sees them."""
 
 import json
+import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from tinker import types
 
 from tinkercloud_testing.sdk_steps import step
 from tinkercloud_testing.servers import Answer, Server, a_server
+from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
 
 MODEL = "tiny/llama"
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
@@ -45,6 +48,10 @@ class Team:
     def set_member(self, who: str, role: str) -> None:
         call = ("PUT", f"projects/vision/members/{who}", {"role": role})
         assert self.send("ann", call).status == 200
+
+    def command(self, *arguments: str, who: str = "ann") -> str:
+        options = ("--api-key", self.keys[who], "--base-url", self.server.url)
+        return self.server.command("projects", *arguments, *options)
 
     @property
     def path(self) -> str:
@@ -137,6 +144,8 @@ def changes(team: Team) -> dict[str, Call]:
         "upload": ("POST", "checkpoints/uploads", {**named, "project_id": "vision"}),
         "grant": ("PUT", "projects/vision/members/eve", {"role": "admin"}),
         "revoke": ("DELETE", "projects/vision/members/ann", None),
+        "rename": ("PATCH", "projects/vision", {"name": "Mine"}),
+        "delete project": ("DELETE", "projects/vision", None),
         "program": ("POST", "programs", {"model_id": team.run, "module": "x"}),
     }
 
@@ -167,6 +176,108 @@ def test_a_viewer_reads_everything_and_changes_nothing(team: Team) -> None:
 
     assert read == dict.fromkeys(read, 200)
     assert changed == dict.fromkeys(changed, 403)
+
+
+def test_a_viewer_loads_samples_and_downloads_a_checkpoint_in_a_session_of_its_own(
+    team: Team,
+) -> None:
+    weights = _a_sampler(team)
+    with team.service("vic") as vic:
+        training = vic.create_training_client_from_state(team.path).result()
+        step(training)
+        sampler = vic.create_sampling_client(model_path=weights).result()
+        assert sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=2)).result().sequences
+
+    assert _downloaded(_urls(team, "vic")["archive"])
+    # What a viewer makes of a checkpoint outside the project is its own.
+    assert team.send("ann", ("GET", f"training_runs/{training.model_id}", None)).status == 404
+
+
+def _urls(team: Team, who: str) -> dict[str, str]:
+    """Return signed URLs of the team's checkpoint and of the trace of its session."""
+    paths = {
+        "archive": f"training_runs/{team.run}/checkpoints/weights/kept/archive",
+        "trace": f"sessions/{team.session}/trace_export",
+    }
+    return {
+        name: str(team.send(who, ("GET", path, None)).json()["url"]) for name, path in paths.items()
+    }
+
+
+def _downloaded(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as response:
+        assert response.status == 200
+        return bytes(response.read())
+
+
+def test_urls_that_were_signed_for_a_member_outlive_its_membership(team: Team) -> None:
+    signed = _urls(team, "bob")
+    team.command("remove-member", "vision", "bob")
+    archive = ("GET", f"training_runs/{team.run}/checkpoints/weights/kept/archive", None)
+    refused = team.send("bob", archive).status
+    kept = {name: _downloaded(url) for name, url in signed.items()}
+    team.set_member("bob", "member")
+
+    assert refused == 404
+    assert all(kept.values())
+
+
+def test_a_member_changes_what_others_have_created(team: Team) -> None:
+    ids = [5, 6, 7]
+    datum = {
+        "model_input": {"tokens": ids},
+        "loss_fn_inputs": {"target_tokens": {"data": ids, "dtype": "int64"}},
+    }
+    batch = {"model_id": team.run, "data": [datum], "loss_fn": "cross_entropy"}
+    by_bob = f"training_runs/{team.run}/checkpoints/weights/by-bob"
+
+    def done(path: str, /, **body: Any) -> dict[str, Any]:
+        answer = team.send("bob", ("POST", path, body))
+        assert answer.status == 200, answer.body
+        request_id = str(answer.json()["request_id"])
+        accept = "application/json"
+        result = team.server.result(request_id, key=team.keys["bob"], accept=accept).json()
+        assert "error" not in result
+        return result
+
+    done("forward_backward", **batch)
+    done("optim_step", model_id=team.run, adam_params={"learning_rate": 0.01})
+    counts = [_stored(team)]
+    saved = done("save_weights", model_id=team.run, path="by-bob")["path"]
+    counts.append(_stored(team))
+    on_checkpoint: list[Call] = [
+        ("POST", f"{by_bob}/publish", {}),
+        ("DELETE", f"{by_bob}/publish", None),
+        ("DELETE", by_bob, None),
+    ]
+    statuses = [team.send("bob", call).status for call in on_checkpoint]
+
+    assert saved == f"tinker://{team.run}/weights/by-bob"
+    assert statuses == [200] * 3
+    # It counts for the owner of the run.
+    assert {name: number - counts[0].get(name, 0) for name, number in counts[1].items()} == {
+        **dict.fromkeys(counts[0], 0),
+        "ann": 1,
+    }
+
+
+def _stored(team: Team) -> dict[str, int]:
+    """Return the number of checkpoints in the project by owner."""
+    path = "billing/usage/checkpoints/current?project_id=vision"
+    rows = team.send("ann", ("GET", path, None)).json()["data"]
+    return {row["user_name"]: row["checkpoint_count"] for row in rows}
+
+
+def test_an_owner_can_be_a_member_before_it_has_a_key(team: Team) -> None:
+    team.command("set-member", "vision", "no-key-yet", "viewer")
+    key = team.server.new_key("no-key-yet")
+    found = team.server.request("GET", f"/api/v1/training_runs/{team.run}", key=key).status
+    shown = json.loads(team.command("show", "vision", "--json"))
+    team.command("remove-member", "vision", "no-key-yet")
+
+    assert found == 200
+    assert {"owner": "no-key-yet", "role": "viewer"} in shown
+    assert "no-key-yet" not in team.command("show", "vision")
 
 
 def test_members_use_each_others_runs_with_the_sdk(team: Team) -> None:
@@ -262,6 +373,34 @@ def test_a_session_is_moved_by_its_owner_into_a_project_of_both(team: Team) -> N
     assert "would lose the session" in stolen.detail
 
 
+def test_an_admin_moves_sessions_of_others_and_a_member_only_its_own(
+    team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    team.command("create", "Archive", "--id", "archive")
+    for name in ("bob", "vic"):
+        team.command("set-member", "archive", name, "member")
+    team.set_member("vic", "member")
+    monkeypatch.setenv("TINKER_PROJECT_ID", "vision")
+    with team.service("bob") as bob:
+        session = bob.holder.get_session_id()
+    place = ("GET", f"session_usage/{session}", None)
+    places = [team.send("ann", place).json()["project_id"]]
+    move = ("PUT", f"sessions/{session}/project", {"project_id": "archive"})
+    refused = team.send("vic", move)
+    team.command("move", session, "archive")
+    team.set_member("vic", "viewer")
+    places.append(team.send("ann", place).json()["project_id"])
+    listed = json.loads(team.command("list", "--json", who="vic"))
+
+    assert refused.status == 403
+    assert "only its owner or an admin" in refused.detail
+    assert places == ["vision", "archive"]
+    assert {(row["project_id"], row["role"]) for row in listed} >= {
+        ("archive", "member"),
+        ("vision", "viewer"),
+    }
+
+
 def test_the_audit_log_and_the_bill_name_the_project(team: Team) -> None:
     entries = team.send("ann", ("GET", "audit", None)).json()["entries"]
     by_event = {entry["event"]: entry["event_details"] for entry in entries}
@@ -274,6 +413,56 @@ def test_the_audit_log_and_the_bill_name_the_project(team: Team) -> None:
         .result()
     )
     assert {row.project_id for row in storage.data} == {"vision"}
+    hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    since, until = (f"{hour + timedelta(hours=n):%Y-%m-%dT%H:00:00Z}" for n in (-1, 2))
+    window = f"starting_on={since}&ending_before={until}"
+
+    def billed() -> set[str]:
+        events = team.send("ann", ("GET", f"billing/usage/events?{window}", None)).json()["data"]
+        return {each["project_id"] for each in events if each["session_id"] == team.session}
+
+    wait_until(lambda: billed() == {"vision"}, "the report of the head")
+
+
+def test_a_project_is_renamed_and_deleted_by_its_admin_once_it_is_empty(team: Team) -> None:
+    team.command("create", "Shrt", "--id", "short")
+    team.command("rename", "short", "Short")
+    team.command("set-member", "short", "bob", "member")
+    shown, delete = ("GET", "projects/short", None), ("DELETE", "projects/short", None)
+    named = team.send("bob", shown).json()["name"]
+    refused = [
+        team.send("bob", call).status
+        for call in (delete, ("PATCH", "projects/short", {"name": "Mine"}))
+    ]
+    with team.service("bob", project_id="short") as bob:
+        training = bob.create_lora_training_client(MODEL, rank=4).result()
+        path = training.save_state("kept").result().path
+        while_training = team.send("ann", delete)
+    with_a_checkpoint = team.send("ann", delete)
+    team.server.rest(team.keys["ann"]).delete_checkpoint_from_tinker_path(path).result()
+    team.command("delete", "short")
+
+    assert named == "Short"
+    assert refused == [403, 403]
+    assert while_training.status == 400
+    assert training.holder.get_session_id() in while_training.detail
+    assert with_a_checkpoint.status == 400
+    assert f"checkpoints (1, such as {path})" in with_a_checkpoint.detail
+    assert [team.send(who, shown).status for who in ("ann", "bob")] == [404, 404]
+    assert team.send("ann", delete).status == 404
+    # The ended run is its owner's again.
+    run = ("GET", f"training_runs/{training.model_id}", None)
+    assert [team.send(who, run).status for who in ("ann", "bob")] == [404, 200]
+    entries = team.send("ann", ("GET", "audit", None)).json()["entries"]
+    recorded = [
+        (entry["event"], entry["event_details"]["status"])
+        for entry in entries
+        if entry["event"] in {"project_rename", "project_delete"}
+    ]
+    assert recorded == [
+        ("project_rename", 200),
+        *[("project_delete", status) for status in (400, 400, 200, 404)],
+    ]
 
 
 def test_a_disabled_owner_is_refused_at_once_and_a_limited_one_is_read_only(

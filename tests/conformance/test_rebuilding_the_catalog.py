@@ -49,6 +49,8 @@ def test_a_rebuilt_catalog_lists_runs_and_checkpoints_and_suspended_runs_resume(
     other = client.create_lora_training_client(MODEL, rank=8).result()
     damaged = other.save_state("damaged").result().path
     other.save_state("good").result()
+    project = own_server.new_project("team")
+    own_server.rest().assign_session_project(client.holder.get_session_id(), project).result()
     before = listed(own_server)
     assert "the catalog is empty" not in own_server.log
 
@@ -69,6 +71,7 @@ def test_a_rebuilt_catalog_lists_runs_and_checkpoints_and_suspended_runs_resume(
     sound = {each for each in after["checkpoints"] if each[0] != damaged}
     assert sound == {each for each in before["checkpoints"] if each[0] != damaged}
     assert {each[0] for each in after["checkpoints"] - sound} == {damaged}
+    assert own_server.request("GET", "/api/v1/projects").json() == {"projects": []}
     resumed = own_server.client().create_training_client_from_state_with_optimizer(path).result()
     assert step(training) == step(resumed)
 

@@ -26,7 +26,7 @@ from tinkercloud_api import errors, login_pages, metrics
 from tinkercloud_api.access_tokens import AccessTokens
 from tinkercloud_api.activity import Activity
 from tinkercloud_api.auditing import Auditing
-from tinkercloud_api.auth import REMEMBERED_SECONDS, Authenticator, Role, hash_key
+from tinkercloud_api.auth import Authenticator, Role, hash_key
 from tinkercloud_api.catalog.admission import RunQuotas
 from tinkercloud_api.catalog.audit import AuditLog
 from tinkercloud_api.catalog.billing import Billing
@@ -382,7 +382,6 @@ async def register_bootstrap_key(catalog: Catalog, settings: Settings) -> None:
         log.warning(
             "the configured bootstrap key replaces an earlier one, which was revoked",
             revoked_key_id=key_id,
-            other_replicas_reject_it_within_seconds=REMEMBERED_SECONDS,
         )
 
 

@@ -77,15 +77,16 @@ class Auditing:
         Raises:
             Unavailable: the entry could not be written.
         """
-        details = {
-            "method": "GET",
-            "path": "/login/callback",
-            "key_name": key.name,
-            "role": key.role,
-            "address": address,
-            "status": 200,
-        }
+        details = {"key_name": key.name, "role": key.role, **_at_callback(address)}
         await self.entries.begin(key.owner, key.id, "key_login", details)
+
+    async def record_logout(self, owner: str, address: str) -> None:
+        """Record that an account ends the keys of its logins, before they end.
+
+        Raises:
+            Unavailable: the entry could not be written.
+        """
+        await self.entries.begin(owner, None, "key_logout", _at_callback(address))
 
     async def forget(self, moment: datetime) -> None:
         """Delete entries that are too old, or too many of their owner."""
@@ -98,3 +99,7 @@ class Auditing:
                 await self.entries.finish(number, details)
         except (WireError, TimeoutError) as error:
             log.warning("the outcome of a request was not recorded", entry=number, error=str(error))
+
+
+def _at_callback(address: str) -> dict[str, Any]:
+    return {"method": "GET", "path": "/login/callback", "address": address, "status": 200}

@@ -24,8 +24,9 @@ from tinkercloud_api.settings import KEY_PREFIX
 from tinkercloud_protocol.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated
 
 REMEMBERED_SECONDS = 10.0
-"""How long keys are cached, and so how soon a key revoked by another process is rejected. Changes
-of users and projects take effect at the next request, on all servers."""
+"""How long keys are cached at most, and how long the last version of rights counts if the catalog
+does not respond. Changes of keys, users and projects take effect at the next request, on all
+servers."""
 _MAX_CACHED = 10_000
 
 

@@ -217,7 +217,7 @@ def revoke_key(
     key_id: Annotated[int, typer.Argument(help="ID of the key, as shown by `keys list`.")],
     state_dir: StateDir = None,
 ) -> None:
-    """Revoke an API key. Running servers reject it within ten seconds."""
+    """Revoke an API key. Running servers reject it from the next request on."""
     if not with_catalog(state_dir, lambda catalog: catalog.revoke_key(key_id)):
         fail(f"key {key_id} does not exist or is already revoked; see `tinkercloud keys list`")
 

@@ -1,16 +1,20 @@
 """Login with an OpenID provider: from a browser's request to the owner of a new API key.
 
+A login leaves nothing but the key, so a logout is the end of the keys: the account authenticates
+once more, and all keys from its logins are revoked.
+
 Authlib does the protocol: discovery, the authorization code flow with PKCE, state and nonce, and
 the claims of the ID token. This module adds what Authlib leaves to its users: which algorithms and
 issuer are accepted, who may log in, and which owner an account is.
 """
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-import httpx
+import httpx2
 import structlog
 from authlib.common.errors import AuthlibBaseError
 from authlib.integrations.starlette_client import OAuth
@@ -38,6 +42,9 @@ _LEEWAY_SECONDS = 30
 """How far the clocks of the provider and of this server may differ."""
 _TIMEOUT_SECONDS = 10.0
 _KEY_NAME = "login"
+_LOGOUT = "logout."
+"""How the state of a logout starts. Authlib accepts a state only if the browser's signed cookie has
+it, so the provider's answer to a login can't be used for a logout, or the reverse."""
 _NAMES: TypeAdapter[str] = TypeAdapter(Name)
 
 
@@ -76,7 +83,12 @@ def identify(claims: Mapping[str, Any], settings: OidcSettings) -> Identity:
         raise Forbidden(f"the provider has not verified the address {name!r} (email_verified)")
     ranked = [Role(settings.roles[group]) for group in groups & settings.roles.keys()]
     role = most(ranked) if ranked else Role.USER
-    return Identity(f"{settings.issuer}|{claims['sub']}", name, role)
+    return Identity(subject_of(claims, settings), name, role)
+
+
+def subject_of(claims: Mapping[str, Any], settings: OidcSettings) -> str:
+    """Return issuer and subject of an account, from the verified claims of its ID token."""
+    return f"{settings.issuer}|{claims['sub']}"
 
 
 def _names(value: object) -> set[str]:
@@ -116,35 +128,55 @@ class Logins:
             },
         )
 
-    async def start(self, request: Request) -> RedirectResponse:
+    async def start(self, request: Request, *, is_logout: bool = False) -> RedirectResponse:
         """Return a redirect to the provider; the session of the request keeps state and nonce.
+
+        Args:
+            request: the request of the browser.
+            is_logout: whether the account's keys are to end, rather than to become one more.
 
         Raises:
             Unavailable: the provider does not respond, or is not the configured one.
         """
         try:
             client = await self._provider()
-            answer = await client.authorize_redirect(request, self._redirect_uri)
-        except (httpx.HTTPError, AuthlibBaseError, ValueError, RuntimeError) as error:
+            state = (_LOGOUT if is_logout else "") + secrets.token_urlsafe(32)
+            answer = await client.authorize_redirect(request, self._redirect_uri, state=state)
+        except (httpx2.HTTPError, AuthlibBaseError, ValueError, RuntimeError) as error:
             raise _unavailable(error) from error
         assert isinstance(answer, RedirectResponse)  # noqa: S101 - what Authlib returns
         return answer
 
-    async def finish(self, request: Request) -> tuple[str, ApiKey]:
-        """Return a new key, and its row, for the account that the provider has authenticated.
+    async def finish(self, request: Request) -> tuple[str, ApiKey] | str:
+        """Do for the account that the provider has authenticated what `start` was called for.
+
+        Returns:
+            A new key, and its row; or the owner for whom `end_keys` is to be called.
 
         Raises:
             InvalidRequest: the request does not belong to a login of this browser, or what the
                 provider sent is not valid.
-            Forbidden: the account may not log in.
+            Forbidden: the account may not log in, or has never done so before it logs out.
             Unavailable: the provider does not respond.
         """
+        claims = await self._authenticated(request)
+        if request.query_params.get("state", "").startswith(_LOGOUT):
+            return await self._owner(subject_of(claims, self._settings))
+        return await self._issue(identify(claims, self._settings), now())
+
+    async def end_keys(self, owner: str) -> None:
+        """Revoke all keys from logins of an owner, for the next request of all servers."""
+        await self._catalog.revoke_keys_named(owner, _KEY_NAME)
+        log.info("logged out", owner=owner)
+
+    async def _authenticated(self, request: Request) -> Mapping[str, Any]:
+        """Return the claims of the account that the provider has authenticated."""
         try:
             client = await self._provider()
             token = await client.authorize_access_token(
                 request, leeway=_LEEWAY_SECONDS, claims_options=self._claims()
             )
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise _unavailable(error) from error
         except (
             AuthlibBaseError,
@@ -158,10 +190,17 @@ class Logins:
             raise InvalidRequest(
                 "the login is not valid or has expired; start it again at /login"
             ) from error
-        claims = token.get("userinfo")
+        claims: Mapping[str, Any] | None = token.get("userinfo")
         if not claims:
             raise InvalidRequest("the provider sent no ID token; start again at /login")
-        return await self._issue(identify(claims, self._settings), now())
+        return claims
+
+    async def _owner(self, subject: str) -> str:
+        """Return the owner of an account, even of one that may no longer log in."""
+        owner = await self._catalog.owner_of(subject)
+        if owner is None:
+            raise Forbidden("the account has never logged in here, so that it has no keys to end")
+        return owner
 
     async def _issue(self, identity: Identity, moment: datetime) -> tuple[str, ApiKey]:
         key = new_key()

@@ -1,10 +1,12 @@
 """The pages below /login, for browsers. They load nothing and run no scripts.
 
-A login starts with a POST of this page, so that no other site can make a browser start one. The key
-is shown once: reloading the page shows an error, as its state has been used.
+Logins and logouts start with a POST of this page, so that no other site can make a browser start
+one. The cookie belongs to a login under way and gives no rights. The key is shown once: reloading
+the page shows an error, as its state has been used.
 """
 
 import html
+from functools import partial
 from urllib.parse import urlsplit
 
 import structlog
@@ -17,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tinkercloud_api.auditing import Auditing
+from tinkercloud_api.catalog.tables import ApiKey
 from tinkercloud_api.context import Context
 from tinkercloud_api.login import CALLBACK, Logins
 from tinkercloud_api.login_settings import OidcSettings
@@ -25,7 +28,8 @@ from tinkercloud_protocol.errors import Forbidden, WireError
 log = structlog.get_logger(__name__)
 
 _LOGIN = "/login"
-PATHS = (_LOGIN, CALLBACK)
+_LOGOUT = "/login/logout"
+PATHS = (_LOGIN, _LOGOUT, CALLBACK)
 _SECRET = "login cookies"  # noqa: S105 - a name
 """Name of the secret in the catalog."""
 _LOGIN_SECONDS = 600
@@ -42,7 +46,9 @@ _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Tin
 <style>body{{font:1rem system-ui;max-width:44rem;margin:4rem auto;padding:0 1rem}}
 code{{display:block;padding:1rem;background:#eee;overflow-wrap:anywhere}}</style></head>
 <body><h1>Tinkercloud</h1>{body}</body></html>"""
-_START = '<form method="post" action=""><button>Log in</button></form>'
+_START = """<form method="post" action=""><button>Log in</button></form>
+<form method="post" action="login/logout"><p>If a key was lost or copied:
+<button>End all keys from my logins</button></p></form>"""
 
 
 class LoginPages:
@@ -72,7 +78,7 @@ def application(logins: Logins, auditing: Auditing, secret: str, public_url: str
 
     Args:
         logins: talks to the provider.
-        auditing: records logins.
+        auditing: records logins and logouts.
         secret: signs the cookie; the same in all replicas.
         public_url: address of the server for browsers.
     """
@@ -81,29 +87,32 @@ def application(logins: Logins, auditing: Auditing, secret: str, public_url: str
     async def show(_request: Request) -> Response:
         return _page(_START)
 
-    async def start(request: Request) -> Response:
-        if request.headers.get("sec-fetch-site", "none") not in {"none", "same-origin"}:
-            return _failure(Forbidden("logins start on this page; open /login in the browser"))
+    async def start(request: Request, *, is_logout: bool) -> Response:
+        # A browser that does not say where a request comes from could have been sent by any site.
+        # It may start a login, whose key only its user sees, but end no keys.
+        unknown = "cross-site" if is_logout else "none"
+        if request.headers.get("sec-fetch-site", unknown) not in {"none", "same-origin"}:
+            return _failure(Forbidden("this starts on the page /login; open it in the browser"))
         try:
-            answer = await logins.start(request)
+            answer = await logins.start(request, is_logout=is_logout)
         except WireError as error:
             return _failure(error)
         answer.status_code = 303
         return answer
 
     async def finish(request: Request) -> Response:
+        address = request.client.host if request.client else ""
         try:
-            key, row = await logins.finish(request)
-            await auditing.record_login(row, request.client.host if request.client else "")
+            outcome = await logins.finish(request)
+            if isinstance(outcome, str):
+                await auditing.record_logout(outcome, address)
+                await logins.end_keys(outcome)
+                return _ended(outcome)
+            key, row = outcome
+            await auditing.record_login(row, address)
         except WireError as error:
             return _failure(error)
-        ends = row.expires_at.isoformat(timespec="minutes") if row.expires_at else "never"
-        return _page(
-            f"<p>This is the API key of <b>{html.escape(row.owner)}</b>"
-            f" (role {html.escape(row.role)}, until {ends}). It is not shown again.</p>"
-            f"<code>{html.escape(key)}</code>"
-            "<p>Set it as <b>TINKER_API_KEY</b>.</p>"
-        )
+        return _issued(key, row)
 
     cookie = Middleware(
         SessionMiddleware,
@@ -116,10 +125,28 @@ def application(logins: Logins, auditing: Auditing, secret: str, public_url: str
     return Starlette(
         routes=[
             Route(_LOGIN, show, methods=["GET"]),
-            Route(_LOGIN, start, methods=["POST"]),
+            Route(_LOGIN, partial(start, is_logout=False), methods=["POST"]),
+            Route(_LOGOUT, partial(start, is_logout=True), methods=["POST"]),
             Route(CALLBACK, finish, methods=["GET"]),
         ],
         middleware=[cookie],
+    )
+
+
+def _issued(key: str, row: ApiKey) -> HTMLResponse:
+    ends = row.expires_at.isoformat(timespec="minutes") if row.expires_at else "never"
+    return _page(
+        f"<p>This is the API key of <b>{html.escape(row.owner)}</b>"
+        f" (role {html.escape(row.role)}, until {ends}). It is not shown again.</p>"
+        f"<code>{html.escape(key)}</code>"
+        "<p>Set it as <b>TINKER_API_KEY</b>.</p>"
+    )
+
+
+def _ended(owner: str) -> HTMLResponse:
+    return _page(
+        f"<p>All keys from logins of <b>{html.escape(owner)}</b> have ended. You are still logged"
+        " in at the provider.</p>"
     )
 
 

@@ -41,6 +41,8 @@ _EVENTS = (
     ("PUT", rf"{routes.PREFIX}sessions/[^/]+/project", "project_session_assign"),
     ("DELETE", rf"{routes.PREFIX}sessions/[^/]+", "session_delete"),
     ("POST", rf"{routes.PREFIX}projects", "project_create"),
+    ("PATCH", rf"{routes.PREFIX}projects/[^/]+", "project_rename"),
+    ("DELETE", rf"{routes.PREFIX}projects/[^/]+", "project_delete"),
     ("PUT", rf"{routes.PREFIX}projects/[^/]+/members/.+", "project_grant_set"),
     ("DELETE", rf"{routes.PREFIX}projects/[^/]+/members/.+", "project_grant_remove"),
     ("POST", rf"{routes.PREFIX}create_model", "model_create"),

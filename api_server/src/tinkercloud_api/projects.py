@@ -55,10 +55,31 @@ class Projects:
         found = await self.require(project_id, caller)
         if caller.project_role(project_id) is not ProjectRole.ADMIN:
             raise Forbidden(
-                f"project_id: only an admin of project {project_id!r} may change its members;"
-                f" {caller.owner!r} is none"
+                f"project_id: only an admin of project {project_id!r} may change it or its"
+                f" members; {caller.owner!r} is none"
             )
         return found
+
+    async def rename(self, project_id: str, name: str, caller: Principal) -> None:
+        """Give a project another name; its id stays. This is idempotent.
+
+        Raises:
+            NotFound: the project does not exist for this caller.
+            Forbidden: the caller is not an admin of it.
+        """
+        await self.require_admin(project_id, caller)
+        await self.catalog.rename_project(project_id, name)
+
+    async def delete(self, project_id: str, caller: Principal) -> None:
+        """Delete a project without open sessions and checkpoints.
+
+        Raises:
+            NotFound: the project does not exist for this caller.
+            Forbidden: the caller is not an admin of it.
+            InvalidRequest: it is not empty.
+        """
+        await self.require_admin(project_id, caller)
+        await self.catalog.delete_project(project_id)
 
     async def move(self, session: Session, project_id: str, caller: Principal) -> None:
         """Move a session, which the caller may change, to a project. This is idempotent.

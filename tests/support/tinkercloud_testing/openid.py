@@ -23,6 +23,8 @@ class Provider:
     issuer: str = ""
     falsify: Callable[["Provider", str], str] = field(default=lambda _provider, token: token)
     """Changes each ID token before it is sent."""
+    is_failing: bool = False
+    """Whether all requests fail."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Replaces parts of what the provider says of itself."""
     key: RSAKey | None = None
@@ -59,7 +61,9 @@ def a_provider(users: dict[str, dict[str, object]]) -> Iterator[Provider]:
     app = oidc_provider_mock.app(require_nonce=True, user_claims=accounts)
     provider = Provider()
 
-    def observe() -> None:
+    def observe() -> flask.Response | None:
+        if provider.is_failing:
+            return flask.Response("out of order", 500)
         jwk = flask.g.oidc_provider_mock_storage.jwk
         provider.key = RSAKey.import_key(jwk.as_dict(is_private=True))
         if challenge := flask.request.args.get("code_challenge"):
@@ -67,6 +71,7 @@ def a_provider(users: dict[str, dict[str, object]]) -> Iterator[Provider]:
         if flask.request.path == "/oauth2/token":
             form = parse_qs(flask.request.get_data(as_text=True, cache=True))
             provider.proofs += [create_s256_code_challenge(v) for v in form["code_verifier"]]
+        return None
 
     def falsify(answer: flask.Response) -> flask.Response:
         content = answer.get_json(silent=True) if answer.is_json else None

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from datetime import timedelta
 
 import alembic.command
 import pytest
@@ -14,7 +15,7 @@ from tinkercloud_api.catalog.database import migrate, migration_config, open_dat
 from tinkercloud_api.catalog.projects import Claim
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import SamplingSession, Session, TrainingRun, now
+from tinkercloud_api.catalog.tables import SamplingSession, Session, TrainingRun, Upload, now
 from tinkercloud_api.catalog.usage import UsageLedger, UsageQuery
 from tinkercloud_api.catalog.visibility import EVERYTHING, Visibility
 from tinkercloud_protocol.checkpoints import CheckpointManifest
@@ -42,6 +43,11 @@ def a_session(name: str, owner: str, project_id: str | None) -> Session:
     return Session(
         id=name, owner=owner, project_id=project_id, sdk_version="1", tags=[], user_metadata={}
     )
+
+
+async def add_label(catalog: Catalog, name: str, owner: str, label: str) -> None:
+    """Record a session as an earlier release did, with a text that is no project."""
+    await catalog.ensure_session(a_session(name, owner, label))
 
 
 async def add_run(catalog: Catalog, session_id: str, owner: str) -> str:
@@ -89,12 +95,14 @@ async def test_a_list_shows_own_objects_and_those_of_the_callers_projects(catalo
     for project in ("p", "q"):
         await catalog.add_project(project, project, "ann")
     in_projects: list[tuple[str, str, str | None]] = [
-        *(("a1", "ann", None), ("a2", "ann", "p"), ("a3", "ann", "label")),
+        *(("a1", "ann", None), ("a2", "ann", "p")),
         *(("b1", "bob", None), ("b2", "bob", "p"), ("b3", "bob", "q")),
     ]
     for name, owner, place in in_projects:
         await catalog.add_session(a_session(name, owner, place))
         await add_run(catalog, name, owner)
+    await add_label(catalog, "a3", "ann", "label")
+    await add_run(catalog, "a3", "ann")
 
     async def shown(visible: Visibility) -> set[str]:
         runs, total = await catalog.runs(visible, PAGE)
@@ -113,6 +121,9 @@ async def test_a_list_shows_own_objects_and_those_of_the_callers_projects(catalo
 
 async def test_every_change_of_rights_has_a_new_version(catalog: Catalog) -> None:
     await catalog.add_session(a_session("s", "ann", None))
+    key, other = [
+        await catalog.add_key(key_hash=name, name=name, owner="ann", role="user") for name in "ab"
+    ]
     versions = [await catalog.access_version()]
     for change in (
         catalog.add_project("p", "P", "ann"),
@@ -122,6 +133,11 @@ async def test_every_change_of_rights_has_a_new_version(catalog: Catalog) -> Non
         catalog.add_user("bob", None),
         catalog.set_user_role("bob", "read-only"),
         catalog.set_disabled("bob", None),
+        catalog.add_project("empty", "E", "ann"),
+        catalog.delete_project("empty"),
+        catalog.revoke_key(key.id),
+        catalog.rotate_key(other.id, "successor", now()),
+        catalog.add_bootstrap_key(key_hash="first", name="n", owner="ann", role="admin"),
     ):
         await change
         versions.append(await catalog.access_version())
@@ -149,13 +165,111 @@ async def test_a_project_keeps_an_admin_even_if_two_leave_at_once(catalog: Catal
 async def test_creating_a_project_again_returns_it_but_never_a_taken_one(catalog: Catalog) -> None:
     first = await catalog.add_project("p", "P", "ann")
     assert (await catalog.add_project("p", "P", "ann")).created_at == first.created_at
-    await catalog.add_session(a_session("s", "ann", "label"))
+    await add_label(catalog, "s", "ann", "label")
 
     with pytest.raises(InvalidRequest, match="is already used"):
         await catalog.add_project("p", "P", "bob")
     with pytest.raises(InvalidRequest, match="is already used"):
         await catalog.add_project("label", "L", "bob")
     assert await catalog.memberships("bob") == {}
+
+
+async def test_a_project_is_renamed_under_the_same_id(catalog: Catalog) -> None:
+    await catalog.add_project("p", "P", "ann")
+
+    await catalog.rename_project("p", "Vision")
+
+    renamed = await catalog.project("p")
+    assert renamed is not None
+    assert (renamed.id, renamed.name, renamed.created_by) == ("p", "Vision", "ann")
+
+
+async def test_a_project_is_deleted_when_it_holds_nothing_any_more(catalog: Catalog) -> None:
+    await catalog.add_project("p", "P", "ann")
+    await catalog.add_session(a_session("s", "ann", "p"))
+    manifest = a_manifest(await add_run(catalog, "s", "ann"))
+    upload = an_upload("p")
+
+    with pytest.raises(InvalidRequest, match=r"sessions that have not ended \(1, such as s\);"):
+        await catalog.delete_project("p")
+    await catalog.record_pending_checkpoint(manifest.path, "ann")
+    await catalog.finish_session("s", "success", None)
+    with pytest.raises(InvalidRequest, match=r"contains checkpoints \(1, such as tinker://s:train"):
+        await catalog.delete_project("p")
+    await catalog.index_checkpoint(manifest)
+    await catalog.add_upload(upload, 1)
+    with pytest.raises(InvalidRequest, match=r"/weights/x\) and unfinished uploads or copies \(1"):
+        await catalog.delete_project("p")
+    await catalog.mark_finished(upload.id)
+    await catalog.set_expiry(manifest.path, now())
+    await catalog.delete_project("p")
+    await catalog.delete_project("p")
+
+    assert await catalog.project("p") is None
+    assert await catalog.memberships("ann") == {}
+
+
+def an_upload(project_id: str) -> Upload:
+    return Upload(
+        id="upload",
+        owner="ann",
+        project_id=project_id,
+        manifest={},
+        adapter_config={},
+        size_bytes=0,
+        expires_at=now() + timedelta(hours=1),
+    )
+
+
+async def test_what_ended_in_a_deleted_project_is_its_owners_and_no_other_project_gets_it(
+    catalog: Catalog,
+) -> None:
+    await catalog.add_project("p", "P", "ann")
+    await catalog.set_member("p", "bob", "member")
+    await catalog.add_session(a_session("s", "bob", "p"))
+    await catalog.finish_session("s", "success", None)
+
+    await catalog.delete_project("p")
+
+    left = await catalog.session("s")
+    assert left is not None
+    assert (left.project_id, left.project) == ("p", None)
+    with pytest.raises(InvalidRequest, match="is already used"):
+        await catalog.add_project("p", "P", "ann")
+
+
+async def test_nothing_is_added_to_a_deleted_project(catalog: Catalog) -> None:
+    await catalog.add_project("p", "P", "ann")
+    await catalog.add_session(a_session("s", "ann", None))
+    await catalog.delete_project("p")
+
+    for change in (
+        catalog.add_session(a_session("late", "ann", "p")),
+        catalog.set_project("s", "p"),
+        catalog.set_member("p", "bob", "member"),
+    ):
+        with pytest.raises(NotFound, match="does not exist any more"):
+            await change
+    assert await catalog.session("late") is None
+
+
+async def test_a_project_that_is_deleted_never_has_a_session_that_is_created_at_once(
+    catalog: Catalog,
+) -> None:
+    for number in range(10):
+        name = f"p{number}"
+        await catalog.add_project(name, "P", "ann")
+        changes = [
+            catalog.delete_project(name),
+            catalog.add_session(a_session(f"s{number}", "ann", name)),
+        ]
+
+        outcomes = await asyncio.gather(*changes[:: (-1) ** number], return_exceptions=True)
+
+        (error,) = [outcome for outcome in outcomes if outcome is not None]
+        is_kept = await catalog.project(name) is not None
+        assert type(error) is (InvalidRequest if is_kept else NotFound)
+        assert (await catalog.session(f"s{number}") is not None) is is_kept
 
 
 async def test_a_label_of_one_owner_becomes_a_project_and_one_of_several_shares_nothing(
@@ -211,7 +325,7 @@ async def test_usage_is_summed_up_by_project(engine: AsyncEngine, catalog: Catal
     assert {row.project_id: row.amounts["trained_tokens"] for row in rows} == {"p": 3, None: 3}
 
 
-async def test_a_disabled_owner_and_a_removed_member_are_refused_by_every_replica(
+async def test_a_disabled_owner_a_removed_member_and_a_revoked_key_are_refused_by_every_replica(
     catalog: Catalog, database_url: str
 ) -> None:
     await catalog.add_project("p", "P", "ann")
@@ -234,6 +348,10 @@ async def test_a_disabled_owner_and_a_removed_member_are_refused_by_every_replic
         bob = (await replica.principal(key)).requesting("GET", "/api/v1/sessions")
         with pytest.raises(NotFound):
             bob.require(found, "run")
+    await catalog.set_member("p", "bob", "viewer")
+    assert [(await each.principal(key)).projects for each in replicas] == [{"p": "viewer"}] * 2
+    await catalog.delete_project("p")
+    assert [(await each.principal(key)).projects for each in replicas] == [{}] * 2
     await catalog.set_disabled("bob", now())
     for replica in replicas:
         with pytest.raises(Unauthenticated, match="is disabled"):
@@ -241,4 +359,10 @@ async def test_a_disabled_owner_and_a_removed_member_are_refused_by_every_replic
     await catalog.set_disabled("bob", None)
     for replica in replicas:
         assert (await replica.principal(key)).owner == "bob"
+    row = await catalog.key(hash_key(key))
+    assert row is not None
+    await catalog.revoke_key(row.id)
+    for replica in replicas:
+        with pytest.raises(Unauthenticated, match="has been revoked"):
+            await replica.principal(key)
     await second.dispose()

@@ -6,6 +6,7 @@ from datetime import datetime
 
 from sqlalchemy import and_, or_, select, update
 
+from tinkercloud_api.catalog.projects import change_rights
 from tinkercloud_api.catalog.statements import Statements
 from tinkercloud_api.catalog.tables import ApiKey, ServerSecret, now
 
@@ -59,6 +60,7 @@ class KeyStatements(Statements):
         is_replaced = and_(ApiKey.is_bootstrap, ApiKey.id != row.id, ApiKey.revoked_at.is_(None))
         replaced = update(ApiKey).where(is_replaced).values(revoked_at=now())
         async with self._writing() as db:
+            await change_rights(db)
             await db.execute(configured)
             found = await db.scalars(replaced.returning(ApiKey.id))
             return row, sorted(found.all())
@@ -78,12 +80,12 @@ class KeyStatements(Statements):
         return await self._all(select(ApiKey).order_by(ApiKey.id))
 
     async def revoke_key(self, key_id: int) -> bool:
-        """Revoke a key; return whether there was one to revoke."""
-        return await self._change(
-            update(ApiKey)
-            .where(ApiKey.id == key_id, ApiKey.revoked_at.is_(None))
-            .values(revoked_at=now())
-        )
+        """Revoke a key, for the next request of all servers; return whether there was one."""
+        is_valid = and_(ApiKey.id == key_id, ApiKey.revoked_at.is_(None))
+        revoked = update(ApiKey).where(is_valid).values(revoked_at=now())
+        async with self._writing() as db:
+            await change_rights(db)
+            return await db.scalar(revoked.returning(ApiKey.id)) is not None
 
     async def rotate_key(self, key_id: int, key_hash: str, ends_at: datetime) -> ApiKey | None:
         """Register the successor of a key, which expires at a time, if it does not earlier.
@@ -93,6 +95,7 @@ class KeyStatements(Statements):
             valid key with this id.
         """
         async with self._writing() as db:
+            await change_rights(db)
             old = await db.get(ApiKey, key_id, with_for_update=True)
             if old is None or not old.is_valid(now()):
                 return None

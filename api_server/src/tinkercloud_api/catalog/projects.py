@@ -8,19 +8,22 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import func, select, update
+from sqlalchemy import and_, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tinkercloud_api.catalog.statements import Page, Statements
 from tinkercloud_api.catalog.tables import (
     AccessVersion,
+    Checkpoint,
     Project,
     ProjectMember,
     Session,
     TrainingRun,
+    Upload,
+    now,
 )
 from tinkercloud_protocol.checkpoints import CheckpointManifest
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.errors import InvalidRequest, NotFound
 
 ADMIN = "admin"
 """The role of members who manage a project, of which every project has at least one."""
@@ -81,6 +84,34 @@ class ProjectStatements(Statements):
             db.add(ProjectMember(project_id=project.id, owner=owner, role=ADMIN))
         return project
 
+    async def rename_project(self, project_id: str, name: str) -> None:
+        """Give a project another name. This is idempotent."""
+        await self._change(update(Project).where(Project.id == project_id).values(name=name))
+
+    async def delete_project(self, project_id: str) -> None:
+        """Delete a project that holds nothing any more. This is idempotent.
+
+        Its ended sessions belong to their owners alone from now on. They keep its id, which bills
+        name, and which no other project gets therefore.
+
+        Raises:
+            InvalidRequest: it contains sessions that have not ended, or checkpoints.
+        """
+        async with self._writing() as db:
+            await change_rights(db)
+            # What adds a session has locked the row (`keep_project`), or will not find it.
+            row = select(Project).where(Project.id == project_id).with_for_update()
+            if (project := await db.scalar(row)) is None:
+                return
+            if held := await _content(db, project_id):
+                raise InvalidRequest(
+                    f"project_id: project {project_id!r} is not empty: it contains"
+                    f" {' and '.join(held)}; end the sessions and delete the checkpoints, or move"
+                    " them to another project, and then delete it"
+                )
+            await db.execute(delete(ProjectMember).where(ProjectMember.project_id == project_id))
+            await db.delete(project)
+
     async def project(self, project_id: str) -> Project | None:
         """Return a project."""
         return await self._one(select(Project).where(Project.id == project_id))
@@ -106,10 +137,12 @@ class ProjectStatements(Statements):
         """Add a member, or change its role. This is idempotent.
 
         Raises:
+            NotFound: the project does not exist any more.
             InvalidRequest: there would be no administrator, or too many members.
         """
         async with self._writing() as db:
             await change_rights(db)
+            await keep_project(db, project_id)
             members = await _locked_members(db, project_id)
             _check_administrated(members, owner, role)
             if (row := members.get(owner)) is not None:
@@ -135,12 +168,17 @@ class ProjectStatements(Statements):
                 await db.delete(row)
 
     async def set_project(self, session_id: str, project_id: str) -> None:
-        """Move a session, and with it its runs, samplers and checkpoints, to a project."""
+        """Move a session, and with it its runs, samplers and checkpoints, to a project.
+
+        Raises:
+            NotFound: the project does not exist any more.
+        """
         moved = update(Session).where(
             Session.id == session_id, Session.project_id.is_distinct_from(project_id)
         )
         async with self._writing() as db:
             await change_rights(db)
+            await keep_project(db, project_id)
             await db.execute(moved.values(project_id=project_id))
 
     async def project_of_session(self, session_id: str) -> str | None:
@@ -159,6 +197,42 @@ async def change_rights(db: AsyncSession) -> None:
     """Increase the version of rights. Until the transaction ends, no other one changes rights."""
     number = update(AccessVersion).where(AccessVersion.name == _VERSION)
     await db.execute(number.values(number=AccessVersion.number + 1))
+
+
+async def keep_project(db: AsyncSession, project_id: str) -> None:
+    """Check that a project exists, and keep it until a transaction that has written ends.
+
+    Raises:
+        NotFound: it does not exist any more.
+    """
+    row = select(Project.id).where(Project.id == project_id)
+    if await db.scalar(row.with_for_update(read=True, key_share=True)) is None:
+        raise NotFound(f"project_id: project {project_id!r} does not exist any more")
+
+
+async def _content(db: AsyncSession, project_id: str) -> list[str]:
+    """Describe what a project contains, apart from what has ended."""
+    checkpoint = Checkpoint.run_id + "/" + Checkpoint.kind + "/" + Checkpoint.name
+    lasts = or_(Checkpoint.expires_at.is_(None), Checkpoint.expires_at > now())
+    is_unfinished = and_(Upload.is_finished.is_(False), Upload.expires_at > now())
+    held = {
+        "sessions that have not ended": select(func.count(), func.min(Session.id)).where(
+            Session.project_id == project_id, Session.finished_at.is_(None)
+        ),
+        # Those that are still being saved, or whose manifest has not been read yet, count as well.
+        "checkpoints": select(func.count(), func.min("tinker://" + checkpoint)).where(
+            Checkpoint.project == project_id, lasts
+        ),
+        "unfinished uploads or copies": select(func.count(), func.min(Upload.id)).where(
+            Upload.project_id == project_id, is_unfinished
+        ),
+    }
+    found = []
+    for what, query in held.items():
+        number, example = (await db.execute(query)).one()
+        if number:
+            found.append(f"{what} ({number}, such as {example})")
+    return found
 
 
 async def _locked_members(db: AsyncSession, project_id: str) -> dict[str, ProjectMember]:

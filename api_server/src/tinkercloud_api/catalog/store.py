@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from tinkercloud_api.catalog.counts import Counts
 from tinkercloud_api.catalog.keys import KeyStatements
-from tinkercloud_api.catalog.projects import ProjectStatements
+from tinkercloud_api.catalog.projects import ProjectStatements, keep_project
 from tinkercloud_api.catalog.searches import SearchStatements
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.tables import (
@@ -46,9 +46,16 @@ class Catalog(
     # Sessions
 
     async def add_session(self, session: Session) -> None:
-        """Record a new session."""
+        """Record a new session.
+
+        Raises:
+            NotFound: its project does not exist any more.
+        """
         async with self._writing() as db:
             db.add(session)
+            if session.project_id is not None:
+                await db.flush()
+                await keep_project(db, session.project_id)
 
     async def session(self, session_id: str) -> Session | None:
         """Return a session."""

@@ -407,7 +407,7 @@ class AuditEntry(Table):
     owner: Mapped[str]
     """Owner of the key that sent the request."""
     key_id: Mapped[int | None]
-    """The key; None for a command on the server."""
+    """The key; None for a command on the server, and for a logout."""
     event: Mapped[str]
     """What the request asked for, such as `create_model` or `checkpoints_delete`."""
     details: Mapped[dict[str, Any]]

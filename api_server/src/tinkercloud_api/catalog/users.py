@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import case, func, or_, select, update
+from sqlalchemy import and_, case, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tinkercloud_api.catalog.projects import change_rights
@@ -103,6 +103,18 @@ class UserStatements(Statements):
                 if place >= MAX_LOGIN_KEYS or key.role not in login.kept_roles:
                     key.revoked_at = now()
         return row
+
+    async def owner_of(self, subject: str) -> str | None:
+        """Return the owner as whom an account logs in; None if it has never logged in."""
+        async with self._reading() as db:
+            return await db.scalar(select(User.name).where(User.subject == subject))
+
+    async def revoke_keys_named(self, owner: str, name: str) -> None:
+        """Revoke all keys of an owner with a name, for the next request of all servers."""
+        is_left = and_(ApiKey.owner == owner, ApiKey.name == name, ApiKey.revoked_at.is_(None))
+        async with self._writing() as db:
+            await change_rights(db)
+            await db.execute(update(ApiKey).where(is_left).values(revoked_at=now()))
 
     async def users(self) -> Sequence[UserSummary]:
         """Return all owners that have a key, an entry of their own or a project, by name."""

@@ -61,10 +61,27 @@ def show_project(
     project: Project, api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False
 ) -> None:
     """List the members of a project."""
-    answer = request("GET", base_url, api_key, f"projects/{quote(project, safe='')}")
+    answer = request("GET", base_url, api_key, _path(project))
     if not as_json:
         typer.echo(f"name: {answer['name']}")
     show(answer["members"], ["owner", "role"], as_json=as_json)
+
+
+@app.command("rename")
+def rename_project(
+    project: Project,
+    name: Annotated[str, typer.Argument(help="The new name.")],
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+) -> None:
+    """Give a project another name. Its id stays."""
+    request("PATCH", base_url, api_key, _path(project), {"name": name})
+
+
+@app.command("delete")
+def delete_project(project: Project, api_key: ApiKey, base_url: BaseUrl = None) -> None:
+    """Delete a project in which all sessions have ended and no checkpoint is left."""
+    request("DELETE", base_url, api_key, _path(project))
 
 
 @app.command("set-member")
@@ -95,5 +112,9 @@ def move_session(
     request("PUT", base_url, api_key, path, {"project_id": project})
 
 
+def _path(project: str) -> str:
+    return f"projects/{quote(project, safe='')}"
+
+
 def _member(project: str, owner: str) -> str:
-    return f"projects/{quote(project, safe='')}/members/{quote(owner, safe='')}"
+    return f"{_path(project)}/members/{quote(owner, safe='')}"

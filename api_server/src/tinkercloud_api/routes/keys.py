@@ -31,6 +31,6 @@ async def show_key(server: Server, caller: Caller) -> ApiKeyInfo:
 
 @router.delete("/apikey/me")
 async def revoke_key(server: Server, caller: Caller) -> dict[str, str]:
-    """Revoke the key of the request; other replicas reject it within ten seconds."""
+    """Revoke the key of the request, which all replicas reject from the next request on."""
     await server.authenticator.revoke(caller)
     return {}

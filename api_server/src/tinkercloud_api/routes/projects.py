@@ -15,14 +15,21 @@ from tinkercloud_protocol.wire import Name, Storable, WireModel
 router = APIRouter(prefix="/api/v1/projects", tags=["projects"])
 
 _ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+_Title = Annotated[str, Field(min_length=1, max_length=256), Storable]
 
 
 class CreateProject(WireModel):
     """POST projects."""
 
-    name: Annotated[str, Field(min_length=1, max_length=256), Storable]
+    name: _Title
     project_id: Annotated[str, Field(pattern=f"^{_ID}$")] | None = None
     """Id of the project, such as `vision-team`. Default: a generated one."""
+
+
+class RenameProject(WireModel):
+    """PATCH projects/{id}."""
+
+    name: _Title
 
 
 class SetMember(WireModel):
@@ -95,6 +102,22 @@ async def show_project(project_id: str, server: Server, caller: Caller) -> Proje
         role=caller.projects.get(row.id),
         members=[MemberInfo(owner=each.owner, role=ProjectRole(each.role)) for each in members],
     )
+
+
+@router.patch("/{project_id}")
+async def rename_project(
+    project_id: str, request: RenameProject, server: Server, caller: Caller
+) -> dict[str, str]:
+    """Give a project another name (admins of the project). Its id stays."""
+    await server.projects.rename(project_id, request.name, caller)
+    return {}
+
+
+@router.delete("/{project_id}")
+async def delete_project(project_id: str, server: Server, caller: Caller) -> dict[str, str]:
+    """Delete a project without open sessions and checkpoints (admins of the project)."""
+    await server.projects.delete(project_id, caller)
+    return {}
 
 
 @router.put("/{project_id}/members/{owner:path}")
