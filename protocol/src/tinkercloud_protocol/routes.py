@@ -86,8 +86,8 @@ HEAD_SUSPEND_MODEL = "/suspend_model"
 returns `head_messages.ModelSuspended`. The next request for the model resumes it."""
 HEAD_MOVE_MODEL = "/move_model"
 """POST /move_model/<model id> writes a model to the object store, in use or not, and responds when
-another head can continue it. From then on requests for it get `WRONG_GENERATION_STATUS`. DELETE lets
-this head continue it after all, which requires that no other head has resumed it."""
+another head can continue it. From then on requests for it get `WRONG_GENERATION_STATUS`. DELETE
+lets this head continue it after all, which requires that no other head has resumed it."""
 HEAD_ENGINES = "/engines"
 """POST `engine_scaling.Engines`, the number of engines that exist; responds with the number that
 the head needs, once they differ or `HOLD_SECONDS` have passed."""

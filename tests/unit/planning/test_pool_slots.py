@@ -9,7 +9,7 @@ import pytest
 from tinkercloud_crds.base_model import DEFAULT_SLOTS, BaseModelSpec, Limits, Pool
 from tinkercloud_crds.placement import RolePlacement
 from tinkercloud_operator.spec.pool_slots import pool_of
-from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
+from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec, resolve
 from tinkercloud_planning import families
 from tinkercloud_planning.gpus import gpu
 from tinkercloud_planning.layouts import Layout
@@ -80,15 +80,22 @@ def test_without_a_plan_the_number_is_the_default(planning: dict[str, str] | Non
     assert pool_of(a_shared_model(trainer=trainer)).slots == DEFAULT_SLOTS
 
 
+def seconds_to_save(resolved: ResolvedSpec | Rejection) -> int:
+    assert isinstance(resolved, ResolvedSpec)
+    assert resolved.base_model.head.suspend_seconds is not None
+    return resolved.base_model.head.suspend_seconds
+
+
 def test_a_pool_cluster_gets_the_time_to_save_as_many_models_as_it_serves() -> None:
     planned = a_shared_model(rank=8)
     written = a_shared_model(rank=8, pool=pool_of(planned))
 
-    clusters = [resolve(a_session(role="Pool"), each, 0) for each in (planned, written)]
-
-    assert all(isinstance(each, ResolvedSpec) for each in clusters)
-    seconds = [each.base_model.head.suspend_seconds for each in clusters]  # type: ignore[union-attr]
-    one = resolve(a_session(), planned, 0)
-    assert isinstance(one, ResolvedSpec)
-    least = one.base_model.head.suspend_seconds
-    assert seconds[0] == seconds[1] > (least or 0)
+    for_all, as_written, for_one = map(
+        seconds_to_save,
+        (
+            resolve(a_session(role="Pool"), planned, 0),
+            resolve(a_session(role="Pool"), written, 0),
+            resolve(a_session(), planned, 0),
+        ),
+    )
+    assert for_all == as_written > for_one

@@ -313,7 +313,7 @@ def test_sessions_with_pods_on_a_node_are_found(watched: Watched) -> None:
 def test_a_session_must_leave_a_cordoned_node_as_its_base_model_says(
     watched: Watched, taints: list[str] | None, annotations: dict[str, str], *, leaves: bool
 ) -> None:
-    sessions = {} if taints is None else {"sessions": {"leaveTaints": taints}}
+    sessions: dict[str, Any] = {} if taints is None else {"sessions": {"leaveTaints": taints}}
     watched.note("BaseModel", stored(a_base_model_manifest(**sessions)))
     watched.note("TrainingSession", session(version=2, annotations=annotations))
     metadata = {"name": "one-head", "labels": {labels.SESSION_LABEL: "one"}}

@@ -52,7 +52,7 @@ class DurabilityAnnotator:
             if self._reporters.get(model) == report.generation
         ]
         # What another head, or another process, has written about a model that is new here.
-        known = {model: text for model, text in self._annotated() if model not in before} | before
+        known = {**dict(self._annotated()), **before}
         self._wanted |= {
             model: now.get(model) for model in (*gone, *now) if known.get(model) != now.get(model)
         }
