@@ -48,8 +48,8 @@ class ProjectStatements(Statements):
 
     async def access_version(self) -> int:
         """Return the number that grows with every change of rights."""
-        async with self._reading() as db:
-            return await db.scalar(_CURRENT) or 0
+        async with self._connected() as connection:
+            return await connection.scalar(_CURRENT) or 0
 
     async def add_project(self, project_id: str | None, name: str, owner: str) -> Project:
         """Create a project whose only member is its owner, as its administrator.
