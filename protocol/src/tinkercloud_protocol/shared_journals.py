@@ -66,9 +66,6 @@ class Header(BaseModel):
     """Replaces the bases of earlier objects."""
     fences: tuple[int, ...] = ()
     """Numbers of the objects, up to this one, with which heads took over from others."""
-    is_behind: bool = False
-    """Whether the head that wrote the object has another state than the objects, and has not
-    written a base of it yet. Its records may have indexes that earlier ones have here."""
 
     def continues(self, generation: str) -> bool:
         """Return whether the journal has the state of the run in the head of that generation."""

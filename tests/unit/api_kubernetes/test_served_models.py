@@ -1,4 +1,4 @@
-"""The BaseModels of a cluster as clients see them."""
+"""What clients are told of the BaseModels of a cluster."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A BaseModel as clients see it."""
+"""What clients are told of a BaseModel."""
 
 from pathlib import Path
 

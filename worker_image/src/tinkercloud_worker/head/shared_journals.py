@@ -100,9 +100,7 @@ class SharedJournals:
         shared = self._log(manifest.run_id)
         try:
             last = await shared.last()
-            if last is None or last[1].is_behind:
-                return False
-            if last[1].manifest.generations[-1] != manifest.generations[-1]:
+            if last is None or last[1].manifest.generations[-1] != manifest.generations[-1]:
                 return False
             if local.records:
                 return last[1].next_index > local.next_index
@@ -122,33 +120,43 @@ class SharedJournals:
             Unavailable: another head has taken over the run.
         """
         shared = self._log(manifest.run_id)
-        found: SharedState | None = None
-        try:
-            found = await shared.read()
-        except WireError as error:
-            log.warning(
-                "a copied journal can't be read", run_id=manifest.run_id, reason=error.message
-            )
-        end = _end_of(found, manifest, local)
-
-        async def begin() -> Place:
-            return await shared.take_over(manifest, None, lambda index: index != end)
-
+        begin = partial(shared.take_over, manifest, None)
+        state: SharedState | None = None
+        was_left_by = await self._last_generation(shared)
         try:
             place = await _unless_away(begin)
         except Fenced:
             raise _taken(manifest.run_id) from None
+        try:
+            state = await shared.read() if place is not None else None
+        except WireError as error:
+            log.warning("a copied journal is useless", run_id=manifest.run_id, reason=error.message)
         shipping = self._ship(shared, manifest, begin, listeners, place)
         next_index = local.next_index
-        if not local.records and (place is not None or end is not None):
-            next_index = place.next_index if place is not None else end or 0
-        if place is None or place.next_index != end:
-            shipping.require_snapshot("the checkpoint store lacks requests of the run's last head")
+        if not local.records and place is not None:
+            next_index = place.next_index
+        # Otherwise a head that could not write to the store may have used its indexes again.
+        is_same = [was_left_by] == manifest.generations[-2:-1]
+        if (
+            not is_same
+            or state is None
+            or place is None
+            or not local.follows(state, place.next_index)
+        ):
+            shipping.require_snapshot("the checkpoint store has not what the run's last head had")
         else:
             for record in local.records:
                 if record.index >= place.next_index:
                     shipping.append(record)
         return shipping, next_index
+
+    async def _last_generation(self, shared: SharedLog) -> str | None:
+        """Return the head that wrote the last object of a copy; None if this is not known."""
+        try:
+            last = await shared.last()
+        except WireError:
+            return None
+        return last[1].manifest.generations[-1] if last is not None else None
 
     async def generations(self, run_id: str, known: list[str]) -> list[str]:
         """Return the generations of a journal's copy, if it continues the local one, and these."""
@@ -230,23 +238,6 @@ class SharedJournals:
         return Shipping(
             shared, manifest, self._config, begin=begin, listeners=listeners, place=place
         )
-
-
-def _end_of(found: SharedState | None, manifest: JournalManifest, local: LocalState) -> int | None:
-    """Return the index after the last record of a copy, if the local journal continues it.
-
-    Args:
-        found: the copy; None if there is none, or it can't be read.
-        manifest: of the local journal; its last generation is this head's.
-        local: its content.
-    """
-    if found is None or found.header.is_behind:
-        return None
-    # A head that could not write to the store may have used indexes of the copy again.
-    if [found.header.manifest.generations[-1]] != manifest.generations[-2:-1]:
-        return None
-    end = found.header.next_index
-    return end if local.follows(found, end) else None
 
 
 async def _unless_away(begin: Begin) -> Place | None:

@@ -6,7 +6,7 @@ others: each has the number that the head before would write next.
 """
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -105,20 +105,13 @@ class SharedLog:
         except TimeoutError:
             raise self._slow() from None
 
-    async def take_over(
-        self,
-        manifest: JournalManifest,
-        base: Base | None,
-        is_behind: Callable[[int], bool] = lambda _: False,
-    ) -> Place:
+    async def take_over(self, manifest: JournalManifest, base: Base | None) -> Place:
         """Append an object without records, so that all earlier heads stop writing.
 
         Args:
             manifest: of the journal; its last generation is this head's.
             base: what the records of this head follow; None to continue the journal as it is. Then
                 nothing is appended if there is no journal.
-            is_behind: whether a journal that ends before a record with this index has another state
-                than this head; only called without a base.
 
         Raises:
             Fenced: a head that the manifest does not name has taken over already.
@@ -133,12 +126,7 @@ class SharedLog:
             index = base.first_index if base is not None else header.next_index if header else 0
             fences = (*header.fences, number + 1) if header is not None else ()
             new = Header(
-                manifest=manifest,
-                start_index=index,
-                next_index=index,
-                base=base,
-                fences=fences,
-                is_behind=base is None and is_behind(index),
+                manifest=manifest, start_index=index, next_index=index, base=base, fences=fences
             )
             try:
                 await self.append(number + 1, shared_journals.encode(new, b""))
