@@ -10,6 +10,7 @@ from typing import Any
 import obstore
 import pytest
 
+from tinkercloud_protocol.checkpoints import BODIES
 from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.launch import HeldModel
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
@@ -58,6 +59,18 @@ def training(folder: Path, config: DurabilityConfig, name: str) -> Iterator[Head
     root = (folder / "store").as_uri()
     with a_head(root, folder, name, journals=folder / name, durability=config) as head:
         yield head
+
+
+async def train(head: Head, first: int, last: int) -> list[float]:
+    """Run steps of two requests each; return their losses."""
+    losses = []
+    for seq_id in range(first, last + 1, 2):
+        head.add(seq_id, first=5 + seq_id)
+        head.apply(seq_id + 1)
+        await head.confirmed()
+        losses.append(await head.loss(seq_id))
+        await head.answer(seq_id + 1)
+    return losses
 
 
 def described(head: Head) -> HeldModel:
@@ -176,3 +189,26 @@ async def test_the_copy_of_a_head_that_could_not_write_to_the_store_is_replaced(
     with training(tmp_path, config, "g4") as head:
         await head.resume("g3")
         assert await head.loss(3) == loss
+
+
+async def test_requests_that_overflow_while_a_snapshot_is_copied_are_replaced_by_the_next(
+    tmp_path: Path, store: Store
+) -> None:
+    copies = tmp_path / f"store/journals/runs/{MODEL}/suspended"
+    config = DurabilityConfig(
+        level="remote", store_timeout_seconds=0.5, max_waiting_bytes=600, snapshot_steps=1
+    )
+    with training(tmp_path, config, "g1") as head:
+        await head.begin()
+        store.hold()
+        await train(head, 1, 2)
+        # What names the snapshot waits for the store; its files are there.
+        await until(lambda: any(copies.glob(f"*/{BODIES}")))
+        losses = await train(head, 3, 12)
+        assert "slower" in str(described(head).degraded)
+        store.responds.set()
+        await until(lambda: described(head).is_durable)
+
+    with training(tmp_path, config, "g2") as head:
+        await head.resume("g1")
+        assert await head.loss(11) == losses[-1]

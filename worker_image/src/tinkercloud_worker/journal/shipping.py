@@ -197,13 +197,13 @@ class Shipping:
         Raises:
             StoreFailed: it could not be copied; the journal continues without it.
         """
+        self._check_room()
         # If another head takes over after this, the base is not appended, and nothing is deleted.
         superseded = set(await self._shared.snapshot_keys())
         for name in snapshot.files:
             content = bytes(await source.read_file(snapshot, name))
             await target.put_suspended(snapshot, name, content)
-        if self._is_dropping or self._place is None:
-            raise StoreFailed("more requests arrived than can wait for the checkpoint store")
+        self._check_room()
         self._base = Base(snapshot=snapshot, first_index=first_index)
         self._is_based.clear()
         self._has_work.set()
@@ -214,6 +214,10 @@ class Shipping:
         kept = {snapshot.key_of(name) for name in snapshot.files}
         await self._shared.remove_files(sorted(superseded - kept))
         await self._collect(first_index)
+
+    def _check_room(self) -> None:
+        if self._is_dropping or self._place is None:
+            raise StoreFailed("more requests arrived than can wait for the checkpoint store")
 
     async def _collect(self, first_index: int) -> None:
         """Delete the objects whose records the newest base has, except fences."""
@@ -303,7 +307,9 @@ class Shipping:
         self._place = replace(place, number=number + 1, next_index=written.next_index)
         self._written.append((number, written.next_index))
         if written.base is not None:
-            self._base_number, self._lacks_base = number, False
+            self._base_number = number
+            # More requests than may wait can have arrived while it was written.
+            self._lacks_base = self._is_dropping
             self._is_based.set()
         if self.failure is not None:
             if self._complete_at is None:
