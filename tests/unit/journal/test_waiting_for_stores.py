@@ -13,8 +13,11 @@ import pytest
 from tinkercloud_protocol.checkpoints import BODIES
 from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.launch import HeldModel
+from tinkercloud_protocol.object_store import open_store
+from tinkercloud_protocol.shared_journals import FOLDER
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.checkpoints import durable
+from tinkercloud_worker.journal.shared_log import SharedLog
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -134,6 +137,29 @@ async def test_without_wait_for_store_nothing_waits(tmp_path: Path, store: Store
         await head.answer(1)
         await store.was_asked.wait()
         assert described(head).is_durable
+
+
+async def test_a_request_after_others_that_were_copied_early_is_copied_too(tmp_path: Path) -> None:
+    # The step is small and waits for its time; the data after it are large, and both are copied.
+    config = DurabilityConfig(
+        level="remote", wait_for_store=False, store_seconds=1, store_bytes=1000
+    )
+    store = open_store((tmp_path / "store" / FOLDER).as_uri())
+    log = SharedLog(store, str(MODEL), PATIENCE_SECONDS)
+
+    async def copied(num_requests: int) -> None:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while (last := await log.last()) is None or last[1].next_index < num_requests:
+                await asyncio.sleep(0.05)
+
+    with training(tmp_path, config, "g1") as head:
+        await head.begin()
+        head.apply(1)
+        head.add_all(2, [[5, 6, 7, 8]] * 20)
+        await copied(2)
+        head.apply(3)
+        await head.confirmed()
+        await copied(3)
 
 
 async def test_a_head_starts_no_run_again_whose_journal_it_cannot_read(

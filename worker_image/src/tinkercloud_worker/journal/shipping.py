@@ -126,10 +126,8 @@ class Shipping:
             self.require_snapshot("the checkpoint store is slower than the requests of the run")
         elif self._is_due():
             self._has_work.set()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(
-                self._config.store_seconds, self._timer_ended
-            )
+        else:
+            self._start_timer()
 
     def _is_due(self) -> bool:
         if self._config.wait_for_store or self.failure is not None:
@@ -137,9 +135,18 @@ class Shipping:
         is_large = self._pending_bytes >= self._config.store_bytes
         return is_large or time.monotonic() >= self._due_at
 
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            seconds = max(self._due_at - time.monotonic(), 0)
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._timer_ended)
+
     def _timer_ended(self) -> None:
         self._timer = None
-        self._has_work.set()
+        if self._pending and not self._is_due():
+            # It was started for records that have been copied since, for their size.
+            self._start_timer()
+        else:
+            self._has_work.set()
 
     def require_snapshot(self, reason: str) -> None:
         """Copy nothing until a snapshot has been stored."""
@@ -275,7 +282,11 @@ class Shipping:
         if base is not None:
             self._base = None
             index = base.first_index if self._lacks_base else index
-        elif self._lacks_base or not self._pending or not self._is_due():
+        elif self._lacks_base or not self._pending:
+            return None
+        elif not self._is_due():
+            # They may have been due when they were added: during a failure, all are.
+            self._start_timer()
             return None
         else:
             taken = self._take()
