@@ -17,6 +17,7 @@ from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.shared_journals import FOLDER
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.checkpoints import durable
+from tinkercloud_worker.checkpoints.store import StoreFailed
 from tinkercloud_worker.journal.shared_log import SharedLog
 
 pytestmark = pytest.mark.timeout(120)
@@ -149,7 +150,7 @@ async def test_a_request_after_others_that_were_copied_early_is_copied_too(tmp_p
 
     async def copied(num_requests: int) -> None:
         async with asyncio.timeout(PATIENCE_SECONDS):
-            while (last := await log.last()) is None or last[1].next_index < num_requests:
+            while (last := await log.last()) is None or last[1].next_index < num_requests:  # noqa: ASYNC110 - there is no event for it
                 await asyncio.sleep(0.05)
 
     with training(tmp_path, config, "g1") as head:
@@ -238,3 +239,42 @@ async def test_requests_that_overflow_while_a_snapshot_is_copied_are_replaced_by
     with training(tmp_path, config, "g2") as head:
         await head.resume("g1")
         assert await head.loss(11) == losses[-1]
+
+
+async def test_a_disk_is_never_replaced_by_an_older_copy_whose_indexes_it_has_used_again(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = DurabilityConfig(level="remote", store_timeout_seconds=0.5, snapshot_steps=5)
+    copies = tmp_path / f"store/journals/runs/{MODEL}/suspended"
+    disk = tmp_path / "g1"
+    with training(tmp_path, config, "g1") as head:
+        await head.begin()
+        await train(head, 1, 10)
+        # A snapshot has all requests, so the local journal has none.
+        await until(lambda: any(copies.glob(f"*/{BODIES}")) and not list(disk.rglob("*.log")))
+    later = config.model_copy(update={"snapshot_steps": 1000})
+    root = (tmp_path / "store").as_uri()
+    with a_head(root, tmp_path, "g2", journals=disk, durability=later) as head:
+        store.hold()
+        await head.resume("g1")
+        losses = await train(head, 11, 12)
+
+        async def fail(_: SharedLog) -> list[str]:
+            raise StoreFailed("the checkpoint store did not respond")
+
+        with monkeypatch.context() as patch:
+            # The head can take over the copy, and not replace it.
+            patch.setattr(SharedLog, "snapshot_keys", fail)
+            log = SharedLog(open_store((tmp_path / "store" / FOLDER).as_uri()), str(MODEL), 10)
+            store.responds.set()
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while (last := await log.last()) is None or (  # noqa: ASYNC110 - there is no event for it
+                    last[1].manifest.generations[-1] != "g2"
+                ):
+                    await asyncio.sleep(0.05)
+            losses += await train(head, 13, 14)
+            head.service.close()
+    with a_head(root, tmp_path, "g3", journals=disk, durability=later) as head:
+        await head.resume("g2")
+        assert [await head.loss(11), await head.loss(13)] == losses
+        await until(lambda: described(head).is_durable)

@@ -6,7 +6,7 @@ others: each has the number that the head before would write next.
 """
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,8 @@ class Place:
     """Index of the next record."""
     fences: tuple[int, ...] = ()
     """Numbers of the objects that are not deleted before the journal is."""
+    is_behind: bool = False
+    """See `Header.is_behind`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +107,27 @@ class SharedLog:
         except TimeoutError:
             raise self._slow() from None
 
-    async def take_over(self, manifest: JournalManifest, base: Base | None) -> Place:
+    async def take_over(
+        self,
+        manifest: JournalManifest,
+        base: Base | None,
+        is_behind: Callable[[Header | None], bool] = lambda _: False,
+    ) -> Place:
         """Append an object without records, so that all earlier heads stop writing.
 
         Args:
             manifest: of the journal; its last generation is this head's.
             base: what the records of this head follow; None to continue the journal as it is. Then
                 nothing is appended if there is no journal.
+            is_behind: whether the journal lacks something that this head has, given the header of
+                its last object.
 
         Raises:
             Fenced: a head that the manifest does not name has taken over already.
         """
         last = await self.last()
         if last is None and base is None:
-            return Place(1, 0)
+            return Place(1, 0, is_behind=is_behind(None))
         while True:
             number, header = last if last is not None else (0, None)
             if header is not None and header.manifest.generations[-1] not in manifest.generations:
@@ -126,7 +135,12 @@ class SharedLog:
             index = base.first_index if base is not None else header.next_index if header else 0
             fences = (*header.fences, number + 1) if header is not None else ()
             new = Header(
-                manifest=manifest, start_index=index, next_index=index, base=base, fences=fences
+                manifest=manifest,
+                start_index=index,
+                next_index=index,
+                base=base,
+                fences=fences,
+                is_behind=base is None and is_behind(header),
             )
             try:
                 await self.append(number + 1, shared_journals.encode(new, b""))
@@ -134,7 +148,7 @@ class SharedLog:
                 # The earlier head wrote meanwhile.
                 last = number + 1, await self._header(number + 1)
             else:
-                return Place(number + 2, index, fences)
+                return Place(number + 2, index, fences, new.is_behind)
 
     async def read(self) -> SharedState | None:
         """Return the state of the run; None if there is no journal.
