@@ -210,6 +210,14 @@ class DurableRun:
         except Fenced:
             raise Moved(self._name) from None
 
+    async def check_owned(self) -> None:
+        """See `RequestLog.check_owned`."""
+        if self._shipping is not None:
+            try:
+                await self._shipping.check_owned()
+            except Fenced:
+                raise Moved(self._name) from None
+
     def release(self, seq_id: int, finish: Callable[[], None]) -> None:
         """See `RequestLog.release`."""
         self._needed = max(self._needed, self._index_of.pop(seq_id, -1))

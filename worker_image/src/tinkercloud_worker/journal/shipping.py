@@ -179,6 +179,24 @@ class Shipping:
         if self._is_fenced:
             raise Fenced
 
+    async def check_owned(self) -> None:
+        """Check that no other head has written to the journal, as far as the store responds.
+
+        Raises:
+            Fenced: one has.
+        """
+        if self._is_fenced:
+            raise Fenced
+        if self._place is None:
+            # What is there is older.
+            return
+        try:
+            last = await self._shared.last()
+        except WireError:
+            return
+        if last is not None and last[1].manifest.generations[-1] != self._manifest.generations[-1]:
+            raise Fenced
+
     def begin_snapshot(self, first_index: int) -> None:
         """Keep the records from this index on, which a snapshot taken now does not have."""
         if self._lacks_base:
