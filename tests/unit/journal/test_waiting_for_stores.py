@@ -18,6 +18,7 @@ from tinkercloud_protocol.shared_journals import FOLDER
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints.store import StoreFailed
+from tinkercloud_worker.journal.folder import JournalFolder
 from tinkercloud_worker.journal.shared_log import SharedLog
 
 pytestmark = pytest.mark.timeout(120)
@@ -278,3 +279,24 @@ async def test_a_disk_is_never_replaced_by_an_older_copy_whose_indexes_it_has_us
         await head.resume("g2")
         assert [await head.loss(11), await head.loss(13)] == losses
         await until(lambda: described(head).is_durable)
+
+
+async def test_a_store_that_fails_while_a_snapshot_is_copied_stops_no_local_snapshots(
+    tmp_path: Path, store: Store
+) -> None:
+    config = DurabilityConfig(level="remote", store_timeout_seconds=0.5, snapshot_steps=1)
+    with training(tmp_path, config, "g1") as head:
+        await head.begin()
+        store.hold()
+        await train(head, 1, 2)
+        folder, losses, last = JournalFolder(tmp_path / "g1", str(MODEL)), list[float](), 3
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            # Each snapshot begins another segment.
+            while max(folder.numbers(), default=0) < 5:
+                losses, last = await train(head, last, last), last + 2
+        store.responds.set()
+        await until(lambda: described(head).is_durable)
+
+    with training(tmp_path, config, "g2") as head:
+        await head.resume("g1")
+        assert await head.loss(last - 2) == losses[-1]

@@ -89,7 +89,11 @@ class Shipping:
         self._base: Base | None = None
         """A base that is written before the next records."""
         self._base_number = 0
-        self._is_based = asyncio.Event()
+        self._is_writing_base = False
+        self._written_base: Base | None = None
+        """The base that was written last."""
+        self._has_tried = asyncio.Event()
+        """Set once a base has been written, or an attempt to write anything has failed."""
         self._lacks_base = self._is_dropping = place is None
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         self._callers: set[asyncio.Event] = set()
@@ -199,7 +203,8 @@ class Shipping:
 
     def begin_snapshot(self, first_index: int) -> None:
         """Keep the records from this index on, which a snapshot taken now does not have."""
-        if self._lacks_base:
+        if self._lacks_base and not self._is_writing_base:
+            # Otherwise the records after the base that is being written are needed too.
             self._is_dropping = False
             self._pending = [each for each in self._pending if each.index >= first_index]
             self._pending_bytes = sum(map(_size, self._pending))
@@ -220,7 +225,8 @@ class Shipping:
             target: where they are to be.
 
         Raises:
-            StoreFailed: it could not be copied; the journal continues without it.
+            StoreFailed: an attempt to copy it has failed; the journal continues without it, unless
+                the attempt succeeds later.
         """
         self._check_room()
         # If another head takes over after this, the base is not appended, and nothing is deleted.
@@ -229,13 +235,18 @@ class Shipping:
             content = bytes(await source.read_file(snapshot, name))
             await target.put_suspended(snapshot, name, content)
         self._check_room()
-        self._base = Base(snapshot=snapshot, first_index=first_index)
-        self._is_based.clear()
+        base = self._base = Base(snapshot=snapshot, first_index=first_index)
+        self._has_tried.clear()
         self._has_work.set()
         if not self._has_stopped:
-            await self._is_based.wait()
+            await self._has_tried.wait()
+        if self._base is base:
+            # Records that it does not have may be dropped from here on.
+            self._base = None
         if self._has_stopped:
             raise StoreFailed("the journal has ended")
+        if self._written_base is not base:
+            raise StoreFailed(self.failure or "the checkpoint store failed")
         kept = {snapshot.key_of(name) for name in snapshot.files}
         await self._shared.remove_files(sorted(superseded - kept))
         await self._collect(first_index)
@@ -297,6 +308,7 @@ class Shipping:
 
     async def _next(self, place: Place) -> _Object | None:
         index, taken, base = place.next_index, list[Record](), self._base
+        self._is_writing_base = base is not None
         if base is not None:
             self._base = None
             index = base.first_index if self._lacks_base else index
@@ -335,11 +347,14 @@ class Shipping:
         self._object, number = None, place.number
         self._place = replace(place, number=number + 1, next_index=written.next_index)
         self._written.append((number, written.next_index))
+        self._is_writing_base = False
         if written.base is not None:
             self._base_number = number
             # More requests than may wait can have arrived while it was written.
             self._lacks_base = self._is_dropping
-            self._is_based.set()
+            self._written_base = written.base
+            if self._base is None:
+                self._has_tried.set()
         if self.failure is not None:
             if self._complete_at is None:
                 self._complete_at = self._last_index
@@ -352,6 +367,7 @@ class Shipping:
     def _fail(self, reason: str) -> None:
         is_new, self.failure = self.failure is None, reason
         self._complete_at = None
+        self._has_tried.set()
         if is_new:
             log.warning(
                 "a run's journal can't be copied to the checkpoint store; training continues",
@@ -373,7 +389,7 @@ class Shipping:
 
     def _take_note_of_fence(self) -> None:
         self._is_fenced = True
-        self._is_based.set()
+        self._has_tried.set()
         log.warning("another head has taken over a run", model_id=self._name)
         self._listeners.on_fenced()
         for done in self._callers:
@@ -387,7 +403,7 @@ class Shipping:
         """Copy nothing more. Idempotent."""
         self._ended.set()
         self._has_work.set()
-        self._is_based.set()
+        self._has_tried.set()
         if self._timer is not None:
             self._timer.cancel()
         self._release()
