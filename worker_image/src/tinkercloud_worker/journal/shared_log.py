@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import obstore
+import structlog
 from obstore.exceptions import AlreadyExistsError
 from obstore.store import ObjectStore
 
 from tinkercloud_protocol import shared_journals
+from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.journals import JournalManifest
 from tinkercloud_protocol.paths import run_prefix, suspended_prefix
 from tinkercloud_protocol.shared_journals import Base, Header
@@ -25,6 +27,8 @@ from tinkercloud_worker.journal.records import DamagedJournal, Record
 
 if TYPE_CHECKING:
     from obstore import GetOptions
+
+log = structlog.get_logger(__name__)
 
 _SLOW_BYTES_PER_SECOND = 4e6
 """Speed of a store that is slow and still of use: large objects get more time."""
@@ -125,15 +129,19 @@ class SharedLog:
         Raises:
             Fenced: a head that the manifest does not name has taken over already.
         """
-        last = await self.last()
-        if last is None and base is None:
+        numbers = await self.numbers()
+        if not numbers and base is None:
             return Place(1, 0, is_behind=is_behind(None))
+        number, header = 0, None
+        if numbers:
+            number, header = numbers[-1], await self._header_if_readable(numbers[-1])
+        # Which of the objects are fences is unknown if the last one can't be read.
+        kept = tuple(numbers) if header is None else header.fences
         while True:
-            number, header = last if last is not None else (0, None)
             if header is not None and header.manifest.generations[-1] not in manifest.generations:
                 raise Fenced
             index = base.first_index if base is not None else header.next_index if header else 0
-            fences = (*header.fences, number + 1) if header is not None else ()
+            fences = (*kept, number + 1) if number else ()
             new = Header(
                 manifest=manifest,
                 start_index=index,
@@ -146,7 +154,8 @@ class SharedLog:
                 await self.append(number + 1, shared_journals.encode(new, b""))
             except Fenced:
                 # The earlier head wrote meanwhile.
-                last = number + 1, await self._header(number + 1)
+                number, header = number + 1, await self._header_if_readable(number + 1)
+                kept = header.fences if header is not None else (*kept, number)
             else:
                 return Place(number + 2, index, fences, new.is_behind)
 
@@ -228,6 +237,13 @@ class SharedLog:
         except TimeoutError:
             raise self._slow() from None
         return shared_journals.decode(start, shared_journals.name_of(self.run_id, number))[0]
+
+    async def _header_if_readable(self, number: int) -> Header | None:
+        try:
+            return await self._header(number)
+        except InvalidRequest as error:
+            log.warning("a copied journal can't be read", run_id=self.run_id, reason=error.message)
+            return None
 
     async def _content(self, number: int, limit: int | None = None) -> bytes:
         """Return an object, or its first bytes."""
