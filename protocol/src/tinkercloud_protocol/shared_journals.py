@@ -66,6 +66,9 @@ class Header(BaseModel):
     """Replaces the bases of earlier objects."""
     fences: tuple[int, ...] = ()
     """Numbers of the objects, up to this one, with which heads took over from others."""
+    is_behind: bool = False
+    """Whether the head that took over with this object has state that the journal up to here lacks.
+    Its own records may then have indexes of earlier ones. An object with a base ends this."""
 
     def continues(self, generation: str) -> bool:
         """Return whether the journal has the state of the run in the head of that generation."""

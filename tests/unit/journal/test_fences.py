@@ -93,6 +93,41 @@ async def test_a_stale_head_that_is_stopped_leaves_the_journal_of_its_successor(
         assert losses + await train(head, 5, 6) == wanted
 
 
+@pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "stopping"])
+async def test_a_stale_head_does_not_replace_what_its_successor_has_suspended(
+    tmp_path: Path, is_idle: bool
+) -> None:
+    wanted = await expected(tmp_path, 6)
+    root = (tmp_path / "store").as_uri()
+    with a_head(root, tmp_path, "g1", journals=tmp_path / "1", durability=CONFIG) as stale:
+        await stale.begin()
+        losses = await train(stale, 1, 2)
+        with a_head(root, tmp_path, "g2", journals=tmp_path / "2", durability=CONFIG) as head:
+            await head.resume("g1")
+            losses += await train(head, 3, 4)
+            await head.service.suspend()
+        if is_idle:
+            assert not await stale.service.suspend_model(MODEL)
+        else:
+            await stale.service.suspend()
+        assert not stale.service.held()
+
+    with a_head(root, tmp_path, "g3", journals=tmp_path / "3", durability=CONFIG) as head:
+        await head.resume("g2")
+        assert losses + await train(head, 5, 6) == wanted
+
+
+async def test_a_stale_head_writes_no_state_while_its_successor_trains(tmp_path: Path) -> None:
+    root = (tmp_path / "store").as_uri()
+    with a_head(root, tmp_path, "g1", journals=tmp_path / "1", durability=CONFIG) as stale:
+        await stale.begin()
+        await train(stale, 1, 2)
+        with a_head(root, tmp_path, "g2", journals=tmp_path / "2", durability=CONFIG) as head:
+            await head.resume("g1")
+            await stale.service.suspend()
+            assert await head.backend.store.find_suspended(str(MODEL)) is None
+
+
 async def test_a_stale_head_with_waiting_requests_can_be_stopped(tmp_path: Path) -> None:
     root = (tmp_path / "store").as_uri()
     with a_head(root, tmp_path, "g1", journals=tmp_path / "1", durability=CONFIG) as stale:

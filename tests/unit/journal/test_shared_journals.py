@@ -255,6 +255,44 @@ async def test_a_damaged_object_is_named(tmp_path: Path) -> None:
         await head.resume("g1")
 
 
+@pytest.mark.parametrize("damaged", ["segment", "manifest of the snapshot", "snapshot"])
+async def test_a_damaged_disk_is_replaced_by_the_copy(tmp_path: Path, damaged: str) -> None:
+    wanted = await expected(tmp_path, 10)
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "1"
+    with a_head(root, tmp_path, "g1", journals=journals, durability=CONFIG) as head:
+        await head.begin()
+        losses = await train(head, 1, 6)
+        await until(lambda: any(objects(tmp_path)) and any(journals.rglob("suspended/*/*")))
+        await until(lambda: head.service.held()[0].is_durable)
+        losses += await train(head, 7, 8)
+    patterns = {"segment": "*.log", "manifest of the snapshot": "suspended/*.json"}
+    for path in journals.rglob(patterns.get(damaged, "suspended/*/*")):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 3] ^= 1
+        path.write_bytes(content)
+
+    with a_head(root, tmp_path, "g2", journals=journals, durability=CONFIG) as head:
+        await head.resume("g1")
+        assert losses + await train(head, 9, 10) == wanted
+
+
+async def test_a_copy_that_cannot_be_read_is_replaced_by_the_disk(tmp_path: Path) -> None:
+    wanted = await expected(tmp_path, 6)
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "1"
+    with a_head(root, tmp_path, "g1", journals=journals, durability=CONFIG) as head:
+        await head.begin()
+        losses = await train(head, 1, 2)
+    objects(tmp_path)[-1].write_bytes(b"broken")
+
+    with a_head(root, tmp_path, "g2", journals=journals, durability=CONFIG) as head:
+        await head.resume("g1")
+        losses += await train(head, 3, 4)
+        await until(lambda: described(head).is_durable)
+    with a_head(root, tmp_path, "g3", journals=tmp_path / "3", durability=CONFIG) as head:
+        await head.resume("g2")
+        assert losses + await train(head, 5, 6) == wanted
+
+
 async def test_without_a_copy_the_run_is_lost(tmp_path: Path) -> None:
     root = (tmp_path / "store").as_uri()
     local = DurabilityConfig(level="local")

@@ -10,10 +10,16 @@ from typing import Any
 import obstore
 import pytest
 
+from tinkercloud_protocol.checkpoints import BODIES
 from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.launch import HeldModel
+from tinkercloud_protocol.object_store import open_store
+from tinkercloud_protocol.shared_journals import FOLDER
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.checkpoints import durable
+from tinkercloud_worker.checkpoints.store import StoreFailed
+from tinkercloud_worker.journal.folder import JournalFolder
+from tinkercloud_worker.journal.shared_log import SharedLog
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -58,6 +64,18 @@ def training(folder: Path, config: DurabilityConfig, name: str) -> Iterator[Head
     root = (folder / "store").as_uri()
     with a_head(root, folder, name, journals=folder / name, durability=config) as head:
         yield head
+
+
+async def train(head: Head, first: int, last: int) -> list[float]:
+    """Run steps of two requests each; return their losses."""
+    losses = []
+    for seq_id in range(first, last + 1, 2):
+        head.add(seq_id, first=5 + seq_id)
+        head.apply(seq_id + 1)
+        await head.confirmed()
+        losses.append(await head.loss(seq_id))
+        await head.answer(seq_id + 1)
+    return losses
 
 
 def described(head: Head) -> HeldModel:
@@ -123,6 +141,29 @@ async def test_without_wait_for_store_nothing_waits(tmp_path: Path, store: Store
         assert described(head).is_durable
 
 
+async def test_a_request_after_others_that_were_copied_early_is_copied_too(tmp_path: Path) -> None:
+    # The step is small and waits for its time; the data after it are large, and both are copied.
+    config = DurabilityConfig(
+        level="remote", wait_for_store=False, store_seconds=1, store_bytes=1000
+    )
+    store = open_store((tmp_path / "store" / FOLDER).as_uri())
+    log = SharedLog(store, str(MODEL), PATIENCE_SECONDS)
+
+    async def copied(num_requests: int) -> None:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while (last := await log.last()) is None or last[1].next_index < num_requests:  # noqa: ASYNC110 - there is no event for it
+                await asyncio.sleep(0.05)
+
+    with training(tmp_path, config, "g1") as head:
+        await head.begin()
+        head.apply(1)
+        head.add_all(2, [[5, 6, 7, 8]] * 20)
+        await copied(2)
+        head.apply(3)
+        await head.confirmed()
+        await copied(3)
+
+
 async def test_a_head_starts_no_run_again_whose_journal_it_cannot_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,3 +217,86 @@ async def test_the_copy_of_a_head_that_could_not_write_to_the_store_is_replaced(
     with training(tmp_path, config, "g4") as head:
         await head.resume("g3")
         assert await head.loss(3) == loss
+
+
+async def test_requests_that_overflow_while_a_snapshot_is_copied_are_replaced_by_the_next(
+    tmp_path: Path, store: Store
+) -> None:
+    copies = tmp_path / f"store/journals/runs/{MODEL}/suspended"
+    config = DurabilityConfig(
+        level="remote", store_timeout_seconds=0.5, max_waiting_bytes=600, snapshot_steps=1
+    )
+    with training(tmp_path, config, "g1") as head:
+        await head.begin()
+        store.hold()
+        await train(head, 1, 2)
+        # What names the snapshot waits for the store; its files are there.
+        await until(lambda: any(copies.glob(f"*/{BODIES}")))
+        losses = await train(head, 3, 12)
+        assert "slower" in str(described(head).degraded)
+        store.responds.set()
+        await until(lambda: described(head).is_durable)
+
+    with training(tmp_path, config, "g2") as head:
+        await head.resume("g1")
+        assert await head.loss(11) == losses[-1]
+
+
+async def test_a_disk_is_never_replaced_by_an_older_copy_whose_indexes_it_has_used_again(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = DurabilityConfig(level="remote", store_timeout_seconds=0.5, snapshot_steps=5)
+    copies = tmp_path / f"store/journals/runs/{MODEL}/suspended"
+    disk = tmp_path / "g1"
+    with training(tmp_path, config, "g1") as head:
+        await head.begin()
+        await train(head, 1, 10)
+        # A snapshot has all requests, so the local journal has none.
+        await until(lambda: any(copies.glob(f"*/{BODIES}")) and not list(disk.rglob("*.log")))
+    later = config.model_copy(update={"snapshot_steps": 1000})
+    root = (tmp_path / "store").as_uri()
+    with a_head(root, tmp_path, "g2", journals=disk, durability=later) as head:
+        store.hold()
+        await head.resume("g1")
+        losses = await train(head, 11, 12)
+
+        async def fail(_: SharedLog) -> list[str]:
+            raise StoreFailed("the checkpoint store did not respond")
+
+        with monkeypatch.context() as patch:
+            # The head can take over the copy, and not replace it.
+            patch.setattr(SharedLog, "snapshot_keys", fail)
+            log = SharedLog(open_store((tmp_path / "store" / FOLDER).as_uri()), str(MODEL), 10)
+            store.responds.set()
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while (last := await log.last()) is None or (  # noqa: ASYNC110 - there is no event for it
+                    last[1].manifest.generations[-1] != "g2"
+                ):
+                    await asyncio.sleep(0.05)
+            losses += await train(head, 13, 14)
+            head.service.close()
+    with a_head(root, tmp_path, "g3", journals=disk, durability=later) as head:
+        await head.resume("g2")
+        assert [await head.loss(11), await head.loss(13)] == losses
+        await until(lambda: described(head).is_durable)
+
+
+async def test_a_store_that_fails_while_a_snapshot_is_copied_stops_no_local_snapshots(
+    tmp_path: Path, store: Store
+) -> None:
+    config = DurabilityConfig(level="remote", store_timeout_seconds=0.5, snapshot_steps=1)
+    with training(tmp_path, config, "g1") as head:
+        await head.begin()
+        store.hold()
+        await train(head, 1, 2)
+        folder, losses, last = JournalFolder(tmp_path / "g1", str(MODEL)), list[float](), 3
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            # Each snapshot begins another segment.
+            while max(folder.numbers(), default=0) < 5:
+                losses, last = await train(head, last, last), last + 2
+        store.responds.set()
+        await until(lambda: described(head).is_durable)
+
+    with training(tmp_path, config, "g2") as head:
+        await head.resume("g1")
+        assert await head.loss(last - 2) == losses[-1]

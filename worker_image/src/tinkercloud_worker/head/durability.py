@@ -11,7 +11,7 @@ import structlog
 
 from tinkercloud_protocol.checkpoints import SuspendedManifest
 from tinkercloud_protocol.durability import DurabilityLevel
-from tinkercloud_protocol.errors import Unavailable, WireError
+from tinkercloud_protocol.errors import InvalidRequest, Unavailable, WireError
 from tinkercloud_protocol.journals import JournalManifest
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.object_store import open_store
@@ -156,12 +156,24 @@ class Durability:
 
         Raises:
             StateLost: it is the journal of another model.
-            DamagedJournal: its journal is damaged.
-            InvalidRequest: its snapshot is damaged.
+            DamagedJournal: its journal is damaged, and there is no copy.
+            InvalidRequest: the manifest of its snapshot is damaged, and there is no copy.
+            Unavailable: the local disk can't be read, and there is no copy.
         """
         if self._root is None:
             return None
-        kept = await self._read(run_id, spec, None)
+        try:
+            kept = await self._read(run_id, spec, None)
+        except (InvalidRequest, OSError) as error:
+            reason = error.message if isinstance(error, InvalidRequest) else str(error)
+            if (copy := await self.find_copy(run_id, spec, reason)) is not None:
+                return copy
+            if isinstance(error, InvalidRequest):
+                raise
+            raise Unavailable(
+                f"training run {run_id} can't be continued: its journal can't be read ({error});"
+                " repair the disk, then send the request again"
+            ) from None
         if self._shared is None:
             return kept
         if kept is not None:
@@ -177,6 +189,29 @@ class Durability:
             # The store can be read, but not written.
             return kept
         return await self._read(run_id, spec, place) if place is not None else kept
+
+    async def find_copy(self, run_id: str, spec: ModelSpec, reason: str) -> Kept | None:
+        """Replace what the disk has of a run by the copy in the object store, if there is one.
+
+        Args:
+            run_id: the run.
+            spec: as for `find`.
+            reason: why the disk is of no use, for the log.
+
+        Raises:
+            WireError: the copy is not that of this model, is damaged, or can't be read or written.
+        """
+        if self._shared is None:
+            return None
+        place = await self._shared.fetch(run_id, spec, self._folder(run_id), self.store)
+        if place is None:
+            return None
+        log.warning(
+            "a run continues from the checkpoint store, since its disk can't be read",
+            model_id=run_id,
+            reason=reason,
+        )
+        return await self._read(run_id, spec, place)
 
     async def _read(self, run_id: str, spec: ModelSpec, place: Place | None) -> Kept | None:
         """Return the local journal of a run that the specification continues, or None."""

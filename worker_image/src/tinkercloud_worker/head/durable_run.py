@@ -77,7 +77,9 @@ class DurableRun:
         self._schedule = SaveSchedule(
             AutosaveConfig(steps=config.snapshot_steps, seconds=config.snapshot_seconds)
         )
-        self._retry = Backoff()
+        self._retry, self._copy_retry = Backoff(), Backoff()
+        self._wants_copy = False
+        """Whether the object store lacks the last snapshot."""
         self._number, self._next_index = 1, 0
         self._writer = self._open()
         self._bytes_before = 0
@@ -210,6 +212,14 @@ class DurableRun:
         except Fenced:
             raise Moved(self._name) from None
 
+    async def check_owned(self) -> None:
+        """See `RequestLog.check_owned`."""
+        if self._shipping is not None:
+            try:
+                await self._shipping.check_owned()
+            except Fenced:
+                raise Moved(self._name) from None
+
     def release(self, seq_id: int, finish: Callable[[], None]) -> None:
         """See `RequestLog.release`."""
         self._needed = max(self._needed, self._index_of.pop(seq_id, -1))
@@ -268,9 +278,11 @@ class DurableRun:
         if queue.background and not is_large:
             # An upload that runs can't be part of a snapshot.
             return None
-        lacks_copy = self._shipping is not None and self._shipping.needs_snapshot
-        if self.failure or self._is_wanted or is_large or lacks_copy:
+        if self.failure or self._is_wanted or is_large:
             return self._retry.retry_at
+        needs_snapshot = self._shipping is not None and self._shipping.needs_snapshot
+        if needs_snapshot or self._wants_copy:
+            return max(self._retry.retry_at, self._copy_retry.retry_at)
         due = self._schedule.due_at()
         return max(due, self._retry.retry_at) if due is not None else None
 
@@ -312,8 +324,6 @@ class DurableRun:
             await self._in_thread(lambda: self._folder.remove_before(number))
             self._bytes_before = 0
             self._end_failure()
-            if self._shipping is not None:
-                await self._snapshots.copy(manifest, first_index, self._shipping)
         except Exception as error:  # noqa: BLE001 - any failure leaves the run training
             self._is_wanted = True
             if self.failure is not None:
@@ -324,10 +334,31 @@ class DurableRun:
             self._retry.succeeded()
             metrics.SNAPSHOTS.inc()
             metrics.SNAPSHOT_SECONDS.observe(time.monotonic() - began)
+            if self._shipping is not None:
+                await self._copy(manifest, first_index, self._shipping)
         finally:
             self._saving = None
             self._attempted.set()
             self._model.queue.wake()
+
+    async def _copy(
+        self, manifest: SuspendedManifest, first_index: int, shipping: Shipping
+    ) -> None:
+        """Copy a snapshot; a failure delays no snapshot of the local disk."""
+        try:
+            await self._snapshots.copy(manifest, first_index, shipping)
+        except Exception as error:  # noqa: BLE001 - any failure leaves the run training
+            self._wants_copy = True
+            self._copy_retry.failed(time.monotonic())
+            metrics.SNAPSHOT_FAILURES.inc()
+            log.warning(
+                "a snapshot could not be copied to the checkpoint store; it is tried again",
+                model_id=self._name,
+                reason=error_message(to_result(error)),
+            )
+        else:
+            self._wants_copy = False
+            self._copy_retry.succeeded()
 
     def _end_failure(self) -> None:
         if self.failure is not None and not self._writer.has_failed:

@@ -54,7 +54,17 @@ class Recovery:
             raise StateLost(
                 f"the last head of training run {model_id} did not suspend it, and left no journal"
             )
-        model, unfinished = await self._continue(model_id, spec, kept, accept)
+        try:
+            model, unfinished = await self._continue(model_id, spec, kept, accept)
+        except InvalidRequest as error:
+            # A file of its snapshot is damaged.
+            copy = None
+            if kept.place is None:
+                copy = await self.durability.find_copy(str(model_id), spec, error.message)
+            if copy is None:
+                raise
+            kept = copy
+            model, unfinished = await self._continue(model_id, spec, kept, accept)
         self._await_samplers(model)
         own = self.suspension.backend.config.generation
         model.lineage = [each for each in kept.manifest.generations if each != own]

@@ -39,6 +39,13 @@ class RequestLog(Protocol):
             Moved: another head has taken over the model.
         """
 
+    async def check_owned(self) -> None:
+        """Check that no other head is known to have taken over the model.
+
+        Raises:
+            Moved: one has.
+        """
+
     def release(self, seq_id: int, finish: Callable[[], None]) -> None:
         """Publish the result of a request once the request itself is durable."""
 
@@ -69,6 +76,9 @@ class NoLog:
 
     async def settled(self) -> None:
         """See `RequestLog.settled`."""
+
+    async def check_owned(self) -> None:
+        """See `RequestLog.check_owned`."""
 
     def release(self, seq_id: int, finish: Callable[[], None]) -> None:  # noqa: ARG002 - as above
         """See `RequestLog.release`."""

@@ -14,7 +14,7 @@ from tinkercloud_protocol.errors import StateLost, Unavailable, WireError
 from tinkercloud_protocol.journals import JournalManifest
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.object_store import open_store
-from tinkercloud_protocol.shared_journals import FOLDER, Base
+from tinkercloud_protocol.shared_journals import FOLDER, Base, Header
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.journal.folder import JournalFolder
 from tinkercloud_worker.journal.records import Record
@@ -102,6 +102,9 @@ class SharedJournals:
             last = await shared.last()
             if last is None or last[1].manifest.generations[-1] != manifest.generations[-1]:
                 return False
+            if last[1].is_behind:
+                # What it has is older than the local journal, whatever its indexes are.
+                return False
             if local.records:
                 return last[1].next_index > local.next_index
             state = await shared.read()
@@ -119,47 +122,46 @@ class SharedJournals:
         Raises:
             Unavailable: another head has taken over the run.
         """
-        shared = self._log(manifest.run_id)
-        begin = partial(shared.take_over, manifest, None)
-        state: SharedState | None = None
-        was_left_by = await self._last_generation(shared)
+        shared, state = self._log(manifest.run_id), None
         try:
-            place = await _unless_away(begin)
+            state = await shared.read()
+        except WireError as error:
+            log.warning(
+                "a copied journal can't be read", run_id=manifest.run_id, reason=error.message
+            )
+
+        def is_behind(last: Header | None) -> bool:
+            # A head that could not write to the store may have used indexes of the copy again. The
+            # copy is then that of an earlier head, or is marked.
+            if last is None or state is None or last != state.header or last.is_behind:
+                return True
+            is_same = last.manifest.generations[-1:] == manifest.generations[-2:-1]
+            return not is_same or not local.follows(state, last.next_index)
+
+        try:
+            place = await _unless_away(partial(shared.take_over, manifest, None, is_behind))
         except Fenced:
             raise _taken(manifest.run_id) from None
-        try:
-            state = await shared.read() if place is not None else None
-        except WireError as error:
-            log.warning("a copied journal is useless", run_id=manifest.run_id, reason=error.message)
-        shipping = self._ship(shared, manifest, begin, listeners, place)
+        # Records are numbered from here on before a later attempt succeeds.
+        late = partial(shared.take_over, manifest, None, lambda _: True)
+        shipping = self._ship(shared, manifest, late, listeners, place)
         next_index = local.next_index
         if not local.records and place is not None:
             next_index = place.next_index
-        # Otherwise a head that could not write to the store may have used its indexes again.
-        is_same = [was_left_by] == manifest.generations[-2:-1]
-        if (
-            not is_same
-            or state is None
-            or place is None
-            or not local.follows(state, place.next_index)
-        ):
-            shipping.require_snapshot("the checkpoint store has not what the run's last head had")
+        if place is None or place.is_behind:
+            shipping.require_snapshot("the checkpoint store lacks requests of the run's last head")
         else:
             for record in local.records:
                 if record.index >= place.next_index:
                     shipping.append(record)
         return shipping, next_index
 
-    async def _last_generation(self, shared: SharedLog) -> str | None:
-        """Return the head that wrote the last object of a copy; None if this is not known."""
-        try:
-            last = await shared.last()
-        except WireError:
-            return None
-        return last[1].manifest.generations[-1] if last is not None else None
-
     async def generations(self, run_id: str, known: list[str]) -> list[str]:
-        """Return the generations of a journal's copy, if it continues the local one, and these."""
+        """Return these generations, after those of the journal's copy that are not among them.
+
+        A head may have taken over the copy without the catalog having recorded it. If the store
+        does not respond, only the known ones are returned.
+        """
         try:
             last = await self._log(run_id).last()
         except WireError:
@@ -175,7 +177,7 @@ class SharedJournals:
         Args:
             run_id: the run.
             spec: the expected specification, which names the head that had it last.
-            folder: the run's local folder, which has no journal.
+            folder: the run's local folder; a journal that it has is deleted.
             target: where local snapshots are.
 
         Raises:

@@ -93,6 +93,9 @@ class HeadShutdown:
             unfinished = [r for r in samples if r.sampling_session_id in sessions]
             try:
                 await self.suspension.write(model, unfinished, store)
+            except Moved:
+                self.durability.on_taken_over(str(model.model_id))
+                return None
             except Exception as error:
                 log.exception("a model could not be suspended", model_id=str(model.model_id))
                 return error_message(to_result(error))

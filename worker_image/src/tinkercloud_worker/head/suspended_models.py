@@ -158,6 +158,7 @@ class SuspendedModels:
             await model.queue.pause()
             await model.queue.log.settled()
             manifest = await self._suspension.write_all(model)
+            self._check_held(name, model)
         except Exception as error:  # noqa: BLE001 - after any failure the model continues
             self._stay(name, model, error)
             return False
@@ -169,8 +170,19 @@ class SuspendedModels:
         log.info("suspended an inactive model", model_id=name)
         return True
 
+    def _check_held(self, name: str, model: LiveModel) -> None:
+        """Check that the model was not taken over while it was written.
+
+        Raises:
+            Moved: it was.
+        """
+        if self._models.get(name) is not model:
+            raise Moved(name)
+
     def _stay(self, name: str, model: LiveModel, error: Exception) -> None:
         """Continue a model that could not be written, unless another head has taken it over."""
+        if isinstance(error, Moved):
+            self._taken_over(name)
         if self._models.get(name) is not model:
             return
         log.warning("suspending a model failed; it stays in memory", model_id=name, exc_info=error)
@@ -231,6 +243,7 @@ class SuspendedModels:
             running = [s for s in samples.values() if s.request.sampling_session_id in sessions]
             unfinished = [each.request for each in running]
             manifest = await self._suspension.write_all(model, unfinished)
+            self._check_held(name, model)
         except Exception as error:  # noqa: BLE001 - after any failure the model continues
             self._stay(name, model, error)
             self._results.give_out(targets)
@@ -246,7 +259,7 @@ class SuspendedModels:
         return True
 
     def _taken_over(self, name: str) -> None:
-        """Free a model that another head has taken over, without a word to this one."""
+        """Free a model that another head has taken over, without notifying this head."""
         if (model := self._models.pop(name, None)) is None:
             return
         sessions = self._route_sessions(model)

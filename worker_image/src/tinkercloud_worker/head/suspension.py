@@ -25,13 +25,7 @@ from tinkercloud_protocol.checkpoints import (
     SuspendedManifest,
     base_mismatch,
 )
-from tinkercloud_protocol.errors import (
-    InvalidRequest,
-    NotFound,
-    StateLost,
-    Unavailable,
-    WireError,
-)
+from tinkercloud_protocol.errors import InvalidRequest, NotFound, StateLost, Unavailable, WireError
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, RequestId
 from tinkercloud_protocol.launch import ModelSpec
@@ -54,12 +48,10 @@ from tinkercloud_worker.engine.trainer import (
     WeightsSnapshot,
 )
 from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.failures import Moved
 from tinkercloud_worker.head.live_model import LiveModel, new_model
 from tinkercloud_worker.head.operations import Operations
-from tinkercloud_worker.head.queue import (
-    QueuedRequest,
-    QueueSnapshot,
-)
+from tinkercloud_worker.head.queue import QueuedRequest, QueueSnapshot
 from tinkercloud_worker.head.repeating import mark_read, repeated, restored_operation
 from tinkercloud_worker.head.results import ExportedResult, Results
 from tinkercloud_worker.head.samplers import Published, Samplers
@@ -86,6 +78,13 @@ class StateWriter:
     def size_of(self, prefix: str) -> int:
         """Return the bytes of all files whose names have this prefix."""
         return sum(f.size_bytes for name, f in self._files.items() if name.startswith(prefix))
+
+    async def replaced(self) -> SuspendedManifest | None:
+        """Return the manifest that `commit` replaces; None if none can be read."""
+        try:
+            return await self._store.find_suspended(self._manifest.run_id)
+        except InvalidRequest:
+            return None
 
     async def commit(self) -> SuspendedManifest:
         """Write the manifest, which makes the state exist."""
@@ -131,6 +130,9 @@ class Suspension:
             model: the model.
             unfinished: sampling requests to the model's own samplers, to restart later.
             store: where to write.
+
+        Raises:
+            Moved: another head has continued the model.
         """
         limit = self.backend.config.limits.max_sampler_bytes
         writer, published = self.writer(model, store), self.samplers.of_model(model.model_id)
@@ -148,6 +150,7 @@ class Suspension:
 
         Raises:
             SamplersLeftBehind: some samplers can't be written; then nothing was.
+            Moved: another head has continued the model.
         """
         limit = self.backend.config.limits.max_snapshot_bytes
         writer = self.writer(model, self.backend.store)
@@ -189,7 +192,24 @@ class Suspension:
         head = head.model_copy(update={"samplers": samplers, "gradient_lost": gradient_lost})
         await writer.put(HEAD_STATE, head.model_dump_json().encode())
         await writer.put(BODIES, bodies.encode())
+        await self._check_owned(model, writer)
         return await writer.commit()
+
+    async def _check_owned(self, model: LiveModel, writer: StateWriter) -> None:
+        """Check that no other head has continued the model: its state would be replaced.
+
+        Raises:
+            Moved: one has.
+        """
+        await model.queue.log.check_owned()
+        own = self.backend.config.generation
+        earlier = await writer.replaced()
+        if (
+            earlier is not None
+            and own in earlier.continues
+            and earlier.generation not in {own, *model.lineage}
+        ):
+            raise Moved(str(model.model_id))
 
     def head_state(
         self, model: LiveModel, unfinished: Sequence[SampleRequest], bodies: Bodies

@@ -6,15 +6,17 @@ others: each has the number that the head before would write next.
 """
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import obstore
+import structlog
 from obstore.exceptions import AlreadyExistsError
 from obstore.store import ObjectStore
 
 from tinkercloud_protocol import shared_journals
+from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.journals import JournalManifest
 from tinkercloud_protocol.paths import run_prefix, suspended_prefix
 from tinkercloud_protocol.shared_journals import Base, Header
@@ -25,6 +27,8 @@ from tinkercloud_worker.journal.records import DamagedJournal, Record
 
 if TYPE_CHECKING:
     from obstore import GetOptions
+
+log = structlog.get_logger(__name__)
 
 _SLOW_BYTES_PER_SECOND = 4e6
 """Speed of a store that is slow and still of use: large objects get more time."""
@@ -44,6 +48,8 @@ class Place:
     """Index of the next record."""
     fences: tuple[int, ...] = ()
     """Numbers of the objects that are not deleted before the journal is."""
+    is_behind: bool = False
+    """See `Header.is_behind`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,36 +111,53 @@ class SharedLog:
         except TimeoutError:
             raise self._slow() from None
 
-    async def take_over(self, manifest: JournalManifest, base: Base | None) -> Place:
+    async def take_over(
+        self,
+        manifest: JournalManifest,
+        base: Base | None,
+        is_behind: Callable[[Header | None], bool] = lambda _: False,
+    ) -> Place:
         """Append an object without records, so that all earlier heads stop writing.
 
         Args:
             manifest: of the journal; its last generation is this head's.
             base: what the records of this head follow; None to continue the journal as it is. Then
                 nothing is appended if there is no journal.
+            is_behind: whether the journal lacks something that this head has, given the header of
+                its last object.
 
         Raises:
             Fenced: a head that the manifest does not name has taken over already.
         """
-        last = await self.last()
-        if last is None and base is None:
-            return Place(1, 0)
+        numbers = await self.numbers()
+        if not numbers and base is None:
+            return Place(1, 0, is_behind=is_behind(None))
+        number, header = 0, None
+        if numbers:
+            number, header = numbers[-1], await self._header_if_readable(numbers[-1])
+        # Which of the objects are fences is unknown if the last one can't be read.
+        kept = tuple(numbers) if header is None else header.fences
         while True:
-            number, header = last if last is not None else (0, None)
             if header is not None and header.manifest.generations[-1] not in manifest.generations:
                 raise Fenced
             index = base.first_index if base is not None else header.next_index if header else 0
-            fences = (*header.fences, number + 1) if header is not None else ()
+            fences = (*kept, number + 1) if number else ()
             new = Header(
-                manifest=manifest, start_index=index, next_index=index, base=base, fences=fences
+                manifest=manifest,
+                start_index=index,
+                next_index=index,
+                base=base,
+                fences=fences,
+                is_behind=base is None and is_behind(header),
             )
             try:
                 await self.append(number + 1, shared_journals.encode(new, b""))
             except Fenced:
                 # The earlier head wrote meanwhile.
-                last = number + 1, await self._header(number + 1)
+                number, header = number + 1, await self._header_if_readable(number + 1)
+                kept = header.fences if header is not None else (*kept, number)
             else:
-                return Place(number + 2, index, fences)
+                return Place(number + 2, index, fences, new.is_behind)
 
     async def read(self) -> SharedState | None:
         """Return the state of the run; None if there is no journal.
@@ -214,6 +237,13 @@ class SharedLog:
         except TimeoutError:
             raise self._slow() from None
         return shared_journals.decode(start, shared_journals.name_of(self.run_id, number))[0]
+
+    async def _header_if_readable(self, number: int) -> Header | None:
+        try:
+            return await self._header(number)
+        except InvalidRequest as error:
+            log.warning("a copied journal can't be read", run_id=self.run_id, reason=error.message)
+            return None
 
     async def _content(self, number: int, limit: int | None = None) -> bytes:
         """Return an object, or its first bytes."""

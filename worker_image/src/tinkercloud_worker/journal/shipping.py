@@ -89,7 +89,11 @@ class Shipping:
         self._base: Base | None = None
         """A base that is written before the next records."""
         self._base_number = 0
-        self._is_based = asyncio.Event()
+        self._is_writing_base = False
+        self._written_base: Base | None = None
+        """The base that was written last."""
+        self._has_tried = asyncio.Event()
+        """Set once a base has been written, or an attempt to write anything has failed."""
         self._lacks_base = self._is_dropping = place is None
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         self._callers: set[asyncio.Event] = set()
@@ -126,10 +130,8 @@ class Shipping:
             self.require_snapshot("the checkpoint store is slower than the requests of the run")
         elif self._is_due():
             self._has_work.set()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(
-                self._config.store_seconds, self._timer_ended
-            )
+        else:
+            self._start_timer()
 
     def _is_due(self) -> bool:
         if self._config.wait_for_store or self.failure is not None:
@@ -137,9 +139,18 @@ class Shipping:
         is_large = self._pending_bytes >= self._config.store_bytes
         return is_large or time.monotonic() >= self._due_at
 
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            seconds = max(self._due_at - time.monotonic(), 0)
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._timer_ended)
+
     def _timer_ended(self) -> None:
         self._timer = None
-        self._has_work.set()
+        if self._pending and not self._is_due():
+            # It was started for records that have been copied since, for their size.
+            self._start_timer()
+        else:
+            self._has_work.set()
 
     def require_snapshot(self, reason: str) -> None:
         """Copy nothing until a snapshot has been stored."""
@@ -172,9 +183,28 @@ class Shipping:
         if self._is_fenced:
             raise Fenced
 
+    async def check_owned(self) -> None:
+        """Check that no other head has written to the journal, as far as the store responds.
+
+        Raises:
+            Fenced: one has.
+        """
+        if self._is_fenced:
+            raise Fenced
+        if self._place is None:
+            # What is there is older.
+            return
+        try:
+            last = await self._shared.last()
+        except WireError:
+            return
+        if last is not None and last[1].manifest.generations[-1] != self._manifest.generations[-1]:
+            raise Fenced
+
     def begin_snapshot(self, first_index: int) -> None:
         """Keep the records from this index on, which a snapshot taken now does not have."""
-        if self._lacks_base:
+        if self._lacks_base and not self._is_writing_base:
+            # Otherwise the records after the base that is being written are needed too.
             self._is_dropping = False
             self._pending = [each for each in self._pending if each.index >= first_index]
             self._pending_bytes = sum(map(_size, self._pending))
@@ -195,25 +225,35 @@ class Shipping:
             target: where they are to be.
 
         Raises:
-            StoreFailed: it could not be copied; the journal continues without it.
+            StoreFailed: an attempt to copy it has failed; the journal continues without it, unless
+                the attempt succeeds later.
         """
+        self._check_room()
         # If another head takes over after this, the base is not appended, and nothing is deleted.
         superseded = set(await self._shared.snapshot_keys())
         for name in snapshot.files:
             content = bytes(await source.read_file(snapshot, name))
             await target.put_suspended(snapshot, name, content)
-        if self._is_dropping or self._place is None:
-            raise StoreFailed("more requests arrived than can wait for the checkpoint store")
-        self._base = Base(snapshot=snapshot, first_index=first_index)
-        self._is_based.clear()
+        self._check_room()
+        base = self._base = Base(snapshot=snapshot, first_index=first_index)
+        self._has_tried.clear()
         self._has_work.set()
         if not self._has_stopped:
-            await self._is_based.wait()
+            await self._has_tried.wait()
+        if self._base is base:
+            # Records that it does not have may be dropped from here on.
+            self._base = None
         if self._has_stopped:
             raise StoreFailed("the journal has ended")
+        if self._written_base is not base:
+            raise StoreFailed(self.failure or "the checkpoint store failed")
         kept = {snapshot.key_of(name) for name in snapshot.files}
         await self._shared.remove_files(sorted(superseded - kept))
         await self._collect(first_index)
+
+    def _check_room(self) -> None:
+        if self._is_dropping or self._place is None:
+            raise StoreFailed("more requests arrived than can wait for the checkpoint store")
 
     async def _collect(self, first_index: int) -> None:
         """Delete the objects whose records the newest base has, except fences."""
@@ -268,10 +308,15 @@ class Shipping:
 
     async def _next(self, place: Place) -> _Object | None:
         index, taken, base = place.next_index, list[Record](), self._base
+        self._is_writing_base = base is not None
         if base is not None:
             self._base = None
             index = base.first_index if self._lacks_base else index
-        elif self._lacks_base or not self._pending or not self._is_due():
+        elif self._lacks_base or not self._pending:
+            return None
+        elif not self._is_due():
+            # They may have been due when they were added: during a failure, all are.
+            self._start_timer()
             return None
         else:
             taken = self._take()
@@ -302,9 +347,14 @@ class Shipping:
         self._object, number = None, place.number
         self._place = replace(place, number=number + 1, next_index=written.next_index)
         self._written.append((number, written.next_index))
+        self._is_writing_base = False
         if written.base is not None:
-            self._base_number, self._lacks_base = number, False
-            self._is_based.set()
+            self._base_number = number
+            # More requests than may wait can have arrived while it was written.
+            self._lacks_base = self._is_dropping
+            self._written_base = written.base
+            if self._base is None:
+                self._has_tried.set()
         if self.failure is not None:
             if self._complete_at is None:
                 self._complete_at = self._last_index
@@ -317,6 +367,7 @@ class Shipping:
     def _fail(self, reason: str) -> None:
         is_new, self.failure = self.failure is None, reason
         self._complete_at = None
+        self._has_tried.set()
         if is_new:
             log.warning(
                 "a run's journal can't be copied to the checkpoint store; training continues",
@@ -338,7 +389,7 @@ class Shipping:
 
     def _take_note_of_fence(self) -> None:
         self._is_fenced = True
-        self._is_based.set()
+        self._has_tried.set()
         log.warning("another head has taken over a run", model_id=self._name)
         self._listeners.on_fenced()
         for done in self._callers:
@@ -352,7 +403,7 @@ class Shipping:
         """Copy nothing more. Idempotent."""
         self._ended.set()
         self._has_work.set()
-        self._is_based.set()
+        self._has_tried.set()
         if self._timer is not None:
             self._timer.cancel()
         self._release()
