@@ -8,9 +8,11 @@ import torch
 
 from tinkercloud_protocol.errors import Overloaded
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Limits
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.trainers import assert_equal, gradient_of, moments_of, run
+from tinkercloud_worker.build_trainer import build_trainer
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import OptimizerStep, TrainingPass
 from tinkercloud_worker.model.base_model import TorchBaseModel
@@ -62,7 +64,9 @@ class Machine:
 
 @pytest.fixture(params=["host memory", "files"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    return HostMemory(lambda: None) if request.param == "host memory" else DiskFiles(tmp_path)
+    return (
+        HostMemory(lambda: None) if request.param == "host memory" else DiskFiles(tmp_path, 1 << 30)
+    )
 
 
 def assert_same_models(machine: Machine) -> None:
@@ -167,6 +171,26 @@ def test_without_a_place_for_idle_models_the_next_one_gets_the_numbers(full: Pla
     machine.trainer.add_model("third", LORA)
     ours, theirs = machine.step("first", seed=1)
     assert ours == theirs
+
+
+def test_the_files_of_a_head_have_the_configured_limit(tmp_path: Path) -> None:
+    config = HeadConfig(
+        head="h",
+        model=BaseModelSource(name="tiny", path=""),
+        token_file="",
+        checkpoint_root="memory://",
+        scratch_dir=str(tmp_path),
+        limits=Limits(max_paged_bytes=1000),
+    )
+    trainer = build_trainer(config, lambda: TorchBaseModel(tiny_llama()), None)
+    assert isinstance(trainer, TorchTrainer)
+    place = trainer._models._place
+    assert isinstance(place, DiskFiles)
+
+    kept = place.keep(torch.ones(200))
+    with pytest.raises(OSError, match=r"200 bytes of .*idle_models"):
+        place.keep(torch.ones(100))
+    assert kept().sum() == 200
 
 
 def test_a_model_that_is_removed_while_it_is_away_is_gone(place: Place) -> None:

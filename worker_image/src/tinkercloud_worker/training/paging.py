@@ -79,12 +79,12 @@ class HostMemory:
 class DiskFiles:
     """Keeps vectors of a CPU in files without names, which vanish with the process."""
 
-    def __init__(self, folder: Path, max_bytes: int = 8 << 30) -> None:
+    def __init__(self, folder: Path, max_bytes: int) -> None:
         """Keep nothing.
 
         Args:
             folder: where the files are; it is created when it is needed.
-            max_bytes: total size of the files: the disk of a pod may have a limit of its own.
+            max_bytes: total size of the files: others need space on the disk of a pod too.
         """
         self._folder = folder
         self._left = max_bytes
