@@ -16,7 +16,11 @@ from tinkercloud_worker.build_trainer import build_trainer
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import OptimizerStep, TrainingPass
 from tinkercloud_worker.model.base_model import TorchBaseModel
-from tinkercloud_worker.torch_trainer.trainer import KEPT_FREE_BYTES, TorchTrainer
+from tinkercloud_worker.torch_trainer.trainer import (
+    KEPT_FREE_BYTES,
+    TorchTrainer,
+    TorchTrainerWithSampler,
+)
 from tinkercloud_worker.training.paging import DiskFiles, HostMemory, Place
 
 LORA = LoraConfig(rank=4, seed=1)
@@ -30,12 +34,14 @@ class Machine:
     A new adapter counts for a quarter more: its gradient may not have been allocated yet.
     """
 
-    def __init__(self, room: float, place: Place | None) -> None:
+    def __init__(
+        self, room: float, place: Place | None, kind: type[TorchTrainer] = TorchTrainer
+    ) -> None:
         self.unlimited = TorchTrainer(TorchBaseModel(tiny_llama()), max_batch_tokens=32)
         self.unlimited.add_model("m", LORA)
         size = self.unlimited._models["m"].full_bytes
         self.size = int(room * size)
-        self.trainer = TorchTrainer(
+        self.trainer = kind(
             TorchBaseModel(tiny_llama()),
             max_batch_tokens=32,
             available=lambda: self.size + KEPT_FREE_BYTES - self.used(),
@@ -102,7 +108,41 @@ def test_an_idle_model_takes_no_memory_and_keeps_its_unapplied_gradient(place: P
     assert machine.trainer.memory_bytes("first") == 0
     gradients = [gradient_of(trainer, "first") for trainer in (machine.trainer, machine.unlimited)]
     assert_equal(*gradients, atol=0)
-    assert machine.trainer.memory_bytes("first") > 0
+
+
+@pytest.mark.parametrize("kind", [TorchTrainer, TorchTrainerWithSampler])
+def test_a_model_that_is_away_is_saved_and_published_without_taking_memory(
+    place: Place, kind: type[TorchTrainer]
+) -> None:
+    machine = Machine(1, place, kind)
+    machine.add("first")
+    machine.step("first", seed=0)
+    for trainer in (machine.trainer, machine.unlimited):
+        run(trainer, random_data([7], seed=1), model_id="first")
+    machine.add("second")
+
+    machine.size = 0
+
+    ours, theirs = (t.export_state("first") for t in (machine.trainer, machine.unlimited))
+    assert ours.step == theirs.step
+    assert_equal(ours.weights.tensors, theirs.weights.tensors, atol=0)
+    assert_equal(moments_of(ours), moments_of(theirs), atol=0)
+    assert_equal(machine.trainer.snapshot("first").tensors, theirs.weights.tensors, atol=0)
+    assert_equal(machine.trainer.published("first").tensors, theirs.weights.tensors, atol=0)
+    gradients = [gradient_of(trainer, "first") for trainer in (machine.trainer, machine.unlimited)]
+    assert_equal(*gradients, atol=0)
+    assert machine.trainer.memory_bytes("first") == 0
+    assert machine.trainer.memory_bytes("second") > 0
+
+
+def test_to_save_a_model_does_not_count_as_its_use(place: Place) -> None:
+    machine = Machine(2.5, place)
+    machine.add("first", "second")
+    machine.trainer.export_state("first")
+
+    machine.add("third")
+
+    assert machine.trainer.memory_bytes("first") == 0
 
 
 def test_the_model_that_was_used_least_recently_leaves_first(place: Place) -> None:

@@ -393,8 +393,8 @@ class TorchTrainerWithSampler(TorchTrainer):
 
     @override
     def published(self, model_id: str) -> WeightsSnapshot:
-        model = self._models[model_id]
-        flat = model.trainable.flat.detach().to(self._published_dtype(model), copy=True)
+        model, (weights, *_) = self._models.contents(model_id)
+        flat = weights.to(self._base.device, self._published_dtype(model), copy=True)
         return WeightsSnapshot(model.lora, model.trainable.layout.views(flat))
 
 

@@ -121,7 +121,7 @@ class DiskFiles:
 
 
 class Models(dict[str, TrainedModel]):
-    """Models by id. Looking one up pages it in."""
+    """Models by id. Looking one up pages it in; `contents` and `get` do not."""
 
     def __init__(self, place: Place | None = None, missing: Missing = lambda _: 0) -> None:
         """Start without models.
@@ -176,6 +176,20 @@ class Models(dict[str, TrainedModel]):
             if name in self._paged:
                 self._page_in(name, model, names)
         return found
+
+    def contents(self, name: str) -> tuple[TrainedModel, list[Tensor]]:
+        """Return a model and the contents of its vectors, in their order, without paging it in.
+
+        To read a model does not count as its use. The contents of a model that is paged out are on
+        the CPU. They are not to be changed, nor to be used after other calls.
+        """
+        model = super().__getitem__(name)
+        if name not in self._paged:
+            return model, model.vectors
+        return model, [
+            torch.zeros(vector.shape, dtype=vector.dtype) if content is None else content()
+            for vector, content in self._paged[name]
+        ]
 
     def is_paged_in(self, name: str) -> bool:
         """Whether there is such a model, in the memory of the device."""
