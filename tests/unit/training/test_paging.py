@@ -197,6 +197,56 @@ class Full:
     def keep(self, vector: torch.Tensor) -> Callable[[], torch.Tensor]:
         raise OSError("no room")
 
+    def free_bytes(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("room", [1, 2.5])
+@pytest.mark.parametrize("models_in_files", [1, 2, 3, 4, 5])
+def test_a_model_that_was_admitted_finds_room_for_the_rest_of_its_request(
+    tmp_path: Path, room: float, models_in_files: float
+) -> None:
+    size = Machine(1, None).size
+    machine = Machine(room, DiskFiles(tmp_path, int(models_in_files * size)))
+    machine.add("first")
+    machine.step("first", seed=0)
+    batch = prepare(a_request(random_data([30, 30, 30])), machine.trainer.limits)
+    pieces = machine.trainer.pieces(TrainingPass("first", batch))
+    next(pieces)
+
+    admitted = ["first"]
+
+    def fill() -> None:
+        for number in range(9):
+            machine.add(str(number))
+            admitted.append(str(number))
+
+    with pytest.raises(Overloaded, match=r"\d+ bytes are missing where idle models are kept"):
+        fill()
+    next(pieces)
+
+    for seed in range(3):
+        for name in admitted:
+            ours, theirs = machine.step(name, seed)
+            assert machine.used() <= machine.size
+            if name != "first":
+                assert ours == theirs
+
+
+def test_the_gradient_of_a_model_that_is_away_is_discarded_there(place: Place) -> None:
+    machine = Machine(1, place)
+    machine.add("first")
+    run(machine.trainer, random_data([7]), model_id="first")
+    machine.add("second")
+    machine.size = 0
+
+    machine.trainer.discard_gradient("first")
+
+    assert machine.trainer.export_gradient("first") is None
+    machine.size = machine.trainer._models["second"].full_bytes
+    ours, theirs = machine.step("first", seed=0)
+    assert ours == theirs
+
 
 @pytest.mark.parametrize("full", [Full(), None], ids=["a full place", "no place"])
 def test_without_a_place_for_idle_models_the_next_one_gets_the_numbers(full: Place | None) -> None:

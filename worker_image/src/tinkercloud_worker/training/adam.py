@@ -97,7 +97,7 @@ class AdamTrainer(Trainer, ABC):
 
     @override
     def discard_gradient(self, model_id: str) -> None:
-        self._models[model_id].trainable.gradient.zero_()
+        self._models.discard_gradient(model_id)
 
     @override
     def release_memory(self) -> None:

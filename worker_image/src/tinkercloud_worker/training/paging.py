@@ -30,6 +30,8 @@ from tinkercloud_worker.training.trained_model import TrainedModel
 _KEPT_FREE_BYTES = 1 << 30
 """Bytes of host memory, or of a disk, that paging leaves free."""
 
+_GRADIENT = 1
+"""The place of the gradient among the vectors of a model."""
 _PART = 1 << 22
 """Elements that are written at a time."""
 
@@ -49,6 +51,13 @@ class Place(Protocol):
             OSError: there is no room for it.
         """
 
+    def free_bytes(self) -> int | None:
+        """Return how many more bytes there is room for; None if unknown.
+
+        Raises:
+            OSError: the place can't be used.
+        """
+
 
 class HostMemory:
     """Keeps vectors of a GPU in host memory, which the GPU reads directly."""
@@ -63,9 +72,9 @@ class HostMemory:
 
     def keep(self, vector: Tensor) -> Content:
         """See `Place`."""
-        available = self._available()
-        if available is not None and available < vector.nbytes + _KEPT_FREE_BYTES:
-            raise OSError(f"{vector.nbytes} bytes do not fit in {available} bytes of host memory")
+        free = self.free_bytes()
+        if free is not None and free < vector.nbytes:
+            raise OSError(f"{vector.nbytes} bytes do not fit in {free} bytes of host memory")
         try:
             copy = torch.empty(
                 vector.shape, dtype=vector.dtype, pin_memory=accelerator.is_gpu(vector)
@@ -74,6 +83,11 @@ class HostMemory:
             raise OSError(f"host memory could not be allocated: {error}") from error
         copy.copy_(vector)
         return lambda: copy
+
+    def free_bytes(self) -> int | None:
+        """See `Place`."""
+        available = self._available()
+        return None if available is None else available - _KEPT_FREE_BYTES
 
 
 class DiskFiles:
@@ -91,8 +105,7 @@ class DiskFiles:
 
     def keep(self, vector: Tensor) -> Content:
         """See `Place`."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        free = min(self._left, shutil.disk_usage(self._folder).free - _KEPT_FREE_BYTES)
+        free = self.free_bytes()
         if free < vector.nbytes:
             raise OSError(f"{vector.nbytes} bytes do not fit in {free} bytes of {self._folder}")
         file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - open while it is needed
@@ -114,6 +127,11 @@ class DiskFiles:
         self._left -= vector.nbytes
         weakref.finalize(content, self._free, file, vector.nbytes)
         return content
+
+    def free_bytes(self) -> int:
+        """See `Place`."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return min(self._left, shutil.disk_usage(self._folder).free - _KEPT_FREE_BYTES)
 
     def _free(self, file: BinaryIO, size: int) -> None:
         file.close()
@@ -205,6 +223,47 @@ class Models(dict[str, TrainedModel]):
         if model is None or name in self._paged:
             return 0
         return sum(vector.nbytes for vector in model.vectors)
+
+    def discard_gradient(self, name: str) -> None:
+        """Set the gradient of a model to zero, where it is."""
+        _, gradient, *_ = super().__getitem__(name).vectors
+        if name in self._paged:
+            self._paged[name][_GRADIENT] = (gradient, None)
+        else:
+            gradient.zero_()
+
+    def missing_to_swap(self, size: int) -> int:
+        """Return how many bytes the place lacks once there is a new model, whoever is used then.
+
+        Models leave one by one until the one that is needed fits. So the models that are out are at
+        most what the device can't hold, the needed one, which is still out, and the last that left.
+
+        Args:
+            size: the bytes of the new model.
+
+        Returns:
+            The bytes; 0 or less if any model can be paged in, at any time.
+        """
+        if self._place is None or not self:
+            return 0
+        out = [dict.__getitem__(self, name) for name in self._paged]
+        excess = size + sum(model.held_bytes for model in out) + self._missing(0)
+        if excess <= 0:
+            return 0
+        try:
+            free = self._place.free_bytes()
+        except OSError:
+            free = 0
+        if free is None:
+            return 0
+        largest = max([size, *(model.full_bytes for model in self.values())])
+        kept = sum(
+            vector.nbytes
+            for vectors in self._paged.values()
+            for vector, content in vectors
+            if content is not None
+        )
+        return excess + 2 * largest - free - kept
 
     def make_room(self, size: int, used: Collection[str] = ()) -> int:
         """Page out models until the device has room for a number of bytes.
