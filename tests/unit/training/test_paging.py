@@ -1,5 +1,6 @@
 """Idle models leave the memory of the trainer if others need it, and return with the same bits."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,13 +16,15 @@ from tinkercloud_testing.trainers import assert_equal, gradient_of, moments_of, 
 from tinkercloud_worker.build_trainer import build_trainer
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import OptimizerStep, TrainingPass
+from tinkercloud_worker.lora.parameters import TensorLayout, TensorSpec, Trainable
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import (
     KEPT_FREE_BYTES,
     TorchTrainer,
     TorchTrainerWithSampler,
 )
-from tinkercloud_worker.training.paging import DiskFiles, HostMemory, Place
+from tinkercloud_worker.training.paging import DiskFiles, HostMemory, Models, Place
+from tinkercloud_worker.training.trained_model import TrainedModel
 
 LORA = LoraConfig(rank=4, seed=1)
 ADAM = AdamParams(learning_rate=1e-2)
@@ -189,6 +192,29 @@ def test_a_model_that_leaves_between_two_pieces_of_its_request_returns(place: Pl
 
     gradients = [gradient_of(trainer, "first") for trainer in (machine.trainer, machine.unlimited)]
     assert_equal(*gradients, atol=0)
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process really takes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_only_as_many_models_leave_the_memory_of_a_machine_as_others_need(tmp_path: Path) -> None:
+    limit = [1 << 62]
+    models = Models(DiskFiles(tmp_path, 1 << 30), lambda size: size + resident_bytes() - limit[0])
+    # From now on the allocator keeps blocks of up to this size, as in a process that has trained.
+    torch.ones(30 << 18)
+    for number in range(8):
+        layout = TensorLayout([TensorSpec("w", (1 << 20,))])
+        model = models[str(number)] = TrainedModel(LORA, Trainable(layout))
+        model.begin_moments()
+        for vector in model.vectors:
+            vector.fill_(1)
+    limit[0] = resident_bytes()
+
+    assert models.make_room(models["0"].full_bytes) <= 0
+
+    assert len(models.paged_in()) >= 5
 
 
 class Full:

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from tinkercloud_protocol.errors import Overloaded
 from tinkercloud_worker.device import accelerator
-from tinkercloud_worker.device.memory import Available
+from tinkercloud_worker.device.memory import Available, return_free_memory
 from tinkercloud_worker.training.trained_model import TrainedModel
 
 _KEPT_FREE_BYTES = 1 << 30
@@ -302,6 +302,9 @@ class Models(dict[str, TrainedModel]):
         ]
         for vector in vectors:
             vector.untyped_storage().resize_(0)
+        if not accelerator.is_gpu(vectors[0]):
+            # Otherwise nothing seems to be gained, and the next model leaves too.
+            return_free_memory()
 
     def _page_in(self, name: str, model: TrainedModel, used: Collection[str]) -> None:
         missing = self.make_room(model.full_bytes, used)
