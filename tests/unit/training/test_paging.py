@@ -194,6 +194,18 @@ def test_a_model_that_leaves_between_two_pieces_of_its_request_returns(place: Pl
     assert_equal(*gradients, atol=0)
 
 
+def test_host_memory_needs_room_for_the_block_that_torch_pins_for_a_vector() -> None:
+    available = [(1 << 30) + 4095]
+    place = HostMemory(lambda: available[0])
+    vector = torch.ones(600)  # 2400 bytes, in a block of 4096
+
+    with pytest.raises(OSError, match="4096 bytes do not fit"):
+        place.keep(vector)
+    available[0] += 1
+
+    assert torch.equal(place.keep(vector)(), vector)
+
+
 def resident_bytes() -> int:
     """Return the memory that this process really takes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -60,7 +60,11 @@ class Place(Protocol):
 
 
 class HostMemory:
-    """Keeps vectors of a GPU in host memory, which the GPU reads directly."""
+    """Keeps vectors of a GPU in pinned host memory, which the GPU reads directly.
+
+    torch rounds pinned blocks up to powers of two, so that a vector may take twice its size. This
+    has not run on a GPU.
+    """
 
     def __init__(self, available: Available) -> None:
         """Keep nothing.
@@ -70,11 +74,16 @@ class HostMemory:
         """
         self._available = available
 
+    @staticmethod
+    def bytes_for(size: int) -> int:
+        """Return the bytes of a pinned block for a vector of this many bytes."""
+        return 1 << max(size - 1, 0).bit_length()
+
     def keep(self, vector: Tensor) -> Content:
         """See `Place`."""
-        free = self.free_bytes()
-        if free is not None and free < vector.nbytes:
-            raise OSError(f"{vector.nbytes} bytes do not fit in {free} bytes of host memory")
+        available, size = self._available(), self.bytes_for(vector.nbytes)
+        if available is not None and available - _KEPT_FREE_BYTES < size:
+            raise OSError(f"{size} bytes do not fit in {available} bytes of host memory")
         try:
             copy = torch.empty(
                 vector.shape, dtype=vector.dtype, pin_memory=accelerator.is_gpu(vector)
@@ -85,9 +94,9 @@ class HostMemory:
         return lambda: copy
 
     def free_bytes(self) -> int | None:
-        """See `Place`."""
+        """See `Place`: half of what is available, since each vector may take twice its size."""
         available = self._available()
-        return None if available is None else available - _KEPT_FREE_BYTES
+        return None if available is None else (available - _KEPT_FREE_BYTES) // 2
 
 
 class DiskFiles:
