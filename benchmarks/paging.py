@@ -78,7 +78,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         places: dict[str, Place] = {
             "host memory": HostMemory(lambda: None),
-            "files": DiskFiles(Path(folder)),
+            "files": DiskFiles(Path(folder), 1 << 40),
         }
         for name, place in places.items():
             out, back = (1e3 * statistics.median(each) for each in seconds_of(place, model))

@@ -9,7 +9,7 @@ import pytest
 
 from tinkercloud_protocol.engine_scaling import EngineScaling
 from tinkercloud_testing.engines import Engine, a_sampling_request
-from tinkercloud_testing.sglang import FakeSglang
+from tinkercloud_testing.sglang import FakeSglang, listening
 from tinkercloud_testing.sglang_sampling import TENSORS, a_sampler, an_adapter, publish
 from tinkercloud_testing.waiting import reached
 from tinkercloud_worker.inference import engine_scaler, routing, server
@@ -64,6 +64,26 @@ async def test_another_engine_gets_the_adapters_before_its_first_request(
 
     order = [path for path, body in second.calls if path == TENSORS or body.get("lora_path")]
     assert order[:8] == [TENSORS] * 8
+
+
+async def test_requests_that_wait_for_a_lost_engine_go_to_one_that_joins(
+    engine: Engine, fakes: list[FakeSglang], model_folder: Path, tmp_path: Path
+) -> None:
+    lost = FakeSglang(engine, model_folder)
+    async with listening(lost):
+        sampler = a_sampler([lost, fakes[0]], tmp_path, scaling=SCALING, adapters_seen=False)
+        await publish(engine, sampler, "one", an_adapter(engine, 1))
+    waiting = sampling(sampler, "one", 3)
+    await reached(lambda: not sampler._pool.in_use[0].is_up)
+    assert await needed(sampler, 1) == 2
+
+    asking = asyncio.create_task(needed(sampler, 2))
+    async with asyncio.timeout(30):
+        await asyncio.gather(*waiting)
+
+    assert len(fakes[0].called("/generate")) >= len(waiting)
+    asking.cancel()
+    await sampler.close()
 
 
 def preferring(fake: FakeSglang, fakes: list[FakeSglang]) -> str:

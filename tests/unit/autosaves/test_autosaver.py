@@ -3,6 +3,7 @@
 import asyncio
 import errno
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -295,6 +296,29 @@ async def test_the_last_checkpoint_replaces_the_autosaves(
 
         assert saved() == ["last-step-000002"]
         assert held(head).unsaved_steps == 0
+
+
+async def test_a_model_that_cannot_be_saved_costs_no_other_its_last_checkpoint(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with a_head(root, tmp_path, "g1", autosave=LATER) as head:
+        await head.begin()
+        other = ModelId("s", 1)
+        await head.service.create_model(other, SPEC)
+        await head.service.retrieve(f"{other}:0")
+        export = head.backend.trainer.export_state
+
+        def export_only(lost: ModelId, name: str) -> TrainingState:
+            if name == str(lost):
+                lose()
+            return export(name)
+
+        for lost, kept in ((MODEL, other), (other, MODEL)):
+            monkeypatch.setattr(head.backend.trainer, "export_state", partial(export_only, lost))
+            with pytest.raises(StateLost, match="lost with its ranks"):
+                await head.service.checkpoint()
+            runs = tmp_path / "store" / "runs"
+            assert list((runs / str(kept)).rglob("last-step-*/manifest.json"))
 
 
 async def test_an_abandoned_autosave_that_the_store_has_completed_is_deleted_too(

@@ -384,6 +384,30 @@ def test_remote_models_are_limited_to_a_share_of_the_trainers_scratch_space(
     assert config.limits.max_placed_bytes == room
 
 
+@pytest.mark.parametrize(
+    ("offered", "room"),
+    [({"source": ON_A_VOLUME}, 2 << 30), ({"source": ON_A_VOLUME, "head": LARGE_HEAD}, 75 << 30)],
+    ids=["scratch of 8Gi", "more"],
+)
+def test_idle_models_are_limited_to_a_share_of_the_heads_scratch_space(
+    offered: Json, room: int
+) -> None:
+    config = support_objects.head_config(a_build(a_base_model(**offered)))
+
+    assert config.limits.max_paged_bytes == room
+
+
+@pytest.mark.parametrize("source", [{"source": ON_A_VOLUME}, {}], ids=["volume", "download"])
+def test_all_that_a_head_keeps_fits_in_its_scratch_space_together(source: Json) -> None:
+    head = {"image": "worker", "durability": {"level": "local"}, "resources": {"scratch": "4Gi"}}
+
+    config = support_objects.head_config(a_build(a_base_model(head=head, **source)))
+
+    limits = config.limits
+    kept = limits.max_snapshot_bytes + limits.max_paged_bytes + config.durability.max_journal_bytes
+    assert kept < 0.9 * (4 << 30)
+
+
 def test_the_head_of_a_sampling_session_does_not_train() -> None:
     offered = a_base_model(trainer={**TRAINERS, "dtype": "float32"})
 

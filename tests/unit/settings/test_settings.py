@@ -149,6 +149,7 @@ def rejection(*arguments: str) -> str:
         ("LIMITS__MAX_LORA_RANK", "64", "limits.max_lora_rank: .*set `limits.maxLoraRank` of the"),
         ("LIMITS__MAX_CONTEXT_LENGTH", "9", "max_context_length: .*set `maxContextLength` of the"),
         ("LIMITS__MAX_SNAPSHOT_BYTES", "9", "max_snapshot_bytes: .*head.resources.scratch"),
+        ("LIMITS__MAX_PAGED_BYTES", "9", "max_paged_bytes: .*head.resources.scratch"),
         (
             "LIMITS__MAX_RESULT_BYTES",
             "9",

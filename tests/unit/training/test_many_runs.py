@@ -46,7 +46,7 @@ def a_trainer(folder: Path | None) -> TorchTrainer:
         TorchBaseModel(tiny_llama()),
         max_batch_tokens=64,
         available=available if folder else lambda: None,
-        place=DiskFiles(folder) if folder else None,
+        place=DiskFiles(folder, 1 << 30) if folder else None,
     )
     for run in range(RUNS):
         trainer.add_model(str(run), LoraConfig(rank=rank_of(run), seed=run))

@@ -1,5 +1,6 @@
 """Idle models leave the memory of the trainer if others need it, and return with the same bits."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,14 +9,22 @@ import torch
 
 from tinkercloud_protocol.errors import Overloaded
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Limits
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.trainers import assert_equal, gradient_of, moments_of, run
+from tinkercloud_worker.build_trainer import build_trainer
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import OptimizerStep, TrainingPass
+from tinkercloud_worker.lora.parameters import TensorLayout, TensorSpec, Trainable
 from tinkercloud_worker.model.base_model import TorchBaseModel
-from tinkercloud_worker.torch_trainer.trainer import KEPT_FREE_BYTES, TorchTrainer
-from tinkercloud_worker.training.paging import DiskFiles, HostMemory, Place
+from tinkercloud_worker.torch_trainer.trainer import (
+    KEPT_FREE_BYTES,
+    TorchTrainer,
+    TorchTrainerWithSampler,
+)
+from tinkercloud_worker.training.paging import DiskFiles, HostMemory, Models, Place
+from tinkercloud_worker.training.trained_model import TrainedModel
 
 LORA = LoraConfig(rank=4, seed=1)
 ADAM = AdamParams(learning_rate=1e-2)
@@ -28,12 +37,14 @@ class Machine:
     A new adapter counts for a quarter more: its gradient may not have been allocated yet.
     """
 
-    def __init__(self, room: float, place: Place | None) -> None:
+    def __init__(
+        self, room: float, place: Place | None, kind: type[TorchTrainer] = TorchTrainer
+    ) -> None:
         self.unlimited = TorchTrainer(TorchBaseModel(tiny_llama()), max_batch_tokens=32)
         self.unlimited.add_model("m", LORA)
         size = self.unlimited._models["m"].full_bytes
         self.size = int(room * size)
-        self.trainer = TorchTrainer(
+        self.trainer = kind(
             TorchBaseModel(tiny_llama()),
             max_batch_tokens=32,
             available=lambda: self.size + KEPT_FREE_BYTES - self.used(),
@@ -62,7 +73,9 @@ class Machine:
 
 @pytest.fixture(params=["host memory", "files"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    return HostMemory(lambda: None) if request.param == "host memory" else DiskFiles(tmp_path)
+    return (
+        HostMemory(lambda: None) if request.param == "host memory" else DiskFiles(tmp_path, 1 << 30)
+    )
 
 
 def assert_same_models(machine: Machine) -> None:
@@ -98,7 +111,41 @@ def test_an_idle_model_takes_no_memory_and_keeps_its_unapplied_gradient(place: P
     assert machine.trainer.memory_bytes("first") == 0
     gradients = [gradient_of(trainer, "first") for trainer in (machine.trainer, machine.unlimited)]
     assert_equal(*gradients, atol=0)
-    assert machine.trainer.memory_bytes("first") > 0
+
+
+@pytest.mark.parametrize("kind", [TorchTrainer, TorchTrainerWithSampler])
+def test_a_model_that_is_away_is_saved_and_published_without_taking_memory(
+    place: Place, kind: type[TorchTrainer]
+) -> None:
+    machine = Machine(1, place, kind)
+    machine.add("first")
+    machine.step("first", seed=0)
+    for trainer in (machine.trainer, machine.unlimited):
+        run(trainer, random_data([7], seed=1), model_id="first")
+    machine.add("second")
+
+    machine.size = 0
+
+    ours, theirs = (t.export_state("first") for t in (machine.trainer, machine.unlimited))
+    assert ours.step == theirs.step
+    assert_equal(ours.weights.tensors, theirs.weights.tensors, atol=0)
+    assert_equal(moments_of(ours), moments_of(theirs), atol=0)
+    assert_equal(machine.trainer.snapshot("first").tensors, theirs.weights.tensors, atol=0)
+    assert_equal(machine.trainer.published("first").tensors, theirs.weights.tensors, atol=0)
+    gradients = [gradient_of(trainer, "first") for trainer in (machine.trainer, machine.unlimited)]
+    assert_equal(*gradients, atol=0)
+    assert machine.trainer.memory_bytes("first") == 0
+    assert machine.trainer.memory_bytes("second") > 0
+
+
+def test_to_save_a_model_does_not_count_as_its_use(place: Place) -> None:
+    machine = Machine(2.5, place)
+    machine.add("first", "second")
+    machine.trainer.export_state("first")
+
+    machine.add("third")
+
+    assert machine.trainer.memory_bytes("first") == 0
 
 
 def test_the_model_that_was_used_least_recently_leaves_first(place: Place) -> None:
@@ -147,11 +194,96 @@ def test_a_model_that_leaves_between_two_pieces_of_its_request_returns(place: Pl
     assert_equal(*gradients, atol=0)
 
 
+def test_host_memory_needs_room_for_the_block_that_torch_pins_for_a_vector() -> None:
+    available = [(1 << 30) + 4095]
+    place = HostMemory(lambda: available[0])
+    vector = torch.ones(600)  # 2400 bytes, in a block of 4096
+
+    with pytest.raises(OSError, match="4096 bytes do not fit"):
+        place.keep(vector)
+    available[0] += 1
+
+    assert torch.equal(place.keep(vector)(), vector)
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process really takes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_only_as_many_models_leave_the_memory_of_a_machine_as_others_need(tmp_path: Path) -> None:
+    limit = [1 << 62]
+    models = Models(DiskFiles(tmp_path, 1 << 30), lambda size: size + resident_bytes() - limit[0])
+    # From now on the allocator keeps blocks of up to this size, as in a process that has trained.
+    torch.ones(30 << 18)
+    for number in range(8):
+        layout = TensorLayout([TensorSpec("w", (1 << 20,))])
+        model = models[str(number)] = TrainedModel(LORA, Trainable(layout))
+        model.begin_moments()
+        for vector in model.vectors:
+            vector.fill_(1)
+    limit[0] = resident_bytes()
+
+    assert models.make_room(models["0"].full_bytes) <= 0
+
+    assert len(models.paged_in()) >= 5
+
+
 class Full:
     """A place without room."""
 
     def keep(self, vector: torch.Tensor) -> Callable[[], torch.Tensor]:
         raise OSError("no room")
+
+    def free_bytes(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("room", [1, 2.5])
+@pytest.mark.parametrize("models_in_files", [1, 2, 3, 4, 5])
+def test_a_model_that_was_admitted_finds_room_for_the_rest_of_its_request(
+    tmp_path: Path, room: float, models_in_files: float
+) -> None:
+    size = Machine(1, None).size
+    machine = Machine(room, DiskFiles(tmp_path, int(models_in_files * size)))
+    machine.add("first")
+    machine.step("first", seed=0)
+    batch = prepare(a_request(random_data([30, 30, 30])), machine.trainer.limits)
+    pieces = machine.trainer.pieces(TrainingPass("first", batch))
+    next(pieces)
+
+    admitted = ["first"]
+
+    def fill() -> None:
+        for number in range(9):
+            machine.add(str(number))
+            admitted.append(str(number))
+
+    with pytest.raises(Overloaded, match=r"\d+ bytes are missing where idle models are kept"):
+        fill()
+    next(pieces)
+
+    for seed in range(3):
+        for name in admitted:
+            ours, theirs = machine.step(name, seed)
+            assert machine.used() <= machine.size
+            if name != "first":
+                assert ours == theirs
+
+
+def test_the_gradient_of_a_model_that_is_away_is_discarded_there(place: Place) -> None:
+    machine = Machine(1, place)
+    machine.add("first")
+    run(machine.trainer, random_data([7]), model_id="first")
+    machine.add("second")
+    machine.size = 0
+
+    machine.trainer.discard_gradient("first")
+
+    assert machine.trainer.export_gradient("first") is None
+    machine.size = machine.trainer._models["second"].full_bytes
+    ours, theirs = machine.step("first", seed=0)
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("full", [Full(), None], ids=["a full place", "no place"])
@@ -167,6 +299,26 @@ def test_without_a_place_for_idle_models_the_next_one_gets_the_numbers(full: Pla
     machine.trainer.add_model("third", LORA)
     ours, theirs = machine.step("first", seed=1)
     assert ours == theirs
+
+
+def test_the_files_of_a_head_have_the_configured_limit(tmp_path: Path) -> None:
+    config = HeadConfig(
+        head="h",
+        model=BaseModelSource(name="tiny", path=""),
+        token_file="",
+        checkpoint_root="memory://",
+        scratch_dir=str(tmp_path),
+        limits=Limits(max_paged_bytes=1000),
+    )
+    trainer = build_trainer(config, lambda: TorchBaseModel(tiny_llama()), None)
+    assert isinstance(trainer, TorchTrainer)
+    place = trainer._models._place
+    assert isinstance(place, DiskFiles)
+
+    kept = place.keep(torch.ones(200))
+    with pytest.raises(OSError, match=r"200 bytes of .*idle_models"):
+        place.keep(torch.ones(100))
+    assert kept().sum() == 200
 
 
 def test_a_model_that_is_removed_while_it_is_away_is_gone(place: Place) -> None:

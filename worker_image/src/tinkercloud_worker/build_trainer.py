@@ -108,7 +108,7 @@ def _place(config: HeadConfig, device: torch.device) -> Place | None:
         # Models are saved while the engines have the GPU's memory, and are loaded for that.
         return None
     if device.type == "cpu":
-        return DiskFiles(Path(config.scratch_dir) / "idle_models")
+        return DiskFiles(Path(config.scratch_dir) / "idle_models", config.limits.max_paged_bytes)
     return HostMemory(memory.available_bytes)
 
 

@@ -33,6 +33,9 @@ _JOURNAL_SHARE = 0.1
 _SNAPSHOT_SHARE = 0.5
 """Share of the head's scratch space for sampling snapshots; half of it if the base model is stored
 there too. The latest snapshot and those in use do not count, and new ones are being written."""
+_PAGED_SHARE = 0.25
+"""Share of the head's scratch space for idle models; half of it if the base model is stored there
+too."""
 DNS_PORTS = [
     {"protocol": protocol, "port": port} for port in (53, 5353) for protocol in ("UDP", "TCP")
 ]
@@ -66,8 +69,9 @@ def head_config(build: Build) -> HeadConfig:
         limits=Limits(
             max_lora_rank=base_model.limits.max_lora_rank,
             max_context_length=base_model.max_context_length,
-            max_snapshot_bytes=_snapshot_bytes(build.resolved),
+            max_snapshot_bytes=_head_scratch(build.resolved, _SNAPSHOT_SHARE),
             max_placed_bytes=_placed_bytes(build.resolved),
+            max_paged_bytes=_head_scratch(build.resolved, _PAGED_SHARE),
         ),
         timings=Timings(
             drain_seconds=settings.drain_seconds,
@@ -89,20 +93,24 @@ def _durability(resolved: ResolvedSpec) -> Json:
     return {"journal_dir": f"{SCRATCH_FOLDER}/journals", "durability": config}
 
 
-def _snapshot_bytes(resolved: ResolvedSpec) -> int:
-    """Return the head's size limit for sampling snapshots.
+def _head_scratch(resolved: ResolvedSpec, share: float) -> int:
+    """Return the size in bytes of a share of the head's scratch space.
 
-    The scratch space also holds other files, and a pod that exceeds it is evicted, which ends the
-    run.
+    All shares are less than the space together: it also holds other files, and a pod that exceeds
+    it is evicted, which ends the run.
+
+    Args:
+        resolved: what the session asks for.
+        share: the share, which is halved if the base model is stored there too.
     """
     base_model = resolved.base_model
     has_base_model = base_model.source.volume is None and resolved.head_computes
-    share = _SNAPSHOT_SHARE / 2 if has_base_model else _SNAPSHOT_SHARE
-    return max(1, int(parse_quantity(base_model.head.resources.scratch) * share))
+    scratch = parse_quantity(base_model.head.resources.scratch)
+    return max(1, int(scratch * (share / 2 if has_base_model else share)))
 
 
 def _placed_bytes(resolved: ResolvedSpec) -> int:
-    """Return a trainer pod's limit for whole models; see `_snapshot_bytes`."""
+    """Return a trainer pod's limit for whole models; see `_head_scratch`."""
     if resolved.trainer is None:
         return Limits().max_placed_bytes
     share = _SNAPSHOT_SHARE / 2 if resolved.base_model.source.volume is None else _SNAPSHOT_SHARE

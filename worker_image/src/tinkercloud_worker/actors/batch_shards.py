@@ -1,5 +1,6 @@
 """Splits a batch into shards for replicas, and merges their outputs."""
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,11 +22,11 @@ def assign_examples(lengths: Sequence[int], replicas: int) -> list[list[int]]:
         The shard of each replica: indices of its examples, in batch order.
     """
     shards: list[list[int]] = [[] for _ in range(replicas)]
-    loads = [0] * replicas
+    loads = [(0, replica) for replica in range(replicas)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        lightest = min(range(replicas), key=lambda replica: (loads[replica], replica))
+        load, lightest = loads[0]
         shards[lightest].append(index)
-        loads[lightest] += lengths[index]
+        heapq.heapreplace(loads, (load + lengths[index], lightest))
     return [sorted(shard) for shard in shards]
 
 

@@ -6,7 +6,7 @@ divided as always: its bits do not depend on this module.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Protocol
 
@@ -115,11 +115,34 @@ class SharingTrainer(Protocol):
         """Run the steps of different models; an exception means that none was applied."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a batch adds to a shared pass, in tokens."""
+
+    kind: tuple[bool, int] | None
+    """Passes of one kind can share; None: this one runs alone."""
+    tokens: int
+    padded: int
+    """Tokens with the padding of each example."""
+    longest: int
+    """Padded tokens of the longest example."""
+
+    @classmethod
+    def of(cls, batch: Batch, multiple: int) -> "_Part":
+        lengths = [len(example.tokens) for example in batch.examples]
+        padded = padded_lengths(lengths, multiple)
+        can_share = batch.definition is None and batch.loss.is_token_local
+        kind = (batch.forward_only, batch.num_targets) if can_share else None
+        return cls(kind, sum(lengths), sum(padded), max(padded))
+
+
 class RankedPasses:
     """Implements `engine.thread.Batcher` for passes."""
 
     def __init__(self, trainer: SharingTrainer) -> None:
         self._trainer = trainer
+        self._joined: list[tuple[TrainingPass, _Part]] = []
+        """The passes of the last call that may share one; so each of many is measured once."""
 
     def can_batch(self, items: Sequence[TrainingPass], item: TrainingPass) -> bool:
         """See `engine.thread.Batcher`: adapters share a pass that is one micro-batch everywhere.
@@ -127,25 +150,45 @@ class RankedPasses:
         Custom losses run alone: the head differentiates them between two passes of the ranks
         (`engine.custom_passes`).
         """
-        everyone = [*items, item]
         memberships = self._trainer.memberships()
+        multiple = memberships[0].pad_to_multiple_of
+        if [id(each) for each in items] != [id(each) for each, _ in self._joined]:
+            self._joined = [(each, _Part.of(each.batch, multiple)) for each in items]
+        joined = [*self._joined, (item, _Part.of(item.batch, multiple))]
+        parts = [part for _, part in joined]
+        may_join = (
+            parts[-1].kind is not None
+            and len({part.kind for part in parts}) == 1
+            and len({each.model_id for each, _ in joined}) == len(joined)
+            and all(self._trainer.may_share(each.model_id) for each, _ in joined)
+            and self._fit([each.batch for each, _ in joined], parts, memberships)
+        )
+        if may_join:
+            self._joined = joined
+        return may_join
+
+    @staticmethod
+    def _fit(
+        batches: Sequence[Batch], parts: Sequence["_Part"], memberships: Sequence[Membership]
+    ) -> bool:
+        """Whether no replica gets too many tokens of a shared pass."""
         most = min(membership.max_shared_tokens for membership in memberships)
-        batches = [each.batch for each in everyone]
-        if sum(batch.num_tokens for batch in batches) > most * len(memberships):
+        replicas = number_of_replicas(memberships)
+        if sum(part.tokens for part in parts) > most * replicas:
             return False
-        kinds = {(batch.forward_only, batch.num_targets) for batch in batches}
+        # When a replica gets its last example it has the fewest tokens: at most the mean of the
+        # others. Only passes that are nearly full are divided to see.
+        padded, longest = sum(part.padded for part in parts), max(part.longest for part in parts)
         return (
-            len(kinds) == 1
-            and all(batch.definition is None and batch.loss.is_token_local for batch in batches)
-            and len({each.model_id for each in everyone}) == len(everyone)
-            and all(self._trainer.may_share(each.model_id) for each in everyone)
-            and most_tokens(batches, divided(batches, memberships)) <= most
+            padded + (replicas - 1) * longest <= most * replicas
+            or most_tokens(batches, divided(batches, memberships)) <= most
         )
 
     def run_batch(
         self, items: Sequence[TrainingPass], yield_point: Callable[[], None]
     ) -> list[LossOutput]:
         """See `engine.thread.Batcher`."""
+        self._joined = []
         shards = divided([item.batch for item in items], self._trainer.memberships())
         outputs = self._trainer.shared_pass(items, shards)
         yield_point()
@@ -153,6 +196,7 @@ class RankedPasses:
 
     def pieces(self, item: TrainingPass) -> Pieces[LossOutput]:
         """See `engine.thread.Batcher`: a pass is one piece."""
+        self._joined = []
         yield from ()
         compute = (
             self._trainer.forward if item.batch.forward_only else self._trainer.forward_backward

@@ -1,5 +1,6 @@
 """Free memory for new models, on the machine and within the container limit."""
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,16 @@ def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | N
     """
     left = [room for room in (_of_machine(meminfo), _of_cgroup(cgroup)) if room is not None]
     return min(left, default=None)
+
+
+def return_free_memory() -> None:
+    """Return unused memory of the allocator to the operating system, where supported.
+
+    Large tensors of finished steps leave gaps that glibc does not return by itself.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _of_machine(meminfo: Path) -> int | None:

@@ -11,7 +11,7 @@ head's list of models.
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import structlog
 
@@ -61,6 +61,8 @@ class Autosaver:
     async def save_last(self, only: str = "") -> list[str]:
         """Write last checkpoints instead of automatic ones; return the paths.
 
+        If a model can't be saved, the others are, before its failure is raised.
+
         Args:
             only: the id of one model; otherwise all models are saved.
         """
@@ -70,11 +72,7 @@ class Autosaver:
                 self._saving[1].cancel()
             models = [model for name, model in self._models.items() if only in {"", name}]
             try:
-                return [
-                    await model.operations.save_last()
-                    for model in models
-                    if model.operations.refused is None
-                ]
+                return await _save_all(models)
             finally:
                 self._wake.set()
 
@@ -136,6 +134,23 @@ class Autosaver:
             unsaved_steps=schedule.unsaved,
             reason=reason,
         )
+
+
+async def _save_all(models: Sequence[LiveModel]) -> list[str]:
+    """Write the last checkpoints of all models that accept requests; then raise the first error."""
+    paths: list[str] = []
+    failures: list[Exception] = []
+    for model in models:
+        if model.operations.refused is not None:
+            continue
+        try:
+            paths.append(await model.operations.save_last())
+        except Exception as error:  # noqa: BLE001 - raised when all others are saved
+            log.warning("no last checkpoint", model_id=str(model.model_id), reason=repr(error))
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    return paths
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

@@ -1,10 +1,10 @@
 """Frees memory of an idle head that would only make later work faster."""
 
 import asyncio
-import ctypes
 
 from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.launch import HeadStatus
+from tinkercloud_worker.device.memory import return_free_memory
 from tinkercloud_worker.head.backend import Backend
 
 _IDLE_SECONDS = 60.0
@@ -33,13 +33,3 @@ class IdleMemory:
             # The engine thread has stopped, and the head is about to end.
             return
         await asyncio.to_thread(return_free_memory)
-
-
-def return_free_memory() -> None:
-    """Return unused memory of the allocator to the operating system, where supported.
-
-    Large tensors of finished steps leave gaps that glibc does not return by itself.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

@@ -26,10 +26,10 @@ from tinkercloud_protocol.checkpoints import SuspendedManifest
 from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_protocol.ids import SamplingSessionId
 from tinkercloud_protocol.launch import HeldModel, ModelSpec
+from tinkercloud_worker.device.memory import return_free_memory
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durability import Durability
 from tinkercloud_worker.head.failures import Moved
-from tinkercloud_worker.head.idle_memory import return_free_memory
 from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.sample import Sample
 from tinkercloud_worker.head.suspension import Suspension

@@ -47,6 +47,8 @@ class ServerPool:
         self._unload = unload
         self._joining: dict[str, asyncio.Task[None]] = {}
         """By URL: servers in use that get no requests yet."""
+        self._changed = asyncio.Event()
+        """Set, and replaced, when other servers are in use, or one has joined."""
 
     @property
     def in_use(self) -> list[InferenceServer]:
@@ -63,6 +65,12 @@ class ServerPool:
         for server in servers[number:]:
             if (joining := self._joining.pop(server.url, None)) is not None:
                 joining.cancel()
+        if number != before:
+            self._announce_change()
+
+    def _announce_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def is_left(self, number: int) -> bool:
         """Return whether no server after the first ones has a request."""
@@ -98,20 +106,27 @@ class ServerPool:
             }
             if up:
                 return self.all[routing.choose(key, up)]
-            recoveries = [asyncio.create_task(self._usable(each)) for each in candidates]
-            done, waiting = await asyncio.wait(
-                recoveries,
-                timeout=max(deadline - time.monotonic(), 0),
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            for task in waiting:
-                task.cancel()
-            if not done:
+            if not await self._any_may_be_usable(candidates, deadline - time.monotonic()):
                 urls = ", ".join(each.url for each in candidates)
                 raise ServerUnreachable(
                     f"no inference server responds ({urls}), and none recovered within"
                     f" {seconds:.0f} s; send the request again"
                 )
+
+    async def _any_may_be_usable(
+        self, candidates: Sequence[InferenceServer], seconds: float
+    ) -> bool:
+        """Wait until a server gets requests or others are in use; return whether one was."""
+        waits = [self._changed.wait(), *(self._usable(each) for each in candidates)]
+        tasks = [asyncio.ensure_future(each) for each in waits]
+        try:
+            done, _ = await asyncio.wait(
+                tasks, timeout=max(seconds, 0), return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            for task in tasks:
+                task.cancel()
+        return bool(done)
 
     async def _usable(self, server: InferenceServer) -> None:
         """Wait until a server gets requests."""
@@ -136,3 +151,4 @@ class ServerPool:
         finally:
             if self._joining.get(server.url) is asyncio.current_task():
                 del self._joining[server.url]
+                self._announce_change()

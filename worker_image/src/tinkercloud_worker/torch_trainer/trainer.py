@@ -156,15 +156,20 @@ class TorchTrainer(AdamTrainer):
             Overloaded: it does not.
         """
         needed = layout.size * BYTES_PER_PARAMETER
-        missing = self._models.make_room(needed)
-        if missing > 0:
+        # Otherwise a model that is here could not return for the rest of a request. Without
+        # moments, a model counts with its gradient twice: see `TrainedModel.unused_bytes`.
+        missing_to_swap = self._models.missing_to_swap(needed + 4 * layout.size)
+        swaps = missing_to_swap <= 0
+        missing = self._models.make_room(needed) if swaps else needed - self._room()
+        if missing > 0 or not swaps:
             loaded = self._models.paged_in()
+            note = f"; {missing_to_swap} bytes are missing where idle models are kept"
             raise Overloaded(
                 f"lora_config: {kind} has {layout.size} parameters and takes {needed} bytes"
                 f" (weights, gradient and moments in float32), but {max(needed - missing, 0)} bytes"
                 f" are free: of {self._available()} available bytes, {_promised(loaded)} are"
                 f" reserved for the {len(loaded)} models loaded here and {KEPT_FREE_BYTES} are kept"
-                f" free; end unused sessions, or request {smaller}"
+                f" free{'' if swaps else note}; end unused sessions, or request {smaller}"
             )
 
     def _room(self) -> int:
@@ -393,8 +398,8 @@ class TorchTrainerWithSampler(TorchTrainer):
 
     @override
     def published(self, model_id: str) -> WeightsSnapshot:
-        model = self._models[model_id]
-        flat = model.trainable.flat.detach().to(self._published_dtype(model), copy=True)
+        model, (weights, *_) = self._models.contents(model_id)
+        flat = weights.to(self._base.device, self._published_dtype(model), copy=True)
         return WeightsSnapshot(model.lora, model.trainable.layout.views(flat))
 
 

@@ -97,7 +97,7 @@ class AdamTrainer(Trainer, ABC):
 
     @override
     def discard_gradient(self, model_id: str) -> None:
-        self._models[model_id].trainable.gradient.zero_()
+        self._models.discard_gradient(model_id)
 
     @override
     def release_memory(self) -> None:
@@ -109,14 +109,14 @@ class AdamTrainer(Trainer, ABC):
 
     @override
     def snapshot(self, model_id: str) -> WeightsSnapshot:
-        model = self._models[model_id]
-        return WeightsSnapshot(model.lora, self._to_cpu(model, model.trainable.flat.detach()))
+        model, (weights, *_) = self._models.contents(model_id)
+        return WeightsSnapshot(model.lora, self._to_cpu(model, weights))
 
     def published(self, model_id: str) -> WeightsSnapshot:
         """Return a copy of the current weights, as passes see them."""
-        model = self._models[model_id]
-        flat = model.trainable.flat.detach()
-        return WeightsSnapshot(model.lora, self._to_cpu(model, flat, self._published_dtype(model)))
+        model, (weights, *_) = self._models.contents(model_id)
+        dtype = self._published_dtype(model)
+        return WeightsSnapshot(model.lora, self._to_cpu(model, weights, dtype))
 
     @override
     def publication(self, model_id: str) -> Callable[[], WeightsSnapshot]:
@@ -125,7 +125,7 @@ class AdamTrainer(Trainer, ABC):
 
     @override
     def export_state(self, model_id: str) -> TrainingState:
-        return state_of(self._models[model_id], self._to_cpu)
+        return state_of(*self._models.contents(model_id), self._to_cpu)
 
     @override
     def import_state(self, model_id: str, state: TrainingState) -> None:
@@ -146,8 +146,7 @@ class AdamTrainer(Trainer, ABC):
 
     @override
     def export_gradient(self, model_id: str) -> Gradient | None:
-        model = self._models[model_id]
-        gradient = model.trainable.gradient
+        model, (_, gradient, *_) = self._models.contents(model_id)
         return self._to_cpu(model, gradient) if gradient.any() else None
 
     @override
@@ -269,21 +268,24 @@ def on_cpu(flat: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def state_of(
-    model: TrainedModel, whole: Callable[[TrainedModel, Tensor], Mapping[str, Tensor]]
+    model: TrainedModel,
+    vectors: Sequence[Tensor],
+    whole: Callable[[TrainedModel, Tensor], Mapping[str, Tensor]],
 ) -> TrainingState:
     """Return a copy of a model's state.
 
     Args:
         model: the model.
+        vectors: the contents of `TrainedModel.vectors`.
         whole: copies the full tensors of a model from a flat buffer; returns nothing on ranks that
             do not export them.
     """
-    weights = WeightsSnapshot(model.lora, whole(model, model.trainable.flat.detach()))
-    state = model.optimizer.state[model.trainable.flat]
+    flat_weights, gradient, *flat_moments = vectors
+    weights = WeightsSnapshot(model.lora, whole(model, flat_weights))
     moments: dict[str, Tensor] = {}
-    for moment in MOMENTS:
-        # Moments that are still zero are not allocated on the GPU just to be exported.
-        flat = state[moment] if state else torch.zeros(model.trainable.gradient.shape)
+    # Moments that are still zero are not allocated on the GPU just to be exported.
+    flats = flat_moments or [torch.zeros(gradient.shape) for _ in MOMENTS]
+    for moment, flat in zip(MOMENTS, flats, strict=True):
         moments |= {f"{name}.{moment}": tensor for name, tensor in whole(model, flat).items()}
     return TrainingState(weights, moments, _step(model))
 

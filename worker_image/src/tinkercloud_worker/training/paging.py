@@ -24,12 +24,14 @@ from typing_extensions import override
 
 from tinkercloud_protocol.errors import Overloaded
 from tinkercloud_worker.device import accelerator
-from tinkercloud_worker.device.memory import Available
+from tinkercloud_worker.device.memory import Available, return_free_memory
 from tinkercloud_worker.training.trained_model import TrainedModel
 
 _KEPT_FREE_BYTES = 1 << 30
 """Bytes of host memory, or of a disk, that paging leaves free."""
 
+_GRADIENT = 1
+"""The place of the gradient among the vectors of a model."""
 _PART = 1 << 22
 """Elements that are written at a time."""
 
@@ -49,9 +51,20 @@ class Place(Protocol):
             OSError: there is no room for it.
         """
 
+    def free_bytes(self) -> int | None:
+        """Return how many more bytes there is room for; None if unknown.
+
+        Raises:
+            OSError: the place can't be used.
+        """
+
 
 class HostMemory:
-    """Keeps vectors of a GPU in host memory, which the GPU reads directly."""
+    """Keeps vectors of a GPU in pinned host memory, which the GPU reads directly.
+
+    torch rounds pinned blocks up to powers of two, so that a vector may take twice its size. This
+    has not run on a GPU.
+    """
 
     def __init__(self, available: Available) -> None:
         """Keep nothing.
@@ -61,11 +74,16 @@ class HostMemory:
         """
         self._available = available
 
+    @staticmethod
+    def bytes_for(size: int) -> int:
+        """Return the bytes of a pinned block for a vector of this many bytes."""
+        return 1 << max(size - 1, 0).bit_length()
+
     def keep(self, vector: Tensor) -> Content:
         """See `Place`."""
-        available = self._available()
-        if available is not None and available < vector.nbytes + _KEPT_FREE_BYTES:
-            raise OSError(f"{vector.nbytes} bytes do not fit in {available} bytes of host memory")
+        available, size = self._available(), self.bytes_for(vector.nbytes)
+        if available is not None and available - _KEPT_FREE_BYTES < size:
+            raise OSError(f"{size} bytes do not fit in {available} bytes of host memory")
         try:
             copy = torch.empty(
                 vector.shape, dtype=vector.dtype, pin_memory=accelerator.is_gpu(vector)
@@ -75,24 +93,28 @@ class HostMemory:
         copy.copy_(vector)
         return lambda: copy
 
+    def free_bytes(self) -> int | None:
+        """See `Place`: half of what is available, since each vector may take twice its size."""
+        available = self._available()
+        return None if available is None else (available - _KEPT_FREE_BYTES) // 2
+
 
 class DiskFiles:
     """Keeps vectors of a CPU in files without names, which vanish with the process."""
 
-    def __init__(self, folder: Path, max_bytes: int = 8 << 30) -> None:
+    def __init__(self, folder: Path, max_bytes: int) -> None:
         """Keep nothing.
 
         Args:
             folder: where the files are; it is created when it is needed.
-            max_bytes: total size of the files: the disk of a pod may have a limit of its own.
+            max_bytes: total size of the files: others need space on the disk of a pod too.
         """
         self._folder = folder
         self._left = max_bytes
 
     def keep(self, vector: Tensor) -> Content:
         """See `Place`."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        free = min(self._left, shutil.disk_usage(self._folder).free - _KEPT_FREE_BYTES)
+        free = self.free_bytes()
         if free < vector.nbytes:
             raise OSError(f"{vector.nbytes} bytes do not fit in {free} bytes of {self._folder}")
         file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - open while it is needed
@@ -115,13 +137,18 @@ class DiskFiles:
         weakref.finalize(content, self._free, file, vector.nbytes)
         return content
 
+    def free_bytes(self) -> int:
+        """See `Place`."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return min(self._left, shutil.disk_usage(self._folder).free - _KEPT_FREE_BYTES)
+
     def _free(self, file: BinaryIO, size: int) -> None:
         file.close()
         self._left += size
 
 
 class Models(dict[str, TrainedModel]):
-    """Models by id. Looking one up pages it in."""
+    """Models by id. Looking one up pages it in; `contents` and `get` do not."""
 
     def __init__(self, place: Place | None = None, missing: Missing = lambda _: 0) -> None:
         """Start without models.
@@ -177,6 +204,20 @@ class Models(dict[str, TrainedModel]):
                 self._page_in(name, model, names)
         return found
 
+    def contents(self, name: str) -> tuple[TrainedModel, list[Tensor]]:
+        """Return a model and the contents of its vectors, in their order, without paging it in.
+
+        To read a model does not count as its use. The contents of a model that is paged out are on
+        the CPU. They are not to be changed, nor to be used after other calls.
+        """
+        model = super().__getitem__(name)
+        if name not in self._paged:
+            return model, model.vectors
+        return model, [
+            torch.zeros(vector.shape, dtype=vector.dtype) if content is None else content()
+            for vector, content in self._paged[name]
+        ]
+
     def is_paged_in(self, name: str) -> bool:
         """Whether there is such a model, in the memory of the device."""
         return name in self and name not in self._paged
@@ -191,6 +232,47 @@ class Models(dict[str, TrainedModel]):
         if model is None or name in self._paged:
             return 0
         return sum(vector.nbytes for vector in model.vectors)
+
+    def discard_gradient(self, name: str) -> None:
+        """Set the gradient of a model to zero, where it is."""
+        _, gradient, *_ = super().__getitem__(name).vectors
+        if name in self._paged:
+            self._paged[name][_GRADIENT] = (gradient, None)
+        else:
+            gradient.zero_()
+
+    def missing_to_swap(self, size: int) -> int:
+        """Return how many bytes the place lacks once there is a new model, whoever is used then.
+
+        Models leave one by one until the one that is needed fits. So the models that are out are at
+        most what the device can't hold, the needed one, which is still out, and the last that left.
+
+        Args:
+            size: the bytes of the new model.
+
+        Returns:
+            The bytes; 0 or less if any model can be paged in, at any time.
+        """
+        if self._place is None or not self:
+            return 0
+        out = [dict.__getitem__(self, name) for name in self._paged]
+        excess = size + sum(model.held_bytes for model in out) + self._missing(0)
+        if excess <= 0:
+            return 0
+        try:
+            free = self._place.free_bytes()
+        except OSError:
+            free = 0
+        if free is None:
+            return 0
+        largest = max([size, *(model.full_bytes for model in self.values())])
+        kept = sum(
+            vector.nbytes
+            for vectors in self._paged.values()
+            for vector, content in vectors
+            if content is not None
+        )
+        return excess + 2 * largest - free - kept
 
     def make_room(self, size: int, used: Collection[str] = ()) -> int:
         """Page out models until the device has room for a number of bytes.
@@ -229,6 +311,9 @@ class Models(dict[str, TrainedModel]):
         ]
         for vector in vectors:
             vector.untyped_storage().resize_(0)
+        if not accelerator.is_gpu(vectors[0]):
+            # Otherwise nothing seems to be gained, and the next model leaves too.
+            return_free_memory()
 
     def _page_in(self, name: str, model: TrainedModel, used: Collection[str]) -> None:
         missing = self.make_room(model.full_bytes, used)

@@ -83,7 +83,9 @@ class ReplicatedTrainer(AdamTrainer, RankTrainer):
     def salvage(self) -> Mapping[str, TrainingState]:
         whole = {name: model for name, model in list(self._models.items()) if not _sharding(model)}
         with accelerator.side_stream():
-            return {name: state_of(model, _gathered) for name, model in whole.items()}
+            return {
+                name: state_of(model, model.vectors, _gathered) for name, model in whole.items()
+            }
 
     def _to_cpu(
         self, model: TrainedModel, flat: Tensor, dtype: torch.dtype = torch.float32

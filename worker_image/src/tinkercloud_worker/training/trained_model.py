@@ -47,6 +47,11 @@ class TrainedModel:
         return 0 if self.optimizer.state[flat] else (BYTES_PER_PARAMETER - 4) * flat.numel()
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes that the model takes on the device, and those that are kept free for it."""
+        return sum(vector.nbytes for vector in self.vectors) + self.unused_bytes
+
+    @property
     def full_bytes(self) -> int:
         """Bytes that the model takes once it has moments."""
         return BYTES_PER_PARAMETER * self.trainable.flat.numel()
