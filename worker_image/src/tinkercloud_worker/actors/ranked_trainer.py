@@ -114,7 +114,7 @@ class RankedTrainer:
         return self._memberships
 
     def may_share(self, model_id: str) -> bool:
-        """Whether this is a LoRA adapter, without a lost gradient that its next request reports."""
+        """Whether this is a LoRA adapter with no unreported gradient loss."""
         return (
             model_id in self._models
             and model_id not in self._whole
