@@ -319,8 +319,9 @@ class Models(dict[str, TrainedModel]):
         missing = self.make_room(model.full_bytes, used)
         if missing > 0:
             raise Overloaded(
-                f"model {name} was unloaded while idle; loading it again needs {missing} more bytes,"
-                " which other models occupy: send the request again later, or end unused sessions"
+                f"model {name} was unloaded while idle; loading it again needs {missing} more"
+                " bytes, which other models occupy: send the request again later, or end unused"
+                " sessions"
             )
         for vector, content in self._paged[name]:
             vector.untyped_storage().resize_(vector.nbytes)
