@@ -2,7 +2,7 @@
 
 The operator creates and removes engines; the head knows the load, and which engines it uses. The
 operator sends the head the number of engines that exist. The head answers with the number that it
-needs once that differs: more at once, fewer only after the surplus engines have no request left.
+needs: immediately if it needs more; if fewer, only after the surplus engines have no request left.
 The head uses an engine again only after the operator has counted it in a later request.
 """
 

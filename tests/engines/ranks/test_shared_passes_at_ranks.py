@@ -205,6 +205,29 @@ def test_a_lost_rank_costs_all_models_their_step_and_nothing_else(
         assert run(ranked, a_pass(ranked, name, [5])).metrics["tokens:sum"] == 5
 
 
+def test_a_failure_between_the_commands_of_a_step_costs_the_gradients_and_nothing_else(
+    ranked: RankedTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = shared(ranked, ([5, 9], [3], [7, 2, 8]))
+    ranked.batcher.run_batch(items, nothing)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the store of objects is full")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(ranked._group, "call_independently", fail)
+        with pytest.raises(RuntimeError, match="is full"):
+            ranked.stepper.run_batch([OptimizerStep(name, ADAM) for name in RANKS], nothing)
+
+    assert ranked._group.is_alive
+    for item, same in zip(items, same_alone(items), strict=True):
+        with pytest.raises(GradientLost, match="is full"):
+            ranked.optim_step(item.model_id, ADAM)
+        for each in (item, same):
+            run(ranked, each)
+        assert ranked.optim_step(item.model_id, ADAM) == ranked.optim_step(same.model_id, ADAM)
+
+
 def test_a_step_that_one_rank_applies_is_applied_to_all_models(ranked: RankedTrainer) -> None:
     for name in RANKS:
         for model_id in (name, alone(name)):

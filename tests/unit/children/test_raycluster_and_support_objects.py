@@ -384,15 +384,9 @@ def test_remote_models_are_limited_to_a_share_of_the_trainers_scratch_space(
     assert config.limits.max_placed_bytes == room
 
 
-@pytest.mark.parametrize(
-    ("offered", "room"),
-    [({"source": ON_A_VOLUME}, 2 << 30), ({"source": ON_A_VOLUME, "head": LARGE_HEAD}, 75 << 30)],
-    ids=["scratch of 8Gi", "more"],
-)
-def test_idle_models_are_limited_to_a_share_of_the_heads_scratch_space(
-    offered: Json, room: int
-) -> None:
-    config = support_objects.head_config(a_build(a_base_model(**offered)))
+@pytest.mark.parametrize(("head", "room"), [({"image": "w"}, 2 << 30), (LARGE_HEAD, 75 << 30)])
+def test_idle_models_have_a_share_of_the_heads_scratch_space(head: Json, room: int) -> None:
+    config = support_objects.head_config(a_build(a_base_model(source=ON_A_VOLUME, head=head)))
 
     assert config.limits.max_paged_bytes == room
 

@@ -166,9 +166,9 @@ def test_models_that_share_a_pass_are_all_loaded_or_none_is_changed(place: Place
     batch = prepare(a_request(random_data([5])), trainer.limits)
 
     trainer.run_batch([TrainingPass(name, batch) for name in NAMES[:2]], lambda: None)
-    with pytest.raises(Overloaded, match="left the memory of the trainer"):
+    with pytest.raises(Overloaded, match="was unloaded while idle"):
         trainer.run_batch([TrainingPass(name, batch) for name in NAMES[:3]], lambda: None)
-    with pytest.raises(Overloaded, match="left the memory of the trainer"):
+    with pytest.raises(Overloaded, match="was unloaded while idle"):
         trainer.stepper.run_batch([OptimizerStep(name, ADAM) for name in NAMES[:3]], lambda: None)
 
     ours, theirs = machine.step("third", seed=0)

@@ -118,6 +118,8 @@ class EngineScaling:
                 continue
             pause = _RETRY_SECONDS
             if needed == subject.engines:
+                # Two operators that are alive for a moment end each other's calls.
+                await asyncio.sleep(pause)
                 continue
             log.info("a head needs another number of engines", session=name, engines=needed)
             self._needed[name] = (subject, needed)

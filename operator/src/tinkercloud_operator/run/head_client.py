@@ -27,7 +27,7 @@ from tinkercloud_protocol.launch import Saved
 log = structlog.get_logger(__name__)
 
 _LATE_SECONDS = 30.0
-"""How much longer than it should a head may hold a request about its engines."""
+"""Extra seconds, beyond HOLD_SECONDS, that a head may take to answer."""
 _DROP_SECONDS = 10.0
 """Reserved for dropping a model whose last checkpoint could not be saved in time: it would occupy
 memory of the cluster without a slot."""

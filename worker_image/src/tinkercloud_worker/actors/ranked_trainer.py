@@ -114,7 +114,7 @@ class RankedTrainer:
         return self._memberships
 
     def may_share(self, model_id: str) -> bool:
-        """Whether this is a LoRA adapter, without a lost gradient that its next request reports."""
+        """Whether this is a LoRA adapter with no unreported gradient loss."""
         return (
             model_id in self._models
             and model_id not in self._whole
@@ -289,13 +289,16 @@ class RankedTrainer:
         self._unapplied.difference_update(models)
         try:
             metrics = self._command(lambda group: group.call_independently("optim_steps", steps))
-        except WireError as error:
-            if self._group.is_alive:
+        except Exception as error:
+            is_reported = isinstance(error, WireError)
+            if is_reported and self._group.is_alive:
                 self._unapplied.update(models)
             else:
-                # Another group has none of these gradients: a step there would apply nothing.
+                # Another group has none of these gradients: a step there would apply nothing. If
+                # the ranks did not fail, theirs are sums, and another step would sum them again.
+                reason = error.message if is_reported else repr(error)
                 self._unreported_gradient_losses |= dict.fromkeys(
-                    self._models.intersection(models), _consequence(error.message)
+                    self._models.intersection(models), _consequence(reason)
                 )
             raise
         return cast("list[Mapping[str, float]]", metrics)
@@ -409,8 +412,11 @@ class RankedTrainer:
             )
 
     def _report_lost_gradient(self, model_id: str) -> None:
-        reason = self._unreported_gradient_losses.pop(model_id, None)
+        reason = self._unreported_gradient_losses.get(model_id)
         if reason is not None:
+            # The data is sent again: what may be left at the ranks must not be added to it.
+            self._call_if_alive("discard_gradient", model_id)
+            del self._unreported_gradient_losses[model_id]
             raise GradientLost(reason)
 
     def _forget_gradient(self, model_id: str) -> None:

@@ -90,7 +90,7 @@ class SharingTrainer(Protocol):
     """What this module needs of the trainer that runs the ranks."""
 
     def may_share(self, model_id: str) -> bool:
-        """Whether this is a LoRA adapter, without a lost gradient that its next request reports."""
+        """Whether this is a LoRA adapter with no unreported gradient loss."""
 
     def memberships(self) -> Sequence[Membership]:
         """Return the places of all ranks."""

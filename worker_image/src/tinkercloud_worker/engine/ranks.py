@@ -69,8 +69,8 @@ class RankTrainer(Trainer, Protocol):
         """Apply the summed gradients of several models as one update; needs no other rank.
 
         Raises:
-            InvalidRequest: a gradient is not finite. No model has changed, and the gradients of
-                the ranks add up to the sums again.
+            InvalidRequest: a gradient is not finite. No model has changed, and the sums are
+                turned back into per-rank parts, so that the call can be repeated.
         """
 
     def published(self, model_id: str) -> WeightsSnapshot:

@@ -1,8 +1,8 @@
 """How many engines a load needs: pure.
 
-More engines are needed as soon as even the lowest load of a while needs them, fewer only when the
-highest load of a longer while does not. So a burst that is shorter than the first starts nothing,
-and a pause that is shorter than the second removes nothing.
+More engines are needed once the lowest load of the last `up_seconds` needs them, fewer only when
+the highest load of a longer while does not. So a burst that is shorter than the first starts
+nothing, and a pause that is shorter than the second removes nothing.
 """
 
 import math

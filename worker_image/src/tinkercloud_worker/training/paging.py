@@ -38,7 +38,7 @@ _PART = 1 << 22
 Content = Callable[[], Tensor]
 """Returns the content of a vector that was paged out. It may be called again after a failure."""
 Missing = Callable[[int], int]
-"""Returns how many bytes the device lacks for a number of bytes; 0 or less if it lacks none."""
+"""Returns by how many bytes the device falls short of a requested size; 0 or less if it fits."""
 
 
 class Place(Protocol):
@@ -319,9 +319,9 @@ class Models(dict[str, TrainedModel]):
         missing = self.make_room(model.full_bytes, used)
         if missing > 0:
             raise Overloaded(
-                f"model {name} was idle and left the memory of the trainer; {missing} bytes are"
-                " missing to load it again, because of other models: send the request again later,"
-                " or end unused sessions"
+                f"model {name} was unloaded while idle; loading it again needs {missing} more"
+                " bytes, which other models occupy: send the request again later, or end unused"
+                " sessions"
             )
         for vector, content in self._paged[name]:
             vector.untyped_storage().resize_(vector.nbytes)
