@@ -218,11 +218,8 @@ class SharedJournals:
 
     async def remove(self, run_id: str) -> None:
         """Delete the copy of a journal, unless another head has taken it over. Idempotent."""
-        shared = self._log(run_id)
         try:
-            last = await shared.last()
-            if last is None or last[1].manifest.generations[-1] == self._generation:
-                await shared.delete()
+            await self._log(run_id).delete(self._generation)
         except WireError as error:
             log.warning("failed to delete a copied journal", run_id=run_id, reason=error.message)
 
