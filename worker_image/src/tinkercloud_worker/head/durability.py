@@ -142,9 +142,7 @@ class Durability:
             return
         try:
             for file in state.files:
-                await self.store.put_suspended(
-                    state, file, bytes(await store.read_file(state, file))
-                )
+                await self.store.put_suspended(state, file, await store.read_file(state, file))
             await self.store.commit_suspended(state)
         except WireError as error:
             run.degrade(error)

@@ -205,7 +205,7 @@ class SharedJournals:
             await asyncio.to_thread(folder.delete)
             if (snapshot := state.base.snapshot) is not None:
                 for name in snapshot.files:
-                    content = bytes(await self.snapshots.read_file(snapshot, name))
+                    content = await self.snapshots.read_file(snapshot, name)
                     await target.put_suspended(snapshot, name, content)
                 await target.commit_suspended(snapshot)
             await asyncio.to_thread(folder.restore, manifest, state.records)

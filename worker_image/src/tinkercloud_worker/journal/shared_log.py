@@ -175,13 +175,13 @@ class SharedLog:
             each, content = await self._read(number)
             header = header or each
             name = shared_journals.name_of(self.run_id, number)
-            decoded, size = records.decode(content, name)
+            decoded, size = await asyncio.to_thread(records.decode, content, name)
             if size < len(content) or len(decoded) != each.next_index - each.start_index:
                 raise DamagedJournal(f"{name} is damaged: its last records are missing")
             found.insert(0, (name, decoded))
             base = base or each.base
             if base is not None and each.start_index <= base.first_index:
-                return SharedState(header, base, records.join(found))
+                return SharedState(header, base, await asyncio.to_thread(records.join, found))
         if header is None:
             return None
         missing = shared_journals.name_of(self.run_id, numbers[0] - 1)
