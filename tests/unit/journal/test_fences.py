@@ -12,7 +12,7 @@ import pytest
 from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.errors import StateLost, WireError
 from tinkercloud_protocol.object_store import open_store
-from tinkercloud_protocol.shared_journals import FOLDER, object_key
+from tinkercloud_protocol.shared_journals import FOLDER, Base, Header, object_key
 from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head
 from tinkercloud_worker.head.failures import Moved
 from tinkercloud_worker.journal.shared_log import SharedLog
@@ -214,3 +214,30 @@ async def test_requests_that_only_the_store_has_leave_no_gap_on_the_disk(tmp_pat
     with a_head(root, tmp_path, "g4", journals=tmp_path / "4", durability=config) as head:
         await head.resume("g3")
         assert losses + await train(head, 7, 8) == wanted
+
+
+async def test_what_a_successor_writes_while_a_journal_is_deleted_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, root = shared(tmp_path), (tmp_path / "store").as_uri()
+    with a_head(root, tmp_path, "g1", journals=tmp_path / "1", durability=CONFIG) as head:
+        await head.begin()
+        await train(head, 1, 2)
+        _, header = await log.last() or pytest.fail("there is no journal")
+        successors = header.manifest.model_copy(update={"generations": ["g1", "g2"]})
+        read_header = SharedLog._header
+
+        async def read_slowly(asked: SharedLog, number: int) -> Header:
+            found = await read_header(asked, number)
+            monkeypatch.undo()
+            await log.take_over(successors, Base(snapshot=None, first_index=0))
+            return found
+
+        monkeypatch.setattr(SharedLog, "_header", read_slowly)
+        await log.delete("g1")
+        _, left = await log.last() or pytest.fail("the journal of the successor was deleted")
+        assert left.manifest == successors
+        await log.delete("g1")
+        assert await log.numbers()
+        await log.delete("g2")
+        assert not [path for path in (tmp_path / "store/journals").rglob("*") if path.is_file()]

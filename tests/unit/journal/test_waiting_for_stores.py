@@ -300,3 +300,22 @@ async def test_a_store_that_fails_while_a_snapshot_is_copied_stops_no_local_snap
     with training(tmp_path, config, "g2") as head:
         await head.resume("g1")
         assert await head.loss(last - 2) == losses[-1]
+
+
+async def test_a_run_that_is_deleted_while_it_is_resumed_leaves_nothing_behind(
+    tmp_path: Path, store: Store
+) -> None:
+    config = DurabilityConfig(level="remote", store_timeout_seconds=PATIENCE_SECONDS)
+    with training(tmp_path, config, "g1") as head:
+        await head.begin()
+        await train(head, 1, 2)
+    root, disk = (tmp_path / "store").as_uri(), tmp_path / "g1"
+    with a_head(root, tmp_path, "g2", journals=disk, durability=config) as head:
+        store.hold()
+        resuming = asyncio.ensure_future(head.resume("g1"))
+        # It is taking over the copy.
+        await store.was_asked.wait()
+        await head.service.delete_model(MODEL)
+        await asyncio.wait({resuming})
+        assert not head.service.durability.states()
+        assert not [path for path in disk.rglob("*") if path.is_file()]

@@ -17,7 +17,7 @@ from obstore.store import LocalStore, ObjectStore
 from tinkercloud_worker.checkpoints.parts import IN_FLIGHT, part_size
 
 
-async def put(store: ObjectStore, key: str, content: bytes) -> None:
+async def put(store: ObjectStore, key: str, content: bytes | memoryview) -> None:
     """Write an object of any size, replacing the one under this key."""
     await obstore.put_async(
         store, key, content, chunk_size=part_size(len(content)), max_concurrency=IN_FLIGHT

@@ -270,7 +270,7 @@ class CheckpointStore:
         return decode_manifest(SuspendedManifest, content, name)
 
     async def put_suspended(
-        self, manifest: SuspendedManifest, name: str, content: bytes
+        self, manifest: SuspendedManifest, name: str, content: bytes | memoryview
     ) -> StoredFile:
         """Write one file of a suspended state, which exists only after `commit_suspended`."""
         with store_errors():
@@ -323,7 +323,7 @@ def _exists(path: CheckpointPath) -> InvalidRequest:
     )
 
 
-def _describe(files: Mapping[str, bytes]) -> dict[str, StoredFile]:
+def _describe(files: Mapping[str, bytes | memoryview]) -> dict[str, StoredFile]:
     return {
         name: StoredFile(size_bytes=len(content), sha256=_sha256(content))
         for name, content in files.items()

@@ -123,7 +123,7 @@ class Durability:
             spec=model.spec,
             initial_seed=model.operations.initial_seed,
         )
-        run = self._attach(model, manifest, folder)
+        run = await self._attach(model, manifest, folder)
         try:
             await asyncio.to_thread(folder.delete)
             await asyncio.to_thread(folder.write_manifest, manifest)
@@ -142,9 +142,7 @@ class Durability:
             return
         try:
             for file in state.files:
-                await self.store.put_suspended(
-                    state, file, bytes(await store.read_file(state, file))
-                )
+                await self.store.put_suspended(state, file, await store.read_file(state, file))
             await self.store.commit_suspended(state)
         except WireError as error:
             run.degrade(error)
@@ -243,7 +241,7 @@ class Durability:
                 f"training run {model.model_id} can't be continued: its journal can't be written"
                 f" ({error}); free or repair the disk, then send the request again"
             ) from None
-        run = self._attach(model, manifest, folder)
+        run = await self._attach(model, manifest, folder)
         local, listeners = LocalState(kept.snapshot, kept.records), self._listeners(model)
         next_index = local.next_index
         if self._shared is not None and kept.place is not None:
@@ -254,6 +252,12 @@ class Durability:
             run.ship(shipping)
         run.continue_after(kept.last_segment, next_index - 1)
 
+    async def leave(self, run_id: str) -> None:
+        """Write nothing more of a model; its journal stays. Idempotent."""
+        if (run := self._runs.pop(run_id, None)) is not None:
+            self._changed()
+            await run.closed()
+
     async def remove(self, run_id: str) -> None:
         """Delete the journal of a model that was deleted, or is stored elsewhere. Idempotent."""
         await self.drop(run_id)
@@ -262,9 +266,7 @@ class Durability:
 
     async def drop(self, run_id: str) -> None:
         """Delete the local journal of a model that another head continues. Idempotent."""
-        if (run := self._runs.pop(run_id, None)) is not None:
-            self._changed()
-            await run.closed()
+        await self.leave(run_id)
         if self._root is not None:
             folder = self._folder(run_id)
             try:
@@ -272,13 +274,12 @@ class Durability:
             except OSError as error:
                 log.warning("failed to delete a journal", model_id=run_id, reason=str(error))
 
-    def _attach(
+    async def _attach(
         self, model: LiveModel, manifest: JournalManifest, folder: JournalFolder
     ) -> DurableRun:
         copies = self._shared.snapshots if self._shared is not None else None
         snapshots = Snapshots(self._suspension, model, self.store, copies)
-        if (earlier := self._runs.get(str(model.model_id))) is not None:
-            earlier.close()
+        await self.leave(str(model.model_id))
         run = DurableRun(
             model,
             manifest,

@@ -1,7 +1,8 @@
 """Continues a model in this head: from the state of a head that stopped, or that was killed."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -99,18 +100,29 @@ class Recovery:
         """Restore a model from this suspended state; see `Suspension.resume`."""
         store = self.suspension.backend.store
         prepare = partial(self.durability.begin_from, state=manifest, store=store)
-        return await self.suspension.resume(
-            model_id, spec, StoredState(manifest, store, prepare), accept
-        )
+        async with self._leaving_after_failure(model_id):
+            return await self.suspension.resume(
+                model_id, spec, StoredState(manifest, store, prepare), accept
+            )
+
+    @asynccontextmanager
+    async def _leaving_after_failure(self, model_id: ModelId) -> AsyncIterator[None]:
+        """Write nothing more to the journal of a model that could not be continued."""
+        try:
+            yield
+        except BaseException:
+            await self.durability.leave(str(model_id))
+            raise
 
     async def _continue(
         self, model_id: ModelId, spec: ModelSpec, kept: Kept, accept: Callable[[], None]
     ) -> Resumed:
-        prepare = partial(self.durability.take_over, kept=kept)
-        if kept.snapshot is None:
-            return await self._create_again(model_id, spec, kept, accept), []
-        state = StoredState(kept.snapshot, self.durability.store, prepare, kept.records)
-        return await self.suspension.resume(model_id, spec, state, accept)
+        async with self._leaving_after_failure(model_id):
+            if kept.snapshot is None:
+                return await self._create_again(model_id, spec, kept, accept), []
+            prepare = partial(self.durability.take_over, kept=kept)
+            state = StoredState(kept.snapshot, self.durability.store, prepare, kept.records)
+            return await self.suspension.resume(model_id, spec, state, accept)
 
     async def _create_again(
         self, model_id: ModelId, spec: ModelSpec, kept: Kept, accept: Callable[[], None]

@@ -267,14 +267,15 @@ class HeadService:
         """Remove a model, which may be unknown."""
         if (task := self._resuming.get(str(model_id))) is not None:
             task.cancel()
+            await asyncio.wait({task})
         await self._suspended.forget(str(model_id))
         model = self._models.pop(str(model_id), None)
         if model is not None:
             model.queue.close(f"model {model_id} was deleted")
             self._results.abandon(str(model_id))
             await model.operations.delete()
-            await self.durability.remove(str(model_id))
             _in_background = self._spawn(self._autosaver.discard(model))
+        await self.durability.remove(str(model_id))
 
     def submit(self, received: Received, key: str | None = None) -> str:
         """Queue a training request; return its id. An unreadable one fails in its place.

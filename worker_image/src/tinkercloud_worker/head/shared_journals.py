@@ -205,7 +205,7 @@ class SharedJournals:
             await asyncio.to_thread(folder.delete)
             if (snapshot := state.base.snapshot) is not None:
                 for name in snapshot.files:
-                    content = bytes(await self.snapshots.read_file(snapshot, name))
+                    content = await self.snapshots.read_file(snapshot, name)
                     await target.put_suspended(snapshot, name, content)
                 await target.commit_suspended(snapshot)
             await asyncio.to_thread(folder.restore, manifest, state.records)
@@ -218,11 +218,8 @@ class SharedJournals:
 
     async def remove(self, run_id: str) -> None:
         """Delete the copy of a journal, unless another head has taken it over. Idempotent."""
-        shared = self._log(run_id)
         try:
-            last = await shared.last()
-            if last is None or last[1].manifest.generations[-1] == self._generation:
-                await shared.delete()
+            await self._log(run_id).delete(self._generation)
         except WireError as error:
             log.warning("failed to delete a copied journal", run_id=run_id, reason=error.message)
 

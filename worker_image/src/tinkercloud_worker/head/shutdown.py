@@ -99,7 +99,7 @@ class HeadShutdown:
             except Exception as error:
                 log.exception("a model could not be suspended", model_id=str(model.model_id))
                 return error_message(to_result(error))
-            await self.durability.remove(str(model.model_id))
-            self._written.add(str(model.model_id))
-            log.info("suspended", model_id=str(model.model_id))
-            return None
+        await self.durability.remove(str(model.model_id))
+        self._written.add(str(model.model_id))
+        log.info("suspended", model_id=str(model.model_id))
+        return None

@@ -32,6 +32,8 @@ log = structlog.get_logger(__name__)
 
 _SLOW_BYTES_PER_SECOND = 4e6
 """Speed of a store that is slow and still of use: large objects get more time."""
+_DELETED_PER_SECOND = 20
+"""The same for files that are deleted with one request, or with some."""
 
 
 class Fenced(Exception):
@@ -173,13 +175,13 @@ class SharedLog:
             each, content = await self._read(number)
             header = header or each
             name = shared_journals.name_of(self.run_id, number)
-            decoded, size = records.decode(content, name)
+            decoded, size = await asyncio.to_thread(records.decode, content, name)
             if size < len(content) or len(decoded) != each.next_index - each.start_index:
                 raise DamagedJournal(f"{name} is damaged: its last records are missing")
             found.insert(0, (name, decoded))
             base = base or each.base
             if base is not None and each.start_index <= base.first_index:
-                return SharedState(header, base, records.join(found))
+                return SharedState(header, base, await asyncio.to_thread(records.join, found))
         if header is None:
             return None
         missing = shared_journals.name_of(self.run_id, numbers[0] - 1)
@@ -198,10 +200,25 @@ class SharedLog:
         """Delete files of snapshots."""
         await self._delete(keys)
 
-    async def delete(self) -> None:
-        """Delete everything of the run, its objects in order. Idempotent."""
-        await self.remove(await self.numbers())
-        await self._delete(await self._keys(run_prefix(self.run_id)))
+    async def delete(self, owner: str | None = None) -> None:
+        """Delete everything that there is of the run now. Idempotent.
+
+        What another head writes meanwhile stays.
+
+        Args:
+            owner: generation of a head; nothing is deleted if another one wrote the last object.
+        """
+        keys = await self._keys(run_prefix(self.run_id))
+        folder = shared_journals.objects_folder(self.run_id)
+        numbers = shared_journals.numbers(k for k in keys if k.startswith(f"{folder}/"))
+        if numbers and owner is not None:
+            header = await self._header(numbers[-1])
+            if header.manifest.generations[-1] != owner:
+                return
+        objects = [shared_journals.object_key(self.run_id, number) for number in numbers]
+        files = sorted(set(keys).difference(objects))
+        if not await self._delete_at_once([*objects, *files]):
+            await self._delete([*objects, *files])
 
     async def _keys(self, prefix: str) -> list[str]:
         try:
@@ -214,6 +231,18 @@ class SharedLog:
             # A file of a local store was deleted while its folder was listed.
             return await self._keys(prefix)
         return [entry["path"] for entry in entries]
+
+    async def _delete_at_once(self, keys: list[str]) -> bool:
+        """Delete files with few requests; return whether all of them existed."""
+        try:
+            async with asyncio.timeout(self._timeout + len(keys) / _DELETED_PER_SECOND):
+                with store_errors():
+                    await obstore.delete_async(self._store, keys)
+        except FileNotFoundError:
+            return False
+        except TimeoutError:
+            raise self._slow() from None
+        return True
 
     async def _delete(self, keys: list[str]) -> None:
         for key in keys:

@@ -232,7 +232,7 @@ class Shipping:
         # If another head takes over after this, the base is not appended, and nothing is deleted.
         superseded = set(await self._shared.snapshot_keys())
         for name in snapshot.files:
-            content = bytes(await source.read_file(snapshot, name))
+            content = await source.read_file(snapshot, name)
             await target.put_suspended(snapshot, name, content)
         self._check_room()
         base = self._base = Base(snapshot=snapshot, first_index=first_index)
