@@ -1,4 +1,4 @@
-"""A machine whose clock jumps, as with a wrong time server: training goes on."""
+"""A machine whose clock jumps, as with a wrong time server: training continues."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

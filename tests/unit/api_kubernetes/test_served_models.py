@@ -1,4 +1,4 @@
-"""What clients are told of the BaseModels of a cluster."""
+"""The BaseModels of a cluster as clients see them."""
 
 from pathlib import Path
 from typing import Any

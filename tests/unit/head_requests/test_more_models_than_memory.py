@@ -48,7 +48,7 @@ async def test_models_that_take_turns_in_the_memory_of_two_have_the_same_losses(
         used = sum(each.model_bytes for head in in_memory for each in head.service.held())
         return 5 * sizes[0] // 2 + KEPT_FREE_BYTES - used
 
-    place = DiskFiles(tmp_path / "idle")
+    place = DiskFiles(tmp_path / "idle", 1 << 30)
     with a_head(root, tmp_path, "small", available=available, place=place) as small:
         in_memory.append(small)
         losses = await losses_in_turn(models_of(small))

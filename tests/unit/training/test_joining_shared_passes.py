@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_worker.actors import shared_passes
 from tinkercloud_worker.actors.shared_passes import RankedPasses, divided, most_tokens
-from tinkercloud_worker.engine.batch import Batch, ModelLimits, prepare
+from tinkercloud_worker.engine.batch import Batch, ModelLimits, padded_lengths, prepare
 from tinkercloud_worker.engine.ranks import Membership
 from tinkercloud_worker.engine.trainer import TrainingPass
 
@@ -71,7 +71,7 @@ def test_passes_join_exactly_if_each_replica_has_room_for_its_part(
 
 def test_each_of_a_hundred_small_passes_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Sequence[int]] = []
-    measure = shared_passes.padded_lengths
+    measure = padded_lengths
 
     def record(lengths: Sequence[int], multiple: int) -> tuple[int, ...]:
         measured.append(lengths)

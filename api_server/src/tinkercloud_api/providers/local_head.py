@@ -279,7 +279,7 @@ class LocalHead:
         """Hold the head's lease. If the connection is refused, the head is terminating."""
         while True:
             try:
-                # Whoever asks for its durability asks the head, which is on this machine.
+                # Its durability is asked from the head itself, which is on this machine.
                 await hold_lease(self._client, endpoint, self._record_usage, lambda _: None)
                 await asyncio.sleep(_LEASE_RETRY_SECONDS)
             except aiohttp.ClientConnectorError:

@@ -1,4 +1,4 @@
-"""What clients are told of a BaseModel."""
+"""A BaseModel as clients see it."""
 
 from pathlib import Path
 

@@ -290,13 +290,12 @@ class RankedTrainer:
         try:
             metrics = self._command(lambda group: group.call_independently("optim_steps", steps))
         except Exception as error:
-            is_reported = isinstance(error, WireError)
-            if is_reported and self._group.is_alive:
+            if isinstance(error, WireError) and self._group.is_alive:
                 self._unapplied.update(models)
             else:
                 # Another group has none of these gradients: a step there would apply nothing. If
                 # the ranks did not fail, theirs are sums, and another step would sum them again.
-                reason = error.message if is_reported else repr(error)
+                reason = error.message if isinstance(error, WireError) else repr(error)
                 self._unreported_gradient_losses |= dict.fromkeys(
                     self._models.intersection(models), _consequence(reason)
                 )

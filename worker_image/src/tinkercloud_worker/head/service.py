@@ -269,8 +269,7 @@ class HeadService:
             task.cancel()
             await asyncio.wait({task})
         await self._suspended.forget(str(model_id))
-        model = self._models.pop(str(model_id), None)
-        if model is not None:
+        if (model := self._models.pop(str(model_id), None)) is not None:
             model.queue.close(f"model {model_id} was deleted")
             self._results.abandon(str(model_id))
             await model.operations.delete()

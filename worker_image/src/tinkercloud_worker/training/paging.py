@@ -242,7 +242,7 @@ class Models(dict[str, TrainedModel]):
             gradient.zero_()
 
     def missing_to_swap(self, size: int) -> int:
-        """Return how many bytes the place lacks once there is a new model, whoever is used then.
+        """Return how many bytes the place lacks once there is a new model, whichever is used then.
 
         Models leave one by one until the one that is needed fits. So the models that are out are at
         most what the device can't hold, the needed one, which is still out, and the last that left.
