@@ -70,7 +70,8 @@ async def train(head: Head, first: int, last: int) -> list[float]:
     """Run steps of two requests each; return their losses."""
     losses = []
     for seq_id in range(first, last + 1, 2):
-        head.add(seq_id, first=5 + seq_id)
+        # There may be more steps than tokens.
+        head.add(seq_id, first=5 + seq_id % 100)
         head.apply(seq_id + 1)
         await head.confirmed()
         losses.append(await head.loss(seq_id))
