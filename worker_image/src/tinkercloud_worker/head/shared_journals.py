@@ -103,7 +103,7 @@ class SharedJournals:
             if last is None or last[1].manifest.generations[-1] != manifest.generations[-1]:
                 return False
             if last[1].is_behind:
-                # What it has is older than the local journal, whatever its indexes are.
+                # Its records are older than the local ones, even if their indexes are higher.
                 return False
             if local.records:
                 return last[1].next_index > local.next_index
