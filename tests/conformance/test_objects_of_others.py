@@ -185,6 +185,7 @@ def changes(of: Names) -> list[Call]:
         Call(f"POST {external}_finish", {"upload_id": of["upload_id"]}),
         Call("POST /api/v1/programs", {"model_id": of["run_id"], "module": "this"}),
         Call(f"POST {program}/progress", {}),
+        Call("PATCH /api/v1/projects/{project_id}", {"name": "renamed"}),
         Call(f"PUT {member}", {"role": "viewer"}),
         Call(f"POST {run}{checkpoint}/publish"),
         Call(f"PUT {run}{checkpoint}/ttl", {"ttl_seconds": 3600}),
@@ -198,6 +199,7 @@ def changes(of: Names) -> list[Call]:
         Call("POST /api/v1/delete_model", {"model_id": of["run_id"]}),
         Call(f"POST {session}/finish", {"reason": {"type": "success"}}),
         Call(f"DELETE {session}"),
+        Call("DELETE /api/v1/projects/{project_id}"),
     ]
 
 
