@@ -158,13 +158,13 @@ async def test_while_the_store_fails_other_models_are_not_copied_in_vain(
     with a_head(root, tmp_path, "g1", autosave=AT_ONCE) as head:
         await head.begin()
         exports: list[str] = []
-        export = head.backend.trainer.export_state
+        export = head.backend.trainer.begin_export
 
-        def record(name: str) -> TrainingState:
+        def record(name: str) -> Callable[[], TrainingState]:
             exports.append(name)
             return export(name)
 
-        monkeypatch.setattr(head.backend.trainer, "export_state", record)
+        monkeypatch.setattr(head.backend.trainer, "begin_export", record)
         with monkeypatch.context() as broken:
             broken.setattr(head.backend.store, "write", fail)
             broken.setattr(save_schedule, "_FIRST_RETRY_SECONDS", 1e9)
@@ -306,15 +306,15 @@ async def test_a_model_that_cannot_be_saved_costs_no_other_its_last_checkpoint(
         other = ModelId("s", 1)
         await head.service.create_model(other, SPEC)
         await head.service.retrieve(f"{other}:0")
-        export = head.backend.trainer.export_state
+        export = head.backend.trainer.begin_export
 
-        def export_only(lost: ModelId, name: str) -> TrainingState:
+        def export_only(lost: ModelId, name: str) -> Callable[[], TrainingState]:
             if name == str(lost):
                 lose()
             return export(name)
 
         for lost, kept in ((MODEL, other), (other, MODEL)):
-            monkeypatch.setattr(head.backend.trainer, "export_state", partial(export_only, lost))
+            monkeypatch.setattr(head.backend.trainer, "begin_export", partial(export_only, lost))
             with pytest.raises(StateLost, match="lost with its ranks"):
                 await head.service.checkpoint()
             runs = tmp_path / "store" / "runs"

@@ -1,7 +1,7 @@
 """Saving a model frees its state from memory while the store is still writing."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 from weakref import ReferenceType, ref
@@ -26,14 +26,19 @@ async def head(tmp_path: Path) -> AsyncIterator[Head]:
 def exported(head: Head, monkeypatch: pytest.MonkeyPatch) -> list[ReferenceType[Tensor]]:
     """Collect weak references to the tensors of all states that the trainer exports."""
     exported: list[ReferenceType[Tensor]] = []
-    export_state = head.backend.trainer.export_state
+    begin_export = head.backend.trainer.begin_export
 
-    def export(model_id: str) -> TrainingState:
-        state = export_state(model_id)
-        exported.extend(ref(tensor) for tensor in (state.moments or {}).values())
-        return state
+    def export(model_id: str) -> Callable[[], TrainingState]:
+        take = begin_export(model_id)
 
-    monkeypatch.setattr(head.backend.trainer, "export_state", export)
+        def recorded() -> TrainingState:
+            state = take()
+            exported.extend(ref(tensor) for tensor in (state.moments or {}).values())
+            return state
+
+        return recorded
+
+    monkeypatch.setattr(head.backend.trainer, "begin_export", export)
     return exported
 
 

@@ -224,6 +224,11 @@ class RankedTrainer:
         state = self._model_result("export_state", model_id) or self._salvaged[model_id]
         return cast("TrainingState", state)
 
+    def begin_export(self, model_id: str) -> Callable[[], TrainingState]:
+        """See `Trainer.begin_export`. Ranks copy at once."""
+        state = self.export_state(model_id)
+        return lambda: state
+
     def import_state(self, model_id: str, state: TrainingState) -> None:
         """See `Trainer.import_state`."""
         self._model_command(

@@ -6,7 +6,7 @@ No other module names CUDA, which a test enforces.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Literal
@@ -105,6 +105,24 @@ def available_bytes(device: torch.device) -> int | None:
 def is_gpu(tensor: torch.Tensor) -> bool:
     """Whether a tensor is in the memory of a GPU."""
     return tensor.is_cuda
+
+
+def begin_copy(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
+    """Begin to copy GPU tensors to pinned host memory, after the work that is queued so far.
+
+    Work that is queued later, on the same stream, does not change the copies. torch keeps pinned
+    memory for later copies when it is freed, in blocks whose sizes are powers of two.
+
+    Returns:
+        The copies, and a callable that waits until they are complete.
+    """
+    copies = [
+        torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True)
+        for each in tensors
+    ]
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+    return copies, copied.synchronize
 
 
 def side_stream() -> AbstractContextManager[object]:

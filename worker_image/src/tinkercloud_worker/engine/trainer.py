@@ -193,6 +193,13 @@ class Trainer(Protocol):
     def export_state(self, model_id: str) -> TrainingState:
         """Return a copy of the weights, moments and step."""
 
+    def begin_export(self, model_id: str) -> Callable[[], TrainingState]:
+        """Begin to copy the weights, moments and step; later calls do not change the copy.
+
+        Returns:
+            A callable that waits for the copy and returns it. It may be called on any thread, once.
+        """
+
     def import_state(self, model_id: str, state: TrainingState) -> None:
         """Replace the weights; replace moments and step too, or reset them if the state has none.
 

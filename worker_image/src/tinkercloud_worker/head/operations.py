@@ -302,10 +302,7 @@ class Operations:
         return written.tinker_path
 
     async def autosave(self) -> None:
-        """Write an automatic training checkpoint, and delete all but the latest two.
-
-        It has the state after the last optim_step, without any gradient, as `save_last`.
-        """
+        """Write a checkpoint with the state of `save_last`, and delete all but the latest two."""
         point = self.schedule.begin(time.monotonic())
         await self.checkpoints.write_autosave(await self.export_state())
         self.schedule.saved(point)
@@ -321,7 +318,11 @@ class Operations:
 
     async def export_state(self) -> TrainingState:
         """Return the training state without the gradient."""
-        return await self._run_lightweight(lambda: self._backend.trainer.export_state(self._name))
+        return await asyncio.to_thread(await self.begin_export())
+
+    async def begin_export(self) -> Callable[[], TrainingState]:
+        """See `Trainer.begin_export`."""
+        return await self._run_lightweight(partial(self._backend.trainer.begin_export, self._name))
 
     async def export_gradient(self) -> Gradient | None:
         """Return the gradient, if there is one.

@@ -5,6 +5,7 @@ while the model trains on.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tinkercloud_protocol.checkpoints import BODIES, GRADIENT, HEAD_STATE, SuspendedManifest
@@ -22,7 +23,8 @@ from tinkercloud_worker.journal.shipping import Shipping
 class Snapshot:
     """A copy of a model, without the weights of its samplers, which do not change."""
 
-    state: TrainingState
+    state: Callable[[], TrainingState]
+    """Waits for the copy of weights and moments, and returns it."""
     gradient: Gradient | None
     head: HeadState
     bodies: Bodies
@@ -42,7 +44,7 @@ class Snapshots:
     async def take(self) -> Snapshot:
         """Copy the model. No request of it may run meanwhile."""
         operations, lost, gradient = self.model.operations, None, None
-        state = await operations.export_state()
+        state = await operations.begin_export()
         if not self.model.queue.snapshot().has_dirty_gradient:
             try:
                 gradient = await operations.export_gradient()
@@ -63,10 +65,13 @@ class Snapshots:
         """
         suspension, config = self.suspension, self.suspension.backend.config
         writer = suspension.writer(self.model, self.store)
+        # First of all, so that no step has to wait for the copy.
+        files = await asyncio.to_thread(
+            lambda: formats.encode_state(snapshot.state(), config.model.name)
+        )
         samplers = await suspension.write_samplers(
             snapshot.published, self.model.model_id, writer, config.limits.max_sampler_bytes
         )
-        files = await asyncio.to_thread(formats.encode_state, snapshot.state, config.model.name)
         for name, content in files.items():
             await writer.put(name, content)
         if snapshot.gradient is not None:

@@ -124,6 +124,15 @@ def norm_of(flat: Tensor) -> Tensor:
     return norm
 
 
+def is_zero(flat: Tensor) -> bool:
+    """Whether all elements of a flat vector are zero; NaN is not.
+
+    On a CPU this takes a quarter of the time of `Tensor.any`.
+    """
+    low, high = torch.stack(flat.aminmax()).tolist()
+    return not (low or high)
+
+
 @contextmanager
 def unchanged_if_it_fails(gradients: Sequence[Tensor]) -> Iterator[None]:
     """Give flat gradients their values back if the body raises.

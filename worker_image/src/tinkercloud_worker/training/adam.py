@@ -29,7 +29,7 @@ from tinkercloud_worker.engine.trainer import (
     TrainingState,
     WeightsSnapshot,
 )
-from tinkercloud_worker.lora.parameters import norm_of
+from tinkercloud_worker.lora.parameters import is_zero, norm_of
 from tinkercloud_worker.training.paging import Models
 from tinkercloud_worker.training.trained_model import MOMENTS, TrainedModel
 
@@ -128,8 +128,34 @@ class AdamTrainer(Trainer, ABC):
         return state_of(*self._models.contents(model_id), self._to_cpu)
 
     @override
+    def begin_export(self, model_id: str) -> Callable[[], TrainingState]:
+        """See `Trainer.begin_export`.
+
+        On a CPU, the copy is made by the thread that calls the callable, while passes run; a step
+        that comes first makes it, and one that comes meanwhile waits. A GPU copies an adapter
+        itself, into pinned memory that is used again.
+        """
+        model, vectors = self._models.contents(model_id)
+        if not accelerator.is_gpu(vectors[0]):
+            return model.copy_later(lambda: state_of(model, vectors, self._to_cpu)).take
+        if model.lora is None:
+            # Pinned memory for a whole model would be twice the model.
+            state = self.export_state(model_id)
+            return lambda: state
+        weights, _, *moments = vectors
+        copies, finish = accelerator.begin_copy([weights, *moments])
+        step = _step(model)
+
+        def finished() -> TrainingState:
+            finish()
+            return _state(model, copies, step, lambda _, flat: model.trainable.layout.views(flat))
+
+        return finished
+
+    @override
     def import_state(self, model_id: str, state: TrainingState) -> None:
         model = self._models[model_id]
+        model.settle()
         flat = model.trainable.flat
         fresh = torch.empty_like(model.trainable.gradient)
         _fill(fresh, model, state.weights.tensors, "checkpoint")
@@ -147,7 +173,7 @@ class AdamTrainer(Trainer, ABC):
     @override
     def export_gradient(self, model_id: str) -> Gradient | None:
         model, (_, gradient, *_) = self._models.contents(model_id)
-        return self._to_cpu(model, gradient) if gradient.any() else None
+        return None if is_zero(gradient) else self._to_cpu(model, gradient)
 
     @override
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
@@ -221,6 +247,7 @@ def _apply_steps(steps: Sequence[tuple[TrainedModel, AdamParams]]) -> list[dict[
             " weights are unchanged. Check learning_rate, advantages and logprobs"
         )
     for model, _ in steps:
+        model.settle()
         model.begin_moments()
     alike: dict[AdamParams, list[TrainedModel]] = defaultdict(list)
     for (model, params), norm in zip(steps, norms, strict=True):
@@ -280,14 +307,25 @@ def state_of(
         whole: copies the full tensors of a model from a flat buffer; returns nothing on ranks that
             do not export them.
     """
-    flat_weights, gradient, *flat_moments = vectors
+    weights, _, *moments = vectors
+    return _state(model, [weights, *moments], _step(model), whole)
+
+
+def _state(
+    model: TrainedModel,
+    vectors: Sequence[Tensor],
+    step: int,
+    whole: Callable[[TrainedModel, Tensor], Mapping[str, Tensor]],
+) -> TrainingState:
+    """Return the state whose flat weights, and moments if there are any, are given."""
+    flat_weights, *flat_moments = vectors
     weights = WeightsSnapshot(model.lora, whole(model, flat_weights))
     moments: dict[str, Tensor] = {}
     # Moments that are still zero are not allocated on the GPU just to be exported.
-    flats = flat_moments or [torch.zeros(gradient.shape) for _ in MOMENTS]
+    flats = flat_moments or [torch.zeros(flat_weights.shape) for _ in MOMENTS]
     for moment, flat in zip(MOMENTS, flats, strict=True):
         moments |= {f"{name}.{moment}": tensor for name, tensor in whole(model, flat).items()}
-    return TrainingState(weights, moments, _step(model))
+    return TrainingState(weights, moments, step)
 
 
 def _fill(flat: Tensor, model: TrainedModel, tensors: Mapping[str, Tensor], what: str) -> None:

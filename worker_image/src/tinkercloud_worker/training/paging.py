@@ -208,7 +208,8 @@ class Models(dict[str, TrainedModel]):
         """Return a model and the contents of its vectors, in their order, without paging it in.
 
         To read a model does not count as its use. The contents of a model that is paged out are on
-        the CPU. They are not to be changed, nor to be used after other calls.
+        the CPU. They are not to be changed, nor to be used after other calls, except in
+        `TrainedModel.copy_later`.
         """
         model = super().__getitem__(name)
         if name not in self._paged:
@@ -305,7 +306,9 @@ class Models(dict[str, TrainedModel]):
         Raises:
             OSError: there is no room for it; nothing has changed.
         """
-        vectors = super().__getitem__(name).vectors
+        model = super().__getitem__(name)
+        model.settle()
+        vectors = model.vectors
         self._paged[name] = [
             (vector, place.keep(vector) if bool(vector.any()) else None) for vector in vectors
         ]

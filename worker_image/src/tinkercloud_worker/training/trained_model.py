@@ -1,7 +1,10 @@
 """One model under training as flat vectors, with its AdamW state."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, Generic, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -17,6 +20,43 @@ BYTES_PER_PARAMETER = 16
 """Bytes of memory per trained parameter: weight, gradient and two moments in float32."""
 
 
+T = TypeVar("T")
+
+
+class PendingCopy(Generic[T]):
+    """A copy that is made once, on the first thread that needs it."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make: Callable[[], T] | None = make
+        self._lock = Lock()
+        self._copy: T | None = None
+        self._error: Exception | None = None
+
+    def make(self) -> None:
+        """Make the copy unless it was made; another thread that makes it is waited for."""
+        with self._lock:
+            if self._make is None:
+                return
+            try:
+                self._copy = self._make()
+            except Exception as error:  # noqa: BLE001 - who takes the copy gets it
+                self._error = error
+            self._make = None
+
+    def take(self) -> T:
+        """Return the copy, once.
+
+        Raises:
+            Exception: whatever making it raised.
+        """
+        self.make()
+        if self._error is not None:
+            raise self._error
+        copy, self._copy = self._copy, None
+        assert copy is not None, "the copy was already taken"  # noqa: S101 - callers take it once
+        return copy
+
+
 @dataclass(slots=True, eq=False)
 class TrainedModel:
     """One model under training."""
@@ -28,6 +68,8 @@ class TrainedModel:
     names."""
     grad_norm: float | None = None
     """Norm of the summed gradient, where ranks have to compute it together."""
+    copies: list[ref[PendingCopy[Any]]] = field(default_factory=list)
+    """Copies of weights and moments that may not have been made yet."""
     optimizer: torch.optim.AdamW = field(init=False)
 
     def __post_init__(self) -> None:
@@ -36,6 +78,19 @@ class TrainedModel:
     def reset_optimizer(self) -> None:
         """Start with no moments and no steps."""
         self.optimizer = torch.optim.AdamW([self.trainable.flat], lr=0.0, fused=True)
+
+    def copy_later(self, make: Callable[[], T]) -> "PendingCopy[T]":
+        """Return a copy of weights and moments that is made by who needs it, or by `settle`."""
+        copy = PendingCopy(make)
+        self.copies = [ref(copy), *(each for each in self.copies if each() is not None)]
+        return copy
+
+    def settle(self) -> None:
+        """Make all copies that are still needed. Call it before weights or moments change."""
+        while self.copies:
+            copy = self.copies.pop()()
+            if copy is not None:
+                copy.make()
 
     @property
     def unused_bytes(self) -> int:
