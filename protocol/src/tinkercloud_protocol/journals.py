@@ -15,6 +15,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from tinkercloud_protocol.errors import InvalidRequest, Unavailable
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.paths import run_prefix
 
@@ -55,14 +56,41 @@ def segments_folder(root: Path, run_id: str) -> Path:
 
 
 def read_manifest(root: Path, run_id: str) -> JournalManifest | None:
-    """Return the manifest of a run's journal; None if it has no journal that can be read."""
+    """Return the manifest of a run's journal; None if it has no journal.
+
+    Raises:
+        OSError: the disk can't be read.
+        InvalidRequest: the manifest is damaged, or has the format of another release.
+    """
     try:
-        return JournalManifest.model_validate_json(manifest_path(root, run_id).read_bytes())
-    except (OSError, ValidationError):
+        content = manifest_path(root, run_id).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    try:
+        return JournalManifest.model_validate_json(content)
+    except ValidationError as error:
+        raise InvalidRequest(
+            f"training run {run_id} can't be continued: the manifest of its journal can't be read"
+            f" ({error}); it is damaged, or was written by another release of Tinkercloud"
+        ) from None
 
 
 def has_journal(root: Path | None, run_id: str, generation: str) -> bool:
-    """Return whether a journal has the state of a run in the head of a generation."""
-    manifest = read_manifest(root, run_id) if root is not None else None
+    """Return whether a journal has the state of a run in the head of a generation.
+
+    A manifest that can't be understood may have it: the head that continues the run names the
+    damage.
+
+    Raises:
+        Unavailable: the disk can't be read.
+    """
+    try:
+        manifest = read_manifest(root, run_id) if root is not None else None
+    except OSError as error:
+        raise Unavailable(
+            f"whether training run {run_id} left a journal can't be determined: the disk can't be"
+            f" read ({error}); send the request again"
+        ) from None
+    except InvalidRequest:
+        return True
     return manifest is not None and generation in manifest.generations

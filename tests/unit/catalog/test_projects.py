@@ -91,6 +91,20 @@ def a_manifest(run_id: str) -> CheckpointManifest:
     )
 
 
+async def test_a_session_in_a_project_is_not_the_one_that_an_owners_requests_share(
+    catalog: Catalog,
+) -> None:
+    await catalog.add_project("p", "P", "ann")
+    await catalog.add_session(a_session("in a project", "ann", "p"))
+    assert await catalog.open_session("ann", "1") is None
+
+    await catalog.add_session(a_session("s", "ann", None))
+
+    found = await catalog.open_session("ann", "1")
+    assert found is not None
+    assert found.id == "s"
+
+
 async def test_a_list_shows_own_objects_and_those_of_the_callers_projects(catalog: Catalog) -> None:
     for project in ("p", "q"):
         await catalog.add_project(project, project, "ann")

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from tinkercloud_protocol.checkpoints import SuspendedManifest
 from tinkercloud_protocol.durability import DurabilityConfig, DurabilityReport
 from tinkercloud_protocol.errors import StateLost
+from tinkercloud_protocol.journals import JournalManifest
 from tinkercloud_protocol.launch import HeldModel
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.head.lease_reports import lease_reports
+from tinkercloud_worker.head.snapshots import Snapshot, Snapshots
 from tinkercloud_worker.journal.folder import JournalFolder, Segment
 
 pytestmark = pytest.mark.timeout(120)
@@ -91,6 +95,43 @@ async def test_a_full_disk_degrades_a_run_that_becomes_durable_again(tmp_path: P
         await head.resume("g1")
         losses += await train(head, 9, 10)
     assert losses == expected
+
+
+async def test_a_head_killed_as_soon_as_its_run_is_durable_again_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    left_behind, written, arrived = tmp_path / "left behind", asyncio.Event(), asyncio.Event()
+    write, write_manifest = Snapshots.write, JournalFolder.write_manifest
+
+    async def write_and_wait(snapshots: Snapshots, snapshot: Snapshot) -> SuspendedManifest:
+        manifest = await write(snapshots, snapshot)
+        written.set()
+        await arrived.wait()
+        return manifest
+
+    def write_and_copy(folder: JournalFolder, manifest: JournalManifest) -> None:
+        write_manifest(folder, manifest)
+        shutil.copytree(journals, left_behind)
+
+    with a_head(root, tmp_path, "g1", journals=journals) as head:
+        await head.begin()
+        await train(head, 1, 2)
+        with full_disk():
+            await train(head, 3, 6)
+            manifest = journals / f"runs/{MODEL}/journal/manifest.json"
+            await until(lambda: not manifest.exists())
+            monkeypatch.setattr(Snapshots, "write", write_and_wait)
+        await written.wait()
+        monkeypatch.setattr(JournalFolder, "write_manifest", write_and_copy)
+        losses = await train(head, 7, 8)
+        arrived.set()
+        await until(lambda: described(head).is_durable)
+    monkeypatch.undo()
+
+    with a_head(root, tmp_path, "g2", journals=left_behind) as head:
+        await head.resume("g1")
+        assert await head.loss(7) == losses[0]
 
 
 async def test_a_head_reports_which_runs_are_degraded_whenever_that_changes(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import pytest
 
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.durability import DurabilityConfig
-from tinkercloud_protocol.errors import StateLost
+from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable
+from tinkercloud_protocol.journals import has_journal, manifest_path
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_testing.dying_store import Death
 from tinkercloud_worker.checkpoints import durable
@@ -230,6 +231,60 @@ async def test_requests_that_failed_for_another_client_are_not_repeated(tmp_path
         head.apply(2)
         head.add(3, first=6)
         assert await head.loss(3) == after
+
+
+async def test_repeated_requests_are_neither_counted_nor_charged_again(tmp_path: Path) -> None:
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    with a_head(root, tmp_path, "g1", journals=journals) as head:
+        await head.begin()
+        head.add(1)
+        head.apply(2)
+        await head.confirmed()
+        await head.answer(2)
+        assert trained_tokens(head) > 0
+
+    with a_head(root, tmp_path, "g2", journals=journals) as head:
+        await head.resume("g1")
+        await head.answer(2)
+        assert trained_tokens(head) == 0
+        head.add(3)
+        await head.confirmed()
+        await head.answer(3)
+        assert trained_tokens(head) > 0
+
+
+def trained_tokens(head: Head) -> int:
+    _, hours = head.backend.usage.changes(0)
+    return sum(hour.usage.trained_tokens for hour in hours)
+
+
+async def test_a_journal_that_cannot_be_read_is_not_reported_as_lost(tmp_path: Path) -> None:
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    with a_head(root, tmp_path, "g1", journals=journals) as head:
+        await head.begin()
+        await head.answer(0)
+    manifest = manifest_path(journals, str(MODEL))
+    content = manifest.read_bytes()
+    assert has_journal(journals, str(MODEL), "g1")
+    assert not has_journal(journals, str(MODEL), "g0")
+
+    manifest.write_bytes(content.replace(b'"format_version": 1', b'"format_version": 2'))
+    assert has_journal(journals, str(MODEL), "g1")
+    with (
+        a_head(root, tmp_path, "g2", journals=journals) as head,
+        pytest.raises(InvalidRequest, match="written by another release"),
+    ):
+        await head.resume("g1")
+
+    manifest.unlink()
+    manifest.mkdir()
+    with pytest.raises(Unavailable, match="the disk can't be read"):
+        has_journal(journals, str(MODEL), "g1")
+    with (
+        a_head(root, tmp_path, "g3", journals=journals) as head,
+        pytest.raises(Unavailable, match="its journal can't be read"),
+    ):
+        await head.resume("g1")
 
 
 async def test_a_damaged_journal_is_named(tmp_path: Path) -> None:

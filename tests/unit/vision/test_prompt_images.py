@@ -1,6 +1,8 @@
 """Prompts with images become engine rows: positions, counts, limits and errors."""
 
 import json
+import struct
+import zlib
 from base64 import b64encode
 from typing import Any
 
@@ -184,3 +186,13 @@ def test_limits_count_the_images_of_all_prompts(images: PromptImages) -> None:
     assert prepare(request, LIMITS, images).num_tokens == 14
     with pytest.raises(InvalidRequest, match=r"data\[1\].model_input: image 0: .*at most 1 images"):
         prepare(request, LIMITS, bounded)
+
+
+def test_an_image_whose_decoder_fails_in_any_way_is_rejected_by_name(images: PromptImages) -> None:
+    content = picture(84, 56)
+    # An empty colour profile after the pixels makes the decoder read beyond its end.
+    empty = struct.pack(">I4sI", 0, b"iCCP", zlib.crc32(b"iCCP"))
+    end = content.index(b"IEND") - 4
+
+    with pytest.raises(InvalidRequest, match="image 0: the png file can't be decoded"):
+        a_sample(images, chunk(content[:end] + empty + content[end:], "png"))

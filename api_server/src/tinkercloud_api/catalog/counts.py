@@ -69,10 +69,14 @@ class Counts(Statements):
             return await db.scalar(query) or 0
 
     async def open_session(self, owner: str, sdk_version: str) -> Session | None:
-        """Return the oldest open session of an owner that this client created; None without any."""
+        """Return an owner's oldest open session that this client created, outside of projects.
+
+        In a project, others could use it, and the owner may no longer be a member.
+        """
         query = select(Session).where(
             Session.owner == owner,
             Session.sdk_version == sdk_version,
+            Session.project.is_(None),
             Session.finished_at.is_(None),
         )
         return await self._one(query.order_by(Session.created_at, Session.id).limit(1))

@@ -155,7 +155,7 @@ class Durability:
         Raises:
             StateLost: it is the journal of another model.
             DamagedJournal: its journal is damaged, and there is no copy.
-            InvalidRequest: the manifest of its snapshot is damaged, and there is no copy.
+            InvalidRequest: its manifest or that of its snapshot is damaged, and there is no copy.
             Unavailable: the local disk can't be read, and there is no copy.
         """
         if self._root is None:
@@ -182,7 +182,7 @@ class Durability:
         try:
             place = await self._shared.fetch(run_id, spec, folder, self.store)
         except StoreFailed:
-            if kept is None or await asyncio.to_thread(folder.manifest) is None:
+            if kept is None or not await asyncio.to_thread(folder.exists):
                 raise
             # The store can be read, but not written.
             return kept

@@ -316,12 +316,13 @@ class DurableRun:
         began, number = time.monotonic(), self._number
         try:
             manifest = await self._snapshots.write(snapshot)
+            # Before the manifest exists again: a run that was degraded has a gap in these.
+            await self._in_thread(lambda: self._folder.remove_before(number))
             if self.failure is not None and not self._writer.has_failed:
                 await self._in_thread(lambda: self._folder.write_manifest(self._manifest))
                 if self._writer.has_failed:
                     # It failed meanwhile: what it lacks is in memory only.
                     await self._in_thread(self._withdraw)
-            await self._in_thread(lambda: self._folder.remove_before(number))
             self._bytes_before = 0
             self._end_failure()
         except Exception as error:  # noqa: BLE001 - any failure leaves the run training

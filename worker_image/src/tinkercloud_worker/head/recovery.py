@@ -143,6 +143,7 @@ class Recovery:
         model.operations.initial_seed = manifest.initial_seed
         try:
             waiting = await asyncio.to_thread(repeated, model, kept.records, 1, set[int]())
+            model.operations.repeated_until = max((each.seq_id for each in waiting), default=-1)
             await self.durability.take_over(model, kept)
             accept()
         except BaseException:

@@ -52,8 +52,12 @@ class JournalFolder:
         self._folder = journals.segments_folder(root, run_id)
 
     def manifest(self) -> JournalManifest | None:
-        """Return the manifest; None if there is no journal."""
+        """Return the manifest; see `journals.read_manifest`."""
         return journals.read_manifest(self.root, self.run_id)
+
+    def exists(self) -> bool:
+        """Whether there is a manifest, which may be damaged."""
+        return journals.manifest_path(self.root, self.run_id).exists()
 
     def write_manifest(self, manifest: JournalManifest) -> None:
         """Write the manifest, which makes the journal exist, atomically."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor
 
 from tinkercloud_protocol.errors import InvalidRequest
@@ -167,16 +167,19 @@ def _decoded(image: ImagePart, index: int) -> Image.Image:
     """
     try:
         with Image.open(io.BytesIO(image.data), formats=[image.format.upper()]) as opened:
-            if opened.size != image.size:
-                raise InvalidRequest(
-                    f"image {index}: the file has {opened.size} pixels, but its header states"
-                    f" {image.size}"
-                )
-            return opened.convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+            size = opened.size
+            decoded = opened.convert("RGB") if size == image.size else None
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - decoders raise anything for damaged files
         raise InvalidRequest(
             f"image {index}: the {image.format} file can't be decoded: {error}"
         ) from None
+    if decoded is None:
+        raise InvalidRequest(
+            f"image {index}: the file has {size} pixels, but its header states {image.size}"
+        )
+    return decoded
 
 
 def load_processor(path: str) -> ImageProcessor | None:
