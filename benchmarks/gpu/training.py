@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -20,6 +20,8 @@ from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer.logprobs import logprobs_and_gradient
 
+_FEW_TOKENS = 16
+"""Tokens of each model in a pass that launching kernels dominates."""
 _MICRO_BATCHES = (16384, 8192, 4096, 2048)
 """Candidate tokens of a micro-batch; the largest one that fits is measured."""
 
@@ -132,8 +134,17 @@ def _compared(
 
 def tenants(bench: Bench) -> Iterator[Measurement]:
     """G8: one model per sequence against one model with all sequences."""
+    yield _tenants(bench, "G8", bench.work.tenants_batch, ("<= 1.15", "<= 1.05"))
+
+
+def small_tenants(bench: Bench) -> Iterator[Measurement]:
+    """G17: the same with few tokens, where launching kernels takes longer than running them."""
+    batch = replace(bench.work.tenants_batch, length=_FEW_TOKENS)
+    yield _tenants(bench, "G17", batch, ("<= 1.25", "<= 1.1"))
+
+
+def _tenants(bench: Bench, name: str, batch: Batch, wanted: tuple[str, str]) -> Measurement:
     work = bench.work
-    batch = work.tenants_batch
     trainer = a_trainer(base_of(bench, work.middle), work.rank, batch.tokens)
     data = random_data(work.middle, [batch.length] * batch.sequences)
     alone = a_batch(trainer, data)
@@ -152,7 +163,7 @@ def tenants(bench: Bench) -> Iterator[Measurement]:
 
     many, one = bench.seconds(together, lambda: step(trainer, alone))
     what = f"{work.middle.name}: {batch.sequences} models / one, {batch.length} tokens each"
-    yield Measurement("G8", what, many / one, "x", "<= 1.15", "<= 1.05")
+    return Measurement(name, what, many / one, "x", *wanted)
 
 
 def adapter_cost(bench: Bench) -> Iterator[Measurement]:

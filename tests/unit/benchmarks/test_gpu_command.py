@@ -24,9 +24,9 @@ NEED_PEFT = {"G4", "G5"}
 SERVED = {f"S{number}" for number in range(1, 31)}
 """Figures that need an external server."""
 EVERY_FIGURE = {
-    *("N1", "N2", "N3", "N4", "N5", "N6", "N7"),
+    *("N1", "N2", "N3", "N4", "N5", "N6", "N7", "N8"),
     *("G1", "G2", "G3", "G4", "G5", "G6", "G7", "G8", "G9", "G10"),
-    *("G11a", "G11b", "G12", "G13", "G14"),
+    *("G11a", "G11b", "G12", "G13", "G14", "G15", "G16", "G17"),
     *MEGATRON,
     *MEMORY,
 }
