@@ -55,6 +55,11 @@ def runs_triton(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def use_full_float32() -> None:
+    """Make float32 convolutions as exact as float32 products are; by default cuDNN uses TF32."""
+    torch.backends.cudnn.allow_tf32 = False
+
+
 def has_float32_mm(factor: Tensor) -> bool:
     """Whether `torch.mm` can return float32 for half-precision factors like this one.
 

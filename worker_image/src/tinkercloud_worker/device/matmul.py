@@ -20,6 +20,13 @@ def matmul_float32(left_MK: Tensor, right_KN: Tensor) -> Tensor:
     return (left_MK @ right_KN).float()
 
 
+def bmm_float32(left_GMK: Tensor, right_GKN: Tensor) -> Tensor:
+    """Return the products [G, M, N] in float32; both factors have the same dtype."""
+    if accelerator.has_float32_mm(left_GMK):
+        return torch.bmm(left_GMK, right_GKN, out_dtype=torch.float32)
+    return torch.bmm(left_GMK, right_GKN).float()
+
+
 def addmm_float32_(total_MN: Tensor, left_MK: Tensor, right_KN: Tensor) -> None:
     """Add the product to a float32 matrix; both factors have the same dtype."""
     if left_MK.dtype == torch.float32:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tinkercloud_worker.device.matmul import matmul_float32
 from tinkercloud_worker.lora.groups import AdapterGroup, groups_of
+from tinkercloud_worker.lora.shared_gradients import SharedGradients
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +47,8 @@ def can_share_batch(weights: Iterable[Tensor]) -> bool:
     return bool((largest <= _LARGEST_SHARED).all())
 
 
+_Adapters = tuple[tuple[int, int, int, float | Tensor], ...]
+"""First position, last position + 1, rank and scale of each adapter of a layer."""
 DeltaSpans = Sequence[tuple[slice, LoraDelta | None]]
 """Consecutive positions that cover a pass, each with its delta."""
 
@@ -160,7 +162,7 @@ class LoraProducts:
     """
 
     def __init__(self) -> None:
-        self._factors: dict[tuple[tuple[int, int, int, float | Tensor], ...], Tensor] = {}
+        self._shared: dict[_Adapters, tuple[Tensor | float, SharedGradients]] = {}
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, parts: DeltaSpans) -> Tensor:
         """Return the product [..., out] of a layer plus the deltas of its input.
@@ -176,30 +178,39 @@ class LoraProducts:
         """
         x_N = x.flatten(0, -2)
         deltas = [(rows, delta) for rows, delta in parts if delta]
-        factor = self._factor(x_N, deltas)
         masters = [delta.a for _, delta in deltas] + [delta.b for _, delta in deltas]
-        places = [rows for rows, _ in deltas]
+        factor, gradients = self._prepared(x_N, deltas)
         product: Tensor = _AdaptedLinear.apply(  # type: ignore[no-untyped-call]
-            x_N, weight, bias, factor, places, *masters
+            x_N, weight, bias, factor, gradients, *masters
         )
         return product.view(*x.shape[:-1], -1)
 
-    def _factor(self, x_N: Tensor, deltas: Sequence[tuple[slice, LoraDelta]]) -> Tensor | float:
-        """Return the factor of the low-rank intermediate [N, r]."""
-        (rows, delta), *others = deltas
-        if not others and rows.indices(len(x_N)) == (0, len(x_N), 1):
-            return delta.scale
+    def _prepared(
+        self, x_N: Tensor, deltas: Sequence[tuple[slice, LoraDelta]]
+    ) -> tuple[Tensor | float, SharedGradients]:
+        """Return the factor of the low-rank intermediate [N, r], and what computes gradients.
+
+        The layers of a pass share both.
+        """
         key = tuple(
-            (*rows.indices(len(x_N))[:2], len(delta.a), delta.scale) for rows, delta in deltas
+            (*rows.indices(len(x_N))[:2], delta.a.shape[0], delta.scale) for rows, delta in deltas
         )
-        if key not in self._factors:
-            blocks = []
-            for start, stop, rank, scale in key:
-                block_Nr = x_N.new_zeros(len(x_N), rank)
-                block_Nr[start:stop] = scale
-                blocks.append(block_Nr)
-            self._factors[key] = torch.cat(blocks, 1)
-        return self._factors[key]
+        if key not in self._shared:
+            gradients = SharedGradients([adapter[:3] for adapter in key], x_N.device)
+            self._shared[key] = (_factor(x_N, key), gradients)
+        return self._shared[key]
+
+
+def _factor(x_N: Tensor, key: _Adapters) -> Tensor | float:
+    (start, stop, _, scale), *others = key
+    if not others and (start, stop) == (0, len(x_N)):
+        return scale
+    blocks = []
+    for start, stop, rank, scale in key:
+        block_Nr = x_N.new_zeros(len(x_N), rank)
+        block_Nr[start:stop] = scale
+        blocks.append(block_Nr)
+    return torch.cat(blocks, 1)
 
 
 class _AdaptedLinear(torch.autograd.Function):
@@ -210,7 +221,7 @@ class _AdaptedLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         factor: Tensor | float,
-        places: Sequence[slice],
+        gradients: SharedGradients,
         *masters: Tensor,
     ) -> Tensor:
         count = len(masters) // 2
@@ -218,7 +229,7 @@ class _AdaptedLinear(torch.autograd.Function):
         b = _joined(masters[count:], 1).to(x_N.dtype)
         u_Nr = _times(x_N @ a.T, factor)
         ctx.save_for_backward(x_N, weight, a, b, u_Nr)
-        ctx.factor, ctx.places, ctx.masters = factor, places, masters
+        ctx.factor, ctx.gradients, ctx.masters = factor, gradients, masters
         return nn.functional.linear(x_N, weight, bias).addmm_(u_Nr, b.T)
 
     @staticmethod
@@ -228,12 +239,7 @@ class _AdaptedLinear(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         x_N, weight, a, b, u_Nr = ctx.saved_tensors
         du_Nr = _times(dy_N @ b, ctx.factor)
-        ranks = [len(master) for master in ctx.masters[: len(ctx.places)]]
-        middles = list(
-            zip(ctx.places, torch.split(du_Nr, ranks, 1), torch.split(u_Nr, ranks, 1), strict=True)
-        )
-        parts = [matmul_float32(du_Nr[rows].T, x_N[rows]) for rows, du_Nr, _ in middles]
-        parts += [matmul_float32(dy_N[rows].T, u_Nr[rows]) for rows, _, u_Nr in middles]
+        parts = ctx.gradients.compute(dy_N, x_N, du_Nr, u_Nr)
         trained = [
             (m.grad, part) for m, part in zip(ctx.masters, parts, strict=True) if m.grad is not None
         ]

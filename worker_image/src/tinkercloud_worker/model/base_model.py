@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
+from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.device.frozen_linear import FrozenLinear
 from tinkercloud_worker.device.packing import (
     PackedSequences,
@@ -70,6 +71,7 @@ class TorchBaseModel:
         Raises:
             UnsupportedModelError: this engine does not compute the architecture correctly.
         """
+        accelerator.use_full_float32()
         self.images = ImagePasses(model)
         """Inserts the images of sequences."""
         self._model = _frozen(model)

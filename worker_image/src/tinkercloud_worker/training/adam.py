@@ -143,8 +143,9 @@ class AdamTrainer(Trainer, ABC):
             state = self.export_state(model_id)
             return lambda: state
         weights, _, *moments = vectors
-        copies, finish = accelerator.begin_copy([weights, *moments])
+        # It is on the GPU too: reading it later would wait for the copies.
         step = _step(model)
+        copies, finish = accelerator.begin_copy([weights, *moments])
 
         def finished() -> TrainingState:
             finish()
