@@ -90,13 +90,13 @@ version for users is [Supported](../supported.md).
 | Verdict | Meaning |
 | --- | --- |
 | **CPU** | proven on a CPU: the linked test or figure runs a real model, real ranks, a real server |
-| **H200** | proven on one H200 by `python -m benchmarks.gpu` on 2026-11-20 with torch 2.11. [Later changes](gpu-benchmarks.md#since-then), and the torch 2.13 of our images, have run on CPUs only |
+| **H200** | proven on one H200 by `python -m benchmarks.gpu` on 2026-11-20 with torch 2.11. Figures that name an H100 are of one H100, by the same command on 2026-11-26. [Changes since](gpu-benchmarks.md#since-then), and the torch 2.13 of our images, have run on CPUs only |
 | **definitions** | tested against [the other program's own definitions](sglang-on-cpu.md#tests-against-definitions), but that program has not run |
 | **unproven** | written, but nobody has seen it work |
 | **refused** | refused by an error that names it |
 | **not written** | not implemented. An empty cell claims nothing; `-` means not applicable |
 
-Anything that is not marked H200 has not run on a GPU. M, N, G and P are [figures of the GPU
+Anything that names neither an H200 nor an H100 has not run on a GPU. M, N, G and P are [figures of the GPU
 command](gpu-benchmarks.md); S1-S30 compare [SGLang itself on a CPU](sglang-on-cpu.md), by a command
 whose results are committed and which CI does not repeat. A *whole model* is one that is trained by
 full fine-tuning, as opposed to an adapter. TP2 means two ranks of tensor parallelism; likewise PP

@@ -62,8 +62,7 @@ class Place(Protocol):
 class HostMemory:
     """Keeps vectors of a GPU in pinned host memory, which the GPU reads directly.
 
-    torch rounds pinned blocks up to powers of two, so that a vector may take twice its size. This
-    has not run on a GPU.
+    torch rounds pinned blocks up to powers of two, so that a vector may take twice its size.
     """
 
     def __init__(self, available: Available) -> None:
