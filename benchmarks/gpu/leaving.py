@@ -54,7 +54,7 @@ def snapshots(bench: Bench) -> Iterator[Measurement]:
     """G16: how long a snapshot holds the engine's thread, once pinned memory is allocated.
 
     Raises:
-        ValueError: the copy is not that of the moment at which it was begun.
+        ValueError: the copy is not that of the moment at which it was started.
     """
     work = bench.work
     trainer = a_trainer(base_of(bench, work.middle), work.rank, max_batch_tokens=1024)

@@ -112,10 +112,10 @@ def test_an_export_that_nobody_needs_any_more_is_not_made() -> None:
 def test_a_step_waits_for_a_copy_that_another_thread_makes() -> None:
     trainer = a_trainer()
     train(trainer, 1)
-    begun, may_end, order = Event(), Event(), list[str]()
+    started, may_end, order = Event(), Event(), list[str]()
 
     def make() -> str:
-        begun.set()
+        started.set()
         may_end.wait()
         order.append("copied")
         return "copy"
@@ -127,7 +127,7 @@ def test_a_step_waits_for_a_copy_that_another_thread_makes() -> None:
     copy = trainer._models["m"].copy_later(make)
     with ThreadPoolExecutor(2) as threads:
         taking = threads.submit(copy.take)
-        begun.wait()
+        started.wait()
         stepping = threads.submit(step)
         may_end.set()
         stepping.result()
