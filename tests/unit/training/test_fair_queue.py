@@ -160,10 +160,15 @@ def test_what_is_put_back_is_next_of_its_model() -> None:
     assert take(queue)[1] == number
 
 
-@given(st.lists(SHARES, min_size=1, max_size=30))
-def test_it_knows_what_runs_before_an_item(shares: list[Share]) -> None:
-    queue = FairQueue[int]()
+@given(st.lists(SHARES, min_size=1, max_size=30), st.integers(0, 29))
+def test_it_knows_what_runs_before_an_item_whenever_it_is_asked(
+    shares: list[Share], taken: int
+) -> None:
+    queue = FairQueue[int]({"b": 3})
     put_all(queue, shares)
+    for _ in range(min(taken, len(shares) - 1)):
+        queue.ahead_of("a", "x")
+        take(queue)
     ahead = queue.ahead_of("a", "x")
     items = tokens = 0
     while queue:

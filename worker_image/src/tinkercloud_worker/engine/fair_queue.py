@@ -13,6 +13,7 @@ first in, first out. Nothing here knows threads or clocks.
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -64,7 +65,11 @@ class Accounts:
 
     def charge(self, name: str, tokens: int) -> None:
         """Add tokens to the account of a name; a negative number gives some back."""
-        self._used[name] = self.used(name) + tokens / self._weights.get(name, 1)
+        self._used[name] = self.used(name) + tokens / self.weight(name)
+
+    def weight(self, name: str) -> int:
+        """Return the share of a name."""
+        return self._weights.get(name, 1)
 
     def is_open(self, name: str) -> bool:
         """Whether there is an account of this name."""
@@ -91,12 +96,6 @@ class Accounts:
             else:
                 del left[name]
 
-    def copy(self) -> "Accounts":
-        """Return a copy that changes independently."""
-        other = Accounts(self._weights)
-        other._used, other._level = dict(self._used), self._level
-        return other
-
 
 class _OwnerLine(Generic[T]):
     """The items of one owner, by model."""
@@ -106,11 +105,21 @@ class _OwnerLine(Generic[T]):
         self.lines: dict[str, deque[tuple[Share, T]]] = {}
         """Waiting items by model, the model that has waited longest first."""
 
-    def copy(self) -> "_OwnerLine[T]":
-        other = _OwnerLine[T]()
-        other.accounts = self.accounts.copy()
-        other.lines = {model: deque(line) for model, line in self.lines.items()}
-        return other
+    def turns(self) -> Iterator[Share]:
+        """Yield the shares of all items in the order of their turns if no more arrive."""
+        models = [
+            (self.accounts.used(model), place, iter(line))
+            for place, (model, line) in enumerate(self.lines.items())
+        ]
+        heapify(models)
+        while models:
+            used, place, line = models[0]
+            if (first := next(line, None)) is None:
+                heappop(models)
+                continue
+            share, _ = first
+            yield share
+            heapreplace(models, (used + _cost(share.tokens), place, line))
 
     def pop(self, model: str) -> tuple[Share, T]:
         line = self.lines[model]
@@ -134,6 +143,8 @@ class FairQueue(Generic[T]):
         """Owners with open accounts."""
         self._waiting: dict[str, None] = {}
         """Owners with items, the owner that has waited longest first."""
+        self._ahead: dict[tuple[str, str], Ahead] | None = None
+        """What is ahead of each model's first item; None: not known since the last change."""
 
     def __len__(self) -> int:
         return sum(
@@ -152,6 +163,7 @@ class FairQueue(Generic[T]):
         self._line(share).appendleft((share, item))
 
     def _line(self, share: Share) -> deque[tuple[Share, T]]:
+        self._ahead = None
         if share.owner not in self._waiting:
             self._owners.enter(share.owner)
             self._waiting[share.owner] = None
@@ -206,6 +218,7 @@ class FairQueue(Generic[T]):
         self._charge(share, _cost(tokens))
 
     def _charge(self, share: Share, tokens: int) -> None:
+        self._ahead = None
         self._owners.charge(share.owner, tokens)
         if share.owner in self._lines:
             self._lines[share.owner].accounts.charge(share.model, tokens)
@@ -213,27 +226,34 @@ class FairQueue(Generic[T]):
     def ahead_of(self, owner: str, model: str) -> Ahead | None:
         """Return what is computed before a model's first item if no more arrive.
 
-        None: the model has no items here.
+        None: the model has no items here. Nothing is computed twice between two changes: many
+        clients ask while one item is computed.
         """
-        if owner not in self._waiting or model not in self._lines[owner].lines:
-            return None
-        rest = self._copy()
-        items = tokens = 0
-        while True:
-            share, _ = rest.next()
-            if (share.owner, share.model) == (owner, model):
-                return Ahead(items, tokens)
-            rest.charge(share, share.tokens)
-            items, tokens = items + 1, tokens + share.tokens
+        if self._ahead is None:
+            self._ahead, items, tokens = {}, 0, 0
+            for share in self._in_turn():
+                self._ahead.setdefault((share.owner, share.model), Ahead(items, tokens))
+                items, tokens = items + 1, tokens + share.tokens
+        return self._ahead.get((owner, model))
 
-    def _copy(self) -> "FairQueue[T]":
-        other = FairQueue[T]()
-        other._owners = self._owners.copy()
-        other._lines = {owner: line.copy() for owner, line in self._lines.items()}
-        other._waiting = dict(self._waiting)
-        return other
+    def _in_turn(self) -> Iterator[Share]:
+        """Yield the shares of all items in the order of their turns if no more arrive."""
+        owners = [
+            (self._owners.used(owner), place, owner, self._lines[owner].turns())
+            for place, owner in enumerate(self._waiting)
+        ]
+        heapify(owners)
+        while owners:
+            used, place, owner, turns = owners[0]
+            if (share := next(turns, None)) is None:
+                heappop(owners)
+                continue
+            yield share
+            used += _cost(share.tokens) / self._owners.weight(owner)
+            heapreplace(owners, (used, place, owner, turns))
 
     def _pop(self, owner: str, model: str) -> tuple[Share, T]:
+        self._ahead = None
         models = self._lines[owner]
         first = models.pop(model)
         if not models.lines:
