@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 import structlog
@@ -17,11 +17,9 @@ from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_protocol.tensors import ForwardBackwardRequest
 from tinkercloud_protocol.timeline import Timeline
 from tinkercloud_worker.checkpoints.store import CheckpointStore
-from tinkercloud_worker.engine.sampling_request import prepare
 from tinkercloud_worker.head.autosaver import Autosaver
-from tinkercloud_worker.head.backend import Backend, random_seed
+from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durability import Durability
-from tinkercloud_worker.head.failures import to_result
 from tinkercloud_worker.head.idle_memory import IdleMemory
 from tinkercloud_worker.head.live_model import (
     LiveModel,
@@ -33,16 +31,11 @@ from tinkercloud_worker.head.reports import head_status, why_sample_waits
 from tinkercloud_worker.head.requests import (
     Prepared,
     Received,
-    body_digest,
-    content_digest,
-    sample_request_id,
 )
 from tinkercloud_worker.head.results import Results
 from tinkercloud_worker.head.retrieval import Retrieval
-from tinkercloud_worker.head.sample import Sample
-from tinkercloud_worker.head.sample_limiter import SampleLimiter
+from tinkercloud_worker.head.running_samples import RunningSamples
 from tinkercloud_worker.head.samplers import Samplers
-from tinkercloud_worker.head.sampling import run_sample
 from tinkercloud_worker.head.shutdown import HeadShutdown
 from tinkercloud_worker.head.suspended_models import SuspendedModel, SuspendedModels
 from tinkercloud_worker.head.suspension import Suspension
@@ -78,17 +71,14 @@ class HeadService:
         self._resuming: dict[str, asyncio.Task[None]] = {}
         self._accepted: set[str] = set()
         """Those of `_resuming` that were suspended by this head and accepted before it stopped."""
-        self._samples: dict[str, Sample] = {}
-        self._sample_limiter = SampleLimiter(
-            config.sampler.max_queued_requests, config.limits.max_queued_bytes
-        )
+        self._samples = RunningSamples(backend, self._samplers, self._results, self._recovery)
         self._is_draining = False
         self._shutdown = HeadShutdown(
             backend,
             self._models,
             self._resuming,
             self._accepted,
-            self._samples,
+            self._samples.by_id,
             self._suspension,
             self._suspended,
             self.durability,
@@ -225,7 +215,7 @@ class HeadService:
         if model.queue.is_busy:
             return True
         sessions = self._samplers.sessions_of_model(model.model_id)
-        return any(s.request.sampling_session_id in sessions for s in self._samples.values())
+        return any(s.request.sampling_session_id in sessions for s in self._samples.by_id.values())
 
     async def move_model(self, model_id: ModelId, *, is_back: bool = False) -> None:
         """Let another head continue a model, or take it back; see `SuspendedModels`."""
@@ -237,7 +227,7 @@ class HeadService:
         if is_back:
             self._suspended.take_back(name)
         else:
-            await self._suspended.move(name, self._samples)
+            await self._suspended.move(name, self._samples.by_id)
 
     def held(self) -> list[HeldModel]:
         """Return the models of this head and the memory they take."""
@@ -253,14 +243,8 @@ class HeadService:
         model_id = model.model_id
         self._models[str(model_id)] = model
         self._autosaver.watch(model)
-        # Regardless of the limits: these requests were accepted earlier.
         for request in unfinished:
-            try:
-                self._start_sample(self.prepare(request))
-            except InvalidRequest as error:
-                request_id = str(sample_request_id(request))
-                self._results.open(request_id, content_digest(request), model.spec.owner)
-                self._results.finish(request_id, futures.failed_with(error))
+            self._samples.restart(request, model.spec.owner)
         log.info("resumed", model_id=str(model_id), waiting=model.queue.sequencer.num_pending)
 
     async def delete_model(self, model_id: ModelId) -> None:
@@ -329,83 +313,22 @@ class HeadService:
 
     async def retire_sampler(self, session_id: SamplingSessionId) -> None:
         """Remove a sampling session, which may be unknown, and cancel its requests."""
-        for sample in self._samples.values():
-            if sample.request.sampling_session_id == str(session_id):
-                sample.task.cancel()
+        self._samples.cancel_of(session_id)
         self._results.abandon(str(session_id))
         await self._samplers.retire(session_id)
 
     def prepare(self, request: SampleRequest) -> Prepared:
-        """Validate a sampling request. Changes nothing here, so it may run in a thread.
-
-        Raises:
-            InvalidRequest: it is invalid.
-        """
-        backend, as_json = self._backend, request.model_dump_json().encode()
-        limits, ends = backend.trainer.limits, backend.end_tokens
-        validated = prepare(request, limits, ends, random_seed(), images=backend.images)
-        size = len(as_json) + validated.num_bytes
-        return Prepared(request, validated, body_digest(as_json), size)
+        """Validate a sampling request (`RunningSamples.prepare`)."""
+        return self._samples.prepare(request)
 
     def sample(self, prepared: Prepared) -> RequestId:
-        """Queue a sampling request; return its id. A repeated one is the same request.
-
-        Raises:
-            InvalidRequest: the number was used with other content.
-            Overloaded: the owner has too many.
-        """
+        """Queue a sampling request; return its id (`RunningSamples.submit`)."""
         self._check_accepting()
-        request_id = prepared.request_id
-        known = self._results.digest(str(request_id))
-        if known is not None and known != prepared.digest:
-            raise InvalidRequest(
-                f"seq_id {prepared.request.seq_id} was already used by a request with"
-                " different content; give each request its own number"
-            )
-        if known is None:
-            owner = self.owner_of(prepared.request.sampling_session_id)
-            self._sample_limiter.check(owner, prepared.size)
-            self._start_sample(prepared)
-        return request_id
-
-    def _start_sample(self, prepared: Prepared) -> None:
-        request, request_id = prepared.request, prepared.request_id
-        owner = self.owner_of(request.sampling_session_id)
-        session_id = SamplingSessionId.parse(request.sampling_session_id)
-        self._results.open(str(request_id), prepared.digest, owner)
-
-        async def work() -> Result:
-            await self._recovery.published(session_id)
-            return await run_sample(self._backend, self._samplers, owner, prepared)
-
-        def report_cancellation(task: asyncio.Task[None]) -> None:
-            # A done callback, because the task may be cancelled before it starts.
-            if task.cancelled():
-                self._finish(str(request_id), futures.failed("the request was cancelled", "user"))
-
-        timed = self._backend.spans.timed(str(session_id), "sample", work)
-        task = self._spawn(self._resolve(str(request_id), timed))
-        task.add_done_callback(report_cancellation)
-        self._samples[str(request_id)] = Sample(request, owner, prepared.size, task)
-        self._sample_limiter.add(owner, prepared.size)
-
-    async def _resolve(self, request_id: str, work: Callable[[], Awaitable[Result]]) -> None:
-        try:
-            result = await work()
-        except Exception as error:  # noqa: BLE001 - the future must resolve, whatever it is
-            result = to_result(error)
-        self._finish(request_id, result)
-
-    def _finish(self, request_id: str, result: Result) -> None:
-        if (sample := self._samples.pop(request_id, None)) is not None:
-            self._sample_limiter.remove(sample.owner, sample.size)
-        self._results.finish(request_id, result)
+        return self._samples.submit(prepared)
 
     def cancel(self, request_id: str) -> None:
         """Cancel a sampling request, which may be unknown or finished."""
-        sample = self._samples.get(request_id)
-        if sample is not None:
-            sample.task.cancel()
+        self._samples.cancel(request_id)
 
     async def retrieve(
         self, request_id: str, seconds: float | None = None, max_bytes: int | None = None
@@ -425,7 +348,7 @@ class HeadService:
         if (model := self._models.get(str(parsed.target))) is not None:
             return model.why_waiting(parsed.seq_id)
         return why_sample_waits(
-            request_id, self._samples, self._sample_limiter, self._backend.token_limits
+            request_id, self._samples.by_id, self._samples.limiter, self._backend.token_limits
         )
 
     def status(self) -> HeadStatus:
@@ -435,7 +358,7 @@ class HeadService:
             self._models,
             self._shutdown,
             num_samplers=len(self._samplers),
-            num_samples=len(self._samples),
+            num_samples=len(self._samples.by_id),
             idle_seconds=time.monotonic() - self._last_activity,
             is_draining=self._is_draining,
         )
@@ -468,6 +391,7 @@ class HeadService:
         self.durability.close()
         for model in self._models.values():
             model.queue.close("the session head stopped")
+        self._samples.close()
         for task in self._tasks:
             task.cancel()
 
