@@ -62,6 +62,13 @@ def read_manifest(root: Path, run_id: str) -> JournalManifest | None:
         return None
 
 
+def read_manifests(root: Path) -> list[JournalManifest]:
+    """Return the manifests of all journals that can be read, in the order of their run ids."""
+    run_ids = sorted(path.parents[1].name for path in root.glob(f"runs/*/journal/{_MANIFEST}"))
+    manifests = [read_manifest(root, run_id) for run_id in run_ids]
+    return [manifest for manifest in manifests if manifest is not None]
+
+
 def has_journal(root: Path | None, run_id: str, generation: str) -> bool:
     """Return whether a journal has the state of a run in the head of a generation."""
     manifest = read_manifest(root, run_id) if root is not None else None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import structlog
 
+from tinkercloud_protocol import journals
 from tinkercloud_protocol.checkpoints import SuspendedManifest
 from tinkercloud_protocol.durability import DurabilityLevel
 from tinkercloud_protocol.errors import InvalidRequest, Unavailable, WireError
@@ -70,6 +71,26 @@ class Durability:
         self._shared: SharedJournals | None = None
         if self.level == "remote":
             self._shared = SharedJournals(config.checkpoint_root, config.generation, self._config)
+
+    def on_disk(self, only: str = "") -> list[JournalManifest]:
+        """Return the manifests of all local journals, or of one run's. Blocks."""
+        if self._root is None:
+            return []
+        if not only:
+            return journals.read_manifests(self._root)
+        manifest = journals.read_manifest(self._root, only)
+        return [manifest] if manifest is not None else []
+
+    async def is_replaced(self, manifest: JournalManifest) -> bool:
+        """Return whether another head is known to have continued a run from a copied journal.
+
+        Args:
+            manifest: of the local journal.
+
+        Raises:
+            StoreFailed: the store does not respond.
+        """
+        return self._shared is not None and await self._shared.is_replaced(manifest)
 
     def of(self, name: str) -> DurableRun | None:
         """Return the journal of a model; None if it has none."""

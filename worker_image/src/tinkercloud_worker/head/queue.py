@@ -228,9 +228,17 @@ class ModelQueue:
         self._arrived.set()
         return await outcome
 
+    def hold(self) -> None:
+        """Start no request from now on, except the model's creation."""
+        self._is_paused = True
+
+    async def idle(self) -> None:
+        """Return once no request is running, and none can run."""
+        await self._idle.wait()
+
     async def pause(self) -> None:
         """Start no request except the model's creation; return once none is running."""
-        self._is_paused = True
+        self.hold()
         self._watch_gap()
         await self._idle.wait()
 

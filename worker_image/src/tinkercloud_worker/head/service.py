@@ -9,9 +9,10 @@ import structlog
 
 from tinkercloud_protocol import futures
 from tinkercloud_protocol.batched_futures import RetrieveFuturesRequest
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable
+from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable, WireError
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
+from tinkercloud_protocol.journals import JournalManifest
 from tinkercloud_protocol.launch import HeadStatus, HeldModel, ModelSpec, SamplerSpec
 from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_protocol.tensors import ForwardBackwardRequest
@@ -21,17 +22,11 @@ from tinkercloud_worker.head.autosaver import Autosaver
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durability import Durability
 from tinkercloud_worker.head.idle_memory import IdleMemory
-from tinkercloud_worker.head.live_model import (
-    LiveModel,
-    new_model,
-    too_many_models,
-)
+from tinkercloud_worker.head.kept_runs import KeptRuns
+from tinkercloud_worker.head.live_model import LiveModel, new_model, too_many_models
 from tinkercloud_worker.head.recovery import Recovery
 from tinkercloud_worker.head.reports import head_status, why_sample_waits
-from tinkercloud_worker.head.requests import (
-    Prepared,
-    Received,
-)
+from tinkercloud_worker.head.requests import Prepared, Received
 from tinkercloud_worker.head.results import Results
 from tinkercloud_worker.head.retrieval import Retrieval
 from tinkercloud_worker.head.running_samples import RunningSamples
@@ -70,9 +65,12 @@ class HeadService:
         self._suspended = SuspendedModels(backend, self._models, self._suspension, self.durability)
         self._resuming: dict[str, asyncio.Task[None]] = {}
         self._accepted: set[str] = set()
-        """Those of `_resuming` that were suspended by this head and accepted before it stopped."""
+        """Those of `_resuming` that a head that starts to stop waits for, and writes again."""
         self._samples = RunningSamples(backend, self._samplers, self._results, self._recovery)
         self._is_draining = False
+        self._kept = KeptRuns(
+            self.durability, backend.store, is_held=self._is_held, resume=self._resume_kept
+        )
         self._shutdown = HeadShutdown(
             backend,
             self._models,
@@ -82,6 +80,7 @@ class HeadService:
             self._suspension,
             self._suspended,
             self.durability,
+            self._kept,
         )
         self._autosaver = Autosaver(self._models)
         self._idle_memory = IdleMemory(backend)
@@ -105,7 +104,7 @@ class HeadService:
         if name not in self._models and spec.resume_generation is not None:
             await asyncio.shield(self._resumption(model_id, self._resume(model_id, spec)))
         model = self._models.get(name)
-        if model is not None and model.spec != spec:
+        if model is not None and not model.fits(spec):
             raise InvalidRequest(
                 f"model {model_id} already exists with a different configuration; use another"
                 " model_seq_id"
@@ -224,6 +223,8 @@ class HeadService:
         # A request may start to resume the model as soon as it has been suspended.
         while task := self._resuming.get(name) or self._suspended.suspending(name):
             await asyncio.wait({task})
+        if (failure := await self._kept.load_all(name)) is not None:
+            raise Unavailable(f"model {name} can't be moved yet: {failure.message}")
         if is_back:
             self._suspended.take_back(name)
         else:
@@ -238,27 +239,50 @@ class HeadService:
         model, unfinished = await self._recovery.read(model_id, spec, self._check_accepting)
         self._add_resumed(model, unfinished)
 
+    def _is_held(self, name: str) -> bool:
+        return name in self._models or self._suspended.knows(name)
+
+    async def _resume_kept(self, manifest: JournalManifest) -> None:
+        """Continue a run from the local journal."""
+        model_id = ModelId.parse(manifest.run_id)
+        spec = manifest.spec.model_copy(update={"resume_generation": manifest.generations[-1]})
+
+        async def resume() -> None:
+            # A head that stops writes it at once.
+            self._add_resumed(*await self._recovery.read(model_id, spec, lambda: None))
+
+        self._accepted.add(str(model_id))
+        task = self._resumption(model_id, resume())
+        await asyncio.wait({task})
+        if task.cancelled():
+            raise NotFound(f"model {model_id} was deleted")
+        task.result()
+
     def _add_resumed(self, model: LiveModel, unfinished: list[SampleRequest]) -> None:
         """Add a resumed model, and restart its unfinished sampling requests."""
         model_id = model.model_id
         self._models[str(model_id)] = model
         self._autosaver.watch(model)
+        if self._is_draining:
+            model.queue.hold()
         for request in unfinished:
             self._samples.restart(request, model.spec.owner)
         log.info("resumed", model_id=str(model_id), waiting=model.queue.sequencer.num_pending)
 
     async def delete_model(self, model_id: ModelId) -> None:
         """Remove a model, which may be unknown."""
-        if (task := self._resuming.get(str(model_id))) is not None:
-            task.cancel()
-            await asyncio.wait({task})
-        await self._suspended.forget(str(model_id))
-        if (model := self._models.pop(str(model_id), None)) is not None:
-            model.queue.close(f"model {model_id} was deleted")
-            self._results.abandon(str(model_id))
-            await model.operations.delete()
-            _in_background = self._spawn(self._autosaver.discard(model))
-        await self.durability.remove(str(model_id))
+        name = str(model_id)
+        with self._kept.ignoring(name):
+            if (task := self._resuming.get(name)) is not None:
+                task.cancel()
+                await asyncio.wait({task})
+            await self._suspended.forget(name)
+            if (model := self._models.pop(name, None)) is not None:
+                model.queue.close(f"model {model_id} was deleted")
+                self._results.abandon(name)
+                await model.operations.delete()
+                _in_background = self._spawn(self._autosaver.discard(model))
+            await self.durability.remove(name)
 
     def submit(self, received: Received, key: str | None = None) -> str:
         """Queue a training request; return its id. An unreadable one fails in its place.
@@ -364,11 +388,28 @@ class HeadService:
         )
 
     async def checkpoint(self, only: str = "") -> list[str]:
-        """Write an automatic training checkpoint of every model, or of one; return the paths."""
+        """Write an automatic training checkpoint of every model, or of one; return the paths.
+
+        Raises:
+            WireError: some could not be written; the others were.
+        """
         if not only:
             # Save what there is now, rather than wait for trainers that are still starting.
             self._backend.trainer.stop_waiting()
-        return await self._autosaver.save_last(only)
+        failure = None if self._is_draining else await self._repeat_kept(only)
+        saved = await self._autosaver.save_last(only)
+        if failure is not None:
+            raise failure
+        return saved
+
+    async def _repeat_kept(self, only: str) -> WireError | None:
+        """Continue runs that are only on the disk, and repeat their requests; see `load_all`."""
+        kept = await self._kept.waiting(only)
+        failures = [await self._kept.load(manifest) for manifest in kept]
+        for manifest in kept:
+            if (model := self._models.get(manifest.run_id)) is not None:
+                await model.queue.idle()
+        return next((each for each in failures if each is not None), None)
 
     async def suspend(self, store: CheckpointStore | None = None) -> None:
         """Reject new requests, finish running ones, and write all state for the next head.
