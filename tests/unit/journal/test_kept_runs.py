@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tinkercloud_protocol.checkpoints import SuspendedManifest
 from tinkercloud_protocol.errors import StateLost, Unavailable
+from tinkercloud_protocol.journals import read_manifests
 from tinkercloud_protocol.launch import Timings
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
@@ -209,3 +211,43 @@ async def test_a_head_that_stops_while_it_loads_saves_the_runs_on_its_disk(
         await stopping
 
     await disks.check_continues(expected)
+
+
+@pytest.mark.parametrize("generation", ["g1", "g2"])
+async def test_a_run_is_found_whichever_of_its_heads_the_catalog_names(
+    generation: str, disks: Disks
+) -> None:
+    with disks.head("g1", disk="first") as head:
+        await train(head)
+        await head.service.suspend()
+    with disks.head("g2") as head:
+        await head.resume("g1")
+        head.apply(4)
+        head.add(5)
+        loss = await head.loss(5)
+    with disks.head("g3") as head:
+        await head.service.suspend()
+
+    with disks.head("g4", disk="elsewhere") as head:
+        await head.resume(generation)
+        assert await head.loss(5) == loss
+
+
+async def test_a_journal_does_not_exist_before_the_state_that_it_follows(
+    disks: Disks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with disks.head("g1", disk="first") as head:
+        await train(head)
+        await head.service.suspend()
+    commit, existed = CheckpointStore.commit_suspended, list[bool]()
+
+    async def watch(store: CheckpointStore, manifest: SuspendedManifest) -> None:
+        existed.append(bool(read_manifests(disks.journals)))
+        await commit(store, manifest)
+
+    monkeypatch.setattr(CheckpointStore, "commit_suspended", watch)
+    with disks.head("g2") as head:
+        await head.resume("g1")
+
+        assert existed == [False]
+        assert read_manifests(disks.journals)

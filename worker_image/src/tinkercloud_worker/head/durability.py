@@ -1,7 +1,7 @@
 """The runs of a head that survive its end, and continuing those of an earlier head."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -132,13 +132,28 @@ class Durability:
         """Start the journal of a new model, before its creation is queued."""
         await self._begin(model, Base(snapshot=None, first_index=0))
 
-    async def _begin(self, model: LiveModel, base: Base | None) -> None:
+    async def _begin(
+        self,
+        model: LiveModel,
+        base: Base | None,
+        lineage: Sequence[str] = (),
+        prepare: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Start a journal.
+
+        Args:
+            model: the model.
+            base: what the records of its copy follow; None if that is still to be copied.
+            lineage: generations of the heads that had the model before.
+            prepare: writes what the local records follow, before the journal exists.
+        """
         if not self._applies_to(model.spec):
             return
         name, folder = str(model.model_id), self._folder(str(model.model_id))
+        own = self._backend.config.generation
         manifest = JournalManifest(
             run_id=name,
-            generations=[self._backend.config.generation],
+            generations=[*(each for each in lineage if each != own), own],
             base_model=self._backend.config.model.name,
             base_fingerprint=self._backend.base_fingerprint,
             spec=model.spec,
@@ -147,8 +162,10 @@ class Durability:
         run = await self._attach(model, manifest, folder)
         try:
             await asyncio.to_thread(folder.delete)
+            if prepare is not None:
+                await prepare()
             await asyncio.to_thread(folder.write_manifest, manifest)
-        except OSError as error:
+        except (OSError, WireError) as error:
             run.degrade(error)
         if self._shared is not None:
             run.ship(await self._shared.start(manifest, base, self._listeners(model)))
@@ -157,18 +174,16 @@ class Durability:
         self, model: LiveModel, state: SuspendedManifest, store: CheckpointStore
     ) -> None:
         """Start the journal of a model that resumes from a suspended state: copy it."""
-        await self._begin(model, None)
-        run = self.of(str(model.model_id))
-        if run is None or run.failure is not None:
-            return
-        try:
+
+        async def copy_state() -> None:
             for file in state.files:
                 await self.store.put_suspended(state, file, await store.read_file(state, file))
             await self.store.commit_suspended(state)
-        except WireError as error:
-            run.degrade(error)
-            return
-        await run.copy_snapshot(state)
+
+        await self._begin(model, None, state.lineage, copy_state)
+        run = self.of(str(model.model_id))
+        if run is not None and run.failure is None:
+            await run.copy_snapshot(state)
 
     async def find(self, run_id: str, spec: ModelSpec) -> Kept | None:
         """Return what is kept of a run that the head of `spec.resume_generation` had, or None.

@@ -223,12 +223,12 @@ class HeadService:
         # A request may start to resume the model as soon as it has been suspended.
         while task := self._resuming.get(name) or self._suspended.suspending(name):
             await asyncio.wait({task})
-        if (failure := await self._kept.load_all(name)) is not None:
-            raise Unavailable(f"model {name} can't be moved yet: {failure.message}")
         if is_back:
             self._suspended.take_back(name)
-        else:
-            await self._suspended.move(name, self._samples.by_id)
+            return
+        if not self._is_held(name) and (failure := await self._kept.load_all(name)) is not None:
+            raise Unavailable(f"model {name} can't be moved yet: {failure.message}")
+        await self._suspended.move(name, self._samples.by_id)
 
     def held(self) -> list[HeldModel]:
         """Return the models of this head and the memory they take."""

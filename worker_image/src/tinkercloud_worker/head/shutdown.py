@@ -86,10 +86,10 @@ class HeadShutdown:
             reasons: is extended by the reasons of failures.
         """
         missing, room = set[str](), asyncio.Semaphore(1)
-        # Requests for some of them may have arrived before the head started to stop.
-        while self.resuming:
-            await asyncio.wait(set(self.resuming.values()))
         for manifest in await self.kept.waiting():
+            # A request for it may have arrived before the head started to stop.
+            if (task := self.resuming.get(manifest.run_id)) is not None:
+                await asyncio.wait({task})
             failure = await self.kept.load(manifest)
             if failure is not None:
                 reasons.append(failure.message)
