@@ -19,6 +19,7 @@ from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.shared_journals import Base
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
+from tinkercloud_worker.head.attempts import Attempts, RepeatTurns
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durable_run import DurableRun
 from tinkercloud_worker.head.live_model import LiveModel
@@ -44,6 +45,8 @@ class Kept:
     snapshot: SuspendedManifest | None
     records: Sequence[Record]
     last_segment: int
+    deaths: Mapping[int, int]
+    """See `Attempts.deaths`."""
     place: Place | None = None
     """End of the copied journal, if it was read from there."""
 
@@ -59,6 +62,7 @@ class Durability:
         self._config = config.durability
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="journal")
         self._runs: dict[str, DurableRun] = {}
+        self._turns = RepeatTurns()
         self._observers: list[Callable[[], None]] = []
         self.on_taken_over: Callable[[str], None] = lambda _: None
         """Called when another head has taken over a model."""
@@ -127,6 +131,11 @@ class Durability:
         """Write nothing from now on."""
         for run in self._runs.values():
             run.close()
+
+    async def forgive(self) -> None:
+        """Count no death of this head from now on: it stops in an orderly way."""
+        self._turns.is_stopping = True
+        await asyncio.gather(*[run.attempts.forgive() for run in self._runs.values()])
 
     async def begin(self, model: LiveModel) -> None:
         """Start the journal of a new model, before its creation is queued."""
@@ -256,7 +265,8 @@ class Durability:
         check_fits(manifest, spec)
         records = await asyncio.to_thread(folder.read)
         snapshot = await self.store.find_suspended(run_id)
-        return Kept(manifest, snapshot, records, max(folder.numbers(), default=0), place)
+        deaths = await asyncio.to_thread(folder.deaths)
+        return Kept(manifest, snapshot, records, max(folder.numbers(), default=0), deaths, place)
 
     async def take_over(self, model: LiveModel, kept: Kept) -> None:
         """Continue a kept journal in this head, before the model's requests run.
@@ -278,6 +288,7 @@ class Durability:
                 f" ({error}); free or repair the disk, then send the request again"
             ) from None
         run = await self._attach(model, manifest, folder)
+        run.attempts.deaths.update(kept.deaths)
         local, listeners = LocalState(kept.snapshot, kept.records), self._listeners(model)
         next_index = local.next_index
         if self._shared is not None and kept.place is not None:
@@ -323,6 +334,7 @@ class Durability:
             snapshots,
             config=self._config,
             threads=self._threads,
+            attempts=Attempts(folder, self._threads, self._turns),
             on_change=self._changed,
         )
         self._runs[str(model.model_id)] = run

@@ -50,6 +50,7 @@ class HeadShutdown:
             Unavailable: some models could not be written; the message says which and why.
         """
         self.backend.trainer.stop_waiting()
+        await self.durability.forgive()
         async with self._lock:
             await self._drain()
             await self.suspended.settle()
