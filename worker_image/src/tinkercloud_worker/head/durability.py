@@ -176,8 +176,15 @@ class Durability:
             await asyncio.to_thread(folder.write_manifest, manifest)
         except (OSError, WireError) as error:
             run.degrade(error)
-        if self._shared is not None:
-            run.ship(await self._shared.start(manifest, base, self._listeners(model)))
+        if self._shared is not None and self._runs.get(name) is run:
+            shipping = await self._shared.start(manifest, base, self._listeners(model))
+            if self._runs.get(name) is run:
+                run.ship(shipping)
+            else:
+                await shipping.closed()
+        if name not in self._runs:
+            # The model was deleted meanwhile, possibly before some of this was written.
+            await self.remove(name)
 
     async def begin_from(
         self, model: LiveModel, state: SuspendedManifest, store: CheckpointStore
@@ -326,7 +333,8 @@ class Durability:
     ) -> DurableRun:
         copies = self._shared.snapshots if self._shared is not None else None
         snapshots = Snapshots(self._suspension, model, self.store, copies)
-        await self.leave(str(model.model_id))
+        name = str(model.model_id)
+        earlier = self._runs.pop(name, None)
         run = DurableRun(
             model,
             manifest,
@@ -337,9 +345,12 @@ class Durability:
             attempts=Attempts(folder, self._threads, self._turns),
             on_change=self._changed,
         )
-        self._runs[str(model.model_id)] = run
+        # First of all, so that whoever deletes the model finds it.
+        self._runs[name] = run
         self._changed()
         model.queue.log = run
+        if earlier is not None:
+            await earlier.closed()
         return run
 
     def _listeners(self, model: LiveModel) -> Listeners:
