@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tinkercloud_protocol.durability import DurabilityConfig, DurabilityLevel
-from tinkercloud_protocol.errors import NotFound
+from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.journals import JournalManifest
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.journal.folder import JournalFolder
@@ -131,3 +131,70 @@ async def test_a_run_that_replaces_one_that_was_deleted_while_its_copy_started_i
     with a_durable_head(tmp_path, "remote", "g2") as head:
         await head.resume("g1")
         assert await head.loss(1) == loss
+
+
+@pytest.mark.parametrize("level", ["local", "remote"])
+async def test_a_repeated_creation_is_answered_when_its_result_can_be_asked_for(
+    level: DurabilityLevel, tmp_path: Path, disk: Gate
+) -> None:
+    with a_durable_head(tmp_path, level) as head:
+
+        async def create() -> bytes:
+            await head.begin()
+            return await head.answer(0)
+
+        first = asyncio.create_task(create())
+        await disk.reached.wait()
+        second = asyncio.create_task(create())
+        # Its answer would be refused from here on if it did not wait for the first one.
+        await asyncio.sleep(0.01)
+        disk.opened.set()
+
+        assert b"model_id" in await first
+        assert await second == await first
+
+
+async def test_a_creation_whose_caller_has_left_is_completed(tmp_path: Path, disk: Gate) -> None:
+    with a_durable_head(tmp_path) as head:
+        first = asyncio.create_task(head.begin())
+        await disk.reached.wait()
+        first.cancel()
+        disk.opened.set()
+
+        await head.begin()
+        assert b"model_id" in await head.answer(0)
+
+
+async def test_a_creation_whose_journal_can_not_be_started_may_be_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise InvalidRequest("the journal of an earlier run is damaged")
+
+    with a_durable_head(tmp_path, "remote") as head:
+        with monkeypatch.context() as patched:
+            patched.setattr(SharedLog, "delete", refuse)
+            with pytest.raises(InvalidRequest, match="is damaged"):
+                await head.begin()
+
+        await head.begin()
+        assert b"model_id" in await head.answer(0)
+        assert head.service.durability.states() == {str(MODEL): None}
+
+
+async def test_a_head_that_stops_waits_for_the_journal_of_a_new_run(
+    tmp_path: Path, disk: Gate
+) -> None:
+    with a_durable_head(tmp_path) as head:
+        creating = asyncio.create_task(head.begin())
+        await disk.reached.wait()
+        stopping = asyncio.create_task(head.service.suspend())
+        await asyncio.sleep(0.01)
+        disk.opened.set()
+        await creating
+        await stopping
+
+    with a_durable_head(tmp_path, generation="g2") as head:
+        await head.resume("g1")
+        head.add(1)
+        assert await head.loss(1) > 0

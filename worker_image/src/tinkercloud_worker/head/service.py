@@ -62,6 +62,8 @@ class HeadService:
         """The journals of the models."""
         self._recovery = Recovery(self._suspension, self.durability)
         self._models: dict[str, LiveModel] = {}
+        self._beginning: dict[LiveModel, asyncio.Task[None]] = {}
+        """By new model whose creation is not queued yet: ends when it is."""
         self._suspended = SuspendedModels(backend, self._models, self._suspension, self.durability)
         self._resuming: dict[str, asyncio.Task[None]] = {}
         self._accepted: set[str] = set()
@@ -116,11 +118,30 @@ class HeadService:
             self._models[name] = model
             self._autosaver.watch(model)
             if refused is None:
-                await self.durability.begin(model)
-                if self._models.get(name) is not model:
-                    raise NotFound(f"model {model_id} was deleted")
-            model.queue.submit(0, b"create", 0, model.creation(refused))
+                self._beginning[model] = self._spawn(self._begin(model))
+            else:
+                model.queue.submit(0, b"create", 0, model.creation(refused))
+        if (beginning := self._beginning.get(model)) is not None:
+            # Shared by all callers: its result can be asked for only once it is queued.
+            await asyncio.shield(beginning)
         return str(RequestId(model_id, 0))
+
+    async def _begin(self, model: LiveModel) -> None:
+        """Queue the creation of a new model, once its journal has started."""
+        name = str(model.model_id)
+        try:
+            await self.durability.begin(model)
+        except BaseException:
+            if self._models.get(name) is model:
+                del self._models[name]
+                model.queue.close(f"model {name} could not be created")
+                await self.durability.leave(name)
+            raise
+        finally:
+            del self._beginning[model]
+        if self._models.get(name) is not model:
+            raise NotFound(f"model {name} was deleted")
+        model.queue.submit(0, b"create", 0, model.creation(None))
 
     async def attach_model(self, model_id: str) -> int:
         """Let another client continue a model's order (`ModelQueue.attach`)."""
@@ -424,6 +445,8 @@ class HeadService:
         """
         self._is_draining = True
         self._autosaver.close()
+        if self._beginning:
+            await asyncio.wait(set(self._beginning.values()))
         await self._shutdown.suspend(store or self._backend.store)
 
     def close(self) -> None:
