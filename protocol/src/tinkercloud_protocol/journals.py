@@ -5,6 +5,7 @@ run:
 
     journal/manifest.json     a `JournalManifest`, replaced atomically
     journal/<number>.log      segments of the journal (`tinkercloud_worker.journal`)
+    journal/deaths.json       which repeated requests ended heads, if any (`JournalFolder.deaths`)
     suspended/                the latest snapshot, as a suspended state (`checkpoints`)
 
 Without a snapshot, the journal starts with the creation of the model.

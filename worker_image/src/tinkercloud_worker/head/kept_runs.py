@@ -19,7 +19,7 @@ from tinkercloud_worker.head.failures import Moved, error_message, to_result
 
 log = structlog.get_logger(__name__)
 
-_FOR_GOOD = (InvalidRequest, NotFound, StateLost, Moved)
+_FOR_GOOD = (InvalidRequest, StateLost, Moved)
 """Failures of an attempt to continue a run that every further attempt would meet."""
 
 
@@ -80,6 +80,8 @@ class KeptRuns:
         try:
             if not await self._is_saved(manifest) and self._is_waiting(name):
                 await self._resume(manifest)
+        except NotFound:
+            log.info("a run on the disk was deleted", model_id=name)
         except _FOR_GOOD as error:
             log.error(  # noqa: TRY400 - nothing is wrong here
                 "a run on the disk can't be continued, and is not saved",
