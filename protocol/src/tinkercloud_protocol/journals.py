@@ -5,6 +5,7 @@ run:
 
     journal/manifest.json     a `JournalManifest`, replaced atomically
     journal/<number>.log      segments of the journal (`tinkercloud_worker.journal`)
+    journal/deaths.json       which repeated requests ended heads, if any (`JournalFolder.deaths`)
     suspended/                the latest snapshot, as a suspended state (`checkpoints`)
 
 Without a snapshot, the journal starts with the creation of the model.
@@ -73,6 +74,13 @@ def read_manifest(root: Path, run_id: str) -> JournalManifest | None:
             f"training run {run_id} can't be continued: the manifest of its journal can't be read"
             f" ({error}); it is damaged, or was written by another release of Tinkercloud"
         ) from None
+
+
+def read_manifests(root: Path) -> list[JournalManifest]:
+    """Return the manifests of all journals that can be read, in the order of their run ids."""
+    run_ids = sorted(path.parents[1].name for path in root.glob(f"runs/*/journal/{_MANIFEST}"))
+    manifests = [read_manifest(root, run_id) for run_id in run_ids]
+    return [manifest for manifest in manifests if manifest is not None]
 
 
 def has_journal(root: Path | None, run_id: str, generation: str) -> bool:

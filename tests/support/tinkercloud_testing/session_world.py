@@ -60,6 +60,7 @@ JOB = ChildKey("Job", "one-program")
 HEAD_CONFIG = ChildKey("ConfigMap", "one-config")
 PROBLEM = PodProblem(Reason.IMAGE_PULL_BACK_OFF, "container head: no such image")
 STORE_ERROR = "could not suspend one:train:0: the store s3://runs does not respond"
+LOADING_ERROR = "the session head is loading its model; send the request again"
 DENIED = "admission webhook denied it"
 IDLE = {"timeoutSeconds": 1800}
 SPOT_NOTICE = "aws-node-termination-handler/spot-itn"
@@ -194,13 +195,14 @@ class World:
         assert head.incarnation == request.incarnation
         assert request.timeout_seconds > 0
         key = (request.kind, request.incarnation)
-        if request.kind == "suspend":
+        if request.kind == "suspend" and head.is_started:
             self.stopping.add(request.incarnation)
             self.pods[head.name] = replace(head, is_ready=False)
-        if self.store_error is not None:
+        error = self.store_error if head.is_started else LOADING_ERROR
+        if error is not None:
             before = self.session.failed_saves.get(key)
             attempts = before.attempts + 1 if before is not None else 1
-            failure = FailedSave(self.store_error, attempts, self.session.now)
+            failure = FailedSave(error, attempts, self.session.now)
             self.change(failed_saves={**self.session.failed_saves, key: failure})
         elif self.ignores_saves:
             self.change(pending_saves=self.session.pending_saves | {key})

@@ -23,6 +23,14 @@ def operate_for(world: World, seconds: float) -> int:
     return asked
 
 
+def a_killed_head(level: str, stop: str) -> World:
+    """Return a session that stops just after the container of its head was killed."""
+    head = {"image": "worker:1", "durability": {"level": level}}
+    world = World(a_base_model(head=head))
+    world.happen("it settles", "containers restart", stop)
+    return world
+
+
 def is_kept(world: World) -> bool:
     """Return whether the session's RayCluster exists and is not being deleted."""
     cluster = world.children.get(RAY_CLUSTER)
@@ -41,6 +49,49 @@ def test_a_suspension_keeps_the_pods_until_the_head_has_saved(stop: str, head: s
     assert kept
     assert world.status.saved_incarnation is not None
     assert world.status.restarts == 0
+
+
+@pytest.mark.parametrize("stop", ["its owner suspends it", "a node is cordoned", "it is deleted"])
+def test_a_head_that_loads_after_it_was_killed_is_waited_for_if_its_disk_may_have_runs(
+    stop: str,
+) -> None:
+    world = a_killed_head("local", stop)
+
+    operate_for(world, 20)
+    kept = is_kept(world) and not world.is_gone
+    world.happen("a pod advances")
+    operate_for(world, 20)
+
+    assert kept
+    assert world.session.completed_saves, "the head was not asked once it had loaded"
+
+
+def test_a_head_that_loads_and_keeps_no_journals_is_not_waited_for() -> None:
+    world = a_killed_head("none", "its owner suspends it")
+
+    operate_for(world, 20)
+
+    assert not is_kept(world)
+
+
+def test_a_head_that_never_loads_again_is_waited_for_until_the_start_deadline() -> None:
+    world = a_killed_head("local", "its owner suspends it")
+
+    operate_for(world, 3500)
+    kept = is_kept(world)
+    operate_for(world, 200)
+
+    assert kept
+    assert not is_kept(world)
+
+
+def test_a_head_in_a_new_pod_that_loads_is_not_waited_for() -> None:
+    world = a_killed_head("local", "the head is lost")
+    world.happen("a pod advances", "KubeRay works", "a pod advances", "its owner suspends it")
+
+    operate_for(world, 20)
+
+    assert not is_kept(world)
 
 
 @pytest.mark.parametrize("stop", STOPS)

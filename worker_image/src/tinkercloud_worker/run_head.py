@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol import descriptors
+from tinkercloud_protocol.journals import read_manifests
 from tinkercloud_protocol.launch import HeadConfig, Listen
 from tinkercloud_protocol.object_store import open_store
 from tinkercloud_worker import logs
@@ -173,10 +174,21 @@ def listening_socket(listen: Listen) -> socket.socket:
     return socket.create_server((listen.host, listen.port), backlog=2048)
 
 
+def _would_lose_journals(config: HeadConfig) -> bool:
+    """Return whether an earlier head left journals on a disk that may not outlive this one."""
+    if config.journal_dir is None or config.unsaved_dir is not None:
+        return False
+    return bool(read_manifests(Path(config.journal_dir)))
+
+
 async def serve(config: HeadConfig) -> None:
     """Serve until a stop signal, or until no API server holds a lease any more."""
     token = HeadToken(Path(config.token_file))
-    lifecycle = Lifecycle(config.timings, lambda: _build_backend_or_write_reason(config))
+    lifecycle = Lifecycle(
+        config.timings,
+        lambda: _build_backend_or_write_reason(config),
+        lambda: _would_lose_journals(config),
+    )
     app = HeadApp(lifecycle, config.limits, token, config.generation)
     settings = uvicorn.Config(
         app,

@@ -6,7 +6,7 @@ interrupted and continued by another process.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from pydantic import ValidationError
@@ -90,8 +90,8 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
             program = _program_actions(observed, decision, settings, is_ready=is_ready(new_status))
             return reporting_plan(observed, [*own, *program], new_status, recheck_seconds)
         case DesiredState.SUSPENDED | DesiredState.FINISHED:
-            stop_seconds = settings.stop_seconds_of(_head_shape(observed, effective))
-            plan = _stop(observed, decision, stop_seconds, new_status, recheck_seconds)
+            stopping = _Stopping(decision, _head_shape(observed, effective))
+            plan = _stop(observed, stopping, settings, new_status, recheck_seconds)
             return _with_program(plan, observed, decision, settings)
         case DesiredState.DELETED:
             return reporting_plan(observed, [DeleteSession()], new_status, None)
@@ -268,10 +268,19 @@ def _owned(manifest: Json, observed: Observed) -> Json:
     return {**manifest, "metadata": placed}
 
 
+@dataclass(frozen=True, slots=True)
+class _Stopping:
+    """How a session stops."""
+
+    decision: Decision
+    head: HeadShape | None
+    """The shape of its head, if it is known."""
+
+
 def _stop(
     observed: Observed,
-    decision: Decision,
-    stop_seconds: int,
+    stopping: _Stopping,
+    settings: Settings,
     new_status: TrainingSessionStatus,
     recheck_seconds: float | None,
 ) -> Plan:
@@ -283,13 +292,14 @@ def _stop(
         return reporting_plan(
             observed, _delete_support_objects(observed), new_status, recheck_seconds
         )
-    started = stopping_since(observed)
+    started, decision = stopping_since(observed), stopping.decision
+    stop_seconds = settings.stop_seconds_of(stopping.head)
     kind: Kind = "suspend" if decision.desired is DesiredState.SUSPENDED else "checkpoint"
     left = float(stop_seconds)
     if decision.urgent_since is not None:
         since = max(started or observed.now, decision.urgent_since)
         left = seconds_left(observed, since, stop_seconds)
-    if left > 0 and needs_save(observed, kind):
+    if left > 0 and needs_save(observed, kind, stopping.head):
         if started is None:
             # After a save request the head serves nothing else, so record the stop first: another
             # operator process that takes over must know of it.
@@ -345,7 +355,7 @@ def _finalize(observed: Observed, settings: Settings) -> Plan:
     seconds = settings.stop_seconds_of(head) if is_pool else of_session
     left = seconds_left(observed, observed.deleted, seconds)
     program = [Delete(key) for key in surplus_of_program(observed, None)]
-    if left > 0 and needs_save(observed, kind):
+    if left > 0 and needs_save(observed, kind, head):
         requests, wait_seconds = save_requests(observed, kind, left)
         return reporting_plan(observed, [*program, *requests], new_status, wait_seconds)
     if left > 0 and not is_save_recorded(observed, new_status):

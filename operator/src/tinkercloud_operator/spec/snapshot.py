@@ -76,6 +76,10 @@ class Pod:
         """Identifies one process: it differs between any two that ever ran in the pod."""
         return f"{self.uid}-{self.restarts}"
 
+    def is_same_pod(self, incarnation: str | None) -> bool:
+        """Return whether an incarnation is one of this pod, now or before a restart."""
+        return incarnation is not None and incarnation.rpartition("-")[0] == self.uid
+
 
 @dataclass(frozen=True, slots=True)
 class ProgramPod:

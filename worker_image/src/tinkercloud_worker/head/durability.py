@@ -1,7 +1,7 @@
 """The runs of a head that survive its end, and continuing those of an earlier head."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import structlog
 
+from tinkercloud_protocol import journals
 from tinkercloud_protocol.checkpoints import SuspendedManifest
 from tinkercloud_protocol.durability import DurabilityLevel
 from tinkercloud_protocol.errors import InvalidRequest, Unavailable, WireError
@@ -18,6 +19,7 @@ from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.shared_journals import Base
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
+from tinkercloud_worker.head.attempts import Attempts, RepeatTurns
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durable_run import DurableRun
 from tinkercloud_worker.head.live_model import LiveModel
@@ -43,6 +45,8 @@ class Kept:
     snapshot: SuspendedManifest | None
     records: Sequence[Record]
     last_segment: int
+    deaths: Mapping[int, int]
+    """See `Attempts.deaths`."""
     place: Place | None = None
     """End of the copied journal, if it was read from there."""
 
@@ -58,6 +62,7 @@ class Durability:
         self._config = config.durability
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="journal")
         self._runs: dict[str, DurableRun] = {}
+        self._turns = RepeatTurns()
         self._observers: list[Callable[[], None]] = []
         self.on_taken_over: Callable[[str], None] = lambda _: None
         """Called when another head has taken over a model."""
@@ -70,6 +75,26 @@ class Durability:
         self._shared: SharedJournals | None = None
         if self.level == "remote":
             self._shared = SharedJournals(config.checkpoint_root, config.generation, self._config)
+
+    def on_disk(self, only: str = "") -> list[JournalManifest]:
+        """Return the manifests of all local journals, or of one run's. Blocks."""
+        if self._root is None:
+            return []
+        if not only:
+            return journals.read_manifests(self._root)
+        manifest = journals.read_manifest(self._root, only)
+        return [manifest] if manifest is not None else []
+
+    async def is_replaced(self, manifest: JournalManifest) -> bool:
+        """Return whether another head is known to have continued a run from a copied journal.
+
+        Args:
+            manifest: of the local journal.
+
+        Raises:
+            StoreFailed: the store does not respond.
+        """
+        return self._shared is not None and await self._shared.is_replaced(manifest)
 
     def of(self, name: str) -> DurableRun | None:
         """Return the journal of a model; None if it has none."""
@@ -107,17 +132,37 @@ class Durability:
         for run in self._runs.values():
             run.close()
 
+    async def forgive(self) -> None:
+        """Count no death of this head from now on: it stops in an orderly way."""
+        self._turns.is_stopping = True
+        await asyncio.gather(*[run.attempts.forgive() for run in self._runs.values()])
+
     async def begin(self, model: LiveModel) -> None:
         """Start the journal of a new model, before its creation is queued."""
         await self._begin(model, Base(snapshot=None, first_index=0))
 
-    async def _begin(self, model: LiveModel, base: Base | None) -> None:
+    async def _begin(
+        self,
+        model: LiveModel,
+        base: Base | None,
+        lineage: Sequence[str] = (),
+        prepare: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Start a journal.
+
+        Args:
+            model: the model.
+            base: what the records of its copy follow; None if that is still to be copied.
+            lineage: generations of the heads that had the model before.
+            prepare: writes what the local records follow, before the journal exists.
+        """
         if not self._applies_to(model.spec):
             return
         name, folder = str(model.model_id), self._folder(str(model.model_id))
+        own = self._backend.config.generation
         manifest = JournalManifest(
             run_id=name,
-            generations=[self._backend.config.generation],
+            generations=[*(each for each in lineage if each != own), own],
             base_model=self._backend.config.model.name,
             base_fingerprint=self._backend.base_fingerprint,
             spec=model.spec,
@@ -126,28 +171,35 @@ class Durability:
         run = await self._attach(model, manifest, folder)
         try:
             await asyncio.to_thread(folder.delete)
+            if prepare is not None:
+                await prepare()
             await asyncio.to_thread(folder.write_manifest, manifest)
-        except OSError as error:
+        except (OSError, WireError) as error:
             run.degrade(error)
-        if self._shared is not None:
-            run.ship(await self._shared.start(manifest, base, self._listeners(model)))
+        if self._shared is not None and self._runs.get(name) is run:
+            shipping = await self._shared.start(manifest, base, self._listeners(model))
+            if self._runs.get(name) is run:
+                run.ship(shipping)
+            else:
+                await shipping.closed()
+        if name not in self._runs:
+            # The model was deleted meanwhile, possibly before some of this was written.
+            await self.remove(name)
 
     async def begin_from(
         self, model: LiveModel, state: SuspendedManifest, store: CheckpointStore
     ) -> None:
         """Start the journal of a model that resumes from a suspended state: copy it."""
-        await self._begin(model, None)
-        run = self.of(str(model.model_id))
-        if run is None or run.failure is not None:
-            return
-        try:
+
+        async def copy_state() -> None:
             for file in state.files:
                 await self.store.put_suspended(state, file, await store.read_file(state, file))
             await self.store.commit_suspended(state)
-        except WireError as error:
-            run.degrade(error)
-            return
-        await run.copy_snapshot(state)
+
+        await self._begin(model, None, state.lineage, copy_state)
+        run = self.of(str(model.model_id))
+        if run is not None and run.failure is None:
+            await run.copy_snapshot(state)
 
     async def find(self, run_id: str, spec: ModelSpec) -> Kept | None:
         """Return what is kept of a run that the head of `spec.resume_generation` had, or None.
@@ -220,7 +272,8 @@ class Durability:
         check_fits(manifest, spec)
         records = await asyncio.to_thread(folder.read)
         snapshot = await self.store.find_suspended(run_id)
-        return Kept(manifest, snapshot, records, max(folder.numbers(), default=0), place)
+        deaths = await asyncio.to_thread(folder.deaths)
+        return Kept(manifest, snapshot, records, max(folder.numbers(), default=0), deaths, place)
 
     async def take_over(self, model: LiveModel, kept: Kept) -> None:
         """Continue a kept journal in this head, before the model's requests run.
@@ -242,6 +295,7 @@ class Durability:
                 f" ({error}); free or repair the disk, then send the request again"
             ) from None
         run = await self._attach(model, manifest, folder)
+        run.attempts.deaths.update(kept.deaths)
         local, listeners = LocalState(kept.snapshot, kept.records), self._listeners(model)
         next_index = local.next_index
         if self._shared is not None and kept.place is not None:
@@ -279,7 +333,8 @@ class Durability:
     ) -> DurableRun:
         copies = self._shared.snapshots if self._shared is not None else None
         snapshots = Snapshots(self._suspension, model, self.store, copies)
-        await self.leave(str(model.model_id))
+        name = str(model.model_id)
+        earlier = self._runs.pop(name, None)
         run = DurableRun(
             model,
             manifest,
@@ -287,11 +342,15 @@ class Durability:
             snapshots,
             config=self._config,
             threads=self._threads,
+            attempts=Attempts(folder, self._threads, self._turns),
             on_change=self._changed,
         )
-        self._runs[str(model.model_id)] = run
+        # First of all, so that whoever deletes the model finds it.
+        self._runs[name] = run
         self._changed()
         model.queue.log = run
+        if earlier is not None:
+            await earlier.closed()
         return run
 
     def _listeners(self, model: LiveModel) -> Listeners:

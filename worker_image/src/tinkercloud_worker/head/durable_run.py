@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 
 import structlog
 
@@ -25,6 +25,7 @@ from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.journals import JournalManifest
 from tinkercloud_worker import metrics
+from tinkercloud_worker.head.attempts import Attempts
 from tinkercloud_worker.head.failures import Moved, error_message, to_result
 from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.queue import QueuedRequest
@@ -54,6 +55,7 @@ class DurableRun:
         *,
         config: DurabilityConfig,
         threads: ThreadPoolExecutor,
+        attempts: Attempts,
         on_change: Callable[[], None],
     ) -> None:
         """Create it; `start` begins writing.
@@ -65,6 +67,7 @@ class DurableRun:
             snapshots: takes and writes the snapshots.
             config: when to take them.
             threads: where files are written.
+            attempts: counts the heads that its requests have ended.
             on_change: called when the run is degraded, and when it is durable again.
         """
         self._model = model
@@ -73,6 +76,8 @@ class DurableRun:
         self._snapshots = snapshots
         self._config = config
         self._threads = threads
+        self.attempts = attempts
+        """The attempts to repeat its requests."""
         self._on_change = on_change
         self._schedule = SaveSchedule(
             AutosaveConfig(steps=config.snapshot_steps, seconds=config.snapshot_seconds)
@@ -233,6 +238,10 @@ class DurableRun:
             shipping, written = self._shipping, act
             act = lambda: shipping.when_shipped(index, written)  # noqa: E731 - a continuation
         self._writer.when_durable(index, act)
+
+    def repeating(self, seq_id: int) -> AbstractAsyncContextManager[None]:
+        """See `RequestLog.repeating`."""
+        return self.attempts.repeating(seq_id)
 
     async def at_boundary(self) -> None:
         """See `RequestLog.at_boundary`: take a snapshot if one is due."""

@@ -6,7 +6,7 @@ import orjson
 import structlog
 
 from tinkercloud_protocol import routes
-from tinkercloud_protocol.errors import WireError
+from tinkercloud_protocol.errors import InvalidRequest, Overloaded, WireError
 from tinkercloud_protocol.futures import Result, failed, failed_with
 
 log = structlog.get_logger(__name__)
@@ -24,6 +24,14 @@ class Moved(WireError):
 def error_message(result: Result) -> str:
     """Return the message of a terminal failure."""
     return str(orjson.loads(result.body)["error"])
+
+
+def too_much(error: Overloaded) -> InvalidRequest:
+    """Return the failure of a request whose chunks can't all wait for the last one."""
+    return InvalidRequest(
+        f"data: {error.message}; a request cannot start until all of its chunks have arrived. Send"
+        " the data in several calls before optim_step: their gradients add up"
+    )
 
 
 def with_advice(result: Result) -> Result:

@@ -50,14 +50,22 @@ _LOCAL_SHARE = 0.25
 class Lifecycle:
     """Owns the head's service. Belongs to one event loop."""
 
-    def __init__(self, timings: Timings, build: Callable[[], Backend]) -> None:
+    def __init__(
+        self,
+        timings: Timings,
+        build: Callable[[], Backend],
+        has_journals: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Create a lifecycle.
 
         Args:
             timings: grace periods.
             build: loads the engine and all else; takes seconds, so it runs in a thread.
+            has_journals: whether runs are lost with the local disk if this head does not write them
+                to the checkpoint store. Blocks.
         """
         self._timings = timings
+        self._has_journals = has_journals
         self._build = build
         self._service: HeadService | None = None
         self._backend: Backend | None = None
@@ -213,9 +221,11 @@ class Lifecycle:
             self._draining = asyncio.create_task(self._drain())
 
     async def _drain(self) -> None:
+        end = asyncio.get_running_loop().time() + self._timings.stop_seconds
+        await self._finish_loading(end)
         if self._service is not None and self._backend is not None:
             try:
-                await self._suspend_in_time(self._service, self._backend.config.unsaved_dir)
+                await self._suspend_in_time(self._service, self._backend.config.unsaved_dir, end)
             except TimeoutError:
                 log.critical("out of time: stopping, and models that are not suspended are lost")
             except Unavailable as error:
@@ -225,14 +235,28 @@ class Lifecycle:
             self._service.results.release()
         self.drained.set()
 
-    async def _suspend_in_time(self, service: HeadService, unsaved_dir: str | None) -> None:
+    async def _finish_loading(self, end: float) -> None:
+        """Wait for the engine until a moment of the loop's clock, if it is needed to save runs."""
+        if self._loading is None or self._loading.done():
+            return
+        if await asyncio.to_thread(self._has_journals):
+            log.info("loading before the stop, since the local disk has runs of an earlier head")
+            await asyncio.wait({self._loading}, timeout=end - asyncio.get_running_loop().time())
+
+    async def _suspend_in_time(
+        self, service: HeadService, unsaved_dir: str | None, end: float
+    ) -> None:
         """Suspend all models; fall back to a local folder if the checkpoint store fails.
+
+        Args:
+            service: the models.
+            unsaved_dir: the local folder, if there is one.
+            end: when time is out, on the loop's clock.
 
         Raises:
             TimeoutError: time ran out.
             Unavailable: some models could not be written anywhere.
         """
-        end = asyncio.get_running_loop().time() + self._timings.stop_seconds
         reserved = 0.0 if unsaved_dir is None else self._timings.suspend_seconds * _LOCAL_SHARE
         try:
             async with asyncio.timeout_at(end - reserved):
@@ -257,10 +281,10 @@ class Lifecycle:
 
     async def stop(self) -> None:
         """Suspend the models, unless that has started already, and end."""
-        if self._loading is not None:
-            self._loading.cancel()
         self.begin_stop()
         await self.drained.wait()
+        if self._loading is not None:
+            self._loading.cancel()
         if self._service is not None and self._backend is not None:
             self._service.close()
             await self._backend.sampler.close()

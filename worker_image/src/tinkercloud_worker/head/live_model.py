@@ -39,6 +39,12 @@ class LiveModel:
     lineage: list[str]
     """Generations of the heads that suspended it, oldest first."""
 
+    def fits(self, spec: ModelSpec) -> bool:
+        """Return whether a specification is the model's, or continues an earlier head's."""
+        if spec.resume_generation in self.lineage:
+            spec = spec.model_copy(update={"resume_generation": self.spec.resume_generation})
+        return self.spec == spec
+
     def operation_of(self, received: Received) -> Operation:
         """Return the operation of a received request; that of an unreadable one fails."""
         if isinstance(received.content, WireError):

@@ -31,7 +31,7 @@ from tinkercloud_protocol.errors import (
 from tinkercloud_protocol.futures import Result, failed, failed_with
 from tinkercloud_protocol.ids import ModelId, RequestId
 from tinkercloud_worker.engine.trainer import GradientLost
-from tinkercloud_worker.head.failures import error_message, to_result, with_advice
+from tinkercloud_worker.head.failures import error_message, to_result, too_much, with_advice
 from tinkercloud_worker.head.request_log import NoLog, RequestLog
 from tinkercloud_worker.head.results import Results
 from tinkercloud_worker.head.sequencer import Sequencer
@@ -113,13 +113,6 @@ class _Unnumbered:
     outcome: asyncio.Future[Any]
 
 
-def _too_much(error: Overloaded) -> InvalidRequest:
-    return InvalidRequest(
-        f"data: {error.message}; a request cannot start until all of its chunks have arrived. Send"
-        " the data in several calls before optim_step: their gradients add up"
-    )
-
-
 def refusal(error: WireError, role: Role = "other") -> Operation:
     """Return an operation that occupies its place in the order and fails."""
 
@@ -151,6 +144,8 @@ class ModelQueue:
         self._token_limits = token_limits or TokenLimits()
         self.sequencer = Sequencer(max_queued_bytes, next_seq_id=0)
         self._queued: dict[int, QueuedRequest] = {}
+        self._repeated: set[int] = set()
+        """Numbers of requests that another head had accepted, and that have not run here."""
         self._unnumbered: deque[_Unnumbered] = deque()
         self._arrived = asyncio.Event()
         self._idle = asyncio.Event()
@@ -197,7 +192,7 @@ class ModelQueue:
             if not self.sequencer.is_stuck or self.sequencer.has_room_alone(size):
                 raise
             # The SDK sends the first chunk of a call once all others were accepted.
-            operation, size = refusal(_too_much(error), operation.role), 0
+            operation, size = refusal(too_much(error), operation.role), 0
             self.sequencer.admit(seq_id, digest, size)
         acknowledged = None
         if self._failure is not None and self._results.was_read(self._failure[0]):
@@ -228,9 +223,17 @@ class ModelQueue:
         self._arrived.set()
         return await outcome
 
+    def hold(self) -> None:
+        """Start no request from now on, except the model's creation."""
+        self._is_paused = True
+
+    async def idle(self) -> None:
+        """Return once no request is running, and none can run."""
+        await self._idle.wait()
+
     async def pause(self) -> None:
         """Start no request except the model's creation; return once none is running."""
-        self._is_paused = True
+        self.hold()
         self._watch_gap()
         await self._idle.wait()
 
@@ -321,6 +324,7 @@ class ModelQueue:
         for waiting in state.waiting:
             self.sequencer.admit(waiting.seq_id, waiting.digest, waiting.size)
             self._enter(waiting)
+            self._repeated.add(waiting.seq_id)
 
     def close(self, reason: str) -> None:
         """Stop; requests that have not run fail with this reason."""
@@ -369,7 +373,7 @@ class ModelQueue:
             self._check_step(queued)
             if queued.operation.role not in {"load", "other"}:
                 await self._drop_dirty_gradient()
-            outcome = await queued.operation.run()
+            outcome = await self._execute(queued)
             if queued.operation.role == "load":
                 # The load replaced the gradient, and with it the rest of the current step.
                 self._failure, self._gradient_is_dirty = None, False
@@ -395,6 +399,13 @@ class ModelQueue:
             task = asyncio.create_task(self._finish_in_background(seq_id, outcome))
             self._background.add(task)
             task.add_done_callback(self._background.discard)
+
+    async def _execute(self, queued: QueuedRequest) -> Result | Awaitable[Result]:
+        if queued.seq_id not in self._repeated:
+            return await queued.operation.run()
+        self._repeated.discard(queued.seq_id)
+        async with self.log.repeating(queued.seq_id):
+            return await queued.operation.run()
 
     def _finish(self, seq_id: int, result: Result) -> None:
         request_id = self.request_id(seq_id)

@@ -10,9 +10,11 @@ import structlog
 
 from tinkercloud_protocol.checkpoints import SuspendedManifest
 from tinkercloud_protocol.errors import InvalidRequest, StateLost
+from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.sampling import SampleRequest
+from tinkercloud_worker.head.attempts import EndsHeads
 from tinkercloud_worker.head.durability import Durability, Kept
 from tinkercloud_worker.head.live_model import LiveModel, new_model
 from tinkercloud_worker.head.queue import Operation, QueueSnapshot
@@ -149,10 +151,20 @@ class Recovery:
         except BaseException:
             model.queue.close("the model could not be continued")
             raise
-        model.queue.submit(0, b"create", 0, Operation(model.operations.create))
+        model.queue.submit(0, b"create", 0, Operation(partial(_create_again, model)))
         model.queue.restore(QueueSnapshot(0, waiting, None))
         mark_read(suspension.results, kept.records)
         return model
+
+
+async def _create_again(model: LiveModel) -> Result:
+    """Create a model that another head had created, unless that has ended too many heads."""
+    try:
+        async with model.queue.log.repeating(0):
+            return await model.operations.create()
+    except EndsHeads as error:
+        model.operations.refuse(error.message)
+        raise
 
 
 async def _do_nothing() -> None:

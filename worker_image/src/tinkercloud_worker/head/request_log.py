@@ -1,6 +1,7 @@
 """Where a queue keeps the requests that it has accepted, in case its process is killed."""
 
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -49,6 +50,13 @@ class RequestLog(Protocol):
     def release(self, seq_id: int, finish: Callable[[], None]) -> None:
         """Publish the result of a request once the request itself is durable."""
 
+    def repeating(self, seq_id: int) -> AbstractAsyncContextManager[None]:
+        """Run a request that another head had accepted within the context.
+
+        Raises:
+            EndsHeads: it has ended too many heads.
+        """
+
     async def at_boundary(self) -> None:
         """Do what must be done between two requests, while none runs."""
 
@@ -83,6 +91,10 @@ class NoLog:
     def release(self, seq_id: int, finish: Callable[[], None]) -> None:  # noqa: ARG002 - as above
         """See `RequestLog.release`."""
         finish()
+
+    def repeating(self, seq_id: int) -> AbstractAsyncContextManager[None]:  # noqa: ARG002 - as above
+        """See `RequestLog.repeating`."""
+        return nullcontext()
 
     async def at_boundary(self) -> None:
         """See `RequestLog.at_boundary`."""

@@ -2,47 +2,35 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 import structlog
 
 from tinkercloud_protocol import futures
 from tinkercloud_protocol.batched_futures import RetrieveFuturesRequest
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable
+from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable, WireError
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId
+from tinkercloud_protocol.journals import JournalManifest
 from tinkercloud_protocol.launch import HeadStatus, HeldModel, ModelSpec, SamplerSpec
 from tinkercloud_protocol.sampling import SampleRequest
 from tinkercloud_protocol.tensors import ForwardBackwardRequest
 from tinkercloud_protocol.timeline import Timeline
 from tinkercloud_worker.checkpoints.store import CheckpointStore
-from tinkercloud_worker.engine.sampling_request import prepare
 from tinkercloud_worker.head.autosaver import Autosaver
-from tinkercloud_worker.head.backend import Backend, random_seed
+from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durability import Durability
-from tinkercloud_worker.head.failures import to_result
 from tinkercloud_worker.head.idle_memory import IdleMemory
-from tinkercloud_worker.head.live_model import (
-    LiveModel,
-    new_model,
-    too_many_models,
-)
+from tinkercloud_worker.head.kept_runs import KeptRuns
+from tinkercloud_worker.head.live_model import LiveModel, new_model, too_many_models
 from tinkercloud_worker.head.recovery import Recovery
 from tinkercloud_worker.head.reports import head_status, why_sample_waits
-from tinkercloud_worker.head.requests import (
-    Prepared,
-    Received,
-    body_digest,
-    content_digest,
-    sample_request_id,
-)
+from tinkercloud_worker.head.requests import Prepared, Received
 from tinkercloud_worker.head.results import Results
 from tinkercloud_worker.head.retrieval import Retrieval
-from tinkercloud_worker.head.sample import Sample
-from tinkercloud_worker.head.sample_limiter import SampleLimiter
+from tinkercloud_worker.head.running_samples import RunningSamples
 from tinkercloud_worker.head.samplers import Samplers
-from tinkercloud_worker.head.sampling import run_sample
 from tinkercloud_worker.head.shutdown import HeadShutdown
 from tinkercloud_worker.head.suspended_models import SuspendedModel, SuspendedModels
 from tinkercloud_worker.head.suspension import Suspension
@@ -74,24 +62,27 @@ class HeadService:
         """The journals of the models."""
         self._recovery = Recovery(self._suspension, self.durability)
         self._models: dict[str, LiveModel] = {}
+        self._beginning: dict[LiveModel, asyncio.Task[None]] = {}
+        """By new model whose creation is not queued yet: ends when it is."""
         self._suspended = SuspendedModels(backend, self._models, self._suspension, self.durability)
         self._resuming: dict[str, asyncio.Task[None]] = {}
         self._accepted: set[str] = set()
-        """Those of `_resuming` that were suspended by this head and accepted before it stopped."""
-        self._samples: dict[str, Sample] = {}
-        self._sample_limiter = SampleLimiter(
-            config.sampler.max_queued_requests, config.limits.max_queued_bytes
-        )
+        """Those of `_resuming` that a head that starts to stop waits for, and writes again."""
+        self._samples = RunningSamples(backend, self._samplers, self._results, self._recovery)
         self._is_draining = False
+        self._kept = KeptRuns(
+            self.durability, backend.store, is_held=self._is_held, resume=self._resume_kept
+        )
         self._shutdown = HeadShutdown(
             backend,
             self._models,
             self._resuming,
             self._accepted,
-            self._samples,
+            self._samples.by_id,
             self._suspension,
             self._suspended,
             self.durability,
+            self._kept,
         )
         self._autosaver = Autosaver(self._models)
         self._idle_memory = IdleMemory(backend)
@@ -115,7 +106,7 @@ class HeadService:
         if name not in self._models and spec.resume_generation is not None:
             await asyncio.shield(self._resumption(model_id, self._resume(model_id, spec)))
         model = self._models.get(name)
-        if model is not None and model.spec != spec:
+        if model is not None and not model.fits(spec):
             raise InvalidRequest(
                 f"model {model_id} already exists with a different configuration; use another"
                 " model_seq_id"
@@ -127,11 +118,30 @@ class HeadService:
             self._models[name] = model
             self._autosaver.watch(model)
             if refused is None:
-                await self.durability.begin(model)
-                if self._models.get(name) is not model:
-                    raise NotFound(f"model {model_id} was deleted")
-            model.queue.submit(0, b"create", 0, model.creation(refused))
+                self._beginning[model] = self._spawn(self._begin(model))
+            else:
+                model.queue.submit(0, b"create", 0, model.creation(refused))
+        if (beginning := self._beginning.get(model)) is not None:
+            # Shared by all callers: its result can be asked for only once it is queued.
+            await asyncio.shield(beginning)
         return str(RequestId(model_id, 0))
+
+    async def _begin(self, model: LiveModel) -> None:
+        """Queue the creation of a new model, once its journal has started."""
+        name = str(model.model_id)
+        try:
+            await self.durability.begin(model)
+        except BaseException:
+            if self._models.get(name) is model:
+                del self._models[name]
+                model.queue.close(f"model {name} could not be created")
+                await self.durability.leave(name)
+            raise
+        finally:
+            del self._beginning[model]
+        if self._models.get(name) is not model:
+            raise NotFound(f"model {name} was deleted")
+        model.queue.submit(0, b"create", 0, model.creation(None))
 
     async def attach_model(self, model_id: str) -> int:
         """Let another client continue a model's order (`ModelQueue.attach`)."""
@@ -225,7 +235,7 @@ class HeadService:
         if model.queue.is_busy:
             return True
         sessions = self._samplers.sessions_of_model(model.model_id)
-        return any(s.request.sampling_session_id in sessions for s in self._samples.values())
+        return any(s.request.sampling_session_id in sessions for s in self._samples.by_id.values())
 
     async def move_model(self, model_id: ModelId, *, is_back: bool = False) -> None:
         """Let another head continue a model, or take it back; see `SuspendedModels`."""
@@ -236,8 +246,10 @@ class HeadService:
             await asyncio.wait({task})
         if is_back:
             self._suspended.take_back(name)
-        else:
-            await self._suspended.move(name, self._samples)
+            return
+        if not self._is_held(name) and (failure := await self._kept.load_all(name)) is not None:
+            raise Unavailable(f"model {name} can't be moved yet: {failure.message}")
+        await self._suspended.move(name, self._samples.by_id)
 
     def held(self) -> list[HeldModel]:
         """Return the models of this head and the memory they take."""
@@ -248,33 +260,50 @@ class HeadService:
         model, unfinished = await self._recovery.read(model_id, spec, self._check_accepting)
         self._add_resumed(model, unfinished)
 
+    def _is_held(self, name: str) -> bool:
+        return name in self._models or self._suspended.knows(name)
+
+    async def _resume_kept(self, manifest: JournalManifest) -> None:
+        """Continue a run from the local journal."""
+        model_id = ModelId.parse(manifest.run_id)
+        spec = manifest.spec.model_copy(update={"resume_generation": manifest.generations[-1]})
+
+        async def resume() -> None:
+            # A head that stops writes it at once.
+            self._add_resumed(*await self._recovery.read(model_id, spec, lambda: None))
+
+        self._accepted.add(str(model_id))
+        task = self._resumption(model_id, resume())
+        await asyncio.wait({task})
+        if task.cancelled():
+            raise NotFound(f"model {model_id} was deleted")
+        task.result()
+
     def _add_resumed(self, model: LiveModel, unfinished: list[SampleRequest]) -> None:
         """Add a resumed model, and restart its unfinished sampling requests."""
         model_id = model.model_id
         self._models[str(model_id)] = model
         self._autosaver.watch(model)
-        # Regardless of the limits: these requests were accepted earlier.
+        if self._is_draining:
+            model.queue.hold()
         for request in unfinished:
-            try:
-                self._start_sample(self.prepare(request))
-            except InvalidRequest as error:
-                request_id = str(sample_request_id(request))
-                self._results.open(request_id, content_digest(request), model.spec.owner)
-                self._results.finish(request_id, futures.failed_with(error))
+            self._samples.restart(request, model.spec.owner)
         log.info("resumed", model_id=str(model_id), waiting=model.queue.sequencer.num_pending)
 
     async def delete_model(self, model_id: ModelId) -> None:
         """Remove a model, which may be unknown."""
-        if (task := self._resuming.get(str(model_id))) is not None:
-            task.cancel()
-            await asyncio.wait({task})
-        await self._suspended.forget(str(model_id))
-        if (model := self._models.pop(str(model_id), None)) is not None:
-            model.queue.close(f"model {model_id} was deleted")
-            self._results.abandon(str(model_id))
-            await model.operations.delete()
-            _in_background = self._spawn(self._autosaver.discard(model))
-        await self.durability.remove(str(model_id))
+        name = str(model_id)
+        with self._kept.ignoring(name):
+            if (task := self._resuming.get(name)) is not None:
+                task.cancel()
+                await asyncio.wait({task})
+            await self._suspended.forget(name)
+            if (model := self._models.pop(name, None)) is not None:
+                model.queue.close(f"model {model_id} was deleted")
+                self._results.abandon(name)
+                await model.operations.delete()
+                _in_background = self._spawn(self._autosaver.discard(model))
+            await self.durability.remove(name)
 
     def submit(self, received: Received, key: str | None = None) -> str:
         """Queue a training request; return its id. An unreadable one fails in its place.
@@ -329,83 +358,22 @@ class HeadService:
 
     async def retire_sampler(self, session_id: SamplingSessionId) -> None:
         """Remove a sampling session, which may be unknown, and cancel its requests."""
-        for sample in self._samples.values():
-            if sample.request.sampling_session_id == str(session_id):
-                sample.task.cancel()
+        self._samples.cancel_of(session_id)
         self._results.abandon(str(session_id))
         await self._samplers.retire(session_id)
 
     def prepare(self, request: SampleRequest) -> Prepared:
-        """Validate a sampling request. Changes nothing here, so it may run in a thread.
-
-        Raises:
-            InvalidRequest: it is invalid.
-        """
-        backend, as_json = self._backend, request.model_dump_json().encode()
-        limits, ends = backend.trainer.limits, backend.end_tokens
-        validated = prepare(request, limits, ends, random_seed(), images=backend.images)
-        size = len(as_json) + validated.num_bytes
-        return Prepared(request, validated, body_digest(as_json), size)
+        """Validate a sampling request (`RunningSamples.prepare`)."""
+        return self._samples.prepare(request)
 
     def sample(self, prepared: Prepared) -> RequestId:
-        """Queue a sampling request; return its id. A repeated one is the same request.
-
-        Raises:
-            InvalidRequest: the number was used with other content.
-            Overloaded: the owner has too many.
-        """
+        """Queue a sampling request; return its id (`RunningSamples.submit`)."""
         self._check_accepting()
-        request_id = prepared.request_id
-        known = self._results.digest(str(request_id))
-        if known is not None and known != prepared.digest:
-            raise InvalidRequest(
-                f"seq_id {prepared.request.seq_id} was already used by a request with"
-                " different content; give each request its own number"
-            )
-        if known is None:
-            owner = self.owner_of(prepared.request.sampling_session_id)
-            self._sample_limiter.check(owner, prepared.size)
-            self._start_sample(prepared)
-        return request_id
-
-    def _start_sample(self, prepared: Prepared) -> None:
-        request, request_id = prepared.request, prepared.request_id
-        owner = self.owner_of(request.sampling_session_id)
-        session_id = SamplingSessionId.parse(request.sampling_session_id)
-        self._results.open(str(request_id), prepared.digest, owner)
-
-        async def work() -> Result:
-            await self._recovery.published(session_id)
-            return await run_sample(self._backend, self._samplers, owner, prepared)
-
-        def report_cancellation(task: asyncio.Task[None]) -> None:
-            # A done callback, because the task may be cancelled before it starts.
-            if task.cancelled():
-                self._finish(str(request_id), futures.failed("the request was cancelled", "user"))
-
-        timed = self._backend.spans.timed(str(session_id), "sample", work)
-        task = self._spawn(self._resolve(str(request_id), timed))
-        task.add_done_callback(report_cancellation)
-        self._samples[str(request_id)] = Sample(request, owner, prepared.size, task)
-        self._sample_limiter.add(owner, prepared.size)
-
-    async def _resolve(self, request_id: str, work: Callable[[], Awaitable[Result]]) -> None:
-        try:
-            result = await work()
-        except Exception as error:  # noqa: BLE001 - the future must resolve, whatever it is
-            result = to_result(error)
-        self._finish(request_id, result)
-
-    def _finish(self, request_id: str, result: Result) -> None:
-        if (sample := self._samples.pop(request_id, None)) is not None:
-            self._sample_limiter.remove(sample.owner, sample.size)
-        self._results.finish(request_id, result)
+        return self._samples.submit(prepared)
 
     def cancel(self, request_id: str) -> None:
         """Cancel a sampling request, which may be unknown or finished."""
-        sample = self._samples.get(request_id)
-        if sample is not None:
-            sample.task.cancel()
+        self._samples.cancel(request_id)
 
     async def retrieve(
         self, request_id: str, seconds: float | None = None, max_bytes: int | None = None
@@ -425,7 +393,7 @@ class HeadService:
         if (model := self._models.get(str(parsed.target))) is not None:
             return model.why_waiting(parsed.seq_id)
         return why_sample_waits(
-            request_id, self._samples, self._sample_limiter, self._backend.token_limits
+            request_id, self._samples.by_id, self._samples.limiter, self._backend.token_limits
         )
 
     def status(self) -> HeadStatus:
@@ -435,17 +403,34 @@ class HeadService:
             self._models,
             self._shutdown,
             num_samplers=len(self._samplers),
-            num_samples=len(self._samples),
+            num_samples=len(self._samples.by_id),
             idle_seconds=time.monotonic() - self._last_activity,
             is_draining=self._is_draining,
         )
 
     async def checkpoint(self, only: str = "") -> list[str]:
-        """Write an automatic training checkpoint of every model, or of one; return the paths."""
+        """Write an automatic training checkpoint of every model, or of one; return the paths.
+
+        Raises:
+            WireError: some could not be written; the others were.
+        """
         if not only:
             # Save what there is now, rather than wait for trainers that are still starting.
             self._backend.trainer.stop_waiting()
-        return await self._autosaver.save_last(only)
+        failure = None if self._is_draining else await self._repeat_kept(only)
+        saved = await self._autosaver.save_last(only)
+        if failure is not None:
+            raise failure
+        return saved
+
+    async def _repeat_kept(self, only: str) -> WireError | None:
+        """Continue runs that are only on the disk, and repeat their requests; see `load_all`."""
+        kept = await self._kept.waiting(only)
+        failures = [await self._kept.load(manifest) for manifest in kept]
+        for manifest in kept:
+            if (model := self._models.get(manifest.run_id)) is not None:
+                await model.queue.idle()
+        return next((each for each in failures if each is not None), None)
 
     async def suspend(self, store: CheckpointStore | None = None) -> None:
         """Reject new requests, finish running ones, and write all state for the next head.
@@ -460,6 +445,8 @@ class HeadService:
         """
         self._is_draining = True
         self._autosaver.close()
+        if self._beginning:
+            await asyncio.wait(set(self._beginning.values()))
         await self._shutdown.suspend(store or self._backend.store)
 
     def close(self) -> None:
@@ -468,6 +455,7 @@ class HeadService:
         self.durability.close()
         for model in self._models.values():
             model.queue.close("the session head stopped")
+        self._samples.close()
         for task in self._tasks:
             task.cancel()
 

@@ -10,7 +10,7 @@ from obstore.store import ObjectStore
 
 from tinkercloud_protocol.checkpoints import SuspendedManifest
 from tinkercloud_protocol.durability import DurabilityConfig
-from tinkercloud_protocol.errors import StateLost, Unavailable, WireError
+from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable, WireError
 from tinkercloud_protocol.journals import JournalManifest
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.object_store import open_store
@@ -113,6 +113,19 @@ class SharedJournals:
         if state is None or not local.starts_like(state):
             return False
         return state.header.next_index > state.base.first_index
+
+    async def is_replaced(self, manifest: JournalManifest) -> bool:
+        """Return whether a head that a local journal does not name has taken over its copy.
+
+        Raises:
+            StoreFailed: the store does not respond.
+        """
+        try:
+            last = await self._log(manifest.run_id).last()
+        except InvalidRequest:
+            # It is damaged, and names nobody.
+            return False
+        return last is not None and last[1].manifest.generations[-1] not in manifest.generations
 
     async def catch_up(
         self, manifest: JournalManifest, local: LocalState, listeners: Listeners

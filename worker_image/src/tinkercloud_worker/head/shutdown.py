@@ -1,7 +1,8 @@
 """Suspends all models of a head that is stopping."""
 
 import asyncio
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durability import Durability
 from tinkercloud_worker.head.failures import Moved, error_message, to_result
+from tinkercloud_worker.head.kept_runs import KeptRuns
 from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.sample import Sample
 from tinkercloud_worker.head.suspended_models import SuspendedModels
@@ -30,11 +32,12 @@ class HeadShutdown:
     backend: Backend
     models: Mapping[str, LiveModel]
     resuming: Mapping[str, asyncio.Task[None]]
-    accepted: Set[str]
+    accepted: AbstractSet[str]
     samples: Mapping[str, Sample]
     suspension: Suspension
     suspended: SuspendedModels
     durability: Durability
+    kept: KeptRuns
     is_suspended: bool = False
     """Whether all models are written."""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -47,6 +50,7 @@ class HeadShutdown:
             Unavailable: some models could not be written; the message says which and why.
         """
         self.backend.trainer.stop_waiting()
+        await self.durability.forgive()
         async with self._lock:
             await self._drain()
             await self.suspended.settle()
@@ -55,7 +59,11 @@ class HeadShutdown:
             if resumed := [self.resuming[name] for name in self.accepted & self.resuming.keys()]:
                 await asyncio.wait(resumed)
                 reasons += await self._suspend_all(store)
-            lost = sorted(self.models.keys() - self._written)
+            missing = self.models.keys() - self._written
+            # On a disk that outlives the head, the next one continues them.
+            if self.backend.config.unsaved_dir is None:
+                missing |= await self._suspend_kept(store, reasons)
+            lost = sorted(missing)
             if lost:
                 why = next((f": {reason}" for reason in reasons if reason), "")
                 raise Unavailable(f"could not suspend {', '.join(lost)}{why}")
@@ -66,6 +74,34 @@ class HeadShutdown:
         remaining = [model for name, model in self.models.items() if name not in self._written]
         room = asyncio.Semaphore(_MAX_CONCURRENT)
         return await asyncio.gather(*[self._suspend(model, room, store) for model in remaining])
+
+    async def _suspend_kept(
+        self, store: CheckpointStore, reasons: list[str | None]
+    ) -> AbstractSet[str]:
+        """Write the runs that are only on the disk, one at a time; return those that remain.
+
+        Their requests run in the next head.
+
+        Args:
+            store: where to write.
+            reasons: is extended by the reasons of failures.
+        """
+        missing, room = set[str](), asyncio.Semaphore(1)
+        for manifest in await self.kept.waiting():
+            # A request for it may have arrived before the head started to stop.
+            if (task := self.resuming.get(manifest.run_id)) is not None:
+                await asyncio.wait({task})
+            failure = await self.kept.load(manifest)
+            if failure is not None:
+                reasons.append(failure.message)
+                missing.add(manifest.run_id)
+            elif (model := self.models.get(manifest.run_id)) is not None:
+                reasons.append(await self._suspend(model, room, store))
+                if manifest.run_id in self._written:
+                    await _free(model)
+                elif manifest.run_id in self.models:
+                    missing.add(manifest.run_id)
+        return missing
 
     async def _drain(self) -> None:
         """Give running work some time to finish, then stop returning results."""
@@ -103,3 +139,11 @@ class HeadShutdown:
         self._written.add(str(model.model_id))
         log.info("suspended", model_id=str(model.model_id))
         return None
+
+
+async def _free(model: LiveModel) -> None:
+    """Free the memory of a written model, so that there is room for the next one."""
+    try:
+        await model.operations.delete()
+    except Exception:
+        log.exception("failed to free the memory of a model", model_id=str(model.model_id))

@@ -102,6 +102,10 @@ class SuspendedModels:
         """Return a suspended model."""
         return self._suspended.get(name)
 
+    def knows(self, name: str) -> bool:
+        """Return whether a model is suspended, is being suspended, or was moved."""
+        return name in self._suspended or name in self._suspending or name in self._moved
+
     def held(self) -> list[HeldModel]:
         """Return all models of the head, those in memory first, and the memory they take."""
         suspended = [HeldModel(model_id=name, is_suspended=True) for name in self._suspended]

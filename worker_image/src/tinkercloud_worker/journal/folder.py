@@ -3,8 +3,10 @@
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+import orjson
 
 from tinkercloud_protocol import journals
 from tinkercloud_protocol.journals import JournalManifest
@@ -12,6 +14,7 @@ from tinkercloud_worker.journal import records
 from tinkercloud_worker.journal.records import Record
 
 _SUFFIX = ".log"
+_DEATHS = "deaths.json"
 
 
 class Segment:
@@ -78,6 +81,27 @@ class JournalFolder:
         """Delete everything of the run. Idempotent."""
         self.withdraw()
         shutil.rmtree(journals.run_folder(self.root, self.run_id), ignore_errors=True)
+
+    def deaths(self) -> dict[int, int]:
+        """Return how many heads ended while they repeated a request, by the request's number."""
+        try:
+            read = orjson.loads((self._folder / _DEATHS).read_bytes())
+            return {int(seq_id): int(count) for seq_id, count in read.items()}
+        except (FileNotFoundError, ValueError, AttributeError, TypeError):
+            return {}
+
+    def write_deaths(self, deaths: Mapping[int, int]) -> None:
+        """Replace what `deaths` returns, atomically.
+
+        It survives the end of the process. If the machine ends too, it is older.
+        """
+        path = self._folder / _DEATHS
+        if not deaths:
+            path.unlink(missing_ok=True)
+            return
+        staged = path.with_suffix(f".{uuid.uuid4().hex}")
+        staged.write_bytes(orjson.dumps(deaths, option=orjson.OPT_NON_STR_KEYS))
+        staged.replace(path)
 
     def create(self, number: int) -> Segment:
         """Create the segment of a number."""

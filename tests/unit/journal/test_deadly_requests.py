@@ -1,0 +1,179 @@
+"""A request that ends heads is not repeated by every next head.
+
+The process of a head "dies" while one of its requests runs: the request does not return, and its
+head is left as if it were killed.
+"""
+
+import asyncio
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from tinkercloud_protocol.futures import Result
+from tinkercloud_protocol.ids import ModelId
+from tinkercloud_protocol.tensors import ForwardBackwardRequest
+from tinkercloud_testing.bare_heads import MODEL, Head, a_head
+from tinkercloud_testing.waiting import reached
+from tinkercloud_worker.head.operations import Operations
+
+pytestmark = pytest.mark.timeout(120)
+
+OTHER = ModelId("s", 1)
+
+
+@dataclass
+class Deadly:
+    """Requests that don't return, and those of them that have started."""
+
+    requests: set[tuple[str, int]] = field(default_factory=set)
+    started: list[tuple[str, int]] = field(default_factory=list)
+    has_started: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def death(self) -> None:
+        """Return once one of them has started."""
+        await self.has_started.wait()
+        self.has_started.clear()
+
+
+@pytest.fixture
+def deadly(monkeypatch: pytest.MonkeyPatch) -> Deadly:
+    deadly, run = Deadly(), Operations.forward_backward
+
+    async def run_or_die(self: Operations, request: ForwardBackwardRequest) -> Result:
+        place = (request.model_id, request.seq_id)
+        if place in deadly.requests:
+            deadly.started.append(place)
+            deadly.has_started.set()
+            await asyncio.Event().wait()
+        return await run(self, request)
+
+    monkeypatch.setattr(Operations, "forward_backward", run_or_die)
+    return deadly
+
+
+@dataclass
+class Pod:
+    """Heads one after another on the same disk."""
+
+    folder: Path
+    generation: int = 0
+
+    def head(self) -> AbstractContextManager[Head]:
+        """Run the next head; the end of the context is like killing it."""
+        self.generation += 1
+        root = (self.folder / "store").as_uri()
+        journals = self.folder / "journals"
+        return a_head(root, self.folder, f"g{self.generation}", journals=journals)
+
+    async def resume(self, head: Head) -> None:
+        """Continue the run of the last head."""
+        await head.resume(f"g{self.generation - 1}")
+
+
+@pytest.fixture
+def pod(tmp_path: Path) -> Pod:
+    return Pod(tmp_path)
+
+
+async def start(head: Head) -> None:
+    """Make a step; then send the data of another one, with which a head dies, and its step."""
+    await head.begin()
+    head.add(1)
+    head.apply(2)
+    await head.answer(2)
+    head.add(3, first=9)
+    head.apply(4)
+    await head.confirmed()
+
+
+async def test_a_request_that_has_ended_two_heads_fails_and_the_run_continues(
+    pod: Pod, deadly: Deadly
+) -> None:
+    deadly.requests = {(str(MODEL), 3)}
+    with pod.head() as head:
+        await start(head)
+        await deadly.death()
+    for _ in range(2):
+        with pod.head() as head:
+            await pod.resume(head)
+            await deadly.death()
+
+    with pod.head() as head:
+        await pod.resume(head)
+        assert b"ended 2 session heads" in await head.answer(3)
+        assert b"weights are unchanged" in await head.answer(4)
+        head.add(5)
+        loss = await head.loss(5)
+    with pod.head() as head:
+        await pod.resume(head)
+        assert b"ended 2 session heads" in await head.answer(3)
+
+    assert len(deadly.started) == 3
+    deadly.requests.clear()
+    with a_head((pod.folder / "other").as_uri(), pod.folder, "undisturbed") as head:
+        await head.begin()
+        head.add(1)
+        head.apply(2)
+        head.add(3)
+        assert await head.loss(3) == loss
+
+
+async def test_a_head_that_stops_while_a_request_is_repeated_is_not_its_fault(
+    pod: Pod, deadly: Deadly
+) -> None:
+    deadly.requests = {(str(MODEL), 3)}
+    with pod.head() as head:
+        await start(head)
+        await deadly.death()
+    for _ in range(3):
+        with pod.head() as head:
+            await pod.resume(head)
+            await deadly.death()
+            # It is killed in the end, since the request does not return.
+            stopping = asyncio.create_task(head.service.suspend())
+            assert await reached(lambda: not is_suspected(pod))
+            stopping.cancel()
+
+    deadly.requests.clear()
+    with pod.head() as head:
+        await pod.resume(head)
+        assert await head.loss(3) > 0
+
+
+def is_suspected(pod: Pod) -> bool:
+    """Return whether a request is written down as one that may end its head."""
+    return (pod.folder / f"journals/runs/{MODEL}/journal/deaths.json").exists()
+
+
+async def test_a_request_that_only_ran_when_another_one_ended_a_head_is_not_refused(
+    pod: Pod, deadly: Deadly
+) -> None:
+    deadly.requests = {(str(MODEL), 3), (str(OTHER), 3)}
+    with pod.head() as head:
+        await start(head)
+        await start(replace(head, model=OTHER))
+        await reached(lambda: len(deadly.started) == 2)
+    with pod.head() as head:
+        await pod.resume(head)
+        await pod.resume(replace(head, model=OTHER))
+        await reached(lambda: len(deadly.started) == 4)
+        deadly.has_started.clear()
+    with pod.head() as head:
+        await pod.resume(head)
+        await deadly.death()
+        await pod.resume(replace(head, model=OTHER))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await deadly.death()
+        before = list(deadly.started)
+
+    deadly.requests.remove((str(OTHER), 3))
+    with pod.head() as head:
+        await pod.resume(head)
+        await pod.resume(replace(head, model=OTHER))
+        assert b"ended 2 session heads" in await head.answer(3)
+        assert await replace(head, model=OTHER).loss(3) > 0
+    assert before.count((str(MODEL), 3)) == 3
+    assert before.count((str(OTHER), 3)) == 2, "it ran with another one that may end heads"

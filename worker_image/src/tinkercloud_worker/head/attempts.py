@@ -1,0 +1,138 @@
+"""Which repeated requests have ended heads, and what follows from that.
+
+A request of the journal may be what killed the head, for example for lack of memory. The next head
+repeats it, and would die of it as well, and so would every head after that, with all runs on it.
+Each head therefore writes down beside the journal which repeated request it starts. A request that
+was running when a head died runs alone among the repeated ones in the next head, so that no other
+is suspected because of it, and a request that has ended two heads is refused.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+import structlog
+
+from tinkercloud_protocol.errors import WireError
+from tinkercloud_worker.journal.folder import JournalFolder
+
+log = structlog.get_logger(__name__)
+
+_MAX_DEATHS = 2
+"""Heads that a request may end while it is repeated."""
+
+
+class EndsHeads(WireError):
+    """A request has ended too many heads, and is not run again."""
+
+    status = 400
+    category = "user"
+
+
+class RepeatTurns:
+    """Decides which repeated requests of a head run together. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self.is_stopping = False
+        """Whether the head stops in an orderly way: its end is no request's fault."""
+        self._changed = asyncio.Condition()
+        self._num_running = 0
+        self._num_alone = 0
+        """Requests that run alone, or wait for that."""
+
+    @asynccontextmanager
+    async def turn(self, *, alone: bool) -> AsyncIterator[None]:
+        """Run within the context when it is the request's turn.
+
+        Args:
+            alone: whether no other repeated request may run meanwhile.
+        """
+        self._num_alone += alone
+        try:
+            async with self._changed:
+                await self._changed.wait_for(
+                    lambda: self._num_running == 0 if alone else self._num_alone == 0
+                )
+                self._num_running += 1
+            try:
+                yield
+            finally:
+                self._num_running -= 1
+        finally:
+            self._num_alone -= alone
+            async with self._changed:
+                self._changed.notify_all()
+
+
+class Attempts:
+    """The attempts to repeat the requests of one run. Belongs to one event loop."""
+
+    def __init__(
+        self, folder: JournalFolder, threads: ThreadPoolExecutor, turns: RepeatTurns
+    ) -> None:
+        """Start without deaths.
+
+        Args:
+            folder: of the run's journal.
+            threads: where the file is written.
+            turns: the repeated requests of the head.
+        """
+        self._folder = folder
+        self._threads = threads
+        self._turns = turns
+        self.deaths: dict[int, int] = {}
+        """How many heads have ended while they repeated a request, by its number."""
+        self._writing = asyncio.Lock()
+
+    @asynccontextmanager
+    async def repeating(self, seq_id: int) -> AsyncIterator[None]:
+        """Run a request of an earlier head within the context.
+
+        Args:
+            seq_id: its number.
+
+        Raises:
+            EndsHeads: it has ended too many heads.
+        """
+        deaths = self.deaths.get(seq_id, 0)
+        if deaths >= _MAX_DEATHS:
+            raise EndsHeads(
+                f"this request ended {deaths} session heads: each time one was killed while it ran,"
+                " for example for lack of memory. It is not run again; send smaller requests"
+            )
+        async with self._turns.turn(alone=deaths > 0):
+            await self._write({**self.deaths, seq_id: deaths + 1})
+            # If the head is killed, or this is cancelled with its queue, the file stays as it is.
+            try:
+                yield
+            except Exception:
+                await self._ended(seq_id)
+                raise
+            await self._ended(seq_id)
+
+    async def _ended(self, seq_id: int) -> None:
+        self.deaths.pop(seq_id, None)
+        await self.forgive()
+
+    async def forgive(self) -> None:
+        """Write down that no request is running that may end the head."""
+        async with self._writing:
+            await self._in_thread(self.deaths)
+
+    async def _write(self, deaths: Mapping[int, int]) -> None:
+        async with self._writing:
+            if not self._turns.is_stopping:
+                await self._in_thread(deaths)
+
+    async def _in_thread(self, deaths: Mapping[int, int]) -> None:
+        loop, copied = asyncio.get_running_loop(), dict(deaths)
+        try:
+            await loop.run_in_executor(self._threads, self._folder.write_deaths, copied)
+        except OSError as error:
+            # Then one more head may end.
+            log.warning(
+                "what a head repeats could not be written down",
+                model_id=self._folder.run_id,
+                reason=str(error),
+            )
