@@ -293,11 +293,15 @@ class HeadApp:
                 parsed = await _off_loop(lambda body: _with_session(parsed, body, request), body)
             if not parsed.is_numbered:
                 parsed = requests.named_sample(parsed, headers.idempotency_key(request))
-            self._check_target(request, parsed.sampling_session_id)
+            session = parsed.sampling_session_id
+            self._check_target(request, session)
+            # Decoded images are large: they must not wait for a model that is resumed.
+            await self._service.recall(session)
             # In a thread even if the body is small: a sparse tensor of targets expands.
             work, prepare = self._lifecycle.backend.image_work, self._service.prepare
             prepared = await work.run(parsed.prompt.num_images, partial(prepare, parsed))
-        await self._service.recall(parsed.sampling_session_id)
+        # It may have been suspended meanwhile.
+        await self._service.recall(session)
         request_id = self._service.sample(prepared)
         sequence_ids = request_id.sequence_ids(parsed.num_samples)
         return Response(futures.sample_promise(str(request_id), sequence_ids))

@@ -272,9 +272,12 @@ class HeadChat:
         asked, tasks = run.asked, []
         try:
             for index in range(len(asked.prompts)):
+                # Decoded images are large: they must not wait for a model that is resumed.
+                await service.recall(target)
                 job = partial(_prepared, run, index, target, service, backend)
                 prepared = await backend.image_work.run(len(asked.images), job)
                 listening = _listening(prepared, run, index)
+                # It may have been suspended meanwhile.
                 await service.recall(target)
                 run.request_ids.append(str(service.sample(listening)))
                 waiting = _put_result(run, index, run.request_ids[-1], service)
