@@ -294,6 +294,22 @@ def hold_withdrawal(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asy
     return has_arrived, may_continue
 
 
+@pytest.mark.parametrize("kind", ["snapshot", "inflight"])
+async def test_a_suspended_model_and_its_samplers_keep_their_owner(head: Head, kind: str) -> None:
+    """Else the large requests for all suspended models would share the limits of one owner."""
+    fields = {"kind": "inflight"} if kind == "inflight" else {}
+    head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 3, sampling_session_seq_id=1, **fields)
+    await head.answer(3)
+    targets = (NAME, "s:sample:1")
+
+    assert await head.service.suspend_model(MODEL)
+
+    assert [head.service.owner_of(each) for each in targets] == [SPEC.owner] * 2
+    await head.service.recall(NAME)
+    assert [head.service.owner_of(each) for each in targets] == [SPEC.owner] * 2
+    assert head.service.owner_of("unknown:train:0") == ""
+
+
 IMAGE = {"type": "image", "format": "png", "data": b64encode(picture(4, 4)).decode()}
 
 

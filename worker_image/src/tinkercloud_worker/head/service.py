@@ -148,7 +148,7 @@ class HeadService:
 
     def owner_of(self, target: str) -> str:
         """Return the owner of a model or sampling session; an empty name if it is unknown."""
-        return self._samplers.owner_of(target) or ""
+        return self._samplers.owner_of(target) or self._suspended.owner_of(target) or ""
 
     def _of_owner(self, owner: str) -> list[LiveModel]:
         return [model for model in self._models.values() if model.spec.owner == owner]
