@@ -53,6 +53,7 @@ from tinkercloud_worker.head.body_limiter import BodyLimiter
 from tinkercloud_worker.head.chat import HeadChat
 from tinkercloud_worker.head.http import LARGE_BODY_BYTES, Request, Response, error_response
 from tinkercloud_worker.head.lifecycle import Lifecycle
+from tinkercloud_worker.head.retrieval import Poll
 from tinkercloud_worker.head.service import HeadService
 from tinkercloud_worker.head.token import HeadToken
 from tinkercloud_worker.head.unnumbered import Arrivals
@@ -311,10 +312,12 @@ class HeadApp:
         asked = parse_json(RetrieveFutureRequest, body)
         request_id = asked.request_id
         self._check_target(request, request_id.rpartition(":")[0])
-        max_bytes = futures.INLINE_BYTES if asked.allow_metadata_only else None
-        result = await self._service.retrieve(
-            request_id, headers.seconds_to_wait(request), max_bytes
+        poll = Poll(
+            headers.seconds_to_wait(request),
+            futures.INLINE_BYTES if asked.allow_metadata_only else None,
+            counts_as_read=not headers.is_peek(request),
         )
+        result = await self._service.retrieve(request_id, poll)
         if result is None:
             pending = futures.pending(request_id, *self._service.why_waiting(request_id))
             return Response(pending, futures.PENDING_STATUS)

@@ -23,6 +23,11 @@ def idempotency_key(request: Request) -> str | None:
     return key
 
 
+def is_peek(request: Request) -> bool:
+    """Return whether the result that a request asks for does not count as read."""
+    return routes.PEEK_HEADER in request.headers
+
+
 def seconds_to_wait(request: Request) -> float | None:
     """Return how long a request waits for a result; None means as long as a long poll.
 

@@ -38,7 +38,7 @@ from tinkercloud_worker.head.requests import (
     sample_request_id,
 )
 from tinkercloud_worker.head.results import Results
-from tinkercloud_worker.head.retrieval import Retrieval
+from tinkercloud_worker.head.retrieval import LONG_POLL, Poll, Retrieval
 from tinkercloud_worker.head.sample import Sample
 from tinkercloud_worker.head.sample_limiter import SampleLimiter
 from tinkercloud_worker.head.samplers import Samplers
@@ -407,12 +407,10 @@ class HeadService:
         if sample is not None:
             sample.task.cancel()
 
-    async def retrieve(
-        self, request_id: str, seconds: float | None = None, max_bytes: int | None = None
-    ) -> Result | None:
+    async def retrieve(self, request_id: str, poll: Poll = LONG_POLL) -> Result | None:
         """Wait for a result (`Retrieval.retrieve`)."""
         self._last_activity = time.monotonic()
-        return await self._retrieval.retrieve(request_id, seconds, max_bytes)
+        return await self._retrieval.retrieve(request_id, poll)
 
     async def completed(self, request: RetrieveFuturesRequest, seconds: float | None) -> bytes:
         """Wait until samples of a client are complete (`Retrieval.completed`)."""
