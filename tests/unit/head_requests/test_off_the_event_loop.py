@@ -31,7 +31,7 @@ def watch(
     patched.setattr(module, name, watched)
 
 
-async def test_the_choices_of_many_prompts_are_begun_off_the_event_loop(
+async def test_the_choices_of_many_prompts_are_created_off_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: dict[str, threading.Thread] = {}

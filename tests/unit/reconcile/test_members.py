@@ -68,8 +68,8 @@ def test_a_placed_run_shows_once_that_it_could_not_be_moved() -> None:
     failed = a_run(a_cluster(), pool_message="the store is full", status=served.status)
     plan = reconcile(failed, SETTINGS)
     assert plan.status is not None
-    told = replace(failed, status=plan.status)
-    over = reconcile(replace(told, pool_message=None), SETTINGS)
+    reported = replace(failed, status=plan.status)
+    over = reconcile(replace(reported, pool_message=None), SETTINGS)
 
     kind = ConditionType.QUOTA_RESERVED
     assert condition_of(plan) == ("True", Reason.READY)
@@ -77,7 +77,7 @@ def test_a_placed_run_shows_once_that_it_could_not_be_moved() -> None:
     assert plan.event is not None
     assert (plan.event.reason, plan.event.is_warning) == (Reason.MOVE_FAILED, True)
     assert "the store is full" in plan.event.message
-    assert reconcile(told, SETTINGS).event is None
+    assert reconcile(reported, SETTINGS).event is None
     assert condition_of(over, kind) == ("True", Reason.PLACED)
 
 

@@ -9,7 +9,7 @@ recorded as the target, so that no operator can place it elsewhere any more; the
 model; the record is removed.
 
 If a head can't give a model away, for example because the checkpoint store is down, the record is
-removed, so that the run goes on where it is, and the move starts again after a pause.
+removed, so that the run continues where it is, and the move starts again after a pause.
 
 Sessions are moved from clusters that are drained, outdated or on cordoned nodes, and from an almost
 empty cluster if the others have enough room for its sessions (*defragmentation*).
