@@ -1,6 +1,8 @@
 """Unread results in a shared head only affect their owner, who gets an explanation."""
 
+import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,11 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from tinkercloud_testing.raw_run import MODEL, Run, a_tensor
-from tinkercloud_testing.servers import Answer, Server, a_server
+from tinkercloud_testing.servers import API_KEY, Answer, Server, a_server
 from tinkercloud_testing.waiting import wait_until
 
 MAX_RESULT_BYTES = 20_000
+READ_ONLY = ("--owner", "bootstrap", "--role", "read-only")
 RESULT_BYTES = 8 * 1000 * 4
 """Size of the result of a batch below: logprobs of a thousand targets at each of eight tokens."""
 
@@ -181,3 +184,37 @@ def test_a_small_batch_with_a_huge_result_fails_in_order(eve: Run) -> None:
     failed = eve.outcome(eve.train(dense.SerializeToString()))
     assert "at most 1024" in str(failed["error"])
     assert eve.step() > 0
+
+
+def test_who_may_only_read_uses_up_no_result_of_a_member(small: Server) -> None:
+    made = small.command("keys", "create", "reader", *READ_ONLY, "--json")
+    readers = (small.new_key("vic"), str(json.loads(made)["key"]))
+    assert small.post("projects", {"project_id": "shared", "name": "Shared"}).status == 200
+    path = "/api/v1/projects/shared/members/vic"
+    assert small.request("PUT", path, {"role": "viewer"}).status == 200
+    made_in = {"sdk_version": "t", "project_id": "shared"}
+    session = small.post("create_session", made_in).json()["session_id"]
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
+    sampler = small.post("create_sampling_session", body).json()["sampling_session_id"]
+    target = {"target": {"sampling_session_id": sampler}, "timeout": 0}
+
+    for number, key in enumerate(readers, 1):
+        sent = small.post("asample", a_sample(sampler, number)).json()["request_id"]
+        wait_until(partial(_is_shown, small, sent, key), "the result is shown")
+        received = target | {"retrieved_request_ids": [sent]}
+        refused = small.post("retrieve_futures", received, key=key)
+        polled = small.post("retrieve_futures", target, key=key)
+        # Results that were read are forgotten.
+        small.post("cleanup_futures", {})
+
+        assert (refused.status, polled.status) == (403, 200)
+        assert refused.detail.startswith("retrieved_request_ids: ")
+        assert _result(small, sent).status == 200
+
+
+def _result(server: Server, request_id: str, key: str = API_KEY) -> Answer:
+    return server.post("retrieve_future", {"request_id": request_id}, key=key)
+
+
+def _is_shown(server: Server, request_id: str, key: str) -> bool:
+    return _result(server, request_id, key).status == 200

@@ -159,6 +159,10 @@ class Principal:
             return self.may_see(found.owner)
         return self.project_role(found.project) is not None
 
+    def may_change(self, found: Owned) -> bool:
+        """Whether this principal may change an object that it may read."""
+        return self.role is not Role.READ_ONLY and self._may_change(found.project)
+
     def _may_change(self, project_id: str | None) -> bool:
         return project_id is None or self.project_role(project_id) is not ProjectRole.VIEWER
 

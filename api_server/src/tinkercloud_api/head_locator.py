@@ -80,8 +80,11 @@ class HeadLocator:
         """Generations of heads, with the sampling sessions that were registered with them."""
         self._placing: dict[str, asyncio.Task[HeadEndpoint]] = {}
 
-    async def authorize_run(self, run_id: str, principal: Principal) -> None:
+    async def authorize_run(self, run_id: str, principal: Principal) -> bool:
         """Check that a principal may use a run as its request does.
+
+        Returns:
+            Whether the principal may also change it.
 
         Raises:
             NotFound: the run does not exist for this principal.
@@ -89,10 +92,13 @@ class HeadLocator:
         """
         run = await self._run(run_id)
         found = await self._claims.of(run.owner, run.session_id, principal) if run else None
-        principal.require(found, f"training run {run_id!r}")
+        return principal.may_change(principal.require(found, f"training run {run_id!r}"))
 
-    async def authorize_sampler(self, sampler_id: str, principal: Principal) -> None:
+    async def authorize_sampler(self, sampler_id: str, principal: Principal) -> bool:
         """Check that a principal may use a sampling session as its request does.
+
+        Returns:
+            Whether the principal may also change it.
 
         Raises:
             NotFound: the session, or its checkpoint, does not exist for this principal.
@@ -100,9 +106,10 @@ class HeadLocator:
         """
         known = await self._sampler(sampler_id)
         found = await self._claims.of(known.owner, known.session_id, principal) if known else None
-        principal.require(found, f"sampling session {sampler_id!r}")
+        used = principal.require(found, f"sampling session {sampler_id!r}")
         if known is not None and known.spec.model_path is not None:
             await self._claims.check_source(known.spec.model_path, principal)
+        return principal.may_change(used)
 
     async def _run(self, run_id: str) -> KnownRun | None:
         run = self._runs.get(run_id)

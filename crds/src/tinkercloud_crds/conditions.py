@@ -86,6 +86,9 @@ class Reason(StrEnum):
     """The cluster of the pool that serves the session is not ready. The session waits."""
     PLACED = "Placed"
     """A cluster of the pool serves the session."""
+    MOVE_FAILED = "MoveFailed"
+    """A cluster of the pool serves the session, whose head could not give it to another cluster.
+    The move is tried again."""
     NO_QUEUE = "NoQueue"
     """The session uses no queue."""
     ADMITTED = "Admitted"

@@ -15,7 +15,8 @@ from tinkercloud_protocol import futures, routes
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Limits, ModelSpec, SamplerSpec
 from tinkercloud_protocol.object_store import open_store
 from tinkercloud_testing.engines import an_engine
-from tinkercloud_testing.models import tiny_llama
+from tinkercloud_testing.models import byte_tokenizer, tiny_llama
+from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
@@ -118,7 +119,15 @@ async def a_served_head(folder: Path, limits: Limits | None = None) -> AsyncIter
     token_file.write_text(TOKEN)
     with an_engine(tiny_llama(), folder / "scratch") as engine:
         store = CheckpointStore(open_store(config.checkpoint_root))
-        backend = Backend(config, engine.trainer, engine.sampler, engine.thread, store, frozenset())
+        backend = Backend(
+            config,
+            engine.trainer,
+            engine.sampler,
+            engine.thread,
+            store,
+            frozenset(),
+            text=ChatText(byte_tokenizer()),
+        )
         lifecycle = Lifecycle(config.timings, lambda: backend)
         app = HeadApp(lifecycle, limits, HeadToken(token_file), config.generation)
         async with served(app) as url, aiohttp.ClientSession() as client:

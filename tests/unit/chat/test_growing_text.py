@@ -1,5 +1,6 @@
 """Text that grows token by token: whole characters, stop strings and tool calls."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -42,6 +43,30 @@ def test_bytes_that_are_no_text_are_not_kept_back_for_long(tokens: list[int]) ->
 
 def test_special_tokens_have_no_text() -> None:
     assert "".join(grown([*TOKENIZER.encode("é"), EOS_TOKEN_ID], [])) == "é"
+
+
+class Watched(ChatText):
+    """A decoder that remembers how many tokens it had to decode at most."""
+
+    most = 0
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        self.most = max(self.most, len(tokens))
+        return super().decode(tokens)
+
+
+@given(st.text("aé ", max_size=9), st.text("b ", max_size=9), st.integers(0, 100))
+def test_repeated_special_tokens_are_not_decoded_again_and_again(
+    before: str, after: str, repeats: int
+) -> None:
+    tokens = [*TOKENIZER.encode(before), *[EOS_TOKEN_ID] * repeats, *TOKENIZER.encode(after)]
+    decoder = Watched(TOKENIZER)
+    text = GrowingText(decoder, [])
+
+    parts = [*map(text.add, tokens), text.finish()]
+
+    assert "".join(parts) == before + after
+    assert decoder.most < 40
 
 
 @given(

@@ -12,10 +12,38 @@ from tinkercloud_protocol import routes
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_testing.served_heads import a_served_head
-from tinkercloud_worker.head import requests, service
+from tinkercloud_worker.head import chat, requests, service
 
 MODEL = "mine:train:0"
 PADDING = "x" * 100_000
+
+
+def watch(
+    threads: dict[str, threading.Thread], patched: pytest.MonkeyPatch, module: Any, name: str
+) -> None:
+    """Record in which thread a function of a module is called."""
+    function: Callable[..., Any] = getattr(module, name)
+
+    def watched(*args: Any) -> Any:
+        threads[name] = threading.current_thread()
+        return function(*args)
+
+    patched.setattr(module, name, watched)
+
+
+async def test_the_choices_of_many_prompts_are_created_off_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, threading.Thread] = {}
+    asked = {"model": "m", "prompt": ["a", "b"], "n": 2, "max_tokens": 1}
+
+    async with a_served_head(tmp_path) as head:
+        await head.sampler("s:sample:0")
+        watch(threads, monkeypatch, chat, "_choices")
+        answer = await head.send(routes.OPENAI_COMPLETIONS, orjson.dumps(asked), "s:sample:0")
+
+    assert len(orjson.loads(answer.body)["choices"]) == 4
+    assert threads["_choices"] is not threading.main_thread()
 
 
 async def test_large_requests_are_hashed_and_parsed_off_the_event_loop(
@@ -23,22 +51,13 @@ async def test_large_requests_are_hashed_and_parsed_off_the_event_loop(
 ) -> None:
     threads: dict[str, threading.Thread] = {}
 
-    def watch(module: Any, name: str) -> None:
-        function: Callable[..., Any] = getattr(module, name)
-
-        def watched(*args: Any) -> Any:
-            threads[name] = threading.current_thread()
-            return function(*args)
-
-        monkeypatch.setattr(module, name, watched)
-
     async with a_served_head(tmp_path) as head:
         await head.begin(MODEL, ModelSpec(owner="me", lora=LoraConfig(rank=2, seed=1)))
         await head.sampler("s:sample:0")
-        watch(requests, "content_digest")
-        watch(requests, "_json_place")
-        watch(requests, "decode_forward_backward")
-        watch(service, "body_digest")
+        watch(threads, monkeypatch, requests, "content_digest")
+        watch(threads, monkeypatch, requests, "_json_place")
+        watch(threads, monkeypatch, requests, "decode_forward_backward")
+        watch(threads, monkeypatch, service, "body_digest")
         place = {"model_id": MODEL, "padding": PADDING}
         step = orjson.dumps(place | {"seq_id": 1, "adam_params": {}})
         wrong = orjson.dumps(place | {"seq_id": 2, "adam_params": {"beta1": 2}})

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from tinkercloud_operator.decide.actions import RemoveModel, SaveRequest
+from tinkercloud_operator.decide.actions import GiveAway, RemoveModel, SaveRequest
 from tinkercloud_operator.run.head_client import HeadClient, SaveFailed, SaveResult
 from tinkercloud_testing.cluster.memory_api import Connection
 
@@ -94,6 +94,19 @@ async def test_a_failed_save_has_the_words_of_the_head(
 
     with pytest.raises(SaveFailed, match=f"^{message}$"):
         await head.client.save("pool-a", SaveRequest("suspend", head.url, "h", 60))
+
+
+async def test_only_a_head_that_says_so_has_certainly_not_given_its_model_away(head: Head) -> None:
+    async def is_refused() -> bool:
+        request = GiveAway("pool-a", head.url, "h", RUN, 0.1)
+        with pytest.raises(SaveFailed) as failure:
+            await head.client.save("one", request)
+        return failure.value.is_refused
+
+    head.is_failing = True
+    assert await is_refused()
+    head.is_slow = True
+    assert not await is_refused()
 
 
 async def test_a_head_that_does_not_respond_is_named_as_the_cause(head: Head) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tinkercloud_crds import labels
 from tinkercloud_operator.decide.actions import GiveAway, HeadRequest, TakeBack
-from tinkercloud_operator.run.head_client import HeadClient, SaveResult
+from tinkercloud_operator.run.head_client import HeadClient, SaveFailed, SaveResult
 from tinkercloud_operator.run.pools import Pools
 from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.run.spares import Spares
@@ -34,11 +34,14 @@ class StubHeads(HeadClient):
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, HeadRequest]] = []
-        self.results: asyncio.Queue[SaveResult] = asyncio.Queue()
+        self.results: asyncio.Queue[SaveResult | SaveFailed] = asyncio.Queue()
 
     async def save(self, session: str, request: HeadRequest) -> SaveResult:
         self.requests.append((session, request))
-        return await self.results.get()
+        result = await self.results.get()
+        if isinstance(result, SaveFailed):
+            raise result
+        return result
 
 
 class PromptHeads(HeadClient):
@@ -332,6 +335,38 @@ async def test_a_new_operator_asks_the_head_again_to_take_a_run_back(operator: O
         await reached(lambda: placed(operator) == ("pool-a", None))
 
     assert [type(request) for _, request in operator.heads.requests] == [TakeBack]
+
+
+async def test_a_run_stays_if_its_head_answers_that_it_cannot_give_it_away_now(
+    operator: Operator,
+) -> None:
+    see_a_drained_cluster(operator)
+    operator.heads.results.put_nowait(SaveFailed("the store is full", is_refused=True))
+
+    with operator.working():
+        await reached(lambda: bool(operator.heads.requests))
+        await reached(lambda: placed(operator) == ("pool-a", None))
+
+    assert len(operator.heads.requests) == 1
+    assert "the store is full" in (operator.pools.waiting_message("one") or "")
+    assert "one" in operator.reconciled
+
+
+async def test_a_run_whose_head_did_not_answer_may_have_been_given_away(
+    operator: Operator,
+) -> None:
+    see_a_drained_cluster(operator)
+    operator.heads.results.put_nowait(SaveFailed("no answer"))
+
+    with operator.working():
+        await reached(lambda: bool(operator.saver.failed("one")))
+        # The worker has finished with the pool again once it places the second one.
+        operator.see_run("two")
+        await reached(lambda: place_of(operator, "two") is not None)
+        operator.see_run("three")
+        await reached(lambda: place_of(operator, "three") is not None)
+
+    assert placed(operator) == ("pool-a", "pool-b")
 
 
 async def test_a_run_stays_if_the_head_is_of_a_release_that_cannot_give_it_away(

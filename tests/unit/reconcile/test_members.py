@@ -62,6 +62,25 @@ def test_a_placed_run_shows_that_it_is_not_durable() -> None:
     assert condition_of(plan, kind) == ("True", Reason.WRITES_FAIL)
 
 
+def test_a_placed_run_shows_once_that_it_could_not_be_moved() -> None:
+    served = reconcile(a_run(a_cluster()), SETTINGS)
+    assert served.status is not None
+    failed = a_run(a_cluster(), pool_message="the store is full", status=served.status)
+    plan = reconcile(failed, SETTINGS)
+    assert plan.status is not None
+    reported = replace(failed, status=plan.status)
+    over = reconcile(replace(reported, pool_message=None), SETTINGS)
+
+    kind = ConditionType.QUOTA_RESERVED
+    assert condition_of(plan) == ("True", Reason.READY)
+    assert condition_of(plan, kind) == ("True", Reason.MOVE_FAILED)
+    assert plan.event is not None
+    assert (plan.event.reason, plan.event.is_warning) == (Reason.MOVE_FAILED, True)
+    assert "the store is full" in plan.event.message
+    assert reconcile(reported, SETTINGS).event is None
+    assert condition_of(over, kind) == ("True", Reason.PLACED)
+
+
 def test_a_placed_run_is_as_ready_as_its_cluster() -> None:
     ready = reconcile(a_run(a_cluster()), SETTINGS)
     waits = reconcile(a_run(a_cluster(endpoint=None)), SETTINGS)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkercloud_crds.base_model import Pool
-from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts
+from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts, Refusal
 from tinkercloud_operator.decide.pool_moves import MAX_MOVES, Moves, is_emptied
 from tinkercloud_operator.decide.pools import PoolPlan, plan_pool
 
@@ -237,6 +237,34 @@ def test_a_head_that_cannot_give_runs_away_keeps_them() -> None:
     assert (kept.moves.start, kept.moves.cancel) == ({}, ("a-run-1",))
 
 
+def test_a_run_that_its_head_could_not_give_away_stays_until_it_is_asked_again() -> None:
+    clusters = [a_cluster("a", is_draining=True), a_cluster("b")]
+    now, later = (Refusal("the store is full", NOW + timedelta(seconds=60 * n)) for n in (1, 0))
+
+    def moves(**fields: Any) -> Moves:
+        return plan(clusters, [a_member("run", "a", **fields)]).moves
+
+    refused = moves(moving_to="b", refusal=now)
+    assert (refused.cancel, refused.ask) == (("run",), ())
+    stays = moves(refusal=now)
+    assert (stays.start, stays.homeless, stays.changes_at) == ({}, 1, now.until)
+    assert "the store is full" in refused.held["run"]
+    assert stays.held == refused.held
+    assert moves(refusal=later).start == {"run": "b"}
+    again = moves(moving_to="b", refusal=later)
+    assert (again.cancel, again.ask, again.held) == ((), ("run",), {})
+
+
+def test_runs_that_could_not_be_given_away_do_not_delay_the_others() -> None:
+    pool = POOL.model_copy(update={"slots_per_cluster": 16})
+    refused = members("a", MAX_MOVES, refusal=Refusal("no", NOW + timedelta(seconds=1)))
+    clusters = [a_cluster("a", is_draining=True), a_cluster("b")]
+
+    moves = plan(clusters, [*refused, a_member("other", "a")], pool).moves
+
+    assert moves.start == {"other": "b"}
+
+
 @dataclass
 class Run:
     """A run, and where its model is."""
@@ -260,6 +288,8 @@ class World:
     asked: dict[str, str] = field(default_factory=dict)
     """What the head of its cluster was asked about a run and has not done: "give", or "take"."""
     num_runs: int = 0
+    store_is_down: bool = False
+    """Whether heads can't write models, and therefore don't give them away."""
 
     def facts(self) -> PoolFacts:
         clusters, runs = [*self.clusters.values()], [each.member for each in self.runs.values()]
@@ -304,7 +334,12 @@ class World:
         # The run would be lost: the new cluster's head would find nothing in the store.
         assert run.live_on is None or run.live_on not in self.clusters
         run.member = replace(
-            run.member, cluster=cluster, moving_to=None, has_left=False, is_back=False
+            run.member,
+            cluster=cluster,
+            moving_to=None,
+            has_left=False,
+            is_back=False,
+            refusal=None,
         )
         run.refused_by = None
         self.asked.pop(name, None)
@@ -334,10 +369,20 @@ class World:
             here = self.clusters.get(member.cluster or "")
             if here is None or not here.is_ready:
                 continue
-            if (did := self.asked.pop(name, None)) is not None:
+            did = self.asked.pop(name, None)
+            if did == "give" and self.store_is_down and run.live_on == here.name:
+                until = self.now + timedelta(seconds=60)
+                run.member = replace(member, refusal=Refusal("the store is down", until))
+            elif did is not None:
                 run.live_on = None if did == "give" else here.name
                 run.refused_by = here.name if did == "give" else None
-                run.member = replace(member, has_left=did == "give", is_back=did == "take")
+                has_left = did == "give"
+                run.member = replace(
+                    member,
+                    has_left=has_left,
+                    is_back=not has_left,
+                    refusal=None if has_left else member.refusal,
+                )
             elif member.moving_to is None:
                 run.live_on = here.name
 
@@ -354,6 +399,8 @@ class World:
             del self.runs[sorted(self.runs)[number % len(self.runs)]]
         elif event == "time":
             self.now += timedelta(seconds=[10, 100, 1000][number % 3])
+        elif event == "store":
+            self.store_is_down = not self.store_is_down
         elif event == "heads":
             self.heads_answer()
         elif event == "restart":
@@ -369,7 +416,7 @@ class World:
         """Start another operator, which does not know what heads were asked and have done."""
         self.asked.clear()
         for run in self.runs.values():
-            run.member = replace(run.member, has_left=False, is_back=False)
+            run.member = replace(run.member, has_left=False, is_back=False, refusal=None)
 
     def happen_to(self, name: str, event: str) -> None:
         cluster = self.clusters[name]
@@ -388,7 +435,10 @@ class World:
                 run.live_on = None
 
     def settle(self) -> None:
-        """Let everything that was started end."""
+        """Let everything that was started end, once the store works and pauses are over."""
+        self.store_is_down = False
+        refusals = [run.member.refusal for run in self.runs.values()]
+        self.now = max([self.now, *(each.until for each in refusals if each is not None)])
         before = None
         for _ in range(200):
             if before == (before := repr((self.clusters, self.runs, self.asked))):
@@ -400,7 +450,7 @@ class World:
 
 
 EVENTS = ("run", "run", "run", "end", "time", "heads", "heads", "ready", "ready", "change", "drain")
-OTHERS = ("gone", "kill", "restart", "operate", "operate", "operate", "crash")
+OTHERS = ("gone", "kill", "store", "restart", "operate", "operate", "operate", "crash")
 some_events = st.lists(
     st.tuples(
         st.sampled_from([*EVENTS, *OTHERS]),

@@ -54,6 +54,27 @@ async def test_waiting_for_a_result_times_out() -> None:
     assert await results.wait("r", seconds=0.01) is None
 
 
+async def test_a_result_that_was_only_looked_at_is_kept_as_an_unread_one() -> None:
+    clock, read = Clock(), list[str]()
+    timings = Timings(result_ttl_seconds=10, unread_result_ttl_seconds=100)
+    results = Results(
+        timings, 1000, now=clock, on_drop=read.append, on_room=read.append, on_read=read.append
+    )
+    for name in ("s:train:0:1", "s:sample:0:1"):
+        results.open(name, b"", "me")
+        results.finish(name, a_result())
+        assert await results.wait(name, seconds=1, counts_as_read=False) == a_result()
+        results.acknowledge(name.rpartition(":")[0], [name])
+
+    clock.now = 99
+    results.sweep()
+
+    assert read == []
+    assert results.forget_read("me", 0) == 0
+    assert await results.wait("s:train:0:1", seconds=1) == a_result()
+    assert read == ["s:train:0:1"]
+
+
 async def test_a_result_can_be_read_again_until_it_expires() -> None:
     clock = Clock()
     results = a_store(clock)

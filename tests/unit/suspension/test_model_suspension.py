@@ -1,6 +1,7 @@
 """A running head suspends single models to free memory, and resumes them on demand."""
 
 import asyncio
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tinkercloud_protocol.errors import NotFound, StateLost, Unavailable
 from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.launch import HeldModel, Limits
 from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head
+from tinkercloud_testing.pictures import picture
 from tinkercloud_testing.served_heads import a_served_head
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.suspension import Suspension
@@ -290,6 +292,58 @@ def hold_withdrawal(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asy
 
     monkeypatch.setattr(CheckpointStore, "withdraw_suspended", held_withdraw)
     return has_arrived, may_continue
+
+
+@pytest.mark.parametrize("kind", ["snapshot", "inflight"])
+async def test_a_suspended_model_and_its_samplers_keep_their_owner(head: Head, kind: str) -> None:
+    """Else the large requests for all suspended models would share the limits of one owner."""
+    fields = {"kind": "inflight"} if kind == "inflight" else {}
+    head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 3, sampling_session_seq_id=1, **fields)
+    await head.answer(3)
+    targets = (NAME, "s:sample:1")
+
+    assert await head.service.suspend_model(MODEL)
+
+    assert [head.service.owner_of(each) for each in targets] == [SPEC.owner] * 2
+    await head.service.recall(NAME)
+    assert [head.service.owner_of(each) for each in targets] == [SPEC.owner] * 2
+    assert head.service.owner_of("unknown:train:0") == ""
+
+
+IMAGE = {"type": "image", "format": "png", "data": b64encode(picture(4, 4)).decode()}
+
+
+@pytest.mark.parametrize("path", [routes.ASAMPLE, routes.OPENAI_COMPLETIONS])
+async def test_a_prompt_is_not_prepared_before_its_model_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Images that were decoded already would be in memory for as long as they wait for it."""
+    session = "s:sample:1"
+    async with a_served_head(tmp_path) as head:
+        await head.begin(NAME, SPEC)
+        save = {"model_id": NAME, "seq_id": 1, "sampling_session_seq_id": 1}
+        await head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, orjson.dumps(save), NAME)
+        await head.result(f"{NAME}:1")
+        await head.send(f"{routes.HEAD_SUSPEND_MODEL}/{NAME}", b"", NAME)
+        wrong = {
+            routes.ASAMPLE: {
+                "sampling_session_id": session,
+                "seq_id": 0,
+                "prompt": {"chunks": [IMAGE]},
+                "sampling_params": {"max_tokens": 1},
+            },
+            routes.OPENAI_COMPLETIONS: {"model": "m", "prompt": "a" * 100_000, "max_tokens": 1},
+        }[path]
+
+        async def fail(*_: object) -> None:
+            raise Unavailable("the store is away")
+
+        monkeypatch.setattr(CheckpointStore, "read_file", fail)
+        waits = await head.send(path, orjson.dumps(wrong), session)
+        monkeypatch.undo()
+        rejected = await head.send(path, orjson.dumps(wrong), session)
+
+    assert (waits.status, rejected.status) == (503, 400), (waits.body, rejected.body)
 
 
 Fault = Callable[[pytest.MonkeyPatch], None]

@@ -12,7 +12,7 @@ from tinkercloud_api.routes.call import SMALL_BODY_BYTES, Call
 from tinkercloud_protocol import batched_futures, futures, routes
 from tinkercloud_protocol.asgi import respond
 from tinkercloud_protocol.batched_futures import Cursor, RetrieveFuturesRequest
-from tinkercloud_protocol.errors import InvalidRequest, Unavailable, WireError
+from tinkercloud_protocol.errors import Forbidden, InvalidRequest, Unavailable, WireError
 from tinkercloud_protocol.ids import RequestId, SamplingSessionId
 from tinkercloud_protocol.sampling import RetrieveFutureRequest
 from tinkercloud_protocol.wire import parse_json
@@ -75,7 +75,7 @@ async def _retrieve_training(
     call: Call, request_id: RequestId, body: bytes, seconds: float
 ) -> None:
     target, locator = str(request_id.target), call.server.locator
-    await locator.authorize_run(target, call.principal)
+    may_change = await locator.authorize_run(target, call.principal)
     call.server.activity.touch(target)
     try:
         endpoint = await _wait_while_polling(locator.head_of_run(target), seconds)
@@ -89,14 +89,14 @@ async def _retrieve_training(
         endpoint,
         target,
         body,
-        extra=_waiting(call, seconds),
+        extra=_waiting(call, seconds) | _reading(may_change),
         timeout_seconds=_poll_seconds(call),
     )
 
 
 async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes, seconds: float) -> None:
     target, locator = str(request_id.target), call.server.locator
-    await locator.authorize_sampler(target, call.principal)
+    may_change = await locator.authorize_sampler(target, call.principal)
     try:
         endpoint = await _wait_while_polling(locator.head_of_sample(target), seconds)
     except TimeoutError:
@@ -113,7 +113,7 @@ async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes, secon
         target,
         body,
         replace=replace,
-        extra=_waiting(call, seconds),
+        extra=_waiting(call, seconds) | _reading(may_change),
         timeout_seconds=_poll_seconds(call),
     )
 
@@ -123,7 +123,12 @@ async def retrieve_futures(call: Call) -> None:
     body = await call.request.body(_POLL_BODY_BYTES)
     asked = await asyncio.to_thread(parse_json, RetrieveFuturesRequest, body)
     target, locator = asked.target.sampling_session_id, call.server.locator
-    await locator.authorize_sampler(target, call.principal)
+    may_change = await locator.authorize_sampler(target, call.principal)
+    if asked.retrieved_request_ids and not may_change:
+        raise Forbidden(
+            "retrieved_request_ids: these results would be dropped, which only those may do who may"
+            " change the sampling session; send an empty list"
+        )
     longest = call.server.settings.timings.long_poll_seconds
     seconds = longest if asked.timeout is None else min(asked.timeout, longest)
     unchanged = batched_futures.answer([], asked.prev_cursor)
@@ -183,6 +188,14 @@ def _waiting(call: Call, seconds: float) -> dict[str, str]:
     """Return the header of a request that waits less than a long poll."""
     is_long = seconds >= call.server.settings.timings.long_poll_seconds
     return {} if is_long else {routes.WAIT_HEADER: f"{seconds:g}"}
+
+
+def _reading(may_change: bool) -> dict[str, str]:  # noqa: FBT001 - it is the only argument
+    """Return the header of a request for a result by one who may not change the run.
+
+    Otherwise its member, who asks later, might find that the result was dropped as delivered.
+    """
+    return {} if may_change else {routes.PEEK_HEADER: "true"}
 
 
 async def _wait_while_polling(head: Awaitable[HeadEndpoint], seconds: float) -> HeadEndpoint:

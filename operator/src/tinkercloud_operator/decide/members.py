@@ -222,7 +222,10 @@ def _later_steps(observed: Observed, decision: Decision | None) -> Iterable[Step
         yield from [StepStatus(is_reached=False, reason=Reason.POOL_FULL, message=message)] * 4
     else:
         place = f"served by pool cluster {cluster.name}"
-        yield StepStatus(is_reached=True, reason=Reason.PLACED, message=place)
+        reason = Reason.PLACED
+        if observed.pool_message is not None:
+            place, reason = f"{place}; {observed.pool_message}", Reason.MOVE_FAILED
+        yield StepStatus(is_reached=True, reason=reason, message=place)
         yield from (_step_of_cluster(cluster, kind) for kind in SESSION_STEPS[2:])
 
 

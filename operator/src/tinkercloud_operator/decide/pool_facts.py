@@ -4,7 +4,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec, Pool
@@ -15,10 +15,15 @@ from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide import parsing
 from tinkercloud_operator.decide.failures import PERSISTENT_FAILURES
 from tinkercloud_operator.decide.lifetime import ACTIVITY_DELAY
-from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts
+from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts, Refusal
 from tinkercloud_operator.decide.session_index import age, is_live
 from tinkercloud_operator.spec.pool_slots import pool_of
+from tinkercloud_operator.spec.snapshot import FailedSave
 
+_FIRST_PAUSE_SECONDS = 60.0
+_LONGEST_PAUSE_SECONDS = 900.0
+"""Pause after a head could not give a model away; it doubles with each further failure. The run's
+requests are held during an attempt, so that attempts must be rare."""
 _NAME_LENGTH = 21
 """Maximum length of the BaseModel's name within names of clusters, which are limited to 40."""
 
@@ -53,6 +58,7 @@ def pool_facts(
     given_away: Set[tuple[str, str]],
     taken_back: Set[tuple[str, str]],
     keeping: Set[str],
+    failed: Mapping[tuple[str, str], FailedSave],
     now: datetime,
     cordoned: Set[str] = frozenset(),
 ) -> PoolFacts:
@@ -66,6 +72,7 @@ def pool_facts(
         given_away: sessions whose models heads have given away, with the head's incarnation.
         taken_back: sessions whose models they have taken back.
         keeping: incarnations of heads that can't give models away.
+        failed: failures to give models away, by session and the head's incarnation.
         now: the current time.
         cordoned: clusters that have pods on cordoned nodes.
     """
@@ -84,7 +91,7 @@ def pool_facts(
         pool=_pool(parsing.base_model(offered)) if is_active else None,
         clusters=clusters,
         members=[
-            _member(each, incarnations, given_away, taken_back)
+            _member(each, incarnations, given_away, taken_back, failed)
             for each in listed
             if is_member(each)
         ],
@@ -138,6 +145,7 @@ def _member(
     incarnations: Mapping[str, str],
     given_away: Set[tuple[str, str]],
     taken_back: Set[tuple[str, str]],
+    failed: Mapping[tuple[str, str], FailedSave],
 ) -> Member:
     spec, metadata = session["spec"], session["metadata"]
     name, cluster = metadata["name"], spec.get("poolCluster")
@@ -153,7 +161,20 @@ def _member(
         has_left=not is_run or head in given_away,
         is_back=not is_run or head in taken_back,
         model_id=spec.get("modelId") if is_run else None,
+        refusal=_refusal(failed.get(head)) if is_run else None,
     )
+
+
+def _refusal(failure: FailedSave | None) -> Refusal | None:
+    """Return that a head can't give a model away now.
+
+    A request without an answer is none: the head may have given the model away.
+    """
+    if failure is None or not failure.is_refused:
+        return None
+    doubled = _FIRST_PAUSE_SECONDS * 2.0 ** min(failure.attempts - 1, 10)
+    pause = timedelta(seconds=min(doubled, _LONGEST_PAUSE_SECONDS))
+    return Refusal(failure.message, failure.moment + pause)
 
 
 def _may_wait(session: Manifest) -> bool:

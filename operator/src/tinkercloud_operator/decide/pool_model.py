@@ -64,6 +64,16 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
+class Refusal:
+    """That a head could not give a model away, which it continues."""
+
+    message: str
+    """The head's words."""
+    until: datetime
+    """When it may be asked again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Member:
     """A session that has, or waits for, a place in a pool."""
 
@@ -82,6 +92,8 @@ class Member:
     """Whether the head of its cluster has taken it back, or has nothing of it."""
     model_id: str | None = None
     """The run that it trains, which a head must give away; None for samplers."""
+    refusal: Refusal | None = None
+    """That the head of its cluster could not give it away, if that was its last answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,9 @@ If the target is lost and there is no other one, the session is *taken back*: it
 recorded as the target, so that no operator can place it elsewhere any more; the head continues the
 model; the record is removed.
 
+If a head can't give a model away, for example because the checkpoint store is down, the record is
+removed, so that the run continues where it is, and the move starts again after a pause.
+
 Sessions are moved from clusters that are drained, outdated or on cordoned nodes, and from an almost
 empty cluster if the others have enough room for its sessions (*defragmentation*).
 """
@@ -40,6 +43,8 @@ class Moves:
     """Members that the heads of their clusters are to continue."""
     arrive: Mapping[str, str]
     """Clusters of members that are placed there now, by name of the member."""
+    held: Mapping[str, str]
+    """Why members that are to be moved stay for now, by name of the member."""
     homeless: int
     """Members that need another cluster and have no target yet."""
     changes_at: datetime | None
@@ -56,11 +61,13 @@ def plan_moves(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> Mo
     """
     clusters = {cluster.name: cluster for cluster in facts.clusters}
     moving = [each for each in facts.members if _is_moving(each, clusters)]
-    cancel = [each for each in moving if _stays(each, clusters)]
+    cancel = [each for each in moving if _stays(each, clusters, facts.now)]
     leaving = [each for each in moving if each not in cancel]
     stranded = [each for each in leaving if not _has_target(each, clusters)]
     room = max(0, MAX_MOVES - len(leaving))
-    movable = _to_move(facts, load, has_waiting=has_waiting)
+    wanted = _to_move(facts, load, has_waiting=has_waiting)
+    held = [each for each in wanted if _is_refused(each, facts.now)]
+    movable = [each for each in wanted if each not in held]
     start: dict[str, str] = {}
     for member in (*stranded, *movable[:room]):
         target = _target(facts, member, load)
@@ -72,7 +79,10 @@ def plan_moves(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> Mo
     for member in (*cancel, *returning):
         _release(member, clusters, load)
     back = {each.name: str(each.cluster) for each in returning if not _is_returning(each)}
-    on_left = [each for each in (*movable, *returning) if clusters[each.cluster or ""].is_left]
+    staying = [each for each in (*held, *cancel) if _is_refused(each, facts.now)]
+    on_left = [
+        each for each in (*movable, *staying, *returning) if clusters[each.cluster or ""].is_left
+    ]
     homeless = [*(each for each in stranded if each not in returning), *on_left]
     ready = [each for each in leaving if each not in stranded]
     ask = tuple(each.name for each in ready if not each.has_left)
@@ -83,9 +93,18 @@ def plan_moves(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> Mo
         ask=ask,
         take_back=take_back,
         arrive={each.name: str(each.moving_to) for each in ready if each.has_left},
+        held={each.name: _why_held(each) for each in staying},
         homeless=sum(each.name not in start for each in homeless),
-        changes_at=facts.now + _RETRY if ask or take_back else _defragments_at(facts),
+        changes_at=_changes_at(facts, staying, asks=bool(ask or take_back)),
     )
+
+
+def _changes_at(facts: PoolFacts, staying: Iterable[Member], *, asks: bool) -> datetime | None:
+    if asks:
+        return facts.now + _RETRY
+    again = (each.refusal.until for each in staying if each.refusal is not None)
+    moments = (_defragments_at(facts), *again)
+    return min((each for each in moments if each is not None and each > facts.now), default=None)
 
 
 def is_emptied(facts: PoolFacts, moves: Moves, cluster: str) -> bool:
@@ -113,11 +132,25 @@ def _release(member: Member, clusters: Mapping[str, Cluster], load: Counter[str]
         load[target] -= 1
 
 
-def _stays(member: Member, clusters: Mapping[str, Cluster]) -> bool:
+def _stays(member: Member, clusters: Mapping[str, Cluster], now: datetime) -> bool:
     """Return whether the head of a member's cluster keeps it, or has taken it back."""
-    if _is_returning(member) and member.is_back:
+    if (_is_returning(member) and member.is_back) or _is_refused(member, now):
         return True
     return not (member.has_left or clusters[member.cluster or ""].gives_away)
+
+
+def _is_refused(member: Member, now: datetime) -> bool:
+    """Return whether the head of a member's cluster can't give it away, and is not asked for now.
+
+    A refusal of an earlier attempt does not end the next one, which starts after the pause.
+    """
+    refusal = member.refusal
+    return refusal is not None and not member.has_left and now < refusal.until
+
+
+def _why_held(member: Member) -> str:
+    why = member.refusal.message if member.refusal is not None else ""
+    return f"moving it to another cluster has failed and is tried again later: {why}"
 
 
 def _is_returning(member: Member) -> bool:

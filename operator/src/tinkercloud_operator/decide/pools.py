@@ -27,7 +27,8 @@ class PoolPlan:
     places: Mapping[str, str]
     """Clusters of members that get a place now, by name of the member."""
     waiting: Mapping[str, str]
-    """Why each of the other members waits, by name."""
+    """Why each of the members without a place waits, and why others are not moved for now, by
+    name."""
     moves: Moves
     """Members that are to be moved to other clusters."""
     changes_at: datetime | None
@@ -62,7 +63,7 @@ def plan_pool(facts: PoolFacts) -> PoolPlan:
         create=create,
         delete=delete,
         places=places,
-        waiting={member.name: why for member in waiting},
+        waiting={**moves.held, **{member.name: why for member in waiting}},
         moves=moves,
         changes_at=_changes_at(facts, waiting, load, moves),
     )

@@ -128,7 +128,7 @@ def reporting_plan(
     """Return a plan that writes the status if it differs, with the Event for it."""
     return Plan(
         tuple(actions),
-        _ready_event(observed, new_status),
+        _ready_event(observed, new_status) or _move_event(observed, new_status),
         new_status if new_status != observed.status else None,
         requeue_after_seconds,
     )
@@ -143,6 +143,17 @@ def _ready_event(observed: Observed, new_status: TrainingSessionStatus) -> PostE
         return None
     is_warning = stalled is not None and stalled.status == "True"
     return PostEvent(Reason(ready.reason), ready.message or ready.reason, is_warning)
+
+
+def _move_event(observed: Observed, new_status: TrainingSessionStatus) -> PostEvent | None:
+    """Return the Event for a failed move to another cluster, if it failed now."""
+    kind = ConditionType.QUOTA_RESERVED
+    before, place = (find(each.conditions, kind) for each in (observed.status, new_status))
+    if place is None or place.reason != Reason.MOVE_FAILED:
+        return None
+    if before is not None and before.reason == place.reason:
+        return None
+    return PostEvent(Reason.MOVE_FAILED, place.message or place.reason, is_warning=True)
 
 
 def conditions(

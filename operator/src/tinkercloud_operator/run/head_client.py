@@ -53,7 +53,16 @@ class SaveResult:
 
 
 class SaveFailed(Exception):
-    """A save request that failed; the message has the head's words."""
+    """A save request that failed; the message has the head's words.
+
+    Args:
+        message: what went wrong.
+        is_refused: whether the head answered that it can't do that now, and has not done it.
+    """
+
+    def __init__(self, message: str, *, is_refused: bool = False) -> None:
+        super().__init__(message)
+        self.is_refused = is_refused
 
 
 class HeadClient:
@@ -82,7 +91,10 @@ class HeadClient:
             seconds = f"{request.timeout_seconds:.0f}"
             raise SaveFailed(f"the head did not respond within {seconds} s") from error
         except aiohttp.ClientResponseError as error:
-            raise SaveFailed(f"the head answered {error.status}: {error.message}") from error
+            raise SaveFailed(
+                f"the head answered {error.status}: {error.message}",
+                is_refused=error.status == HTTPStatus.SERVICE_UNAVAILABLE,
+            ) from error
         except (aiohttp.ClientError, KubernetesError, KeyError, ValueError) as error:
             raise SaveFailed(f"{type(error).__name__}: {error}") from error
 

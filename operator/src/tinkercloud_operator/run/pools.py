@@ -25,6 +25,7 @@ from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.run.spares import Spares
 from tinkercloud_operator.run.store import Watched
 from tinkercloud_operator.run.work_queue import WorkQueue
+from tinkercloud_operator.spec.snapshot import FailedSave
 
 log = structlog.get_logger(__name__)
 
@@ -71,10 +72,10 @@ class Pools:
         self._cordoned: frozenset[str] = frozenset()
         """Cordoned nodes."""
         self._waiting: dict[str, str] = {}
-        """Why each session without a place waits, by name."""
+        """Why each session without a place waits, and why others are not moved, by name."""
 
     def waiting_message(self, session: str) -> str | None:
-        """Return why a session waits for a place, if it does."""
+        """Return why a session waits for a place, or is not moved for now, if it does."""
         return self._waiting.get(session)
 
     def facts(self, model_name: str) -> PoolFacts:
@@ -87,6 +88,7 @@ class Pools:
             given_away=self._heads_that(_GIVE_AWAY, model_name),
             taken_back=self._heads_that(_TAKE_BACK, model_name),
             keeping=self._head_saver.unsupported,
+            failed=self._failures(model_name),
             now=datetime.now(UTC),
             cordoned={
                 session["metadata"]["name"]
@@ -123,8 +125,19 @@ class Pools:
             if kind == did
         }
 
+    def _failures(self, model_name: str) -> dict[tuple[str, str], FailedSave]:
+        """Return the failures to give models away, by session and the head's incarnation."""
+        return {
+            (session["metadata"]["name"], incarnation): failure
+            for session in self._watched.sessions_of(model_name)
+            for (kind, incarnation), failure in self._head_saver.failed(
+                session["metadata"]["name"]
+            ).items()
+            if kind == _GIVE_AWAY
+        }
+
     def note_saved(self, session: str) -> None:
-        """Record that a head has completed a request for a session."""
+        """Record that a head has completed, or refused, a request for a session."""
         known = self._watched.sessions.get(session)
         if known is not None and is_member(known):
             self._queue.add(str(known["spec"].get("baseModel", "")))

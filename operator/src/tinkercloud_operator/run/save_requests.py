@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 import structlog
 
 from tinkercloud_operator import metrics
-from tinkercloud_operator.decide.actions import HeadRequest
+from tinkercloud_operator.decide.actions import GiveAway, HeadRequest
 from tinkercloud_operator.run.head_client import HeadClient, SaveFailed
 from tinkercloud_operator.spec.snapshot import FailedSave, SaveKey
 
@@ -23,7 +23,8 @@ class HeadSaver:
 
     Args:
         client: sends the requests.
-        on_saved: called with the name of a session whose head has completed a save.
+        on_saved: called with the name of a session whose head has completed a save, or has refused
+            to give its model away.
     """
 
     def __init__(self, client: HeadClient, on_saved: Callable[[str], object]) -> None:
@@ -76,16 +77,19 @@ class HeadSaver:
 
     async def _save(self, session: str, request: HeadRequest) -> None:
         key = (request.kind, request.incarnation)
-        failure, result = "", None
+        failure, result = SaveFailed("no answer"), None
         try:
             result = await self._client.save(session, request)
         except SaveFailed as error:
-            failure = str(error)
+            failure = error
             log.warning(
-                "the head did not save its state", session=session, kind=request.kind, error=failure
+                "the head did not save its state",
+                session=session,
+                kind=request.kind,
+                error=str(error),
             )
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
+            failure = SaveFailed(f"{type(error).__name__}: {error}")
             log.exception(
                 "the save request failed unexpectedly", session=session, kind=request.kind
             )
@@ -94,6 +98,9 @@ class HeadSaver:
         self._pending.discard((session, key))
         if result is None:
             self._record_failure(session, key, failure)
+            if failure.is_refused and isinstance(request, GiveAway):
+                # The requests of the run are held until the move is cancelled.
+                self._on_saved(session)
             return
         failed = {other: each for other, each in self.failed(session).items() if other != key}
         self._failed[session] = failed
@@ -103,11 +110,11 @@ class HeadSaver:
             self._completed[session] = {**self.completed(session), key: result.latest_checkpoint}
         self._on_saved(session)
 
-    def _record_failure(self, session: str, key: SaveKey, message: str) -> None:
+    def _record_failure(self, session: str, key: SaveKey, failure: SaveFailed) -> None:
         kind, incarnation = key
         metrics.SAVES_FAILED.labels(kind).inc()
         before = self.failed(session).get(key)
         attempts = before.attempts + 1 if before is not None else 1
         of_this_head = {k: v for k, v in self.failed(session).items() if k[1] == incarnation}
-        latest = FailedSave(message, attempts, datetime.now(UTC))
+        latest = FailedSave(str(failure), attempts, datetime.now(UTC), failure.is_refused)
         self._failed[session] = {**of_this_head, key: latest}

@@ -27,6 +27,8 @@ class FailedSave:
     """Number of failures."""
     moment: datetime
     """When the latest request failed."""
+    is_refused: bool = False
+    """Whether the head answered the latest request that it can't do that now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +193,7 @@ class Observed:
     pool_cluster: PoolCluster | None = None
     """The cluster that `spec.poolCluster` names, if it exists."""
     pool_message: str | None = None
-    """Why it has no place in a pool; None if it has one, or needs none."""
+    """Why it has no place in a pool, or could not be moved from it; None if neither is so."""
     takes_spare: bool = False
     """Whether it is about to take over a warm spare, and therefore starts no pods of its own."""
     quota_message: str | None = None

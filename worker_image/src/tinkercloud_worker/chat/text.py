@@ -129,6 +129,10 @@ class GrowingText:
     def _take(self, *, is_last: bool) -> str:
         before = self._decode(self._window[: self._settled])
         whole = self._decode(self._window)
+        if len(whole) <= len(before) and is_last:
+            # Special tokens have no text. If they stayed in the window, a model that repeats one
+            # would have all of them decoded again at each.
+            del self._window[self._settled :]
         if len(whole) <= len(before) or (whole.endswith(_INCOMPLETE) and not is_last):
             return ""
         self._window = self._window[max(self._settled - _CONTEXT_TOKENS, 0) :]

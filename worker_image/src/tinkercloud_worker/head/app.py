@@ -48,11 +48,12 @@ from tinkercloud_protocol.sampling import (
 )
 from tinkercloud_protocol.training import AttachModelAnswer, AttachModelRequest
 from tinkercloud_protocol.wire import parse_json
-from tinkercloud_worker.head import requests
+from tinkercloud_worker.head import headers, requests
 from tinkercloud_worker.head.body_limiter import BodyLimiter
 from tinkercloud_worker.head.chat import HeadChat
 from tinkercloud_worker.head.http import LARGE_BODY_BYTES, Request, Response, error_response
 from tinkercloud_worker.head.lifecycle import Lifecycle
+from tinkercloud_worker.head.retrieval import Poll
 from tinkercloud_worker.head.service import HeadService
 from tinkercloud_worker.head.token import HeadToken
 from tinkercloud_worker.head.unnumbered import Arrivals
@@ -70,9 +71,6 @@ class WrongGeneration(WireError):
 
     status = routes.WRONG_GENERATION_STATUS
 
-
-MAX_KEY_CHARACTERS = 256
-"""Maximum length of an idempotency key."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -249,7 +247,7 @@ class HeadApp:
 
     async def _submit(self, request: Request, received: requests.Received) -> Response:
         self._check_target(request, received.place.model_id)
-        key = None if received.is_numbered else _idempotency_key(request)
+        key = None if received.is_numbered else headers.idempotency_key(request)
         await self._service.recall(received.place.model_id)
         request_id = self._service.submit(received, key)
         await self._service.accepted(received.place.model_id)
@@ -295,12 +293,16 @@ class HeadApp:
             if not parsed.sampling_session_id:
                 parsed = await _off_loop(lambda body: _with_session(parsed, body, request), body)
             if not parsed.is_numbered:
-                parsed = requests.named_sample(parsed, _idempotency_key(request))
-            self._check_target(request, parsed.sampling_session_id)
+                parsed = requests.named_sample(parsed, headers.idempotency_key(request))
+            session = parsed.sampling_session_id
+            self._check_target(request, session)
+            # Decoded images are large: they must not wait for a model that is resumed.
+            await self._service.recall(session)
             # In a thread even if the body is small: a sparse tensor of targets expands.
             work, prepare = self._lifecycle.backend.image_work, self._service.prepare
             prepared = await work.run(parsed.prompt.num_images, partial(prepare, parsed))
-        await self._service.recall(parsed.sampling_session_id)
+        # It may have been suspended meanwhile.
+        await self._service.recall(session)
         request_id = self._service.sample(prepared)
         sequence_ids = request_id.sequence_ids(parsed.num_samples)
         return Response(futures.sample_promise(str(request_id), sequence_ids))
@@ -310,8 +312,12 @@ class HeadApp:
         asked = parse_json(RetrieveFutureRequest, body)
         request_id = asked.request_id
         self._check_target(request, request_id.rpartition(":")[0])
-        max_bytes = futures.INLINE_BYTES if asked.allow_metadata_only else None
-        result = await self._service.retrieve(request_id, _seconds_to_wait(request), max_bytes)
+        poll = Poll(
+            headers.seconds_to_wait(request),
+            futures.INLINE_BYTES if asked.allow_metadata_only else None,
+            counts_as_read=not headers.is_peek(request),
+        )
+        result = await self._service.retrieve(request_id, poll)
         if result is None:
             pending = futures.pending(request_id, *self._service.why_waiting(request_id))
             return Response(pending, futures.PENDING_STATUS)
@@ -327,7 +333,7 @@ class HeadApp:
         body = await request.body(self._limits.max_body_bytes)
         asked = await _off_loop(partial(parse_json, RetrieveFuturesRequest), body)
         self._check_target(request, asked.target.sampling_session_id)
-        return Response(await self._service.completed(asked, _seconds_to_wait(request)))
+        return Response(await self._service.completed(asked, headers.seconds_to_wait(request)))
 
     async def _cancel_future(self, request: Request) -> Response:
         body = await request.body(LARGE_BODY_BYTES)
@@ -465,30 +471,6 @@ def _with_session(sample: SampleRequest, body: bytes, request: Request) -> Sampl
 
 def _resource(request: Request) -> str:
     return request.path.split("/", 2)[2] if request.path.count("/") >= 2 else ""
-
-
-def _idempotency_key(request: Request) -> str | None:
-    """Return the idempotency key of a request without a number, if it has one."""
-    key = request.headers.get(routes.IDEMPOTENCY_HEADER)
-    if key is not None and not 0 < len(key) <= MAX_KEY_CHARACTERS:
-        raise InvalidRequest(
-            f"{routes.IDEMPOTENCY_HEADER}: must have 1 to {MAX_KEY_CHARACTERS} characters, got"
-            f" {len(key)}"
-        )
-    return key
-
-
-def _seconds_to_wait(request: Request) -> float | None:
-    """Return how long a request waits for a result; None means as long as a long poll."""
-    asked = request.headers.get(routes.WAIT_HEADER)
-    if asked is None:
-        return None
-    try:
-        return max(float(asked), 0.0)
-    except ValueError:
-        raise InvalidRequest(
-            f"{routes.WAIT_HEADER}: must be a number of seconds, got {asked!r}"
-        ) from None
 
 
 async def _off_loop(function: Callable[[bytes], T], body: bytes) -> T:

@@ -240,7 +240,7 @@ class HeadChat:
         path = routes.OPENAI_CHAT if action == _CHAT else request.path
         if path not in _FORMATS:
             raise NotFound(f"a session head does not serve {request.path}")
-        asked, answer = await asyncio.to_thread(_FORMATS[path], body, text)
+        asked, answer, choices = await asyncio.to_thread(_read, path, body, text, backend)
         if recorded is not None:
             if asked.images:
                 raise InvalidRequest(
@@ -248,7 +248,7 @@ class HeadChat:
                     " as tokens; send the request to chat/completions"
                 )
             self._recorded.check_room(recorded, asked.model)
-        run = Run(asked, answer, _choices(asked, text, backend), recorded=recorded)
+        run = Run(asked, answer, choices, recorded=recorded)
         await self._run(run, target, sending, service, backend)
 
     async def _read(self, recorded: str, action: str) -> bytes:
@@ -272,9 +272,12 @@ class HeadChat:
         asked, tasks = run.asked, []
         try:
             for index in range(len(asked.prompts)):
+                # Decoded images are large: they must not wait for a model that is resumed.
+                await service.recall(target)
                 job = partial(_prepared, run, index, target, service, backend)
                 prepared = await backend.image_work.run(len(asked.images), job)
                 listening = _listening(prepared, run, index)
+                # It may have been suspended meanwhile.
                 await service.recall(target)
                 run.request_ids.append(str(service.sample(listening)))
                 waiting = _put_result(run, index, run.request_ids[-1], service)
@@ -314,6 +317,18 @@ def _recorded_in(path: str, target: str) -> tuple[str | None, str]:
     if not name.startswith(target + SEPARATOR):
         raise NotFound(f"recorded session {name[:256]!r} is unknown")
     return name, action
+
+
+def _read(
+    path: str, body: bytes, text: ChatText, backend: Backend
+) -> tuple[Asked, Answer, list[Choice]]:
+    """Read a request, and begin its choices. Runs in a thread: there may be many thousands.
+
+    Raises:
+        InvalidRequest: the request is invalid.
+    """
+    asked, answer = _FORMATS[path](body, text)
+    return asked, answer, _choices(asked, text, backend)
 
 
 def _choices(asked: Asked, text: ChatText, backend: Backend) -> list[Choice]:

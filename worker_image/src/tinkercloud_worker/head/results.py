@@ -197,7 +197,12 @@ class Results:
                 return
 
     async def wait(
-        self, request_id: str, seconds: float, max_bytes: int | None = None
+        self,
+        request_id: str,
+        seconds: float,
+        max_bytes: int | None = None,
+        *,
+        counts_as_read: bool = True,
     ) -> Result | None:
         """Wait for a result; return None after `seconds`.
 
@@ -206,6 +211,7 @@ class Results:
             seconds: how long to wait.
             max_bytes: size above which only the metadata of a result is returned, which does not
                 count as reading it; None means that all of it is.
+            counts_as_read: whether the result is kept for a shorter time from then on.
 
         Raises:
             NotFound: the id is unknown, or its result is no longer kept.
@@ -230,7 +236,8 @@ class Results:
             return None
         if max_bytes is not None and len(result.body) > max_bytes:
             return futures.metadata_of(result)
-        self._mark_read(request_id, entry)
+        if counts_as_read:
+            self._mark_read(request_id, entry)
         return result
 
     def acknowledge(self, target: str, request_ids: Iterable[str]) -> None:

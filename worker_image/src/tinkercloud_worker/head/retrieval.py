@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import structlog
 
@@ -14,6 +15,21 @@ from tinkercloud_worker.head.results import Results, sample_gone
 from tinkercloud_worker.head.samplers import Samplers
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """How a client asks for a result."""
+
+    seconds: float | None = None
+    """How long it waits; None means as long as a long poll."""
+    max_bytes: int | None = None
+    """Size above which only the metadata of a result is returned; None means that all of it is."""
+    counts_as_read: bool = True
+    """Whether the client may use up the result: its memory is needed for others once it is read."""
+
+
+LONG_POLL = Poll()
 
 
 class Retrieval:
@@ -39,27 +55,25 @@ class Retrieval:
         self._samplers = samplers
         self._recall = recall
 
-    async def retrieve(
-        self, request_id: str, seconds: float | None, max_bytes: int | None
-    ) -> Result | None:
-        """Wait for a result; None if it takes longer than a long poll, or than `seconds`.
+    async def retrieve(self, request_id: str, poll: Poll) -> Result | None:
+        """Wait for a result; None if it takes longer than a long poll, or than the client waits.
 
         Args:
             request_id: the request.
-            seconds: how long to wait; None means as long as a long poll.
-            max_bytes: size above which only the metadata of a result is returned; None means that
-                all of it is.
+            poll: how the client asks for it.
 
         Raises:
             ResultGone: it is a sample, and no longer kept.
             NotFound: the request is unknown, or its result is no longer kept.
         """
         target = request_id.rpartition(":")[0]
-        seconds = self._bounded(seconds)
+        seconds = self._bounded(poll.seconds)
         if not await self._is_recalled(target, seconds):
             return None
         try:
-            return await self._results.wait(request_id, seconds, max_bytes)
+            return await self._results.wait(
+                request_id, seconds, poll.max_bytes, counts_as_read=poll.counts_as_read
+            )
         except NotFound as error:
             owner = self._samplers.owner_of(target)
             if ":sample:" not in request_id or owner is None:

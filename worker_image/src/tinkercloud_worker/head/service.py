@@ -28,7 +28,7 @@ from tinkercloud_worker.head.recovery import Recovery
 from tinkercloud_worker.head.reports import head_status, why_sample_waits
 from tinkercloud_worker.head.requests import Prepared, Received
 from tinkercloud_worker.head.results import Results
-from tinkercloud_worker.head.retrieval import Retrieval
+from tinkercloud_worker.head.retrieval import LONG_POLL, Poll, Retrieval
 from tinkercloud_worker.head.running_samples import RunningSamples
 from tinkercloud_worker.head.samplers import Samplers
 from tinkercloud_worker.head.shutdown import HeadShutdown
@@ -158,7 +158,7 @@ class HeadService:
 
     def owner_of(self, target: str) -> str:
         """Return the owner of a model or sampling session; an empty name if it is unknown."""
-        return self._samplers.owner_of(target) or ""
+        return self._samplers.owner_of(target) or self._suspended.owner_of(target) or ""
 
     def _of_owner(self, owner: str) -> list[LiveModel]:
         return [model for model in self._models.values() if model.spec.owner == owner]
@@ -375,12 +375,10 @@ class HeadService:
         """Cancel a sampling request, which may be unknown or finished."""
         self._samples.cancel(request_id)
 
-    async def retrieve(
-        self, request_id: str, seconds: float | None = None, max_bytes: int | None = None
-    ) -> Result | None:
+    async def retrieve(self, request_id: str, poll: Poll = LONG_POLL) -> Result | None:
         """Wait for a result (`Retrieval.retrieve`)."""
         self._last_activity = time.monotonic()
-        return await self._retrieval.retrieve(request_id, seconds, max_bytes)
+        return await self._retrieval.retrieve(request_id, poll)
 
     async def completed(self, request: RetrieveFuturesRequest, seconds: float | None) -> bytes:
         """Wait until samples of a client are complete (`Retrieval.completed`)."""

@@ -106,6 +106,12 @@ class SuspendedModels:
         """Return whether a model is suspended, is being suspended, or was moved."""
         return name in self._suspended or name in self._suspending or name in self._moved
 
+    def owner_of(self, target: str) -> str | None:
+        """Return the owner of a suspended or moved model, or of a sampling session of one."""
+        name = self._models_of.get(target, target)
+        stored = self._suspended.get(name) or self._moved.get(name, MovedModel()).state
+        return stored.spec.owner if stored is not None else None
+
     def held(self) -> list[HeldModel]:
         """Return all models of the head, those in memory first, and the memory they take."""
         suspended = [HeldModel(model_id=name, is_suspended=True) for name in self._suspended]
