@@ -38,7 +38,13 @@ from tinkercloud_protocol.checkpoints import (
 )
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable, WireError
 from tinkercloud_protocol.listings import CheckpointInfo
-from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath, run_prefix, suspended_prefix
+from tinkercloud_protocol.paths import (
+    CheckpointKind,
+    CheckpointPath,
+    evicted_prefix,
+    run_prefix,
+    suspended_prefix,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -284,7 +290,8 @@ class Checkpoints:
                     await self._objects.delete(path.manifest_key)
                     await self._objects.delete_folder(path.prefix)
         await self._objects.delete(suspended_key(run_id))
-        await self._objects.delete_folder(suspended_prefix(run_id))
+        for prefix in (suspended_prefix(run_id), evicted_prefix(run_id)):
+            await self._objects.delete_folder(prefix)
 
     async def page(self, visible: Visibility, page: Page) -> tuple[list[CheckpointInfo], int]:
         """Return checkpoints, newest first, and their total number."""

@@ -148,6 +148,11 @@ def suspended_prefix(run_id: str) -> str:
     return f"{run_prefix(run_id)}/suspended"
 
 
+def evicted_prefix(run_id: str) -> str:
+    """Return the folder of a run's unnamed snapshots that its head had no room for."""
+    return f"{run_prefix(run_id)}/evicted"
+
+
 def parse_kind(segment: str) -> CheckpointKind:
     """Read the middle segment of a path.
 
