@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
 from tinkercloud_protocol.autosave import AutosaveConfig
+from tinkercloud_protocol.capacity import HeadCapacity
 from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.engine_scaling import EngineScaling
 from tinkercloud_protocol.hyperparameters import LoraConfig
@@ -453,6 +454,7 @@ class HeadStatus(_Config):
     """Whether all state is in the object store, so that the head can be killed at any time."""
     latest_checkpoint: str | None = None
     """`tinker://` path of the newest training checkpoint that the head has written."""
+    capacity: HeadCapacity | None = None
     durability: Literal["none", "local", "remote", "degraded"] = "none"
     """What survives if the head is killed (`DurabilityConfig.level`). `degraded`: some models would
     not survive, although they should, because the disk fails."""
