@@ -21,8 +21,8 @@ class Waiting:
 
     message: str
     oldest_use: datetime | None
-    """Of the other runs that count, the one whose client was active longest ago: when that was.
-    None if there is no other run."""
+    """When the client was last active that has been inactive for longest, of the other runs that
+    count; None if there is no other run."""
 
 
 _ONE = Amounts(sessions=1, models=1)

@@ -49,5 +49,5 @@ async def _listen(engine: AsyncEngine, on_end: Callable[[], object]) -> None:
             on_end()
             await lost.wait()
         finally:
-            # It must not return to the pool, where it would go on listening.
+            # It must not return to the pool, where it would continue to listen.
             await connection.invalidate()
