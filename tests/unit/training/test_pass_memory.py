@@ -141,9 +141,19 @@ def test_what_a_computation_allocates_and_frees_is_measured_on_a_cpu() -> None:
     assert with_tensor > 56 * MIB > 8 * MIB > without
 
 
-def test_where_peaks_can_not_be_reset_nothing_is_measured(tmp_path: Path) -> None:
-    meter = HostPeak(tmp_path / "proc")
+def test_where_the_system_does_not_say_enough_nothing_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("Name:\tpython\nVmRSS:\t  100 kB\n")
 
+    for meter in (HostPeak(tmp_path), HostPeak(tmp_path / "missing")):
+        meter.begin()
+
+        assert meter.peak_bytes() is None
+
+
+def test_a_peak_on_a_cpu_has_neither_what_was_there_before_nor_cached_files(tmp_path: Path) -> None:
+    status, meter = tmp_path / "status", HostPeak(tmp_path)
+    status.write_text("VmHWM:\t 900 kB\nVmRSS:\t 100 kB\nRssFile:\t 20 kB\n")
     meter.begin()
+    status.write_text("VmHWM:\t 170 kB\nVmRSS:\t 120 kB\nRssFile:\t 35 kB\n")
 
-    assert meter.peak_bytes() is None
+    assert meter.peak_bytes() == (170 - 100 - 15) << 10
