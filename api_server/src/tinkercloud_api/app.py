@@ -186,7 +186,7 @@ async def running_context(
     client, tenants, projects = open_client(), Tenants(provider.tenants), Projects(catalog)
     store, activity = open_store(settings.checkpoint_url), Activity(catalog)
     checkpoints = Checkpoints(catalog, store, StorageQuota(catalog, tenants))
-    admission, objects = _admission(settings, engine, tenants), ObjectStoreClient(store)
+    admission, objects = _admission(settings, engine, tenants, activity), ObjectStoreClient(store)
     locator = HeadLocator(catalog, checkpoints, provider, client, admission)
     stored_runs = _stored_runs(settings, catalog, checkpoints, objects)
     authenticator = Authenticator(catalog, activity.use_key, await _tokens(catalog))
@@ -228,7 +228,7 @@ async def running_context(
         quotas=_quotas(provider, admission, StorageQuota(catalog, tenants)),
     )
     try:
-        async with _started(context):
+        async with _started(context, admission):
             yield context
     finally:
         await client.close()
@@ -249,11 +249,13 @@ def _quotas(provider: SessionProvider, admission: RunAdmission, storage: Storage
     return Quotas(storage.tenants, admission.usage, storage)
 
 
-def _admission(settings: Settings, engine: AsyncEngine, tenants: Tenants) -> RunAdmission:
+def _admission(
+    settings: Settings, engine: AsyncEngine, tenants: Tenants, activity: Activity
+) -> RunAdmission:
     """Return what admits runs; on Kubernetes no run waits here, as the operator admits them."""
     inactivity = timedelta(seconds=settings.session_silence_seconds)
     limited = tenants if settings.provider == "local" else Tenants()
-    return RunAdmission(RunQuotas(engine), limited, inactivity)
+    return RunAdmission(RunQuotas(engine), limited, inactivity, activity.write)
 
 
 def _shared_heads(
@@ -274,11 +276,11 @@ def _shared_heads(
 
 
 @asynccontextmanager
-async def _started(context: Context) -> AsyncIterator[None]:
+async def _started(context: Context, admission: RunAdmission) -> AsyncIterator[None]:
     """Run the provider, the programs and the periodic tasks for the duration of the context."""
     await context.provider.start(context.usage.record)
     await context.programs.start()
-    loops = [_run_housekeeping(context), _suspend_inactive(context)]
+    loops = [_run_housekeeping(context), _suspend_inactive(context), admission.follow()]
     tasks = [asyncio.create_task(loop) for loop in loops]
     try:
         yield

@@ -38,7 +38,7 @@ from tinkercloud_protocol.checkpoints import (
 )
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable, WireError
 from tinkercloud_protocol.listings import CheckpointInfo
-from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath, run_prefix, suspended_prefix
+from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath, run_prefix, state_prefixes
 
 log = structlog.get_logger(__name__)
 
@@ -263,7 +263,7 @@ class Checkpoints:
         for name in kept.files:
             await self._objects.upload(kept.key_of(name), unsaved / kept.key_of(name))
         await self._objects.upload(suspended_key(run_id), local)
-        await asyncio.to_thread(shutil.rmtree, unsaved / suspended_prefix(run_id))
+        await asyncio.to_thread(shutil.rmtree, local.parent)
         log.info("uploaded a suspended run that its head could not upload", run_id=run_id)
         return True
 
@@ -284,7 +284,8 @@ class Checkpoints:
                     await self._objects.delete(path.manifest_key)
                     await self._objects.delete_folder(path.prefix)
         await self._objects.delete(suspended_key(run_id))
-        await self._objects.delete_folder(suspended_prefix(run_id))
+        for prefix in state_prefixes(run_id):
+            await self._objects.delete_folder(prefix)
 
     async def page(self, visible: Visibility, page: Page) -> tuple[list[CheckpointInfo], int]:
         """Return checkpoints, newest first, and their total number."""

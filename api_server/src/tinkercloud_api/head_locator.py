@@ -390,9 +390,14 @@ class HeadLocator:
         not respond keeps its sampling sessions for as long as it runs.
         """
         unresponsive: set[HeadEndpoint] = set()
-        for row in runs:
-            await _attempt(row.id, self._release_run(row.id, self.cache_run(row), unresponsive))
-        await self._remove_samplers(samplers, unresponsive)
+        try:
+            for row in runs:
+                await _attempt(row.id, self._release_run(row.id, self.cache_run(row), unresponsive))
+            await self._remove_samplers(samplers, unresponsive)
+        finally:
+            self._wake_waiting()
+
+    def _wake_waiting(self) -> None:
         if self._admission is not None:
             self._admission.wake()
 
@@ -441,7 +446,8 @@ class HeadLocator:
         not reach it. The store is therefore cleaned once more when the head must have stopped. A
         failure does not affect the other runs and is retried the next time.
         """
-        await self._catalog.delete_runs_of_finished_sessions()
+        if await self._catalog.delete_runs_of_finished_sessions():
+            self._wake_waiting()
         held = self._provider.runs()
         for run_id in await self._catalog.deleted_runs(held):
             if (run := await self._run(run_id)) is not None:

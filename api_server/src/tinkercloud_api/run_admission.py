@@ -4,12 +4,12 @@ On Kubernetes the operator does this, for sessions from all sources.
 """
 
 import asyncio
-import contextlib
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 
 import structlog
 
-from tinkercloud_api.catalog.admission import RunQuotas
+from tinkercloud_api.catalog.admission import RunQuotas, Waiting
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.tenants import Tenants
 from tinkercloud_crds.quotas import Tenant, usage
@@ -17,25 +17,29 @@ from tinkercloud_crds.tenant import TenantUsage
 
 log = structlog.get_logger(__name__)
 
-_RECHECK_SECONDS = 5.0
-"""How long a run may wait after another has ended on another replica, which notifies nobody, or
-after a client has become inactive."""
-
 
 class RunAdmission:
     """The runs of this process that wait for a limit. Belongs to one event loop."""
 
-    def __init__(self, quotas: RunQuotas, tenants: Tenants, inactivity: timedelta) -> None:
+    def __init__(
+        self,
+        quotas: RunQuotas,
+        tenants: Tenants,
+        inactivity: timedelta,
+        write_activity: Callable[[], Awaitable[None]],
+    ) -> None:
         """Create it.
 
         Args:
             quotas: the catalog, which all replicas share.
             tenants: the tenants whose runs wait here.
             inactivity: inactivity of a client after which its models do not count.
+            write_activity: writes what is known of the activity of clients to the catalog.
         """
         self._quotas = quotas
         self._tenants = tenants
         self._inactivity = inactivity
+        self._write_activity = write_activity
         self._messages: dict[str, str] = {}
         """Why each waiting run waits, by id."""
         self._freed = asyncio.Event()
@@ -46,16 +50,31 @@ class RunAdmission:
         try:
             while tenants := self._tenants.all():
                 freed = self._freed
-                message = await self._quotas.admit(run_id, tenants, now() - self._inactivity)
-                if message is None:
+                found = await self._quotas.admit(run_id, tenants, now() - self._inactivity)
+                if found is None:
                     return
                 if run_id not in self._messages:
-                    log.info("training run waits for a quota", run_id=run_id, reason=message)
-                self._messages[run_id] = message
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(freed.wait(), _RECHECK_SECONDS)
+                    log.info("training run waits for a quota", run_id=run_id, reason=found.message)
+                self._messages[run_id] = found.message
+                await self._until_freed(freed, found)
         finally:
             self._messages.pop(run_id, None)
+
+    async def _until_freed(self, freed: asyncio.Event, found: Waiting) -> None:
+        """Wait until a run has ended, or the next client may have become inactive."""
+        seconds = None
+        if found.oldest_use is not None:
+            seconds = (found.oldest_use + self._inactivity - now()).total_seconds()
+        try:
+            await asyncio.wait_for(freed.wait(), seconds)
+        except TimeoutError:
+            # The client may have been heard since.
+            await self._write_activity()
+
+    async def follow(self) -> None:
+        """Check the waiting runs when others end on other servers, until cancelled."""
+        if self._tenants.all():
+            await self._quotas.follow_ends(self.wake)
 
     def why_waiting(self, run_id: str) -> str | None:
         """Return which limit a run waits for; None if it waits for none."""

@@ -33,6 +33,9 @@ The folder remains after the run was resumed in another head, until the run is s
 deleted; its generation prevents it from being used twice. A head that resumes a run that it
 suspended itself deletes the folder first.
 
+`<root>/runs/<run id>/evicted/` has weights of unnamed snapshots that a head had no room for, one
+file each. `head.json` names those of a suspended run; they are not copied.
+
 Each file of a checkpoint is in its manifest with its SHA-256, and so is the manifest itself
 (`checksum`, over all its other keys), so that damage is detected. Older manifests have no checksum.
 

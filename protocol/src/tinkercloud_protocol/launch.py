@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
 from tinkercloud_protocol.autosave import AutosaveConfig
+from tinkercloud_protocol.capacity import HeadCapacity
 from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.engine_scaling import EngineScaling
 from tinkercloud_protocol.hyperparameters import LoraConfig
@@ -323,8 +324,11 @@ class Limits(ImageLimits, _Config):
     max_snapshot_bytes: Annotated[int, Field(ge=1)] = 8 << 30
     """Maximum total size of sampler weights in memory and in files, in bytes: adapters in float32,
     fully fine-tuned models in trainer.dtype. When it is exceeded, the least recently used weights
-    are evicted. Weights of checkpoints are reloaded when needed; unnamed snapshots are lost. The
-    latest weights of each model, and weights that are in use, are never evicted."""
+    are evicted. Weights of checkpoints are reloaded when needed, and unnamed ones as far as they
+    are stored. The latest weights of each model, and those in use, are never evicted."""
+    max_stored_snapshot_bytes: Annotated[int, Field(ge=0)] = 32 << 30
+    """Maximum total size, in bytes, of evicted adapters without a name in the checkpoint store,
+    from where they are reloaded. Then the first to be evicted are lost; whole models always are."""
     max_placed_bytes: Annotated[int, Field(ge=1)] = 8 << 30
     """Maximum total size, in bytes, of fully fine-tuned models in the scratch_dir of the trainer's
     first rank, which sends them to engines over a process group or through shared memory. Further
@@ -450,6 +454,7 @@ class HeadStatus(_Config):
     """Whether all state is in the object store, so that the head can be killed at any time."""
     latest_checkpoint: str | None = None
     """`tinker://` path of the newest training checkpoint that the head has written."""
+    capacity: HeadCapacity | None = None
     durability: Literal["none", "local", "remote", "degraded"] = "none"
     """What survives if the head is killed (`DurabilityConfig.level`). `degraded`: some models would
     not survive, although they should, because the disk fails."""

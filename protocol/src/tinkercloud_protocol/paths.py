@@ -148,6 +148,16 @@ def suspended_prefix(run_id: str) -> str:
     return f"{run_prefix(run_id)}/suspended"
 
 
+def evicted_prefix(run_id: str) -> str:
+    """Return the folder of a run's unnamed snapshots that its head had no room for."""
+    return f"{run_prefix(run_id)}/evicted"
+
+
+def state_prefixes(run_id: str) -> tuple[str, ...]:
+    """Return the folders with what is deleted with a run, unlike its checkpoints."""
+    return suspended_prefix(run_id), evicted_prefix(run_id)
+
+
 def parse_kind(segment: str) -> CheckpointKind:
     """Read the middle segment of a path.
 

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tinkercloud_api.catalog.admission import RunQuotas
+from tinkercloud_api.catalog.admission import RunQuotas, Waiting
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import STORED, Session, TrainingRun
@@ -53,7 +53,7 @@ class Replicas:
             )
             await self.catalog.add_run(run)
 
-    async def admit(self, name: str, tenants: Sequence[Tenant], replica: int = 0) -> str | None:
+    async def admit(self, name: str, tenants: Sequence[Tenant], replica: int = 0) -> Waiting | None:
         return await self.quotas[replica].admit(f"{name}:train:0", tenants, ALWAYS)
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tinkercloud_protocol.ids import ModelId
+from tinkercloud_protocol.launch import HeadStatus
 from tinkercloud_testing.bare_heads import Head, a_head
-from tinkercloud_worker.torch_trainer.trainer import KEPT_FREE_BYTES
+from tinkercloud_worker.torch_trainer.model_memory import KEPT_FREE_BYTES
 from tinkercloud_worker.training.paging import DiskFiles
 
 pytestmark = pytest.mark.timeout(300)
@@ -54,6 +55,11 @@ async def test_models_that_take_turns_in_the_memory_of_two_have_the_same_losses(
         losses = await losses_in_turn(models_of(small))
         held = [each.model_bytes for each in small.service.held()]
 
+        status = small.service.status()
+
+    assert HeadStatus.model_validate_json(status.model_dump_json()) == status
+    assert status.capacity is not None
+    assert status.capacity.models <= 2
     assert losses == expected
     assert len(held) == NUM_MODELS
     assert held.count(0) >= NUM_MODELS - 2

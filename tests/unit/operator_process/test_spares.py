@@ -14,7 +14,7 @@ from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.run.spares import Spares
 from tinkercloud_operator.run.store import Watched
 from tinkercloud_testing.cluster.memory_api import Connection, Json
-from tinkercloud_testing.sessions import a_base_model_manifest, a_session_manifest
+from tinkercloud_testing.sessions import MODEL_NAME, a_base_model_manifest, a_session_manifest
 from tinkercloud_testing.waiting import reached
 
 OWN = "/apis/tinkercloud.dev/v1alpha1/namespaces/default"
@@ -115,10 +115,11 @@ async def test_the_spare_belongs_to_the_session_before_the_session_uses_it(
     assert not operator.spares.is_promised("one")
 
 
+@pytest.mark.parametrize("status", [409, 500], ids=["conflict", "no answer"])
 async def test_a_take_that_failed_after_its_first_write_is_completed_for_the_same_session(
-    operator: Operator,
+    operator: Operator, status: int
 ) -> None:
-    operator.api.refused["one"] = 500
+    operator.api.refused["one"] = status
     operator.see_spare()
     operator.see_session()
 
@@ -147,6 +148,36 @@ async def test_a_spare_whose_takeover_is_rejected_holds_up_neither_spares_nor_se
     assert operator.wrote(f"PATCH {SESSIONS}/spare-a")
     assert not operator.spares.is_promised("one")
     assert "poolCluster" not in operator.known("one")["spec"]
+
+
+async def test_a_session_that_is_rejected_with_its_spare_starts_pods_of_its_own(
+    operator: Operator,
+) -> None:
+    operator.api.refused["one"] = 422
+    operator.see_spare()
+    operator.see_session()
+    assert operator.spares.is_promised("one")
+
+    with operator.working():
+        await reached(lambda: "one" in operator.reconciled)
+        # The spare is the session's already, so it serves no other one.
+        await reached(lambda: operator.wrote(f"DELETE {SESSIONS}/spare-a"))
+
+    assert operator.wrote(f"PATCH {SESSIONS}/one")
+    assert not operator.spares.is_promised("one")
+
+
+async def test_what_was_rejected_is_looked_at_again_although_nothing_changes(
+    operator: Operator,
+) -> None:
+    operator.api.refused["one"] = 422
+    operator.see_spare()
+    operator.see_session()
+
+    with operator.working():
+        await reached(lambda: operator.wrote(f"DELETE {SESSIONS}/spare-a"))
+
+    assert await operator.spares.maintain(MODEL_NAME) is not None
 
 
 async def test_a_session_that_a_spare_does_not_fit_is_promised_none(operator: Operator) -> None:

@@ -22,7 +22,7 @@ from tinkercloud_protocol.checkpoints import CheckpointManifest, encode_manifest
 from tinkercloud_protocol.errors import StateLost, Unavailable
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.object_store import open_store
-from tinkercloud_protocol.paths import CheckpointPath
+from tinkercloud_protocol.paths import CheckpointPath, evicted_prefix
 from tinkercloud_protocol.shared_journals import FOLDER, object_key
 from tinkercloud_testing.providers import OneHead
 
@@ -181,6 +181,20 @@ async def test_the_copy_of_a_journal_is_deleted_with_its_run_and_no_other(
     for file in files:
         file.parent.mkdir(parents=True)
         file.write_bytes(b"requests")
+
+    await world.runs.finish_session("s", "success", None)
+
+    assert [file.exists() for file in files] == [False, True]
+
+
+async def test_evicted_weights_are_deleted_with_their_run_and_no_others(
+    world: World, tmp_path: Path
+) -> None:
+    ended, other = await world.begin(0), "other:train:0"
+    files = [tmp_path / "store" / evicted_prefix(run_id) / "a" for run_id in (ended, other)]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"weights")
 
     await world.runs.finish_session("s", "success", None)
 

@@ -33,8 +33,8 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> WeightsSnapshot:
 
 @pytest.fixture
 async def head(tmp_path: Path, adapter: WeightsSnapshot) -> AsyncIterator[Head]:
-    """A head with room for three adapters."""
-    limits = Limits(max_snapshot_bytes=3 * adapter.size_bytes)
+    """A head with room for three adapters, which stores no others."""
+    limits = Limits(max_snapshot_bytes=3 * adapter.size_bytes, max_stored_snapshot_bytes=0)
     with a_head((tmp_path / "store").as_uri(), tmp_path, "g1", limits=limits) as running:
         yield running
 
@@ -75,7 +75,7 @@ async def test_the_least_recently_used_weights_are_evicted_and_their_users_get_i
 async def test_weights_in_constant_use_outlive_newer_unused_ones(
     tmp_path: Path, adapter: WeightsSnapshot
 ) -> None:
-    limits = Limits(max_snapshot_bytes=2 * adapter.size_bytes)
+    limits = Limits(max_snapshot_bytes=2 * adapter.size_bytes, max_stored_snapshot_bytes=0)
     with a_head((tmp_path / "store").as_uri(), tmp_path, "g1", limits=limits) as head:
         await head.begin()
         await publish(head, 1)
@@ -112,7 +112,7 @@ async def test_weights_in_use_are_not_evicted(head: Head, monkeypatch: pytest.Mo
 async def test_the_latest_weights_of_each_model_are_never_evicted(
     tmp_path: Path, adapter: WeightsSnapshot
 ) -> None:
-    limits = Limits(max_snapshot_bytes=1)
+    limits = Limits(max_snapshot_bytes=1, max_stored_snapshot_bytes=0)
     with a_head((tmp_path / "store").as_uri(), tmp_path, "g1", limits=limits) as head:
         samplers = Samplers(head.backend)
         one, other = ModelId("s", 0), ModelId("s", 1)

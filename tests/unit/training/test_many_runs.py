@@ -15,7 +15,8 @@ from tinkercloud_worker.engine.fair_queue import Share
 from tinkercloud_worker.engine.thread import EngineThread, NoBackground
 from tinkercloud_worker.engine.trainer import OptimizerStep, TrainingPass
 from tinkercloud_worker.model.base_model import TorchBaseModel
-from tinkercloud_worker.torch_trainer.trainer import KEPT_FREE_BYTES, TorchTrainer
+from tinkercloud_worker.torch_trainer.model_memory import KEPT_FREE_BYTES
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 from tinkercloud_worker.training.paging import DiskFiles
 
 RUNS, STEPS = 64, 3

@@ -9,7 +9,8 @@ from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.device.memory import available_bytes
 from tinkercloud_worker.model.base_model import TorchBaseModel
-from tinkercloud_worker.torch_trainer.trainer import KEPT_FREE_BYTES, TorchTrainer
+from tinkercloud_worker.torch_trainer.model_memory import KEPT_FREE_BYTES
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 RANK_2, RANK_4 = LoraConfig(rank=2, seed=1), LoraConfig(rank=4, seed=1)
 

@@ -18,8 +18,8 @@ from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import OptimizerStep, TrainingPass
 from tinkercloud_worker.lora.parameters import TensorLayout, TensorSpec, Trainable
 from tinkercloud_worker.model.base_model import TorchBaseModel
+from tinkercloud_worker.torch_trainer.model_memory import KEPT_FREE_BYTES
 from tinkercloud_worker.torch_trainer.trainer import (
-    KEPT_FREE_BYTES,
     TorchTrainer,
     TorchTrainerWithSampler,
 )

@@ -80,6 +80,7 @@ def build_trainer(
             max_kept_tokens=config.trainer.max_kept_tokens,
             available=partial(accelerator.available_bytes, model.device),
             place=_place(config, model.device),
+            meter=accelerator.peak_meter(model.device),
         )
     # Importing Ray takes seconds and a hundred megabytes: not for single-process heads.
     from tinkercloud_worker.actors.group import (  # noqa: PLC0415

@@ -7,9 +7,10 @@ does not respond, methods raise Unavailable, on which the client sends its reque
 from collections.abc import Collection, Sequence
 from datetime import datetime
 
-from sqlalchemy import ColumnElement, Select, and_, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, CursorResult, Select, and_, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from tinkercloud_api.catalog import run_ends
 from tinkercloud_api.catalog.counts import Counts
 from tinkercloud_api.catalog.keys import KeyStatements
 from tinkercloud_api.catalog.projects import ProjectStatements, keep_project
@@ -215,11 +216,15 @@ class Catalog(
         async with self._writing() as db:
             await _delete_runs(db, TrainingRun.id == run_id)
 
-    async def delete_runs_of_finished_sessions(self) -> None:
-        """Delete runs that were created while their session ended; keep their checkpoints."""
+    async def delete_runs_of_finished_sessions(self) -> bool:
+        """Delete runs that were created while their session ended; keep their checkpoints.
+
+        Returns:
+            Whether there were any.
+        """
         is_over = select(Session.id).where(Session.finished_at.is_not(None))
         async with self._writing() as db:
-            await _delete_runs(db, TrainingRun.session_id.in_(is_over))
+            return await _delete_runs(db, TrainingRun.session_id.in_(is_over))
 
     async def deleted_runs(self, run_ids: Collection[str]) -> Sequence[str]:
         """Return the runs among `run_ids` that were deleted."""
@@ -387,13 +392,18 @@ class Catalog(
         await self._change(update(Checkpoint).where(_is(path)).values(is_public=is_public))
 
 
-async def _delete_runs(db: AsyncSession, which: ColumnElement[bool]) -> None:
+async def _delete_runs(db: AsyncSession, which: ColumnElement[bool]) -> bool:
+    """Delete runs; return whether there were any."""
     is_left = and_(which, TrainingRun.deleted_at.is_(None))
     # All replicas lock rows in the same order to prevent deadlocks.
     left = select(TrainingRun.id).where(is_left).order_by(TrainingRun.id)
     await db.execute(left.with_for_update())
     deleted = update(TrainingRun).where(is_left).values(deleted_at=now())
-    await db.execute(deleted.execution_options(synchronize_session=False))
+    result = await db.execute(deleted.execution_options(synchronize_session=False))
+    is_any = isinstance(result, CursorResult) and bool(result.rowcount)
+    if is_any:
+        await run_ends.announce(db)
+    return is_any
 
 
 def _is_listed() -> ColumnElement[bool]:

@@ -18,8 +18,8 @@ from tinkercloud_operator.run.store import Watched
 log = structlog.get_logger(__name__)
 
 _REFUSED = timedelta(minutes=5)
-"""How long a spare whose takeover was rejected is not given to a session: sessions start pods of
-their own meanwhile."""
+"""How long a spare whose takeover was rejected is not given to a session, and a session whose
+part of it was rejected gets none: sessions start pods of their own meanwhile."""
 
 
 class Spares:
@@ -48,7 +48,7 @@ class Spares:
         self._short: set[str] = set()
         """Names of sessions that wait for nodes or quota."""
         self._refused: dict[str, datetime] = {}
-        """Spares whose takeover was rejected, until when they are not given to sessions."""
+        """Spares and sessions whose takeover was rejected, until when they take no part in any."""
         self._promised: dict[str, str] = {}
         """Model names of the sessions that start no pods because they are to take over a spare."""
 
@@ -67,11 +67,17 @@ class Spares:
             now=now,
         )
         refused = {name for name, until in self._refused.items() if now < until}
-        usable = [
-            replace(each, is_ready=each.is_ready and each.name not in refused)
-            for each in facts.spares
-        ]
-        return replace(facts, spares=usable)
+        return replace(
+            facts,
+            spares=[
+                replace(each, is_ready=each.is_ready and each.name not in refused)
+                for each in facts.spares
+            ],
+            takers=[
+                replace(each, may_take=each.may_take and each.name not in refused)
+                for each in facts.takers
+            ],
+        )
 
     def is_promised(self, session: str) -> bool:
         """Return whether a session is about to take over a spare, so that it starts no pods."""
@@ -132,7 +138,13 @@ class Spares:
         )
         if failures:
             raise failures[0]
-        return plan.changes_at
+        return min(filter(None, (plan.changes_at, self._next_use())), default=None)
+
+    def _next_use(self) -> datetime | None:
+        """Return when a spare or session may take part in a takeover again, if any may."""
+        now = datetime.now(UTC)
+        self._refused = {name: until for name, until in self._refused.items() if now < until}
+        return min(self._refused.values(), default=None)
 
     async def _take_over(self, session: str, spare: str) -> None:
         """Give a spare to a session; one that may not have it starts pods of its own."""
@@ -165,15 +177,25 @@ class Spares:
         return True
 
     async def _set_cluster(self, session: str, spare: str | None) -> None:
-        """Record the spare that serves a session, or that none does, unless it has changed."""
+        """Record the spare that serves a session, or that none does, unless it has changed.
+
+        A session that may not get the spare starts pods of its own, and the spare that it owns
+        ends. The session could use no other either, so it gets none for a while.
+        """
         known = self._watched.sessions.get(session)
         if known is None:
             return
         metadata = {key: known["metadata"][key] for key in ("uid", "resourceVersion")}
         patch = {"metadata": metadata, "spec": {"poolCluster": spare}}
-        with suppress(NotFound):
+        try:
             placed = await self._cluster.merge(ObjectRef("TrainingSession", session), patch)
-            self._note("TrainingSession", placed)
+        except NotFound:
+            return
+        except Rejected:
+            if spare is not None:
+                self._refused[session] = datetime.now(UTC) + _REFUSED
+            raise
+        self._note("TrainingSession", placed)
 
     async def _delete(self, name: str) -> None:
         known = self._watched.sessions.get(name)

@@ -10,6 +10,7 @@ import secrets
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -23,6 +24,9 @@ from tinkercloud_crds.conditions import ConditionType, Reason
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, HeadStatus, Listen
 from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.programs import ROOT
+from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_testing.postgresql import a_postgresql
 from tinkercloud_testing.servers import Server, free_port
 from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
 
@@ -262,6 +266,26 @@ class World:
         waiting = client.create_lora_training_client(MODEL, rank=4, seed=1)
         self.make_ready(self.new_session(known), head or self.head)
         return waiting.result()
+
+
+@contextlib.contextmanager
+def a_world(cluster: Cluster, folder: Path) -> Iterator[World]:
+    """Make a namespace with a base model and a catalog; kill all heads afterwards."""
+    for file in sorted((ROOT / "crds").glob("tinkercloud.dev_*.yaml")):
+        cluster.apply_text(file.read_text())
+    cluster.wait_for("crd/trainingsessions.tinkercloud.dev", "condition=Established")
+    with cluster.a_namespace("provider") as namespace:
+        cluster.apply(*access(namespace), a_base_model("tiny", namespace))
+        kubeconfig = cluster.kubeconfig_of(ACCOUNT, namespace, folder)
+        model = save(tiny_llama(), folder / "llama")
+        with a_postgresql() as postgresql:
+            catalog = postgresql.new_database()
+            made = World(cluster, namespace, folder, model, kubeconfig, catalog)
+            try:
+                yield made
+            finally:
+                for head in made.heads:
+                    head.kill()
 
 
 def access(namespace: str) -> list[dict[str, Any]]:

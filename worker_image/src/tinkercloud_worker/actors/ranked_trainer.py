@@ -153,6 +153,10 @@ class RankedTrainer:
             self._forget_gradient(model_id)
             self._call_if_alive("remove_model", model_id)
 
+    @property
+    def capacity(self) -> None:
+        """See `Trainer.capacity`: unknown."""
+
     def memory_bytes(self, model_id: str) -> int:  # noqa: ARG002 - part of the interface
         """See `Trainer.memory_bytes`: the ranks hold all models."""
         return 0

@@ -160,10 +160,15 @@ def decode_tensors(manifest: AnyManifest, files: Contents, name: str) -> dict[st
     Raises:
         InvalidRequest: the file is not valid safetensors.
     """
+    return decode_stored(f"{manifest}: {name}", files[name])
+
+
+def decode_stored(what: str, content: bytes | memoryview) -> dict[str, Tensor]:
+    """Decode a file with tensors, as `decode_tensors`; `what` names it in the error."""
     try:
-        return tensor_file.decode(files[name])
+        return tensor_file.decode(content)
     except ValueError as error:
-        raise InvalidRequest(f"{manifest}: {name} is damaged ({error})") from None
+        raise InvalidRequest(f"{what} is damaged ({error})") from None
 
 
 def decode_gradient(manifest: AnyManifest, files: Contents) -> Gradient | None:

@@ -42,6 +42,7 @@ from tinkercloud_protocol.paths import (
 )
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints.parts import IN_FLIGHT, parts
+from tinkercloud_worker.checkpoints.suspended import EvictedSampler
 
 log = structlog.get_logger(__name__)
 
@@ -136,18 +137,27 @@ class CheckpointStore:
         Raises:
             InvalidRequest: the file is missing or damaged.
         """
-        key, stored = manifest.key_of(name), manifest.files.get(name)
-        if stored is None:
-            # The checkpoint was overwritten after the caller read its manifest.
-            raise InvalidRequest(f"{manifest}: its file {name} is missing")
-        damaged = InvalidRequest(f"{manifest}: its file {name} is damaged")
+        stored, what = manifest.files.get(name), f"{manifest}: its file {name}"
+        # Without an entry the checkpoint was overwritten after the caller read its manifest.
+        content = await self._read(manifest.key_of(name), stored, what) if stored else None
+        if content is None:
+            raise InvalidRequest(f"{what} is missing")
+        return content
+
+    async def _read(self, key: str, stored: StoredFile, what: str) -> memoryview | None:
+        """Return the contents of a file; None if there is none.
+
+        Raises:
+            InvalidRequest: it is damaged.
+        """
+        damaged = InvalidRequest(f"{what} is damaged")
         try:
             with store_errors():
                 if (await obstore.head_async(self._store, key))["size"] != stored.size_bytes:
                     raise damaged
                 content = await self._get(key, stored.size_bytes)
         except FileNotFoundError:
-            raise InvalidRequest(f"{manifest}: its file {name} is missing") from None
+            return None
         if await asyncio.to_thread(_sha256, content) != stored.sha256:
             raise damaged
         return content
@@ -298,6 +308,26 @@ class CheckpointStore:
             log.warning(
                 "failed to delete files of a suspended state", of=str(manifest), error=str(error)
             )
+
+    async def put_evicted(self, key: str, content: bytes) -> StoredFile:
+        """Write evicted weights."""
+        with store_errors():
+            await durable.put(self._store, key, content)
+        return (await asyncio.to_thread(_describe, {key: content}))[key]
+
+    async def read_evicted(self, evicted: EvictedSampler) -> memoryview | None:
+        """Return the file of evicted weights; None if there is none.
+
+        Raises:
+            InvalidRequest: it is damaged.
+        """
+        file = StoredFile(size_bytes=evicted.size_bytes, sha256=evicted.sha256)
+        return await self._read(evicted.key, file, f"the file {evicted.key} of evicted weights")
+
+    async def delete_evicted(self, evicted: EvictedSampler) -> None:
+        """Delete evicted weights, which may be missing."""
+        with suppress(FileNotFoundError), store_errors():
+            await obstore.delete_async(self._store, evicted.key)
 
     async def _sweep(self, manifest: CheckpointManifest) -> None:
         """Delete files in a checkpoint's folder that do not belong to it."""

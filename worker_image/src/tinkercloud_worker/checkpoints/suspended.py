@@ -60,6 +60,17 @@ class StoredSampler(_Part):
     file: str
 
 
+class EvictedSampler(_Part):
+    """A sampling session whose unnamed weights are in a file of their own."""
+
+    session: str
+    lora: LoraConfig
+    key: str
+    """The file in the checkpoint store."""
+    size_bytes: int
+    sha256: Hex
+
+
 class HeadState(_Part):
     """The state of one run, without its weights."""
 
@@ -75,6 +86,7 @@ class HeadState(_Part):
     samples: list[Span]
     """Unfinished sampling requests."""
     samplers: list[StoredSampler]
+    evicted: list[EvictedSampler] = []
     keys: Mapping[str, int] = {}
     """Numbers of the requests that were sent without one, by idempotency key."""
     unsaved_changes: int = 1

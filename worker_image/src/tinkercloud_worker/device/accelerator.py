@@ -18,6 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined] # public, miss
 from torch.multiprocessing.reductions import reduce_tensor
 
 from tinkercloud_worker.device import memory
+from tinkercloud_worker.device.pass_memory import HostPeak, PeakMeter
 
 Backend = Literal["nccl", "gloo"]
 """Communication backend of a process group. NCCL needs a GPU of its own for each rank."""
@@ -105,6 +106,29 @@ def available_bytes(device: torch.device) -> int | None:
     free, _ = torch.cuda.mem_get_info(device)
     # Memory cached by torch is available for new allocations.
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+class GpuPeak:
+    """Measures the memory that torch has allocated on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Create it for a GPU."""
+        self._device = device
+        self._before = 0
+
+    def begin(self) -> None:
+        """See `PeakMeter`."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_allocated(self._device)
+
+    def peak_bytes(self) -> int | None:
+        """See `PeakMeter`."""
+        return max(0, torch.cuda.max_memory_allocated(self._device) - self._before)
+
+
+def peak_meter(device: torch.device) -> PeakMeter:
+    """Return what measures the memory that passes allocate on a device."""
+    return GpuPeak(device) if device.type == "cuda" else HostPeak()
 
 
 def is_gpu(tensor: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
+from tinkercloud_protocol.capacity import HeadCapacity
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.tensors import FloatArray
@@ -130,6 +131,13 @@ class Trainer(Protocol):
         """Runs queued calls of `optim_step`, those of several models as one update.
 
         None if each runs by itself.
+        """
+
+    @property
+    def capacity(self) -> HeadCapacity | None:
+        """How many models fit, by what was measured; None where that is unknown, as at ranks.
+
+        May be read on any thread.
         """
 
     def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:

@@ -47,6 +47,7 @@ def head_status(
         idle_seconds=idle_seconds,
         suspended=shutdown.is_suspended,
         latest_checkpoint=latest_checkpoint(models.values()),
+        capacity=backend.trainer.capacity,
         durability="degraded" if degraded else shutdown.durability.level,
     )
 

@@ -5,8 +5,10 @@ version, which every inflight save replaces (`tinker.types.SamplingClientKind`).
 
 Clients release snapshots only when their whole session ends, and many create one at every step. So
 beyond `Limits.max_snapshot_bytes` the least recently used weights are evicted, whichever sampler
-holds them. Weights of a checkpoint are loaded again for the next sample; a session of an evicted
-snapshot fails from then on. Weights in use, and the latest of each model, are never evicted.
+holds them. Weights of a checkpoint, and adapters of snapshots, which move to the checkpoint store,
+are loaded again for the next sample. Snapshots of whole models, and adapters that are too many for
+`Limits.max_stored_snapshot_bytes`, are lost. Weights in use, and the latest of each model, are
+never evicted.
 """
 
 import asyncio
@@ -17,15 +19,17 @@ from dataclasses import dataclass
 import structlog
 
 from tinkercloud_protocol.checkpoints import CheckpointManifest, base_mismatch
-from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.errors import InvalidRequest, NotFound, WireError
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId, model_of_sampler
 from tinkercloud_protocol.launch import SamplerSpec
 from tinkercloud_protocol.paths import CheckpointPath
 from tinkercloud_worker.checkpoints import formats
-from tinkercloud_worker.engine.trainer import Publication
+from tinkercloud_worker.checkpoints.suspended import EvictedSampler
+from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
 from tinkercloud_worker.engine.usage import Payer
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.current_weights import CurrentWeights
+from tinkercloud_worker.head.evicted_weights import EvictedWeights
 from tinkercloud_worker.head.weights_lru import WeightsLru
 from tinkercloud_worker.model import imported
 
@@ -53,17 +57,23 @@ class Samplers:
         self._specs: dict[str, SamplerSpec] = {}
         """Specification of each session of the base model or of a checkpoint."""
         self._loads: dict[str, asyncio.Task[str]] = {}
-        """Task that publishes the version of such a session; an evicted one has none."""
+        """Task that publishes the version of such a session, or publishes one that was evicted
+        again. Without the task, its weights are not published."""
         self._snapshots: dict[str, str | None] = {}
         """Session, which is also its version, to the model that published its weights; None once
-        the model is gone. In order of publication."""
-        self._evicted: dict[str, str | None] = {}
-        """The same for evicted sessions, the earliest first."""
+        the model is gone. In order of publication, evicted ones included."""
+        self._evicted: dict[str, None] = {}
+        """Sessions of snapshots that were evicted once, the first first."""
+        self._adapters: set[str] = set()
+        """Sessions of snapshots that can be stored."""
+        limits = backend.config.limits
+        self.evicted = EvictedWeights(backend.store, limits.max_stored_snapshot_bytes)
+        """The weights of evicted snapshots."""
         self._inflight: dict[str, str] = {}
         """Model to the current version of its inflight sessions."""
         self._inflight_sessions: dict[str, str] = {}
         """Inflight session to its model."""
-        self._usage = WeightsLru(backend.config.limits.max_snapshot_bytes)
+        self._usage = WeightsLru(limits.max_snapshot_bytes)
         """Weights by session; those of inflight sessions by version."""
         self.current = CurrentWeights(backend.sampler, self._usage)
         """The current weights of the head's models, which their sessions sample."""
@@ -72,7 +82,8 @@ class Samplers:
         self._num_versions = 0
 
     def __len__(self) -> int:
-        return len(self._specs) + len(self._snapshots) + len(self._inflight_sessions)
+        snapshots = len(self._snapshots) - len(self._evicted)
+        return len(self._specs) + snapshots + len(self._inflight_sessions)
 
     def register(self, session_id: SamplingSessionId, spec: SamplerSpec) -> None:
         """Register a session of the base model or of a checkpoint. Idempotent."""
@@ -100,7 +111,20 @@ class Samplers:
         return Payer(self.owner_of(name) or "", session_id.session_id, str(model or ""))
 
     def _begin_load(self, name: str) -> None:
-        self._loads[name] = asyncio.create_task(self._load(name, self._specs[name]))
+        spec = self._specs.get(name)
+        load = self._load(name, spec) if spec is not None else self._reload(name)
+        self._loads[name] = asyncio.create_task(load)
+
+    async def _reload(self, name: str) -> str:
+        """Publish the weights of an evicted snapshot again."""
+        try:
+            weights = await self.evicted.read(name)
+        except NotFound:
+            raise NotFound(self._why_unknown(name)) from None
+        version = self._new_version(name)
+        await self._backend.sampler.publish(version, weights)
+        self._usage.add(name, weights.size_bytes)
+        return version
 
     async def _load(self, name: str, spec: SamplerSpec) -> str:
         version = self._new_version(name)
@@ -151,7 +175,7 @@ class Samplers:
             InvalidRequest: it exists.
         """
         name = str(session_id)
-        all_sessions = (self._specs, self._snapshots, self._evicted, self._inflight_sessions)
+        all_sessions = (self._specs, self._snapshots, self._inflight_sessions)
         if any(name in known for known in all_sessions):
             raise InvalidRequest(
                 f"sampling_session_seq_id: {session_id.index} was already used in this session"
@@ -168,6 +192,8 @@ class Samplers:
         self._usage.add(name, weights.size_bytes)
         # Only now may the model's previous weights be evicted.
         self._snapshots[name] = str(model_id)
+        if isinstance(weights, WeightsSnapshot) and weights.lora is not None:
+            self._adapters.add(name)
         await self._evict_to_fit()
 
     async def publish_inflight(
@@ -195,14 +221,33 @@ class Samplers:
         """Evict the least recently used weights until the rest fits."""
         while (name := self._usage.next_to_go(self._latest())) is not None:
             load = self._loads.pop(name, None)
+            # Nobody else evicts it from here on, and it may be loaded again before it is retired.
+            self._usage.remove(name)
             if load is None:
-                self._evicted[name] = self._snapshots.pop(name)
-                if len(self._evicted) > _REMEMBERED:
-                    earliest = next(iter(self._evicted))
-                    del self._evicted[earliest]
-                    self._owners.pop(earliest, None)
-            log.info("weights were evicted", session=name, can_be_reloaded=load is not None)
-            await self._retire(name, name if load is None else load.result())
+                self._evicted[name] = None
+                await self._store(name)
+            can_be_reloaded = load is not None or name in self.evicted
+            log.info("weights were evicted", session=name, can_be_reloaded=can_be_reloaded)
+            await self._backend.sampler.retire(name if load is None else load.result())
+            while len(self._evicted) > _REMEMBERED:
+                await self.retire(SamplingSessionId.parse(next(iter(self._evicted))))
+
+    async def _store(self, name: str) -> None:
+        """Begin to store the weights of a snapshot that is being evicted, if they can be stored."""
+        if name not in self._adapters or self.evicted.is_off:
+            return
+        if not await self.evicted.ready():
+            log.warning("evicted weights can't be stored", session=name, reason="the store is slow")
+            return
+        try:
+            weights = await self._backend.sampler.export(name)
+        except (WireError, OSError) as error:
+            log.warning("evicted weights can't be stored", session=name, reason=str(error))
+            return
+        # It may have been deleted meanwhile, or its model may be.
+        model = self._snapshots.get(name)
+        if weights is not None and model is not None:
+            self.evicted.begin(name, model, weights)
 
     def _latest(self) -> set[str]:
         """Return the names under which the latest weights of live models are kept."""
@@ -216,7 +261,11 @@ class Samplers:
     def of_model(self, model_id: ModelId) -> list[Published]:
         """Return the weights of a model that exist only here, the latest first."""
         model = str(model_id)
-        snapshots = [name for name, owner in self._snapshots.items() if owner == model]
+        snapshots = [
+            name
+            for name, owner in self._snapshots.items()
+            if owner == model and name not in self._evicted
+        ]
         published = [self._describe(each, [each], is_inflight=False) for each in snapshots[::-1]]
         if (version := self._inflight.get(model)) is not None:
             sharing = [name for name, owner in self._inflight_sessions.items() if owner == model]
@@ -228,10 +277,27 @@ class Samplers:
 
     def sessions_of_model(self, model_id: ModelId) -> set[str]:
         """Return the sessions of a model's own weights, including evicted ones."""
-        all_owners = (self._snapshots, self._evicted, self._inflight_sessions)
+        all_owners = (self._snapshots, self._inflight_sessions)
         model, current = str(model_id), str(SamplingSessionId.of_current_weights(model_id))
         saved = {name for owners in all_owners for name, owner in owners.items() if owner == model}
         return {*saved, current}
+
+    def evicted_of_model(self, model_id: ModelId) -> list[EvictedSampler]:
+        """Return where the evicted weights of a model are that are stored."""
+        model = str(model_id)
+        names = [name for name in self._evicted if self._snapshots[name] == model]
+        return [found for name in names if (found := self.evicted.find(name)) is not None]
+
+    def restore_evicted(self, model_id: ModelId, evicted: Sequence[EvictedSampler]) -> None:
+        """Take over the evicted weights of a model from another head.
+
+        Before those that are not evicted: the last of a model counts as its latest.
+        """
+        for each in evicted:
+            self._snapshots[each.session] = str(model_id)
+            self._evicted[each.session] = None
+            self._owners[each.session] = self._owners.get(str(model_id), "")
+            self.evicted.add(each)
 
     async def restore(self, model_id: ModelId, published: Published, weights: Publication) -> None:
         """Publish weights that another head had published, for all their sessions."""
@@ -264,11 +330,11 @@ class Samplers:
     async def _version(self, name: str) -> str:
         if (model := self._inflight_sessions.get(name)) is not None:
             return self._inflight[model]
-        if name in self._snapshots:
+        if name in self._snapshots and name not in self._evicted:
             return name
-        if name not in self._specs:
-            raise NotFound(self._why_unknown(name))
         load = self._loads.get(name)
+        if load is None and name not in self._specs and name not in self.evicted:
+            raise NotFound(self._why_unknown(name))
         # A store or server that was unreachable may be back.
         if load is None or (load.done() and load.exception() is not None):
             self._begin_load(name)
@@ -286,25 +352,37 @@ class Samplers:
         return (
             f"the weights of sampling session {name!r} were evicted: all unnamed snapshots"
             " together may use limits.max_snapshot_bytes"
-            f" ({self._backend.config.limits.max_snapshot_bytes}). To keep weights, save them"
-            " under a name: save_weights_for_sampler(name), then"
+            f" ({self._backend.config.limits.max_snapshot_bytes}), and evicted adapters"
+            " limits.max_stored_snapshot_bytes of the checkpoint store"
+            f" ({self._backend.config.limits.max_stored_snapshot_bytes}). To keep weights, save"
+            " them under a name: save_weights_for_sampler(name), then"
             " create_sampling_client(model_path=...)"
         )
 
     async def retire(self, session_id: SamplingSessionId) -> None:
         """Remove a session, and its weights unless they are shared."""
-        name = str(session_id)
+        await self._remove(str(session_id))
+        await self.evicted.remove(str(session_id))
+
+    async def leave(self, session_id: SamplingSessionId) -> None:
+        """Remove a session that another head, or this one later, restores with its model."""
+        await self._remove(str(session_id))
+        self.evicted.forget(str(session_id))
+
+    async def _remove(self, name: str) -> None:
         self._owners.pop(name, None)
         self._inflight_sessions.pop(name, None)
-        self._evicted.pop(name, None)
         self._specs.pop(name, None)
+        self._adapters.discard(name)
+        is_published = name in self._snapshots and name not in self._evicted
+        self._snapshots.pop(name, None)
+        self._evicted.pop(name, None)
         load = self._loads.pop(name, None)
         if load is not None and not load.done():
             load.cancel()
         elif load is not None and load.exception() is None:
             await self._retire(name, load.result())
-        elif name in self._snapshots:
-            del self._snapshots[name]
+        elif is_published:
             await self._retire(name, name)
 
     async def retire_model(self, model_id: ModelId) -> None:

@@ -316,7 +316,7 @@ class SuspendedModels:
             await asyncio.wait(running)
         try:
             for session in sessions:
-                await self._samplers.retire(SamplingSessionId.parse(session))
+                await self._samplers.leave(SamplingSessionId.parse(session))
             await model.operations.delete()
         except Exception:
             log.exception(

@@ -186,6 +186,7 @@ class Suspension:
         writer: StateWriter,
     ) -> SuspendedManifest:
         """Write everything except the samplers, and the manifest last."""
+        await self.samplers.evicted.ready()
         bodies = Bodies()
         head = self.head_state(model, unfinished, bodies)
         gradient_lost = await _write_training(model, self.backend.config.model.name, writer)
@@ -225,6 +226,7 @@ class Suspension:
             results=[_stored_result(kept, bodies) for kept in self._kept_results(model, state)],
             samples=samples,
             samplers=[],
+            evicted=self.samplers.evicted_of_model(model.model_id),
             keys=model.given_numbers.keys,
             unsaved_changes=model.operations.schedule.unsaved,
             latest_checkpoint=model.operations.checkpoints.to_resume_from(),
@@ -312,7 +314,7 @@ class Suspension:
         model = new_model(model_id, spec, self.backend, self.samplers, self.results)
         try:
             await self._restore_weights(model, stored, head.state)
-            await self._restore_samplers(model_id, stored, head.state.samplers)
+            await self._restore_samplers(model_id, stored, head.state)
             own = self.backend.config.generation
             model.operations.schedule.changed(time.monotonic(), head.state.unsaved_changes)
             model.lineage = [each for each in manifest.lineage if each != own]
@@ -382,11 +384,12 @@ class Suspension:
         return await asyncio.to_thread(formats.decode_tensors, manifest, {name: content}, name)
 
     async def _restore_samplers(
-        self, model_id: ModelId, state: StoredState, samplers: Sequence[StoredSampler]
+        self, model_id: ModelId, state: StoredState, head: HeadState
     ) -> None:
-        """Publish the samplers, the oldest first; read each file once."""
+        """Publish the samplers that were not evicted, the oldest first; read each file once."""
+        self.samplers.restore_evicted(model_id, head.evicted)
         read: dict[str, WeightsSnapshot] = {}
-        for stored in reversed(samplers):
+        for stored in reversed(head.samplers):
             if stored.file not in read:
                 tensors = await self._read_tensors(state, stored.file)
                 read[stored.file] = WeightsSnapshot(stored.lora, tensors)

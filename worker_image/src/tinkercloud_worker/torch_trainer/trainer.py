@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tinkercloud_protocol.errors import InvalidRequest, Overloaded
+from tinkercloud_protocol.capacity import HeadCapacity
+from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import losses
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.device.memory import Available
 from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.device.pass_memory import PeakMeter
 from tinkercloud_worker.engine.batch import Batch, ModelLimits, capped_context_length
 from tinkercloud_worker.engine.thread import Batcher, Pieces
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
@@ -40,20 +42,11 @@ from tinkercloud_worker.torch_trainer.logprobs import (
     logprobs,
     logprobs_and_gradient,
 )
+from tinkercloud_worker.torch_trainer.model_memory import ModelMemory
 from tinkercloud_worker.training.adam import AdamTrainer
 from tinkercloud_worker.training.collate import Pack, PassOutput, pack_all
-from tinkercloud_worker.training.paging import Models, Place
-from tinkercloud_worker.training.trained_model import (
-    BYTES_PER_PARAMETER,
-    TrainedModel,
-    new_adapter,
-)
-
-KEPT_FREE_BYTES = 256 << 20
-"""Bytes that new models leave free for passes and sampling."""
-
-_UNLIMITED = 1 << 62
-"""More bytes than any device has."""
+from tinkercloud_worker.training.paging import Place
+from tinkercloud_worker.training.trained_model import TrainedModel, new_adapter
 
 ModelSegments = Sequence[tuple[slice, TrainedModel]]
 """Consecutive positions of a pass, each with the model it belongs to."""
@@ -78,6 +71,7 @@ class TorchTrainer(AdamTrainer):
         max_kept_tokens: int | None = None,
         available: Available = lambda: None,
         place: Place | None = None,
+        meter: PeakMeter | None = None,
     ) -> None:
         """Create a trainer without models.
 
@@ -93,10 +87,12 @@ class TorchTrainer(AdamTrainer):
                 model is admitted. The default admits all models, as ranks must: they can't reject
                 one individually.
             place: where idle models are moved to if others need their memory; None: they stay.
+            meter: measures the memory of passes, so that new models leave as much free for them;
+                None: as much as most passes need.
         """
         longest = capped_context_length(max_context_length, base.max_context_length)
-        models = Models(place, lambda size: size - self._room())
-        super().__init__(ModelLimits(base.vocab_size, longest), base.dtype, models)
+        self._memory = ModelMemory(available, place, meter)
+        super().__init__(ModelLimits(base.vocab_size, longest), base.dtype, self._memory.models)
         self._base = base
         self.base_fingerprint = base.fingerprint
         self._max_batch_tokens = max_batch_tokens
@@ -104,7 +100,21 @@ class TorchTrainer(AdamTrainer):
             max_batch_tokens, max_batch_tokens if max_shared_tokens is None else max_shared_tokens
         )
         self._max_kept_tokens = max_kept_tokens
-        self._available = available
+
+    @property
+    @override
+    def capacity(self) -> HeadCapacity | None:
+        return self._memory.capacity
+
+    @override
+    def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
+        super().add_model(model_id, lora_config)
+        self._memory.determine()
+
+    @override
+    def remove_model(self, model_id: str) -> None:
+        super().remove_model(model_id)
+        self._memory.determine()
 
     def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:
         if lora_config is None:
@@ -118,7 +128,7 @@ class TorchTrainer(AdamTrainer):
             )
         selected = adapters.select(self._base.targets, lora_config)
         kind = f"an adapter of rank {lora_config.rank}"
-        self._check_memory(adapters.layout(selected, lora_config.rank), kind, "a smaller rank")
+        self._memory.check(adapters.layout(selected, lora_config.rank), kind, "a smaller rank")
         return new_adapter(self._base.targets, lora_config, self._base.device)
 
     def _check_whole(self) -> None:
@@ -144,40 +154,10 @@ class TorchTrainer(AdamTrainer):
     def _full_model(self) -> TrainedModel:
         weights = self._base.named_weights()
         layout = TensorLayout.of(weights)
-        self._check_memory(layout, "a fully fine-tuned model", "a LoRA rank (lora_config)")
+        self._memory.check(layout, "a fully fine-tuned model", "a LoRA rank (lora_config)")
         trainable = Trainable(layout, self._base.device)
         layout.fill(trainable.flat.detach(), weights, "base model")
         return TrainedModel(None, trainable)
-
-    def _check_memory(self, layout: TensorLayout, kind: str, smaller: str) -> None:
-        """Check that memory suffices for a new model and for the pending allocations of others.
-
-        Raises:
-            Overloaded: it does not.
-        """
-        needed = layout.size * BYTES_PER_PARAMETER
-        # Otherwise a model that is here could not return for the rest of a request. Without
-        # moments, a model counts with its gradient twice: see `TrainedModel.unused_bytes`.
-        missing_to_swap = self._models.missing_to_swap(needed + 4 * layout.size)
-        swaps = missing_to_swap <= 0
-        missing = self._models.make_room(needed) if swaps else needed - self._room()
-        if missing > 0 or not swaps:
-            loaded = self._models.paged_in()
-            note = f"; {missing_to_swap} bytes are missing where idle models are kept"
-            raise Overloaded(
-                f"lora_config: {kind} has {layout.size} parameters and takes {needed} bytes"
-                f" (weights, gradient and moments in float32), but {max(needed - missing, 0)} bytes"
-                f" are free: of {self._available()} available bytes, {_promised(loaded)} are"
-                f" reserved for the {len(loaded)} models loaded here and {KEPT_FREE_BYTES} are kept"
-                f" free{'' if swaps else note}; end unused sessions, or request {smaller}"
-            )
-
-    def _room(self) -> int:
-        """Return the bytes for more models, in addition to those that are loaded."""
-        available = self._available()
-        if available is None:
-            return _UNLIMITED
-        return available - _promised(self._models.paged_in()) - KEPT_FREE_BYTES
 
     @override
     def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
@@ -317,6 +297,12 @@ class TorchTrainer(AdamTrainer):
         self, shares: Sequence[tuple[TrainedModel, Pack]], own_losses: Sequence[losses.Loss]
     ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
         """Accumulate the gradients of packs; return the arguments of `add` for each."""
+        with self._memory.measured([model for model, _ in shares]):
+            return self._accumulate(shares, own_losses)
+
+    def _accumulate(
+        self, shares: Sequence[tuple[TrainedModel, Pack]], own_losses: Sequence[losses.Loss]
+    ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
         sequences = PackedSequences.joined([pack.sequences for _, pack in shares])
         model_segments = _in_order([(model, pack.sequences) for model, pack in shares])
         hidden_RD, expert_tokens = self._counted_hidden(model_segments, sequences)
@@ -371,11 +357,6 @@ class TorchTrainer(AdamTrainer):
         weight, bias = self._base.lm_head_of(tensors)
         gradients = gradient_of(weight), None if bias is None else gradient_of(bias)
         return LMHead(self._base.lm_head(tensors), (), gradients, self._base.logits_cap)
-
-
-def _promised(models: Sequence[TrainedModel]) -> int:
-    """Return the bytes that models will allocate but may not have allocated yet."""
-    return sum(model.unused_bytes for model in models)
 
 
 def _run_through(pieces: Pieces[LossOutput], yield_point: Callable[[], None]) -> LossOutput:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from typing_extensions import override
 
+from tinkercloud_protocol.capacity import HeadCapacity
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.device import accelerator
@@ -62,6 +63,11 @@ class AdamTrainer(Trainer, ABC):
     @property
     @override
     def batcher(self) -> Batcher[TrainingPass, LossOutput] | None:
+        return None
+
+    @property
+    @override
+    def capacity(self) -> HeadCapacity | None:
         return None
 
     @abstractmethod

@@ -1,0 +1,25 @@
+"""How many models fit in the memory of a head's trainer, by what was measured."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCapacity:
+    """The memory of a trainer in the head's own process, on its device.
+
+    A plain class, because trainers do without pydantic, which reads it as a field.
+    """
+
+    models: int
+    """Number of models that are in this memory; idle ones may be elsewhere."""
+    model_bytes: int
+    """Size of the largest model with its gradient and moments; 0 if there is no model."""
+    pass_bytes: int
+    """Most that a pass has allocated in addition, of those that are remembered; 0 if unknown."""
+    free_bytes: int
+    """Free memory for more models, after what existing models and passes will allocate."""
+
+    @property
+    def max_models(self) -> int | None:
+        """How many models of the largest size fit at the same time; None without a model."""
+        return self.models + self.free_bytes // self.model_bytes if self.model_bytes else None

@@ -1,0 +1,121 @@
+"""Runs that wait for a limit start when another run ends, on whichever server, or falls silent."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import update
+
+from tinkercloud_api.activity import Activity
+from tinkercloud_api.catalog.admission import RunQuotas
+from tinkercloud_api.catalog.database import migrate, open_database
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.tables import Session, TrainingRun, now
+from tinkercloud_api.run_admission import RunAdmission
+from tinkercloud_api.tenants import Tenants
+from tinkercloud_crds.quotas import Tenant
+from tinkercloud_crds.tenant import TenantLimits, TenantSpec
+from tinkercloud_testing.postgresql import PostgreSQL
+from tinkercloud_testing.waiting import reached
+
+ONE_MODEL = [
+    Tenant("research", TenantSpec(owners=["ada"], limits=TenantLimits(models=1))),
+]
+SILENCE = timedelta(minutes=10)
+
+
+class Server:
+    """What a server has to admit runs, with its own connections to the catalog."""
+
+    def __init__(self, url: str) -> None:
+        self.engine = open_database(url)
+        self.catalog = Catalog(self.engine)
+        self.activity, self.has_written = Activity(self.catalog), asyncio.Event()
+        self.quotas, tenants = RunQuotas(self.engine), Tenants(lambda: ONE_MODEL)
+        self.admission = RunAdmission(self.quotas, tenants, SILENCE, self._write)
+
+    async def _write(self) -> None:
+        await self.activity.write()
+        self.has_written.set()
+
+    async def make(self, name: str) -> str:
+        """Record a run, and return its id."""
+        session = Session(id=name, owner="ada", sdk_version="1", tags=[], user_metadata={})
+        await self.catalog.add_session(session)
+        run = TrainingRun(
+            id=f"{name}:train:0", session_id=name, owner="ada", base_model="tiny", spec={}
+        )
+        return (await self.catalog.add_run(run)).id
+
+    async def has_been_silent(self, name: str, almost: timedelta) -> None:
+        """Move a client's last activity into the past, until it is almost inactive."""
+        moment = now() - SILENCE + almost
+        async with self.engine.begin() as db:
+            await db.execute(update(Session).values(last_heartbeat_at=moment).filter_by(id=name))
+            of_session = update(TrainingRun).filter_by(session_id=name)
+            await db.execute(of_session.values(last_request_at=moment))
+
+
+@asynccontextmanager
+async def running(url: str, number: int) -> AsyncIterator[list[Server]]:
+    """Open servers that share an empty catalog."""
+    found = [Server(url) for _ in range(number)]
+    await migrate(found[0].engine)
+    try:
+        yield found
+    finally:
+        for server in found:
+            await server.engine.dispose()
+
+
+@pytest.fixture
+async def server(database_url: str) -> AsyncIterator[Server]:
+    async with running(database_url, 1) as [only]:
+        yield only
+
+
+async def waiting(server: Server, run_id: str) -> "asyncio.Task[None]":
+    """Let a run wait for its limit."""
+    task = asyncio.create_task(server.admission.wait(run_id))
+    await reached(lambda: server.admission.why_waiting(run_id) is not None)
+    return task
+
+
+async def test_a_run_starts_when_one_is_deleted_on_another_server(postgresql: PostgreSQL) -> None:
+    async with running(postgresql.new_database(), 2) as [own, other]:
+        following = asyncio.create_task(own.admission.follow())
+        first, second = await own.make("first"), await own.make("second")
+        await own.admission.wait(first)
+        task = await waiting(own, second)
+
+        await other.catalog.delete_run(first)
+
+        await asyncio.wait_for(task, 60)
+        following.cancel()
+
+
+async def test_a_run_starts_when_the_client_of_another_becomes_inactive(
+    server: Server,
+) -> None:
+    first, second = await server.make("first"), await server.make("second")
+    await server.admission.wait(first)
+    await server.has_been_silent("first", almost=timedelta(seconds=0.5))
+
+    await asyncio.wait_for(await waiting(server, second), 60)
+
+
+async def test_a_client_that_was_heard_since_the_catalog_was_written_keeps_its_place(
+    server: Server,
+) -> None:
+    first, second = await server.make("first"), await server.make("second")
+    await server.admission.wait(first)
+    await server.has_been_silent("first", almost=timedelta(seconds=0.5))
+    server.activity.record_heartbeat("first")
+    task = await waiting(server, second)
+
+    await asyncio.wait_for(server.has_written.wait(), 60)
+
+    assert await server.quotas.admit(second, ONE_MODEL, now() - SILENCE) is not None
+    task.cancel()

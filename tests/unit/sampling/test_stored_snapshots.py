@@ -1,0 +1,165 @@
+"""Unnamed snapshots for which a head has no room return from the checkpoint store by themselves."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import orjson
+import pytest
+
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.errors import NotFound
+from tinkercloud_protocol.ids import SamplingSessionId
+from tinkercloud_protocol.launch import Limits
+from tinkercloud_protocol.paths import evicted_prefix
+from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head
+from tinkercloud_testing.engines import an_engine
+from tinkercloud_testing.models import tiny_llama
+from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
+
+NAME = str(MODEL)
+MANY = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def size(tmp_path_factory: pytest.TempPathFactory) -> int:
+    """Bytes of a snapshot in memory; its file is a little larger."""
+    with an_engine(tiny_llama(), tmp_path_factory.mktemp("engine")) as engine:
+        engine.trainer.add_model("one", SPEC.lora)
+        return engine.trainer.snapshot("one").size_bytes
+
+
+@contextmanager
+def a_small_head(
+    folder: Path, size: int, generation: str = "g1", stored: int = MANY
+) -> Iterator[Head]:
+    """Run a head with room for one snapshot, which is the latest one of its model."""
+    limits = Limits(max_snapshot_bytes=size * 3 // 2, max_stored_snapshot_bytes=stored)
+    with a_head((folder / "store").as_uri(), folder, generation, limits=limits) as head:
+        yield head
+
+
+@pytest.fixture
+async def head(tmp_path: Path, size: int) -> AsyncIterator[Head]:
+    with a_small_head(tmp_path, size) as running:
+        await running.begin()
+        yield running
+
+
+async def train(head: Head, first: int, last: int) -> dict[int, list[int]]:
+    """Train and publish a snapshot after each step; return what each draws while it is the latest.
+
+    Step N has requests 3N - 2 to 3N, and snapshot N.
+    """
+    drawn = {}
+    for step in range(first, last + 1):
+        head.add(3 * step - 2)
+        head.apply(3 * step - 1)
+        head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 3 * step, sampling_session_seq_id=step)
+        assert b"sampling_session_id" in await head.answer(3 * step)
+        drawn[step] = await head.drawn(step, 0)
+    return drawn
+
+
+def files(folder: Path) -> list[Path]:
+    """Return the files of evicted snapshots."""
+    return [*(folder / "store" / evicted_prefix(NAME)).glob("*")]
+
+
+async def failure(head: Head, session: int, seq_id: int) -> str:
+    """Return why a snapshot can't be sampled."""
+    result = await head.service.retrieve(head.sample(session, seq_id))
+    assert result is not None
+    answer: dict[str, str] = orjson.loads(result.body)
+    assert answer["category"] == "user"
+    return answer["error"]
+
+
+async def test_every_evicted_snapshot_draws_what_it_drew_before(head: Head) -> None:
+    drawn = await train(head, 1, 4)
+    assert len({str(each) for each in drawn.values()}) == 4
+    with pytest.raises(NotFound):
+        await head.backend.sampler.export("s:sample:1")
+
+    for seq_id in (1, 2):
+        assert {step: await head.drawn(step, seq_id) for step in drawn} == drawn
+
+
+async def test_a_snapshot_that_returned_does_not_count_as_the_latest(head: Head) -> None:
+    drawn = await train(head, 1, 2)
+
+    assert await head.drawn(1, 1) == drawn[1]
+
+    assert await head.backend.sampler.export("s:sample:2") is not None
+
+
+async def test_beyond_the_limit_of_the_store_the_first_are_lost_and_the_error_says_what_to_do(
+    tmp_path: Path, size: int
+) -> None:
+    with a_small_head(tmp_path, size, stored=3 * size) as head:
+        await head.begin()
+        drawn = await train(head, 1, 4)
+
+        assert await head.drawn(2, 1) == drawn[2]
+        assert await head.drawn(3, 1) == drawn[3]
+        assert "save them under a name" in await failure(head, 1, 1)
+
+
+async def test_evicted_snapshots_return_in_the_next_head_and_after_a_pause(
+    head: Head, tmp_path: Path, size: int
+) -> None:
+    drawn = await train(head, 1, 3)
+    assert await head.service.suspend_model(MODEL)
+    await head.service.recall(NAME)
+    assert await head.drawn(1, 1) == drawn[1]
+    await head.service.suspend()
+
+    with a_small_head(tmp_path, size, "g2") as after:
+        await after.resume("g1")
+
+        assert {step: await after.drawn(step, 2) for step in drawn} == drawn
+
+
+async def test_the_file_of_a_deleted_session_is_deleted(head: Head, tmp_path: Path) -> None:
+    await train(head, 1, 3)
+    await head.drawn(1, 1)
+
+    for step in (1, 2):
+        await head.service.retire_sampler(SamplingSessionId("s", step))
+
+    assert files(tmp_path) == []
+    assert "is unknown" in await failure(head, 2, 1)
+
+
+async def test_a_store_that_fails_costs_evicted_snapshots_but_no_training(
+    head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise StoreFailed("no space")
+
+    with monkeypatch.context() as full:
+        full.setattr(CheckpointStore, "put_evicted", fail)
+        drawn = await train(head, 1, 3)
+
+    assert await head.drawn(3, 1) == drawn[3]
+    assert "were evicted" in await failure(head, 1, 1)
+
+
+async def test_samples_that_arrive_while_a_snapshot_is_being_stored_wait_for_it(
+    head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, may_continue = CheckpointStore.put_evicted, asyncio.Event()
+
+    async def slowly(store: CheckpointStore, key: str, content: bytes) -> object:
+        await may_continue.wait()
+        return await put(store, key, content)
+
+    monkeypatch.setattr(CheckpointStore, "put_evicted", slowly)
+    drawn = await train(head, 1, 2)
+    waiting = asyncio.create_task(head.drawn(1, 1))
+    await asyncio.sleep(0)
+
+    may_continue.set()
+
+    assert await waiting == drawn[1]

@@ -1,0 +1,139 @@
+"""Weights of unnamed snapshots that a head has no room for: adapters, in the checkpoint store.
+
+They stay there, in the folder of their run, until they are too many, their session is deleted, or
+their run is. The state of a suspended run names them, so that the next head finds them.
+"""
+
+import asyncio
+import time
+import uuid
+
+import structlog
+
+from tinkercloud_protocol.errors import NotFound, WireError
+from tinkercloud_protocol.paths import evicted_prefix
+from tinkercloud_worker.checkpoints import formats
+from tinkercloud_worker.checkpoints.store import CheckpointStore
+from tinkercloud_worker.checkpoints.suspended import EvictedSampler
+from tinkercloud_worker.engine.trainer import WeightsSnapshot
+
+log = structlog.get_logger(__name__)
+
+_WRITE_SECONDS = 30.0
+"""How long the next weights wait while some are being written. Then they are not stored."""
+
+
+class EvictedWeights:
+    """The evicted weights of a head that are, or are being, stored. Belongs to one event loop.
+
+    They are written in the background, one after the other, so that at most one is in memory.
+    """
+
+    def __init__(self, store: CheckpointStore, max_bytes: int) -> None:
+        """Start empty.
+
+        Args:
+            store: where to write.
+            max_bytes: total size; beyond it, those that were evicted first are deleted.
+        """
+        self._store = store
+        self._max_bytes = max_bytes
+        self._stored: dict[str, EvictedSampler] = {}
+        """By sampling session, the first to be evicted first."""
+        self._writing: dict[str, asyncio.Task[None]] = {}
+        self._began = 0.0
+        """Monotonic time at which the last write began."""
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is ever stored."""
+        return self._max_bytes == 0
+
+    def __contains__(self, session: str) -> bool:
+        return session in self._stored or session in self._writing
+
+    def find(self, session: str) -> EvictedSampler | None:
+        """Return where the weights of a session are; None if they are not, or not yet, stored."""
+        return self._stored.get(session)
+
+    async def ready(self) -> bool:
+        """Wait until nothing is being written; return whether that was so within a time limit.
+
+        The limit is one for each write: an unreachable store must not delay every publication.
+        """
+        left = self._began + _WRITE_SECONDS - time.monotonic()
+        if self._writing and left > 0:
+            await asyncio.wait(set(self._writing.values()), timeout=left)
+        return not self._writing
+
+    def begin(self, session: str, run_id: str, weights: WeightsSnapshot) -> None:
+        """Write the weights of a session in the background. A failure is logged: they are lost.
+
+        Args:
+            session: the session, whose weights are not stored.
+            run_id: the run that they are of.
+            weights: an adapter.
+        """
+        self._began = time.monotonic()
+        task = asyncio.create_task(self._write(session, run_id, weights))
+        self._writing[session] = task
+        task.add_done_callback(lambda _: self._writing.pop(session, None))
+
+    async def _write(self, session: str, run_id: str, weights: WeightsSnapshot) -> None:
+        assert weights.lora is not None  # noqa: S101 - it is an adapter
+        name = f"{evicted_prefix(run_id)}/{uuid.uuid4().hex}.safetensors"
+        try:
+            content = await asyncio.to_thread(formats.encode_tensors, weights.tensors)
+            if len(content) > self._max_bytes:
+                return
+            file = await self._store.put_evicted(name, content)
+            self._stored[session] = EvictedSampler(
+                session=session, lora=weights.lora, key=name, **file.model_dump()
+            )
+            await self._delete_surplus()
+        except WireError as error:
+            log.warning("evicted weights were not stored", session=session, reason=error.message)
+
+    async def _delete_surplus(self) -> None:
+        while sum(each.size_bytes for each in self._stored.values()) > self._max_bytes:
+            await self._delete(next(iter(self._stored)))
+
+    def add(self, stored: EvictedSampler) -> None:
+        """Add weights that another head has stored."""
+        self._stored[stored.session] = stored
+
+    async def read(self, session: str) -> WeightsSnapshot:
+        """Return the weights of a session.
+
+        Raises:
+            NotFound: they are not stored, or not any more.
+            InvalidRequest: they are damaged.
+        """
+        if (task := self._writing.get(session)) is not None:
+            await asyncio.wait({task})
+        stored = self._stored.get(session)
+        content = await self._store.read_evicted(stored) if stored is not None else None
+        if stored is None or content is None:
+            self._stored.pop(session, None)
+            raise NotFound(f"the weights of sampling session {session!r} are not stored")
+        tensors = await asyncio.to_thread(formats.decode_stored, stored.key, content)
+        return WeightsSnapshot(stored.lora, tensors)
+
+    async def remove(self, session: str) -> None:
+        """Delete the weights of a session, which may be unknown."""
+        if (task := self._writing.get(session)) is not None:
+            await asyncio.wait({task})
+        if session in self._stored:
+            await self._delete(session)
+
+    async def _delete(self, session: str) -> None:
+        stored = self._stored.pop(session)
+        try:
+            await self._store.delete_evicted(stored)
+        except WireError as error:
+            # It is deleted with its run.
+            log.warning("evicted weights were not deleted", session=session, reason=error.message)
+
+    def forget(self, session: str) -> None:
+        """Forget the weights of a session, which another head continues; they stay stored."""
+        self._stored.pop(session, None)
