@@ -86,16 +86,17 @@ def measure(_folder: str) -> Iterator[Measurement]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         model = save(tiny_llama(), Path(folder) / "model")
         sides = []
-        for name, batched in (("single", "false"), ("batched", "true")):
-            settings = {"TINKERCLOUD_BATCH_POLLS": batched, "TINKERCLOUD_LOG_LEVEL": "info"}
+        for name, switched in (("single", "false"), ("batched", "true")):
+            settings = {"TINKERCLOUD_BATCH_POLLS": switched, "TINKERCLOUD_LOG_LEVEL": "info"}
             server = stack.enter_context(a_server(Path(folder) / name, {MODEL: model}, settings))
             sampler = server.client().create_sampling_client(base_model=MODEL).result()
             assert (sampler.holder.get_client_config().sample_use_retrieve_futures) == (
-                batched == "true"
+                switched == "true"
             )
             sides.append(Side(server, sampler))
+        single, batched = sides
         for width, tokens in LOADS:
-            yield from _compared(*sides, width, tokens)
+            yield from _compared(single, batched, width, tokens)
 
 
 def _compared(single: Side, batched: Side, width: int, tokens: int) -> Iterator[Measurement]:
