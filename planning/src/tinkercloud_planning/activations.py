@@ -31,6 +31,8 @@ class Kernels:
     inputs: int
     """Per element of a hidden state: saved inputs of a layer's two norms. The layer's own input is
     not included: `kept_per_token` counts it."""
+    further_inputs: int
+    """Per element of a hidden state: the saved input of each further norm of a layer."""
     normalized: int
     """Per element that is normalized inside the attention."""
     activated: int
@@ -42,13 +44,13 @@ class Kernels:
     output as far as the trainer holds it."""
 
 
-SEPARATE = Kernels(inputs=4, normalized=2, activated=1, overwritten=0, outputs=1)
+SEPARATE = Kernels(inputs=4, further_inputs=2, normalized=2, activated=1, overwritten=0, outputs=1)
 """PyTorch's own operations: norms keep their inputs in float32.
 
 The last layer's output in the torch trainer is not counted: the measured peaks of both trainers
 match without it.
 """
-FUSED = Kernels(inputs=1, normalized=1, activated=0, overwritten=2, outputs=3)
+FUSED = Kernels(inputs=1, further_inputs=1, normalized=1, activated=0, overwritten=2, outputs=3)
 """Liger kernels of the torch trainer: norms keep their inputs unchanged, the first one that of the
 layer; gates are activated again, and gradients are written over gates and ups. The trainer holds
 the last hidden state and its gradient during the whole pass."""
@@ -110,7 +112,8 @@ def layer_values(
     """
     hidden = architecture.hidden_size
     # Outputs of norms enter matrices, and are gathered for them.
-    gathered, split = 2 * hidden, kernels.inputs * hidden
+    normed = kernels.inputs + (layer.norms - 2) * kernels.further_inputs
+    gathered, split = 2 * hidden, normed * hidden
     sent = _mlp_values(layer, kernels) / layout.tensor + hidden * layer.copies
     divided = split + _attention_values(layer, kernels)
     width = gathered + divided / layout.tensor + _busiest(layout) * sent

@@ -54,6 +54,8 @@ class Layer:
     """The part of `mlp_width` for gates after their activation in a dense MLP; 0 for experts."""
     copies: int
     """Number of experts that process a token; 0 in a dense layer."""
+    norms: int = 2
+    """Number of norms of the hidden state."""
 
     @property
     def parameters(self) -> int:
@@ -71,9 +73,25 @@ class KeyValues:
     """Values per head."""
 
 
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """A vision tower, with what connects it to the language model."""
+
+    parameters: int
+    image_bytes: int
+    """Upper estimate of the bytes that computing the largest image takes at its peak.
+
+    Derived from the forward passes of transformers 5.23 without gradients (`modeling_qwen2_5_vl`,
+    `modeling_qwen3_vl` and `modeling_siglip`): an image is computed by itself, one layer at a time,
+    and attention needs no scores of all pairs of patches (scaled dot product attention). A test
+    compares the peaks of towers on CPU. Not measured on a GPU, nor SGLang's own towers."""
+    features: int
+    """16-bit values for each token of an image that the language model reads."""
+
+
 @dataclass(frozen=True)
 class Architecture:
-    """The sizes of a causal language model."""
+    """The sizes of a causal language model, and of its vision tower."""
 
     model_type: str
     hidden_size: int
@@ -99,8 +117,14 @@ class Architecture:
     """Whether SGLang supports adapters on all of its attention."""
     engines_adapt_mlp: bool = True
     """Whether SGLang supports adapters on its MLPs or experts."""
+    engines_adapt_output: bool = True
+    """Whether SGLang supports adapters on its output layer."""
     weight_block: int = 1
     """Size of the blocks of quantized weights; 1 if weights are not quantized."""
+    has_fused_kernels: bool = True
+    """Whether the torch trainer of the GPU image computes the model with Liger's kernels."""
+    tower: Tower | None = None
+    """The vision tower; None for models of text only."""
 
     @property
     def layers(self) -> int:
@@ -118,7 +142,8 @@ class Architecture:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         layers = sum(layer.parameters for layer in self.leading)
         final_norm = self.hidden_size
-        return embeddings + final_norm + layers + self.repeated.parameters * self.repeats
+        text = embeddings + final_norm + layers + self.repeated.parameters * self.repeats
+        return text + (self.tower.parameters if self.tower else 0)
 
     def between(self, start: int, stop: int) -> list[tuple[Layer, int]]:
         """Return the layers with numbers in [start, stop), each with how often it occurs."""

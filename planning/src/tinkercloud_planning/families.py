@@ -1,8 +1,9 @@
 """The supported Hugging Face configurations, and the meaning of their fields in each family."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from tinkercloud_planning import supported
+from tinkercloud_planning import supported, vision
 from tinkercloud_planning.architecture import Architecture, Layer, UnknownArchitecture
 from tinkercloud_planning.blocks import (
     Attention,
@@ -16,7 +17,9 @@ from tinkercloud_planning.blocks import (
 )
 
 _NORMS = 2
-"""Number of norms of the hidden state in each layer."""
+"""Number of norms of the hidden state in each layer of most families."""
+_GEMMA3_NORMS = 4
+"""The same for Gemma 3: one before and one after each of attention and MLP."""
 
 
 def read(config: Config) -> Architecture:
@@ -26,16 +29,17 @@ def read(config: Config) -> Architecture:
         UnknownArchitecture: its model type is not one of `model_types`, a field is missing or has a
             value that can't be, or it says what no trainer or no engine computes.
     """
-    fields = Fields(config)
-    supported.check(fields)
     model_type = config.get("model_type")
+    sees = model_type in vision.model_types()
+    fields = Fields(vision.text_of(config) if sees else config)
+    supported.check(fields)
     family = _FAMILIES.get(str(model_type))
     if family is None:
         raise UnknownArchitecture(
             f"model_type: {model_type!r} is not supported by the planner; accepted:"
             f" {', '.join(model_types())}{supported.BY_HAND}"
         )
-    return family(fields)
+    return replace(family(fields), tower=vision.tower(config))
 
 
 def model_types() -> list[str]:
@@ -43,10 +47,11 @@ def model_types() -> list[str]:
     return sorted(_FAMILIES)
 
 
-def _layer(attention: Attention, mlp: Mlp, hidden: int) -> Layer:
+def _layer(attention: Attention, mlp: Mlp, hidden: int, norms: int) -> Layer:
     return Layer(
         matrices=attention.matrices + mlp.matrices,
-        others=attention.others + mlp.others + _NORMS * hidden,
+        others=attention.others + mlp.others + norms * hidden,
+        norms=norms,
         attention_width=attention.width,
         normalized_width=attention.normalized,
         mlp_width=mlp.width,
@@ -62,6 +67,7 @@ def _assembled(
     *,
     dense: Mlp | None = None,
     dense_layers: int = 0,
+    norms: int = _NORMS,
 ) -> Architecture:
     """Return the whole model.
 
@@ -71,13 +77,14 @@ def _assembled(
         mlp: of every layer but the leading ones.
         dense: of the leading layers.
         dense_layers: how many those are.
+        norms: norms of the hidden state in each layer.
     """
     hidden, layers = fields.size("hidden_size"), fields.size("num_hidden_layers")
     if dense_layers >= layers:
         raise UnknownArchitecture(
             f"first_k_dense_replace: {dense_layers} leaves none of the {layers} layers a mixture"
         )
-    leading = (_layer(attention, dense, hidden),) * dense_layers if dense else ()
+    leading = (_layer(attention, dense, hidden, norms),) * dense_layers if dense else ()
     longest = fields.size("max_position_embeddings")
     return Architecture(
         model_type=str(fields.config["model_type"]),
@@ -90,11 +97,13 @@ def _assembled(
         max_context_length=min(longest, supported.window(fields) or longest),
         tied=fields.flag("tie_word_embeddings", default=False),
         leading=leading,
-        repeated=_layer(attention, mlp, hidden),
+        repeated=_layer(attention, mlp, hidden, norms),
         repeats=layers - len(leading),
         only_torch=supported.refused_by_megatron(fields),
         engines_adapt_attention=supported.engines_adapt_attention(fields),
         engines_adapt_mlp=supported.engines_adapt_mlp(fields),
+        has_fused_kernels=supported.has_fused_kernels(fields),
+        engines_adapt_output=supported.engines_adapt_output(fields),
         weight_block=supported.weight_block(fields),
     )
 
@@ -127,6 +136,12 @@ def _qwen3_attention(fields: Fields) -> Attention:
 
 def _qwen3(fields: Fields) -> Architecture:
     return _assembled(fields, _qwen3_attention(fields), _dense_mlp(fields))
+
+
+def _gemma3(fields: Fields) -> Architecture:
+    return _assembled(
+        fields, grouped_attention(fields, has_norms=True), _dense_mlp(fields), norms=_GEMMA3_NORMS
+    )
 
 
 def _mixtral(fields: Fields) -> Architecture:
@@ -182,10 +197,14 @@ def _deepseek(fields: Fields) -> Architecture:
 _FAMILIES: Mapping[str, Callable[[Fields], Architecture]] = {
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
+    "gemma3": _gemma3,
     "llama": _llama,
     "mistral": _mistral,
     "mixtral": _mixtral,
     "qwen2": _qwen2,
+    "qwen2_5_vl": _qwen2,
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
+    "qwen3_vl": _qwen3,
+    "qwen3_vl_moe": _qwen3_moe,
 }

@@ -38,6 +38,9 @@ _FRAGMENTED = 0.3
 """Memory lost to fragmentation, relative to that of activations."""
 _PREFILL_TOKENS = 8192
 """Number of prompt tokens that an engine processes at a time."""
+_KEPT_FEATURES = 256 << 20
+"""Bytes of features of images that the head's own torch trainer and sampler keep for later passes
+(`tinkercloud_worker.vision.tower`). SGLang keeps 100 MB (`SGLANG_VLM_CACHE_SIZE_MB`)."""
 _DECODING_ROWS = 256
 """Number of sequences whose logits an engine computes at a time."""
 
@@ -52,6 +55,9 @@ class GpuMemory:
     """Adapter or fully fine-tuned model: values, gradient and moments in training, values in
     sampling."""
     activations: int
+    images: int
+    """Upper estimate of what computing the largest image takes, and its features; 0 for models of
+    text only."""
     logits: int
     """In training, the memory they need beyond the activations, whose peak comes later."""
     fragments: int
@@ -77,6 +83,7 @@ class _Stage:
     """Memory of a rank of one pipeline stage, in bytes."""
 
     weights: int
+    images: int
     trained: int
     rounded: int
     """Copies of float32 weights in the format of the base weights during a pass."""
@@ -94,6 +101,7 @@ class _Stage:
             weights=self.weights,
             trained=self.trained,
             activations=activations + self.rounded,
+            images=self.images,
             logits=logits,
             fragments=int(_FRAGMENTED * (activations + logits)),
             kv_cache=0,
@@ -102,7 +110,7 @@ class _Stage:
         )
 
     def most_tokens(self, available: int) -> int:
-        taken = self.weights + self.trained + self.rounded
+        taken = self.weights + self.images + self.trained + self.rounded
         room = (available - taken) / (1 + _FRAGMENTED)
         at_logits = (room - self.logits) / self.per_token_at_logits
         return int(min(room / self.per_token, at_logits))
@@ -199,11 +207,13 @@ def sampling(
     reading = max(layer_values(architecture, kind, layout, 0, SEPARATE) for kind in kinds)
     activations = int(_PREFILL_TOKENS * reading)
     logits = _DECODING_ROWS * architecture.vocab_size * _LOGIT_BYTES
-    taken = stage.weights + adapters + activations + logits + neighbour + reserve
+    images = stage.images
+    taken = stage.weights + adapters + activations + images + logits + neighbour + reserve
     return GpuMemory(
         weights=stage.weights,
         trained=adapters,
         activations=activations,
+        images=images,
         logits=logits,
         fragments=0,
         kv_cache=max(0, gpu.memory - taken),
@@ -279,13 +289,18 @@ def _stages(
             held = sum(_held(matrix, layout) for matrix in layer.matrices)
             parameters += count * (held + layer.others)
             width += count * sum(_own_width(m, layout) for m in layer.matrices if m.adapted)
+        tower = architecture.tower if is_first else None
+        frozen = parameters + (tower.parameters if tower else 0)
         # 1F1B schedule: stage 0 starts as many micro-batches as there are stages before the first
         # backward pass reaches it.
         kept = kept_per_token(architecture, layout, (layout.pipeline - number) * per_stage)
+        # In the longest sequence, all tokens may be of images; joined features are copies.
+        kept += tower.features * _WEIGHT_BYTES if tower else 0
         kinds = [layer for layer, _ in runs]
         working = working_per_token(architecture, layout, kinds, lora_rank or 0, kernels)
         yield _Stage(
-            weights=parameters * _WEIGHT_BYTES,
+            weights=frozen * _WEIGHT_BYTES,
+            images=tower.image_bytes + _KEPT_FEATURES if tower else 0,
             trained=_TRAINED_BYTES * (parameters if lora_rank is None else lora_rank * width),
             rounded=0 if lora_rank is not None else _rounded(parameters, kinds, layout),
             per_token=kept + working,

@@ -303,6 +303,7 @@ def _reasons(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
     return [
         _why_these_gpus(fleet, division),
         *_why_torch(demand),
+        *_why_text(demand),
         *_why_layout(demand, fleet, division.trainer),
         _why_tokens(demand, division.trainer),
         _why_engines(demand, fleet, division),
@@ -333,6 +334,9 @@ def _why_adapted_in_part(demand: Demand) -> list[Reason]:
     if not demand.architecture.engines_adapt_mlp:
         why = "SGLang takes none of the experts of this family, by their names (w1, w2, w3)"
         reasons.append(Reason("adapters", "with train_mlp=False", why))
+    if not demand.architecture.engines_adapt_output:
+        why = "SGLang takes none of the output layer of this family (Gemma)"
+        reasons.append(Reason("adapters", "with train_unembed=False", why))
     return reasons
 
 
@@ -342,6 +346,13 @@ def _why_torch(demand: Demand) -> list[Reason]:
         return []
     why = f"the megatron trainer refuses {refused}; a copy on each GPU"
     return [Reason("trainer", "torch", why)]
+
+
+def _why_text(demand: Demand) -> list[Reason]:
+    if demand.architecture.tower is None:
+        return []
+    why = "trainer pods reject images; the memory for them is counted all the same"
+    return [Reason("images", "none", why)]
 
 
 def _why_these_gpus(fleet: Fleet, division: Division) -> Reason:

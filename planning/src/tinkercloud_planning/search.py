@@ -59,7 +59,8 @@ class Demand:
     @property
     def kernels(self) -> Kernels:
         """Kernels of the trainer that trains the model, in the image for NVIDIA GPUs."""
-        return FUSED if self.architecture.only_torch else SEPARATE
+        model = self.architecture
+        return FUSED if model.only_torch and model.has_fused_kernels else SEPARATE
 
     def training(self, layout: Layout, tokens: int, *, reserve: int, neighbour: int) -> GpuMemory:
         """Return the estimate of `memory.training` for this demand."""

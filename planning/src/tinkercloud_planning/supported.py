@@ -14,8 +14,10 @@ BY_HAND = (
     " and without sampler"
 )
 """Advice for models that the planner does not support."""
-_SWITCHED = frozenset({"qwen2", "qwen3", "qwen3_moe"})
+_SWITCHED = frozenset({"qwen2", "qwen2_5_vl", "qwen3", "qwen3_moe"})
 """Families that use windows only if `use_sliding_window` is set."""
+_ACTIVATIONS = {"gemma3": "gelu_pytorch_tanh"}
+"""Activations of MLPs in families other than those with `silu`."""
 _WINDOW = 4096
 """Default of transformers for the window."""
 _WHOLE_LAYERS = 28
@@ -30,9 +32,11 @@ def check(fields: Fields) -> None:
     Raises:
         UnknownArchitecture: They do not; the message names the field.
     """
-    if (activation := fields.config.get("hidden_act") or "silu") != "silu":
+    expected = _ACTIVATIONS.get(str(fields.config.get("model_type")), "silu")
+    if (activation := fields.config.get("hidden_act") or expected) != expected:
         raise UnknownArchitecture(
-            f"hidden_act: {activation!r} is not supported by the planner; accepted: silu{BY_HAND}"
+            f"hidden_act: {activation!r} is not supported by the planner; accepted:"
+            f" {expected}{BY_HAND}"
         )
     _check_positions(fields)
     _check_weights(fields)
@@ -132,6 +136,8 @@ def _width(fields: Fields, absent: int | None) -> int | None:
 
 def refused_by_megatron(fields: Fields) -> str | None:
     """Return the feature of a model that only the torch trainer supports, or None."""
+    if fields.part("vision_config"):
+        return "vision-language models (vision_config)"
     width = window(fields)
     if width is not None:
         return f"attention in windows (sliding_window: {width})"
@@ -148,3 +154,13 @@ def engines_adapt_attention(fields: Fields) -> bool:
 def engines_adapt_mlp(fields: Fields) -> bool:
     """Return whether SGLang supports adapters on MLPs: not on Mixtral's experts, by name."""
     return fields.config.get("model_type") != "mixtral"
+
+
+def has_fused_kernels(fields: Fields) -> bool:
+    """Return whether Liger 0.8.5 has kernels of a family that fit transformers 5.23."""
+    return fields.config.get("model_type") not in {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}
+
+
+def engines_adapt_output(fields: Fields) -> bool:
+    """Return whether SGLang supports adapters on the output layer: not on Gemma's embedding."""
+    return fields.config.get("model_type") != "gemma3"

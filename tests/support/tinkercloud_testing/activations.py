@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
@@ -42,7 +42,9 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 def built(config: Mapping[str, Any]) -> PreTrainedModel:
     """Return a random model in bfloat16."""
     settings = AutoConfig.for_model(**config)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
+    sees = "vision_config" in config
+    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    model: PreTrainedModel = kind.from_config(settings, dtype=torch.bfloat16)
     model.requires_grad_(requires_grad=False).train()
     return model
 
@@ -64,11 +66,21 @@ def kept(base: TorchBaseModel, tokens: int, *, recompute: bool) -> int:
     return bytes_of(t for t in saved if t.untyped_storage().data_ptr() not in weights)
 
 
+def _with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Return a configuration whose language model has so many layers."""
+    own = {"num_hidden_layers": layers}
+    return (
+        {**config, "text_config": {**config["text_config"], **own}}
+        if "text_config" in config
+        else {**config, **own}
+    )
+
+
 def _kept_with_liger(config: Mapping[str, Any]) -> float:
     """Return the bytes that a layer saves for each token."""
     bases = []
     for layers in _LAYERS:
-        model = built({**config, "num_hidden_layers": layers}).eval()
+        model = built(_with_layers(config, layers)).eval()
         use_liger(model)
         bases.append(TorchBaseModel(model, packed=False))
     fewer, more = ([kept(base, tokens, recompute=False) for base in bases] for tokens in _TOKENS)

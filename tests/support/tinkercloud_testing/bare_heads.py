@@ -1,5 +1,6 @@
 """Heads without HTTP API, one after another in this process, with one store."""
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.launch import (
     BaseModelSource,
     HeadConfig,
+    HeldModel,
     Limits,
     ModelSpec,
     SamplerConfig,
@@ -45,6 +47,10 @@ from tinkercloud_worker.training.paging import Place
 MODEL = ModelId("s", 0)
 SPEC = ModelSpec(owner="me", lora=LoraConfig(rank=2, seed=1))
 ADAM = {"learning_rate": 0.01}
+PATIENCE_SECONDS = 60
+"""Longest wait for a condition."""
+_FIRST_TOKENS = 100
+"""Number of different first tokens: there may be more steps than tokens."""
 
 
 @dataclass
@@ -142,6 +148,37 @@ class Head:
         (path,) = await self.service.checkpoint()
         _, files = await self.backend.store.read(CheckpointPath.parse(path))
         return files
+
+
+async def train(head: Head, first: int, last: int) -> list[float]:
+    """Run steps of two requests each, each with other data; return their losses.
+
+    Args:
+        head: what runs them.
+        first: seq_id of the first request.
+        last: seq_id of the last one.
+    """
+    losses = []
+    for seq_id in range(first, last + 1, 2):
+        head.add(seq_id, first=5 + seq_id % _FIRST_TOKENS)
+        head.apply(seq_id + 1)
+        await head.confirmed()
+        losses.append(await head.loss(seq_id))
+        await head.answer(seq_id + 1)
+    return losses
+
+
+def described(head: Head) -> HeldModel:
+    """Return what a head says of its only model."""
+    (model,) = head.service.held()
+    return model
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition that no event announces."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():  # noqa: ASYNC110 - see above
+            await asyncio.sleep(0.05)
 
 
 def a_sample(session: int, seq_id: int, max_tokens: int) -> SampleRequest:

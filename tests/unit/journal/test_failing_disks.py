@@ -3,7 +3,7 @@
 import asyncio
 import errno
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,7 @@ from tinkercloud_protocol.checkpoints import SuspendedManifest
 from tinkercloud_protocol.durability import DurabilityConfig, DurabilityReport
 from tinkercloud_protocol.errors import StateLost
 from tinkercloud_protocol.journals import JournalManifest
-from tinkercloud_protocol.launch import HeldModel
-from tinkercloud_testing.bare_heads import MODEL, Head, a_head
+from tinkercloud_testing.bare_heads import MODEL, a_head, described, train, until
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.head.lease_reports import lease_reports
@@ -24,8 +23,6 @@ from tinkercloud_worker.head.snapshots import Snapshot, Snapshots
 from tinkercloud_worker.journal.folder import JournalFolder, Segment
 
 pytestmark = pytest.mark.timeout(120)
-
-PATIENCE_SECONDS = 60
 
 
 @contextmanager
@@ -41,29 +38,6 @@ def full_disk() -> Iterator[None]:
         patch.setattr(Segment, "write", fail)
         patch.setattr(durable, "put", fail)
         yield
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not condition():  # noqa: ASYNC110 - there is no event for it
-            await asyncio.sleep(0.05)
-
-
-async def train(head: Head, first: int, last: int) -> list[float]:
-    """Run steps of two requests each; return their losses."""
-    losses = []
-    for seq_id in range(first, last + 1, 2):
-        head.add(seq_id, first=5 + seq_id)
-        head.apply(seq_id + 1)
-        await head.confirmed()
-        losses.append(await head.loss(seq_id))
-        await head.answer(seq_id + 1)
-    return losses
-
-
-def described(head: Head) -> HeldModel:
-    (model,) = head.service.held()
-    return model
 
 
 async def test_a_full_disk_degrades_a_run_that_becomes_durable_again(tmp_path: Path) -> None:

@@ -13,26 +13,13 @@ from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.errors import StateLost, WireError
 from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.shared_journals import FOLDER, Base, Header, object_key
-from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head
+from tinkercloud_testing.bare_heads import MODEL, PATIENCE_SECONDS, SPEC, a_head, train
 from tinkercloud_worker.head.failures import Moved
 from tinkercloud_worker.journal.shared_log import SharedLog
 
 pytestmark = pytest.mark.timeout(120)
 
 CONFIG = DurabilityConfig(level="remote", snapshot_steps=3)
-PATIENCE_SECONDS = 60
-
-
-async def train(head: Head, first: int, last: int) -> list[float]:
-    """Run steps of two requests each; return their losses."""
-    losses = []
-    for seq_id in range(first, last + 1, 2):
-        head.add(seq_id, first=5 + seq_id)
-        head.apply(seq_id + 1)
-        await head.confirmed()
-        losses.append(await head.loss(seq_id))
-        await head.answer(seq_id + 1)
-    return losses
 
 
 async def expected(folder: Path, last: int) -> list[float]:

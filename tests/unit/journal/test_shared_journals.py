@@ -1,7 +1,7 @@
 """With `remote`, a head without any local file continues a run from the object store."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,7 @@ import pytest
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.errors import StateLost, WireError
-from tinkercloud_protocol.launch import HeldModel
-from tinkercloud_testing.bare_heads import MODEL, Head, a_head
+from tinkercloud_testing.bare_heads import MODEL, Head, a_head, described, until
 from tinkercloud_worker.checkpoints.store import StoreFailed
 from tinkercloud_worker.head.failures import Moved
 from tinkercloud_worker.journal.shared_log import SharedLog
@@ -20,7 +19,6 @@ from tinkercloud_worker.journal.shared_log import SharedLog
 pytestmark = pytest.mark.timeout(120)
 
 CONFIG = DurabilityConfig(level="remote", snapshot_steps=3)
-PATIENCE_SECONDS = 60
 
 
 @contextmanager
@@ -36,14 +34,8 @@ def store_away() -> Iterator[None]:
         yield
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not condition():  # noqa: ASYNC110 - there is no event for it
-            await asyncio.sleep(0.05)
-
-
 async def train(head: Head, first: int, last: int) -> list[float]:
-    """Run steps of two requests each; return their losses."""
+    """Run steps of two requests each, which reach the store one by one; return their losses."""
     losses = []
     for seq_id in range(first, last + 1, 2):
         head.add(seq_id, first=5 + seq_id)
@@ -53,11 +45,6 @@ async def train(head: Head, first: int, last: int) -> list[float]:
         losses.append(await head.loss(seq_id))
         await head.answer(seq_id + 1)
     return losses
-
-
-def described(head: Head) -> HeldModel:
-    (model,) = head.service.held()
-    return model
 
 
 def objects(folder: Path) -> list[Path]:

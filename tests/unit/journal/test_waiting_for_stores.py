@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,23 @@ import pytest
 
 from tinkercloud_protocol.checkpoints import BODIES
 from tinkercloud_protocol.durability import DurabilityConfig
-from tinkercloud_protocol.launch import HeldModel
 from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.shared_journals import FOLDER
-from tinkercloud_testing.bare_heads import MODEL, Head, a_head
+from tinkercloud_testing.bare_heads import (
+    MODEL,
+    PATIENCE_SECONDS,
+    Head,
+    a_head,
+    described,
+    train,
+    until,
+)
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints.store import StoreFailed
 from tinkercloud_worker.journal.folder import JournalFolder
 from tinkercloud_worker.journal.shared_log import SharedLog
 
 pytestmark = pytest.mark.timeout(120)
-
-PATIENCE_SECONDS = 60
 
 
 class Store:
@@ -64,30 +69,6 @@ def training(folder: Path, config: DurabilityConfig, name: str) -> Iterator[Head
     root = (folder / "store").as_uri()
     with a_head(root, folder, name, journals=folder / name, durability=config) as head:
         yield head
-
-
-async def train(head: Head, first: int, last: int) -> list[float]:
-    """Run steps of two requests each; return their losses."""
-    losses = []
-    for seq_id in range(first, last + 1, 2):
-        # There may be more steps than tokens.
-        head.add(seq_id, first=5 + seq_id % 100)
-        head.apply(seq_id + 1)
-        await head.confirmed()
-        losses.append(await head.loss(seq_id))
-        await head.answer(seq_id + 1)
-    return losses
-
-
-def described(head: Head) -> HeldModel:
-    (model,) = head.service.held()
-    return model
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not condition():  # noqa: ASYNC110 - there is no event for it
-            await asyncio.sleep(0.05)
 
 
 async def test_a_request_is_neither_confirmed_nor_answered_before_the_store_has_it(

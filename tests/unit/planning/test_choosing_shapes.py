@@ -174,7 +174,9 @@ def test_host_memory_holds_what_is_trained_as_it_passes_through(
 ) -> None:
     made, architecture = a_plan(demand, fleet), demand.architecture
     rank = demand.lora_rank
-    numbers = architecture.parameters if rank is None else adapter_parameters(architecture, rank)
+    tower = architecture.tower.parameters if architecture.tower else 0
+    whole = architecture.parameters - tower
+    numbers = whole if rank is None else adapter_parameters(architecture, rank)
 
     # Values and two moments, in float32.
     state = 12 * numbers

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tinker_cookbook.hyperparam_utils import get_lora_param_count
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tinkercloud_planning.architecture import UnknownArchitecture
 from tinkercloud_planning.families import model_types, read
@@ -39,10 +39,9 @@ def test_the_count_is_the_published_one(name: str) -> None:
 @every_model
 def test_the_count_is_that_of_the_model_that_transformers_builds(name: str) -> None:
     settings = config(name)
+    kind = AutoModelForImageTextToText if "vision_config" in settings else AutoModelForCausalLM
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(settings.pop("model_type"), **settings)
-        )
+        model = kind.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
 
     assert read(config(name)).parameters == sum(p.numel() for p in model.parameters())
 

@@ -1,4 +1,4 @@
-"""The table of plans for 29 public models in docs/operate/planning.md is true."""
+"""The table of plans for 33 public models in docs/operate/planning.md is true."""
 
 import json
 from pathlib import Path

@@ -49,23 +49,28 @@ def use_liger(model: PreTrainedModel) -> None:
     """Let a model compute norms, rotary positions and activations with Liger's kernels.
 
     They replace transformers' functions for all models of the family in this process. Mixtures keep
-    transformers' activations.
+    transformers' activations. Families for which Liger does not fit the installed transformers keep
+    all of its operations (with 5.23 and Liger 0.8.5: Qwen2-VL, Qwen2.5-VL and Qwen3-VL).
     """
     # Liger logs each missing backend of other vendors at every start.
     logging.getLogger("liger_kernel").setLevel(logging.ERROR)
     # Triton must not be loaded where there is no GPU.
     from liger_kernel.transformers import _apply_liger_kernel_to_instance  # noqa: PLC0415
 
-    _apply_liger_kernel_to_instance(
-        model,
-        rope=True,
-        rms_norm=True,
-        # Liger replaces the experts by another class, which `find_experts` would not recognize in
-        # later models.
-        swiglu=not find_experts(model),
-        cross_entropy=False,
-        fused_linear_cross_entropy=False,
-    )
+    try:
+        _apply_liger_kernel_to_instance(
+            model,
+            rope=True,
+            rms_norm=True,
+            # Liger replaces the experts by another class, which `find_experts` would not recognize
+            # in later models.
+            swiglu=not find_experts(model),
+            cross_entropy=False,
+            fused_linear_cross_entropy=False,
+        )
+    except ImportError as error:
+        # It imports names of transformers that newer ones no longer have, before it replaces any.
+        log.warning("no fused kernels for %s: %s", model.config.model_type, error)
 
 
 def compiled_on_gpu(function: Callable[P, R]) -> Callable[P, R]:
