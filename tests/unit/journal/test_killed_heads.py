@@ -8,19 +8,23 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.durability import DurabilityConfig
-from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable
+from tinkercloud_protocol.envelope import TrainingEnvelope
+from tinkercloud_protocol.errors import InvalidRequest, Overloaded, StateLost, Unavailable
 from tinkercloud_protocol.journals import has_journal, manifest_path
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_testing.dying_store import Death
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints import store as store_module
+from tinkercloud_worker.head import requests
 from tinkercloud_worker.journal.folder import JournalFolder, Segment
 
 pytestmark = pytest.mark.timeout(300)
@@ -285,6 +289,31 @@ async def test_a_journal_that_cannot_be_read_is_not_reported_as_lost(tmp_path: P
         pytest.raises(Unavailable, match="its journal can't be read"),
     ):
         await head.resume("g1")
+
+
+async def test_the_key_of_a_request_that_was_rejected_is_not_that_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reject(*_: object) -> None:
+        raise Overloaded("too many results")
+
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    step = {"model_id": str(MODEL), "adam_params": {"learning_rate": 0.1}}
+    first = requests.receive_json(routes.OPTIM_STEP, orjson.dumps(step))
+    step["adam_params"] = {"learning_rate": 0.2}
+    second = requests.receive_json(routes.OPTIM_STEP, orjson.dumps(step))
+    with a_head(root, tmp_path, "g1", journals=journals) as head:
+        await head.begin()
+        with monkeypatch.context() as full:
+            full.setattr(head.service, "_enqueue", reject)
+            with pytest.raises(Overloaded):
+                head.service.submit(first, "key of the first")
+        head.service.submit(replace(second, place=TrainingEnvelope(str(MODEL), 1)))
+        await head.confirmed()
+
+    with a_head(root, tmp_path, "g2", journals=journals) as head:
+        await head.resume("g1")
+        assert head.service.submit(first, "key of the first") == f"{MODEL}:2"
 
 
 async def test_a_damaged_journal_is_named(tmp_path: Path) -> None:

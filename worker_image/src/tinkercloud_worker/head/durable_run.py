@@ -173,9 +173,9 @@ class DurableRun:
             self._shipping.append(Record(index, entry, source.body))
         metrics.JOURNAL_BYTES.inc(len(source.body))
 
-    def record_key(self, seq_id: int, key: str) -> None:
+    def record_key(self, seq_id: int, key: str | None) -> None:
         """See `RequestLog.record_key`."""
-        self._key = (seq_id, key)
+        self._key = (seq_id, key) if key is not None else None
 
     def record_read(self, request_id: str) -> None:
         """See `RequestLog.record_read`."""

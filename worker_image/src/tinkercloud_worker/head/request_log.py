@@ -14,8 +14,8 @@ class RequestLog(Protocol):
     def append(self, queued: "QueuedRequest") -> None:
         """Add a request that the queue accepts."""
 
-    def record_key(self, seq_id: int, key: str) -> None:
-        """Record the idempotency key of the request that is added next."""
+    def record_key(self, seq_id: int, key: str | None) -> None:
+        """Record the idempotency key of the request that is added next; None: it has none."""
 
     def record_read(self, request_id: str) -> None:
         """Record that a client has read a result."""
@@ -67,7 +67,7 @@ class NoLog:
     def append(self, queued: "QueuedRequest") -> None:
         """See `RequestLog.append`."""
 
-    def record_key(self, seq_id: int, key: str) -> None:
+    def record_key(self, seq_id: int, key: str | None) -> None:
         """See `RequestLog.record_key`."""
 
     def record_read(self, request_id: str) -> None:

@@ -321,9 +321,13 @@ class HeadService:
         if received.is_numbered:
             return self._enqueue(model, received)
         seq_id = model.given_numbers.number(key, received.digest)
-        if key is not None:
-            model.queue.log.record_key(seq_id, key)
-        request_id = self._enqueue(model, received.numbered(seq_id))
+        model.queue.log.record_key(seq_id, key)
+        try:
+            request_id = self._enqueue(model, received.numbered(seq_id))
+        except BaseException:
+            # Another request may get this number.
+            model.queue.log.record_key(seq_id, None)
+            raise
         model.given_numbers.record(seq_id, key)
         return request_id
 
