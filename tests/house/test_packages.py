@@ -64,3 +64,14 @@ print(*sys.modules)
     loaded = subprocess.check_output([sys.executable, "-c", script], text=True)
 
     assert set(loaded.split()) & HEAVY == set()
+
+
+def test_the_command_line_loads_the_server_and_clusters_only_for_the_commands_that_need_them() -> (
+    None
+):
+    script = "import sys, tinkercloud_api.cli; print(*sys.modules)"
+
+    loaded = subprocess.check_output([sys.executable, "-c", script], text=True)
+
+    slow = {"fastapi", "kubernetes", "huggingface_hub", "uvicorn", "tinkercloud_api.server"}
+    assert set(loaded.split()) & slow == set()

@@ -18,11 +18,10 @@ import typer
 from obstore.exceptions import BaseError
 from rich.console import Console
 
-from tinkercloud_api import logs, planning, server, state_folder
+from tinkercloud_api import logs, state_folder
 from tinkercloud_api.auth import Role, hash_key, new_key
 from tinkercloud_api.catalog.database import CatalogUnreachableError
 from tinkercloud_api.catalog.tables import now
-from tinkercloud_api.catalog_rebuild import rebuild
 from tinkercloud_api.commands import audit, checkpoints, drain, programs, projects, usage, users
 from tinkercloud_api.commands.local_catalog import StateDir, moment_of, with_catalog
 from tinkercloud_api.commands.shared import (
@@ -34,9 +33,6 @@ from tinkercloud_api.commands.shared import (
     request,
     show,
 )
-from tinkercloud_api.doctor import CheckResult, examine
-from tinkercloud_api.models import ModelNotFoundError
-from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_api.settings import InvalidSettingsError, load_settings
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.object_store import open_store
@@ -124,6 +120,10 @@ def serve(
         models=models or None,
         aliases=aliases or None,
     )
+    # The server takes a second to load, which other commands need not.
+    from tinkercloud_api import server  # noqa: PLC0415
+    from tinkercloud_api.models import ModelNotFoundError  # noqa: PLC0415
+
     logs.configure(settings)
     try:
         server.run(settings)
@@ -258,6 +258,9 @@ def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> Non
     Existing entries are kept. API keys, the public flag of checkpoints and the metadata of runs
     cannot be restored, as they are not in the checkpoint store.
     """
+    from tinkercloud_api.catalog_rebuild import rebuild  # noqa: PLC0415 - as above
+    from tinkercloud_api.object_store import ObjectStoreClient  # noqa: PLC0415
+
     settings = read_settings(state_dir=state_dir)
     try:
         objects = ObjectStoreClient(open_store(settings.checkpoint_url))
@@ -378,6 +381,8 @@ def plan_model(
     as_json: Json = False,
 ) -> None:
     """Plan how to train and sample a model on GPUs. --json prints a BaseModel manifest."""
+    from tinkercloud_api import planning  # noqa: PLC0415 - as above
+
     try:
         plan = planning.plan(
             model,
@@ -399,6 +404,8 @@ def plan_model(
 @app.command()
 def doctor(state_dir: StateDir = None, *, as_json: Json = False) -> None:
     """Check whether this machine is ready to serve, and suggest fixes for problems."""
+    from tinkercloud_api.doctor import CheckResult, examine  # noqa: PLC0415 - as above
+
     try:
         results = asyncio.run(examine(load_settings(state_dir=state_dir)))
     except InvalidSettingsError as error:

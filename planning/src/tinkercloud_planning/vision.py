@@ -33,7 +33,7 @@ def text_of(config: Config) -> Config:
     """Return the configuration of the language model of a vision-language model.
 
     Its `model_type` is that of the whole model, and its `vision_config` is kept. Qwen2.5-VL's
-    published files have the fields of the language model beside those of the whole.
+    published files have the fields of the language model at the top level.
     """
     whole = Fields(config)
     text = {**config, **whole.part("text_config"), "model_type": config["model_type"]}
@@ -134,7 +134,7 @@ class _Sizes:
         wide = 6 * _WIDE_BYTES * self.hidden
         # The inputs of the layer and its MLP, and the normalized one.
         in_mlp = _BYTES * (3 * self.hidden + inner_values * self.inner)
-        # The embeddings of its places: stored, in float32, and weighted, beside its own.
+        # The embeddings of its places: stored, in float32, and weighted, in addition to its own.
         in_grid = (_BYTES + corners * (_BYTES + 2 * _WIDE_BYTES)) * self.hidden
         angles = 4 * _WIDE_BYTES * self.hidden // self.heads
         per_patch = _BYTES * (self.pixels + features // self.merge**2)

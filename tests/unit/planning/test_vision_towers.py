@@ -43,7 +43,7 @@ TEXT = {
 ROWS = 56
 """Patches of an image, each way."""
 PIXELS = 1 << 24
-"""Of the image that plans count."""
+"""Pixels of the image that plans count."""
 
 
 def small(name: str) -> dict[str, Any]:

@@ -2,15 +2,15 @@
 
 import asyncio
 import logging
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import structlog
 import typer
 
 from tinkercloud_api.commands.shared import fail, read_settings
-from tinkercloud_api.draining import CannotDrain, Progress, cordon, drain
-from tinkercloud_kube.client import Client
-from tinkercloud_kube.errors import KubernetesError
+
+if TYPE_CHECKING:
+    from tinkercloud_api.draining import Progress
 
 _FIELD_MANAGER = "tinkercloud-drain"
 """Not the API server's, whose writes count as use of a session."""
@@ -40,6 +40,10 @@ def drain_node(
 
     Uses the cluster of KUBECONFIG. Exits with status 1 if sessions remain on the node.
     """
+    # Kubernetes' client takes half a second to load, which other commands need not.
+    from tinkercloud_api.draining import CannotDrain  # noqa: PLC0415
+    from tinkercloud_kube.errors import KubernetesError  # noqa: PLC0415
+
     where = namespace or read_settings().namespace
     # The informers' log would appear among the progress.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
@@ -55,8 +59,11 @@ def drain_node(
 
 
 async def _run(
-    node: str, namespace: str, seconds: int, left: dict[str, Progress], *, cordons: bool
+    node: str, namespace: str, seconds: int, left: dict[str, "Progress"], *, cordons: bool
 ) -> None:
+    from tinkercloud_api.draining import cordon, drain  # noqa: PLC0415 - as above
+    from tinkercloud_kube.client import Client  # noqa: PLC0415
+
     cluster = await Client.connect(namespace, _FIELD_MANAGER)
     try:
         async with asyncio.timeout(seconds):
