@@ -2,9 +2,9 @@
 
 A request of the journal may be what killed the head, for example for lack of memory. The next head
 repeats it, and would die of it as well, and so would every head after that, with all runs on it.
-Each head therefore writes down beside the journal which repeated request it starts. A request that
-was running when a head died runs alone among the repeated ones in the next head, so that no other
-is suspected because of it, and a request that has ended two heads is refused.
+Each head therefore records in the folder of the journal which repeated request it starts. A request
+that was running when a head died runs alone among the repeated ones in the next head, so that no
+other is suspected because of it, and a request that has ended two heads is refused.
 """
 
 import asyncio

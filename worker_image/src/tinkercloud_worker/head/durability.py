@@ -345,7 +345,7 @@ class Durability:
             attempts=Attempts(folder, self._threads, self._turns),
             on_change=self._changed,
         )
-        # First of all, so that whoever deletes the model finds it.
+        # First of all, so that a deletion of the model finds it.
         self._runs[name] = run
         self._changed()
         model.queue.log = run

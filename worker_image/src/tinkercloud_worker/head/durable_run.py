@@ -74,8 +74,7 @@ class DurableRun:
         self._manifest = manifest
         self._folder = folder
         self._snapshots = snapshots
-        self._config = config
-        self._threads = threads
+        self._config, self._threads = config, threads
         self.attempts = attempts
         """The attempts to repeat its requests."""
         self._on_change = on_change
