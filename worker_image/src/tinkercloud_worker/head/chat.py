@@ -240,7 +240,7 @@ class HeadChat:
         path = routes.OPENAI_CHAT if action == _CHAT else request.path
         if path not in _FORMATS:
             raise NotFound(f"a session head does not serve {request.path}")
-        asked, answer, choices = await asyncio.to_thread(_read, path, body, text, backend)
+        asked, answer, choices = await asyncio.to_thread(_ask, path, body, text, backend)
         if recorded is not None:
             if asked.images:
                 raise InvalidRequest(
@@ -319,7 +319,7 @@ def _recorded_in(path: str, target: str) -> tuple[str | None, str]:
     return name, action
 
 
-def _read(
+def _ask(
     path: str, body: bytes, text: ChatText, backend: Backend
 ) -> tuple[Asked, Answer, list[Choice]]:
     """Read a request, and begin its choices. Runs in a thread: there may be many thousands.
