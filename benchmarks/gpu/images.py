@@ -14,6 +14,7 @@ from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 from tinkercloud_worker.vision.prepared import PreparedImage
 
+_DEVICES = ("cuda", "cpu")
 _LENGTHS = (20, 9)
 
 
@@ -21,8 +22,10 @@ def logprobs(bench: Bench) -> Iterator[Measurement]:
     """N8: logprobs of prompts with two images against transformers on the CPU, in float32.
 
     Raises:
-        Skipped: what the tiny models need is not installed.
+        Skipped: what the tiny models need is not installed, or the device is another.
     """
+    if bench.device.type not in _DEVICES:
+        raise Skipped(f"images are computed on {' or '.join(_DEVICES)}, not on {bench.device.type}")
     try:
         from tinkercloud_testing.families import READS_IMAGES  # noqa: PLC0415
         from tinkercloud_testing.vision import images_of, reference_logits  # noqa: PLC0415

@@ -26,10 +26,10 @@ def paging(bench: Bench) -> Iterator[Measurement]:
     models = Models(HostMemory(lambda: None), lambda size: size - room[0])
     model = new_adapter(base.targets, LoraConfig(rank=work.rank, seed=1), bench.device)
     model.begin_moments()
-    generator = torch.Generator(bench.device).manual_seed(_SEED)
+    generator = torch.Generator().manual_seed(_SEED)
     weights, _, *moments = model.vectors
     for vector in (weights, *moments):
-        vector.uniform_(-1, 1, generator=generator)
+        vector.copy_(torch.rand(vector.shape, generator=generator))
     expected = [vector.clone() for vector in model.vectors]
     models["m"] = model
 

@@ -81,10 +81,7 @@ class HeadLocator:
         self._placing: dict[str, asyncio.Task[HeadEndpoint]] = {}
 
     async def authorize_run(self, run_id: str, principal: Principal) -> bool:
-        """Check that a principal may use a run as its request does.
-
-        Returns:
-            Whether the principal may also change it.
+        """Return whether a principal who may use a run as its request does may also change it.
 
         Raises:
             NotFound: the run does not exist for this principal.

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[3]
 ABSENT = {"vllm", "several GPUs"}
 MEGATRON = {*(f"M{number}" for number in range(1, 9)), "G1m", "G2m"}
 MEMORY = {"G6", *(f"P{number}" for number in range(1, 11))}
+IMAGES = {"N8"}
 NEED_PEFT = {"G4", "G5"}
 SERVED = {f"S{number}" for number in range(1, 31)}
 """Figures that need an external server."""
@@ -77,13 +78,13 @@ def test_every_part_runs_on_another_device_than_the_cpu_and_agrees_with_huggingf
     verdicts = {m["id"]: m["verdict"] for m in written["measurements"]}
     assert written["device"]["name"] == "elsewhere"
     assert written["failed"] == {}
-    assert verdicts.keys() == EVERY_FIGURE - MEMORY - MEGATRON
+    assert verdicts.keys() == EVERY_FIGURE - MEMORY - MEGATRON - IMAGES
     assert {verdicts[f"N{number}"] for number in range(1, 8)} == {"pass"}
     assert {verdict for name, verdict in verdicts.items() if name[0] == "G"} == {"not compared"}
     assert {"has no memory statistics" in written["skipped"][name] for name in MEMORY} == {True}
-    assert {"not on elsewhere" in written["skipped"][name] for name in MEGATRON} == {True}
+    assert {"not on elsewhere" in written["skipped"][name] for name in MEGATRON | IMAGES} == {True}
     assert "sglang is not installed" in written["skipped"]["S1"]
-    assert written["skipped"].keys() == ABSENT | MEMORY | MEGATRON | SERVED
+    assert written["skipped"].keys() == ABSENT | MEMORY | MEGATRON | IMAGES | SERVED
 
 
 def test_the_megatron_trainer_agrees_with_huggingface_and_the_torch_trainer(

@@ -12,7 +12,7 @@ from tinkercloud_protocol import routes
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_testing.served_heads import a_served_head
-from tinkercloud_worker.head import chat, requests, service
+from tinkercloud_worker.head import chat, requests, running_samples
 
 MODEL = "mine:train:0"
 PADDING = "x" * 100_000
@@ -57,7 +57,7 @@ async def test_large_requests_are_hashed_and_parsed_off_the_event_loop(
         watch(threads, monkeypatch, requests, "content_digest")
         watch(threads, monkeypatch, requests, "_json_place")
         watch(threads, monkeypatch, requests, "decode_forward_backward")
-        watch(threads, monkeypatch, service, "body_digest")
+        watch(threads, monkeypatch, running_samples, "body_digest")
         place = {"model_id": MODEL, "padding": PADDING}
         step = orjson.dumps(place | {"seq_id": 1, "adam_params": {}})
         wrong = orjson.dumps(place | {"seq_id": 2, "adam_params": {"beta1": 2}})
