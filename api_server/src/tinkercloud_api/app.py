@@ -107,7 +107,8 @@ _ROUTED = (
     *(runs, programs, keys, health, hub),
 )
 """Modules with the routes that FastAPI serves."""
-_HOUSEKEEPING_SECONDS = 30.0
+_INACTIVITY_SECONDS = 30.0
+"""Longest time between two checks for inactive clients."""
 _SIGNING_KEY = "download URLs"
 """Name of the secret in the catalog."""
 _TOKEN_SECRET = "access tokens"  # noqa: S105 - a name
@@ -430,12 +431,12 @@ async def _run_housekeeping(context: Context) -> None:
             except Exception:
                 metrics.HOUSEKEEPING_ERRORS.inc()
                 log.exception("housekeeping task failed; will retry")
-        await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+        await asyncio.sleep(context.settings.housekeeping_seconds)
 
 
 def _inactivity_period(settings: Settings) -> timedelta:
     """Return the interval between checks for inactive clients."""
-    return timedelta(seconds=min(_HOUSEKEEPING_SECONDS, settings.session_silence_seconds))
+    return timedelta(seconds=min(_INACTIVITY_SECONDS, settings.session_silence_seconds))
 
 
 async def _suspend_inactive(context: Context) -> None:

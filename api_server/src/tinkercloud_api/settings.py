@@ -177,6 +177,9 @@ class Settings(BaseSettings):
     orphan_grace_seconds: Annotated[float, Field(gt=0)] = 120.0
     """How long, in seconds, session heads keep running after their server is killed. A server that
     starts within this time takes over the heads and their models."""
+    housekeeping_seconds: Annotated[float, Field(gt=0)] = 30.0
+    """How often, in seconds, the server writes when sessions, runs and keys were last used, deletes
+    what has expired, and reports runs that were lost with their heads."""
     session_silence_seconds: Annotated[float, Field(gt=0)] = 600.0
     """Client inactivity, in seconds, after which a model is suspended. A client is inactive if the
     server receives neither its heartbeats nor its requests for the model. The session head then
