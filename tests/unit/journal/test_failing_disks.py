@@ -40,6 +40,44 @@ def full_disk() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def read_only_disk() -> Iterator[None]:
+    """Fail all changes of journals and local stores as a disk does that was mounted read-only."""
+
+    def fail(*_: object, **__: object) -> Any:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("write_manifest", "create", "withdraw", "remove_before", "write_deaths"):
+            patch.setattr(JournalFolder, name, fail)
+        patch.setattr(Segment, "write", fail)
+        patch.setattr(durable, "put", fail)
+        yield
+
+
+async def test_after_a_read_only_disk_a_run_is_durable_again_and_survives_a_kill(
+    tmp_path: Path,
+) -> None:
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    with a_head(root, tmp_path, "undisturbed") as head:
+        await head.begin()
+        expected = await train(head, 1, 10)
+
+    with a_head(root, tmp_path, "g1", journals=journals) as head:
+        await head.begin()
+        losses = await train(head, 1, 2)
+        with read_only_disk():
+            losses += await train(head, 3, 6)
+            assert "Read-only file system" in str(described(head).degraded)
+        await until(lambda: described(head).is_durable)
+        losses += await train(head, 7, 8)
+
+    with a_head(root, tmp_path, "g2", journals=journals) as head:
+        await head.resume("g1")
+        losses += await train(head, 9, 10)
+    assert losses == expected
+
+
 async def test_a_full_disk_degrades_a_run_that_becomes_durable_again(tmp_path: Path) -> None:
     root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
     with a_head(root, tmp_path, "undisturbed") as head:
