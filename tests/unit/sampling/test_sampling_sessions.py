@@ -21,7 +21,7 @@ from tinkercloud_worker.engine.prompt_images import PromptImages
 from tinkercloud_worker.engine.sampler import SamplingRequest
 from tinkercloud_worker.engine.sampling_request import prepare
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
-from tinkercloud_worker.head import service
+from tinkercloud_worker.head import running_samples
 from tinkercloud_worker.head.samplers import Samplers
 
 SESSION = SamplingSessionId("s", 0)
@@ -80,7 +80,7 @@ async def test_samples_that_the_next_head_rejects_do_not_prevent_their_model_fro
         await head.begin()
         head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 1, sampling_session_seq_id=0)
         await head.answer(1)
-        monkeypatch.setattr(service, "prepare", as_an_older_head_did)
+        monkeypatch.setattr(running_samples, "prepare", as_an_older_head_did)
         unsound = head.sample(0, 0, max_tokens=10**6)
         of_none = a_sample(0, 1, 400).model_copy(update={"num_samples": 0})
         unreadable = str(head.service.sample(head.service.prepare(of_none)))
