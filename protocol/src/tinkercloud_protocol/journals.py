@@ -76,11 +76,13 @@ def read_manifest(root: Path, run_id: str) -> JournalManifest | None:
         ) from None
 
 
-def read_manifests(root: Path) -> list[JournalManifest]:
-    """Return the manifests of all journals that can be read, in the order of their run ids."""
-    run_ids = sorted(path.parents[1].name for path in root.glob(f"runs/*/journal/{_MANIFEST}"))
-    manifests = [read_manifest(root, run_id) for run_id in run_ids]
-    return [manifest for manifest in manifests if manifest is not None]
+def run_ids(root: Path) -> list[str]:
+    """Return the ids of the runs that have a journal, in order.
+
+    Raises:
+        OSError: the disk can't be read.
+    """
+    return sorted(path.parents[1].name for path in root.glob(f"runs/*/journal/{_MANIFEST}"))
 
 
 def has_journal(root: Path | None, run_id: str, generation: str) -> bool:

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tinkercloud_protocol import journals
 from tinkercloud_protocol.checkpoints import SuspendedManifest
-from tinkercloud_protocol.errors import StateLost, Unavailable
-from tinkercloud_protocol.journals import read_manifests
+from tinkercloud_protocol.errors import Overloaded, StateLost, Unavailable
+from tinkercloud_protocol.journals import manifest_path, run_ids
 from tinkercloud_protocol.launch import Timings
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
@@ -72,6 +73,60 @@ async def expected(disks: Disks) -> float:
     with disks.head("g1") as head:
         await train(head)
         return await head.loss(3)
+
+
+async def test_a_damaged_manifest_stops_nobody_from_being_saved(
+    disks: Disks, expected: float
+) -> None:
+    damaged = manifest_path(disks.journals, "other:train:0")
+    damaged.parent.mkdir(parents=True)
+    damaged.write_text("{")
+
+    with disks.head("g2") as head:
+        await head.service.suspend()
+
+    await disks.check_continues(expected)
+
+
+async def test_a_disk_that_cannot_be_read_delays_what_is_on_it_and_no_other_run(
+    disks: Disks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_root: Path) -> list[str]:
+        raise OSError("Input/output error")
+
+    with disks.head("g1") as head:
+        await train(head)
+        expected = await head.loss(3)
+        with monkeypatch.context() as broken:
+            broken.setattr(journals, "run_ids", fail)
+            with pytest.raises(Unavailable, match="Input/output error"):
+                await head.service.checkpoint()
+            assert list((disks.folder / "store").rglob("last-step-000001/manifest.json"))
+            with pytest.raises(Unavailable, match="Input/output error"):
+                await head.service.suspend()
+        await head.service.suspend()
+
+    await disks.check_continues(expected)
+
+
+@pytest.mark.parametrize("how", ["suspended", "asked for"])
+async def test_a_run_that_cannot_be_created_again_for_now_keeps_its_journal(
+    disks: Disks, expected: float, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    def reject(_model_id: str, _lora: object) -> None:
+        raise Overloaded("no memory for this model")
+
+    with disks.head("g2") as head, monkeypatch.context() as full:
+        full.setattr(head.backend.trainer, "add_model", reject)
+        if how == "asked for":
+            await head.resume("g1")
+            assert b"no memory for this model" in await head.answer(0)
+        with pytest.raises(Unavailable, match="no memory for this model"):
+            await head.service.suspend()
+
+    with disks.head("g3") as head:
+        await head.resume("g1")
+        assert await head.loss(3) == expected
 
 
 async def test_a_head_that_is_suspended_saves_the_runs_on_its_disk(
@@ -242,7 +297,7 @@ async def test_a_journal_does_not_exist_before_the_state_that_it_follows(
     commit, existed = CheckpointStore.commit_suspended, list[bool]()
 
     async def watch(store: CheckpointStore, manifest: SuspendedManifest) -> None:
-        existed.append(bool(read_manifests(disks.journals)))
+        existed.append(bool(run_ids(disks.journals)))
         await commit(store, manifest)
 
     monkeypatch.setattr(CheckpointStore, "commit_suspended", watch)
@@ -250,4 +305,4 @@ async def test_a_journal_does_not_exist_before_the_state_that_it_follows(
         await head.resume("g1")
 
         assert existed == [False]
-        assert read_manifests(disks.journals)
+        assert run_ids(disks.journals)

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol import descriptors
-from tinkercloud_protocol.journals import read_manifests
+from tinkercloud_protocol.journals import run_ids
 from tinkercloud_protocol.launch import HeadConfig, Listen
 from tinkercloud_protocol.object_store import open_store
 from tinkercloud_worker import logs
@@ -178,7 +178,10 @@ def _would_lose_journals(config: HeadConfig) -> bool:
     """Return whether an earlier head left journals on a disk that may not outlive this one."""
     if config.journal_dir is None or config.unsaved_dir is not None:
         return False
-    return bool(read_manifests(Path(config.journal_dir)))
+    try:
+        return bool(run_ids(Path(config.journal_dir)))
+    except OSError:
+        return True
 
 
 async def serve(config: HeadConfig) -> None:

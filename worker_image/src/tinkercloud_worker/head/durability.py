@@ -77,13 +77,23 @@ class Durability:
             self._shared = SharedJournals(config.checkpoint_root, config.generation, self._config)
 
     def on_disk(self, only: str = "") -> list[JournalManifest]:
-        """Return the manifests of all local journals, or of one run's. Blocks."""
+        """Return the manifests of all local journals that are not damaged, or of one run's. Blocks.
+
+        Raises:
+            OSError: the disk can't be read.
+        """
+        found = []
         if self._root is None:
             return []
-        if not only:
-            return journals.read_manifests(self._root)
-        manifest = journals.read_manifest(self._root, only)
-        return [manifest] if manifest is not None else []
+        for run_id in journals.run_ids(self._root):
+            try:
+                if only in {"", run_id}:
+                    found.append(journals.read_manifest(self._root, run_id))
+            except InvalidRequest as error:
+                log.error(  # noqa: TRY400 - nothing is wrong here
+                    "the journal of a run on the disk is damaged", reason=error.message
+                )
+        return [manifest for manifest in found if manifest is not None]
 
     async def is_replaced(self, manifest: JournalManifest) -> bool:
         """Return whether another head is known to have continued a run from a copied journal.

@@ -62,8 +62,19 @@ class KeptRuns:
 
         Args:
             only: the id of one run; otherwise all runs are considered.
+
+        Raises:
+            Unavailable: the disk can't be read.
         """
-        found = await asyncio.to_thread(self._durability.on_disk, only)
+        if only and not self._is_waiting(only):
+            return []
+        try:
+            found = await asyncio.to_thread(self._durability.on_disk, only)
+        except OSError as error:
+            raise Unavailable(
+                f"whether there are more runs on the local disk can't be determined: it can't be"
+                f" read ({error})"
+            ) from None
         return [each for each in found if self._is_waiting(each.run_id)]
 
     def _is_waiting(self, name: str) -> bool:
@@ -103,6 +114,10 @@ class KeptRuns:
         return await self._durability.is_replaced(manifest)
 
     async def load_all(self, only: str = "") -> WireError | None:
-        """Continue all of these runs, or one; return the first reason why one can't be now."""
+        """Continue all of these runs, or one; return the first reason why one can't be now.
+
+        Raises:
+            Unavailable: the disk can't be read.
+        """
         failures = [await self.load(manifest) for manifest in await self.waiting(only)]
         return next((each for each in failures if each is not None), None)

@@ -222,18 +222,21 @@ class Lifecycle:
 
     async def _drain(self) -> None:
         end = asyncio.get_running_loop().time() + self._timings.stop_seconds
-        await self._finish_loading(end)
-        if self._service is not None and self._backend is not None:
-            try:
+        try:
+            await self._finish_loading(end)
+            if self._service is not None and self._backend is not None:
                 await self._suspend_in_time(self._service, self._backend.config.unsaved_dir, end)
-            except TimeoutError:
-                log.critical("out of time: stopping, and models that are not suspended are lost")
-            except Unavailable as error:
-                log.critical(
-                    "stopping: models that could not be suspended are lost", reason=error.message
-                )
-            self._service.results.release()
-        self.drained.set()
+        except TimeoutError:
+            log.critical("out of time: stopping, and models that are not suspended are lost")
+        except Unavailable as error:
+            log.critical(
+                "stopping: models that could not be suspended are lost", reason=error.message
+            )
+        finally:
+            # Whatever has failed, the process must end.
+            if self._service is not None:
+                self._service.results.release()
+            self.drained.set()
 
     async def _finish_loading(self, end: float) -> None:
         """Wait for the engine until a moment of the loop's clock, if it is needed to save runs."""

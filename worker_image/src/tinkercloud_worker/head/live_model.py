@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from tinkercloud_protocol.errors import Overloaded, WireError
+from tinkercloud_protocol.errors import Overloaded, Unavailable, WireError
 from tinkercloud_protocol.futures import QueueState
 from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.launch import ModelSpec
@@ -38,6 +38,20 @@ class LiveModel:
     spans: SpanRecorder
     lineage: list[str]
     """Generations of the heads that suspended it, oldest first."""
+    lacks_journal: str | None = None
+    """Why it could not be created again to continue its journal; None if it could."""
+
+    def check_complete(self) -> None:
+        """Check that the model has what its journal has, so that its state may replace it.
+
+        Raises:
+            Unavailable: the model could not be created again, for example for lack of memory.
+        """
+        if self.lacks_journal is not None:
+            raise Unavailable(
+                f"model {self.model_id} could not be created again to continue its journal, which"
+                f" stays: {self.lacks_journal}"
+            )
 
     def fits(self, spec: ModelSpec) -> bool:
         """Return whether a specification is the model's, or continues an earlier head's."""

@@ -9,7 +9,7 @@ from functools import partial
 import structlog
 
 from tinkercloud_protocol.checkpoints import SuspendedManifest
-from tinkercloud_protocol.errors import InvalidRequest, StateLost
+from tinkercloud_protocol.errors import InvalidRequest, StateLost, WireError
 from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.launch import ModelSpec
@@ -164,6 +164,11 @@ async def _create_again(model: LiveModel) -> Result:
             return await model.operations.create()
     except EndsHeads as error:
         model.operations.refuse(error.message)
+        raise
+    except WireError as error:
+        if error.category != "user":
+            # Such as too little memory. The journal has the run: nothing may replace that.
+            model.lacks_journal = error.message
         raise
 
 

@@ -64,6 +64,8 @@ class Samplers:
         the model is gone. In order of publication, evicted ones included."""
         self._evicted: dict[str, None] = {}
         """Sessions of snapshots that were evicted once, the first first."""
+        self._storing: dict[str, asyncio.Task[None]] = {}
+        """Snapshots that are being evicted, and may be stored."""
         self._adapters: set[str] = set()
         """Sessions of snapshots that can be stored."""
         limits = backend.config.limits
@@ -225,7 +227,12 @@ class Samplers:
             self._usage.remove(name)
             if load is None:
                 self._evicted[name] = None
-                await self._store(name)
+                # A sample that arrives meanwhile waits: the weights may return.
+                storing = self._storing[name] = asyncio.create_task(self._store(name))
+                try:
+                    await storing
+                finally:
+                    self._storing.pop(name, None)
             can_be_reloaded = load is not None or name in self.evicted
             log.info("weights were evicted", session=name, can_be_reloaded=can_be_reloaded)
             await self._backend.sampler.retire(name if load is None else load.result())
@@ -332,6 +339,8 @@ class Samplers:
             return self._inflight[model]
         if name in self._snapshots and name not in self._evicted:
             return name
+        if (storing := self._storing.get(name)) is not None:
+            await asyncio.wait({storing})
         load = self._loads.get(name)
         if load is None and name not in self._specs and name not in self.evicted:
             raise NotFound(self._why_unknown(name))

@@ -419,7 +419,10 @@ class HeadService:
         if not only:
             # Save what there is now, rather than wait for trainers that are still starting.
             self._backend.trainer.stop_waiting()
-        failure = None if self._is_draining else await self._repeat_kept(only)
+        try:
+            failure = None if self._is_draining else await self._repeat_kept(only)
+        except Unavailable as error:
+            failure = error
         saved = await self._autosaver.save_last(only)
         if failure is not None:
             raise failure

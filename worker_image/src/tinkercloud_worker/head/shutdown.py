@@ -87,7 +87,11 @@ class HeadShutdown:
             reasons: is extended by the reasons of failures.
         """
         missing, room = set[str](), asyncio.Semaphore(1)
-        for manifest in await self.kept.waiting():
+        waiting = await self.kept.waiting()
+        if waiting:
+            for name in self._written & self.models.keys():
+                await _free(self.models[name])
+        for manifest in waiting:
             # A request for it may have arrived before the head started to stop.
             if (task := self.resuming.get(manifest.run_id)) is not None:
                 await asyncio.wait({task})

@@ -186,6 +186,7 @@ class Suspension:
         writer: StateWriter,
     ) -> SuspendedManifest:
         """Write everything except the samplers, and the manifest last."""
+        model.check_complete()
         await self.samplers.evicted.ready()
         bodies = Bodies()
         head = self.head_state(model, unfinished, bodies)
