@@ -17,6 +17,7 @@ from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
+from tinkercloud_worker.engine.trainer import WeightsSnapshot
 
 NAME = str(MODEL)
 MANY = 1 << 30
@@ -84,6 +85,29 @@ async def test_every_evicted_snapshot_draws_what_it_drew_before(head: Head) -> N
 
     for seq_id in (1, 2):
         assert {step: await head.drawn(step, seq_id) for step in drawn} == drawn
+
+
+async def test_a_sample_that_arrives_while_its_snapshot_is_evicted_waits_for_it(
+    head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evicting, may_export, export = asyncio.Event(), asyncio.Event(), head.backend.sampler.export
+
+    async def wait_and_export(name: str) -> WeightsSnapshot | None:
+        evicting.set()
+        await may_export.wait()
+        return await export(name)
+
+    drawn = await train(head, 1, 1)
+    monkeypatch.setattr(head.backend.sampler, "export", wait_and_export)
+    training = asyncio.create_task(train(head, 2, 2))
+    await evicting.wait()
+    sampling = asyncio.create_task(head.drawn(1, 1))
+    # Long enough for a sample that does not wait to fail.
+    await asyncio.sleep(0.2)
+    may_export.set()
+
+    assert await sampling == drawn[1]
+    await training
 
 
 async def test_a_snapshot_that_returned_does_not_count_as_the_latest(head: Head) -> None:
