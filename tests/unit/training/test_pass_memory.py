@@ -126,6 +126,17 @@ def test_large_passes_are_forgotten_after_many_small_ones() -> None:
     assert passes.bytes == 299
 
 
+def test_large_passes_keep_no_model_out_once_their_own_are_gone() -> None:
+    machine = Machine(1)
+    machine.trainer.add_model("m", RANK_4)
+    machine.step("m")
+    machine.gauge.peak = 2 * KEPT_FREE_BYTES
+    machine.step("m")
+    machine.trainer.remove_model("m")
+
+    assert machine.fill() == 1
+
+
 def test_what_a_computation_allocates_and_frees_is_measured_on_a_cpu() -> None:
     meter = peak_meter(torch.device("cpu"))
     meter.begin()

@@ -79,6 +79,10 @@ class PassMemory:
         """The most that a pass allocated; 0 if none was measured."""
         return max(self._peaks, default=0)
 
+    def forget(self) -> None:
+        """Forget all passes."""
+        self._peaks.clear()
+
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Measure a pass, unless it fails."""

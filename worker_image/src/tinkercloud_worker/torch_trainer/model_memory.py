@@ -46,6 +46,9 @@ class ModelMemory:
         Raises:
             Overloaded: it does not.
         """
+        if not self.models:
+            # Without models there are no more passes that would show that they take less now.
+            self._passes.forget()
         needed = layout.size * BYTES_PER_PARAMETER
         # Otherwise a model that is here could not return for the rest of a request. Without
         # moments, a model counts with its gradient twice: see `TrainedModel.unused_bytes`.
