@@ -15,7 +15,7 @@ class HeadCapacity:
     model_bytes: int
     """Size of the largest model with its gradient and moments; 0 if there is no model."""
     pass_bytes: int
-    """Most that a pass has allocated in addition, of those that are remembered; 0 if unknown."""
+    """Peak of additional memory among recent passes; 0 if unknown."""
     free_bytes: int
     """Free memory for more models, after what existing models and passes will allocate."""
 

@@ -56,7 +56,7 @@ WAIT_HEADER = "x-tinkercloud-wait-seconds"
 """How long a head waits for the result that a retrieve_future asks for, in seconds: at most a long
 poll. Without it, as long as a long poll; 0 returns at once."""
 PEEK_HEADER = "x-tinkercloud-peek"
-"""Says, whatever its value, that the caller asks for a result but may not change the run: it is
+"""If present, with any value: the caller asks for a result but may not change the run: it is
 kept as one that nobody has read."""
 WEIGHTS_HEADER = "x-tinkercloud-weights"
 """The weights that the API server has resolved to a sampling session, as the body of the request

@@ -1,4 +1,4 @@
-"""Tells all servers that share a catalog on PostgreSQL that runs were deleted."""
+"""Notifies all servers that share a catalog on PostgreSQL of deleted runs."""
 
 import asyncio
 from collections.abc import Callable

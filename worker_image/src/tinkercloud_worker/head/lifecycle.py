@@ -233,7 +233,7 @@ class Lifecycle:
                 "stopping: models that could not be suspended are lost", reason=error.message
             )
         finally:
-            # Whatever has failed, the process must end.
+            # The process must end after any failure.
             if self._service is not None:
                 self._service.results.release()
             self.drained.set()

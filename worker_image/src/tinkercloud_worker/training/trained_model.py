@@ -47,7 +47,7 @@ class PendingCopy(Generic[T]):
         """Return the copy, once.
 
         Raises:
-            Exception: whatever making it raised.
+            Exception: making it failed.
         """
         self.make()
         if self._error is not None:
