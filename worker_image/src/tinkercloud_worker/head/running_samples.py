@@ -127,7 +127,7 @@ class RunningSamples:
     async def _resolve(self, request_id: str, work: Callable[[], Awaitable[Result]]) -> None:
         try:
             result = await work()
-        except Exception as error:  # noqa: BLE001 - the future must resolve, whatever it is
+        except Exception as error:  # noqa: BLE001 - the future must resolve after any failure
             result = to_result(error)
         self._finish(request_id, result)
 
