@@ -22,6 +22,12 @@ log = structlog.get_logger(__name__)
 _MAX_DEATHS = 2
 """Heads that a request may end while it is repeated."""
 
+_FORGIVE_SECONDS = 1.0
+"""How long after the end of a repeated request it is written down that none is running.
+
+Between requests the next one replaces what is written, so that each costs one write, not two.
+"""
+
 
 class EndsHeads(WireError):
     """A request has ended too many heads, and is not run again."""
@@ -84,6 +90,9 @@ class Attempts:
         self.deaths: dict[int, int] = {}
         """How many heads have ended while they repeated a request, by its number."""
         self._writing = asyncio.Lock()
+        self._timer: asyncio.TimerHandle | None = None
+        """Calls `_forgive_later` when no other request has started."""
+        self._forgiving: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def repeating(self, seq_id: int) -> AsyncIterator[None]:
@@ -102,18 +111,30 @@ class Attempts:
                 " for example for lack of memory. It is not run again; send smaller requests"
             )
         async with self._turns.turn(alone=deaths > 0):
+            self.close()
             await self._write({**self.deaths, seq_id: deaths + 1})
             # If the head is killed, or this is cancelled with its queue, the file stays as it is.
             try:
                 yield
             except Exception:
-                await self._ended(seq_id)
+                self._ended(seq_id)
                 raise
-            await self._ended(seq_id)
+            self._ended(seq_id)
 
-    async def _ended(self, seq_id: int) -> None:
+    def _ended(self, seq_id: int) -> None:
         self.deaths.pop(seq_id, None)
-        await self.forgive()
+        self.close()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(_FORGIVE_SECONDS, self._forgive_later)
+
+    def _forgive_later(self) -> None:
+        self._forgiving = asyncio.create_task(self.forgive())
+
+    def close(self) -> None:
+        """Leave what is written as it is until the next call. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     async def forgive(self) -> None:
         """Write down that no request is running that may end the head."""

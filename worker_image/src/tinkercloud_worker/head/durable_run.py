@@ -438,6 +438,7 @@ class DurableRun:
         """Write nothing from now on. Idempotent."""
         self._is_closed = True
         self._writer.close()
+        self.attempts.close()
         if self._shipping is not None:
             self._shipping.close()
         if self._timer is not None:

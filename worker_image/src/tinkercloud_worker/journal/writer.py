@@ -133,7 +133,6 @@ class JournalWriter:
         return taken
 
     async def _write_taken(self, taken: list[Record]) -> None:
-        content = await self._in_thread(lambda: b"".join(map(records.encode, taken)))
         while self._starts and self._starts[0][0] <= taken[0].index:
             _, number = self._starts.popleft()
             if not self._starts or self._starts[0][0] > taken[0].index:
@@ -141,7 +140,8 @@ class JournalWriter:
                     await self._in_thread(partial(self._replace_segment, number))
         segment = self._segment
         assert segment is not None  # noqa: S101 - the first write creates it
-        await self._in_thread(lambda: segment.write(content))
+        # One call: each costs a small request as much as the writing itself.
+        await self._in_thread(lambda: segment.write(b"".join(map(records.encode, taken))))
 
     def _replace_segment(self, number: int) -> None:
         if self._segment is not None:
