@@ -4,10 +4,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tinkercloud_worker.lora.deltas import DeltaSpans, LoraDelta, LoraProducts, add_deltas
+from tinkercloud_worker.lora.adapters import Target
+from tinkercloud_worker.lora.deltas import DeltaSpans, LoraDelta, add_deltas
+from tinkercloud_worker.lora.segments import ActiveWeights, WeightSegment
+from tinkercloud_worker.lora.stacks import LoraProducts
 
 SCALE = 4.0
 ALL = slice(None)
+LAYER = Target("layer", 48, 64, "mlp")
 
 
 def tensors(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -34,6 +38,20 @@ def by_autograd(x: Tensor, weight: Tensor, bias: Tensor, parts: DeltaSpans) -> T
     return torch.cat(pieces).view(*x.shape[:-1], -1)
 
 
+def in_bfloat16(x: Tensor, weight: Tensor, bias: Tensor, parts: DeltaSpans) -> Tensor:
+    """Return the product of a half-precision layer plus the deltas of its input."""
+    segments = [
+        WeightSegment(
+            rows,
+            ActiveWeights({LAYER.a_name: delta.a, LAYER.b_name: delta.b}, delta.scale)
+            if delta
+            else None,
+        )
+        for rows, delta in parts
+    ]
+    return LoraProducts(segments).linear(LAYER, x, weight, bias)
+
+
 def relative_errors(ours: list[Tensor], theirs: list[Tensor]) -> list[float]:
     """Return by how much of its length each tensor is off."""
     return [
@@ -52,7 +70,7 @@ def gradients(output: Tensor, *inputs: Tensor) -> list[Tensor]:
 
 def test_product_and_gradients_are_those_of_float32_but_for_rounding() -> None:
     x, weight, bias, a, b = tensors(torch.bfloat16)
-    output = LoraProducts().linear(x, weight, bias, [(ALL, LoraDelta(a, b, SCALE))])
+    output = in_bfloat16(x, weight, bias, [(ALL, LoraDelta(a, b, SCALE))])
     x32, weight32, bias32, a32, b32 = tensors(torch.float32)
     exact = by_autograd(x32, weight32, bias32, [(ALL, LoraDelta(a32, b32, SCALE))])
 
@@ -71,7 +89,7 @@ def test_each_span_of_positions_gets_its_own_delta() -> None:
         (slice(3, 6), None),
         (slice(6, 10), other),
     ]
-    output = LoraProducts().linear(x, weight, bias, parts)
+    output = in_bfloat16(x, weight, bias, parts)
     x32, weight32, bias32, a32, b32 = tensors(torch.float32)
     parts32: DeltaSpans = [(slice(0, 3), LoraDelta(a32, b32, SCALE)), *parts[1:]]
     exact = by_autograd(x32, weight32, bias32, parts32)
@@ -86,7 +104,7 @@ def test_each_span_of_positions_gets_its_own_delta() -> None:
 def test_gradients_of_the_masters_are_float32() -> None:
     x, weight, bias, a, b = tensors(torch.bfloat16)
 
-    output = LoraProducts().linear(x, weight, bias, [(ALL, LoraDelta(a, b, SCALE))])
+    output = in_bfloat16(x, weight, bias, [(ALL, LoraDelta(a, b, SCALE))])
 
     assert [g.dtype for g in gradients(output, a, b)] == [torch.float32, torch.float32]
 
@@ -94,9 +112,7 @@ def test_gradients_of_the_masters_are_float32() -> None:
 def test_a_fresh_adapter_changes_no_bit() -> None:
     x, weight, bias, a, b = tensors(torch.bfloat16)
 
-    output = LoraProducts().linear(
-        x, weight, bias, [(ALL, LoraDelta(a, torch.zeros_like(b), SCALE))]
-    )
+    output = in_bfloat16(x, weight, bias, [(ALL, LoraDelta(a, torch.zeros_like(b), SCALE))])
 
     assert torch.equal(output, nn.functional.linear(x, weight, bias))
 

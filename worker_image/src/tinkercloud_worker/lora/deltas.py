@@ -1,10 +1,7 @@
-"""LoRA deltas that adapters add to a linear layer with a frozen weight.
+"""LoRA deltas that adapters add to a linear layer with a frozen weight, in float32.
 
 A and B are always float32. Over a half-precision base they are rounded to its dtype and multiplied
-in it: the input of the layer is then saved for the backward pass once, and not also in float32,
-which would dominate the saved activations. Gradients of A and B accumulate in float32. There the
-layer and its deltas are one autograd function, so that deltas are added into the layer's own
-product, forward and backward, without another tensor.
+in it (`stacks`).
 
 Shape legend: N positions, r rank.
 """
@@ -14,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tinkercloud_worker.lora.groups import AdapterGroup, groups_of
-from tinkercloud_worker.lora.shared_gradients import SharedGradients
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,8 +43,6 @@ def can_share_batch(weights: Iterable[Tensor]) -> bool:
     return bool((largest <= _LARGEST_SHARED).all())
 
 
-_Adapters = tuple[tuple[int, int, int, float | Tensor], ...]
-"""First position, last position + 1, rank and scale of each adapter of a layer."""
 DeltaSpans = Sequence[tuple[slice, LoraDelta | None]]
 """Consecutive positions that cover a pass, each with its delta."""
 
@@ -72,7 +66,13 @@ def add_deltas(x: Tensor, y: Tensor, parts: DeltaSpans) -> Tensor:
         return torch.addmm(y_N, (x_N @ first.a.T) * first.scale, first.b.T).view_as(y)
     masters = [delta.a for _, delta in deltas] + [delta.b for _, delta in deltas]
     total: Tensor = _AddDeltas.apply(  # type: ignore[no-untyped-call]
-        x_N, y_N, [rows for rows, _ in deltas], [delta.scale for _, delta in deltas], *masters
+        x_N,
+        y_N,
+        # One trained tensor makes the sum differentiable: each would be a node of the graph.
+        next((master for master in masters if master.requires_grad), masters[0]),
+        [rows for rows, _ in deltas],
+        [delta.scale for _, delta in deltas],
+        masters,
     )
     return total.view_as(y)
 
@@ -81,18 +81,19 @@ class _AddDeltas(torch.autograd.Function):
     """One graph node for all adapters, where autograd would need a dozen for each."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917 - torch passes no names
         ctx: Any,  # noqa: ANN401 - torch's
         x_N: Tensor,
         y_N: Tensor,
+        _anchor: Tensor,
         places: Sequence[slice],
         scales: Sequence[float],
-        *masters: Tensor,
+        masters: Sequence[Tensor],
     ) -> Tensor:
         total_N = y_N.clone()
         groups = _groups(places, scales, masters)
         ctx.save_for_backward(x_N, *[group.add_to(total_N, x_N) for group in groups])
-        ctx.groups, ctx.count = groups, len(masters)
+        ctx.groups = groups
         return total_N
 
     @staticmethod
@@ -104,7 +105,7 @@ class _AddDeltas(torch.autograd.Function):
         dx_N = torch.zeros_like(x_N) if ctx.needs_input_grad[0] else None
         for group, u in zip(ctx.groups, middles, strict=True):
             group.backward(dy_N, x_N, u, dx_N)
-        return dx_N, dy_N, None, None, *(None for _ in range(ctx.count))
+        return dx_N, dy_N, None, None, None, None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,111 +150,3 @@ def _groups(
         else _SingleAdapter(*each[members[0]])
         for members in groups_of(sizes)
     ]
-
-
-class LoraProducts:
-    """The adapted layers of a pass over a half-precision base.
-
-    Deltas of several adapters are computed as one whose rank is the sum of their ranks; a factor
-    for each position and rank, which is 0 at the positions of other adapters, separates them. A
-    forward pass therefore launches as many kernels for many adapters as for one, and requires
-    adapters for which `can_share_batch` is true. The gradient of an adapter sums over its own
-    positions only.
-    """
-
-    def __init__(self) -> None:
-        self._shared: dict[_Adapters, tuple[Tensor | float, SharedGradients]] = {}
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, parts: DeltaSpans) -> Tensor:
-        """Return the product [..., out] of a layer plus the deltas of its input.
-
-        Differentiable with respect to x. Gradients of A and B accumulate in their `.grad`, if they
-        have one.
-
-        Args:
-            x: [..., in], of the weight's dtype.
-            weight: [out, in].
-            bias: [out], or None.
-            parts: spans of the flattened positions.
-        """
-        x_N = x.flatten(0, -2)
-        deltas = [(rows, delta) for rows, delta in parts if delta]
-        masters = [delta.a for _, delta in deltas] + [delta.b for _, delta in deltas]
-        factor, gradients = self._prepared(x_N, deltas)
-        product: Tensor = _AdaptedLinear.apply(  # type: ignore[no-untyped-call]
-            x_N, weight, bias, factor, gradients, *masters
-        )
-        return product.view(*x.shape[:-1], -1)
-
-    def _prepared(
-        self, x_N: Tensor, deltas: Sequence[tuple[slice, LoraDelta]]
-    ) -> tuple[Tensor | float, SharedGradients]:
-        """Return the factor of the low-rank intermediate [N, r], and what computes gradients.
-
-        The layers of a pass share both.
-        """
-        key = tuple(
-            (*rows.indices(len(x_N))[:2], delta.a.shape[0], delta.scale) for rows, delta in deltas
-        )
-        if key not in self._shared:
-            gradients = SharedGradients([adapter[:3] for adapter in key], x_N.device)
-            self._shared[key] = (_factor(x_N, key), gradients)
-        return self._shared[key]
-
-
-def _factor(x_N: Tensor, key: _Adapters) -> Tensor | float:
-    (start, stop, _, scale), *others = key
-    if not others and (start, stop) == (0, len(x_N)):
-        return scale
-    blocks = []
-    for start, stop, rank, scale in key:
-        block_Nr = x_N.new_zeros(len(x_N), rank)
-        block_Nr[start:stop] = scale
-        blocks.append(block_Nr)
-    return torch.cat(blocks, 1)
-
-
-class _AdaptedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(  # noqa: PLR0917 - torch passes no names
-        ctx: Any,  # noqa: ANN401 - torch's
-        x_N: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        factor: Tensor | float,
-        gradients: SharedGradients,
-        *masters: Tensor,
-    ) -> Tensor:
-        count = len(masters) // 2
-        a = _joined(masters[:count], 0).to(x_N.dtype)
-        b = _joined(masters[count:], 1).to(x_N.dtype)
-        u_Nr = _times(x_N @ a.T, factor)
-        ctx.save_for_backward(x_N, weight, a, b, u_Nr)
-        ctx.factor, ctx.gradients, ctx.masters = factor, gradients, masters
-        return nn.functional.linear(x_N, weight, bias).addmm_(u_Nr, b.T)
-
-    @staticmethod
-    def backward(
-        ctx: Any,  # noqa: ANN401 - torch's
-        dy_N: Tensor,
-    ) -> tuple[Tensor | None, ...]:
-        x_N, weight, a, b, u_Nr = ctx.saved_tensors
-        du_Nr = _times(dy_N @ b, ctx.factor)
-        parts = ctx.gradients.compute(dy_N, x_N, du_Nr, u_Nr)
-        trained = [
-            (m.grad, part) for m, part in zip(ctx.masters, parts, strict=True) if m.grad is not None
-        ]
-        if trained:
-            # Accumulated here, instead of by one graph node each.
-            torch._foreach_add_([grad for grad, _ in trained], [part for _, part in trained])
-        dx_N = (dy_N @ weight).addmm_(du_Nr, a) if ctx.needs_input_grad[0] else None
-        return dx_N, None, None, None, None, *(None for _ in ctx.masters)
-
-
-def _joined(masters: Sequence[Tensor], dim: int) -> Tensor:
-    return masters[0] if len(masters) == 1 else torch.cat(list(masters), dim)
-
-
-def _times(values_Nr: Tensor, factor: Tensor | float) -> Tensor:
-    # Most adapters have scale 1, and small models are bound by kernel launches.
-    return values_Nr if isinstance(factor, float) and factor == 1.0 else values_Nr.mul_(factor)

@@ -66,6 +66,11 @@ class TensorLayout:
             for name, (offset, spec) in self._places.items()
         }
 
+    def rows(self, flat_GP: Tensor, name: str) -> Tensor:
+        """Return one tensor [G, ...] of each of several flat buffers, sharing their memory."""
+        offset, spec = self._places[name]
+        return flat_GP[:, offset : offset + spec.size].view(len(flat_GP), *spec.shape)
+
     def check(self, tensors: Mapping[str, Tensor], what: str) -> None:
         """Check that names and shapes match this layout.
 

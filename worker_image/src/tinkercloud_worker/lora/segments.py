@@ -8,6 +8,9 @@ from torch import Tensor
 from tinkercloud_worker.lora.adapters import Target
 from tinkercloud_worker.lora.deltas import LoraDelta
 from tinkercloud_worker.lora.experts import ExpertDeltas, FusedExperts
+from tinkercloud_worker.lora.parameters import Trainable
+
+_A = ".lora_A."
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -20,6 +23,13 @@ class ActiveWeights:
     tensors: Mapping[str, Tensor]
     lora_scale: float | Tensor | None
     """A tensor holds the scale of each row and rank, where several adapters are concatenated."""
+    trainable: Trainable | None = None
+    """What the tensors are views of, where that is known."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of an adapter."""
+        return next(tensor.shape[-2] for name, tensor in self.tensors.items() if _A in name)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

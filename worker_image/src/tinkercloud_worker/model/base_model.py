@@ -28,7 +28,7 @@ from tinkercloud_worker.device.packing import (
     use_packed_attention,
 )
 from tinkercloud_worker.lora.adapters import Target
-from tinkercloud_worker.lora.deltas import DeltaSpans, LoraProducts, add_deltas
+from tinkercloud_worker.lora.deltas import DeltaSpans, add_deltas
 from tinkercloud_worker.lora.experts import (
     FusedExperts,
     find_experts,
@@ -37,6 +37,7 @@ from tinkercloud_worker.lora.experts import (
     with_deltas,
 )
 from tinkercloud_worker.lora.segments import WeightSegment, delta_of, expert_deltas
+from tinkercloud_worker.lora.stacks import LoraProducts
 from tinkercloud_worker.model import fused_kernels
 from tinkercloud_worker.model.architecture import (
     backbone_and_lm_head,
@@ -81,7 +82,7 @@ class TorchBaseModel:
         """The dtype of base weights and hidden states."""
         self._backbone, self._lm_head = backbone_and_lm_head(model)
         self._segments: Sequence[WeightSegment] = ()
-        self._terms = LoraProducts()
+        self._products = LoraProducts(())
         self._backbone_name = name_of(model, self._backbone)
         self._lm_head_name = name_of(model, self._lm_head)
         self.targets = find_targets(model, self._backbone_name, self._lm_head_name)
@@ -275,7 +276,7 @@ class TorchBaseModel:
         # Recomputed layers round their own weights each time.
         own = self._layer_prefixes if recompute else ()
         replaced = self._rounded(self._replaced_weights(segments), f"{self._backbone_name}.", own)
-        self._terms = LoraProducts()
+        self._products = LoraProducts(segments)
         self._segments, self._recomputes = segments, recompute
         try:
             with self.images.inserted(arguments, spans) as inputs:
@@ -285,6 +286,8 @@ class TorchBaseModel:
                     else self._backbone(**inputs)
                 )
         finally:
+            # The graph has what a backward pass needs.
+            self._products = LoraProducts(())
             self._segments, self._recomputes = (), False
         hidden_BTD: Tensor = output.last_hidden_state
         return hidden_BTD if self._logits_factor == 1 else hidden_BTD * self._logits_factor
@@ -372,14 +375,13 @@ class TorchBaseModel:
         plain = module.forward
 
         def forward(x: Tensor) -> Tensor:
-            parts = self._parts(target)
-            if not any(delta for _, delta in parts):
+            if not self._products.adapts(target):
                 result: Tensor = plain(x)
                 return result
             weight, bias = cast("Tensor", module.weight), cast("Tensor | None", module.bias)
             if not isinstance(module, nn.Linear):
                 weight = weight.T
-            return self._terms.linear(x, weight, bias, parts)
+            return self._products.linear(target, x, weight, bias)
 
         # Assigned to the instance, so that the module keeps its class and parameter names.
         module.forward = forward
@@ -418,17 +420,17 @@ class TorchBaseModel:
         def recomputable(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the layer's
             if not self._recomputes:
                 return forward(*args, **kwargs)
-            segments = self._segments
+            segments, products = self._segments, self._products
             tensors = self._replaced_weights(segments)
 
             def compute(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the layer's
-                before = self._segments, self._recomputes
+                before = self._segments, self._products, self._recomputes
                 replaced = self._rounded(tensors, prefix)
-                self._segments, self._recomputes = segments, False
+                self._segments, self._products, self._recomputes = segments, products, False
                 try:
                     return torch.func.functional_call(layer, replaced, args, kwargs)
                 finally:
-                    self._segments, self._recomputes = before
+                    self._segments, self._products, self._recomputes = before
 
             return checkpoint(
                 compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs

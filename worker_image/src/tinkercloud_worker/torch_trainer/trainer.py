@@ -27,7 +27,6 @@ from tinkercloud_worker.engine.batch import Batch, ModelLimits, capped_context_l
 from tinkercloud_worker.engine.thread import Batcher, Pieces
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
 from tinkercloud_worker.lora import adapters
-from tinkercloud_worker.lora.deltas import can_share_batch
 from tinkercloud_worker.lora.parameters import (
     TensorLayout,
     Trainable,
@@ -241,18 +240,10 @@ class TorchTrainer(AdamTrainer):
     def _in_one_pass(
         self, items: Sequence[TrainingPass], models: Sequence[TrainedModel], compute: Compute
     ) -> list[LossOutput]:
-        """Compute one pass, or one each where they can't share products."""
         packs = [pack for item in items for pack in self._packs(item.batch)]
-        shares = list(zip(models, packs, strict=True))
-        own_losses = [item.batch.loss for item in items]
-        if self._can_share_pass([item.model_id for item in items]):
-            results = compute(shares, own_losses)
-        else:
-            results = [
-                result
-                for share, loss in zip(shares, own_losses, strict=True)
-                for result in compute([share], [loss])
-            ]
+        results = compute(
+            list(zip(models, packs, strict=True)), [item.batch.loss for item in items]
+        )
         outputs = []
         for item, pack, of_pack in zip(items, packs, results, strict=True):
             output = PassOutput()
@@ -264,12 +255,6 @@ class TorchTrainer(AdamTrainer):
         # A model removed while its pass was queued fails alone, when the pass runs.
         model = self._models.get(model_id)
         return model is not None and model.lora is not None
-
-    def _can_share_pass(self, model_ids: Sequence[str]) -> bool:
-        # In float32 each adapter has its own product.
-        return self._base.dtype == torch.float32 or can_share_batch(
-            self._models[model_id].trainable.flat for model_id in model_ids
-        )
 
     def _packs(self, batch: Batch) -> list[Pack]:
         most = self._max_batch_tokens if self._base.takes_packs else 1
@@ -398,7 +383,9 @@ def _weight_segments(model_segments: ModelSegments) -> list[WeightSegment]:
         WeightSegment(
             rows,
             ActiveWeights(
-                model.trainable.tensors, adapters.scale(model.lora.rank) if model.lora else None
+                model.trainable.tensors,
+                adapters.scale(model.lora.rank) if model.lora else None,
+                model.trainable,
             ),
         )
         for rows, model in model_segments
