@@ -9,6 +9,8 @@ import orjson
 import pytest
 
 from tinkercloud_protocol import routes
+from tinkercloud_protocol.checkpoints import SuspendedManifest
+from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.errors import NotFound
 from tinkercloud_protocol.ids import SamplingSessionId
 from tinkercloud_protocol.launch import Limits
@@ -18,6 +20,7 @@ from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.head.snapshots import Snapshot, Snapshots
 
 NAME = str(MODEL)
 MANY = 1 << 30
@@ -33,11 +36,21 @@ def size(tmp_path_factory: pytest.TempPathFactory) -> int:
 
 @contextmanager
 def a_small_head(
-    folder: Path, size: int, generation: str = "g1", stored: int = MANY
+    folder: Path,
+    size: int,
+    generation: str = "g1",
+    stored: int = MANY,
+    durability: DurabilityConfig | None = None,
 ) -> Iterator[Head]:
     """Run a head with room for one snapshot, which is the latest one of its model."""
-    limits = Limits(max_snapshot_bytes=size * 3 // 2, max_stored_snapshot_bytes=stored)
-    with a_head((folder / "store").as_uri(), folder, generation, limits=limits) as head:
+    with a_head(
+        (folder / "store").as_uri(),
+        folder,
+        generation,
+        limits=Limits(max_snapshot_bytes=size * 3 // 2, max_stored_snapshot_bytes=stored),
+        journals=folder / "journals" if durability is not None else None,
+        durability=durability,
+    ) as head:
         yield head
 
 
@@ -170,9 +183,9 @@ async def test_a_store_that_fails_costs_evicted_snapshots_but_no_training(
     assert "were evicted" in await failure(head, 1, 1)
 
 
-async def test_samples_that_arrive_while_a_snapshot_is_being_stored_wait_for_it(
-    head: Head, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def may_store(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """No evicted weights are stored until this is set."""
     put, may_continue = CheckpointStore.put_evicted, asyncio.Event()
 
     async def slowly(store: CheckpointStore, key: str, content: bytes) -> object:
@@ -180,10 +193,50 @@ async def test_samples_that_arrive_while_a_snapshot_is_being_stored_wait_for_it(
         return await put(store, key, content)
 
     monkeypatch.setattr(CheckpointStore, "put_evicted", slowly)
+    return may_continue
+
+
+async def test_samples_that_arrive_while_a_snapshot_is_being_stored_wait_for_it(
+    head: Head, may_store: asyncio.Event
+) -> None:
     drawn = await train(head, 1, 2)
     waiting = asyncio.create_task(head.drawn(1, 1))
     await asyncio.sleep(0)
 
-    may_continue.set()
+    may_store.set()
 
     assert await waiting == drawn[1]
+
+
+async def test_weights_that_are_being_stored_while_the_run_is_copied_survive_a_killed_head(
+    tmp_path: Path, size: int, may_store: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, write = Snapshots.take, Snapshots.write
+    taken, written = asyncio.Event(), asyncio.Event()
+
+    async def take_and_say(snapshots: Snapshots) -> Snapshot:
+        snapshot = await take(snapshots)
+        taken.set()
+        return snapshot
+
+    async def write_and_say(snapshots: Snapshots, snapshot: Snapshot) -> SuspendedManifest:
+        manifest = await write(snapshots, snapshot)
+        written.set()
+        return manifest
+
+    monkeypatch.setattr(Snapshots, "take", take_and_say)
+    monkeypatch.setattr(Snapshots, "write", write_and_say)
+    durability = DurabilityConfig(snapshot_steps=3)
+    with a_small_head(tmp_path, size, durability=durability) as head:
+        await head.begin()
+        drawn = await train(head, 1, 2)
+        head.add(7)
+        head.apply(8)
+        await taken.wait()
+        may_store.set()
+        await written.wait()
+
+    with a_small_head(tmp_path, size, "g2", durability=durability) as after:
+        await after.resume("g1")
+
+        assert {step: await after.drawn(step, 1) for step in drawn} == drawn

@@ -187,7 +187,7 @@ class Suspension:
     ) -> SuspendedManifest:
         """Write everything except the samplers, and the manifest last."""
         model.check_complete()
-        await self.samplers.evicted.ready()
+        await self.samplers.settled()
         bodies = Bodies()
         head = self.head_state(model, unfinished, bodies)
         gradient_lost = await _write_training(model, self.backend.config.model.name, writer)
@@ -227,7 +227,7 @@ class Suspension:
             results=[_stored_result(kept, bodies) for kept in self._kept_results(model, state)],
             samples=samples,
             samplers=[],
-            evicted=self.samplers.evicted_of_model(model.model_id),
+            evicted=self.samplers.stored_of(self.samplers.snapshots_of_model(model.model_id)),
             keys=model.given_numbers.keys,
             unsaved_changes=model.operations.schedule.unsaved,
             latest_checkpoint=model.operations.checkpoints.to_resume_from(),
@@ -388,16 +388,17 @@ class Suspension:
         self, model_id: ModelId, state: StoredState, head: HeadState
     ) -> None:
         """Publish the samplers that were not evicted, the oldest first; read each file once."""
-        self.samplers.restore_evicted(model_id, head.evicted)
+        # Those that were evicted while the state was written are in both lists.
+        written = {session for each in head.samplers for session in each.sessions}
+        evicted = [each for each in head.evicted if each.session not in written]
+        self.samplers.restore_evicted(model_id, evicted)
         read: dict[str, WeightsSnapshot] = {}
         for stored in reversed(head.samplers):
             if stored.file not in read:
                 tensors = await self._read_tensors(state, stored.file)
                 read[stored.file] = WeightsSnapshot(stored.lora, tensors)
-            weights = read[stored.file]
-            published = Published(
-                stored.file, stored.sessions, stored.is_inflight, weights.size_bytes
-            )
+            weights, inflight = read[stored.file], stored.is_inflight
+            published = Published(stored.file, stored.sessions, inflight, weights.size_bytes)
             await self.samplers.restore(model_id, published, weights)
 
     def _restore_order(
