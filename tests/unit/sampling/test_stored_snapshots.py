@@ -15,11 +15,12 @@ from tinkercloud_protocol.errors import NotFound
 from tinkercloud_protocol.ids import SamplingSessionId
 from tinkercloud_protocol.launch import Limits
 from tinkercloud_protocol.paths import evicted_prefix
-from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head
+from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head, until
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.head import evicted_weights
 from tinkercloud_worker.head.snapshots import Snapshot, Snapshots
 
 NAME = str(MODEL)
@@ -240,3 +241,17 @@ async def test_weights_that_are_being_stored_while_the_run_is_copied_survive_a_k
         await after.resume("g1")
 
         assert {step: await after.drawn(step, 1) for step in drawn} == drawn
+
+
+async def test_weights_whose_model_leaves_while_they_are_stored_are_neither_counted_nor_kept(
+    head: Head, may_store: asyncio.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await train(head, 1, 2)
+    monkeypatch.setattr(evicted_weights, "_WRITE_SECONDS", 0.0)
+    assert await head.service.suspend_model(MODEL)
+
+    may_store.set()
+    await until(lambda: not head.service._samplers.evicted.is_writing)
+
+    assert "s:sample:1" not in head.service._samplers.evicted
+    assert files(tmp_path) == []
