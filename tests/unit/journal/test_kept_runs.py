@@ -148,6 +148,15 @@ async def test_a_run_on_the_disk_of_a_head_is_moved_with_its_state(
         await disks.check_continues(expected)
 
 
+async def test_two_calls_that_move_the_same_run_on_the_disk_of_a_head_agree(
+    disks: Disks, expected: float
+) -> None:
+    with disks.head("g2") as head:
+        await asyncio.gather(*[head.service.move_model(MODEL) for _ in range(2)])
+
+        await disks.check_continues(expected)
+
+
 async def test_the_last_checkpoint_of_a_run_on_the_disk_has_its_last_step(
     disks: Disks, expected: float
 ) -> None:
