@@ -4,6 +4,7 @@ import asyncio
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from tinkercloud_protocol.checkpoints import BODIES
 from tinkercloud_protocol.durability import DurabilityConfig
+from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.shared_journals import FOLDER
 from tinkercloud_testing.bare_heads import (
@@ -45,7 +47,7 @@ class Store:
 
     async def put_async(self, store: Any, key: str, *arguments: Any, **keywords: Any) -> Any:
         """Write, once the store responds."""
-        if f"/{MODEL}/journal/" in key:
+        if "/journal/" in key:
             self.was_asked.set()
             await self.responds.wait()
         return await self._module.put_async(store, key, *arguments, **keywords)
@@ -222,6 +224,34 @@ async def test_requests_that_overflow_while_a_snapshot_is_copied_are_replaced_by
     with training(tmp_path, config, "g2") as head:
         await head.resume("g1")
         assert await head.loss(11) == losses[-1]
+
+
+async def test_if_too_much_waits_in_a_head_the_run_with_most_of_it_gives_way(
+    tmp_path: Path, store: Store
+) -> None:
+    config = DurabilityConfig(
+        level="remote", store_timeout_seconds=PATIENCE_SECONDS, max_waiting_bytes=25_000
+    )
+    sequences = [[5, 6, 7, 8]] * 60
+    with training(tmp_path, config, "g1") as small:
+        large = replace(small, model=ModelId("s", 1))
+        for head in (small, large):
+            await head.begin()
+        store.hold()
+        small.add_all(1, sequences)
+        await store.was_asked.wait()
+        # Of 4070 bytes each: neither run has too much alone.
+        for seq_id in range(2, 4):
+            small.add_all(seq_id, sequences)
+        for seq_id in range(1, 7):
+            large.add_all(seq_id, sequences)
+        await large.confirmed()
+
+        degraded = {each.model_id: str(each.degraded) for each in small.service.held()}
+        assert "max_waiting_bytes" in degraded[str(large.model)]
+        assert degraded[str(small.model)] == "None"
+        store.responds.set()
+        await until(lambda: all(each.is_durable for each in small.service.held()))
 
 
 async def test_a_disk_is_never_replaced_by_an_older_copy_whose_indexes_it_has_used_again(

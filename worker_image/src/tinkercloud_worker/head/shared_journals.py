@@ -19,7 +19,7 @@ from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.journal.folder import JournalFolder
 from tinkercloud_worker.journal.records import Record
 from tinkercloud_worker.journal.shared_log import Ends, Fenced, Place, SharedLog
-from tinkercloud_worker.journal.shipping import Listeners, Shipping
+from tinkercloud_worker.journal.shipping import Listeners, Shipping, WaitingRoom
 
 log = structlog.get_logger(__name__)
 
@@ -57,6 +57,7 @@ class SharedJournals:
         self._store: ObjectStore = open_store(f"{checkpoint_root.rstrip('/')}/{FOLDER}")
         self._generation = generation
         self._config = config
+        self._room = WaitingRoom(config.max_waiting_bytes)
         self.snapshots = CheckpointStore(self._store)
         """Where the files of the snapshots are copied to."""
 
@@ -248,7 +249,13 @@ class SharedJournals:
         place: Place | None,
     ) -> Shipping:
         return Shipping(
-            shared, manifest, self._config, begin=begin, listeners=listeners, place=place
+            shared,
+            manifest,
+            self._config,
+            room=self._room,
+            begin=begin,
+            listeners=listeners,
+            place=place,
         )
 
 
