@@ -387,8 +387,9 @@ class DurableRun:
             reason=reason,
         )
 
-    def _writing_failed(self, error: OSError) -> None:
-        self._degrade(f"the journal can't be written ({error.strerror or error})")
+    def _writing_failed(self, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) else repr(error)
+        self._degrade(f"the journal can't be written ({reason or error})")
 
     def degrade(self, error: Exception) -> None:
         """Continue without a journal, which could not be started, until a snapshot succeeds."""
