@@ -11,11 +11,12 @@ from typing import Any
 import obstore
 import pytest
 
+from tinkercloud_protocol import shared_journals
 from tinkercloud_protocol.checkpoints import BODIES
 from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.object_store import open_store
-from tinkercloud_protocol.shared_journals import FOLDER
+from tinkercloud_protocol.shared_journals import FOLDER, Header
 from tinkercloud_testing.bare_heads import (
     MODEL,
     PATIENCE_SECONDS,
@@ -224,6 +225,30 @@ async def test_requests_that_overflow_while_a_snapshot_is_copied_are_replaced_by
     with training(tmp_path, config, "g2") as head:
         await head.resume("g1")
         assert await head.loss(11) == losses[-1]
+
+
+async def test_requests_that_could_not_be_encoded_once_are_copied_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, config = shared_journals.encode, DurabilityConfig(level="remote")
+    failed = asyncio.Event()
+
+    def fail_once(header: Header, content: bytes) -> bytes:
+        if failed.is_set():
+            return encode(header, content)
+        failed.set()
+        raise MemoryError
+
+    with training(tmp_path, config, "g1") as head:
+        await head.begin()
+        monkeypatch.setattr(shared_journals, "encode", fail_once)
+        losses = await train(head, 1, 4)
+        assert failed.is_set()
+        await until(lambda: described(head).is_durable)
+
+    with training(tmp_path, config, "g2") as head:
+        await head.resume("g1")
+        assert [await head.loss(1), await head.loss(3)] == losses
 
 
 async def test_if_too_much_waits_in_a_head_the_run_with_most_of_it_gives_way(

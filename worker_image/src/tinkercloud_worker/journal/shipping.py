@@ -359,9 +359,15 @@ class Shipping:
             base=base,
             fences=place.fences,
         )
-        content = await asyncio.to_thread(
-            lambda: shared_journals.encode(header, b"".join(map(records.encode, taken)))
-        )
+        try:
+            content = await asyncio.to_thread(
+                lambda: shared_journals.encode(header, b"".join(map(records.encode, taken)))
+            )
+        except Exception:
+            if not self._lacks_base:
+                # Otherwise the copy would have a gap.
+                self._keep([*taken, *self._pending])
+            raise
         return _Object(content, header.next_index, base)
 
     def _take(self) -> list[Record]:
