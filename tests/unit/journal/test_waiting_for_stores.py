@@ -42,6 +42,8 @@ class Store:
         self.responds = asyncio.Event()
         self.responds.set()
         self.was_asked = asyncio.Event()
+        self.holds_next = False
+        """Whether it responds once more only."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -51,10 +53,13 @@ class Store:
         if "/journal/" in key:
             self.was_asked.set()
             await self.responds.wait()
+            if self.holds_next:
+                self.hold()
         return await self._module.put_async(store, key, *arguments, **keywords)
 
     def hold(self) -> None:
         """Respond no more."""
+        self.holds_next = False
         self.was_asked.clear()
         self.responds.clear()
 
@@ -92,6 +97,31 @@ async def test_a_request_is_neither_confirmed_nor_answered_before_the_store_has_
         store.responds.set()
         await asyncio.gather(*waiting)
         assert described(head).is_durable
+
+
+async def test_a_repeated_request_is_not_answered_before_the_store_has_it_either(
+    tmp_path: Path, store: Store
+) -> None:
+    config = DurabilityConfig(level="remote", store_timeout_seconds=PATIENCE_SECONDS)
+    careless = config.model_copy(update={"wait_for_store": False, "store_seconds": 1000.0})
+    with training(tmp_path, careless, "g1") as head:
+        await head.begin()
+        head.add(1)
+        answer = await head.answer(1)
+
+    root = (tmp_path / "store").as_uri()
+    with a_head(root, tmp_path, "g2", journals=tmp_path / "g1", durability=config) as head:
+        # It responds to the head that takes over the copy, and not when the request follows.
+        store.holds_next = True
+        await head.resume("g1")
+        waiting = asyncio.ensure_future(head.answer(1))
+        await store.was_asked.wait()
+        await head.service._models[str(MODEL)].queue.idle()
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+
+        store.responds.set()
+        assert await waiting == answer
 
 
 async def test_after_a_time_requests_wait_no_longer_and_the_store_gets_them_later(

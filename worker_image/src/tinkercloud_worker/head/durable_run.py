@@ -136,6 +136,8 @@ class DurableRun:
         self._writer.close()
         self._number, self._next_index = number + 1, index + 1
         self._writer = self._open()
+        # The last head may not have copied all of these requests, which are repeated now.
+        self._needed = index
 
     def _open(self) -> JournalWriter:
         return JournalWriter(
