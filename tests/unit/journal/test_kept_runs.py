@@ -22,7 +22,9 @@ from tinkercloud_protocol.launch import Timings
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.durability import Durability
 from tinkercloud_worker.head.lifecycle import Lifecycle
+from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.service import HeadService
 
 pytestmark = pytest.mark.timeout(120)
@@ -315,3 +317,36 @@ async def test_a_journal_does_not_exist_before_the_state_that_it_follows(
 
         assert existed == [False]
         assert run_ids(disks.journals)
+
+
+async def test_a_run_that_a_stopping_head_did_not_resume_any_more_leaves_no_journal_there(
+    disks: Disks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with disks.head("g1", disk="first") as head:
+        await train(head)
+        expected = await head.loss(3)
+        await head.service.suspend()
+        stored = await head.manifest()
+    begin_from, stopping = Durability.begin_from, list[asyncio.Task[None]]()
+
+    with disks.head("g2") as head:
+
+        async def begin_and_stop(
+            durability: Durability,
+            model: LiveModel,
+            state: SuspendedManifest,
+            store: CheckpointStore,
+        ) -> None:
+            await begin_from(durability, model, state, store)
+            stopping.append(asyncio.create_task(head.service.suspend()))
+            await asyncio.sleep(0)
+
+        monkeypatch.setattr(Durability, "begin_from", begin_and_stop)
+        with pytest.raises(Unavailable, match="is stopping"):
+            await head.resume("g1")
+        await asyncio.gather(*stopping)
+
+        assert run_ids(disks.journals) == []
+        assert await head.manifest() == stored
+        monkeypatch.undo()
+        await disks.check_continues(expected)
