@@ -73,7 +73,7 @@ async def running(url: str, number: int) -> AsyncIterator[list[Server]]:
 
 
 class Network:
-    """Forwards connections to PostgreSQL, until they die without either end being told."""
+    """Forwards connections to PostgreSQL, until they die without notice."""
 
     def __init__(self, target: PostgreSQL) -> None:
         self._target = target

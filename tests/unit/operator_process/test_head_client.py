@@ -28,7 +28,7 @@ class Head:
     url: str = ""
     is_failing: bool = False
     status: int = 503
-    """Of its failures."""
+    """The status of its failures."""
     words: str | None = "the store does not respond"
     is_slow: bool = False
     requests: list[str] = field(default_factory=list)

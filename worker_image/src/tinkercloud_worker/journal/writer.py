@@ -113,7 +113,7 @@ class JournalWriter:
                 continue
             try:
                 await self._write_taken(taken)
-            except Exception as error:  # noqa: BLE001 - requests must not wait for ever
+            except Exception as error:  # noqa: BLE001 - requests must not wait forever
                 self._fail(error)
                 return
             self._written = taken[-1].index
@@ -160,7 +160,7 @@ class JournalWriter:
                     continue
                 try:
                     await self._in_thread(segment.synchronize)
-                except Exception as error:  # noqa: BLE001 - requests must not wait for ever
+                except Exception as error:  # noqa: BLE001 - requests must not wait forever
                     self._fail(error)
                     return
             self._durable = written
