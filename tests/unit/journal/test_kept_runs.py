@@ -5,6 +5,7 @@ itself: it has the journals of a first one that was killed.
 """
 
 import asyncio
+import os
 import shutil
 import threading
 from collections.abc import Awaitable, Callable
@@ -16,6 +17,7 @@ import pytest
 
 from tinkercloud_protocol import journals
 from tinkercloud_protocol.checkpoints import SuspendedManifest
+from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.errors import Overloaded, StateLost, Unavailable
 from tinkercloud_protocol.journals import manifest_path, run_ids
 from tinkercloud_protocol.launch import Timings
@@ -350,3 +352,21 @@ async def test_a_run_that_a_stopping_head_did_not_resume_any_more_leaves_no_jour
         assert await head.manifest() == stored
         monkeypatch.undo()
         await disks.check_continues(expected)
+
+
+async def test_requests_that_only_the_kernel_has_are_on_the_disk_before_they_are_repeated(
+    disks: Disks, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (segment,) = disks.journals.glob(f"runs/{MODEL}/journal/*.log")
+    fsync, on_disk = os.fsync, set[str]()
+
+    def watch(descriptor: int) -> None:
+        fsync(descriptor)
+        on_disk.add(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+
+    monkeypatch.setattr(os, "fsync", watch)
+    root, config = (disks.folder / "store").as_uri(), DurabilityConfig(fsync=True)
+    with a_head(root, disks.folder, "g2", journals=disks.journals, durability=config) as head:
+        await head.resume("g1")
+        assert str(segment) in on_disk
+        assert await head.loss(3) == expected
