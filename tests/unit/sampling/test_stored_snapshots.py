@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -12,7 +13,7 @@ from tinkercloud_protocol import routes
 from tinkercloud_protocol.checkpoints import SuspendedManifest
 from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.errors import NotFound
-from tinkercloud_protocol.ids import SamplingSessionId
+from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.launch import Limits
 from tinkercloud_protocol.paths import evicted_prefix
 from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head, until
@@ -157,6 +158,31 @@ async def test_evicted_snapshots_return_in_the_next_head_and_after_a_pause(
         await after.resume("g1")
 
         assert {step: await after.drawn(step, 2) for step in drawn} == drawn
+
+
+async def test_a_run_is_suspended_although_a_snapshot_is_evicted_while_it_is_written(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = Limits(max_snapshot_bytes=size * 5 // 2, max_stored_snapshot_bytes=MANY)
+    with a_head((tmp_path / "store").as_uri(), tmp_path, "g1", limits=limits) as head:
+        await head.begin()
+        drawn = await train(head, 1, 2)
+        other, export = replace(head, model=ModelId("s", 1)), head.backend.sampler.export
+        await other.begin()
+
+        async def evict_and_export(version: str) -> WeightsSnapshot | None:
+            monkeypatch.undo()
+            other.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 1, sampling_session_seq_id=3)
+            await other.answer(1)
+            with pytest.raises(NotFound):
+                await export("s:sample:1")
+            return await export(version)
+
+        monkeypatch.setattr(head.backend.sampler, "export", evict_and_export)
+        assert await head.service.suspend_model(MODEL)
+        await head.service.recall(NAME)
+
+        assert {step: await head.drawn(step, 1) for step in drawn} == drawn
 
 
 async def test_the_file_of_a_deleted_session_is_deleted(head: Head, tmp_path: Path) -> None:

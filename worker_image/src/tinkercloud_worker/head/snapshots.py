@@ -81,7 +81,6 @@ class Snapshots:
             encoded = await asyncio.to_thread(formats.encode_tensors, snapshot.gradient)
             await writer.put(GRADIENT, encoded)
         # Some may have been evicted while the snapshot was taken, or since.
-        await suspension.samplers.settled()
         evicted = suspension.samplers.stored_of(snapshot.sessions)
         head = snapshot.head.model_copy(update={"samplers": samplers, "evicted": evicted})
         await writer.put(HEAD_STATE, head.model_dump_json().encode())
