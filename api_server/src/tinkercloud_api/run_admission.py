@@ -17,6 +17,9 @@ from tinkercloud_crds.tenant import TenantUsage
 
 log = structlog.get_logger(__name__)
 
+_LONGEST_WAIT_SECONDS = 60.0
+"""After this time a waiting run is checked again, although no run is known to have ended."""
+
 
 class RunAdmission:
     """The runs of this process that wait for a limit. Belongs to one event loop."""
@@ -61,10 +64,11 @@ class RunAdmission:
             self._messages.pop(run_id, None)
 
     async def _until_freed(self, freed: asyncio.Event, found: Waiting) -> None:
-        """Wait until a run has ended, or the next client may have become inactive."""
-        seconds = None
+        """Wait until a run may have ended, or the next client may have become inactive."""
+        seconds = _LONGEST_WAIT_SECONDS
         if found.oldest_use is not None:
-            seconds = (found.oldest_use + self._inactivity - now()).total_seconds()
+            silent = found.oldest_use + self._inactivity
+            seconds = min(seconds, (silent - now()).total_seconds())
         try:
             await asyncio.wait_for(freed.wait(), seconds)
         except TimeoutError:

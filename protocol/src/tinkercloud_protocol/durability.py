@@ -45,8 +45,9 @@ class DurabilityConfig(BaseModel):
     """With `remote`: time, in seconds, that the checkpoint store has for one write of requests.
     After that, training continues without the store (degraded), and the write is tried again."""
     max_waiting_bytes: Annotated[int, Field(ge=1)] = 256 << 20
-    """With `remote`: size of one run's requests in memory, in bytes, that wait for a store that
-    doesn't respond. Beyond it they are dropped, and a snapshot replaces them when it responds."""
+    """With `remote`: size of a head's requests in memory, in bytes, that wait for a store that
+    doesn't respond. Beyond it those of the run with most of them are dropped, and a snapshot
+    replaces them when it responds."""
     fsync: bool = False
     """Whether results also wait until the journal is on the disk, and not only in the kernel. Only
     needed to survive a power failure or a crash of the machine."""

@@ -82,7 +82,7 @@ def encode(header: Header, records: bytes) -> bytes:
     return b"".join([fields, described, records])
 
 
-def decode(content: bytes, name: str) -> tuple[Header, memoryview]:
+def decode(content: bytes | memoryview, name: str) -> tuple[Header, memoryview]:
     """Return the header and the records of an object, or of its first `HEADER_LIMIT` bytes.
 
     Args:
@@ -95,7 +95,7 @@ def decode(content: bytes, name: str) -> tuple[Header, memoryview]:
     if len(content) < _FIELDS.size:
         raise InvalidRequest(f"{name} is damaged: it has {len(content)} bytes, and no header")
     length, checksum = _FIELDS.unpack_from(content)
-    described = content[_FIELDS.size : _FIELDS.size + length]
+    described = bytes(content[_FIELDS.size : _FIELDS.size + length])
     if len(described) < length or zlib.crc32(described) != checksum:
         raise InvalidRequest(f"{name} is damaged: its header differs from its checksum")
     try:

@@ -8,7 +8,9 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import update
 
+from tinkercloud_api import run_admission
 from tinkercloud_api.activity import Activity
+from tinkercloud_api.catalog import run_ends
 from tinkercloud_api.catalog.admission import RunQuotas
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
@@ -70,6 +72,53 @@ async def running(url: str, number: int) -> AsyncIterator[list[Server]]:
             await server.engine.dispose()
 
 
+class Network:
+    """Forwards connections to PostgreSQL, until they die without notice."""
+
+    def __init__(self, target: PostgreSQL) -> None:
+        self._target = target
+        self._forwarding: set[asyncio.Task[None]] = set()
+        self._open: list[asyncio.StreamWriter] = []
+        self.port = 0
+
+    async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Forward a new connection."""
+        far = await asyncio.open_connection(self._target.address, self._target.port)
+        self._open += [writer, far[1]]
+        for source, sink in ((reader, far[1]), (far[0], writer)):
+            self._forwarding.add(asyncio.create_task(self._forward(source, sink)))
+
+    async def _forward(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while content := await source.read(1 << 16):
+            sink.write(content)
+        sink.close()
+
+    def lose_all(self) -> None:
+        """Forward nothing more of the connections that there are."""
+        for task in self._forwarding:
+            task.cancel()
+        self._forwarding.clear()
+
+    def close(self) -> None:
+        """Close everything."""
+        self.lose_all()
+        for writer in self._open:
+            writer.close()
+
+
+@asynccontextmanager
+async def a_network(target: PostgreSQL) -> AsyncIterator[Network]:
+    """Listen on a port of this machine, and forward its connections."""
+    network = Network(target)
+    listening = await asyncio.start_server(network.connect, "127.0.0.1", 0)
+    network.port = listening.sockets[0].getsockname()[1]
+    try:
+        yield network
+    finally:
+        network.close()
+        listening.close()
+
+
 @pytest.fixture
 async def server(database_url: str) -> AsyncIterator[Server]:
     async with running(database_url, 1) as [only]:
@@ -94,6 +143,43 @@ async def test_a_run_starts_when_one_is_deleted_on_another_server(postgresql: Po
 
         await asyncio.wait_for(task, 60)
         following.cancel()
+
+
+async def test_a_run_starts_although_the_message_of_the_end_of_another_was_lost(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_admission, "_LONGEST_WAIT_SECONDS", 0.1)
+    async with running(database_url, 2) as [own, other]:
+        first, second = await own.make("first"), await own.make("second")
+        await own.admission.wait(first)
+        task = await waiting(own, second)
+
+        await other.catalog.delete_run(first)
+
+        await asyncio.wait_for(task, 60)
+
+
+async def test_the_ends_of_runs_are_followed_again_after_a_connection_has_died_silently(
+    postgresql: PostgreSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_RETRY_SECONDS", "_CHECK_SECONDS"):
+        monkeypatch.setattr(run_ends, name, 0.1)
+    monkeypatch.setattr(run_ends, "_RESPONSE_SECONDS", 2.0)
+    url = postgresql.new_database()
+    async with a_network(postgresql) as network, running(url, 1) as [other]:
+        own = open_database(url.replace(f":{postgresql.port}/", f":{network.port}/"))
+        ends: asyncio.Queue[None] = asyncio.Queue()
+        following = asyncio.create_task(run_ends.follow(own, lambda: ends.put_nowait(None)))
+        await asyncio.wait_for(ends.get(), 60)
+
+        network.lose_all()
+        # It is called as soon as it follows again.
+        await asyncio.wait_for(ends.get(), 60)
+        await other.catalog.delete_run(await other.make("first"))
+        await asyncio.wait_for(ends.get(), 60)
+
+        following.cancel()
+        await own.dispose()
 
 
 async def test_a_run_starts_when_the_client_of_another_becomes_inactive(

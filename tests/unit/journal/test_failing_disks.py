@@ -109,6 +109,22 @@ async def test_a_full_disk_degrades_a_run_that_becomes_durable_again(tmp_path: P
     assert losses == expected
 
 
+async def test_a_journal_that_fails_in_an_unforeseen_way_stops_no_training_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object, __: bytes) -> None:
+        raise MemoryError
+
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    with a_head(root, tmp_path, "g1", journals=journals) as head:
+        await head.begin()
+        with monkeypatch.context() as broken:
+            broken.setattr(Segment, "write", fail)
+            assert len(await train(head, 1, 2)) == 1
+            assert "MemoryError" in str(described(head).degraded)
+        await until(lambda: described(head).is_durable)
+
+
 async def test_a_head_killed_as_soon_as_its_run_is_durable_again_is_continued(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,21 @@ async def test_a_stale_head_does_not_replace_what_its_successor_has_suspended(
         assert losses + await train(head, 5, 6) == wanted
 
 
+async def test_a_stale_head_that_is_to_give_its_run_away_has_done_so(tmp_path: Path) -> None:
+    root = (tmp_path / "store").as_uri()
+    with a_head(root, tmp_path, "g1", journals=tmp_path / "1", durability=CONFIG) as stale:
+        await stale.begin()
+        await train(stale, 1, 2)
+        with a_head(root, tmp_path, "g2", journals=tmp_path / "2", durability=CONFIG) as head:
+            await head.resume("g1")
+
+            await stale.service.move_model(MODEL)
+
+            assert not stale.service.held()
+            with pytest.raises(Moved):
+                await stale.service.recall(str(MODEL))
+
+
 async def test_a_stale_head_writes_no_state_while_its_successor_trains(tmp_path: Path) -> None:
     root = (tmp_path / "store").as_uri()
     with a_head(root, tmp_path, "g1", journals=tmp_path / "1", durability=CONFIG) as stale:

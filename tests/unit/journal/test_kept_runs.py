@@ -5,6 +5,7 @@ itself: it has the journals of a first one that was killed.
 """
 
 import asyncio
+import os
 import shutil
 import threading
 from collections.abc import Awaitable, Callable
@@ -16,13 +17,16 @@ import pytest
 
 from tinkercloud_protocol import journals
 from tinkercloud_protocol.checkpoints import SuspendedManifest
+from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.errors import Overloaded, StateLost, Unavailable
 from tinkercloud_protocol.journals import manifest_path, run_ids
 from tinkercloud_protocol.launch import Timings
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.durability import Durability
 from tinkercloud_worker.head.lifecycle import Lifecycle
+from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.service import HeadService
 
 pytestmark = pytest.mark.timeout(120)
@@ -144,6 +148,15 @@ async def test_a_run_on_the_disk_of_a_head_is_moved_with_its_state(
 ) -> None:
     with disks.head("g2") as head:
         await head.service.move_model(MODEL)
+
+        await disks.check_continues(expected)
+
+
+async def test_two_calls_that_move_the_same_run_on_the_disk_of_a_head_agree(
+    disks: Disks, expected: float
+) -> None:
+    with disks.head("g2") as head:
+        await asyncio.gather(*[head.service.move_model(MODEL) for _ in range(2)])
 
         await disks.check_continues(expected)
 
@@ -306,3 +319,54 @@ async def test_a_journal_does_not_exist_before_the_state_that_it_follows(
 
         assert existed == [False]
         assert run_ids(disks.journals)
+
+
+async def test_a_run_that_a_stopping_head_did_not_resume_any_more_leaves_no_journal_there(
+    disks: Disks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with disks.head("g1", disk="first") as head:
+        await train(head)
+        expected = await head.loss(3)
+        await head.service.suspend()
+        stored = await head.manifest()
+    begin_from, stopping = Durability.begin_from, list[asyncio.Task[None]]()
+
+    with disks.head("g2") as head:
+
+        async def begin_and_stop(
+            durability: Durability,
+            model: LiveModel,
+            state: SuspendedManifest,
+            store: CheckpointStore,
+        ) -> None:
+            await begin_from(durability, model, state, store)
+            stopping.append(asyncio.create_task(head.service.suspend()))
+            await asyncio.sleep(0)
+
+        monkeypatch.setattr(Durability, "begin_from", begin_and_stop)
+        with pytest.raises(Unavailable, match="is stopping"):
+            await head.resume("g1")
+        await asyncio.gather(*stopping)
+
+        assert run_ids(disks.journals) == []
+        assert await head.manifest() == stored
+        monkeypatch.undo()
+        await disks.check_continues(expected)
+
+
+async def test_requests_that_only_the_kernel_has_are_on_the_disk_before_they_are_repeated(
+    disks: Disks, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (segment,) = disks.journals.glob(f"runs/{MODEL}/journal/*.log")
+    fsync, on_disk = os.fsync, set[str]()
+
+    def watch(descriptor: int) -> None:
+        fsync(descriptor)
+        on_disk.add(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+
+    monkeypatch.setattr(os, "fsync", watch)
+    root, config = (disks.folder / "store").as_uri(), DurabilityConfig(fsync=True)
+    with a_head(root, disks.folder, "g2", journals=disks.journals, durability=config) as head:
+        await head.resume("g1")
+        assert str(segment) in on_disk
+        assert await head.loss(3) == expected

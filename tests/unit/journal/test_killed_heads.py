@@ -21,7 +21,6 @@ from tinkercloud_protocol.envelope import TrainingEnvelope
 from tinkercloud_protocol.errors import InvalidRequest, Overloaded, StateLost, Unavailable
 from tinkercloud_protocol.journals import has_journal, manifest_path
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
-from tinkercloud_testing.dying_store import Death
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints import store as store_module
 from tinkercloud_worker.head import requests
@@ -46,6 +45,10 @@ def send(head: Head, seq_id: int) -> None:
         head.add(seq_id, first=5 + seq_id)
     else:
         head.apply(seq_id)
+
+
+class Death(BaseException):
+    """Stands for the end of the process, which no code can handle."""
 
 
 class Mortality:

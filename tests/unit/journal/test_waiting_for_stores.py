@@ -4,16 +4,19 @@ import asyncio
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import obstore
 import pytest
 
+from tinkercloud_protocol import shared_journals
 from tinkercloud_protocol.checkpoints import BODIES
 from tinkercloud_protocol.durability import DurabilityConfig
+from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.object_store import open_store
-from tinkercloud_protocol.shared_journals import FOLDER
+from tinkercloud_protocol.shared_journals import FOLDER, Header
 from tinkercloud_testing.bare_heads import (
     MODEL,
     PATIENCE_SECONDS,
@@ -39,19 +42,24 @@ class Store:
         self.responds = asyncio.Event()
         self.responds.set()
         self.was_asked = asyncio.Event()
+        self.holds_next = False
+        """Whether it responds once more only."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
     async def put_async(self, store: Any, key: str, *arguments: Any, **keywords: Any) -> Any:
         """Write, once the store responds."""
-        if f"/{MODEL}/journal/" in key:
+        if "/journal/" in key:
             self.was_asked.set()
             await self.responds.wait()
+            if self.holds_next:
+                self.hold()
         return await self._module.put_async(store, key, *arguments, **keywords)
 
     def hold(self) -> None:
         """Respond no more."""
+        self.holds_next = False
         self.was_asked.clear()
         self.responds.clear()
 
@@ -89,6 +97,31 @@ async def test_a_request_is_neither_confirmed_nor_answered_before_the_store_has_
         store.responds.set()
         await asyncio.gather(*waiting)
         assert described(head).is_durable
+
+
+async def test_a_repeated_request_is_not_answered_before_the_store_has_it_either(
+    tmp_path: Path, store: Store
+) -> None:
+    config = DurabilityConfig(level="remote", store_timeout_seconds=PATIENCE_SECONDS)
+    careless = config.model_copy(update={"wait_for_store": False, "store_seconds": 1000.0})
+    with training(tmp_path, careless, "g1") as head:
+        await head.begin()
+        head.add(1)
+        answer = await head.answer(1)
+
+    root = (tmp_path / "store").as_uri()
+    with a_head(root, tmp_path, "g2", journals=tmp_path / "g1", durability=config) as head:
+        # It responds to the head that takes over the copy, and not when the request follows.
+        store.holds_next = True
+        await head.resume("g1")
+        waiting = asyncio.ensure_future(head.answer(1))
+        await store.was_asked.wait()
+        await head.service._models[str(MODEL)].queue.idle()
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+
+        store.responds.set()
+        assert await waiting == answer
 
 
 async def test_after_a_time_requests_wait_no_longer_and_the_store_gets_them_later(
@@ -222,6 +255,58 @@ async def test_requests_that_overflow_while_a_snapshot_is_copied_are_replaced_by
     with training(tmp_path, config, "g2") as head:
         await head.resume("g1")
         assert await head.loss(11) == losses[-1]
+
+
+async def test_requests_that_could_not_be_encoded_once_are_copied_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, config = shared_journals.encode, DurabilityConfig(level="remote")
+    failed = asyncio.Event()
+
+    def fail_once(header: Header, content: bytes) -> bytes:
+        if failed.is_set():
+            return encode(header, content)
+        failed.set()
+        raise MemoryError
+
+    with training(tmp_path, config, "g1") as head:
+        await head.begin()
+        monkeypatch.setattr(shared_journals, "encode", fail_once)
+        losses = await train(head, 1, 4)
+        assert failed.is_set()
+        await until(lambda: described(head).is_durable)
+
+    with training(tmp_path, config, "g2") as head:
+        await head.resume("g1")
+        assert [await head.loss(1), await head.loss(3)] == losses
+
+
+async def test_if_too_much_waits_in_a_head_the_run_with_most_of_it_gives_way(
+    tmp_path: Path, store: Store
+) -> None:
+    config = DurabilityConfig(
+        level="remote", store_timeout_seconds=PATIENCE_SECONDS, max_waiting_bytes=25_000
+    )
+    sequences = [[5, 6, 7, 8]] * 60
+    with training(tmp_path, config, "g1") as small:
+        large = replace(small, model=ModelId("s", 1))
+        for head in (small, large):
+            await head.begin()
+        store.hold()
+        small.add_all(1, sequences)
+        await store.was_asked.wait()
+        # Of 4070 bytes each: neither run has too much alone.
+        for seq_id in range(2, 4):
+            small.add_all(seq_id, sequences)
+        for seq_id in range(1, 7):
+            large.add_all(seq_id, sequences)
+        await large.confirmed()
+
+        degraded = {each.model_id: str(each.degraded) for each in small.service.held()}
+        assert "max_waiting_bytes" in degraded[str(large.model)]
+        assert degraded[str(small.model)] == "None"
+        store.responds.set()
+        await until(lambda: all(each.is_durable for each in small.service.held()))
 
 
 async def test_a_disk_is_never_replaced_by_an_older_copy_whose_indexes_it_has_used_again(

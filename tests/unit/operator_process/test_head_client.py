@@ -27,6 +27,8 @@ class Head:
     client: HeadClient
     url: str = ""
     is_failing: bool = False
+    status: int = 503
+    """The status of its failures."""
     words: str | None = "the store does not respond"
     is_slow: bool = False
     requests: list[str] = field(default_factory=list)
@@ -36,7 +38,7 @@ class Head:
         if self.is_slow:
             await asyncio.Event().wait()
         if self.is_failing and request.method == "POST":
-            return web.json_response({"detail": self.words}, status=503)
+            return web.json_response({"detail": self.words}, status=self.status)
         return web.json_response({"checkpoints": [SAVED]})
 
     async def remove(self, seconds: float) -> SaveResult:
@@ -96,17 +98,32 @@ async def test_a_failed_save_has_the_words_of_the_head(
         await head.client.save("pool-a", SaveRequest("suspend", head.url, "h", 60))
 
 
-async def test_only_a_head_that_says_so_has_certainly_not_given_its_model_away(head: Head) -> None:
-    async def is_refused() -> bool:
-        request = GiveAway("pool-a", head.url, "h", RUN, 0.1)
-        with pytest.raises(SaveFailed) as failure:
-            await head.client.save("one", request)
-        return failure.value.is_refused
+async def failure_to_give_away(head: Head) -> SaveFailed:
+    """Return what a head answers that is to give a model away."""
+    with pytest.raises(SaveFailed) as failure:
+        await head.client.save("one", GiveAway("pool-a", head.url, "h", RUN, 0.5))
+    return failure.value
 
-    head.is_failing = True
-    assert await is_refused()
-    head.is_slow = True
-    assert not await is_refused()
+
+@pytest.mark.parametrize("status", [400, 401, 421, 500, 503])
+async def test_a_head_that_answers_with_an_error_has_not_given_its_model_away(
+    status: int, head: Head
+) -> None:
+    head.is_failing, head.status = True, status
+
+    failure = await failure_to_give_away(head)
+
+    assert failure.is_refused
+    assert str(failure) == f"the head answered {status}: the store does not respond"
+
+
+@pytest.mark.parametrize("status", [502, 504, None])
+async def test_a_head_without_an_answer_of_its_own_may_have_given_its_model_away(
+    status: int | None, head: Head
+) -> None:
+    head.is_failing, head.status, head.is_slow = True, status or 0, status is None
+
+    assert not (await failure_to_give_away(head)).is_refused
 
 
 async def test_a_head_that_does_not_respond_is_named_as_the_cause(head: Head) -> None:

@@ -3,21 +3,26 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
 import pytest
 
 from tinkercloud_protocol import routes
+from tinkercloud_protocol.checkpoints import SuspendedManifest
+from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.errors import NotFound
-from tinkercloud_protocol.ids import SamplingSessionId
+from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.launch import Limits
 from tinkercloud_protocol.paths import evicted_prefix
-from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head
+from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head, until
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.head import evicted_weights
+from tinkercloud_worker.head.snapshots import Snapshot, Snapshots
 
 NAME = str(MODEL)
 MANY = 1 << 30
@@ -33,11 +38,21 @@ def size(tmp_path_factory: pytest.TempPathFactory) -> int:
 
 @contextmanager
 def a_small_head(
-    folder: Path, size: int, generation: str = "g1", stored: int = MANY
+    folder: Path,
+    size: int,
+    generation: str = "g1",
+    stored: int = MANY,
+    durability: DurabilityConfig | None = None,
 ) -> Iterator[Head]:
     """Run a head with room for one snapshot, which is the latest one of its model."""
-    limits = Limits(max_snapshot_bytes=size * 3 // 2, max_stored_snapshot_bytes=stored)
-    with a_head((folder / "store").as_uri(), folder, generation, limits=limits) as head:
+    with a_head(
+        (folder / "store").as_uri(),
+        folder,
+        generation,
+        limits=Limits(max_snapshot_bytes=size * 3 // 2, max_stored_snapshot_bytes=stored),
+        journals=folder / "journals" if durability is not None else None,
+        durability=durability,
+    ) as head:
         yield head
 
 
@@ -145,6 +160,31 @@ async def test_evicted_snapshots_return_in_the_next_head_and_after_a_pause(
         assert {step: await after.drawn(step, 2) for step in drawn} == drawn
 
 
+async def test_a_run_is_suspended_although_a_snapshot_is_evicted_while_it_is_written(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = Limits(max_snapshot_bytes=size * 5 // 2, max_stored_snapshot_bytes=MANY)
+    with a_head((tmp_path / "store").as_uri(), tmp_path, "g1", limits=limits) as head:
+        await head.begin()
+        drawn = await train(head, 1, 2)
+        other, export = replace(head, model=ModelId("s", 1)), head.backend.sampler.export
+        await other.begin()
+
+        async def evict_and_export(version: str) -> WeightsSnapshot | None:
+            monkeypatch.undo()
+            other.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 1, sampling_session_seq_id=3)
+            await other.answer(1)
+            with pytest.raises(NotFound):
+                await export("s:sample:1")
+            return await export(version)
+
+        monkeypatch.setattr(head.backend.sampler, "export", evict_and_export)
+        assert await head.service.suspend_model(MODEL)
+        await head.service.recall(NAME)
+
+        assert {step: await head.drawn(step, 1) for step in drawn} == drawn
+
+
 async def test_the_file_of_a_deleted_session_is_deleted(head: Head, tmp_path: Path) -> None:
     await train(head, 1, 3)
     await head.drawn(1, 1)
@@ -170,9 +210,9 @@ async def test_a_store_that_fails_costs_evicted_snapshots_but_no_training(
     assert "were evicted" in await failure(head, 1, 1)
 
 
-async def test_samples_that_arrive_while_a_snapshot_is_being_stored_wait_for_it(
-    head: Head, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def may_store(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """No evicted weights are stored until this is set."""
     put, may_continue = CheckpointStore.put_evicted, asyncio.Event()
 
     async def slowly(store: CheckpointStore, key: str, content: bytes) -> object:
@@ -180,10 +220,64 @@ async def test_samples_that_arrive_while_a_snapshot_is_being_stored_wait_for_it(
         return await put(store, key, content)
 
     monkeypatch.setattr(CheckpointStore, "put_evicted", slowly)
+    return may_continue
+
+
+async def test_samples_that_arrive_while_a_snapshot_is_being_stored_wait_for_it(
+    head: Head, may_store: asyncio.Event
+) -> None:
     drawn = await train(head, 1, 2)
     waiting = asyncio.create_task(head.drawn(1, 1))
     await asyncio.sleep(0)
 
-    may_continue.set()
+    may_store.set()
 
     assert await waiting == drawn[1]
+
+
+async def test_weights_that_are_being_stored_while_the_run_is_copied_survive_a_killed_head(
+    tmp_path: Path, size: int, may_store: asyncio.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, write = Snapshots.take, Snapshots.write
+    taken, written = asyncio.Event(), asyncio.Event()
+
+    async def take_and_say(snapshots: Snapshots) -> Snapshot:
+        snapshot = await take(snapshots)
+        taken.set()
+        return snapshot
+
+    async def write_and_say(snapshots: Snapshots, snapshot: Snapshot) -> SuspendedManifest:
+        manifest = await write(snapshots, snapshot)
+        written.set()
+        return manifest
+
+    monkeypatch.setattr(Snapshots, "take", take_and_say)
+    monkeypatch.setattr(Snapshots, "write", write_and_say)
+    durability = DurabilityConfig(snapshot_steps=3)
+    with a_small_head(tmp_path, size, durability=durability) as head:
+        await head.begin()
+        drawn = await train(head, 1, 2)
+        head.add(7)
+        head.apply(8)
+        await taken.wait()
+        may_store.set()
+        await written.wait()
+
+    with a_small_head(tmp_path, size, "g2", durability=durability) as after:
+        await after.resume("g1")
+
+        assert {step: await after.drawn(step, 1) for step in drawn} == drawn
+
+
+async def test_weights_whose_model_leaves_while_they_are_stored_are_neither_counted_nor_kept(
+    head: Head, may_store: asyncio.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await train(head, 1, 2)
+    monkeypatch.setattr(evicted_weights, "_WRITE_SECONDS", 0.0)
+    assert await head.service.suspend_model(MODEL)
+
+    may_store.set()
+    await until(lambda: not head.service._samplers.evicted.is_writing)
+
+    assert "s:sample:1" not in head.service._samplers.evicted
+    assert files(tmp_path) == []

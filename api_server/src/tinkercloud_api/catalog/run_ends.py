@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -12,6 +13,10 @@ log = structlog.get_logger(__name__)
 
 _CHANNEL = "tinkercloud_runs_ended"
 _RETRY_SECONDS = 5.0
+_CHECK_SECONDS = 30.0
+"""Interval between two checks that the server still responds."""
+_RESPONSE_SECONDS = 10.0
+"""How long it may take for that. A connection may be lost without either end having noticed."""
 
 
 async def announce(db: AsyncSession) -> None:
@@ -39,7 +44,11 @@ async def follow(engine: AsyncEngine, on_end: Callable[[], object]) -> None:
 
 
 async def _listen(engine: AsyncEngine, on_end: Callable[[], object]) -> None:
-    """Call `on_end` for each message until the connection is lost."""
+    """Call `on_end` for each message until the connection is lost.
+
+    Raises:
+        Exception: the server does not respond, or rejects the connection.
+    """
     async with engine.connect() as connection:
         driver: Any = (await connection.get_raw_connection()).driver_connection
         lost = asyncio.Event()
@@ -47,7 +56,16 @@ async def _listen(engine: AsyncEngine, on_end: Callable[[], object]) -> None:
         try:
             await driver.add_listener(_CHANNEL, lambda *_: on_end())
             on_end()
-            await lost.wait()
+            while not await _is_set(lost, _CHECK_SECONDS):
+                await driver.execute("SELECT 1", timeout=_RESPONSE_SECONDS)
         finally:
             # It must not return to the pool, where it would continue to listen.
             await connection.invalidate()
+
+
+async def _is_set(event: asyncio.Event, seconds: float) -> bool:
+    """Return whether an event happens within some time."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()

@@ -31,8 +31,8 @@ _LATE_SECONDS = 30.0
 _DROP_SECONDS = 10.0
 """Reserved for dropping a model whose last checkpoint could not be saved in time: it would occupy
 memory of the cluster without a slot."""
-
-
+_OF_PROXIES = (HTTPStatus.BAD_GATEWAY, HTTPStatus.GATEWAY_TIMEOUT)
+"""Answers of proxies in front of a head, which may have done what it was asked for."""
 _MAX_MESSAGE_BYTES = 4096
 """How much of an error's body is read."""
 
@@ -57,7 +57,7 @@ class SaveFailed(Exception):
 
     Args:
         message: what went wrong.
-        is_refused: whether the head answered that it can't do that now, and has not done it.
+        is_refused: whether the head answered with an error: it has not done what it was asked for.
     """
 
     def __init__(self, message: str, *, is_refused: bool = False) -> None:
@@ -93,7 +93,7 @@ class HeadClient:
         except aiohttp.ClientResponseError as error:
             raise SaveFailed(
                 f"the head answered {error.status}: {error.message}",
-                is_refused=error.status == HTTPStatus.SERVICE_UNAVAILABLE,
+                is_refused=error.status not in _OF_PROXIES,
             ) from error
         except (aiohttp.ClientError, KubernetesError, KeyError, ValueError) as error:
             raise SaveFailed(f"{type(error).__name__}: {error}") from error

@@ -28,7 +28,7 @@ class FailedSave:
     moment: datetime
     """When the latest request failed."""
     is_refused: bool = False
-    """Whether the head answered the latest request that it can't do that now."""
+    """Whether the head answered the latest request with an error."""
 
 
 @dataclass(frozen=True, slots=True)

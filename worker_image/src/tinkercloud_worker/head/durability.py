@@ -299,6 +299,9 @@ class Durability:
         folder = self._folder(str(model.model_id))
         try:
             await asyncio.to_thread(folder.write_manifest, manifest)
+            if self._config.fsync:
+                # The last head may have been killed before it had done so.
+                await asyncio.to_thread(folder.synchronize)
         except OSError as error:
             raise Unavailable(
                 f"training run {model.model_id} can't be continued: its journal can't be written"

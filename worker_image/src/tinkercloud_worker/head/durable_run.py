@@ -136,6 +136,8 @@ class DurableRun:
         self._writer.close()
         self._number, self._next_index = number + 1, index + 1
         self._writer = self._open()
+        # The last head may not have copied all of these requests, which are repeated now.
+        self._needed = index
 
     def _open(self) -> JournalWriter:
         return JournalWriter(
@@ -387,8 +389,9 @@ class DurableRun:
             reason=reason,
         )
 
-    def _writing_failed(self, error: OSError) -> None:
-        self._degrade(f"the journal can't be written ({error.strerror or error})")
+    def _writing_failed(self, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) else repr(error)
+        self._degrade(f"the journal can't be written ({reason or error})")
 
     def degrade(self, error: Exception) -> None:
         """Continue without a journal, which could not be started, until a snapshot succeeds."""

@@ -41,6 +41,9 @@ class EvictedWeights:
         self._stored: dict[str, EvictedSampler] = {}
         """By sampling session, the first to be evicted first."""
         self._writing: dict[str, asyncio.Task[None]] = {}
+        """By session; without those that have been forgotten since."""
+        self._writes: set[asyncio.Task[None]] = set()
+        """All that run."""
         self._began = 0.0
         """Monotonic time at which the last write began."""
 
@@ -48,6 +51,11 @@ class EvictedWeights:
     def is_off(self) -> bool:
         """Whether nothing is ever stored."""
         return self._max_bytes == 0
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether weights are being written."""
+        return bool(self._writes)
 
     def __contains__(self, session: str) -> bool:
         return session in self._stored or session in self._writing
@@ -62,9 +70,9 @@ class EvictedWeights:
         The limit is one for each write: an unreachable store must not delay every publication.
         """
         left = self._began + _WRITE_SECONDS - time.monotonic()
-        if self._writing and left > 0:
-            await asyncio.wait(set(self._writing.values()), timeout=left)
-        return not self._writing
+        if self.is_writing and left > 0:
+            await asyncio.wait(set(self._writes), timeout=left)
+        return not self.is_writing
 
     def begin(self, session: str, run_id: str, weights: WeightsSnapshot) -> None:
         """Write the weights of a session in the background. A failure is logged: they are lost.
@@ -77,7 +85,13 @@ class EvictedWeights:
         self._began = time.monotonic()
         task = asyncio.create_task(self._write(session, run_id, weights))
         self._writing[session] = task
-        task.add_done_callback(lambda _: self._writing.pop(session, None))
+        self._writes.add(task)
+        task.add_done_callback(lambda _: self._ended(session, task))
+
+    def _ended(self, session: str, task: asyncio.Task[None]) -> None:
+        self._writes.discard(task)
+        if self._writing.get(session) is task:
+            del self._writing[session]
 
     async def _write(self, session: str, run_id: str, weights: WeightsSnapshot) -> None:
         assert weights.lora is not None  # noqa: S101 - it is an adapter
@@ -87,16 +101,21 @@ class EvictedWeights:
             if len(content) > self._max_bytes:
                 return
             file = await self._store.put_evicted(name, content)
-            self._stored[session] = EvictedSampler(
+            stored = EvictedSampler(
                 session=session, lora=weights.lora, key=name, **file.model_dump()
             )
+            if self._writing.get(session) is not asyncio.current_task():
+                # They were forgotten meanwhile: no state names them.
+                await self._delete(stored)
+                return
+            self._stored[session] = stored
             await self._delete_surplus()
         except WireError as error:
             log.warning("evicted weights were not stored", session=session, reason=error.message)
 
     async def _delete_surplus(self) -> None:
         while sum(each.size_bytes for each in self._stored.values()) > self._max_bytes:
-            await self._delete(next(iter(self._stored)))
+            await self._delete(self._stored.pop(next(iter(self._stored))))
 
     def add(self, stored: EvictedSampler) -> None:
         """Add weights that another head has stored."""
@@ -123,17 +142,21 @@ class EvictedWeights:
         """Delete the weights of a session, which may be unknown."""
         if (task := self._writing.get(session)) is not None:
             await asyncio.wait({task})
-        if session in self._stored:
-            await self._delete(session)
+        if (stored := self._stored.pop(session, None)) is not None:
+            await self._delete(stored)
 
-    async def _delete(self, session: str) -> None:
-        stored = self._stored.pop(session)
+    async def _delete(self, stored: EvictedSampler) -> None:
         try:
             await self._store.delete_evicted(stored)
         except WireError as error:
             # It is deleted with its run.
-            log.warning("evicted weights were not deleted", session=session, reason=error.message)
+            reason = error.message
+            log.warning("evicted weights were not deleted", session=stored.session, reason=reason)
 
     def forget(self, session: str) -> None:
-        """Forget the weights of a session, which another head continues; they stay stored."""
+        """Forget the weights of a session, which another head continues.
+
+        They stay stored; those that are still being written are deleted.
+        """
         self._stored.pop(session, None)
+        self._writing.pop(session, None)

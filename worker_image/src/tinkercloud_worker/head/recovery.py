@@ -102,10 +102,25 @@ class Recovery:
         """Restore a model from this suspended state; see `Suspension.resume`."""
         store = self.suspension.backend.store
         prepare = partial(self.durability.begin_from, state=manifest, store=store)
-        async with self._leaving_after_failure(model_id):
+        try:
             return await self.suspension.resume(
                 model_id, spec, StoredState(manifest, store, prepare), accept
             )
+        except BaseException:
+            has_journal = self.durability.of(str(model_id)) is not None
+            await self.durability.leave(str(model_id))
+            if has_journal and await self._is_stored(manifest):
+                # The journal has nothing else, and would be out of date soon.
+                await self.durability.remove(str(model_id))
+            raise
+
+    async def _is_stored(self, manifest: SuspendedManifest) -> bool:
+        """Return whether a suspended state is known to exist still."""
+        try:
+            found = await self.suspension.backend.store.find_suspended(manifest.run_id)
+        except WireError:
+            return False
+        return found is not None and found.data_prefix == manifest.data_prefix
 
     @asynccontextmanager
     async def _leaving_after_failure(self, model_id: ModelId) -> AsyncIterator[None]:

@@ -3,10 +3,14 @@
 from collections.abc import Sequence, Set
 
 import orjson
+import structlog
 
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
+from tinkercloud_protocol.sampling import SampleRequest
+from tinkercloud_protocol.wire import parse_json
+from tinkercloud_worker.checkpoints.suspended import SuspendedHead
 from tinkercloud_worker.head import requests
 from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.queue import (
@@ -19,6 +23,8 @@ from tinkercloud_worker.head.queue import (
 )
 from tinkercloud_worker.head.results import Results
 from tinkercloud_worker.journal.records import Record
+
+log = structlog.get_logger(__name__)
 
 
 def restored_operation(
@@ -79,3 +85,17 @@ def published_sessions(
             if request.get("path") is None and index is not None:
                 sessions.append(SamplingSessionId(model_id.session_id, index))
     return sessions
+
+
+def unfinished_samples(head: SuspendedHead) -> list[SampleRequest]:
+    """Return the sampling requests that this release can parse."""
+    samples = []
+    for span in head.state.samples:
+        try:
+            samples.append(parse_json(SampleRequest, head.body(span)))
+        except InvalidRequest as error:
+            log.warning(
+                "dropped a stored sampling request, which this release rejects",
+                reason=error.message,
+            )
+    return samples

@@ -12,7 +12,7 @@ never evicted.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -289,11 +289,23 @@ class Samplers:
         saved = {name for owners in all_owners for name, owner in owners.items() if owner == model}
         return {*saved, current}
 
-    def evicted_of_model(self, model_id: ModelId) -> list[EvictedSampler]:
-        """Return where the evicted weights of a model are that are stored."""
+    def snapshots_of_model(self, model_id: ModelId) -> list[str]:
+        """Return the snapshot sessions of a model, evicted ones included, in their order."""
         model = str(model_id)
-        names = [name for name in self._evicted if self._snapshots[name] == model]
-        return [found for name in names if (found := self.evicted.find(name)) is not None]
+        return [name for name, owner in self._snapshots.items() if owner == model]
+
+    async def settled(self) -> None:
+        """Wait until all weights that are being evicted are stored.
+
+        No longer than for a slow store (`EvictedWeights.ready`): then they count as lost.
+        """
+        if self._storing:
+            await asyncio.wait(set(self._storing.values()))
+        await self.evicted.ready()
+
+    def stored_of(self, sessions: Iterable[str]) -> list[EvictedSampler]:
+        """Return where the weights of evicted sessions are that are stored."""
+        return [found for name in sessions if (found := self.evicted.find(name)) is not None]
 
     def restore_evicted(self, model_id: ModelId, evicted: Sequence[EvictedSampler]) -> None:
         """Take over the evicted weights of a model from another head.

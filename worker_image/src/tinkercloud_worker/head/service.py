@@ -239,17 +239,24 @@ class HeadService:
 
     async def move_model(self, model_id: ModelId, *, is_back: bool = False) -> None:
         """Let another head continue a model, or take it back; see `SuspendedModels`."""
-        self._check_accepting()
         name = str(model_id)
-        # A request may start to resume the model as soon as it has been suspended.
-        while task := self._resuming.get(name) or self._suspended.suspending(name):
-            await asyncio.wait({task})
+        await self._settled(name)
         if is_back:
             self._suspended.take_back(name)
             return
-        if not self._is_held(name) and (failure := await self._kept.load_all(name)) is not None:
-            raise Unavailable(f"model {name} can't be moved yet: {failure.message}")
+        if not self._is_held(name):
+            if (failure := await self._kept.load_all(name)) is not None:
+                raise Unavailable(f"model {name} can't be moved yet: {failure.message}")
+            # Another call may have waited for the same, and be moving it.
+            await self._settled(name)
         await self._suspended.move(name, self._samples.by_id)
+
+    async def _settled(self, name: str) -> None:
+        """Wait until a model is neither being resumed nor being suspended (`_check_accepting`)."""
+        # A request may start to resume it as soon as it has been suspended.
+        while task := self._resuming.get(name) or self._suspended.suspending(name):
+            await asyncio.wait({task})
+        self._check_accepting()
 
     def held(self) -> list[HeldModel]:
         """Return the models of this head and the memory they take."""

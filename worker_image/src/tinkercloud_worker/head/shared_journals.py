@@ -18,8 +18,8 @@ from tinkercloud_protocol.shared_journals import FOLDER, Base, Header
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.journal.folder import JournalFolder
 from tinkercloud_worker.journal.records import Record
-from tinkercloud_worker.journal.shared_log import Fenced, Place, SharedLog, SharedState
-from tinkercloud_worker.journal.shipping import Listeners, Shipping
+from tinkercloud_worker.journal.shared_log import Ends, Fenced, Place, SharedLog
+from tinkercloud_worker.journal.shipping import Listeners, Shipping, WaitingRoom
 
 log = structlog.get_logger(__name__)
 
@@ -38,12 +38,12 @@ class LocalState:
         """Index of the record after the last one; 0 if there is none."""
         return self.records[-1].index + 1 if self.records else 0
 
-    def starts_like(self, shared: SharedState) -> bool:
+    def starts_like(self, shared: Ends) -> bool:
         """Return whether the records follow the same snapshot."""
         prefixes = [s.data_prefix if s else None for s in (self.snapshot, shared.base.snapshot)]
         return prefixes[0] == prefixes[1]
 
-    def follows(self, shared: SharedState, next_index: int) -> bool:
+    def follows(self, shared: Ends, next_index: int) -> bool:
         """Return whether the copy has nothing else, and lacks nothing but records here."""
         first = self.records[0].index if self.records else next_index
         own_end = self.next_index if self.records else shared.base.first_index
@@ -57,6 +57,7 @@ class SharedJournals:
         self._store: ObjectStore = open_store(f"{checkpoint_root.rstrip('/')}/{FOLDER}")
         self._generation = generation
         self._config = config
+        self._room = WaitingRoom(config.max_waiting_bytes)
         self.snapshots = CheckpointStore(self._store)
         """Where the files of the snapshots are copied to."""
 
@@ -107,12 +108,12 @@ class SharedJournals:
                 return False
             if local.records:
                 return last[1].next_index > local.next_index
-            state = await shared.read()
+            ends = await shared.check()
         except WireError:
             return False
-        if state is None or not local.starts_like(state):
+        if ends is None or not local.starts_like(ends):
             return False
-        return state.header.next_index > state.base.first_index
+        return ends.header.next_index > ends.base.first_index
 
     async def is_replaced(self, manifest: JournalManifest) -> bool:
         """Return whether a head that a local journal does not name has taken over its copy.
@@ -135,9 +136,9 @@ class SharedJournals:
         Raises:
             Unavailable: another head has taken over the run.
         """
-        shared, state = self._log(manifest.run_id), None
+        shared, ends = self._log(manifest.run_id), None
         try:
-            state = await shared.read()
+            ends = await shared.check()
         except WireError as error:
             log.warning(
                 "a copied journal can't be read", run_id=manifest.run_id, reason=error.message
@@ -146,10 +147,10 @@ class SharedJournals:
         def is_behind(last: Header | None) -> bool:
             # A head that could not write to the store may have used indexes of the copy again. The
             # copy is then that of an earlier head, or is marked.
-            if last is None or state is None or last != state.header or last.is_behind:
+            if last is None or ends is None or last != ends.header or last.is_behind:
                 return True
             is_same = last.manifest.generations[-1:] == manifest.generations[-2:-1]
-            return not is_same or not local.follows(state, last.next_index)
+            return not is_same or not local.follows(ends, last.next_index)
 
         try:
             place = await _unless_away(partial(shared.take_over, manifest, None, is_behind))
@@ -248,7 +249,13 @@ class SharedJournals:
         place: Place | None,
     ) -> Shipping:
         return Shipping(
-            shared, manifest, self._config, begin=begin, listeners=listeners, place=place
+            shared,
+            manifest,
+            self._config,
+            room=self._room,
+            begin=begin,
+            listeners=listeners,
+            place=place,
         )
 
 

@@ -29,6 +29,8 @@ class Snapshot:
     head: HeadState
     bodies: Bodies
     published: list[Published]
+    sessions: list[str]
+    """Sampling sessions of weights that were never saved under a name; some may be evicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +55,10 @@ class Snapshots:
         bodies = Bodies()
         # From here on without a pause, so that nothing arrives in between.
         head = self.suspension.head_state(self.model, [], bodies)
-        published = self.suspension.samplers.of_model(self.model.model_id)
+        samplers, model_id = self.suspension.samplers, self.model.model_id
+        published, sessions = samplers.of_model(model_id), samplers.snapshots_of_model(model_id)
         head = head.model_copy(update={"gradient_lost": lost})
-        return Snapshot(state, gradient, head, bodies, published)
+        return Snapshot(state, gradient, head, bodies, published, sessions)
 
     async def write(self, snapshot: Snapshot) -> SuspendedManifest:
         """Write a snapshot, which replaces the previous one; return its manifest.
@@ -77,7 +80,9 @@ class Snapshots:
         if snapshot.gradient is not None:
             encoded = await asyncio.to_thread(formats.encode_tensors, snapshot.gradient)
             await writer.put(GRADIENT, encoded)
-        head = snapshot.head.model_copy(update={"samplers": samplers})
+        # Some may have been evicted while the snapshot was taken, or since.
+        evicted = suspension.samplers.stored_of(snapshot.sessions)
+        head = snapshot.head.model_copy(update={"samplers": samplers, "evicted": evicted})
         await writer.put(HEAD_STATE, head.model_dump_json().encode())
         await writer.put(BODIES, await asyncio.to_thread(snapshot.bodies.encode))
         return await writer.commit()

@@ -217,7 +217,9 @@ class SuspendedModels:
         """
         if (model := self._models.get(name)) is not None:
             task = self._start(model, self._release(name, model, samples))
-            if not await asyncio.shield(task):
+            await asyncio.wait({task})
+            # Another head may have taken it over meanwhile.
+            if name not in self._moved:
                 raise Unavailable(f"model {name} could not be written; it was not moved")
         elif (suspended := self._suspended.pop(name, None)) is not None:
             self._record_moved(name, MovedModel(suspended))

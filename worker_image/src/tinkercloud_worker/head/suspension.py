@@ -30,7 +30,6 @@ from tinkercloud_protocol.futures import Result
 from tinkercloud_protocol.ids import ModelId, RequestId
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.sampling import SampleRequest
-from tinkercloud_protocol.wire import parse_json
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.checkpoints.suspended import (
@@ -52,7 +51,12 @@ from tinkercloud_worker.head.failures import Moved
 from tinkercloud_worker.head.live_model import LiveModel, new_model
 from tinkercloud_worker.head.operations import Operations
 from tinkercloud_worker.head.queue import QueuedRequest, QueueSnapshot
-from tinkercloud_worker.head.repeating import mark_read, repeated, restored_operation
+from tinkercloud_worker.head.repeating import (
+    mark_read,
+    repeated,
+    restored_operation,
+    unfinished_samples,
+)
 from tinkercloud_worker.head.results import ExportedResult, Results
 from tinkercloud_worker.head.samplers import Published, Samplers
 from tinkercloud_worker.journal.records import Record
@@ -156,8 +160,10 @@ class Suspension:
         writer = self.writer(model, self.backend.store)
         published = self.samplers.of_model(model.model_id)
         samplers = await self.write_samplers(published, model.model_id, writer, limit)
+        sessions = {session for sampler in published for session in sampler.sessions}
         written = {session for sampler in samplers for session in sampler.sessions}
-        if missing := {s for sampler in published for s in sampler.sessions} - written:
+        stored = {each.session for each in self.samplers.stored_of(sessions)}
+        if missing := sessions - written - stored:
             raise SamplersLeftBehind(f"the weights of {sorted(missing)} could not be written")
         return await self._write_rest(model, unfinished, samplers, writer)
 
@@ -187,7 +193,6 @@ class Suspension:
     ) -> SuspendedManifest:
         """Write everything except the samplers, and the manifest last."""
         model.check_complete()
-        await self.samplers.evicted.ready()
         bodies = Bodies()
         head = self.head_state(model, unfinished, bodies)
         gradient_lost = await _write_training(model, self.backend.config.model.name, writer)
@@ -227,7 +232,7 @@ class Suspension:
             results=[_stored_result(kept, bodies) for kept in self._kept_results(model, state)],
             samples=samples,
             samplers=[],
-            evicted=self.samplers.evicted_of_model(model.model_id),
+            evicted=self.samplers.stored_of(self.samplers.snapshots_of_model(model.model_id)),
             keys=model.given_numbers.keys,
             unsaved_changes=model.operations.schedule.unsaved,
             latest_checkpoint=model.operations.checkpoints.to_resume_from(),
@@ -257,7 +262,10 @@ class Suspension:
         writer: StateWriter,
         limit: int,
     ) -> list[StoredSampler]:
-        """Write some of the model's own samplers, the latest first, up to `limit` bytes."""
+        """Write some of the model's own samplers, the latest first, up to `limit` bytes.
+
+        Those that were evicted meanwhile are stored when this returns.
+        """
         stored: list[StoredSampler] = []
         for published in samplers:
             room = limit - writer.size_of(formats.SAMPLER_PREFIX)
@@ -289,6 +297,7 @@ class Suspension:
             stored.append(
                 StoredSampler(sessions=sessions, is_inflight=inflight, lora=weights.lora, file=name)
             )
+        await self.samplers.settled()
         return stored
 
     async def resume(
@@ -351,7 +360,7 @@ class Suspension:
                     " request again"
                 ) from error
             raise
-        return model, _unfinished_samples(head)
+        return model, unfinished_samples(head)
 
     def _check_fits(self, manifest: SuspendedManifest, spec: ModelSpec) -> None:
         written = (manifest.base_model, manifest.owner, manifest.lora)
@@ -388,16 +397,18 @@ class Suspension:
         self, model_id: ModelId, state: StoredState, head: HeadState
     ) -> None:
         """Publish the samplers that were not evicted, the oldest first; read each file once."""
-        self.samplers.restore_evicted(model_id, head.evicted)
+        # Those that were evicted while the state was written are in both lists.
+        written = {session for each in head.samplers for session in each.sessions}
+        self.samplers.restore_evicted(
+            model_id, [each for each in head.evicted if each.session not in written]
+        )
         read: dict[str, WeightsSnapshot] = {}
         for stored in reversed(head.samplers):
             if stored.file not in read:
                 tensors = await self._read_tensors(state, stored.file)
                 read[stored.file] = WeightsSnapshot(stored.lora, tensors)
-            weights = read[stored.file]
-            published = Published(
-                stored.file, stored.sessions, stored.is_inflight, weights.size_bytes
-            )
+            weights, inflight = read[stored.file], stored.is_inflight
+            published = Published(stored.file, stored.sessions, inflight, weights.size_bytes)
             await self.samplers.restore(model_id, published, weights)
 
     def _restore_order(
@@ -483,17 +494,3 @@ def _stored_result(kept: ExportedResult, bodies: Bodies) -> StoredResult:
         content_type=kept.result.content_type,
         is_read=kept.is_read,
     )
-
-
-def _unfinished_samples(head: SuspendedHead) -> list[SampleRequest]:
-    """Return the sampling requests that this release can parse."""
-    samples = []
-    for span in head.state.samples:
-        try:
-            samples.append(parse_json(SampleRequest, head.body(span)))
-        except InvalidRequest as error:
-            log.warning(
-                "dropped a stored sampling request, which this release rejects",
-                reason=error.message,
-            )
-    return samples

@@ -137,6 +137,11 @@ class JournalFolder:
             segments.append((name, found))
         return records.join(segments)
 
+    def synchronize(self) -> None:
+        """Return once all segments are on the disk."""
+        for number in self.numbers():
+            _synchronize(self._path(number))
+
     def remove_before(self, number: int) -> None:
         """Delete the segments before this one, the oldest first."""
         for each in self.numbers():
@@ -147,8 +152,9 @@ class JournalFolder:
         return self._folder / f"{number:08d}{_SUFFIX}"
 
 
-def _synchronize(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _synchronize(path: Path) -> None:
+    """Return once a file, or the list of a folder's files, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

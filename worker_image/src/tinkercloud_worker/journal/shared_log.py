@@ -55,11 +55,18 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedState:
-    """The state of a run in the object store."""
+class Ends:
+    """What the state of a run in the object store begins and ends with."""
 
     header: Header
     """Header of the last object."""
+    base: Base
+
+
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """The state of a run in the object store."""
+
     base: Base
     records: list[Record]
     """All records since the base, and possibly some before it."""
@@ -167,21 +174,32 @@ class SharedLog:
         Raises:
             DamagedJournal: an object is damaged or missing.
         """
+        found: list[list[Record]] = []
+        ends = await self._read_back(found.append)
+        if ends is None:
+            return None
+        return SharedState(ends.base, [record for each in reversed(found) for record in each])
+
+    async def check(self) -> Ends | None:
+        """Check the state of the run, as `read` does, with one object in memory at a time."""
+        return await self._read_back(lambda _: None)
+
+    async def _read_back(self, use: Callable[[list[Record]], object]) -> Ends | None:
+        """Read the state of the run from its end; call `use` with the records of each object."""
         numbers = await self.numbers()
         base: Base | None = None
         header: Header | None = None
-        found: list[tuple[str, list[Record]]] = []
+        later: tuple[str, list[Record]] = ("", [])
         for number in reversed(numbers):
             each, content = await self._read(number)
-            header = header or each
+            header, base = header or each, base or each.base
             name = shared_journals.name_of(self.run_id, number)
-            decoded, size = await asyncio.to_thread(records.decode, content, name)
-            if size < len(content) or len(decoded) != each.next_index - each.start_index:
-                raise DamagedJournal(f"{name} is damaged: its last records are missing")
-            found.insert(0, (name, decoded))
-            base = base or each.base
+            decoded = await asyncio.to_thread(_records, content, each, name, later)
+            use(decoded)
+            if decoded:
+                later = name, decoded[:1]
             if base is not None and each.start_index <= base.first_index:
-                return SharedState(header, base, await asyncio.to_thread(records.join, found))
+                return Ends(header, base)
         if header is None:
             return None
         missing = shared_journals.name_of(self.run_id, numbers[0] - 1)
@@ -274,17 +292,38 @@ class SharedLog:
             log.warning("a copied journal can't be read", run_id=self.run_id, reason=error.message)
             return None
 
-    async def _content(self, number: int, limit: int | None = None) -> bytes:
+    async def _content(self, number: int, limit: int | None = None) -> memoryview:
         """Return an object, or its first bytes."""
         key = shared_journals.object_key(self.run_id, number)
         options: GetOptions = {"range": (0, limit)} if limit is not None else {}
         try:
             with store_errors():
                 answer = await obstore.get_async(self._store, key, options=options)
-                return bytes(await answer.bytes_async())
+                return memoryview(await answer.bytes_async())
         except FileNotFoundError:
             name = shared_journals.name_of(self.run_id, number)
             raise DamagedJournal(f"{name} is missing") from None
 
     def _slow(self) -> StoreFailed:
         return StoreFailed(f"the checkpoint store did not respond within {self._timeout:g} s")
+
+
+def _records(
+    content: memoryview, header: Header, name: str, later: tuple[str, list[Record]]
+) -> list[Record]:
+    """Return the records of an object.
+
+    Args:
+        content: what follows its header.
+        header: its header.
+        name: its name in error messages.
+        later: the first of the records that follow, with the name of their object.
+
+    Raises:
+        DamagedJournal: records are damaged or missing.
+    """
+    found, size = records.decode(content, name)
+    if size < len(content) or len(found) != header.next_index - header.start_index:
+        raise DamagedJournal(f"{name} is damaged: its last records are missing")
+    records.join([(name, found), later])
+    return found

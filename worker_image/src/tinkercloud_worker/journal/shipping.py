@@ -52,6 +52,31 @@ class _Object:
     base: Base | None
 
 
+class WaitingRoom:
+    """Limits the requests of all runs of a head that wait for the store."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """Start empty.
+
+        Args:
+            max_bytes: their size. Beyond it, those of the run with most of them are dropped.
+        """
+        self._max_bytes = max_bytes
+        self._used: dict[Shipping, int] = {}
+
+    def has(self, run: "Shipping", num_bytes: int) -> None:
+        """Record how many bytes of a run wait; drop those of the largest until the rest fits."""
+        self._used.pop(run, None)
+        if num_bytes:
+            self._used[run] = num_bytes
+        while sum(self._used.values()) > self._max_bytes:
+            largest = max(self._used, key=self._used.__getitem__)
+            largest.require_snapshot(
+                "the checkpoint store is slower than the requests of the head"
+                f" (durability.max_waiting_bytes is {self._max_bytes})"
+            )
+
+
 class Shipping:
     """The copy of one run's journal. Belongs to one event loop."""
 
@@ -61,6 +86,7 @@ class Shipping:
         manifest: JournalManifest,
         config: DurabilityConfig,
         *,
+        room: WaitingRoom,
         begin: Callable[[], Awaitable[Place]],
         listeners: Listeners,
         place: Place | None,
@@ -71,6 +97,7 @@ class Shipping:
             shared: the journal in the store.
             manifest: names this head as the last one.
             config: when to copy.
+            room: of the head.
             begin: makes this head the only one that writes the journal.
             listeners: what to call.
             place: the result of `begin`; None if it could not be called yet. Then it is called as
@@ -79,6 +106,7 @@ class Shipping:
         self._shared = shared
         self._manifest = manifest
         self._config = config
+        self._room = room
         self._begin = begin
         self._listeners = listeners
         self._place = place
@@ -126,9 +154,8 @@ class Shipping:
             self._due_at = time.monotonic() + self._config.store_seconds
         self._pending.append(record)
         self._pending_bytes += _size(record)
-        if self._pending_bytes > self._config.max_waiting_bytes:
-            self.require_snapshot("the checkpoint store is slower than the requests of the run")
-        elif self._is_due():
+        self._room.has(self, self._pending_bytes)
+        if self._is_due():
             self._has_work.set()
         else:
             self._start_timer()
@@ -154,7 +181,7 @@ class Shipping:
 
     def require_snapshot(self, reason: str) -> None:
         """Copy nothing until a snapshot has been stored."""
-        self._pending, self._pending_bytes = [], 0
+        self._keep([])
         self._lacks_base = self._is_dropping = True
         self._fail(reason)
 
@@ -206,8 +233,12 @@ class Shipping:
         if self._lacks_base and not self._is_writing_base:
             # Otherwise the records after the base that is being written are needed too.
             self._is_dropping = False
-            self._pending = [each for each in self._pending if each.index >= first_index]
-            self._pending_bytes = sum(map(_size, self._pending))
+            self._keep([each for each in self._pending if each.index >= first_index])
+
+    def _keep(self, pending: list[Record]) -> None:
+        """Let only these records wait."""
+        self._pending, self._pending_bytes = pending, sum(map(_size, pending))
+        self._room.has(self, self._pending_bytes)
 
     async def replace(
         self,
@@ -328,9 +359,15 @@ class Shipping:
             base=base,
             fences=place.fences,
         )
-        content = await asyncio.to_thread(
-            lambda: shared_journals.encode(header, b"".join(map(records.encode, taken)))
-        )
+        try:
+            content = await asyncio.to_thread(
+                lambda: shared_journals.encode(header, b"".join(map(records.encode, taken)))
+            )
+        except Exception:
+            if not self._lacks_base:
+                # Otherwise the copy would have a gap.
+                self._keep([*taken, *self._pending])
+            raise
         return _Object(content, header.next_index, base)
 
     def _take(self) -> list[Record]:
@@ -341,6 +378,7 @@ class Shipping:
             count += 1
         taken, self._pending = self._pending[:count], self._pending[count:]
         self._pending_bytes -= size
+        self._room.has(self, self._pending_bytes)
         return taken
 
     def _wrote(self, place: Place, written: _Object) -> None:
@@ -402,6 +440,7 @@ class Shipping:
     def close(self) -> None:
         """Copy nothing more. Idempotent."""
         self._ended.set()
+        self._keep([])
         self._has_work.set()
         self._has_tried.set()
         if self._timer is not None:

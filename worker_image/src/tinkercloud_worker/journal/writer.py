@@ -30,7 +30,7 @@ class JournalWriter:
         number: int,
         next_index: int,
         fsync: bool,
-        on_failure: Callable[[OSError], None],
+        on_failure: Callable[[Exception], None],
     ) -> None:
         """Start; the segment is created with the first write.
 
@@ -113,7 +113,7 @@ class JournalWriter:
                 continue
             try:
                 await self._write_taken(taken)
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - requests must not wait forever
                 self._fail(error)
                 return
             self._written = taken[-1].index
@@ -160,7 +160,7 @@ class JournalWriter:
                     continue
                 try:
                     await self._in_thread(segment.synchronize)
-                except OSError as error:
+                except Exception as error:  # noqa: BLE001 - requests must not wait forever
                     self._fail(error)
                     return
             self._durable = written
@@ -183,7 +183,7 @@ class JournalWriter:
     def _reached(self, index: int, reached: int) -> bool:
         return self.has_failed or index <= reached
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, error: Exception) -> None:
         if self.has_failed:
             return
         self.has_failed = True
