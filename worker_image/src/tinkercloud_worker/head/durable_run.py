@@ -25,6 +25,7 @@ from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.journals import JournalManifest
 from tinkercloud_worker import metrics
+from tinkercloud_worker.checkpoints.store import StoreFailed
 from tinkercloud_worker.head.attempts import Attempts
 from tinkercloud_worker.head.failures import Moved, error_message, to_result
 from tinkercloud_worker.head.live_model import LiveModel
@@ -376,7 +377,7 @@ class DurableRun:
             self._on_change()
 
     def _snapshot_failed(self, error: Exception) -> None:
-        reason = error_message(to_result(error))
+        reason = _reason(error)
         self._schedule.failed(time.monotonic(), reason)
         self._retry.failed(time.monotonic())
         self._attempted.set()
@@ -444,3 +445,13 @@ class DurableRun:
             self._timer.cancel()
         if self._saving is not None:
             self._saving.cancel()
+
+
+def _reason(error: Exception) -> str:
+    """Return why a snapshot could not be written to the local disk.
+
+    The message of a store would be about the checkpoint store.
+    """
+    if isinstance(error, StoreFailed) and error.__cause__ is not None:
+        return f"the folder of journals can't be written ({error.__cause__})"
+    return error_message(to_result(error))

@@ -107,7 +107,12 @@ class JournalFolder:
         """Create the segment of a number."""
         self._folder.mkdir(parents=True, exist_ok=True)
         segment = Segment(self._path(number))
-        _synchronize(self._folder)
+        try:
+            _synchronize(self._folder)
+        except OSError:
+            # A failing disk is tried again and again.
+            segment.close()
+            raise
         return segment
 
     def restore(self, manifest: JournalManifest, found: Sequence[Record]) -> None:
