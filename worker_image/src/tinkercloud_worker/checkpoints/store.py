@@ -295,6 +295,11 @@ class CheckpointStore:
         kept = {manifest.key_of(name) for name in manifest.files} | {key}
         await self._delete_others(suspended_prefix(manifest.run_id), kept)
 
+    async def discard_suspended(self, manifest: SuspendedManifest) -> None:
+        """Delete the files of a suspended state that will not be committed, as far as possible."""
+        with suppress(FileNotFoundError, StoreFailed):
+            await self._delete_others(manifest.key_of(""), set())
+
     async def withdraw_suspended(self, manifest: SuspendedManifest) -> None:
         """Delete a suspended state, its manifest first. Idempotent.
 

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
 
 import structlog
+from obstore.exceptions import BaseError
 
 from tinkercloud_protocol.autosave import AutosaveConfig
 from tinkercloud_protocol.checkpoints import SuspendedManifest
@@ -324,6 +325,9 @@ class DurableRun:
     async def _save(self, snapshot: Snapshot, first_index: int, point: SavePoint) -> None:
         began, number = time.monotonic(), self._number
         try:
+            if self.failure is not None:
+                # What is there is of no use, and a full disk may have room for the snapshot then.
+                await self._in_thread(lambda: self._folder.clear_before(number))
             manifest = await self._snapshots.write(snapshot)
             # Before the manifest exists again: a run that was degraded has a gap in these.
             await self._in_thread(lambda: self._folder.remove_before(number))
@@ -452,6 +456,8 @@ def _reason(error: Exception) -> str:
 
     The message of a store would be about the checkpoint store.
     """
-    if isinstance(error, StoreFailed) and error.__cause__ is not None:
-        return f"the folder of journals can't be written ({error.__cause__})"
+    cause = error.__cause__ if isinstance(error, StoreFailed) else error
+    if isinstance(cause, OSError | BaseError):
+        # Further lines repeat the first one for developers.
+        return f"the folder of journals can't be written ({str(cause).partition(chr(10))[0]})"
     return error_message(to_result(error))
