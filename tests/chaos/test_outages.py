@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from urllib.request import urlopen
@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tinkercloud_protocol.routes import HEAD_METRICS
 from tinkercloud_testing.buckets import a_bucket
-from tinkercloud_testing.disks import CAN_MOUNT, Disk, a_disk
+from tinkercloud_testing.disks import CAN_MOUNT, a_disk
 from tinkercloud_testing.sdk_steps import ADAM, a_datum
 from tinkercloud_testing.servers import Server, a_server
 from tinkercloud_testing.waiting import wait_until
@@ -128,36 +128,13 @@ def assert_continues_to_the_bit(server: Server, loop: Loop) -> None:
     assert loop.curve == undisturbed.curve
 
 
-@pytest.fixture
-def on_disk(tmp_path: Path, model_folder: Path) -> Iterator[tuple[Server, Disk]]:
-    """Run a server whose journals are on a disk of their own."""
-    with ExitStack() as last, a_server(tmp_path / "state", {MODEL: model_folder}) as server:
-        wait_until(lambda: len(server.head_pids()) == 1, "a head")
-        (journals,) = server.state_dir.glob("heads/*/journals")
-        yield server, last.enter_context(a_disk(tmp_path / "disk", journals))
-
-
-@pytest.mark.skipif(not CAN_MOUNT, reason="mounting a disk needs root and loop devices")
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        pytest.param(
-            Disk.full,
-            "No space left on device",
-            marks=pytest.mark.skipif(not DISK_SECONDS, reason=BY_HAND),
-        ),
-        (Disk.read_only, "Read-only file system"),
-    ],
-)
-def test_training_outlasts_a_disk_that_can_not_be_written(
-    on_disk: tuple[Server, Disk], fault: Callable[[Disk], AbstractContextManager[None]], words: str
-) -> None:
-    server, disk = on_disk
+def assert_outlasts(server: Server, outage: AbstractContextManager[None], words: str) -> None:
+    """Train before, during and after an outage of the disk, and then kill the head."""
     loop = Loop(server)
     loop.run()
     assert durability(server) == "local"
 
-    with fault(disk):
+    with outage:
         loop.run_until(lambda: durability(server) == "degraded")
         loop.run_for(DISK_SECONDS)
         assert durability(server) == "degraded"
@@ -169,6 +146,31 @@ def test_training_outlasts_a_disk_that_can_not_be_written(
     server.kill_heads()
     assert_continues_to_the_bit(server, loop)
     report(loop, f"{words}: {DISK_SECONDS:g} s")
+
+
+@pytest.mark.skipif(not DISK_SECONDS, reason=BY_HAND)
+def test_training_outlasts_a_full_disk_with_all_state_of_the_server(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    with (
+        a_disk(tmp_path / "disk", state) as disk,
+        a_server(state, {MODEL: model_folder}) as server,
+    ):
+        assert_outlasts(server, disk.full(), "No space left on device")
+
+
+@pytest.mark.skipif(not CAN_MOUNT, reason="mounting a disk needs root and loop devices")
+def test_training_outlasts_a_read_only_disk_with_the_journals(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    with ExitStack() as last, a_server(tmp_path / "state", {MODEL: model_folder}) as server:
+        wait_until(lambda: len(server.head_pids()) == 1, "a head")
+        (journals,) = server.state_dir.glob("heads/*/journals")
+        # It is unmounted after the server has stopped.
+        disk = last.enter_context(a_disk(tmp_path / "disk", journals))
+        assert_outlasts(server, disk.read_only(), "Read-only file system")
 
 
 @pytest.mark.skipif(not STORE_SECONDS, reason=BY_HAND)
