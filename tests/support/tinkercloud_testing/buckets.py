@@ -43,7 +43,7 @@ class Bucket:
     """A bucket that its key can read and write."""
 
     endpoint: str
-    server: "_Server"
+    server: _Server
 
     @property
     def environment(self) -> dict[str, str]:
