@@ -62,6 +62,8 @@ def store_errors() -> Iterator[None]:
     except (NotFoundError, FileNotFoundError, AlreadyExistsError):
         raise
     except (BaseError, OSError) as error:
+        # What is raised refers to it.
+        log.warning("object store request failed", error=str(error))
         raise StoreFailed(_words(error)) from error
 
 
