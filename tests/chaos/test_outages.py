@@ -28,9 +28,10 @@ from tinkercloud_testing.waiting import wait_until
 MODEL = "tiny/llama"
 DISK_SECONDS = float(os.environ.get("TINKERCLOUD_TEST_DISK_SECONDS", "0"))
 STORE_SECONDS = float(os.environ.get("TINKERCLOUD_TEST_STORE_SECONDS", "0"))
-STEPS = 20
+IS_LONG = DISK_SECONDS + STORE_SECONDS > 0
+STEPS = 20 if IS_LONG else 3
 """Steps before an outage, and after it."""
-STEPS_MEANWHILE = 160 if DISK_SECONDS or STORE_SECONDS else 5
+STEPS_MEANWHILE = 160 if IS_LONG else 3
 """Steps during an outage; one that lasts longer has more."""
 PAUSE_SECONDS = 0.2
 """Pause between the steps of an outage, so that a long one leaves the machine to others."""
