@@ -5,7 +5,7 @@
 /hf/...                  routes.hub: the tokenizer mirror
 /traces/...              routes.traces: traces of sessions, by signed URLs
 /downloads/...           routes.downloads: files of checkpoints, by signed URLs
-/healthz /livez /health  routes.health
+/healthz /readyz /livez  routes.health
 /openapi.json            openapi: the API description
 /metrics                 middleware.metrics_server, on a port of its own
 """

@@ -93,6 +93,8 @@ class ServerHealth(Answer):
     durability: Literal["none", "local", "remote", "degraded"] = "none"
     """What survives if a session head is killed (provider local). `degraded`: some of these models
     would not survive, although they should."""
+    checkpoint_store_failure: str | None = None
+    """Why the checkpoint store can't be used; None if it can. Models in memory still train."""
 
 
 class CreateSessionAnswer(Answer):

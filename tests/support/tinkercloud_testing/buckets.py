@@ -1,6 +1,7 @@
 """A real S3 server with a bucket of models."""
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,34 @@ _REGION = "us-east-1"
 _KEY = "testing"
 
 
+class _Server:
+    """An S3 server that keeps its content while it is stopped."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.address = address
+        """Where it listens; a port of 0 is replaced once it has started."""
+        self._moto: ThreadedMotoServer | None = None
+
+    def start(self) -> None:
+        host, port = self.address
+        self._moto = ThreadedMotoServer(ip_address=host, port=port)
+        self._moto.start()
+        self.address = self._moto.get_host_and_port()
+
+    def stop(self) -> None:
+        assert self._moto is not None
+        self._moto.stop()
+        # Otherwise it still listens, and answers nobody.
+        assert self._moto._server is not None
+        self._moto._server.server_close()
+
+
 @dataclass(frozen=True)
 class Bucket:
     """A bucket that its key can read and write."""
 
     endpoint: str
+    server: _Server
 
     @property
     def environment(self) -> dict[str, str]:
@@ -31,11 +55,30 @@ class Bucket:
             "AWS_REGION": _REGION,
         }
 
+    def url(self, prefix: str) -> str:
+        """Return the URL of a folder in it."""
+        return f"s3://{_BUCKET}/{prefix}"
+
     def hold(self, folder: Path, prefix: str) -> str:
         """Upload a folder; return its URL."""
         for path in [path for path in folder.rglob("*") if path.is_file()]:
             obstore.put(self._store, f"{prefix}/{path.relative_to(folder)}", path)
-        return f"s3://{_BUCKET}/{prefix}"
+        return self.url(prefix)
+
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """Let nothing listen at its address during a block; nothing is lost."""
+        self.server.stop()
+        try:
+            yield
+        finally:
+            self.server.start()
+
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        """Accept connections at its address during a block, while it is `away`, and do nothing."""
+        with socket.create_server(self.server.address):
+            yield
 
     def forget(self, prefix: str, name: str) -> None:
         """Delete a file."""
@@ -56,12 +99,12 @@ class Bucket:
 @contextlib.contextmanager
 def a_bucket(address: str) -> Iterator[Bucket]:
     """Serve an empty bucket at a local address."""
-    server = ThreadedMotoServer(ip_address=address, port=0)
+    server = _Server((address, 0))
     server.start()
     try:
-        host, port = server.get_host_and_port()
+        host, port = server.address
         endpoint = f"http://{host}:{port}"
         urlopen(Request(f"{endpoint}/{_BUCKET}", method="PUT"), timeout=60).close()
-        yield Bucket(endpoint)
+        yield Bucket(endpoint, server)
     finally:
         server.stop()

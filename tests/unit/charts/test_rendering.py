@@ -207,6 +207,12 @@ def test_only_postgresql_lets_two_api_servers_run_at_a_time(
     assert one("Deployment", API, *options)["spec"]["strategy"]["type"] == strategy
 
 
+def test_pods_of_the_api_server_get_requests_while_the_checkpoint_store_fails() -> None:
+    (container,) = one("Deployment", API)["spec"]["template"]["spec"]["containers"]
+
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+
+
 def test_the_autoscaler_alone_decides_how_many_pods_there_are() -> None:
     options = (*POSTGRES, "--set", "apiServer.autoscaling.enabled=true")
 

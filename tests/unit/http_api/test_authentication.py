@@ -75,6 +75,7 @@ async def test_two_keys_in_one_request_are_rejected(
 
 async def test_health_checks_need_no_key(client: httpx.AsyncClient) -> None:
     assert (await client.get("/livez")).status_code == 200
+    assert (await client.get("/readyz")).status_code == 200
     assert (await client.get("/api/v1/healthz")).status_code != 401
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from obstore.store import ObjectStore
 from pydantic import ValidationError
 
 from tinkercloud_protocol.checkpoints import SuspendedManifest
@@ -53,6 +54,22 @@ def read_only_disk() -> Iterator[None]:
         patch.setattr(Segment, "write", fail)
         patch.setattr(durable, "put", fail)
         yield
+
+
+@contextmanager
+def full_journals() -> Iterator[None]:
+    """Fail all writes of requests as a full disk does."""
+
+    def fail(*_: object, **__: object) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Segment, "write", fail)
+        yield
+
+
+def num_failed_snapshots() -> float:
+    return float(metrics.SNAPSHOT_FAILURES._value.get())
 
 
 async def test_after_a_read_only_disk_a_run_is_durable_again_and_survives_a_kill(
@@ -229,7 +246,62 @@ async def test_a_journal_that_no_snapshot_can_replace_ends_at_twice_its_size(
         await train(head, 1, 20)
 
         assert "durability.max_journal_bytes is 500" in str(described(head).degraded)
-        assert "full" in str(described(head).degraded)
+        assert "No space left on device" in str(described(head).degraded)
+
+
+async def test_a_snapshot_that_fails_takes_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = durable.put
+
+    async def put_unless_large(store: ObjectStore, key: str, content: bytes) -> None:
+        if key.endswith("/optimizer.safetensors"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        await put(store, key, content)
+
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    config = DurabilityConfig(snapshot_steps=1)
+    with a_head(root, tmp_path, "g1", journals=journals, durability=config) as head:
+        await head.begin()
+        monkeypatch.setattr(durable, "put", put_unless_large)
+        failures = num_failed_snapshots()
+        await train(head, 1, 2)
+        await until(lambda: num_failed_snapshots() > failures)
+
+        assert described(head).is_durable
+        assert not [path for path in journals.glob("runs/*/suspended/**/*") if path.is_file()]
+
+
+async def test_a_disk_with_room_for_one_snapshot_is_enough_once_the_last_one_is_of_no_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = durable.put
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    snapshots = journals / f"runs/{MODEL}/suspended"
+
+    async def put_in_one(store: ObjectStore, key: str, content: bytes) -> None:
+        others = {path.name for path in snapshots.glob("*/")} - {Path(key).parent.name}
+        if others and "/suspended/manifest.json" not in key:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        await put(store, key, content)
+
+    config = DurabilityConfig(snapshot_steps=2)
+    with a_head(root, tmp_path, "undisturbed") as head:
+        await head.begin()
+        expected = await train(head, 1, 8)
+    with a_head(root, tmp_path, "g1", journals=journals, durability=config) as head:
+        await head.begin()
+        losses = await train(head, 1, 4)
+        await until((snapshots / "manifest.json").exists)
+        monkeypatch.setattr(durable, "put", put_in_one)
+        with full_journals():
+            losses += await train(head, 5, 6)
+            assert not described(head).is_durable
+        await until(lambda: described(head).is_durable)
+    with a_head(root, tmp_path, "g2", journals=journals) as head:
+        await head.resume("g1")
+        losses += await train(head, 7, 8)
+    assert losses == expected
 
 
 async def test_a_deleted_model_leaves_no_journal(tmp_path: Path) -> None:

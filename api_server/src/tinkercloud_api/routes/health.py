@@ -1,4 +1,8 @@
-"""Health checks. The server is healthy if the catalog and the checkpoint store respond."""
+"""Health checks. The server is healthy if the catalog and the checkpoint store respond.
+
+It is ready without the checkpoint store: training and sampling need it only now and then, and do
+not stop while it fails.
+"""
 
 from importlib.metadata import version
 
@@ -23,8 +27,15 @@ async def live() -> dict[str, str]:
 @router.get("/healthz")
 @router.get("/api/v1/healthz")
 async def healthy(server: Server) -> JSONResponse:
-    """Return 200 if the server is ready, otherwise 503 with the reason."""
+    """Return 200 if nothing fails, otherwise 503 with the reason."""
     return await _checked("ok", server)
+
+
+@router.get("/readyz")
+async def ready(server: Server) -> dict[str, str]:
+    """Return 200 if the server should receive requests, otherwise 503 with the reason."""
+    await server.catalog.ping()
+    return {"status": "ok"}
 
 
 @router.get("/health")
@@ -37,7 +48,6 @@ async def health(server: Server) -> JSONResponse:
 async def health_of_caller(server: Server, caller: Caller) -> ServerHealth:
     """Count the models in memory and the active sessions that the caller can see."""
     await server.catalog.ping()
-    await server.checkpoints.ping()
     owner = caller.owner_filter("accessible")
     held = await server.shared_heads.models()
     in_memory = {name for name, model in held.items() if not model.is_suspended}
@@ -55,7 +65,16 @@ async def health_of_caller(server: Server, caller: Caller) -> ServerHealth:
         failing_autosaves=await server.catalog.count_runs_named(failing, owner),
         durability="degraded" if num_degraded else level,
         active_sessions=await server.catalog.count_active_sessions(now() - LIVE, owner),
+        checkpoint_store_failure=await _failure_of_store(server),
     )
+
+
+async def _failure_of_store(server: Context) -> str | None:
+    try:
+        await server.checkpoints.ping()
+    except Unavailable as error:
+        return error.message
+    return None
 
 
 async def _checked(status: str, server: Context) -> JSONResponse:

@@ -62,6 +62,8 @@ def store_errors() -> Iterator[None]:
     except (NotFoundError, FileNotFoundError, AlreadyExistsError):
         raise
     except (BaseError, OSError) as error:
+        # What is raised refers to it.
+        log.warning("object store request failed", error=str(error))
         raise StoreFailed(_words(error)) from error
 
 
@@ -294,6 +296,11 @@ class CheckpointStore:
             await durable.put_atomically(self._store, key, encode_manifest(manifest), "overwrite")
         kept = {manifest.key_of(name) for name in manifest.files} | {key}
         await self._delete_others(suspended_prefix(manifest.run_id), kept)
+
+    async def discard_suspended(self, manifest: SuspendedManifest) -> None:
+        """Delete the files of a suspended state that will not be committed, as far as possible."""
+        with suppress(FileNotFoundError, StoreFailed):
+            await self._delete_others(manifest.key_of(""), set())
 
     async def withdraw_suspended(self, manifest: SuspendedManifest) -> None:
         """Delete a suspended state, its manifest first. Idempotent.

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
 
 import structlog
+from obstore.exceptions import BaseError
 
 from tinkercloud_protocol.autosave import AutosaveConfig
 from tinkercloud_protocol.checkpoints import SuspendedManifest
@@ -25,6 +26,7 @@ from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.journals import JournalManifest
 from tinkercloud_worker import metrics
+from tinkercloud_worker.checkpoints.store import StoreFailed
 from tinkercloud_worker.head.attempts import Attempts
 from tinkercloud_worker.head.failures import Moved, error_message, to_result
 from tinkercloud_worker.head.live_model import LiveModel
@@ -325,6 +327,9 @@ class DurableRun:
     async def _save(self, snapshot: Snapshot, first_index: int, point: SavePoint) -> None:
         began, number = time.monotonic(), self._number
         try:
+            if self.failure is not None:
+                # What is there is of no use, and a full disk may have room for the snapshot then.
+                await self._in_thread(lambda: self._folder.clear_before(number))
             manifest = await self._snapshots.write(snapshot)
             # Before the manifest exists again: a run that was degraded has a gap in these.
             await self._in_thread(lambda: self._folder.remove_before(number))
@@ -378,7 +383,7 @@ class DurableRun:
             self._on_change()
 
     def _snapshot_failed(self, error: Exception) -> None:
-        reason = error_message(to_result(error))
+        reason = _reason(error)
         self._schedule.failed(time.monotonic(), reason)
         self._retry.failed(time.monotonic())
         self._attempted.set()
@@ -448,3 +453,15 @@ class DurableRun:
             self._timer.cancel()
         if self._saving is not None:
             self._saving.cancel()
+
+
+def _reason(error: Exception) -> str:
+    """Return why a snapshot could not be written to the local disk.
+
+    The message of a store would be about the checkpoint store.
+    """
+    cause = error.__cause__ if isinstance(error, StoreFailed) else error
+    if isinstance(cause, OSError | BaseError):
+        # Further lines repeat the first one for developers.
+        return f"the folder of journals can't be written ({str(cause).partition(chr(10))[0]})"
+    return error_message(to_result(error))

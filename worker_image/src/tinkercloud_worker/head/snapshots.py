@@ -15,7 +15,7 @@ from tinkercloud_worker.checkpoints.suspended import Bodies, HeadState
 from tinkercloud_worker.engine.trainer import Gradient, GradientLost, TrainingState
 from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.samplers import Published
-from tinkercloud_worker.head.suspension import Suspension
+from tinkercloud_worker.head.suspension import StateWriter, Suspension
 from tinkercloud_worker.journal.shipping import Shipping
 
 
@@ -66,8 +66,17 @@ class Snapshots:
         Raises:
             StoreFailed: it could not be written; the previous one remains.
         """
+        writer = self.suspension.writer(self.model, self.store)
+        try:
+            await self._write_files(snapshot, writer)
+        except Exception:
+            # Each attempt would take the room that journals and later attempts need.
+            await writer.discard()
+            raise
+        return await writer.commit()
+
+    async def _write_files(self, snapshot: Snapshot, writer: StateWriter) -> None:
         suspension, config = self.suspension, self.suspension.backend.config
-        writer = suspension.writer(self.model, self.store)
         # First of all, so that no step has to wait for the copy.
         files = await asyncio.to_thread(
             lambda: formats.encode_state(snapshot.state(), config.model.name)
@@ -85,7 +94,6 @@ class Snapshots:
         head = snapshot.head.model_copy(update={"samplers": samplers, "evicted": evicted})
         await writer.put(HEAD_STATE, head.model_dump_json().encode())
         await writer.put(BODIES, await asyncio.to_thread(snapshot.bodies.encode))
-        return await writer.commit()
 
     async def copy(self, manifest: SuspendedManifest, first_index: int, shipping: Shipping) -> None:
         """Copy the snapshot that was written last to the shared journal.

@@ -90,6 +90,10 @@ class StateWriter:
         except InvalidRequest:
             return None
 
+    async def discard(self) -> None:
+        """Delete the files, if the state can't be completed."""
+        await self._store.discard_suspended(self._manifest)
+
     async def commit(self) -> SuspendedManifest:
         """Write the manifest, which makes the state exist."""
         manifest = self._manifest.model_copy(update={"files": self._files})

@@ -10,6 +10,7 @@ import orjson
 
 from tinkercloud_protocol import journals
 from tinkercloud_protocol.journals import JournalManifest
+from tinkercloud_protocol.paths import suspended_prefix
 from tinkercloud_worker.journal import records
 from tinkercloud_worker.journal.records import Record
 
@@ -82,6 +83,16 @@ class JournalFolder:
         self.withdraw()
         shutil.rmtree(journals.run_folder(self.root, self.run_id), ignore_errors=True)
 
+    def clear_before(self, number: int) -> None:
+        """Delete everything of a journal that no head may continue, except later segments.
+
+        Args:
+            number: the first segment that is kept.
+        """
+        self.withdraw()
+        self.remove_before(number)
+        shutil.rmtree(self.root / suspended_prefix(self.run_id), ignore_errors=True)
+
     def deaths(self) -> dict[int, int]:
         """Return how many heads ended while they repeated a request, by the request's number."""
         try:
@@ -107,7 +118,12 @@ class JournalFolder:
         """Create the segment of a number."""
         self._folder.mkdir(parents=True, exist_ok=True)
         segment = Segment(self._path(number))
-        _synchronize(self._folder)
+        try:
+            _synchronize(self._folder)
+        except OSError:
+            # A failing disk is tried again and again.
+            segment.close()
+            raise
         return segment
 
     def restore(self, manifest: JournalManifest, found: Sequence[Record]) -> None:

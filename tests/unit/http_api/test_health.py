@@ -1,0 +1,62 @@
+"""What health checks say while the checkpoint store fails."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from tinkercloud_api import errors
+from tinkercloud_api.app import running_context
+from tinkercloud_api.hot_paths import HotPaths
+from tinkercloud_api.routes import health
+from tinkercloud_api.settings import Settings
+from tinkercloud_testing.providers import OneHead
+
+KEY = "tml-a-valid-key-of-these-tests"
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with running_context(Settings(state_dir=tmp_path, bootstrap_key=KEY), OneHead()) as known:
+        api = FastAPI()
+        api.include_router(health.router)
+        errors.install(api)
+        api.state.context = known
+        transport = httpx.ASGITransport(app=HotPaths(api, lambda: known, api.routes))
+        async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+            yield client
+
+
+def break_store(state_dir: Path) -> None:
+    """Make all access to the store of checkpoints fail, for root too."""
+    folder = state_dir / "checkpoints"
+    folder.rename(state_dir / "aside")
+    folder.write_text("a file where a folder is to be")
+
+
+async def test_a_server_is_ready_but_not_healthy_without_its_checkpoint_store(
+    client: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    assert (await client.get("/healthz")).status_code == 200
+    assert (await client.get("/readyz")).status_code == 200
+
+    break_store(tmp_path)
+
+    assert (await client.get("/healthz")).status_code == 503
+    assert (await client.get("/readyz")).status_code == 200
+
+
+async def test_the_health_that_a_caller_sees_names_the_failure_of_the_store(
+    client: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    async def failure() -> str | None:
+        answer = await client.get("/api/v1/health", headers={"x-api-key": KEY})
+        assert answer.status_code == 200
+        found = answer.json()["checkpoint_store_failure"]
+        return None if found is None else str(found)
+
+    assert await failure() is None
+    break_store(tmp_path)
+    assert "object store for checkpoints failed" in str(await failure())
