@@ -17,7 +17,6 @@ from tinkercloud_api.run_admission import RunAdmission
 from tinkercloud_api.tenants import Tenants
 from tinkercloud_crds.quotas import Tenant
 from tinkercloud_crds.tenant import TenantLimits, TenantSpec
-from tinkercloud_testing.postgresql import PostgreSQL
 from tinkercloud_testing.waiting import reached
 
 ONE_MODEL = [
@@ -83,16 +82,19 @@ async def waiting(server: Server, run_id: str) -> "asyncio.Task[None]":
     return task
 
 
-async def test_a_run_starts_when_one_is_deleted_on_another_server(postgresql: PostgreSQL) -> None:
-    async with running(postgresql.new_database(), 2) as [own, other]:
+async def test_a_run_starts_when_one_is_deleted_on_another_server(database_url: str) -> None:
+    async with running(database_url, 2) as [own, other]:
         following = asyncio.create_task(own.admission.follow())
-        first, second = await own.make("first"), await own.make("second")
-        await own.admission.wait(first)
-        task = await waiting(own, second)
+        running_one = await own.make("first")
+        await own.admission.wait(running_one)
 
-        await other.catalog.delete_run(first)
+        for name in ("second", "third"):
+            next_one = await own.make(name)
+            task = await waiting(own, next_one)
+            await other.catalog.delete_run(running_one)
+            await asyncio.wait_for(task, 60)
+            running_one = next_one
 
-        await asyncio.wait_for(task, 60)
         following.cancel()
 
 
