@@ -179,7 +179,7 @@ def test_a_model_that_leaves_between_two_pieces_of_its_request_returns(place: Pl
     machine = Machine(1, place)
     machine.add("first", "second")
     batch = prepare(a_request(random_data([30, 30, 30])), machine.trainer.limits)
-    pieces = machine.trainer.pieces(TrainingPass("first", batch))
+    pieces = machine.trainer.pieces(TrainingPass("first", batch), lambda: None)
 
     while True:
         try:
@@ -249,7 +249,7 @@ def test_a_model_that_was_admitted_finds_room_for_the_rest_of_its_request(
     machine.add("first")
     machine.step("first", seed=0)
     batch = prepare(a_request(random_data([30, 30, 30])), machine.trainer.limits)
-    pieces = machine.trainer.pieces(TrainingPass("first", batch))
+    pieces = machine.trainer.pieces(TrainingPass("first", batch), lambda: None)
     next(pieces)
 
     admitted = ["first"]
