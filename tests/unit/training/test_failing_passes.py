@@ -181,7 +181,7 @@ async def test_passes_that_take_turns_by_micro_batch_give_the_bits_of_passes_alo
     assert len({id(model) for model in trainer.order[:4]}) == 4
 
 
-async def test_beside_a_small_request_of_another_owner_a_large_one_runs_in_small_micro_batches(
+async def test_a_large_request_runs_in_small_micro_batches_alongside_a_small_one_of_another_owner(
     thread: EngineThread,
 ) -> None:
     trainer, alone = a_trainer(max_batch_tokens=2048), a_trainer(max_batch_tokens=2048)

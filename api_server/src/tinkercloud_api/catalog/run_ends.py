@@ -71,7 +71,7 @@ async def _listen(engine: AsyncEngine, on_end: Callable[[], object]) -> None:
 async def _watch(engine: AsyncEngine, on_end: Callable[[], object], waits: asyncio.Event) -> None:
     """Call `on_end` when runs have been deleted since the last check of an SQLite file.
 
-    Most changes of the file are not ends of runs: those are told apart by their number and time.
+    Most changes of the file are not ends of runs, whose number and last time show whether any is.
     """
     ends = select(func.count(TrainingRun.deleted_at), func.max(TrainingRun.deleted_at))
     known: tuple[object, object] = (None, None)

@@ -19,7 +19,7 @@ _SIZE_SECONDS = 60.0
 @dataclass(slots=True)
 class _Neighbour:
     tokens: int
-    """Of its largest recent job."""
+    """Tokens of its largest recent job."""
     measured: float
     """When that job came."""
     seen: float
