@@ -24,10 +24,17 @@ from tinkercloud_worker.engine.usage import Payer
 ROUNDS = 40
 NEVER = StopRules(frozenset(), ())
 CHUNKS = 1000
+MICRO_BATCH = 2048
+"""Tokens of a micro-batch, as heads have by default."""
+STEP_TOKENS = 8
+"""What an optimizer step counts as, as in heads."""
 
 
 def measure(_folder: str) -> Iterator[Measurement]:
-    with tempfile.TemporaryDirectory() as folder, an_engine(tiny_llama(), Path(folder)) as engine:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        an_engine(tiny_llama(), Path(folder), max_batch_tokens=MICRO_BATCH) as engine,
+    ):
         yield from asyncio.run(_measure(engine))
 
 
@@ -87,7 +94,8 @@ def _p95(seconds: Sequence[float]) -> float:
 async def _step(engine: Engine) -> None:
     await _pass(engine, "small", 1)
     await engine.thread.run(
-        lambda _: engine.trainer.optim_step("small", AdamParams()), Share("small", "small", 64)
+        lambda _: engine.trainer.optim_step("small", AdamParams()),
+        Share("small", "small", STEP_TOKENS),
     )
 
 

@@ -5,10 +5,12 @@
 The pool is decided by the function that the operator uses, `plan_pool`. The clock and the clusters
 are simulated, in steps of one second, so a day takes seconds. Sessions that compute at the same
 time on one cluster divide its time equally: shared passes, which are faster, are not counted.
+An oracle, which knows when sessions arrive, bounds what any policy could save.
 """
 
 import random
 import statistics
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -28,6 +30,8 @@ START_SECONDS = 300
 DAY_SECONDS = 86_400
 SEEDS = (0, 1, 2, 3, 4)
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
+WORKING_HOURS = range(7, 26)
+"""From the first session of most days until 02:00, when the last ones of the evening have come."""
 POOLS = {
     f"pool: minClusters {least}, slotsPerCluster {slots}, spareSlots {spare}": Pool(
         min_clusters=least,
@@ -37,6 +41,27 @@ POOLS = {
         scale_down_after_seconds=300,
     )
     for least, slots, spare in ((0, 16, 0), (1, 16, 0), (1, 16, 4), (1, 8, 4))
+}
+SCHEDULED = {
+    f"minClusters 1 from 7:00 to 2:00, slotsPerCluster {slots}, spareSlots {spare}": Pool(
+        min_clusters=1,
+        max_clusters=NUM_GPUS // GPUS_PER_CLUSTER,
+        slots_per_cluster=slots,
+        spare_slots=spare,
+        scale_down_after_seconds=300,
+    )
+    for slots, spare in ((16, 4), (32, 4), (32, 2))
+}
+"""Pools whose minClusters is changed to 0 at night, and back, as a CronJob can do."""
+ORACLES = {
+    f"oracle: slotsPerCluster {slots}": Pool(
+        min_clusters=0,
+        max_clusters=NUM_GPUS // GPUS_PER_CLUSTER,
+        slots_per_cluster=slots,
+        scale_up_after_seconds=0,
+        scale_down_after_seconds=0,
+    )
+    for slots in (16, 32, 64)
 }
 DEDICATED = Pool(
     min_clusters=0,
@@ -84,12 +109,12 @@ class Host:
     """A simulated cluster."""
 
     name: str
-    created: int
+    ready_from: int
     unused_since: int
 
     def is_ready(self, second: int) -> bool:
         """Whether it serves."""
-        return second >= self.created + START_SECONDS
+        return second >= self.ready_from
 
 
 @dataclass
@@ -98,6 +123,10 @@ class Day:
 
     pool: Pool
     sessions: list[Session]
+    warm_hours: range = range(48)
+    """Hours, from midnight, in which `min_clusters` applies; otherwise it is 0."""
+    is_oracle: bool = False
+    """Whether clusters were started before they are needed, so that they are ready by then."""
     hosts: dict[str, Host] = field(default_factory=dict)
     held: int = 0
     """Seconds of all clusters together."""
@@ -113,10 +142,10 @@ class Day:
             arrived = [each for each in waiting if each.arrives <= second]
             waiting = waiting[len(arrived) :]
             here += arrived
-            starts = any(second == host.created + START_SECONDS for host in self.hosts.values())
+            starts = any(second == host.ready_from for host in self.hosts.values())
             ended = self._compute(here, second)
             here = [each for each in here if each.ended is None]
-            if arrived or starts or ended or second >= changes_at:
+            if arrived or starts or ended or second >= changes_at or second % 3600 == 0:
                 changes_at = self._decide(here, second)
             self.held += len(self.hosts)
             second += 1
@@ -149,7 +178,9 @@ class Day:
         for name in plan.delete:
             del self.hosts[name]
         for name in plan.create:
-            self.hosts[name] = Host(name, second, second)
+            self.hosts[name] = Host(name, second + self._start_seconds(), second)
+            if self.is_oracle:
+                self.held += START_SECONDS
         for host in self.hosts.values():
             if any(session.cluster == host.name for session in sessions):
                 host.unused_since = second + 1
@@ -170,7 +201,13 @@ class Day:
         members = [
             Member(each.name, each.owner, each.cluster, _moment(each.arrives)) for each in sessions
         ]
-        return PoolFacts("c", self.pool, clusters, members, _moment(second))
+        hour = second // 3600 % 24
+        is_warm = hour in self.warm_hours or hour + 24 in self.warm_hours
+        pool = self.pool if is_warm else self.pool.model_copy(update={"min_clusters": 0})
+        return PoolFacts("c", pool, clusters, members, _moment(second))
+
+    def _start_seconds(self) -> int:
+        return 0 if self.is_oracle else START_SECONDS
 
     def waits(self) -> list[int]:
         """Seconds from the arrival of each session until it was ready."""
@@ -218,7 +255,11 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 def main() -> None:
-    """Print a table of all pools and of Dedicated sessions, over all seeds."""
+    """Print a table of all pools, of oracles and of Dedicated sessions, over all seeds.
+
+    Arguments are other seeds.
+    """
+    seeds = [int(each) for each in sys.argv[1:]] or SEEDS
     table = Table(
         "",
         "sessions",
@@ -229,8 +270,12 @@ def main() -> None:
         "idle / all GPUs",
         "length p50",
     )
-    for name, pool in {**POOLS, "Dedicated": DEDICATED}.items():
-        days = [Day(pool, sessions_of_a_day(seed)).run() for seed in SEEDS]
+    for name, pool in {**POOLS, **SCHEDULED, **ORACLES, "Dedicated": DEDICATED}.items():
+        hours = WORKING_HOURS if name in SCHEDULED else range(48)
+        days = [
+            Day(pool, sessions_of_a_day(seed), hours, is_oracle=name in ORACLES).run()
+            for seed in seeds
+        ]
         waits = [wait for day in days for wait in day.waits()]
         lengths = [
             each.ended - each.arrives
@@ -238,18 +283,18 @@ def main() -> None:
             for each in day.sessions
             if each.ended is not None
         ]
-        hours = sum(day.held for day in days) * GPUS_PER_CLUSTER / 3600 / len(days)
+        allocated = sum(day.held for day in days) * GPUS_PER_CLUSTER / 3600 / len(days)
         table.add_row(
             name,
             f"{len(waits) / len(days):.0f}",
             f"{percentile(waits, 50):.0f} s",
             f"{percentile(waits, 95):.0f} s",
-            f"{hours:.0f}",
+            f"{allocated:.0f}",
             f"{statistics.fmean(day.idle() for day in days):.1%}",
             f"{statistics.fmean(day.idle_of_capacity() for day in days):.1%}",
             f"{percentile(lengths, 50) / 60:.0f} min",
         )
-    Console(width=120).print(table)
+    Console(width=160).print(table)
 
 
 if __name__ == "__main__":

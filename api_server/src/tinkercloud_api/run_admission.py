@@ -47,6 +47,8 @@ class RunAdmission:
         """Why each waiting run waits, by id."""
         self._freed = asyncio.Event()
         """Set, and replaced, when a run has ended."""
+        self._waits = asyncio.Event()
+        """Set while a run waits."""
 
     async def wait(self, run_id: str) -> None:
         """Wait until the limits allow a run to start, or until it is deleted."""
@@ -59,9 +61,12 @@ class RunAdmission:
                 if run_id not in self._messages:
                     log.info("training run waits for a quota", run_id=run_id, reason=found.message)
                 self._messages[run_id] = found.message
+                self._waits.set()
                 await self._until_freed(freed, found)
         finally:
             self._messages.pop(run_id, None)
+            if not self._messages:
+                self._waits.clear()
 
     async def _until_freed(self, freed: asyncio.Event, found: Waiting) -> None:
         """Wait until a run may have ended, or the next client may have become inactive."""
@@ -78,7 +83,7 @@ class RunAdmission:
     async def follow(self) -> None:
         """Check the waiting runs when others end on other servers, until cancelled."""
         if self._tenants.all():
-            await self._quotas.follow_ends(self.wake)
+            await self._quotas.follow_ends(self.wake, self._waits)
 
     def why_waiting(self, run_id: str) -> str | None:
         """Return which limit a run waits for; None if it waits for none."""

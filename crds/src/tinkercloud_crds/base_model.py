@@ -160,10 +160,10 @@ class Pool(Part):
     max_clusters: Annotated[int, Field(ge=1, le=100)] = 1
     """Maximum number of clusters. Further runs wait for a slot (`PoolFull`)."""
     slots_per_cluster: Annotated[int, Field(ge=1, le=1000)] | None = None
-    """Number of sessions that a cluster serves at the same time. Each keeps an adapter and its
-    optimizer state in the memory of the trainers. If unset, it is the number of adapters of
-    `limits.maxLoraRank` that fit alongside a micro-batch if `trainer.planning` describes the model
-    and its GPUs, and 8 otherwise."""
+    """Number of sessions that a cluster serves at the same time, or fewer if its head measures that
+    it has memory for fewer. Each keeps an adapter and its optimizer state in the memory of the
+    trainers. If unset, it is the number of adapters of `limits.maxLoraRank` that fit alongside a
+    micro-batch if `trainer.planning` describes the model and its GPUs, and 8 otherwise."""
     spare_slots: Annotated[int, Field(ge=0, le=1000)] = 0
     """Number of slots that are kept free while the pool is in use. If fewer are free, another
     cluster is started, before a run has to wait for it."""

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+MOST_REPORTED = 1023
+"""Largest number of further models that is determined."""
+
 
 @dataclass(frozen=True, slots=True)
 class HeadCapacity:
@@ -18,6 +21,10 @@ class HeadCapacity:
     """Peak of additional memory among recent passes; 0 if unknown."""
     free_bytes: int
     """Free memory for more models, after what existing models and passes will allocate."""
+
+    more_models: int | None = None
+    """How many more models of that size would be admitted, counting the place of idle ones, up to
+    `MOST_REPORTED`; None without a model, or if the head is of an earlier release."""
 
     @property
     def max_models(self) -> int | None:

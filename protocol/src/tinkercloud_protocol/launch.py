@@ -327,8 +327,8 @@ class Limits(ImageLimits, _Config):
     are evicted. Weights of checkpoints are reloaded when needed, and unnamed ones as far as they
     are stored. The latest weights of each model, and those in use, are never evicted."""
     max_stored_snapshot_bytes: Annotated[int, Field(ge=0)] = 32 << 30
-    """Maximum total size, in bytes, of evicted adapters without a name in the checkpoint store,
-    from where they are reloaded. Then the first to be evicted are lost; whole models always are."""
+    """Maximum total bytes of evicted adapters without a name in the checkpoint store. Beyond it,
+    the owner with the most loses those that were evicted first; whole models are always lost."""
     max_placed_bytes: Annotated[int, Field(ge=1)] = 8 << 30
     """Maximum total size, in bytes, of fully fine-tuned models in the scratch_dir of the trainer's
     first rank, which sends them to engines over a process group or through shared memory. Further

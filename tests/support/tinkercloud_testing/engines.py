@@ -51,6 +51,7 @@ def an_engine(
     graph_capturer: GraphCapturer | None = None,
     available: Available = lambda: None,
     place: Place | None = None,
+    max_batch_tokens: int = 256,
 ) -> Iterator[Engine]:
     """Start an engine over `model`; end its thread afterwards."""
     base = TorchBaseModel(model, packed=graph_capturer is None)
@@ -66,7 +67,7 @@ def an_engine(
     thread.start(sampler)
     try:
         trainer = TorchTrainerWithSampler(
-            base, max_batch_tokens=256, available=available, place=place
+            base, max_batch_tokens=max_batch_tokens, available=available, place=place
         )
         yield Engine(trainer, sampler, thread)
     finally:

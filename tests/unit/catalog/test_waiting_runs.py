@@ -132,16 +132,19 @@ async def waiting(server: Server, run_id: str) -> "asyncio.Task[None]":
     return task
 
 
-async def test_a_run_starts_when_one_is_deleted_on_another_server(postgresql: PostgreSQL) -> None:
-    async with running(postgresql.new_database(), 2) as [own, other]:
+async def test_a_run_starts_when_one_is_deleted_on_another_server(database_url: str) -> None:
+    async with running(database_url, 2) as [own, other]:
         following = asyncio.create_task(own.admission.follow())
-        first, second = await own.make("first"), await own.make("second")
-        await own.admission.wait(first)
-        task = await waiting(own, second)
+        running_one = await own.make("first")
+        await own.admission.wait(running_one)
 
-        await other.catalog.delete_run(first)
+        for name in ("second", "third"):
+            next_one = await own.make(name)
+            task = await waiting(own, next_one)
+            await other.catalog.delete_run(running_one)
+            await asyncio.wait_for(task, 60)
+            running_one = next_one
 
-        await asyncio.wait_for(task, 60)
         following.cancel()
 
 
@@ -169,7 +172,9 @@ async def test_the_ends_of_runs_are_followed_again_after_a_connection_has_died_s
     async with a_network(postgresql) as network, running(url, 1) as [other]:
         own = open_database(url.replace(f":{postgresql.port}/", f":{network.port}/"))
         ends: asyncio.Queue[None] = asyncio.Queue()
-        following = asyncio.create_task(run_ends.follow(own, lambda: ends.put_nowait(None)))
+        following = asyncio.create_task(
+            run_ends.follow(own, lambda: ends.put_nowait(None), asyncio.Event())
+        )
         await asyncio.wait_for(ends.get(), 60)
 
         network.lose_all()

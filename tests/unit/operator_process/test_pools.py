@@ -10,7 +10,9 @@ import pytest
 
 from tinkercloud_crds import labels
 from tinkercloud_operator.decide.actions import GiveAway, HeadRequest, TakeBack
+from tinkercloud_operator.decide.pools import pool_status
 from tinkercloud_operator.run.head_client import HeadClient, SaveFailed, SaveResult
+from tinkercloud_operator.run.pool_memory import PoolMemory
 from tinkercloud_operator.run.pools import Pools
 from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.run.spares import Spares
@@ -35,6 +37,11 @@ class StubHeads(HeadClient):
     def __init__(self) -> None:
         self.requests: list[tuple[str, HeadRequest]] = []
         self.results: asyncio.Queue[SaveResult | SaveFailed] = asyncio.Queue()
+        self.most: dict[str, int] = {}
+        """How many models each can hold, by the name of its session."""
+
+    async def most_models(self, session: str, url: str) -> int | None:
+        return self.most.get(session)
 
     async def save(self, session: str, request: HeadRequest) -> SaveResult:
         self.requests.append((session, request))
@@ -50,6 +57,9 @@ class PromptHeads(HeadClient):
     def __init__(self, *given_away: str) -> None:
         self.given_away = set(given_away)
         """Sessions."""
+
+    async def most_models(self, session: str, url: str) -> int | None:
+        return None
 
     async def save(self, session: str, request: HeadRequest) -> SaveResult:
         if isinstance(request, GiveAway):
@@ -76,6 +86,7 @@ class Operator:
             self._note,
             self.reconciled.append,
             spares=self.spares,
+            memory=PoolMemory(heads or self.heads),
         )
 
     def _note_saved(self, session: str) -> None:
@@ -181,6 +192,41 @@ async def test_a_run_that_waits_gets_the_slot_of_one_that_has_finished(full: Ope
 
     assert full.pools.waiting_message("two") is None
     assert "two" in full.reconciled
+
+
+async def test_a_head_whose_memory_is_full_gets_no_run_although_its_cluster_has_slots(
+    operator: Operator,
+) -> None:
+    pool = {"maxClusters": 1, "slotsPerCluster": 8}
+    shared: Json = a_base_model_manifest("model", sharing="Shared", pool=pool)
+    operator.see("BaseModel", shared)
+    operator.heads.most["pool-a"] = 1
+    operator.see_cluster(endpoint="http://head", incarnation="i1")
+    operator.see_run("one", cluster="pool-a")
+    operator.see_run("two")
+
+    with operator.working():
+        await reached(lambda: "room for fewer" in (operator.pools.waiting_message("two") or ""))
+        status = pool_status(operator.pools.facts(MODEL_NAME))
+        assert status is not None
+        assert status.slot_summary == "1/1"
+        operator.see_end("one")
+        await reached(lambda: place_of(operator, "two") == "pool-a")
+
+
+async def test_what_a_head_has_measured_does_not_count_for_the_next_one(
+    operator: Operator,
+) -> None:
+    operator.heads.most["pool-a"] = 1
+    operator.see_cluster(endpoint="http://head", incarnation="i1")
+    operator.see_run("one", cluster="pool-a")
+    operator.see_run("two")
+
+    with operator.working():
+        await reached(lambda: "room for fewer" in (operator.pools.waiting_message("two") or ""))
+        operator.heads.most.clear()
+        operator.see_change("pool-a", status={"incarnation": "i2"})
+        await reached(lambda: place_of(operator, "two") == "pool-a")
 
 
 async def test_a_run_that_waits_gets_the_slot_of_a_deleted_one_once_its_head_has_dropped_that(

@@ -9,6 +9,7 @@ import pytest
 
 from tinkercloud_crds import labels
 from tinkercloud_operator.run.head_client import HeadClient
+from tinkercloud_operator.run.pool_memory import PoolMemory
 from tinkercloud_operator.run.pools import Pools
 from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.run.spares import Spares
@@ -39,7 +40,8 @@ class Operator:
         self.watched = Watched()
         self.reconciled: list[str] = []
         self.spares = Spares(self.watched, connection.cluster, self._note, self.reconciled.append)
-        saver = HeadSaver(UnusedHeads(), self.reconciled.append)
+        heads = UnusedHeads()
+        saver = HeadSaver(heads, self.reconciled.append)
         self.pools = Pools(
             self.watched,
             connection.cluster,
@@ -47,6 +49,7 @@ class Operator:
             self._note,
             self.reconciled.append,
             spares=self.spares,
+            memory=PoolMemory(heads),
         )
 
     def _note(self, kind: str, manifest: Any) -> None:

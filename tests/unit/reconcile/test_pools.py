@@ -96,6 +96,7 @@ def some_facts(draw: st.DrawFn) -> PoolFacts:
             is_suspended=draw(rarely),
             is_draining=draw(rarely),
             gives_away=draw(st.sampled_from([True, True, False])),
+            most_sessions=draw(st.sampled_from([None, None, 1, 2, 9])),
         )
         for name in draw(st.lists(st.sampled_from(NAMES), unique=True))
     ]
@@ -169,6 +170,7 @@ def test_members_are_placed_on_ready_clusters_with_free_slots(known: PoolFacts) 
         assert not by_name[name].is_stopping
         assert known.pool is not None
         assert after[name] <= known.pool.slots
+        assert after[name] <= (by_name[name].most_sessions or known.pool.slots)
 
 
 @given(some_facts())
@@ -522,3 +524,34 @@ def test_a_run_goes_to_an_outdated_cluster_only_if_no_other_has_a_slot() -> None
 
     assert plan_pool(facts(old, new, members=[a_member("a")])).places == {"a": NAMES[1]}
     assert plan_pool(facts(old, new, members=[*full, a_member("a")])).places == {"a": NAMES[0]}
+
+
+def test_a_cluster_whose_memory_is_full_gets_no_session_although_it_has_slots() -> None:
+    full = replace(a_cluster(NAMES[0]), most_sessions=1)
+    known = facts(full, members=[a_member("one", NAMES[0]), a_member("two", waited_seconds=30)])
+
+    plan = plan_pool(known)
+    status = pool_status(known)
+
+    assert plan.places == {}
+    assert plan.create == (NAMES[1],)
+    assert status is not None
+    assert status.slot_summary == "1/1"
+
+
+def test_a_full_cluster_that_measures_more_memory_gets_the_session_that_waits() -> None:
+    roomy = replace(a_cluster(NAMES[0]), most_sessions=9)
+    known = facts(roomy, members=[a_member("one", NAMES[0]), a_member("two"), a_member("three")])
+
+    assert plan_pool(known).places == {"two": NAMES[0]}
+
+
+def test_no_session_is_moved_to_a_cluster_whose_memory_is_full() -> None:
+    left = replace(a_cluster(NAMES[0]), is_draining=True)
+    full = replace(a_cluster(NAMES[1]), most_sessions=1)
+    known = facts(left, full, members=[a_member("one", NAMES[0]), a_member("two", NAMES[1])])
+
+    plan = plan_pool(known)
+
+    assert plan.moves.start == {}
+    assert plan.create == (NAMES[2],)

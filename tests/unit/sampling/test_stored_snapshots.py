@@ -22,6 +22,7 @@ from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.head import evicted_weights
+from tinkercloud_worker.head.evicted_weights import EvictedWeights
 from tinkercloud_worker.head.snapshots import Snapshot, Snapshots
 
 NAME = str(MODEL)
@@ -143,6 +144,26 @@ async def test_beyond_the_limit_of_the_store_the_first_are_lost_and_the_error_sa
         assert await head.drawn(2, 1) == drawn[2]
         assert await head.drawn(3, 1) == drawn[3]
         assert "save them under a name" in await failure(head, 1, 1)
+
+
+async def test_an_owner_with_many_snapshots_does_not_drive_out_those_of_others(
+    head: Head, size: int
+) -> None:
+    await train(head, 1, 1)
+    weights = await head.backend.sampler.export("s:sample:1")
+    assert weights is not None
+    evicted = EvictedWeights(head.backend.store, max_bytes=4 * size)
+
+    for session, owner in (
+        ("s:sample:90", "small"),
+        *((f"m:sample:{n}", "many") for n in range(6)),
+    ):
+        evicted.begin(session, NAME, owner, weights)
+        assert await evicted.ready()
+
+    assert set(evicted.sizes()) == {"small", "many"}
+    assert [each for each in range(6) if f"m:sample:{each}" in evicted] == [4, 5]
+    assert "s:sample:90" in evicted
 
 
 async def test_evicted_snapshots_return_in_the_next_head_and_after_a_pause(

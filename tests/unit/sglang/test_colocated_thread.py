@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tinkercloud_worker.engine.batch import ModelLimits
-from tinkercloud_worker.engine.thread import NoBackground
+from tinkercloud_worker.engine.thread import NoBackground, PieceLimit
 from tinkercloud_worker.inference.colocation import ColocatedThread
 from tinkercloud_worker.training.disabled import NoTrainer
 
@@ -43,7 +43,7 @@ class Record:
         self.events.extend(items)
         return items
 
-    def pieces(self, item: str) -> Generator[int, None, str]:
+    def pieces(self, item: str, _limit: PieceLimit) -> Generator[int, None, str]:
         yield from ()
         return self.run_batch([item], lambda: None)[0]
 

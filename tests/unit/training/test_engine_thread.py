@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from tinkercloud_worker.engine import thread as engine_thread
 from tinkercloud_worker.engine.fair_queue import Share
-from tinkercloud_worker.engine.thread import EngineThread, NoBackground
+from tinkercloud_worker.engine.thread import EngineThread, NoBackground, PieceLimit
 
 BAD = -1
 
@@ -28,7 +29,7 @@ class Sums:
             raise ValueError("bad")
         return [10 * item + sum(items) for item in items]
 
-    def pieces(self, item: int) -> Generator[int, None, int]:
+    def pieces(self, item: int, _limit: PieceLimit) -> Generator[int, None, int]:
         yield from ()
         return self.run_batch([item], lambda: None)[0]
 
@@ -45,7 +46,7 @@ class Pieces:
     def run_batch(self, items: Sequence[str], _between: Callable[[], None]) -> list[str]:
         return list(items)
 
-    def pieces(self, item: str) -> Generator[int, None, str]:
+    def pieces(self, item: str, _limit: PieceLimit) -> Generator[int, None, str]:
         for index, letter in enumerate(item):
             if index:
                 yield 1
@@ -205,6 +206,27 @@ async def test_the_rest_of_a_cancelled_job_does_not_run(thread: EngineThread) ->
 
     # The thread may have waited before it began the long job, whose first piece always runs.
     assert pieces.ran.count("a") == max(ran, 1)
+
+
+async def test_the_next_request_of_an_owner_whose_turn_it_is_does_not_wait_for_a_long_one(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "_FOLLOWING_SECONDS", 60)
+    thread.weights["small"] = 4
+    pieces = Pieces()
+
+    async def two_in_succession() -> None:
+        await thread.run_batched(pieces, "s", Share("small", "m", 1))
+        await thread.run_batched(pieces, "t", Share("small", "m", 100))
+
+    await while_busy(
+        thread,
+        text(thread, pieces, "flood", "large", "one"),
+        lambda: asyncio.create_task(two_in_succession()),
+    )
+
+    # The thread waits for the second letter of the small owner, but not for a third one.
+    assert pieces.ran == "fstlood"
 
 
 async def test_what_waits_says_how_much_runs_before_it(thread: EngineThread) -> None:

@@ -179,3 +179,38 @@ async def test_passes_that_take_turns_by_micro_batch_give_the_bits_of_passes_alo
         assert torch.equal(gradient(trainer, name), gradient(alone, name))
     # All had started before any had ended.
     assert len({id(model) for model in trainer.order[:4]}) == 4
+
+
+async def test_a_large_request_runs_in_small_micro_batches_alongside_a_small_one_of_another_owner(
+    thread: EngineThread,
+) -> None:
+    trainer, alone = a_trainer(max_batch_tokens=2048), a_trainer(max_batch_tokens=2048)
+    large, small = a_pass(trainer, "clean", [100] * 25), a_pass(trainer, "pending", [50] * 5)
+    trainer.num_passes = 0
+
+    together_large, together_small = await together(thread, trainer, [large, small])
+
+    # Micro-batches of twenty and five examples, in parts of the 256 tokens that are always allowed.
+    assert trainer.num_passes == 10 + 3 + 1
+    for each, output in ((large, together_large), (small, together_small)):
+        expected = alone.forward_backward(each.model_id, each.batch, lambda: None)
+        assert isinstance(output, LossOutput)
+        for both in zip(output.logprobs, expected.logprobs, strict=True):
+            np.testing.assert_allclose(*both, rtol=1e-5, atol=1e-6)
+        ours, theirs = (gradient(which, each.model_id) for which in (trainer, alone))
+        assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+async def test_a_trainer_that_shares_no_pass_runs_a_large_request_as_if_it_were_alone(
+    thread: EngineThread,
+) -> None:
+    trainer, alone = a_trainer(max_batch_tokens=2048), a_trainer(max_batch_tokens=2048)
+    trainer._max_shared_tokens = 0
+    large, small = a_pass(trainer, "clean", [100] * 25), a_pass(trainer, "pending", [50] * 5)
+
+    outputs = await together(thread, trainer, [large, small])
+
+    for each, output in zip((large, small), outputs, strict=True):
+        assert isinstance(output, LossOutput)
+        assert equal(output, alone.forward_backward(each.model_id, each.batch, lambda: None))
+        assert torch.equal(gradient(trainer, each.model_id), gradient(alone, each.model_id))

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -179,7 +180,7 @@ def test_a_model_that_leaves_between_two_pieces_of_its_request_returns(place: Pl
     machine = Machine(1, place)
     machine.add("first", "second")
     batch = prepare(a_request(random_data([30, 30, 30])), machine.trainer.limits)
-    pieces = machine.trainer.pieces(TrainingPass("first", batch))
+    pieces = machine.trainer.pieces(TrainingPass("first", batch), lambda: None)
 
     while True:
         try:
@@ -249,7 +250,7 @@ def test_a_model_that_was_admitted_finds_room_for_the_rest_of_its_request(
     machine.add("first")
     machine.step("first", seed=0)
     batch = prepare(a_request(random_data([30, 30, 30])), machine.trainer.limits)
-    pieces = machine.trainer.pieces(TrainingPass("first", batch))
+    pieces = machine.trainer.pieces(TrainingPass("first", batch), lambda: None)
     next(pieces)
 
     admitted = ["first"]
@@ -319,6 +320,33 @@ def test_the_files_of_a_head_have_the_configured_limit(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"200 bytes of .*idle_models"):
         place.keep(torch.ones(100))
     assert kept().sum() == 200
+
+
+def test_a_head_says_how_many_more_models_it_admits_with_those_that_are_away(
+    tmp_path: Path,
+) -> None:
+    machine = Machine(2.5, None)
+    machine.add("first")
+    machine.step("first", seed=0)
+    size = machine.trainer._models["first"].full_bytes
+    machine = Machine(2.5, DiskFiles(tmp_path, 6 * size))
+    names = [f"m-{number}" for number in range(20)]
+    for name in names[:3]:
+        machine.add(name)
+        machine.step(name, seed=0)
+    capacity = machine.trainer.capacity
+    assert capacity is not None
+    assert capacity.more_models is not None
+
+    with suppress(Overloaded):
+        for name in names[3:]:
+            machine.add(name)
+            machine.step(name, seed=0)
+
+    assert 3 + capacity.more_models == len(machine.trainer._models) > 3
+    full = machine.trainer.capacity
+    assert full is not None
+    assert full.more_models == 0
 
 
 def test_a_model_that_is_removed_while_it_is_away_is_gone(place: Place) -> None:

@@ -83,6 +83,7 @@ def test_as_many_models_are_admitted_as_the_reported_capacity_says(trained: int)
     reported = machine.trainer.capacity
     assert reported is not None
     assert (reported.models, reported.model_bytes) == (trained + 1, machine.model_bytes)
+    assert reported.more_models == 5 - reported.models
     assert machine.fill() == reported.max_models == 5
 
 

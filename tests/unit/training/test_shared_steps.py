@@ -11,7 +11,14 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.engine.fair_queue import Share
-from tinkercloud_worker.engine.thread import Batcher, EngineThread, NoBackground, Pieces, YieldPoint
+from tinkercloud_worker.engine.thread import (
+    Batcher,
+    EngineThread,
+    NoBackground,
+    PieceLimit,
+    Pieces,
+    YieldPoint,
+)
 from tinkercloud_worker.engine.trainer import OptimizerStep
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -103,8 +110,8 @@ class Counted:
         self.batches.append([item.model_id for item in items])
         return self._batcher.run_batch(items, yield_point)
 
-    def pieces(self, item: OptimizerStep) -> Pieces[Mapping[str, float]]:
-        return self._batcher.pieces(item)
+    def pieces(self, item: OptimizerStep, limit: PieceLimit) -> Pieces[Mapping[str, float]]:
+        return self._batcher.pieces(item, limit)
 
 
 async def run_together(counted: Counted) -> list[Mapping[str, float] | BaseException]:

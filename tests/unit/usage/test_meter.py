@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from tinkercloud_worker.engine.fair_queue import Share
-from tinkercloud_worker.engine.thread import EngineThread, NoBackground, Pieces, Tokens
+from tinkercloud_worker.engine.thread import EngineThread, NoBackground, PieceLimit, Pieces, Tokens
 from tinkercloud_worker.engine.usage import HourOfUsage, Payer, Usage, UsageMeter
 
 ANN, BOB = Payer.of_model("ann", "a:train:0"), Payer.of_model("bob", "b:train:0")
@@ -56,7 +56,7 @@ class Passes:
         yield_point()
         return list(items)
 
-    def pieces(self, item: int) -> Pieces[int]:
+    def pieces(self, item: int, _limit: PieceLimit) -> Pieces[int]:
         yield 0
         return self.run_batch([item], lambda: None)[0]
 

@@ -1,5 +1,6 @@
 """Admits runs of a local server under the limits of their tenant, one replica at a time."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -73,9 +74,14 @@ class RunQuotas(Statements):
                 return None
             return Waiting(message, min((used_at for _, used_at in found.values()), default=None))
 
-    async def follow_ends(self, on_end: Callable[[], object]) -> None:
-        """Call `on_end` when any server has deleted runs, until cancelled; not on SQLite."""
-        await run_ends.follow(self._engine, on_end)
+    async def follow_ends(self, on_end: Callable[[], object], waits: asyncio.Event) -> None:
+        """Call `on_end` when any server has deleted runs, until cancelled.
+
+        Args:
+            on_end: called without arguments.
+            waits: set while a run waits.
+        """
+        await run_ends.follow(self._engine, on_end, waits)
 
     async def claimants(
         self, tenant: Tenant, tenants: Sequence[Tenant], since: datetime

@@ -2,9 +2,11 @@
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from datetime import datetime, timedelta
+from types import MappingProxyType
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec, Pool
@@ -61,6 +63,7 @@ def pool_facts(
     failed: Mapping[tuple[str, str], FailedSave],
     now: datetime,
     cordoned: Set[str] = frozenset(),
+    measured: Mapping[str, int] = MappingProxyType({}),
 ) -> PoolFacts:
     """Return the facts about the pool of a model name.
 
@@ -75,6 +78,7 @@ def pool_facts(
         failed: failures to give models away, by session and the head's incarnation.
         now: the current time.
         cordoned: clusters that have pods on cordoned nodes.
+        measured: how many models heads hold at most, by incarnation.
     """
     offered = active or {"metadata": {"name": model_name, "deletionTimestamp": ""}}
     metadata = offered["metadata"]
@@ -84,6 +88,15 @@ def pool_facts(
         replace(_cluster(each, deleting, keeping), is_cordoned=each["metadata"]["name"] in cordoned)
         for each in listed
         if is_of_pool(each)
+    ]
+    samplers = Counter(
+        each["spec"].get("poolCluster") for each in listed if each["spec"].get("role") == "Sampler"
+    )
+    clusters = [
+        replace(each, most_sessions=measured[each.incarnation] + samplers[each.name])
+        if each.incarnation in measured
+        else each
+        for each in clusters
     ]
     incarnations = {each.name: each.incarnation or "" for each in clusters}
     return PoolFacts(

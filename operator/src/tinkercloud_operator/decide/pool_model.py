@@ -37,6 +37,8 @@ class Cluster:
     moved to others."""
     gives_away: bool = True
     """Whether its head is of a release that can give a model away while it is in use."""
+    most_sessions: int | None = None
+    """How many sessions fit by what its head has measured; None if that is unknown."""
     endpoint: str | None = None
     """URL of its head."""
     incarnation: str | None = None
@@ -132,7 +134,27 @@ class PoolFacts:
         )
         return taken
 
+    def slots_of(self, cluster: Cluster) -> int:
+        """Return the slots of a cluster: those of the pool, or fewer if its memory has fewer."""
+        slots = self.pool.slots if self.pool is not None else 0
+        return slots if cluster.most_sessions is None else min(slots, cluster.most_sessions)
+
+    def is_measured(self, cluster: Cluster) -> bool:
+        """Return whether the memory of a cluster has room for fewer sessions than the pool says."""
+        return self.pool is not None and self.slots_of(cluster) < self.pool.slots
+
+    def unplaced(self) -> list[Member]:
+        """Return the members that wait, oldest first: also those whose cluster is gone."""
+        return [
+            member
+            for member in self.members
+            if member.waits_since is not None and member.cluster not in self.names
+        ]
+
+    def has_slot(self, cluster: Cluster, taken: int) -> bool:
+        """Return whether a cluster with so many taken slots has a free one."""
+        return taken < self.slots_of(cluster)
+
     def free(self, clusters: Iterable[Cluster], load: Mapping[str, int]) -> int:
         """Return the number of free slots of clusters, including those that are starting."""
-        slots = self.pool.slots if self.pool is not None else 0
-        return sum(max(0, slots - load.get(cluster.name, 0)) for cluster in clusters)
+        return sum(max(0, self.slots_of(each) - load.get(each.name, 0)) for each in clusters)

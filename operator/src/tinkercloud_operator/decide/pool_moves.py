@@ -204,12 +204,12 @@ def _target(facts: PoolFacts, member: Member, load: Counter[str]) -> str | None:
     """Return the cluster to move a member to: one that serves its owner, else the least loaded."""
     if facts.pool is None:
         return None
-    slots = facts.pool.slots
     owners = {(each.cluster, each.owner) for each in facts.members if each is not member}
     free = [
         each.name
         for each in facts.clusters
-        if each.takes_moved and each.name != member.cluster and load[each.name] < slots
+        if each.takes_moved and each.name != member.cluster
+        if facts.has_slot(each, load[each.name])
     ]
     return min(
         free,

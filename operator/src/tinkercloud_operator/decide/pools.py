@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from heapq import heapify, heappop, heapreplace
+from itertools import accumulate
 
 from tinkercloud_crds.base_model import Pool, PoolStatus
 from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts
@@ -76,13 +77,13 @@ def pool_status(facts: PoolFacts) -> PoolStatus | None:
     models = sum(each.cluster in facts.names for each in facts.members)
     usable = [each for each in facts.clusters if not each.is_stopping]
     ready = sum(each.is_ready for each in usable)
-    slots = len(usable) * (facts.pool.slots if facts.pool is not None else 0)
+    slots = sum(map(facts.slots_of, usable))
     return PoolStatus(
         clusters=len(facts.clusters),
         ready=ready,
         models=models,
         slots=slots,
-        waiting=len(_unplaced(facts)),
+        waiting=len(facts.unplaced()),
         cluster_summary=f"{ready}/{len(facts.clusters)}",
         slot_summary=f"{models}/{slots}",
     )
@@ -97,15 +98,6 @@ def _to_move_on(facts: PoolFacts, places: Mapping[str, str]) -> int:
     return sum(cluster in left for cluster in places.values())
 
 
-def _unplaced(facts: PoolFacts) -> list[Member]:
-    """Return the members that wait, oldest first: also those whose cluster is gone."""
-    return [
-        member
-        for member in facts.members
-        if member.waits_since is not None and member.cluster not in facts.names
-    ]
-
-
 def _in_turn(facts: PoolFacts, load: Mapping[str, int]) -> Iterator[Member]:
     """Yield the members that wait: next is the oldest of the owner with the fewest places.
 
@@ -113,7 +105,7 @@ def _in_turn(facts: PoolFacts, load: Mapping[str, int]) -> Iterator[Member]:
     """
     places = Counter(each.owner for each in facts.members if each.cluster in load)
     queues: dict[str, deque[Member]] = {}
-    for member in _unplaced(facts):
+    for member in facts.unplaced():
         queues.setdefault(member.owner, deque()).append(member)
     order = {member.name: index for index, member in enumerate(facts.members)}
     heap = [(places[owner], order[queue[0].name], owner) for owner, queue in queues.items()]
@@ -138,13 +130,13 @@ def _place(
     """
     if facts.pool is None:
         return None
-    serving = [
+    target = member.moving_to
+    free = [
         each.name
         for each in facts.clusters
         if each.is_ready and each.offers_slots and not each.is_cordoned
+        if facts.has_slot(each, load[each.name] - (each.name == target))
     ]
-    target, slots = member.moving_to, facts.pool.slots
-    free = [name for name in serving if load[name] - (name == target) < slots]
     outdated = {cluster.name for cluster in facts.clusters if cluster.is_outdated}
     if target in free and target not in outdated:
         return target
@@ -226,9 +218,10 @@ def _surplus_clusters(
     ]
     chosen = tuple({cluster.name: None for cluster in (*surplus, *unused)})
     if facts.pool is not None:
-        free = facts.free(usable, load)
-        beyond = free - _spare_slots(facts.pool, waiting, load)
-        chosen = chosen[: max(len(surplus), beyond // facts.pool.slots)]
+        slots = {cluster.name: facts.slots_of(cluster) for cluster in usable}
+        beyond = facts.free(usable, load) - _spare_slots(facts.pool, waiting, load)
+        left = [beyond - taken for taken in accumulate(slots[name] for name in chosen)]
+        chosen = chosen[: max(len(surplus), sum(each >= 0 for each in left))]
     return chosen[: max(0, len(usable) - least)]
 
 
@@ -289,8 +282,10 @@ def _why_waiting(facts: PoolFacts, create: Iterable[str]) -> str:
     ]
     if starting:
         return f"waiting for a cluster of the pool to be ready: {', '.join(sorted(starting)[:4])}"
-    slots = facts.pool.slots * len(usable)
+    slots = sum(map(facts.slots_of, usable))
     taken = f"all {slots} slots of the pool's clusters are taken"
+    if any(map(facts.is_measured, usable)):
+        taken += " (their memory has room for fewer models than pool.slotsPerCluster)"
     if len(facts.clusters) >= facts.pool.max_clusters:
         most = facts.pool.max_clusters
         return (

@@ -20,6 +20,7 @@ from tinkercloud_operator.run.executor import Executor
 from tinkercloud_operator.run.gauges import count_sessions
 from tinkercloud_operator.run.head_client import HeadClient
 from tinkercloud_operator.run.node_taints import NodeTaints
+from tinkercloud_operator.run.pool_memory import PoolMemory
 from tinkercloud_operator.run.pools import Pools
 from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.run.served_definitions import OWN_KINDS, ServedDefinitions
@@ -81,6 +82,7 @@ class Controller:
             self.note,
             self.queue.add,
             spares=self._spares,
+            memory=PoolMemory(head_client),
         )
         self._base_models = BaseModels(self.watched, self._executor, self._pools, self._spares)
         self._tenants = Tenants(self.watched, self._executor)

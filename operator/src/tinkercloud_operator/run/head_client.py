@@ -22,10 +22,12 @@ from tinkercloud_operator.decide.actions import (
 )
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.engine_scaling import HOLD_SECONDS, Engines
-from tinkercloud_protocol.launch import Saved
+from tinkercloud_protocol.launch import HeadStatus, Saved
 
 log = structlog.get_logger(__name__)
 
+_STATUS_SECONDS = 3.0
+"""How long a head may take to say what it can hold: pools wait meanwhile."""
 _LATE_SECONDS = 30.0
 """Extra seconds, beyond HOLD_SECONDS, that a head may take to answer."""
 _DROP_SECONDS = 10.0
@@ -120,6 +122,28 @@ class HeadClient:
                 error=f"{type(error).__name__}: {error}",
             )
             return None
+
+    async def most_models(self, session: str, url: str) -> int | None:
+        """Return how many models a head can hold, by what it has measured; None if it is unknown.
+
+        Args:
+            session: name of its session.
+            url: URL of the head.
+        """
+        try:
+            async with asyncio.timeout(_STATUS_SECONDS):
+                token = await self._token(session)
+                answer = await self._call("GET", url + routes.HEAD_STATUS, token)
+            status = HeadStatus.model_validate_json(answer)
+        except (aiohttp.ClientError, TimeoutError, KubernetesError, KeyError, ValueError) as error:
+            log.info(
+                "a head did not say how many models it can hold",
+                session=session,
+                error=f"{type(error).__name__}: {error}",
+            )
+            return None
+        more = status.capacity.more_models if status.capacity is not None else None
+        return None if more is None else len(status.models) + more
 
     async def _save(self, session: str, request: SaveRequest) -> SaveResult:
         token = await self._token(session)

@@ -21,6 +21,7 @@ from tinkercloud_operator.decide.pool_facts import (
 from tinkercloud_operator.decide.pool_model import PoolFacts
 from tinkercloud_operator.decide.pool_moves import is_emptied
 from tinkercloud_operator.decide.pools import plan_pool
+from tinkercloud_operator.run.pool_memory import ASK_AGAIN_SECONDS, PoolMemory
 from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.run.spares import Spares
 from tinkercloud_operator.run.store import Watched
@@ -45,6 +46,7 @@ class Pools:
         note: called with the kind and the new state of an object after a write.
         enqueue: called with the name of a session to reconcile.
         spares: the warm spares, which the same worker maintains.
+        memory: how many models heads can hold.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Pools:
         enqueue: Callable[[str], object],
         *,
         spares: Spares,
+        memory: PoolMemory,
     ) -> None:
         self._watched = watched
         self._cluster = cluster
@@ -63,6 +66,7 @@ class Pools:
         self._note = note
         self._enqueue = enqueue
         self._spares = spares
+        self._memory = memory
         self._queue = WorkQueue()
         """Model names whose pool may need something."""
         self._deleting: set[str] = set()
@@ -96,6 +100,7 @@ class Pools:
                 if is_of_pool(session)
                 and self._watched.must_leave(session["metadata"]["name"], self._cordoned)
             },
+            measured=self._memory.most_models,
         )
 
     def note_cordons(self, nodes: frozenset[str]) -> None:
@@ -167,6 +172,8 @@ class Pools:
             "conditions": status.get("conditions"),
         }
         before = self._seen.pop(name, None)
+        if before is not None and (is_gone or before["incarnation"] != seen["incarnation"]):
+            self._memory.forget(before["incarnation"])
         if not is_gone:
             self._seen[name] = seen
         if seen != before:
@@ -197,7 +204,7 @@ class Pools:
 
     async def _maintain(self, model_name: str) -> None:
         self._forget_arrived(model_name)
-        facts = self.facts(model_name)
+        facts = await self._measured_facts(model_name)
         plan = plan_pool(facts)
         self._record_waiting(facts, plan.waiting)
         self._ask_heads(facts, GiveAway, plan.moves.ask)
@@ -228,6 +235,19 @@ class Pools:
                 self._queue.add_after(model_name, max(0.0, seconds))
         if failures:
             raise failures[0]
+
+    async def _measured_facts(self, model_name: str) -> PoolFacts:
+        """Return the facts, with the memory of heads as it is now if a session waits for a place.
+
+        A head has no event for a change of what fits, so it is asked again while one waits.
+        """
+        facts = self.facts(model_name)
+        if facts.pool is None or not facts.unplaced():
+            return facts
+        await self._memory.ask(facts.clusters)
+        if any(facts.is_measured(cluster) for cluster in self.facts(model_name).clusters):
+            self._queue.add_after(model_name, ASK_AGAIN_SECONDS)
+        return self.facts(model_name)
 
     def _record_waiting(self, facts: PoolFacts, waiting: Mapping[str, str]) -> None:
         for member in facts.members:

@@ -19,6 +19,7 @@ from tinkercloud_kube.errors import NotFound
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide.pool_facts import is_member
 from tinkercloud_operator.run.head_client import HeadClient
+from tinkercloud_operator.run.pool_memory import PoolMemory
 from tinkercloud_operator.run.pools import Pools
 from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.run.spares import Spares
@@ -40,10 +41,17 @@ class _PoolWorker:
     def __init__(self, cluster: Client, client: aiohttp.ClientSession) -> None:
         self.cluster = cluster
         self.watched = Watched()
-        self.saver = HeadSaver(HeadClient(cluster, client), self._note_saved)
+        heads = HeadClient(cluster, client)
+        self.saver = HeadSaver(heads, self._note_saved)
         spares = Spares(self.watched, cluster, self._note, lambda _: None)
         self.pools = Pools(
-            self.watched, cluster, self.saver, self._note, lambda _: None, spares=spares
+            self.watched,
+            cluster,
+            self.saver,
+            self._note,
+            lambda _: None,
+            spares=spares,
+            memory=PoolMemory(heads),
         )
         self.is_accepted: set[str] = set()
 

@@ -14,7 +14,7 @@ from tinkercloud_protocol.hyperparameters import AdamParams
 from tinkercloud_worker.actors.batch_shards import assign_examples, merge_outputs, select_examples
 from tinkercloud_worker.engine.batch import Batch, padded_lengths
 from tinkercloud_worker.engine.ranks import Membership
-from tinkercloud_worker.engine.thread import Pieces
+from tinkercloud_worker.engine.thread import PieceLimit, Pieces
 from tinkercloud_worker.engine.trainer import LossOutput, OptimizerStep, TrainingPass
 
 Shards = Sequence[Sequence[int]]
@@ -194,7 +194,7 @@ class RankedPasses:
         yield_point()
         return outputs
 
-    def pieces(self, item: TrainingPass) -> Pieces[LossOutput]:
+    def pieces(self, item: TrainingPass, _limit: PieceLimit) -> Pieces[LossOutput]:
         """See `engine.thread.Batcher`: a pass is one piece."""
         self._joined = []
         yield from ()
@@ -224,7 +224,7 @@ class RankedSteps:
         yield_point()
         return metrics
 
-    def pieces(self, item: OptimizerStep) -> Pieces[Mapping[str, float]]:
+    def pieces(self, item: OptimizerStep, _limit: PieceLimit) -> Pieces[Mapping[str, float]]:
         """See `engine.thread.Batcher`: a step is one piece."""
         yield from ()
         return self._trainer.optim_step(item.model_id, item.params)

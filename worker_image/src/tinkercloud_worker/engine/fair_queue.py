@@ -189,6 +189,12 @@ class FairQueue(Generic[T]):
         models.accounts.take(model)
         return self._pop(owner, model)
 
+    def is_before_others(self, owner: str) -> bool:
+        """Whether others wait, and it would be the turn of this owner, who does not."""
+        if not self._waiting or owner in self._waiting:
+            return False
+        return self._owners.used(owner) < min(map(self._owners.used, self._waiting))
+
     def take_joining(self, first: Share, joins: Callable[[Share, T], bool]) -> None:
         """Take every model's first item for which a function returns true, and charge all tokens.
 

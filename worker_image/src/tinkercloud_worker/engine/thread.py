@@ -3,8 +3,8 @@
 Jobs that compute for a model wait for their turn, which is fair between owners (`fair_queue`).
 Queued jobs that can share a pass (`Batcher`) run as one job when it is the turn of the first of
 them. A long job runs in pieces, and takes a turn for each: jobs of other models run between two of
-them. Jobs without a share, such as saving and deleting, are short and run first, each in turn with
-one that computes.
+them. While other owners use the engine, pieces are small (`neighbours`). Jobs without a share, such
+as saving and deleting, are short and run first, each in turn with one that computes.
 
 Between jobs, and at the yield points of a job that has no pieces, the thread runs steps of a
 background task: the decoding steps of a sampler that shares the trainer's weights. So neither
@@ -22,6 +22,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_worker.engine.fair_queue import Ahead, FairQueue, Share
+from tinkercloud_worker.engine.neighbours import Neighbours
 from tinkercloud_worker.engine.usage import Payer, UsageMeter
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,11 @@ YieldPoint = Callable[[], None]
 """Called by a long job wherever background steps may run."""
 Pieces: TypeAlias = Generator[int, None, T]
 """A job in pieces: it yields the tokens of each piece but the last, and returns its result."""
+PieceLimit: TypeAlias = Callable[[], int | None]
+"""Returns the most tokens that the next piece of a job should have; None: as many as if alone."""
 
+_FOLLOWING_SECONDS = 0.004
+"""How long the thread waits for the next request of an owner whose turn it is."""
 _STEPS_PER_YIELD = 8
 """Background steps that run between two jobs, or at each yield point of a job."""
 
@@ -58,8 +63,14 @@ class Batcher(Protocol[ItemT_contra, T_co]):
         those fail that fail alone.
         """
 
-    def pieces(self, item: ItemT_contra) -> Generator[int, None, T_co]:
-        """Run one item by itself. Items of other models may run between two pieces."""
+    def pieces(self, item: ItemT_contra, limit: PieceLimit) -> Generator[int, None, T_co]:
+        """Run one item by itself. Items of other models may run between two pieces.
+
+        Args:
+            item: the item.
+            limit: called before each piece. A batcher whose items run in company as they do alone
+                ignores it.
+        """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,9 +87,9 @@ class Unshared(Generic[ItemT, T]):
         """Run the items; see `Batcher.run_batch`. Only ever called with one."""
         return self.batcher.run_batch(items, yield_point)
 
-    def pieces(self, item: ItemT) -> Generator[int, None, T]:
-        """See `Batcher.pieces`."""
-        return self.batcher.pieces(item)
+    def pieces(self, item: ItemT, _limit: PieceLimit) -> Generator[int, None, T]:
+        """See `Batcher.pieces`: always the pieces of an item that is alone."""
+        return self.batcher.pieces(item, lambda: None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +104,7 @@ class _SingleJob:
     def run_batch(self, items: Sequence[None], _yield_point: YieldPoint) -> Sequence[Any]:
         return [self.job() for _ in items]
 
-    def pieces(self, _item: None) -> Pieces[Any]:
+    def pieces(self, _item: None, _limit: PieceLimit) -> Pieces[Any]:
         yield from ()
         return self.job()
 
@@ -174,6 +185,7 @@ class EngineThread:
         self.weights = weights if weights is not None else {}
         """Shares of owners; changes take effect at the next turn."""
         self._queue = FairQueue[_Job](self.weights)
+        self._neighbours = Neighbours(now)
         self._running: Sequence[_Job] = ()
         self._was_short = False
         self._wake = threading.Condition()
@@ -284,9 +296,23 @@ class EngineThread:
                 self._short.append(job)
             else:
                 job.left = share.tokens
+                self._neighbours.note(share.owner, share.tokens)
                 self._queue.put(share, job)
             self._wake.notify()
         return await done
+
+    def _await_following(self, jobs: Sequence[_Job]) -> None:
+        """Give an owner whose turn it would be a moment to send the request after a finished one.
+
+        A client sends an optimizer step right behind its batch, but requests of one model arrive
+        here one by one. Without this pause a long job of somebody else would begin in between.
+        """
+        shares = [job.share for job in jobs if job.share is not None]
+        if self._background.has_work():
+            return
+        with self._wake:
+            if any(self._queue.is_before_others(share.owner) for share in shares):
+                self._wake.wait(_FOLLOWING_SECONDS)
 
     def _has_jobs(self) -> bool:
         return bool(self._short or self._queue)
@@ -352,7 +378,7 @@ class EngineThread:
             return
         try:
             if job.pieces is None:
-                job.pieces = job.batcher.pieces(job.item)
+                job.pieces = job.batcher.pieces(job.item, lambda: self._piece_limit(job))
             tokens = next(job.pieces)
         except StopIteration as stop:
             self._charge(job, job.left)
@@ -365,6 +391,12 @@ class EngineThread:
             job.left -= tokens
             self._put_back(job)
 
+    def _piece_limit(self, job: _Job) -> int | None:
+        if job.share is None:
+            return None
+        with self._wake:
+            return self._neighbours.most_tokens(job.share.owner)
+
     def _charge(self, job: _Job, tokens: int) -> None:
         if job.share is not None:
             with self._wake:
@@ -375,6 +407,7 @@ class EngineThread:
             if job.share is None:
                 self._short.appendleft(job)
             else:
+                self._neighbours.note(job.share.owner, job.share.tokens)
                 self._queue.put_back(job.share, job)
 
     def _run_background(self) -> None:
@@ -407,6 +440,7 @@ class EngineThread:
                 jobs = self._running = self._next_jobs()
             if jobs:
                 self._do_timed(jobs)
+                self._await_following(jobs)
             # Jobs reference their results, which can be as large as a model: free them now.
             self._running = ()
             del jobs

@@ -1,12 +1,14 @@
 """Weights of unnamed snapshots that a head has no room for: adapters, in the checkpoint store.
 
 They stay there, in the folder of their run, until they are too many, their session is deleted, or
-their run is. The state of a suspended run names them, so that the next head finds them.
+their run is. The state of a suspended run names them, so that the next head finds them. The space
+is the head's, not its owners': it counts towards no quota, and is divided among those who need it.
 """
 
 import asyncio
 import time
 import uuid
+from collections import Counter
 
 import structlog
 
@@ -34,12 +36,15 @@ class EvictedWeights:
 
         Args:
             store: where to write.
-            max_bytes: total size; beyond it, those that were evicted first are deleted.
+            max_bytes: total size; beyond it, the owner with the most loses those that were evicted
+                first.
         """
         self._store = store
         self._max_bytes = max_bytes
         self._stored: dict[str, EvictedSampler] = {}
         """By sampling session, the first to be evicted first."""
+        self._owners: dict[str, str] = {}
+        """By sampling session."""
         self._writing: dict[str, asyncio.Task[None]] = {}
         """By session; without those that have been forgotten since."""
         self._writes: set[asyncio.Task[None]] = set()
@@ -74,16 +79,17 @@ class EvictedWeights:
             await asyncio.wait(set(self._writes), timeout=left)
         return not self.is_writing
 
-    def begin(self, session: str, run_id: str, weights: WeightsSnapshot) -> None:
+    def begin(self, session: str, run_id: str, owner: str, weights: WeightsSnapshot) -> None:
         """Write the weights of a session in the background. A failure is logged: they are lost.
 
         Args:
             session: the session, whose weights are not stored.
             run_id: the run that they are of.
+            owner: the owner of that run.
             weights: an adapter.
         """
         self._began = time.monotonic()
-        task = asyncio.create_task(self._write(session, run_id, weights))
+        task = asyncio.create_task(self._write(session, run_id, owner, weights))
         self._writing[session] = task
         self._writes.add(task)
         task.add_done_callback(lambda _: self._ended(session, task))
@@ -93,7 +99,7 @@ class EvictedWeights:
         if self._writing.get(session) is task:
             del self._writing[session]
 
-    async def _write(self, session: str, run_id: str, weights: WeightsSnapshot) -> None:
+    async def _write(self, session: str, run_id: str, owner: str, weights: WeightsSnapshot) -> None:
         assert weights.lora is not None  # noqa: S101 - it is an adapter
         name = f"{evicted_prefix(run_id)}/{uuid.uuid4().hex}.safetensors"
         try:
@@ -108,18 +114,29 @@ class EvictedWeights:
                 # They were forgotten meanwhile: no state names them.
                 await self._delete(stored)
                 return
-            self._stored[session] = stored
+            self.add(stored, owner)
             await self._delete_surplus()
         except WireError as error:
             log.warning("evicted weights were not stored", session=session, reason=error.message)
 
     async def _delete_surplus(self) -> None:
-        while sum(each.size_bytes for each in self._stored.values()) > self._max_bytes:
-            await self._delete(self._stored.pop(next(iter(self._stored))))
+        while (sizes := self.sizes()).total() > self._max_bytes:
+            ((largest, _),) = sizes.most_common(1)
+            first = next(each for each in self._stored if self._owners[each] == largest)
+            if (stored := self._drop(first)) is not None:
+                await self._delete(stored)
 
-    def add(self, stored: EvictedSampler) -> None:
-        """Add weights that another head has stored."""
+    def sizes(self) -> Counter[str]:
+        """Return the stored bytes of each owner."""
+        sizes = Counter[str]()
+        for session, stored in self._stored.items():
+            sizes[self._owners[session]] += stored.size_bytes
+        return sizes
+
+    def add(self, stored: EvictedSampler, owner: str) -> None:
+        """Add weights that are stored, such as those that another head has written."""
         self._stored[stored.session] = stored
+        self._owners[stored.session] = owner
 
     async def read(self, session: str) -> WeightsSnapshot:
         """Return the weights of a session.
@@ -133,7 +150,7 @@ class EvictedWeights:
         stored = self._stored.get(session)
         content = await self._store.read_evicted(stored) if stored is not None else None
         if stored is None or content is None:
-            self._stored.pop(session, None)
+            self._drop(session)
             raise NotFound(f"the weights of sampling session {session!r} are not stored")
         tensors = await asyncio.to_thread(formats.decode_stored, stored.key, content)
         return WeightsSnapshot(stored.lora, tensors)
@@ -142,7 +159,7 @@ class EvictedWeights:
         """Delete the weights of a session, which may be unknown."""
         if (task := self._writing.get(session)) is not None:
             await asyncio.wait({task})
-        if (stored := self._stored.pop(session, None)) is not None:
+        if (stored := self._drop(session)) is not None:
             await self._delete(stored)
 
     async def _delete(self, stored: EvictedSampler) -> None:
@@ -158,5 +175,9 @@ class EvictedWeights:
 
         They stay stored; those that are still being written are deleted.
         """
-        self._stored.pop(session, None)
+        self._drop(session)
         self._writing.pop(session, None)
+
+    def _drop(self, session: str) -> EvictedSampler | None:
+        self._owners.pop(session, None)
+        return self._stored.pop(session, None)

@@ -52,8 +52,9 @@ from tinkercloud_worker.training import external_weights
 NOT_CREATED = "the model has not been created yet"
 """Why a new model accepts no requests (`Operations.refused`)."""
 
-_STEP_TOKENS = 64
-"""Tokens that an optimizer step counts as, between owners that wait for their turn."""
+_STEP_TOKENS = 8
+"""Tokens that an optimizer step counts as, between owners that wait for their turn: those that an
+8B model computes in the time of a step of rank 32."""
 
 T = TypeVar("T")
 Outcome = Result | Awaitable[Result]

@@ -254,7 +254,7 @@ class Samplers:
         # It may have been deleted meanwhile, or its model may be.
         model = self._snapshots.get(name)
         if weights is not None and model is not None:
-            self.evicted.begin(name, model, weights)
+            self.evicted.begin(name, model, self._owners.get(model, ""), weights)
 
     def _latest(self) -> set[str]:
         """Return the names under which the latest weights of live models are kept."""
@@ -316,7 +316,7 @@ class Samplers:
             self._snapshots[each.session] = str(model_id)
             self._evicted[each.session] = None
             self._owners[each.session] = self._owners.get(str(model_id), "")
-            self.evicted.add(each)
+            self.evicted.add(each, self._owners[each.session])
 
     async def restore(self, model_id: ModelId, published: Published, weights: Publication) -> None:
         """Publish weights that another head had published, for all their sessions."""

@@ -4,10 +4,11 @@ What models take is known exactly; what passes take in addition is measured.
 """
 
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tinkercloud_protocol.capacity import HeadCapacity
+from tinkercloud_protocol.capacity import MOST_REPORTED, HeadCapacity
 from tinkercloud_protocol.errors import Overloaded
 from tinkercloud_worker.device.memory import Available
 from tinkercloud_worker.device.pass_memory import PassMemory, PeakMeter
@@ -96,11 +97,26 @@ class ModelMemory:
         self._determined_at = time.monotonic()
         if self._available() is None:
             return
+        largest = max((model.full_bytes for model in self.models.values()), default=0)
+        free = max(0, self._room() - self._kept_for_passes())
         self.capacity = HeadCapacity(
             models=len(self.models.paged_in()),
-            model_bytes=max((model.full_bytes for model in self.models.values()), default=0),
+            model_bytes=largest,
             pass_bytes=self._passes.bytes,
-            free_bytes=max(0, self._room() - self._kept_for_passes()),
+            free_bytes=free,
+            more_models=self._more_models(largest, free) if largest else None,
+        )
+
+    def _more_models(self, size: int, free: int) -> int:
+        """Return how many more models of a size would be admitted, one after another."""
+        if not self.models.can_leave:
+            return min(free // size, MOST_REPORTED)
+        # What is missing grows with their number. At first each has two gradients; see `check`.
+        at_first = size + size // 4
+        return bisect_left(
+            range(MOST_REPORTED),
+            1,
+            key=lambda before: self.models.missing_to_swap(at_first, before * size),
         )
 
 

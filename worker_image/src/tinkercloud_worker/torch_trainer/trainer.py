@@ -8,7 +8,8 @@ Gradients accumulate in each model's flat gradient (`lora.parameters`) until opt
 Shape legend: R positions of a pack, D hidden size, K targets per position.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -24,7 +25,7 @@ from tinkercloud_worker.device.memory import Available
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.device.pass_memory import PeakMeter
 from tinkercloud_worker.engine.batch import Batch, ModelLimits, capped_context_length
-from tinkercloud_worker.engine.thread import Batcher, Pieces
+from tinkercloud_worker.engine.thread import Batcher, PieceLimit, Pieces
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.lora.parameters import (
@@ -43,7 +44,7 @@ from tinkercloud_worker.torch_trainer.logprobs import (
 )
 from tinkercloud_worker.torch_trainer.model_memory import ModelMemory
 from tinkercloud_worker.training.adam import AdamTrainer
-from tinkercloud_worker.training.collate import Pack, PassOutput, pack_all
+from tinkercloud_worker.training.collate import Pack, PassOutput, pack_all, split
 from tinkercloud_worker.training.paging import Place
 from tinkercloud_worker.training.trained_model import TrainedModel, new_adapter
 
@@ -55,6 +56,10 @@ Compute = Callable[
     list[tuple[Tensor, Tensor, Tensor | None]],
 ]
 """Runs packs of models with their losses; returns the arguments of `PassOutput.add` for each."""
+
+
+def _no_limit() -> None:
+    """Let a piece have as many tokens as a micro-batch."""
 
 
 class TorchTrainer(AdamTrainer):
@@ -160,43 +165,34 @@ class TorchTrainer(AdamTrainer):
 
     @override
     def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
-        return _run_through(self._forward_pieces(model_id, batch), yield_point)
+        return _run_through(self._pieces(model_id, batch, self._evaluate), yield_point)
 
     @override
     def forward_backward(
         self, model_id: str, batch: Batch, yield_point: Callable[[], None]
     ) -> LossOutput:
-        return _run_through(self._gradient_pieces(model_id, batch), yield_point)
+        return _run_through(self._pieces(model_id, batch, self._run), yield_point)
 
-    def pieces(self, item: TrainingPass) -> Pieces[LossOutput]:
+    def pieces(self, item: TrainingPass, limit: PieceLimit) -> Pieces[LossOutput]:
         """See `engine.thread.Batcher`: a pass in micro-batches.
 
         Between two of them no autograd graph exists, and only the gradient of its own model has
         changed.
         """
-        if item.batch.forward_only:
-            return self._forward_pieces(item.model_id, item.batch)
-        return self._gradient_pieces(item.model_id, item.batch)
+        compute = self._evaluate if item.batch.forward_only else self._run
+        may_differ = self._max_shared_tokens > 0
+        return self._pieces(item.model_id, item.batch, compute, limit if may_differ else _no_limit)
 
-    def _forward_pieces(self, model_id: str, batch: Batch) -> Pieces[LossOutput]:
+    def _pieces(
+        self, model_id: str, batch: Batch, compute: Compute, limit: PieceLimit = _no_limit
+    ) -> Pieces[LossOutput]:
         output = PassOutput()
         before = 0
-        for pack in self._packs(batch):
+        for pack in self._limited(self._packs(batch), limit):
             if before:
                 yield before
             # Looked up for each piece: between two of them the model may be paged out.
-            (results,) = self._evaluate([(self._models[model_id], pack)], [batch.loss])
-            output.add(pack, *results)
-            before = len(pack.sequences.ids_R)
-        return output.finish(batch)
-
-    def _gradient_pieces(self, model_id: str, batch: Batch) -> Pieces[LossOutput]:
-        output = PassOutput()
-        before = 0
-        for pack in self._packs(batch):
-            if before:
-                yield before
-            (results,) = self._run([(self._models[model_id], pack)], [batch.loss])
+            (results,) = compute([(self._models[model_id], pack)], [batch.loss])
             output.add(pack, *results)
             before = len(pack.sequences.ids_R)
         return output.finish(batch)
@@ -259,6 +255,16 @@ class TorchTrainer(AdamTrainer):
     def _packs(self, batch: Batch) -> list[Pack]:
         most = self._max_batch_tokens if self._base.takes_packs else 1
         return pack_all(batch, most, self._base.device)
+
+    def _limited(self, packs: Sequence[Pack], limit: PieceLimit) -> Iterator[Pack]:
+        """Yield packs, in smaller parts whenever the limit asks for it."""
+        left = deque(packs)
+        while left:
+            pack, most = left.popleft(), limit()
+            if most is not None and len(pack.sequences.ids_R) > most:
+                pack, *rest = split(pack, most, self._base.device)
+                left.extendleft(reversed(rest))
+            yield pack
 
     def _evaluate(
         self, shares: Sequence[tuple[TrainedModel, Pack]], own_losses: Sequence[losses.Loss]

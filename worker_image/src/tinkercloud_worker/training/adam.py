@@ -20,7 +20,7 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.batch import ModelLimits
-from tinkercloud_worker.engine.thread import Batcher, Pieces
+from tinkercloud_worker.engine.thread import Batcher, PieceLimit, Pieces
 from tinkercloud_worker.engine.trainer import (
     Gradient,
     LossOutput,
@@ -228,7 +228,7 @@ class _Stepper:
         yield_point()
         return metrics
 
-    def pieces(self, item: OptimizerStep) -> Pieces[Mapping[str, float]]:
+    def pieces(self, item: OptimizerStep, _limit: PieceLimit) -> Pieces[Mapping[str, float]]:
         """See `engine.thread.Batcher`: a step is one piece."""
         yield from ()
         return self.trainer.optim_step(item.model_id, item.params)

@@ -58,6 +58,13 @@ def pack_all(
     ]
 
 
+def split(pack: Pack, max_tokens: int, device: torch.device) -> list[Pack]:
+    """Split a pack into packs of at most `max_tokens`; a longer example gets its own pack."""
+    lengths = [len(example.tokens) for _, example in pack.examples]
+    groups = bin_pack(lengths, max_tokens)
+    return [_pack([pack.examples[place] for place in group], device) for group in groups]
+
+
 def _pack(examples: Sequence[tuple[int, Example]], device: torch.device) -> Pack:
     ids = np.concatenate([example.tokens for _, example in examples]).astype(np.int64)
     lengths = tuple(len(example.tokens) for _, example in examples)

@@ -241,7 +241,12 @@ class Models(dict[str, TrainedModel]):
         else:
             gradient.zero_()
 
-    def missing_to_swap(self, size: int) -> int:
+    @property
+    def can_leave(self) -> bool:
+        """Whether idle models have a place to go to."""
+        return self._place is not None
+
+    def missing_to_swap(self, size: int, before: int = 0) -> int:
         """Return how many bytes the place lacks once there is a new model, whichever is used then.
 
         Models leave one by one until the one that is needed fits. So the models that are out are at
@@ -249,6 +254,7 @@ class Models(dict[str, TrainedModel]):
 
         Args:
             size: the bytes of the new model.
+            before: the bytes of other models that are created before it.
 
         Returns:
             The bytes; 0 or less if any model can be paged in, at any time.
@@ -256,7 +262,7 @@ class Models(dict[str, TrainedModel]):
         if self._place is None or not self:
             return 0
         out = [dict.__getitem__(self, name) for name in self._paged]
-        excess = size + sum(model.held_bytes for model in out) + self._missing(0)
+        excess = size + before + sum(model.held_bytes for model in out) + self._missing(0)
         if excess <= 0:
             return 0
         try:

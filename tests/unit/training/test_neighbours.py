@@ -1,0 +1,68 @@
+"""Pieces of long jobs are small while owners with small requests use the engine."""
+
+import pytest
+
+from tinkercloud_worker.engine.neighbours import SMALLEST_PIECE, Neighbours
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def neighbours(clock: Clock) -> Neighbours:
+    return Neighbours(clock)
+
+
+def test_an_owner_alone_has_no_limit(neighbours: Neighbours) -> None:
+    neighbours.note("ada", 64_000)
+
+    assert neighbours.most_tokens("ada") is None
+
+
+def test_a_piece_is_not_larger_than_the_largest_job_of_the_smallest_other_owner(
+    neighbours: Neighbours,
+) -> None:
+    neighbours.note("ada", 64_000)
+    for tokens in (300, 900, 8):
+        neighbours.note("bob", tokens)
+    neighbours.note("eve", 5_000)
+
+    assert neighbours.most_tokens("ada") == 900
+    assert neighbours.most_tokens("bob") == 5_000
+
+
+def test_pieces_never_become_tiny(neighbours: Neighbours) -> None:
+    neighbours.note("bob", 5)
+
+    assert neighbours.most_tokens("ada") == SMALLEST_PIECE
+
+
+def test_an_owner_who_sends_nothing_any_more_limits_nobody(
+    neighbours: Neighbours, clock: Clock
+) -> None:
+    neighbours.note("bob", 5)
+    clock.seconds = 11
+
+    assert neighbours.most_tokens("ada") is None
+
+
+def test_an_owner_whose_jobs_have_become_smaller_counts_as_small_after_a_while(
+    neighbours: Neighbours, clock: Clock
+) -> None:
+    for seconds, tokens in ((0, 4_000), (30, 500), (61, 500), (62, 8)):
+        clock.seconds = seconds
+        neighbours.note("bob", tokens)
+
+    assert neighbours.most_tokens("ada") == 500

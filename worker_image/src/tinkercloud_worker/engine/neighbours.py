@@ -1,0 +1,65 @@
+"""How large the pieces of a long job may be, so that owners with small requests wait briefly.
+
+An owner whose turn it is waits for the piece that runs. While several owners use the engine, pieces
+are therefore not larger than what the others send themselves; an owner alone gets the largest
+ones, which compute fastest. Nothing here knows threads.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+SMALLEST_PIECE = 256
+"""Tokens to which a piece may always grow: smaller ones hardly take less time."""
+_PRESENT_SECONDS = 10.0
+"""How long an owner counts as present after its last job."""
+_SIZE_SECONDS = 60.0
+"""How long the size of an owner's largest job counts."""
+
+
+@dataclass(slots=True)
+class _Neighbour:
+    tokens: int
+    """Tokens of its largest recent job."""
+    measured: float
+    """When that job came."""
+    seen: float
+    """When its last job came."""
+
+
+class Neighbours:
+    """The owners who use the engine, and the sizes of their jobs."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        """Know nobody.
+
+        Args:
+            now: clock, in seconds.
+        """
+        self._now = now
+        self._owners: dict[str, _Neighbour] = {}
+
+    def note(self, owner: str, tokens: int) -> None:
+        """Record that a job of an owner waits.
+
+        Args:
+            owner: the owner.
+            tokens: tokens of the job; an optimizer step, whose tokens are few, does not make an
+                owner small as long as a larger job of it counts.
+        """
+        now = self._now()
+        known = self._owners.get(owner)
+        if known is None or tokens >= known.tokens or now - known.measured > _SIZE_SECONDS:
+            self._owners[owner] = _Neighbour(tokens, now, now)
+        else:
+            known.seen = now
+
+    def most_tokens(self, owner: str) -> int | None:
+        """Return how many tokens a piece of an owner's job may have; None: as many as it likes."""
+        now = self._now()
+        self._owners = {
+            name: known
+            for name, known in self._owners.items()
+            if now - known.seen <= _PRESENT_SECONDS
+        }
+        sizes = [known.tokens for name, known in self._owners.items() if name != owner]
+        return max(min(sizes), SMALLEST_PIECE) if sizes else None
