@@ -1,0 +1,222 @@
+"""Heads of an installation that are killed, with their disks or nodes: the SDK's loops continue.
+
+`make test-cluster-kills` kills the heads of one loop at 30 seeded moments.
+"""
+
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import tinker
+
+from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.control_plane import ControlPlane
+from tinkercloud_testing.cluster.installation import (
+    START_SECONDS,
+    Installation,
+    an_installation,
+    make_volumes,
+    values_of_one_node,
+)
+from tinkercloud_testing.cluster.installed_heads import InstalledHead
+from tinkercloud_testing.cluster.kuberay import KubeRay
+from tinkercloud_testing.cluster.lost_nodes import PLACEMENT, FurtherNodes, nodes_to_lose
+from tinkercloud_testing.cluster.node import RealNode
+from tinkercloud_testing.cluster.program_images import program_image
+from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_testing.training_loops import Loop
+from tinkercloud_testing.waiting import wait_until
+
+KILLS = int(os.environ.get("TINKERCLOUD_TEST_KILLS", "1"))
+SEED = int(os.environ.get("TINKERCLOUD_TEST_SEED", "1"))
+Kill = Callable[[InstalledHead], None]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800 + 180 * KILLS)]
+
+
+def a_model(name: str, level: str, **spec: Any) -> Mapping[str, Any]:
+    head = {
+        "image": "tinkercloud.test/worker:test",
+        "resources": {"cpu": "250m", "memory": "3Gi"},
+        "durability": {"level": level},
+    }
+    placement = {"placement": PLACEMENT} if level == "remote" else {}
+    return {
+        "name": name,
+        "spec": {
+            "modelName": f"tiny/{name}",
+            "source": {"volume": {"claimName": "models", "path": "tiny"}},
+            "maxContextLength": 512,
+            "head": head | placement,
+            "trainer": {"dtype": "float32"},
+            **spec,
+        },
+    }
+
+
+POOL = {"minClusters": 1, "maxClusters": 1, "slotsPerCluster": 8}
+MODELS = (
+    a_model("remote", "remote"),
+    a_model("local", "local"),
+    a_model("shared", "local", sharing="Shared", pool=POOL),
+)
+
+
+@pytest.fixture(scope="module")
+def installation(
+    cluster: Cluster,
+    kuberay: KubeRay,
+    own_node: RealNode,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Installation]:
+    """Install the service with one model for each test."""
+    folder = tmp_path_factory.mktemp("durable")
+    tiny = save(tiny_llama(), make_volumes(folder) / "tiny")
+    for path in tiny.iterdir():
+        path.chmod(0o644)
+    own_node.load(*map(program_image, ("api-server", "operator", "worker")))
+    with an_installation(cluster, folder, values_of_one_node(*MODELS)) as release:
+        yield release
+
+
+@pytest.fixture(scope="module")
+def nodes(
+    control_plane: ControlPlane, own_node: RealNode, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FurtherNodes]:
+    """Run one node that can be lost."""
+    with nodes_to_lose(control_plane, own_node, tmp_path_factory.mktemp("nodes")) as nodes:
+        nodes.add()
+        yield nodes
+
+
+def a_run(installation: Installation, model: str) -> tinker.TrainingClient:
+    client = installation.client()
+    return client.create_lora_training_client(f"tiny/{model}", rank=4, seed=1).result()
+
+
+def session_of(installation: Installation, **spec: str) -> str:
+    """Return the name of the only session with these fields."""
+    [name] = [
+        session["metadata"]["name"]
+        for session in installation.sessions()
+        if spec.items() <= session["spec"].items()
+    ]
+    return str(name)
+
+
+def lose_the_node_of(head: InstalledHead, nodes: FurtherNodes, notice: str) -> None:
+    """Lose the node of a head; it is replaced by another node."""
+    pod = head.pod
+    assert pod is not None
+    name = pod["spec"]["nodeName"]
+    nodes.lose(name)
+    if notice == "deleted":
+        nodes.delete(name)
+    else:
+        nodes.report_out_of_service(name)
+    nodes.add()
+
+
+def some_kills(nodes: FurtherNodes) -> Sequence[tuple[str, Kill]]:
+    """Return seeded kills, of which the first one is a lost node."""
+    kinds: Mapping[str, Kill] = {
+        "node out of service": lambda head: lose_the_node_of(head, nodes, "out of service"),
+        "container": InstalledHead.kill_container,
+        "pod": InstalledHead.delete_pod,
+        "node deleted": lambda head: lose_the_node_of(head, nodes, "deleted"),
+    }
+    names = list(kinds)
+    chosen = [*names, *random.Random(SEED).choices(names, k=KILLS)][:KILLS]
+    return [(name, kinds[name]) for name in chosen]
+
+
+def disturb(head: InstalledHead, kills: Sequence[tuple[str, Kill]], loop: Loop) -> None:
+    """Kill the heads of a loop at seeded moments, each once it is ready."""
+    moments = random.Random(SEED)
+    for name, kill in kills:
+        generation = head.generation()
+        time.sleep(moments.uniform(0.05, 3))
+        began, steps = time.monotonic(), len(loop.curve)
+        kill(head)
+        head.wait_until_replaced(generation)
+        seconds = time.monotonic() - began
+        sys.stdout.write(f"{name}, after step {steps}: ready after {seconds:.1f} s\n")
+
+
+def test_a_loop_is_the_same_to_the_bit_however_often_its_container_pod_or_node_is_lost(
+    installation: Installation, nodes: FurtherNodes
+) -> None:
+    disturbed = Loop(a_run(installation, "remote"))
+    session = session_of(installation, baseModel="tiny/remote", role="Trainer")
+    head, is_over = InstalledHead(installation, session), threading.Event()
+
+    def train() -> None:
+        while not is_over.is_set():
+            disturbed.run(10)
+        disturbed.run(10)
+
+    with ThreadPoolExecutor() as threads:
+        training: Future[None] = threads.submit(train)
+        try:
+            disturb(head, some_kills(nodes), disturbed)
+        finally:
+            is_over.set()
+        training.result()
+    sys.stdout.write(f"{KILLS} kills in {len(disturbed.curve)} steps\n")
+
+    installation.delete_session(session)
+    undisturbed = Loop(a_run(installation, "remote")).run(len(disturbed.curve))
+    assert [number for _, number in disturbed.curve] == list(range(1, len(disturbed.curve) + 1))
+    assert disturbed.curve == undisturbed
+
+
+def restart(head: InstalledHead) -> None:
+    generation = head.generation()
+    head.kill_container()
+    head.wait_until_replaced(generation)
+
+
+def test_a_run_that_was_silent_since_its_container_was_killed_is_suspended_with_its_last_step(
+    installation: Installation,
+) -> None:
+    run = Loop(a_run(installation, "local"))
+    run.run(3)
+    name = session_of(installation, baseModel="tiny/local", role="Trainer")
+    head = InstalledHead(installation, name)
+    restart(head)
+    assert head.models() == []
+
+    installation.kubectl(
+        "patch", "tsess", name, "--type=merge", '--patch={"spec":{"suspend":true}}'
+    )
+    wait_until(lambda: head.pod is None, "no pod", START_SECONDS)
+
+    undisturbed = Loop(a_run(installation, "shared")).run(6)
+    assert run.run(3) == undisturbed
+
+
+def test_a_run_that_was_silent_since_its_container_was_killed_moves_with_its_last_step(
+    installation: Installation,
+) -> None:
+    """The runs take turns: those that share a pass may differ by rounding."""
+    active, silent = (Loop(a_run(installation, "shared")) for _ in range(2))
+    active.run(3)
+    silent.run(3)
+    before = session_of(installation, baseModel="tiny/shared", role="Pool")
+    head = InstalledHead(installation, before)
+    restart(head)
+    active.run(3)
+    assert len(head.models()) == 1
+
+    installation.kubectl("delete", "tsess", before, f"--timeout={START_SECONDS}s")
+
+    assert silent.run(6) == active.run(3)
+    undisturbed = Loop(a_run(installation, "shared")).run(9)
+    assert silent.curve == undisturbed
+    assert before != session_of(installation, baseModel="tiny/shared", role="Pool")
