@@ -1,6 +1,7 @@
 """Heads of an installation that are killed, with their disks or nodes: the SDK's loops continue.
 
-`make test-cluster-kills` kills the heads of one loop at 30 seeded moments.
+`make test-cluster-kills` runs them, with 30 kills at seeded moments. CI does not: there,
+`test_head_pod.py` loses a container, a pod and a node.
 """
 
 import os
@@ -16,7 +17,6 @@ import pytest
 import tinker
 
 from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.control_plane import ControlPlane
 from tinkercloud_testing.cluster.installation import (
     START_SECONDS,
     Installation,
@@ -26,12 +26,11 @@ from tinkercloud_testing.cluster.installation import (
 )
 from tinkercloud_testing.cluster.installed_heads import InstalledHead
 from tinkercloud_testing.cluster.kuberay import KubeRay
-from tinkercloud_testing.cluster.lost_nodes import PLACEMENT, FurtherNodes, nodes_to_lose
+from tinkercloud_testing.cluster.lost_nodes import PLACEMENT, FurtherNodes
 from tinkercloud_testing.cluster.node import RealNode
 from tinkercloud_testing.cluster.program_images import program_image
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.training_loops import Loop
-from tinkercloud_testing.waiting import wait_until
 
 KILLS = int(os.environ.get("TINKERCLOUD_TEST_KILLS", "1"))
 SEED = int(os.environ.get("TINKERCLOUD_TEST_SEED", "1"))
@@ -83,16 +82,6 @@ def installation(
     own_node.load(*map(program_image, ("api-server", "operator", "worker")))
     with an_installation(cluster, folder, values_of_one_node(*MODELS)) as release:
         yield release
-
-
-@pytest.fixture(scope="module")
-def nodes(
-    control_plane: ControlPlane, own_node: RealNode, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[FurtherNodes]:
-    """Run one node that can be lost."""
-    with nodes_to_lose(control_plane, own_node, tmp_path_factory.mktemp("nodes")) as nodes:
-        nodes.add()
-        yield nodes
 
 
 def a_run(installation: Installation, model: str) -> tinker.TrainingClient:
@@ -150,8 +139,9 @@ def disturb(head: InstalledHead, kills: Sequence[tuple[str, Kill]], loop: Loop) 
 
 
 def test_a_loop_is_the_same_to_the_bit_however_often_its_container_pod_or_node_is_lost(
-    installation: Installation, nodes: FurtherNodes
+    installation: Installation, further_nodes: FurtherNodes
 ) -> None:
+    further_nodes.add()
     disturbed = Loop(a_run(installation, "remote"))
     session = session_of(installation, baseModel="tiny/remote", role="Trainer")
     head, is_over = InstalledHead(installation, session), threading.Event()
@@ -164,7 +154,7 @@ def test_a_loop_is_the_same_to_the_bit_however_often_its_container_pod_or_node_i
     with ThreadPoolExecutor() as threads:
         training: Future[None] = threads.submit(train)
         try:
-            disturb(head, some_kills(nodes), disturbed)
+            disturb(head, some_kills(further_nodes), disturbed)
         finally:
             is_over.set()
         training.result()
@@ -182,6 +172,11 @@ def restart(head: InstalledHead) -> None:
     head.wait_until_replaced(generation)
 
 
+def suspend(installation: Installation, session: str, is_wanted: str) -> None:
+    patch = f'--patch={{"spec":{{"suspend":{is_wanted}}}}}'
+    installation.kubectl("patch", "tsess", session, "--type=merge", patch)
+
+
 def test_a_run_that_was_silent_since_its_container_was_killed_is_suspended_with_its_last_step(
     installation: Installation,
 ) -> None:
@@ -192,10 +187,11 @@ def test_a_run_that_was_silent_since_its_container_was_killed_is_suspended_with_
     restart(head)
     assert head.models() == []
 
-    installation.kubectl(
-        "patch", "tsess", name, "--type=merge", '--patch={"spec":{"suspend":true}}'
-    )
-    wait_until(lambda: head.pod is None, "no pod", START_SECONDS)
+    suspend(installation, name, "true")
+    where = (installation.namespace, START_SECONDS)
+    installation.cluster.wait_for(f"tsess/{name}", "condition=Suspended", *where)
+    assert head.pod is None
+    suspend(installation, name, "false")
 
     undisturbed = Loop(a_run(installation, "shared")).run(6)
     assert run.run(3) == undisturbed
