@@ -31,6 +31,7 @@ from tinkercloud_testing.cluster.node import RealNode
 from tinkercloud_testing.cluster.program_images import program_image
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.training_loops import Loop
+from tinkercloud_testing.waiting import wait_until
 
 KILLS = int(os.environ.get("TINKERCLOUD_TEST_KILLS", "1"))
 SEED = int(os.environ.get("TINKERCLOUD_TEST_SEED", "1"))
@@ -125,17 +126,31 @@ def some_kills(nodes: FurtherNodes) -> Sequence[tuple[str, Kill]]:
     return [(name, kinds[name]) for name in chosen]
 
 
-def disturb(head: InstalledHead, kills: Sequence[tuple[str, Kill]], loop: Loop) -> None:
-    """Kill the heads of a loop at seeded moments, each once it is ready."""
-    moments = random.Random(SEED)
+def wait_for_step(number: int, loop: Loop, training: Future[None]) -> None:
+    """Wait until a loop has made so many steps, or has failed."""
+    wait_until(lambda: training.done() or len(loop.curve) >= number, "the loop", START_SECONDS)
+    if training.done():
+        training.result()
+
+
+def disturb(
+    head: InstalledHead, kills: Sequence[tuple[str, Kill]], loop: Loop, training: Future[None]
+) -> None:
+    """Kill the heads of a loop at seeded moments, each once it is ready.
+
+    Most have continued the loop by then; some still repeat steps.
+    """
+    moments, steps = random.Random(SEED), 0
     for name, kill in kills:
+        wait_for_step(steps + moments.choice([0, 1, 3, 10]), loop, training)
         generation = head.generation()
-        time.sleep(moments.uniform(0.05, 3))
+        time.sleep(moments.uniform(0.05, 1))
         began, steps = time.monotonic(), len(loop.curve)
         kill(head)
         head.wait_until_replaced(generation)
         seconds = time.monotonic() - began
         sys.stdout.write(f"{name}, after step {steps}: ready after {seconds:.1f} s\n")
+        sys.stdout.flush()
 
 
 def test_a_loop_is_the_same_to_the_bit_however_often_its_container_pod_or_node_is_lost(
@@ -154,7 +169,7 @@ def test_a_loop_is_the_same_to_the_bit_however_often_its_container_pod_or_node_i
     with ThreadPoolExecutor() as threads:
         training: Future[None] = threads.submit(train)
         try:
-            disturb(head, some_kills(further_nodes), disturbed)
+            disturb(head, some_kills(further_nodes), disturbed, training)
         finally:
             is_over.set()
         training.result()

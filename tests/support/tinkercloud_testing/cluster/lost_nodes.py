@@ -4,7 +4,7 @@ Their gateway is the box of the first node, so the kernel removes them with that
 each other across nodes. A lost node answers nothing: packets to it and to its pods are dropped, as
 if its machine had lost power. Its disk is deleted.
 
-Their images are those of the first node, without a copy: the unpacked layers are symbolic links.
+Their images are those of the first node, without a copy: symbolic links.
 """
 
 import contextlib
@@ -85,8 +85,8 @@ class FurtherNodes:
         with self.first.containerd.paused():
             for each in (_IMAGES, f"{_LAYERS}/metadata.db"):
                 shutil.copyfile(source / each, store / each)
-            # containerd writes each file once. What one node deletes, the other keeps.
-            shutil.copytree(source / _CONTENT, store / _CONTENT, copy_function=os.link)
+            # containerd writes each file once, and what one node deletes is a link.
+            shutil.copytree(source / _CONTENT, store / _CONTENT, copy_function=os.symlink)
             layers = store / _LAYERS / "snapshots"
             layers.mkdir()
             for layer in (source / _LAYERS / "snapshots").iterdir():
