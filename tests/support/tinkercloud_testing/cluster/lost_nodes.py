@@ -44,8 +44,8 @@ class FurtherNodes:
     plane: ControlPlane
     first: RealNode
     folder: Path
-    _running: dict[str, contextlib.ExitStack] = field(default_factory=dict)
-    _number: int = 0
+    _running: dict[str, contextlib.ExitStack] = field(default_factory=dict, init=False)
+    _number: int = field(default=0, init=False)
 
     def add(self) -> str:
         """Run another node, and wait until it is ready.
@@ -96,9 +96,9 @@ class FurtherNodes:
         """Make the gateway reach the pods of a node, and drop its packets once it is lost."""
         pods = self.plane.cluster.get("node", name)["spec"]["podCIDR"]
         for command in (
-            f"route add {pods} via {link.node}",
-            f"route add blackhole {pods} metric 1000",
-            f"route add blackhole {link.network} metric 1000",
+            f"route replace {pods} via {link.node}",
+            f"route replace blackhole {pods} metric 1000",
+            f"route replace blackhole {link.network} metric 1000",
         ):
             prefix = (*in_network(self.first.box), system_tool("ip"))
             subprocess.run([*prefix, *command.split()], check=True)
