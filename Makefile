@@ -1,7 +1,7 @@
 # The commands for contributors and new users. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test-tools test test-kills test-outages test-engines test-properties cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs compatibility generate protobuf check sbom bench bench-gpu rlve fuzz test-recipes clean
+.PHONY: help install run demo test-tools test test-kills test-cluster-kills test-outages test-engines test-properties cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs compatibility generate protobuf check sbom bench bench-gpu rlve fuzz test-recipes clean
 
 # Idle OpenMP threads must sleep: if they spin, a small machine becomes many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -14,6 +14,7 @@ MODEL := HuggingFaceTB/SmolLM2-135M-Instruct
 CACHE := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/tinkercloud
 MODEL_FOLDER := $(CACHE)/SmolLM2-135M-Instruct
 E2E_TESTS := test_installation.py test_pool_installation.py test_trainer_pods.py
+KILL_TESTS := test_durable_sessions.py
 FAULT_TESTS := $(addprefix test_operator_,crash_points.py faults.py scale.py)
 SHARDED_TESTS := $(addprefix tests/conformance/,test_training_with_the_sdk.py test_checkpoints_with_the_sdk.py)
 TRAINER_TESTS := $(SHARDED_TESTS) $(addprefix tests/conformance/,bad_input test_sampling_with_the_sdk.py test_custom_losses.py \
@@ -75,7 +76,7 @@ cluster-images: cluster-programs ## make the images of the test cluster and load
 
 test-cluster: cluster-images ## run the tests on a real Kubernetes (needs Linux and root)
 	@$(PYTEST) tests/cluster $(FAULT_TESTS:%=--ignore=tests/cluster/%) \
-	  $(E2E_TESTS:%=--ignore=tests/cluster/%)
+	  $(patsubst %,--ignore=tests/cluster/%,$(E2E_TESTS) $(KILL_TESTS))
 
 test-kills: test-tools ## kill heads at 100 seeded moments of a training loop, and at every write of journals (by hand; an hour)
 	@TINKERCLOUD_TEST_KILLS=100 TINKERCLOUD_TEST_STRIDE=1 $(PYTEST) tests/chaos/test_durable_runs.py tests/unit/journal
@@ -83,6 +84,9 @@ test-kills: test-tools ## kill heads at 100 seeded moments of a training loop, a
 test-outages: test-tools ## fail disks for a minute and the checkpoint store for ten during training (by hand; 15 minutes; needs Linux and root)
 	@TINKERCLOUD_TEST_DISK_SECONDS=60 TINKERCLOUD_TEST_STORE_SECONDS=600 $(BIN)/pytest -rP --show-capture=stdout \
 	  tests/chaos/test_outages.py
+
+test-cluster-kills: cluster-images ## lose heads 30 times with their container, pod or node, on a real Kubernetes (by hand; half an hour)
+	@TINKERCLOUD_TEST_KILLS=30 $(BIN)/pytest -rP $(KILL_TESTS:%=tests/cluster/%)
 
 test-faults: cluster-programs ## by hand, before a change of the operator: fail the API server, kill the operator at every write, create 200 sessions
 	@$(BIN)/pytest $(FAULT_TESTS:%=tests/cluster/%)

@@ -8,16 +8,15 @@ import os
 import random
 import shutil
 import threading
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tinker
 from tinker import types
 
-from tinkercloud_testing.sdk_steps import ADAM, a_datum
 from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.training_loops import Loop
 
 MODEL = "tiny/llama"
 KILLS = int(os.environ.get("TINKERCLOUD_TEST_KILLS", "2"))
@@ -26,8 +25,6 @@ SETTINGS = {
     "TINKERCLOUD_DURABILITY__SNAPSHOT_STEPS": "20",
     "TINKERCLOUD_AUTOSAVE__STEPS": "0",
 }
-AHEAD = 4
-"""Steps that are sent before the first of them is awaited."""
 
 pytestmark = pytest.mark.timeout(600 + 60 * KILLS)
 
@@ -57,33 +54,6 @@ def kill_heads(server: Server) -> None:
 def a_training_client(server: Server) -> tinker.TrainingClient:
     client = server.client()
     return client.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
-
-
-class Loop:
-    """A pipelined training loop with other data in each step."""
-
-    def __init__(self, training: tinker.TrainingClient) -> None:
-        self._training = training
-        self.curve: list[tuple[float, float]] = []
-        """Loss and number of each optimizer step."""
-
-    def run(self, steps: int) -> Sequence[tuple[float, float]]:
-        """Train; return the whole curve."""
-        sent: deque[tuple[object, object]] = deque()
-        for index in range(len(self.curve), len(self.curve) + steps):
-            data = [a_datum(5 + index % 7), a_datum(11 + index % 5)]
-            passed = self._training.forward_backward(data, "cross_entropy")
-            sent.append((passed, self._training.optim_step(ADAM)))
-            if len(sent) == AHEAD:
-                self._receive(*sent.popleft())
-        while sent:
-            self._receive(*sent.popleft())
-        return self.curve
-
-    def _receive(self, passed: object, applied: object) -> None:
-        loss = passed.result().metrics["loss:sum"]  # type: ignore[attr-defined]
-        number = applied.result().metrics["step"]  # type: ignore[attr-defined]
-        self.curve.append((loss, number))
 
 
 class Killer:

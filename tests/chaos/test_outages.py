@@ -75,6 +75,7 @@ class Loop:
         data = [a_datum(5 + (index + each) % 11) for each in range(self.num_texts)]
         passed = self.training.forward_backward(data, "cross_entropy")
         applied = self.training.optim_step(ADAM).result()
+        assert applied.metrics is not None
         self.curve.append((passed.result().metrics["loss:sum"], applied.metrics["step"]))
 
 

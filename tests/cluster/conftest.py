@@ -12,6 +12,7 @@ from tinkercloud_testing.cluster.control_plane import ControlPlane, a_control_pl
 from tinkercloud_testing.cluster.existing import ExistingNodes, existing_cluster
 from tinkercloud_testing.cluster.kuberay import KubeRay, a_kuberay_operator
 from tinkercloud_testing.cluster.kwok import KwokNodes, a_kwok_controller
+from tinkercloud_testing.cluster.lost_nodes import FurtherNodes, nodes_to_lose
 from tinkercloud_testing.cluster.node import RealNode, a_real_node
 from tinkercloud_testing.cluster.operators import RunningOperator
 from tinkercloud_testing.cluster.programs import state_folder
@@ -102,6 +103,15 @@ def own_node(real_node: RealNode | ExistingNodes) -> RealNode:
     if isinstance(real_node, ExistingNodes):
         pytest.skip("needs a node on this machine, which an existing cluster does not have")
     return real_node
+
+
+@pytest.fixture
+def further_nodes(
+    control_plane: ControlPlane, own_node: RealNode, tmp_path: Path
+) -> Iterator[FurtherNodes]:
+    """Return the nodes that a test may lose; there are none at first."""
+    with nodes_to_lose(control_plane, own_node, tmp_path) as nodes:
+        yield nodes
 
 
 @pytest.fixture

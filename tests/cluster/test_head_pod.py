@@ -34,6 +34,7 @@ from tinkercloud_testing.cluster.engine_image import (
 )
 from tinkercloud_testing.cluster.installation import a_secret
 from tinkercloud_testing.cluster.kuberay import KubeRay
+from tinkercloud_testing.cluster.lost_nodes import PLACEMENT, FurtherNodes
 from tinkercloud_testing.cluster.node import RealNode, head_process
 from tinkercloud_testing.cluster.program_images import program_image
 from tinkercloud_testing.cluster.volumes import a_volume
@@ -337,10 +338,15 @@ def test_the_runs_of_a_deleted_head_pod_resume_in_the_next_one(
         assert second.train_a_step(3) < loss
 
 
-def test_a_killed_container_and_a_deleted_pod_lose_nothing_with_remote_durability(
-    cluster: Cluster, kuberay: KubeRay, volumes: Path, image: str
+def test_a_killed_container_a_deleted_pod_and_a_lost_node_lose_nothing_with_remote_durability(
+    cluster: Cluster,
+    kuberay: KubeRay,
+    further_nodes: FurtherNodes,
+    volumes: Path,
+    image: str,
 ) -> None:
-    head = a_head(image, durability={"level": "remote"})
+    node = further_nodes.add()
+    head = a_head(image, durability={"level": "remote"}, placement=PLACEMENT)
     with running_session(cluster, volumes, image, head=head) as session:
         session.create_run()
         losses = [session.train_a_step(1)]
@@ -360,11 +366,20 @@ def test_a_killed_container_and_a_deleted_pod_lose_nothing_with_remote_durabilit
         session.create_run(SPEC.model_copy(update={"resume_generation": second}))
         assert [session.result(seq_id) for seq_id in (0, 1, 2)] == answers
         losses.append(session.train_a_step(5))
+
+        third = session.status().generation
+        further_nodes.lose(node)
+        further_nodes.report_out_of_service(node)
+        further_nodes.add()
+        wait_until(session.is_reached, "the head on the next node", START_SECONDS)
+        session.create_run(SPEC.model_copy(update={"resume_generation": third}))
+        assert [session.result(seq_id) for seq_id in (0, 1, 2)] == answers
+        losses.append(session.train_a_step(7))
         assert session.status().durability == "remote"
 
     with running_session(cluster, volumes, image) as undisturbed:
         undisturbed.create_run()
-        assert [undisturbed.train_a_step(seq_id) for seq_id in (1, 3, 5)] == losses
+        assert [undisturbed.train_a_step(seq_id) for seq_id in (1, 3, 5, 7)] == losses
 
 
 def test_a_head_pod_deleted_during_startup_terminates_promptly(

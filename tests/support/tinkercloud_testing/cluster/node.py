@@ -1,13 +1,11 @@
 """A real node on this machine: containerd and a kubelet that run real pods.
 
-They run in a box: a network, a mount and a process namespace that one process keeps open. When that
-process ends for any reason, all containers, mounts and addresses of the box end with it, so a
-killed test run does not change the machine. A veth pair connects the box to the host: the host
-reaches pods and Services, and pods reach the host, but not the internet.
+They run in a box (`node_box`), with which all containers, mounts and addresses end, so a killed
+test run does not change the machine. A veth pair connects the box to the host: the host reaches
+pods and Services, and pods reach the host, but not the internet.
 """
 
 import contextlib
-import functools
 import json
 import os
 import subprocess
@@ -22,6 +20,15 @@ from tinkercloud_testing.cluster.control_plane import POD_RANGE, SERVICE_RANGE, 
 from tinkercloud_testing.cluster.dns import dns_image, install_dns
 from tinkercloud_testing.cluster.image_store import ImageStore
 from tinkercloud_testing.cluster.images import Image, LayerCache, add_bytes
+from tinkercloud_testing.cluster.node_box import (
+    NODE_RANGE,
+    Link,
+    a_box,
+    a_cgroup,
+    connect,
+    inside,
+    remove_cgroups,
+)
 from tinkercloud_testing.cluster.programs import (
     ROOT,
     Program,
@@ -36,20 +43,29 @@ from tinkercloud_testing.waiting import wait_until
 NAME = "real"
 HOST_ADDRESS = "10.243.0.1"
 NODE_ADDRESS = "10.243.0.2"
-_VETH = "tinkercloud0"
+_LINK = Link("tinkercloud0", HOST_ADDRESS, NODE_ADDRESS)
 _ONLY_ONE = Path(tempfile.gettempdir(), "tinkercloud-node.lock")
-_CGROUPS = Path("/sys/fs/cgroup")
 _PROGRAMS = ("kubelet", "kube-proxy", "pause", "coredns")
-# With the default weight, all pods together would get the same CPU share as one process.
-_WEIGHTS = {"cpu.shares": "16384", "cpu.weight": "1600"}
-# Fixed paths of containerd, the CNI plugins and the kubelet; the box has its own.
-_PRIVATE_FOLDERS = ("/run/containerd", "/var/lib/cni", "/var/log/containers")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the parts of a node are."""
+
+    name: str
+    folder: Path
+    """The folder of its settings, its logs, and everything that its kubelet keeps."""
+    address: str
+    store: Path
+    """The root folder of its containerd, with its images."""
 
 
 @dataclass(frozen=True)
 class RealNode:
     """A running node. `kubelet` and `containerd` may be killed and started again."""
 
+    name: str
+    folder: Path
     box: Program
     images: ImageStore
     containerd: Program
@@ -64,6 +80,29 @@ class RealNode:
         """
         self.images.load(*images)
 
+    def start(self, plane: ControlPlane) -> None:
+        """Start it, and wait until it is ready."""
+        self.containerd.start()
+        self.images.remove_leftovers()
+        # The Kubernetes part of containerd reads the list of images when it starts.
+        self.containerd.restart()
+        self.load(*system_images())
+        self.kubelet.start()
+        self.proxy.start()
+        self._give_pods_a_network(plane)
+
+    def _give_pods_a_network(self, plane: ControlPlane) -> None:
+        """Configure the pod network with the addresses that the cluster assigned to the node."""
+        cluster, node = plane.cluster, f"node/{self.name}"
+        cluster.wait_for(node, "create")
+        cluster.wait_for(node, "jsonpath={.spec.podCIDR}")
+        addresses = cluster.get("node", self.name)["spec"]["podCIDR"]
+        network = json.dumps(node_config.pod_network(addresses, self.folder))
+        # containerd 1.6 notices a file that is written in this folder, but not one that is moved
+        # here.
+        (node_config.network_folder(self.folder) / "10-pods.conflist").write_text(network)
+        cluster.wait_for(node, "condition=Ready")
+
 
 @contextlib.contextmanager
 def a_real_node(plane: ControlPlane, folder: Path) -> Iterator[RealNode]:
@@ -74,22 +113,20 @@ def a_real_node(plane: ControlPlane, folder: Path) -> Iterator[RealNode]:
     """
     install_requirements()
     folder.mkdir()
-    with locked(_ONLY_ONE), _cgroup(), _box(folder) as box:
-        inside = _inside(box)
-        _join_networks(box, inside)
-        node = _assemble(plane, folder, box, inside)
-        node.containerd.start()
-        node.images.remove_leftovers()
-        # The Kubernetes part of containerd reads the list of images when it starts.
-        node.containerd.restart()
-        node.load(*system_images())
-        node.kubelet.start()
-        node.proxy.start()
-        _give_pods_a_network(plane, folder)
-        install_dns(plane.cluster)
-        yield node
-        # Pods end in order while their kubelet runs; the box ends everything else.
-        node.kubelet.stop()
+    with locked(_ONLY_ONE):
+        remove_cgroups("*")
+        with a_cgroup(NAME), a_box(folder) as box:
+            # The kernel removes the network of a killed run shortly after its last process.
+            device = Path("/sys/class/net", _LINK.device)
+            wait_until(lambda: not device.exists(), f"the end of {_LINK.device}")
+            connect(box, _LINK, (), POD_RANGE, SERVICE_RANGE, NODE_RANGE)
+            place = Place(NAME, folder, NODE_ADDRESS, node_config.image_store())
+            node = assemble(plane, box, place)
+            node.start(plane)
+            install_dns(plane.cluster)
+            yield node
+            # Pods end in order while their kubelet runs; the box ends everything else.
+            node.kubelet.stop()
 
 
 @contextlib.contextmanager
@@ -101,8 +138,8 @@ def an_image_store(folder: Path) -> Iterator[ImageStore]:
     """
     install_requirements()
     folder.mkdir()
-    with locked(_ONLY_ONE), _box(folder) as box:
-        containerd = _containerd(folder, _inside(box))
+    with locked(_ONLY_ONE), a_box(folder) as box:
+        containerd = _containerd(folder, box, node_config.image_store())
         containerd.start()
         images = _image_store(folder)
         images.remove_leftovers()
@@ -134,159 +171,62 @@ def system_images() -> Sequence[Image]:
     return [Image(node_config.PAUSE_IMAGE, [layer], ["/pause"]), dns_image()]
 
 
-@contextlib.contextmanager
-def _cgroup() -> Iterator[None]:
-    """Create the control group of all pods in every hierarchy."""
-    _remove_cgroups()
-    for hierarchy in _hierarchies():
-        group = hierarchy / node_config.CGROUP
-        group.mkdir()
-        for name, weight in _WEIGHTS.items():
-            if (group / name).exists():
-                (group / name).write_text(weight)
-    try:
-        yield
-    finally:
-        _remove_cgroups()
+def assemble(plane: ControlPlane, box: Program, place: Place, *options: str) -> RealNode:
+    """Return a node that has not been started.
 
-
-def _hierarchies() -> Sequence[Path]:
-    if (_CGROUPS / "cgroup.controllers").exists():
-        return [_CGROUPS]
-    return [path for path in _CGROUPS.iterdir() if path.is_dir() and not path.is_symlink()]
-
-
-def _remove_cgroups() -> None:
-    """Remove our control groups, including those of a killed run, whose processes are ending."""
-    tops = [hierarchy / node_config.CGROUP for hierarchy in _hierarchies()]
-    folders = [folder for top in tops for folder in (*top.rglob("*/"), top) if folder.exists()]
-    for folder in sorted(folders, key=lambda path: len(path.parts), reverse=True):
-        wait_until(functools.partial(_removed, folder), f"removal of {folder}")
-
-
-def _removed(folder: Path) -> bool:
-    with contextlib.suppress(OSError):
-        folder.rmdir()
-    return not folder.exists()
-
-
-@contextlib.contextmanager
-def _box(folder: Path) -> Iterator[Program]:
-    """Run the process that keeps the namespaces open; everything inside ends with it."""
-    prepare = "; ".join(
-        [
-            "set -e",
-            "mount --make-rshared /",
-            *(f"mkdir -p {path}; mount -t tmpfs tmpfs {path}" for path in _PRIVATE_FOLDERS),
-            "ip link set lo up",
-            f"touch {folder / 'box.ready'}",
-            # A waiting shell, the first process of the box, also reaps its orphans.
-            "sleep infinity & wait",
-        ]
-    )
-    command = (
-        *(system_tool("unshare"), "--net", "--mount", "--propagation=private"),
-        *("--pid", "--fork", "--kill-child=KILL", "--mount-proc", "--"),
-        *(system_tool("bash"), "-c", prepare),
-    )
-    box = Program("box", command, folder / "box.log", (folder / "box.ready").exists)
-    try:
-        box.start()
-        yield box
-    finally:
-        box.kill()
-
-
-def _inside(box: Program) -> tuple[str, ...]:
-    """Return the prefix of a command that runs in the box."""
-    return (system_tool("nsenter"), f"--target={_first_pid(box)}", "--net", "--mount", "--pid")
-
-
-def _first_pid(box: Program) -> str:
-    assert box.process is not None
-    pid = box.process.pid
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().strip()
-
-
-def _join_networks(box: Program, inside: Sequence[str]) -> None:
-    ip = system_tool("ip")
-    # The kernel removes the network of a killed run shortly after its last process.
-    wait_until(lambda: not Path(f"/sys/class/net/{_VETH}").exists(), f"the end of {_VETH}")
-    on_host = (
-        f"link add {_VETH} type veth peer name eth0 netns {_first_pid(box)}",
-        f"address add {HOST_ADDRESS}/30 dev {_VETH}",
-        f"link set {_VETH} up",
-        f"route add {POD_RANGE} via {NODE_ADDRESS}",
-        f"route add {SERVICE_RANGE} via {NODE_ADDRESS}",
-    )
-    in_box = (
-        f"address add {NODE_ADDRESS}/30 dev eth0",
-        "link set eth0 up",
-        f"route add default via {HOST_ADDRESS}",
-    )
-    for command in on_host:
-        subprocess.run([ip, *command.split()], check=True)
-    for command in in_box:
-        subprocess.run([*inside, ip, *command.split()], check=True)
-    # Services are reachable from pods of the same bridge only if iptables sees bridged packets.
-    settings = ("net/ipv4/ip_forward", "net/bridge/bridge-nf-call-iptables")
-    script = "; ".join(f"echo 1 > /proc/sys/{setting}" for setting in settings)
-    subprocess.run([*inside, system_tool("bash"), "-ec", script], check=True)
-
-
-def _assemble(plane: ControlPlane, folder: Path, box: Program, inside: Sequence[str]) -> RealNode:
+    Args:
+        plane: its control plane.
+        box: its running box.
+        place: where its parts are.
+        options: further options of its kubelet.
+    """
     build_folder(*_PROGRAMS)
-    files = node_config.write(plane, folder, NAME, NODE_ADDRESS)
+    name, folder = place.name, place.folder
+    files = node_config.write(plane, folder, name, place.address)
     kubelet = (
         str(binary("kubelet")),
         f"--config={files.kubelet}",
         f"--kubeconfig={files.kubelet_credentials}",
         f"--root-dir={folder / 'kubelet'}",
-        f"--hostname-override={NAME}",
-        f"--node-ip={NODE_ADDRESS}",
+        f"--hostname-override={name}",
+        f"--node-ip={place.address}",
+        *options,
     )
-    proxy = (str(binary("kube-proxy")), f"--config={files.proxy}", f"--hostname-override={NAME}")
+    proxy = (str(binary("kube-proxy")), f"--config={files.proxy}", f"--hostname-override={name}")
     health = (system_tool("curl"), "--silent", "--fail", "--output", "/dev/null")
     is_kubelet_ready = (*health, "http://127.0.0.1:10248/healthz")
     is_proxy_ready = (*health, "http://127.0.0.1:10256/livez")
     return RealNode(
+        name=name,
+        folder=folder,
         box=box,
         images=_image_store(folder),
-        containerd=_containerd(folder, inside),
-        kubelet=_program("kubelet", folder, inside, kubelet, is_kubelet_ready),
-        proxy=_program("kube-proxy", folder, inside, proxy, is_proxy_ready),
+        containerd=_containerd(folder, box, place.store),
+        kubelet=_program("kubelet", folder, box, kubelet, is_kubelet_ready),
+        proxy=_program("kube-proxy", folder, box, proxy, is_proxy_ready),
     )
 
 
-def _containerd(folder: Path, inside: Sequence[str]) -> Program:
-    command = (system_tool("containerd"), f"--config={node_config.write_containerd(folder)}")
+def _containerd(folder: Path, box: Program, store: Path) -> Program:
+    command = (
+        system_tool("containerd"),
+        f"--config={node_config.write_containerd(folder, store)}",
+    )
     version = (system_tool("ctr"), f"--address={_socket(folder)}", "version")
-    return _program("containerd", folder, inside, command, version)
+    return _program("containerd", folder, box, command, version)
 
 
 def _program(
-    name: str, folder: Path, inside: Sequence[str], command: Sequence[str], ready: Sequence[str]
+    name: str, folder: Path, box: Program, command: Sequence[str], ready: Sequence[str]
 ) -> Program:
     """Return a program of the box that is ready when the command `ready` succeeds there."""
-    check = [*inside, *ready]
+    check = [*inside(box), *ready]
     log = folder / f"{name}.log"
-    return Program(name, (*inside, *command), log, lambda: _succeeds(check))
+    return Program(name, (*inside(box), *command), log, lambda: _succeeds(check))
 
 
 def _succeeds(command: Sequence[str]) -> bool:
     return subprocess.run(command, check=False, capture_output=True).returncode == 0
-
-
-def _give_pods_a_network(plane: ControlPlane, folder: Path) -> None:
-    """Configure the pod network with the addresses that the cluster assigned to the node."""
-    cluster = plane.cluster
-    cluster.wait_for(f"node/{NAME}", "create")
-    cluster.wait_for(f"node/{NAME}", "jsonpath={.spec.podCIDR}")
-    addresses = cluster.get("node", NAME)["spec"]["podCIDR"]
-    network = json.dumps(node_config.pod_network(addresses, folder))
-    # containerd 1.6 notices a file that is written in this folder, but not one that is moved here.
-    (node_config.network_folder(folder) / "10-pods.conflist").write_text(network)
-    cluster.wait_for(f"node/{NAME}", "condition=Ready")
 
 
 def _image_store(folder: Path) -> ImageStore:

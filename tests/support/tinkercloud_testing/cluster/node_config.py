@@ -12,7 +12,6 @@ from typing import Any
 from tinkercloud_testing.cluster.control_plane import POD_RANGE, ControlPlane
 from tinkercloud_testing.cluster.programs import build_folder
 
-CGROUP = "tinkercloud-node"
 PAUSE_IMAGE = "tinkercloud.test/pause:1"
 CLUSTER_DNS = "10.96.0.10"
 _DEBIAN_CNI = "/usr/lib/cni"
@@ -43,12 +42,22 @@ def write(plane: ControlPlane, folder: Path, name: str, address: str) -> NodeFil
     return files
 
 
-def write_containerd(folder: Path) -> Path:
-    """Write the settings of containerd into a folder and return their path."""
+def write_containerd(folder: Path, store: Path) -> Path:
+    """Write the settings of containerd into a folder and return their path.
+
+    Args:
+        folder: the folder of the node.
+        store: the root folder of containerd, with its images.
+    """
     network_folder(folder).mkdir()
     path = folder / "containerd.toml"
-    path.write_text(_containerd(folder))
+    path.write_text(_containerd(folder, store))
     return path
+
+
+def cgroup(name: str) -> str:
+    """Return the name of the control group of all pods of a node."""
+    return f"tinkercloud-node-{name}"
 
 
 def network_folder(folder: Path) -> Path:
@@ -74,14 +83,14 @@ def pod_network(addresses: str, folder: Path) -> dict[str, Any]:
     return {"cniVersion": "0.4.0", "name": "pods", "plugins": [bridge, ports]}
 
 
-def _image_store() -> Path:
-    """Return the folder of unpacked images, which all runs share: only one node runs at a time."""
+def image_store() -> Path:
+    """Return the folder of the images of a machine's first node, which all runs share in turn."""
     return build_folder("kubectl").parent / "containerd"
 
 
-def _containerd(folder: Path) -> str:
+def _containerd(folder: Path, store: Path) -> str:
     return f"""version = 2
-root = "{_image_store()}"
+root = "{store}"
 state = "{folder}/containerd-state"
 
 [grpc]
@@ -130,7 +139,7 @@ def _kubelet(plane: ControlPlane, folder: Path, name: str, address: str) -> dict
         "tlsPrivateKeyFile": str(serving.key),
         "containerRuntimeEndpoint": f"unix://{folder}/containerd.sock",
         "cgroupDriver": "cgroupfs",
-        "cgroupRoot": f"/{CGROUP}",
+        "cgroupRoot": f"/{cgroup(name)}",
         "failCgroupV1": False,
         "failSwapOn": False,
         "enforceNodeAllocatable": ["none"],

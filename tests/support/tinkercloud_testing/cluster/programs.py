@@ -142,6 +142,15 @@ class Program:
         self._signal(signal.SIGKILL)
         self._wait(None)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep it from running for a block."""
+        self._signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGCONT)
+
     def restart(self) -> None:
         """Stop it, then start it."""
         self.stop()
