@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinkercloud_worker.engine.neighbours import SMALLEST_PIECE, Neighbours
+from tinkercloud_worker.engine.neighbours import Neighbours
 
 
 class Clock:
@@ -41,12 +41,6 @@ def test_a_piece_is_not_larger_than_the_largest_job_of_the_smallest_other_owner(
 
     assert neighbours.most_tokens("ada") == 900
     assert neighbours.most_tokens("bob") == 5_000
-
-
-def test_pieces_never_become_tiny(neighbours: Neighbours) -> None:
-    neighbours.note("bob", 5)
-
-    assert neighbours.most_tokens("ada") == SMALLEST_PIECE
 
 
 def test_an_owner_who_sends_nothing_any_more_limits_nobody(

@@ -94,7 +94,7 @@ def pool_facts(
     )
     clusters = [
         replace(each, most_sessions=measured[each.incarnation] + samplers[each.name])
-        if each.incarnation in measured
+        if each.incarnation is not None and each.incarnation in measured
         else each
         for each in clusters
     ]

@@ -56,6 +56,14 @@ def runs_triton(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def efficient_tokens(device: torch.device) -> int:
+    """Return the tokens of a pass below which fewer take hardly less time.
+
+    A GPU computes some thousands while the host launches the kernels of a pass.
+    """
+    return 256 if device.type == "cpu" else 2048
+
+
 def use_full_float32() -> None:
     """Make float32 convolutions as exact as float32 products are; by default cuDNN uses TF32."""
     torch.backends.cudnn.allow_tf32 = False

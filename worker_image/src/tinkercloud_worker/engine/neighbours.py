@@ -8,8 +8,6 @@ ones, which compute fastest. Nothing here knows threads.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-SMALLEST_PIECE = 256
-"""Tokens to which a piece may always grow: smaller ones hardly take less time."""
 _PRESENT_SECONDS = 10.0
 """How long an owner counts as present after its last job."""
 _SIZE_SECONDS = 60.0
@@ -54,7 +52,10 @@ class Neighbours:
             known.seen = now
 
     def most_tokens(self, owner: str) -> int | None:
-        """Return how many tokens a piece of an owner's job may have; None: as many as it likes."""
+        """Return how many tokens a piece of an owner's job should have; None: as many as it likes.
+
+        Smaller pieces than the device computes well hardly take less time: the trainer knows those.
+        """
         now = self._now()
         self._owners = {
             name: known
@@ -62,4 +63,4 @@ class Neighbours:
             if now - known.seen <= _PRESENT_SECONDS
         }
         sizes = [known.tokens for name, known in self._owners.items() if name != owner]
-        return max(min(sizes), SMALLEST_PIECE) if sizes else None
+        return min(sizes, default=None)

@@ -258,11 +258,11 @@ class TorchTrainer(AdamTrainer):
 
     def _limited(self, packs: Sequence[Pack], limit: PieceLimit) -> Iterator[Pack]:
         """Yield packs, in smaller parts whenever the limit asks for it."""
-        left = deque(packs)
+        left, least = deque(packs), accelerator.efficient_tokens(self._base.device)
         while left:
             pack, most = left.popleft(), limit()
-            if most is not None and len(pack.sequences.ids_R) > most:
-                pack, *rest = split(pack, most, self._base.device)
+            if most is not None and len(pack.sequences.ids_R) > max(most, least):
+                pack, *rest = split(pack, max(most, least), self._base.device)
                 left.extendleft(reversed(rest))
             yield pack
 
