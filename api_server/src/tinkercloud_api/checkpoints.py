@@ -70,13 +70,14 @@ class Checkpoints:
             Unavailable: it does not, or not in time; all other methods may raise this as well.
         """
         try:
-            async with asyncio.timeout(4):  # less than the timeouts of programs that ask
+            async with asyncio.timeout(4):  # less than programs wait for health checks
                 if time.monotonic() < self._writable_until:
-                    return await self._objects.ping()
-                await self._objects.probe()
+                    await self._objects.ping()
+                else:
+                    await self._objects.probe()
+                    self._writable_until = time.monotonic() + _PROBE_SECONDS
         except TimeoutError:
             raise Unavailable("the object store for checkpoints did not respond") from None
-        self._writable_until = time.monotonic() + _PROBE_SECONDS
 
     async def record_pending(self, path: CheckpointPath, owner: str) -> datetime | None:
         """Record that a head is about to receive a request to save a checkpoint.
