@@ -70,12 +70,11 @@ class Checkpoints:
             Unavailable: it does not, or not in time; all other methods may raise this as well.
         """
         try:
-            async with asyncio.timeout(4):  # less than programs wait for health checks
-                if time.monotonic() < self._writable_until:
-                    await self._objects.ping()
-                else:
+            async with asyncio.timeout(4):
+                if time.monotonic() >= self._writable_until:
                     await self._objects.probe()
                     self._writable_until = time.monotonic() + _PROBE_SECONDS
+                await self._objects.ping()
         except TimeoutError:
             raise Unavailable("the object store for checkpoints did not respond") from None
 
