@@ -1,4 +1,4 @@
-"""Disks and stores that fail for a while during training: it goes on, and nothing is lost.
+"""Disks and stores that fail for a while during training: it continues, and nothing is lost.
 
 The disk is real, and so is the S3 server. `make test-outages` lets the disk fail for a minute and
 the store for ten, and shows how much memory the head has; the usual tests do so for a moment.

@@ -47,8 +47,6 @@ _LARGEST_LISTED = 3
 _CONCURRENT_READS = 16
 """Limit of manifests that one request reads concurrently. If a folder has more pending checkpoints
 than this, the folder is listed first."""
-_PING_SECONDS = 4.0
-"""Timeout of a health check: less than those of the programs that ask."""
 _PROBE_SECONDS = 30.0
 """Interval between health checks that write, as object stores charge for requests."""
 
@@ -66,26 +64,19 @@ class Checkpoints:
         self._writable_until = 0.0
 
     async def ping(self) -> None:
-        """Check that the store responds in time and accepted a write within `_PROBE_SECONDS`.
+        """Check that the store responds, and has accepted a write within `_PROBE_SECONDS`.
 
         Raises:
-            Unavailable: the store fails; all other methods may raise this as well.
+            Unavailable: it does not, or not in time; all other methods may raise this as well.
         """
         try:
-            async with asyncio.timeout(_PING_SECONDS):
-                await self._ping()
+            async with asyncio.timeout(4):
+                if time.monotonic() >= self._writable_until:
+                    await self._objects.probe()
+                    self._writable_until = time.monotonic() + _PROBE_SECONDS
+                await self._objects.ping()
         except TimeoutError:
-            raise Unavailable(
-                f"the object store for checkpoints did not respond within {_PING_SECONDS:g} s; send"
-                " the request again"
-            ) from None
-
-    async def _ping(self) -> None:
-        if time.monotonic() < self._writable_until:
-            await self._objects.ping()
-            return
-        await self._objects.probe()
-        self._writable_until = time.monotonic() + _PROBE_SECONDS
+            raise Unavailable("the object store for checkpoints did not respond") from None
 
     async def record_pending(self, path: CheckpointPath, owner: str) -> datetime | None:
         """Record that a head is about to receive a request to save a checkpoint.

@@ -71,7 +71,7 @@ class Snapshots:
             await self._write_files(snapshot, writer)
         except Exception:
             # Each attempt would take the room that journals and later attempts need.
-            await writer.discard()
+            await self.store.discard_suspended(writer.manifest)
             raise
         return await writer.commit()
 

@@ -71,13 +71,13 @@ class StateWriter:
 
     def __init__(self, store: CheckpointStore, manifest: SuspendedManifest) -> None:
         self._store = store
-        self._manifest = manifest
+        self.manifest = manifest
         self._files: dict[str, StoredFile] = {}
 
     async def put(self, name: str, content: bytes) -> None:
         """Write a file, unless one of this name was written."""
         if name not in self._files:
-            self._files[name] = await self._store.put_suspended(self._manifest, name, content)
+            self._files[name] = await self._store.put_suspended(self.manifest, name, content)
 
     def size_of(self, prefix: str) -> int:
         """Return the bytes of all files whose names have this prefix."""
@@ -86,17 +86,13 @@ class StateWriter:
     async def replaced(self) -> SuspendedManifest | None:
         """Return the manifest that `commit` replaces; None if none can be read."""
         try:
-            return await self._store.find_suspended(self._manifest.run_id)
+            return await self._store.find_suspended(self.manifest.run_id)
         except InvalidRequest:
             return None
 
-    async def discard(self) -> None:
-        """Delete the files, if the state can't be completed."""
-        await self._store.discard_suspended(self._manifest)
-
     async def commit(self) -> SuspendedManifest:
         """Write the manifest, which makes the state exist."""
-        manifest = self._manifest.model_copy(update={"files": self._files})
+        manifest = self.manifest.model_copy(update={"files": self._files})
         await self._store.commit_suspended(manifest)
         return manifest
 
