@@ -4,13 +4,16 @@ import asyncio
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
 from tinkercloud_crds import labels
 from tinkercloud_operator.decide.actions import GiveAway, HeadRequest, TakeBack
+from tinkercloud_operator.decide.pool_model import Cluster
 from tinkercloud_operator.decide.pools import pool_status
+from tinkercloud_operator.run import pool_memory
 from tinkercloud_operator.run.head_client import HeadClient, SaveFailed, SaveResult
 from tinkercloud_operator.run.pool_memory import PoolMemory
 from tinkercloud_operator.run.pools import Pools
@@ -39,8 +42,11 @@ class StubHeads(HeadClient):
         self.results: asyncio.Queue[SaveResult | SaveFailed] = asyncio.Queue()
         self.most: dict[str, int] = {}
         """How many models each can hold, by the name of its session."""
+        self.is_silent = False
 
     async def most_models(self, session: str, url: str) -> int | None:
+        if self.is_silent:
+            raise TimeoutError
         return self.most.get(session)
 
     async def save(self, session: str, request: HeadRequest) -> SaveResult:
@@ -212,6 +218,22 @@ async def test_a_head_whose_memory_is_full_gets_no_run_although_its_cluster_has_
         assert status.slot_summary == "1/1"
         operator.see_end("one")
         await reached(lambda: place_of(operator, "two") == "pool-a")
+
+
+async def test_what_a_head_has_measured_counts_while_it_does_not_answer(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_memory, "ASK_AGAIN_SECONDS", 0.0)
+    memory = PoolMemory(operator.heads)
+    unused_since = datetime(2026, 1, 1, tzinfo=UTC)
+    head = Cluster("a", True, False, unused_since, endpoint="http://head", incarnation="i1")
+    operator.heads.most["a"] = 1
+    await memory.ask([head])
+
+    operator.heads.is_silent = True
+    await memory.ask([head])
+
+    assert memory.most_models == {"i1": 1}
 
 
 async def test_what_a_head_has_measured_does_not_count_for_the_next_one(

@@ -36,7 +36,7 @@ def a_cluster(name: str, *, is_ready: bool = True, unused_seconds: float = 0) ->
 def a_member(
     name: str, cluster: str | None = None, *, owner: str = "ada", waited_seconds: float = 0
 ) -> Member:
-    return Member(name, owner, cluster, ago(waited_seconds))
+    return Member(name, owner, cluster, ago(waited_seconds), model_id=f"{name}:train:0")
 
 
 def facts(
@@ -110,6 +110,7 @@ def some_facts(draw: st.DrawFn) -> PoolFacts:
             moving_to=draw(st.sampled_from([None, None, None, *NAMES])),
             has_left=draw(st.booleans()),
             is_back=draw(st.booleans()),
+            model_id=draw(st.sampled_from([f"run-{index}:train:0", "m", None])),
         )
         for index in range(draw(st.integers(0, 8)))
     ]
@@ -170,7 +171,11 @@ def test_members_are_placed_on_ready_clusters_with_free_slots(known: PoolFacts) 
         assert not by_name[name].is_stopping
         assert known.pool is not None
         assert after[name] <= known.pool.slots
-        assert after[name] <= (by_name[name].most_sessions or known.pool.slots)
+    runs = {each.name for each in known.members if each.model_id is not None}
+    for name in {place for run, place in plan.places.items() if run in runs}:
+        on_it = [each for each in executed(known, plan).members if each.cluster == name]
+        most = by_name[name].most_sessions
+        assert most is None or sum(each.name in runs for each in on_it) <= most
 
 
 @given(some_facts())
@@ -555,3 +560,24 @@ def test_no_session_is_moved_to_a_cluster_whose_memory_is_full() -> None:
 
     assert plan.moves.start == {}
     assert plan.create == (NAMES[2],)
+
+
+def test_a_sampler_takes_a_slot_but_no_memory_of_the_trainer() -> None:
+    full = replace(a_cluster(NAMES[0]), most_sessions=1)
+    sampler = replace(a_member("sampler"), model_id=None)
+
+    plan = plan_pool(facts(full, members=[a_member("one", NAMES[0]), sampler]))
+
+    assert plan.places == {"sampler": NAMES[0]}
+
+
+def test_as_many_clusters_are_started_as_sessions_need_whose_memory_is_like_that_of_others() -> (
+    None
+):
+    changed = {"slots_per_cluster": 8, "max_clusters": 9, "scale_up_after_seconds": 0}
+    pool = POOL.model_copy(update=changed)
+    full = replace(a_cluster(NAMES[0]), most_sessions=2)
+    on_it = [a_member(f"placed-{index}", NAMES[0]) for index in range(2)]
+    waiting = [a_member(f"waiting-{index}") for index in range(5)]
+
+    assert len(plan_pool(facts(full, members=[*on_it, *waiting], pool=pool)).create) == 3

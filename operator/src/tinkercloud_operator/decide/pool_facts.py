@@ -3,7 +3,7 @@
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from datetime import datetime, timedelta
 from types import MappingProxyType
@@ -89,28 +89,35 @@ def pool_facts(
         for each in listed
         if is_of_pool(each)
     ]
-    samplers = Counter(
-        each["spec"].get("poolCluster") for each in listed if each["spec"].get("role") == "Sampler"
-    )
-    clusters = [
-        replace(each, most_sessions=measured[each.incarnation] + samplers[each.name])
-        if each.incarnation is not None and each.incarnation in measured
-        else each
-        for each in clusters
-    ]
     incarnations = {each.name: each.incarnation or "" for each in clusters}
+    members = [
+        _member(each, incarnations, given_away, taken_back, failed)
+        for each in listed
+        if is_member(each)
+    ]
     return PoolFacts(
         prefix=cluster_prefix("pool", metadata["name"]),
         pool=_pool(parsing.base_model(offered)) if is_active else None,
-        clusters=clusters,
-        members=[
-            _member(each, incarnations, given_away, taken_back, failed)
-            for each in listed
-            if is_member(each)
-        ],
+        clusters=_with_memory(clusters, members, measured),
+        members=members,
         now=now,
         closed_until=parse_time(metadata.get("annotations", {}).get(labels.POOL_CLOSED_UNTIL)),
     )
+
+
+def _with_memory(
+    clusters: Sequence[Cluster], members: Iterable[Member], measured: Mapping[str, int]
+) -> list[Cluster]:
+    """Add what heads have measured; one that has not yet is taken to be like the smallest one."""
+    known = [each for each in clusters if (each.incarnation or "") in measured]
+    least = min((measured[each.incarnation or ""] for each in known), default=None)
+    samplers = Counter(member.cluster for member in members if member.model_id is None)
+    return [
+        each
+        if (most := measured.get(each.incarnation or "", least)) is None
+        else replace(each, most_sessions=most + samplers[each.name])
+        for each in clusters
+    ]
 
 
 def cluster_prefix(kind: str, name: str) -> str:

@@ -151,8 +151,18 @@ class PoolFacts:
             if member.waits_since is not None and member.cluster not in self.names
         ]
 
-    def has_slot(self, cluster: Cluster, taken: int) -> bool:
-        """Return whether a cluster with so many taken slots has a free one."""
+    def slots_of_next(self) -> int:
+        """Return the slots that another cluster will have, as far as others have measured them."""
+        known = [self.slots_of(each) for each in self.clusters if each.most_sessions is not None]
+        return max(1, min(known, default=self.pool.slots if self.pool is not None else 1))
+
+    def has_slot(self, cluster: Cluster, taken: int, member: Member) -> bool:
+        """Return whether a cluster with so many taken slots has a free one for a member.
+
+        Samplers take none of the memory that heads measure.
+        """
+        if member.model_id is None:
+            return self.pool is not None and taken < self.pool.slots
         return taken < self.slots_of(cluster)
 
     def free(self, clusters: Iterable[Cluster], load: Mapping[str, int]) -> int:

@@ -209,7 +209,7 @@ def _target(facts: PoolFacts, member: Member, load: Counter[str]) -> str | None:
         each.name
         for each in facts.clusters
         if each.takes_moved and each.name != member.cluster
-        if facts.has_slot(each, load[each.name])
+        if facts.has_slot(each, load[each.name], member)
     ]
     return min(
         free,

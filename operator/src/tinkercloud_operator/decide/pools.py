@@ -135,7 +135,7 @@ def _place(
         each.name
         for each in facts.clusters
         if each.is_ready and each.offers_slots and not each.is_cordoned
-        if facts.has_slot(each, load[each.name] - (each.name == target))
+        if facts.has_slot(each, load[each.name] - (each.name == target), member)
     ]
     outdated = {cluster.name for cluster in facts.clusters if cluster.is_outdated}
     if target in free and target not in outdated:
@@ -172,7 +172,7 @@ def _new_clusters(
     # Sessions on outdated clusters are moved to new ones, of which one is started after the other.
     moved = min(homeless - facts.free(lasting, load), pool.slots)
     # Rounded up: the last of several waiting members needs a cluster too.
-    needed = -(-max(0, wanted, moved) // pool.slots)
+    needed = -(-max(0, wanted, moved) // facts.slots_of_next())
     missing = pool.min_clusters - len(usable)
     # A cluster that is being deleted still has its pods.
     allowed = pool.max_clusters - len(facts.clusters)

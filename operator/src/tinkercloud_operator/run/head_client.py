@@ -124,11 +124,14 @@ class HeadClient:
             return None
 
     async def most_models(self, session: str, url: str) -> int | None:
-        """Return how many models a head can hold, by what it has measured; None if it is unknown.
+        """Return how many models a head can hold; None if it has measured nothing yet.
 
         Args:
             session: name of its session.
             url: URL of the head.
+
+        Raises:
+            TimeoutError: it did not answer in time, or the answer is not one of a head.
         """
         try:
             async with asyncio.timeout(_STATUS_SECONDS):
@@ -136,12 +139,11 @@ class HeadClient:
                 answer = await self._call("GET", url + routes.HEAD_STATUS, token)
             status = HeadStatus.model_validate_json(answer)
         except (aiohttp.ClientError, TimeoutError, KubernetesError, KeyError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
             log.info(
-                "a head did not say how many models it can hold",
-                session=session,
-                error=f"{type(error).__name__}: {error}",
+                "a head did not say how many models it can hold", session=session, error=reason
             )
-            return None
+            raise TimeoutError(reason) from error
         more = status.capacity.more_models if status.capacity is not None else None
         return None if more is None else len(status.models) + more
 

@@ -1,7 +1,8 @@
 """How many models the heads of pools can hold, as they have measured.
 
-A head is asked when a session waits for a place, and not more often than its answer is likely to
-change. Without an answer, the slots of the pool count.
+A head is asked when a session waits for a place or may be moved, and not more often than its answer
+is likely to change. Without an answer it is taken to be like the smallest other head of the pool;
+if no head has answered, the slots of the pool count.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from tinkercloud_operator.decide.pool_model import Cluster
 from tinkercloud_operator.run.head_client import HeadClient
 
 ASK_AGAIN_SECONDS = 15.0
-"""Age at which an answer is asked for again, while a session waits."""
+"""Age at which an answer is asked for again, while a session waits or may be moved."""
 
 
 class PoolMemory:
@@ -41,11 +42,15 @@ class PoolMemory:
     async def _ask(self, name: str, url: str, incarnation: str) -> None:
         if monotonic() - self._asked_at.get(incarnation, float("-inf")) < ASK_AGAIN_SECONDS:
             return
-        most = await self._client.most_models(name, url)
-        self._asked_at[incarnation] = monotonic()
-        if most is None:
-            self.most_models.pop(incarnation, None)
-        else:
+        try:
+            most = await self._client.most_models(name, url)
+        except TimeoutError:
+            # What it has said before is closer to the truth than that it has room for all slots.
+            self._asked_at[incarnation] = monotonic()
+            return
+        if most is not None:
+            # A head that has measured nothing yet will soon.
+            self._asked_at[incarnation] = monotonic()
             self.most_models[incarnation] = most
 
     def forget(self, incarnation: str | None) -> None:

@@ -239,13 +239,16 @@ class Pools:
     async def _measured_facts(self, model_name: str) -> PoolFacts:
         """Return the facts, with the memory of heads as it is now if a session waits for a place.
 
-        A head has no event for a change of what fits, so it is asked again while one waits.
+        The same holds if sessions may be moved between clusters. A head has no event for a change
+        of what fits, so it is asked again while a session waits.
         """
         facts = self.facts(model_name)
-        if facts.pool is None or not facts.unplaced():
+        if facts.pool is None or not (facts.unplaced() or len(facts.clusters) > 1):
             return facts
         await self._memory.ask(facts.clusters)
-        if any(facts.is_measured(cluster) for cluster in self.facts(model_name).clusters):
+        if facts.unplaced() and any(
+            facts.is_measured(cluster) for cluster in self.facts(model_name).clusters
+        ):
             self._queue.add_after(model_name, ASK_AGAIN_SECONDS)
         return self.facts(model_name)
 
