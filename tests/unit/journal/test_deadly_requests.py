@@ -177,3 +177,29 @@ async def test_a_request_that_only_ran_when_another_one_ended_a_head_is_not_refu
         assert await replace(head, model=OTHER).loss(3) > 0
     assert before.count((str(MODEL), 3)) == 3
     assert before.count((str(OTHER), 3)) == 2, "it ran with another one that may end heads"
+
+
+async def test_a_request_that_ran_alone_is_cleared_before_the_next_suspect_ends_the_head(
+    pod: Pod, deadly: Deadly
+) -> None:
+    deadly.requests = {(str(MODEL), 3), (str(OTHER), 3)}
+    with pod.head() as head:
+        await start(head)
+        await start(replace(head, model=OTHER))
+        await reached(lambda: len(deadly.started) == 2)
+    with pod.head() as head:
+        await pod.resume(head)
+        await pod.resume(replace(head, model=OTHER))
+        await reached(lambda: len(deadly.started) == 4)
+        deadly.has_started.clear()
+    deadly.requests.remove((str(MODEL), 3))
+    with pod.head() as head:
+        await pod.resume(head)
+        await pod.resume(replace(head, model=OTHER))
+        await deadly.death()
+
+    with pod.head() as head:
+        await pod.resume(head)
+        assert await head.loss(3) > 0
+        await pod.resume(replace(head, model=OTHER))
+        assert b"ended 2 session heads" in await replace(head, model=OTHER).answer(3)

@@ -400,6 +400,7 @@ class EngineThread:
     def _charge(self, job: _Job, tokens: int) -> None:
         if job.share is not None:
             with self._wake:
+                self._neighbours.note(job.share.owner, job.share.tokens)
                 self._queue.charge(job.share, tokens)
 
     def _put_back(self, job: _Job) -> None:
@@ -407,7 +408,6 @@ class EngineThread:
             if job.share is None:
                 self._short.appendleft(job)
             else:
-                self._neighbours.note(job.share.owner, job.share.tokens)
                 self._queue.put_back(job.share, job)
 
     def _run_background(self) -> None:

@@ -25,7 +25,8 @@ _MAX_DEATHS = 2
 _FORGIVE_SECONDS = 1.0
 """How long after the end of a repeated request it is written down that none is running.
 
-Between requests the next one replaces what is written, so that each costs one write, not two.
+Between requests the next one replaces what is written, so that each costs one write, not two. A
+request that was suspected is cleared at once.
 """
 
 
@@ -92,6 +93,8 @@ class Attempts:
         self._writing = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         """Calls `_forgive_later` when no other request has started."""
+        self._num_running = 0
+        self._is_closed = False
         self._forgiving: asyncio.Task[None] | None = None
 
     @asynccontextmanager
@@ -111,30 +114,45 @@ class Attempts:
                 " for example for lack of memory. It is not run again; send smaller requests"
             )
         async with self._turns.turn(alone=deaths > 0):
-            self.close()
-            await self._write({**self.deaths, seq_id: deaths + 1})
-            # If the head is killed, or this is cancelled with its queue, the file stays as it is.
+            self._num_running += 1
             try:
-                yield
-            except Exception:
-                self._ended(seq_id)
-                raise
-            self._ended(seq_id)
+                await self._write({**self.deaths, seq_id: deaths + 1})
+                # If the head is killed, or this is cancelled with its queue, the file stays.
+                try:
+                    yield
+                except Exception:
+                    await self._ended(seq_id)
+                    raise
+                await self._ended(seq_id)
+            finally:
+                self._num_running -= 1
 
-    def _ended(self, seq_id: int) -> None:
-        self.deaths.pop(seq_id, None)
-        self.close()
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(_FORGIVE_SECONDS, self._forgive_later)
+    async def _ended(self, seq_id: int) -> None:
+        if self.deaths.pop(seq_id, None):
+            # Before the turn of another suspect, which may end the head at once.
+            await self.forgive()
+        elif not self._is_closed:
+            self._cancel_timer()
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(_FORGIVE_SECONDS, self._forgive_later)
 
     def _forgive_later(self) -> None:
-        self._forgiving = asyncio.create_task(self.forgive())
+        self._forgiving = asyncio.create_task(self._forgive_if_idle())
 
-    def close(self) -> None:
-        """Leave what is written as it is until the next call. Idempotent."""
+    async def _forgive_if_idle(self) -> None:
+        async with self._writing:
+            if not (self._num_running or self._is_closed):
+                await self._in_thread(self.deaths)
+
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def close(self) -> None:
+        """Leave what is written as it is. Idempotent."""
+        self._is_closed = True
+        self._cancel_timer()
 
     async def forgive(self) -> None:
         """Write down that no request is running that may end the head."""

@@ -246,7 +246,10 @@ class AdapterStack:
         self._rounded = _Rounded(self.members, like_N.dtype)
         scales = [_scale(weights) for weights in self.members]
         self._scale: float | Tensor = (
-            scales[0] if len(set(scales)) == 1 else like_N.new_tensor(scales)[:, None, None]
+            scales[0]
+            if len(set(scales)) == 1
+            # In float32: half precision would round 32 / 24.
+            else torch.tensor(scales, device=like_N.device)[:, None, None]
         )
         self._places = _Places.of([rows for rows, _ in members], like_N.device)
 
@@ -360,7 +363,7 @@ class _Rounded:
     def of(self, target: Target) -> Halves:
         """Return A [G, r, in] and B [G, out, r] of a layer."""
         if not self._is_flat:
-            return self._stacked(target.a_name, 1), self._stacked(target.b_name, 2)
+            return self._stacked_a(target.a_name), self._stacked_b(target.b_name)
         if self._flat_GP is None or self._layout is None:
             self._layout, self._flat_GP = self._round_all()
         return (
@@ -368,16 +371,33 @@ class _Rounded:
             self._layout.rows(self._flat_GP, target.b_name),
         )
 
-    def _stacked(self, name: str, rank_dim: int) -> Tensor:
+    def _stacked_a(self, name: str) -> Tensor:
+        """Return A [G, r, in]; missing ranks are zero."""
+        joined = self._joined(name, 0)
+        return joined.view(len(self._members), -1, joined.shape[1])
+
+    def _stacked_b(self, name: str) -> Tensor:
+        """Return B [G, out, r]; missing ranks are zero."""
+        joined = self._joined(name, 1)
+        return joined.view(joined.shape[0], len(self._members), -1).transpose(0, 1)
+
+    def _joined(self, name: str, rank_dim: int) -> Tensor:
+        """Return the tensors of all members side by side: one kernel, however many they are."""
         tensors = [weights.tensors[name].detach() for weights in self._members]
         if len(tensors) == 1:
-            return tensors[0].to(self._dtype)[None]
-        shape = [len(tensors), *tensors[0].shape]
-        shape[rank_dim] = max(weights.rank for weights in self._members)
-        stack = tensors[0].new_zeros(shape, dtype=self._dtype)
-        for own, tensor in zip(stack.unbind(0), tensors, strict=True):
-            own.narrow(rank_dim - 1, 0, tensor.shape[rank_dim - 1]).copy_(tensor)
-        return stack
+            return tensors[0].to(self._dtype)
+        highest = max(weights.rank for weights in self._members)
+        shape = list(tensors[0].shape)
+        shape[rank_dim] = highest
+        zeros = None
+        parts = list[Tensor]()
+        for tensor in tensors:
+            parts.append(tensor)
+            missing = highest - tensor.shape[rank_dim]
+            if missing:
+                zeros = tensor.new_zeros(shape) if zeros is None else zeros
+                parts.append(zeros.narrow(rank_dim, 0, missing))
+        return torch.cat(parts, rank_dim).to(self._dtype)
 
     def _round_all(self) -> tuple[TensorLayout, Tensor]:
         widest = max(self._members, key=lambda weights: weights.rank)
