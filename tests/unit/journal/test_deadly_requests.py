@@ -5,6 +5,7 @@ head is left as if it were killed.
 """
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.tensors import ForwardBackwardRequest
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_testing.waiting import reached
+from tinkercloud_worker.head.attempts import Attempts, RepeatTurns
 from tinkercloud_worker.head.operations import Operations
+from tinkercloud_worker.journal.folder import JournalFolder
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -179,27 +182,25 @@ async def test_a_request_that_only_ran_when_another_one_ended_a_head_is_not_refu
     assert before.count((str(OTHER), 3)) == 2, "it ran with another one that may end heads"
 
 
-async def test_a_request_that_ran_alone_is_cleared_before_the_next_suspect_ends_the_head(
-    pod: Pod, deadly: Deadly
+async def test_a_suspect_that_has_run_is_cleared_before_the_turn_of_another_one(
+    tmp_path: Path,
 ) -> None:
-    deadly.requests = {(str(MODEL), 3), (str(OTHER), 3)}
-    with pod.head() as head:
-        await start(head)
-        await start(replace(head, model=OTHER))
-        await reached(lambda: len(deadly.started) == 2)
-    with pod.head() as head:
-        await pod.resume(head)
-        await pod.resume(replace(head, model=OTHER))
-        await reached(lambda: len(deadly.started) == 4)
-        deadly.has_started.clear()
-    deadly.requests.remove((str(MODEL), 3))
-    with pod.head() as head:
-        await pod.resume(head)
-        await pod.resume(replace(head, model=OTHER))
-        await deadly.death()
+    with ThreadPoolExecutor(1) as threads:
+        folder, turns = JournalFolder(tmp_path, str(MODEL)), RepeatTurns()
+        folder.create(1).close()
+        attempts = Attempts(folder, threads, turns)
+        attempts.deaths[3] = 1
+        written = list[dict[int, int]]()
 
-    with pod.head() as head:
-        await pod.resume(head)
-        assert await head.loss(3) > 0
-        await pod.resume(replace(head, model=OTHER))
-        assert b"ended 2 session heads" in await replace(head, model=OTHER).answer(3)
+        async def next_suspect() -> None:
+            async with turns.turn(alone=True):
+                written.append(folder.deaths())
+
+        async with attempts.repeating(3):
+            waiting = asyncio.create_task(next_suspect())
+            await asyncio.sleep(0)
+            assert folder.deaths() == {3: 2}
+        await waiting
+        attempts.close()
+
+    assert written == [{}]
