@@ -60,7 +60,7 @@ async def test_a_request_that_waits_for_its_turn_says_how_much_runs_before_it(
         may_end.set()
         await holding
 
-        assert reasons == [("active", REASON.format(items, 64 * items)) for items in (0, 2, 3, 1)]
+        assert reasons == [("active", REASON.format(items, 8 * items)) for items in (0, 2, 3, 1)]
         for request in sent:
             result = await service.retrieve(request)
             assert result is not None
