@@ -106,11 +106,9 @@ def own_node(real_node: RealNode | ExistingNodes) -> RealNode:
 
 
 @pytest.fixture
-def further_nodes(
-    control_plane: ControlPlane, own_node: RealNode, tmp_path: Path
-) -> Iterator[FurtherNodes]:
+def further_nodes(control_plane: ControlPlane, own_node: RealNode) -> Iterator[FurtherNodes]:
     """Return the nodes that a test may lose; there are none at first."""
-    with nodes_to_lose(control_plane, own_node, tmp_path) as nodes:
+    with nodes_to_lose(control_plane, own_node) as nodes:
         yield nodes
 
 

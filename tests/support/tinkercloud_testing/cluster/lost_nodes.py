@@ -21,7 +21,7 @@ from tinkercloud_testing.cluster import node_config
 from tinkercloud_testing.cluster.control_plane import ControlPlane
 from tinkercloud_testing.cluster.node import Place, RealNode, assemble
 from tinkercloud_testing.cluster.node_box import Link, a_box, a_cgroup, connect, in_network
-from tinkercloud_testing.cluster.programs import system_tool
+from tinkercloud_testing.cluster.programs import state_folder, system_tool
 
 LABEL = "tinkercloud.test/can-be-lost"
 _MOST = 60
@@ -134,10 +134,12 @@ class FurtherNodes:
 
 
 @contextlib.contextmanager
-def nodes_to_lose(plane: ControlPlane, first: RealNode, folder: Path) -> Iterator[FurtherNodes]:
-    """Add nodes to a control plane that has a first one, in a folder that exists."""
-    nodes = FurtherNodes(plane, first, folder)
-    try:
-        yield nodes
-    finally:
-        nodes.clear()
+def nodes_to_lose(plane: ControlPlane, first: RealNode) -> Iterator[FurtherNodes]:
+    """Add nodes to a control plane that has a first one."""
+    # Its path is short: kubelets have sockets in it.
+    with state_folder() as folder:
+        nodes = FurtherNodes(plane, first, folder)
+        try:
+            yield nodes
+        finally:
+            nodes.clear()
