@@ -127,7 +127,7 @@ class FurtherNodes:
         cluster.kubectl("taint", "node", name, OUT_OF_SERVICE)
 
     def clear(self) -> None:
-        """End all nodes, and delete the Nodes of those that were lost."""
+        """Stop all nodes, and delete their Node objects, also those of lost nodes."""
         for name in list(self._running):
             self.lose(name)
         self.plane.cluster.kubectl("delete", "nodes", f"--selector={LABEL}")
