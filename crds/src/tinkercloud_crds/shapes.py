@@ -101,7 +101,7 @@ class Durability(Part):
     Training continues where it was, with the same request ids and results.
     """
 
-    level: Literal["none", "local", "remote"] = "none"
+    level: Literal["none", "local", "remote"] = "local"
     """`none`: what the last checkpoint has. `local`: everything, if the container is restarted in
     its pod; the journal is in the pod's scratch space. `remote`: everything, even if the pod or its
     node is lost; each request is copied to the checkpoint store before it is confirmed."""

@@ -60,6 +60,10 @@ class DurabilityConfig(BaseModel):
     max_journal_bytes: Annotated[int, Field(ge=1)] = 512 << 20
     """Size of one run's journal, in bytes, at which a snapshot is taken. If none can be written
     before the journal is twice as large, the run continues without a journal (degraded)."""
+    max_disk_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Size of the journals and snapshots of all runs of a head, in bytes. Beyond it, the largest
+    run of the owner with the most continues without a journal (degraded). If None, only the disk
+    is a limit."""
     exact: bool = False
     """Whether requests of adapters run alone, so that repeated steps have the same bits even if
     several runs train at the same time. If false, runs share passes, and a step that is repeated

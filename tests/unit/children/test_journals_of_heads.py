@@ -6,16 +6,19 @@ from tinkercloud_operator.children import support_objects
 from tinkercloud_operator.children.pods import SCRATCH_FOLDER
 from tinkercloud_testing.sessions import a_base_model, a_build
 
+ON_A_VOLUME = {"volume": {"claimName": "models", "path": "qwen"}}
+
 
 @pytest.mark.parametrize("level", ["local", "remote"])
 def test_journals_are_in_the_scratch_volume_which_survives_a_container(level: str) -> None:
     head = {"image": "worker:1", "durability": {"level": level, "waitForStore": False}}
 
-    config = support_objects.head_config(a_build(a_base_model(head=head)))
+    config = support_objects.head_config(a_build(a_base_model(head=head, source=ON_A_VOLUME)))
 
     assert config.journal_dir == f"{SCRATCH_FOLDER}/journals"
     assert (config.durability.level, config.durability.wait_for_store) == (level, False)
-    assert config.durability.max_journal_bytes == 512 << 20
+    assert config.durability.max_disk_bytes == (8 << 30) // 5
+    assert config.durability.max_journal_bytes == (8 << 30) // 20
 
 
 def test_journals_fit_into_a_small_scratch_volume() -> None:
@@ -24,8 +27,16 @@ def test_journals_fit_into_a_small_scratch_volume() -> None:
 
     config = support_objects.head_config(a_build(a_base_model(head=head)))
 
-    assert config.durability.max_journal_bytes == (1 << 30) // 10
+    assert config.durability.max_disk_bytes == (1 << 30) // 10
+    assert config.durability.max_journal_bytes == (1 << 30) // 40
 
 
-def test_heads_in_pods_have_no_journals_by_default() -> None:
-    assert support_objects.head_config(a_build(a_base_model())).journal_dir is None
+def test_heads_in_pods_have_journals_unless_the_base_model_sets_another_level() -> None:
+    head = {"image": "worker:1", "durability": {"level": "none"}}
+
+    by_default = support_objects.head_config(a_build(a_base_model()))
+    without = support_objects.head_config(a_build(a_base_model(head=head)))
+
+    assert by_default.durability.level == "local"
+    assert by_default.journal_dir is not None
+    assert without.journal_dir is None

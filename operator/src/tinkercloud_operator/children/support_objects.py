@@ -28,8 +28,11 @@ SECRET_KEYS = (labels.TOKEN_KEY, "auth_token")
 
 _TERMINATION_LOG = "/dev/termination-log"
 """Kubernetes' default path of the termination message of a container."""
-_JOURNAL_SHARE = 0.1
-"""Share of the head's scratch space for the journal of one run."""
+_JOURNALS_SHARE = 0.2
+"""Share of the head's scratch space for all journals and their snapshots; half of it if the base
+model is stored there too."""
+_JOURNAL_SHARE = 0.25
+"""Share of that for the journal of one run."""
 _SNAPSHOT_SHARE = 0.5
 """Share of the head's scratch space for sampling snapshots; half of it if the base model is stored
 there too. The latest snapshot and those in use do not count, and new ones are being written."""
@@ -83,13 +86,15 @@ def head_config(build: Build) -> HeadConfig:
 
 
 def _durability(resolved: ResolvedSpec) -> Json:
-    """Return the fields of the head's configuration that keep journals; none by default."""
+    """Return the fields of the head's configuration that keep journals, if it keeps any."""
     shape = resolved.base_model.head
     if shape.durability.level == "none":
         return {}
-    room = int(parse_quantity(shape.resources.scratch) * _JOURNAL_SHARE)
-    largest = min(DurabilityConfig().max_journal_bytes, max(1, room))
-    config = DurabilityConfig(**shape.durability.model_dump(), max_journal_bytes=largest)
+    room = _head_scratch(resolved, _JOURNALS_SHARE)
+    largest = min(DurabilityConfig().max_journal_bytes, max(1, int(room * _JOURNAL_SHARE)))
+    config = DurabilityConfig(
+        **shape.durability.model_dump(), max_journal_bytes=largest, max_disk_bytes=room
+    )
     return {"journal_dir": f"{SCRATCH_FOLDER}/journals", "durability": config}
 
 

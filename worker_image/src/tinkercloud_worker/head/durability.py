@@ -22,6 +22,7 @@ from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.head.attempts import Attempts, RepeatTurns
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durable_run import DurableRun
+from tinkercloud_worker.head.journal_room import JournalRoom, num_bytes_in
 from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.shared_journals import LocalState, SharedJournals, check_fits
 from tinkercloud_worker.head.snapshots import Snapshots
@@ -63,6 +64,7 @@ class Durability:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="journal")
         self._runs: dict[str, DurableRun] = {}
         self._turns = RepeatTurns()
+        self._room = JournalRoom(self._config.max_disk_bytes)
         self._observers: list[Callable[[], None]] = []
         self.on_taken_over: Callable[[str], None] = lambda _: None
         """Called when another head has taken over a model."""
@@ -71,10 +73,18 @@ class Durability:
         """Where the snapshots are."""
         if self._root is not None:
             self._root.mkdir(parents=True, exist_ok=True)
+            self._count_kept(self._root)
             self.store = CheckpointStore(open_store(self._root.absolute().as_uri()))
         self._shared: SharedJournals | None = None
         if self.level == "remote":
             self._shared = SharedJournals(config.checkpoint_root, config.generation, self._config)
+
+    def _count_kept(self, root: Path) -> None:
+        """Count what an earlier head has left of runs, until this head continues them."""
+        for manifest in self.on_disk() if self._room.max_bytes is not None else []:
+            folder = journals.run_folder(root, manifest.run_id)
+            share = self._room.share(manifest.run_id, manifest.spec.owner)
+            share.found(num_bytes_in(folder), 0)
 
     def on_disk(self, only: str = "") -> list[JournalManifest]:
         """Return the manifests of all local journals that are not damaged, or of one run's. Blocks.
@@ -317,7 +327,7 @@ class Durability:
         elif self._shared is not None:
             shipping, next_index = await self._shared.catch_up(manifest, local, listeners)
             run.ship(shipping)
-        run.continue_after(kept.last_segment, next_index - 1)
+        run.continue_after(kept.last_segment, next_index - 1, local)
 
     async def leave(self, run_id: str) -> None:
         """Write nothing more of a model; its journal stays. Idempotent."""
@@ -340,6 +350,8 @@ class Durability:
                 await asyncio.to_thread(folder.delete)
             except OSError as error:
                 log.warning("failed to delete a journal", model_id=run_id, reason=str(error))
+            else:
+                self._room.remove(run_id)
 
     async def _attach(
         self, model: LiveModel, manifest: JournalManifest, folder: JournalFolder
@@ -356,6 +368,7 @@ class Durability:
             config=self._config,
             threads=self._threads,
             attempts=Attempts(folder, self._threads, self._turns),
+            room=self._room,
             on_change=self._changed,
         )
         # First of all, so that a deletion of the model finds it.

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import replace
 
 import structlog
 from obstore.exceptions import BaseError
@@ -29,12 +30,14 @@ from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints.store import StoreFailed
 from tinkercloud_worker.head.attempts import Attempts
 from tinkercloud_worker.head.failures import Moved, error_message, to_result
+from tinkercloud_worker.head.journal_room import JournalRoom
 from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.queue import QueuedRequest
 from tinkercloud_worker.head.save_schedule import Backoff, SavePoint, SaveSchedule
+from tinkercloud_worker.head.shared_journals import LocalState
 from tinkercloud_worker.head.snapshots import Snapshot, Snapshots
 from tinkercloud_worker.journal.folder import JournalFolder
-from tinkercloud_worker.journal.records import Entry, Record
+from tinkercloud_worker.journal.records import HEADER_BYTES, Entry, Record
 from tinkercloud_worker.journal.shared_log import Fenced
 from tinkercloud_worker.journal.shipping import Shipping
 from tinkercloud_worker.journal.writer import JournalWriter
@@ -58,6 +61,7 @@ class DurableRun:
         config: DurabilityConfig,
         threads: ThreadPoolExecutor,
         attempts: Attempts,
+        room: JournalRoom,
         on_change: Callable[[], None],
     ) -> None:
         """Create it; `start` begins writing.
@@ -70,12 +74,14 @@ class DurableRun:
             config: when to take them.
             threads: where files are written.
             attempts: counts the heads that its requests have ended.
+            room: the room on the disk for all runs of the head.
             on_change: called when the run is degraded, and when it is durable again.
         """
         self._model = model
         self._manifest = manifest
         self._folder = folder
-        self._snapshots = snapshots
+        self._share = room.share(str(model.model_id), model.spec.owner, self._give_way)
+        self._snapshots = replace(snapshots, stage=self._share.stage)
         self._config, self._threads = config, threads
         self.attempts = attempts
         """The attempts to repeat its requests."""
@@ -133,8 +139,17 @@ class DurableRun:
         except WireError as error:
             self._shipping.require_snapshot(error.message)
 
-    def continue_after(self, number: int, index: int) -> None:
-        """Continue a journal whose last segment and record have these numbers."""
+    def continue_after(self, number: int, index: int, found: LocalState) -> None:
+        """Continue a journal.
+
+        Args:
+            number: of its last segment.
+            index: of its last record.
+            found: what the disk has of it.
+        """
+        self._bytes_before = sum(len(each.body) + HEADER_BYTES for each in found.records)
+        files = found.snapshot.files if found.snapshot is not None else {}
+        self._share.found(self._bytes_before, sum(file.size_bytes for file in files.values()))
         self._writer.close()
         self._number, self._next_index = number + 1, index + 1
         self._writer = self._open()
@@ -174,6 +189,8 @@ class DurableRun:
         index = self._index_of[queued.seq_id] = self._writer.append(entry, source.body)
         if self._shipping is not None:
             self._shipping.append(Record(index, entry, source.body))
+        if not self._writer.has_failed:
+            self._share.set_journal(self._num_bytes)
         metrics.JOURNAL_BYTES.inc(len(source.body))
 
     def record_key(self, seq_id: int, key: str | None) -> None:
@@ -303,6 +320,7 @@ class DurableRun:
             await asyncio.wait(self._model.queue.background)
         point = self._schedule.begin(time.monotonic())
         try:
+            self._share.check_snapshot(self._share.num_bytes if self.failure is not None else 0)
             await self.settled()
             began = time.monotonic()
             snapshot = await self._snapshots.take()
@@ -330,6 +348,8 @@ class DurableRun:
             if self.failure is not None:
                 # What is there is of no use, and a full disk may have room for the snapshot then.
                 await self._in_thread(lambda: self._folder.clear_before(number))
+                self._bytes_before = 0
+                self._share.cleared()
             manifest = await self._snapshots.write(snapshot)
             # Before the manifest exists again: a run that was degraded has a gap in these.
             await self._in_thread(lambda: self._folder.remove_before(number))
@@ -339,9 +359,12 @@ class DurableRun:
                     # It failed meanwhile: what it lacks is in memory only.
                     await self._in_thread(self._withdraw)
             self._bytes_before = 0
+            self._share.committed()
+            self._share.set_journal(self._num_bytes)
             self._end_failure()
         except Exception as error:  # noqa: BLE001 - any failure leaves the run training
             self._is_wanted = True
+            self._share.discarded()
             if self.failure is not None:
                 self._writer.close()
             self._snapshot_failed(error)
@@ -418,6 +441,16 @@ class DurableRun:
         self._threads.submit(self._withdraw)
         self._model.queue.wake()
         self._on_change()
+
+    def _give_way(self, reason: str) -> None:
+        self._degrade(reason)
+        if self._saving is None:
+            # Otherwise the next attempt does it: nothing of a snapshot may vanish meanwhile.
+            self._threads.submit(self._clear, self._number + 1)
+
+    def _clear(self, number: int) -> None:
+        with suppress(OSError):
+            self._folder.clear_before(number)
 
     def _withdraw(self) -> None:
         with suppress(OSError):

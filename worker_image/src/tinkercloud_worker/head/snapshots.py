@@ -42,6 +42,8 @@ class Snapshots:
     store: CheckpointStore
     copies: CheckpointStore | None = None
     """Where `copy` writes."""
+    stage: Callable[[int], None] = lambda _: None
+    """See `StateWriter.stage`; it may refuse a file."""
 
     async def take(self) -> Snapshot:
         """Copy the model. No request of it may run meanwhile."""
@@ -65,8 +67,10 @@ class Snapshots:
 
         Raises:
             StoreFailed: it could not be written; the previous one remains.
+            WireError: `stage` has refused a file; the previous one remains.
         """
         writer = self.suspension.writer(self.model, self.store)
+        writer.stage = self.stage
         try:
             await self._write_files(snapshot, writer)
         except Exception:

@@ -72,11 +72,14 @@ class StateWriter:
     def __init__(self, store: CheckpointStore, manifest: SuspendedManifest) -> None:
         self._store = store
         self.manifest = manifest
+        self.stage: Callable[[int], None] = lambda _: None
+        """Called with the size of each file, in bytes, before it is written."""
         self._files: dict[str, StoredFile] = {}
 
     async def put(self, name: str, content: bytes) -> None:
         """Write a file, unless one of this name was written."""
         if name not in self._files:
+            self.stage(len(content))
             self._files[name] = await self._store.put_suspended(self.manifest, name, content)
 
     def size_of(self, prefix: str) -> int:
