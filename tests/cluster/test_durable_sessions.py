@@ -6,6 +6,7 @@
 
 import os
 import random
+import statistics
 import sys
 import threading
 import time
@@ -34,26 +35,26 @@ from tinkercloud_testing.training_loops import Loop
 from tinkercloud_testing.waiting import wait_until
 
 KILLS = int(os.environ.get("TINKERCLOUD_TEST_KILLS", "1"))
+TURNS = 30
+"""Turns of 10 steps each, with and without a journal."""
 SEED = int(os.environ.get("TINKERCLOUD_TEST_SEED", "1"))
 Kill = Callable[[InstalledHead], None]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800 + 180 * KILLS)]
 
 
-def a_model(name: str, level: str, **spec: Any) -> Mapping[str, Any]:
-    head = {
-        "image": "tinkercloud.test/worker:test",
-        "resources": {"cpu": "250m", "memory": "3Gi"},
-        "durability": {"level": level},
-    }
-    placement = {"placement": PLACEMENT} if level == "remote" else {}
+def a_model(name: str, head: Mapping[str, Any], **spec: Any) -> Mapping[str, Any]:
     return {
         "name": name,
         "spec": {
             "modelName": f"tiny/{name}",
             "source": {"volume": {"claimName": "models", "path": "tiny"}},
             "maxContextLength": 512,
-            "head": head | placement,
+            "head": {
+                "image": "tinkercloud.test/worker:test",
+                "resources": {"cpu": "250m", "memory": "3Gi"},
+                **head,
+            },
             "trainer": {"dtype": "float32"},
             **spec,
         },
@@ -62,9 +63,10 @@ def a_model(name: str, level: str, **spec: Any) -> Mapping[str, Any]:
 
 POOL = {"minClusters": 1, "maxClusters": 1, "slotsPerCluster": 8}
 MODELS = (
-    a_model("remote", "remote"),
-    a_model("local", "local"),
-    a_model("shared", "local", sharing="Shared", pool=POOL),
+    a_model("remote", {"durability": {"level": "remote"}, "placement": PLACEMENT}),
+    a_model("default", {}),
+    a_model("none", {"durability": {"level": "none"}}),
+    a_model("shared", {}, sharing="Shared", pool=POOL),
 )
 
 
@@ -195,9 +197,9 @@ def suspend(installation: Installation, session: str, is_wanted: str) -> None:
 def test_a_run_that_was_silent_since_its_container_was_killed_is_suspended_with_its_last_step(
     installation: Installation,
 ) -> None:
-    run = Loop(a_run(installation, "local"))
+    run = Loop(a_run(installation, "default"))
     run.run(3)
-    name = session_of(installation, baseModel="tiny/local", role="Trainer")
+    name = session_of(installation, baseModel="tiny/default", role="Trainer")
     head = InstalledHead(installation, name)
     restart(head)
     assert head.models() == []
@@ -231,3 +233,25 @@ def test_a_run_that_was_silent_since_its_container_was_killed_moves_with_its_las
     undisturbed = Loop(a_run(installation, "shared")).run(9)
     assert silent.curve == undisturbed
     assert before != session_of(installation, baseModel="tiny/shared", role="Pool")
+
+
+def test_the_journal_that_heads_have_by_default_changes_no_result(
+    installation: Installation,
+) -> None:
+    """It prints what the journal costs, from steps with and without one in turns."""
+    loops = {name: Loop(a_run(installation, name)) for name in ("none", "default")}
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    for loop in loops.values():
+        loop.run(10)
+    for _ in range(TURNS):
+        for name, loop in loops.items():
+            began = time.perf_counter()
+            loop.run(10)
+            seconds[name].append((time.perf_counter() - began) / 10)
+    without, with_journal = (statistics.median(each) for each in seconds.values())
+    sys.stdout.write(
+        f"a step in a pod: {1e3 * without:.2f} ms without a journal, {1e3 * with_journal:.2f} ms"
+        f" with one: {with_journal / without:.3f} x\n"
+    )
+
+    assert loops["none"].curve == loops["default"].curve
