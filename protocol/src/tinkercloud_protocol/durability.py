@@ -4,8 +4,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
-
 DurabilityLevel = Literal["none", "local", "remote"]
 
 
@@ -64,10 +62,11 @@ class DurabilityConfig(BaseModel):
     """Whether requests of adapters run alone, so that repeated steps have the same bits even if
     several runs train at the same time. If false, runs share passes, and a step that is repeated
     alone may differ by rounding from the first time."""
-    whole_models: bool = False
-    """Whether fully fine-tuned models have a journal as well. Each snapshot writes 12 bytes per
-    parameter, and takes twice as much memory in the head while it is written."""
-
-    def applies_to(self, lora: LoraConfig | None) -> bool:
-        """Return whether a model with this adapter, or without one, has a journal."""
-        return self.level != "none" and (lora is not None or self.whole_models)
+    whole_model_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Time, in seconds, after which a step of a fully fine-tuned model is in a snapshot, instead of
+    `snapshot_steps` and `snapshot_seconds`: one writes 12 bytes per parameter. Longer if a snapshot
+    takes more than 5 % of that time."""
+    max_whole_model_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Room for the snapshots of one fully fine-tuned model, in bytes: the last one, and the one
+    that replaces it. Defaults to what is free on the disk, except twice `max_journal_bytes`. A run
+    whose snapshot does not fit is degraded."""

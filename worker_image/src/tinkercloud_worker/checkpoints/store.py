@@ -8,7 +8,7 @@ selected by URL (obstore).
 import asyncio
 import hashlib
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from typing import Literal
 
@@ -43,6 +43,7 @@ from tinkercloud_protocol.paths import (
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints.parts import IN_FLIGHT, parts
 from tinkercloud_worker.checkpoints.suspended import EvictedSampler
+from tinkercloud_worker.checkpoints.tensor_file import Growing
 
 log = structlog.get_logger(__name__)
 
@@ -288,6 +289,18 @@ class CheckpointStore:
         with store_errors():
             await durable.put(self._store, manifest.key_of(name), content)
         return (await asyncio.to_thread(_describe, {name: content}))[name]
+
+    def write_suspended(
+        self, manifest: SuspendedManifest, name: str, content: Callable[[Growing], object]
+    ) -> StoredFile:
+        """Write one file of a suspended state into a local folder; see `durable.write`. Blocks."""
+        with store_errors():
+            return durable.write(self._store, manifest.key_of(name), content)
+
+    async def synchronize_suspended(self, manifest: SuspendedManifest, name: str) -> None:
+        """Return once a file from `write_suspended` is on the disk."""
+        with store_errors():
+            await asyncio.to_thread(durable.synchronize, self._store, manifest.key_of(name))
 
     async def commit_suspended(self, manifest: SuspendedManifest) -> None:
         """Write the manifest of a suspended state, which replaces the run's previous one."""

@@ -24,6 +24,7 @@ from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durable_run import DurableRun
 from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.shared_journals import LocalState, SharedJournals, check_fits
+from tinkercloud_worker.head.snapshot_room import SnapshotRoom
 from tinkercloud_worker.head.snapshots import Snapshots
 from tinkercloud_worker.head.suspension import Suspension
 from tinkercloud_worker.journal.folder import JournalFolder
@@ -69,7 +70,9 @@ class Durability:
         metrics.JOURNALS_DEGRADED.set_function(lambda: len(self.degraded))
         self.store = self._suspension.backend.store
         """Where the snapshots are."""
+        self._room: SnapshotRoom | None = None
         if self._root is not None:
+            self._room = SnapshotRoom(self._root, self._config)
             self._root.mkdir(parents=True, exist_ok=True)
             self.store = CheckpointStore(open_store(self._root.absolute().as_uri()))
         self._shared: SharedJournals | None = None
@@ -166,7 +169,7 @@ class Durability:
             lineage: generations of the heads that had the model before.
             prepare: writes what the local records follow, before the journal exists.
         """
-        if not self._applies_to(model.spec):
+        if self.level == "none":
             return
         name, folder = str(model.model_id), self._folder(str(model.model_id))
         own = self._backend.config.generation
@@ -201,13 +204,22 @@ class Durability:
     ) -> None:
         """Start the journal of a model that resumes from a suspended state: copy it."""
 
+        name = str(model.model_id)
+
         async def copy_state() -> None:
-            for file in state.files:
-                await self.store.put_suspended(state, file, await store.read_file(state, file))
-            await self.store.commit_suspended(state)
+            assert self._room is not None  # noqa: S101 - there is one if there are journals
+            if state.lora is None:
+                size = sum(file.size_bytes for file in state.files.values())
+                await asyncio.to_thread(self._room.reserve, name, size)
+            try:
+                for file in state.files:
+                    await self.store.put_suspended(state, file, await store.read_file(state, file))
+                await self.store.commit_suspended(state)
+            finally:
+                self._room.give_back(name)
 
         await self._begin(model, None, state.lineage, copy_state)
-        run = self.of(str(model.model_id))
+        run = self.of(name)
         if run is not None and run.failure is None:
             await run.copy_snapshot(state)
 
@@ -324,6 +336,8 @@ class Durability:
         if (run := self._runs.pop(run_id, None)) is not None:
             self._changed()
             await run.closed()
+            if self._room is not None:
+                self._room.give_back(run_id)
 
     async def remove(self, run_id: str) -> None:
         """Delete the journal of a model that was deleted, or is stored elsewhere. Idempotent."""
@@ -345,7 +359,8 @@ class Durability:
         self, model: LiveModel, manifest: JournalManifest, folder: JournalFolder
     ) -> DurableRun:
         copies = self._shared.snapshots if self._shared is not None else None
-        snapshots = Snapshots(self._suspension, model, self.store, copies)
+        assert self._room is not None  # noqa: S101 - there is one if there are journals
+        snapshots = Snapshots(self._suspension, model, self.store, self._room, copies)
         name = str(model.model_id)
         earlier = self._runs.pop(name, None)
         run = DurableRun(
@@ -378,6 +393,3 @@ class Durability:
     def _folder(self, run_id: str) -> JournalFolder:
         assert self._root is not None  # noqa: S101 - only called if there is one
         return JournalFolder(self._root, run_id)
-
-    def _applies_to(self, spec: ModelSpec) -> bool:
-        return self._root is not None and self._config.applies_to(spec.lora)

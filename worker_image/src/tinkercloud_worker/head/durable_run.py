@@ -30,8 +30,9 @@ from tinkercloud_worker.checkpoints.store import StoreFailed
 from tinkercloud_worker.head.attempts import Attempts
 from tinkercloud_worker.head.failures import Moved, error_message, to_result
 from tinkercloud_worker.head.live_model import LiveModel
-from tinkercloud_worker.head.queue import QueuedRequest
+from tinkercloud_worker.head.queue import QueuedRequest, Role
 from tinkercloud_worker.head.save_schedule import Backoff, SavePoint, SaveSchedule
+from tinkercloud_worker.head.snapshot_room import NoRoom
 from tinkercloud_worker.head.snapshots import Snapshot, Snapshots
 from tinkercloud_worker.journal.folder import JournalFolder
 from tinkercloud_worker.journal.records import Entry, Record
@@ -43,6 +44,10 @@ log = structlog.get_logger(__name__)
 
 _PATIENCE_SECONDS = 20.0
 """How long `change_kept` waits for a snapshot: less than the API server waits for a response."""
+
+
+_SHARE = 0.05
+"""Share of the time that snapshots of a whole model may take."""
 
 
 class DurableRun:
@@ -80,9 +85,10 @@ class DurableRun:
         self.attempts = attempts
         """The attempts to repeat its requests."""
         self._on_change = on_change
-        self._schedule = SaveSchedule(
-            AutosaveConfig(steps=config.snapshot_steps, seconds=config.snapshot_seconds)
-        )
+        self._is_whole = model.spec.lora is None
+        self._schedule = SaveSchedule(_when(config, is_whole=self._is_whole))
+        self._rested_at = 0.0
+        """When the next snapshot of a whole model may begin, if the journal can wait for it."""
         self._retry, self._copy_retry = Backoff(), Backoff()
         self._wants_copy = False
         """Whether the object store lacks the last snapshot."""
@@ -93,9 +99,10 @@ class DurableRun:
         self._changes_seen = 0
         self._is_wanted = model.spec.restore_from is not None
         """Whether a snapshot is needed as soon as possible: what a request had read may change."""
-        self._loads: set[int] = set()
-        self._index_of: dict[int, int] = {}
-        """Indexes of the records of requests that are not finished, by number."""
+        self._unfinished: dict[int, tuple[int, Role]] = {}
+        """Indexes of the records of requests, and their roles, by number."""
+        self._has_gradient = False
+        """Whether a request may have left a gradient."""
         self._needed = -1
         """The record that must be durable before the next result is published."""
         self._read: list[str] = []
@@ -107,13 +114,16 @@ class DurableRun:
         self._is_closed = False
         self.failure: str | None = None
         """Why the run would not survive the end of this process; None if it would."""
+        self._lacks_room: str | None = None
+        """Why no snapshot fits on the disk; until the journal is full, the run survives a kill."""
         self._shipping: Shipping | None = None
         self._waits_for_store = False
 
     @property
     def degraded(self) -> str | None:
         """Why the run is less safe than its level promises; None if it isn't."""
-        return self.failure or (self._shipping.failure if self._shipping is not None else None)
+        copied = self._shipping.failure if self._shipping is not None else None
+        return self.failure or self._lacks_room or copied
 
     def ship(self, shipping: Shipping) -> None:
         """Copy the journal to the object store from now on."""
@@ -169,9 +179,8 @@ class DurableRun:
             read=tuple(self._read),
         )
         self._read.clear()
-        if queued.operation.role == "load":
-            self._loads.add(queued.seq_id)
-        index = self._index_of[queued.seq_id] = self._writer.append(entry, source.body)
+        index = self._writer.append(entry, source.body)
+        self._unfinished[queued.seq_id] = index, queued.operation.role
         if self._shipping is not None:
             self._shipping.append(Record(index, entry, source.body))
         metrics.JOURNAL_BYTES.inc(len(source.body))
@@ -230,10 +239,11 @@ class DurableRun:
 
     def release(self, seq_id: int, finish: Callable[[], None]) -> None:
         """See `RequestLog.release`."""
-        self._needed = max(self._needed, self._index_of.pop(seq_id, -1))
-        if seq_id in self._loads:
-            self._loads.discard(seq_id)
-            self._is_wanted = True
+        index, role = self._unfinished.pop(seq_id, (-1, None))
+        self._needed = max(self._needed, index)
+        self._is_wanted = self._is_wanted or role == "load"
+        if role in {"gradient", "load", "step"}:
+            self._has_gradient = role == "gradient"
         self._when_durable(self._needed, finish)
 
     def _when_durable(self, index: int, act: Callable[[], None]) -> None:
@@ -296,20 +306,28 @@ class DurableRun:
         if needs_snapshot or self._wants_copy:
             return max(self._retry.retry_at, self._copy_retry.retry_at)
         due = self._schedule.due_at()
-        return max(due, self._retry.retry_at) if due is not None else None
+        if due is None or (self._is_whole and self._has_gradient):
+            # After the step there is none, which would be copied.
+            return None
+        return max(due, self._retry.retry_at, self._rested_at)
 
     async def _begin_snapshot(self) -> None:
         if self._model.queue.background:
             await asyncio.wait(self._model.queue.background)
-        point = self._schedule.begin(time.monotonic())
+        began = time.monotonic()
+        point = self._schedule.begin(began)
         try:
             await self.settled()
-            began = time.monotonic()
+            if self.failure is not None:
+                # What is there is of no use, and a full disk may have room for the snapshot then.
+                following = self._number + 1
+                await self._in_thread(lambda: self._folder.clear_before(following))
+            paused = time.monotonic()
             snapshot = await self._snapshots.take()
         except Exception as error:  # noqa: BLE001 - any failure leaves the run training
-            self._snapshot_failed(error)
+            self._snapshot_failed(error, began)
             return
-        metrics.SNAPSHOT_PAUSE_SECONDS.observe(time.monotonic() - began)
+        metrics.SNAPSHOT_PAUSE_SECONDS.observe(time.monotonic() - paused)
         if self._is_closed:
             return
         if self._writer.has_failed:
@@ -327,9 +345,6 @@ class DurableRun:
     async def _save(self, snapshot: Snapshot, first_index: int, point: SavePoint) -> None:
         began, number = time.monotonic(), self._number
         try:
-            if self.failure is not None:
-                # What is there is of no use, and a full disk may have room for the snapshot then.
-                await self._in_thread(lambda: self._folder.clear_before(number))
             manifest = await self._snapshots.write(snapshot)
             # Before the manifest exists again: a run that was degraded has a gap in these.
             await self._in_thread(lambda: self._folder.remove_before(number))
@@ -344,7 +359,7 @@ class DurableRun:
             self._is_wanted = True
             if self.failure is not None:
                 self._writer.close()
-            self._snapshot_failed(error)
+            self._snapshot_failed(error, began)
         else:
             self._schedule.saved(point)
             self._retry.succeeded()
@@ -352,6 +367,8 @@ class DurableRun:
             metrics.SNAPSHOT_SECONDS.observe(time.monotonic() - began)
             if self._shipping is not None:
                 await self._copy(manifest, first_index, self._shipping)
+            if self._is_whole:
+                self._rested_at = began + (time.monotonic() - began) / _SHARE
         finally:
             self._saving = None
             self._attempted.set()
@@ -361,11 +378,12 @@ class DurableRun:
         self, manifest: SuspendedManifest, first_index: int, shipping: Shipping
     ) -> None:
         """Copy a snapshot; a failure delays no snapshot of the local disk."""
+        began = time.monotonic()
         try:
             await self._snapshots.copy(manifest, first_index, shipping)
         except Exception as error:  # noqa: BLE001 - any failure leaves the run training
             self._wants_copy = True
-            self._copy_retry.failed(time.monotonic())
+            self._copy_retry.failed(time.monotonic(), time.monotonic() - began)
             metrics.SNAPSHOT_FAILURES.inc()
             log.warning(
                 "a snapshot could not be copied to the checkpoint store; it is tried again",
@@ -377,15 +395,20 @@ class DurableRun:
             self._copy_retry.succeeded()
 
     def _end_failure(self) -> None:
-        if self.failure is not None and not self._writer.has_failed:
-            log.info("a run is durable again", model_id=self._name)
-            self.failure = None
-            self._on_change()
+        if self._writer.has_failed or self.degraded is None:
+            return
+        log.info("a run is durable again", model_id=self._name)
+        self.failure = self._lacks_room = None
+        self._on_change()
 
-    def _snapshot_failed(self, error: Exception) -> None:
-        reason = _reason(error)
-        self._schedule.failed(time.monotonic(), reason)
-        self._retry.failed(time.monotonic())
+    def _snapshot_failed(self, error: Exception, began: float) -> None:
+        """Record a failed attempt that began at a time."""
+        reason, now = _reason(error), time.monotonic()
+        self._schedule.failed(now, reason)
+        self._retry.failed(now, now - began)
+        if isinstance(error, NoRoom):
+            self._lacks_room = reason
+            self._on_change()
         self._attempted.set()
         metrics.SNAPSHOT_FAILURES.inc()
         log.warning(
@@ -453,6 +476,13 @@ class DurableRun:
             self._timer.cancel()
         if self._saving is not None:
             self._saving.cancel()
+
+
+def _when(config: DurabilityConfig, *, is_whole: bool) -> AutosaveConfig:
+    """Return when snapshots of a model are due."""
+    if is_whole:
+        return AutosaveConfig(steps=0, seconds=config.whole_model_seconds)
+    return AutosaveConfig(steps=config.snapshot_steps, seconds=config.snapshot_seconds)
 
 
 def _reason(error: Exception) -> str:

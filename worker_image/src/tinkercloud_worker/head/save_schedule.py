@@ -31,11 +31,11 @@ class Backoff:
         self.retry_at = 0.0
         """When to try again; in the past if nothing has failed."""
 
-    def failed(self, now: float) -> None:
-        """Record a failure."""
+    def failed(self, now: float, took: float = 0.0) -> None:
+        """Record a failure of an attempt that took so many seconds: the pause is no shorter."""
         pause = min(_FIRST_RETRY_SECONDS * 2.0**self._failures, _LONGEST_RETRY_SECONDS)
         self._failures += 1
-        self.retry_at = now + pause
+        self.retry_at = now + max(pause, took)
 
     def succeeded(self) -> None:
         """Record a success."""
