@@ -203,7 +203,6 @@ class Durability:
         self, model: LiveModel, state: SuspendedManifest, store: CheckpointStore
     ) -> None:
         """Start the journal of a model that resumes from a suspended state: copy it."""
-
         name = str(model.model_id)
 
         async def copy_state() -> None:

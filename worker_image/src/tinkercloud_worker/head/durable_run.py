@@ -86,9 +86,7 @@ class DurableRun:
         """The attempts to repeat its requests."""
         self._on_change = on_change
         self._is_whole = model.spec.lora is None
-        self._schedule = SaveSchedule(_when(config, is_whole=self._is_whole))
-        self._rested_at = 0.0
-        """When the next snapshot of a whole model may begin, if the journal can wait for it."""
+        self._schedule = _schedule_of(config, is_whole=self._is_whole)
         self._retry, self._copy_retry = Backoff(), Backoff()
         self._wants_copy = False
         """Whether the object store lacks the last snapshot."""
@@ -309,7 +307,7 @@ class DurableRun:
         if due is None or (self._is_whole and self._has_gradient):
             # After the step there is none, which would be copied.
             return None
-        return max(due, self._retry.retry_at, self._rested_at)
+        return max(due, self._retry.retry_at)
 
     async def _begin_snapshot(self) -> None:
         if self._model.queue.background:
@@ -367,8 +365,7 @@ class DurableRun:
             metrics.SNAPSHOT_SECONDS.observe(time.monotonic() - began)
             if self._shipping is not None:
                 await self._copy(manifest, first_index, self._shipping)
-            if self._is_whole:
-                self._rested_at = began + (time.monotonic() - began) / _SHARE
+            self._schedule.rest(began, time.monotonic())
         finally:
             self._saving = None
             self._attempted.set()
@@ -478,11 +475,12 @@ class DurableRun:
             self._saving.cancel()
 
 
-def _when(config: DurabilityConfig, *, is_whole: bool) -> AutosaveConfig:
-    """Return when snapshots of a model are due."""
+def _schedule_of(config: DurabilityConfig, *, is_whole: bool) -> SaveSchedule:
+    """Return when snapshots of a model are due, while its journal is small."""
     if is_whole:
-        return AutosaveConfig(steps=0, seconds=config.whole_model_seconds)
-    return AutosaveConfig(steps=config.snapshot_steps, seconds=config.snapshot_seconds)
+        return SaveSchedule(AutosaveConfig(steps=0, seconds=config.whole_model_seconds), _SHARE)
+    steps, seconds = config.snapshot_steps, config.snapshot_seconds
+    return SaveSchedule(AutosaveConfig(steps=steps, seconds=seconds))
 
 
 def _reason(error: Exception) -> str:

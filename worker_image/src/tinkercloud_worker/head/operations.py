@@ -333,9 +333,7 @@ class Operations:
         """
         if self._gradient_lost is not None:
             raise GradientLost(self._gradient_lost)
-        return await self.run_lightweight(
-            lambda: self._backend.trainer.export_gradient(self._name)
-        )
+        return await self.run_lightweight(lambda: self._backend.trainer.export_gradient(self._name))
 
     async def restore(self, state: TrainingState) -> None:
         """Create the model from an exported state, without a gradient.

@@ -45,8 +45,17 @@ class Backoff:
 class SaveSchedule:
     """Counts one model's changes and decides when they are saved."""
 
-    def __init__(self, config: AutosaveConfig) -> None:
+    def __init__(self, config: AutosaveConfig, share: float = 1.0) -> None:
+        """Start without changes.
+
+        Args:
+            config: when changes are saved.
+            share: share of the time that saves may take, up to 1; beyond it they come later.
+        """
         self._config = config
+        self._share = share
+        self._rested_at = 0.0
+        """When the next save may begin, so that saves take no more than their share."""
         self._changes = 0
         self._saved = 0
         self._since = 0.0
@@ -78,6 +87,10 @@ class SaveSchedule:
         if point.changes > self._saved:
             self._saved, self._since = point.changes, point.time
 
+    def rest(self, began: float, now: float) -> None:
+        """Record how long a save took."""
+        self._rested_at = began + (now - began) / self._share
+
     def failed(self, now: float, reason: str) -> None:
         """Record that a save failed."""
         self.failure = reason
@@ -91,8 +104,9 @@ class SaveSchedule:
         """Return when the next save is due; None if none is due until the model changes."""
         if self.unsaved == 0 or self._has_ended:
             return None
+        earliest = max(self._backoff.retry_at, self._rested_at)
         if self._config.steps and self.unsaved >= self._config.steps:
-            return max(self._since, self._backoff.retry_at)
+            return max(self._since, earliest)
         if self._config.seconds:
-            return max(self._since + self._config.seconds, self._backoff.retry_at)
+            return max(self._since + self._config.seconds, earliest)
         return None

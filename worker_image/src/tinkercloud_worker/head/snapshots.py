@@ -87,9 +87,7 @@ class Snapshots:
             formats.write_whole_state(state, writer.write)
             return {}
 
-        return await operations.run_lightweight(
-            lambda: backend.trainer.begin_reading(name, write)
-        )
+        return await operations.run_lightweight(lambda: backend.trainer.begin_reading(name, write))
 
     async def write(self, snapshot: Snapshot) -> SuspendedManifest:
         """Write a snapshot, which replaces the previous one; return its manifest.
