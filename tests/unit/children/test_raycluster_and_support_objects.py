@@ -391,15 +391,19 @@ def test_idle_models_have_a_share_of_the_heads_scratch_space(head: Json, room: i
     assert config.limits.max_paged_bytes == room
 
 
+@pytest.mark.parametrize("lora", [{"rank": 8}, None], ids=["adapter", "whole model"])
 @pytest.mark.parametrize("source", [{"source": ON_A_VOLUME}, {}], ids=["volume", "download"])
-def test_all_that_a_head_keeps_fits_in_its_scratch_space_together(source: Json) -> None:
+def test_all_that_a_head_keeps_fits_in_its_scratch_space_together(
+    source: Json, lora: Json | None
+) -> None:
     head = {"image": "worker", "durability": {"level": "local"}, "resources": {"scratch": "4Gi"}}
+    session = a_session(lora=lora)
 
-    config = support_objects.head_config(a_build(a_base_model(head=head, **source)))
+    config = support_objects.head_config(a_build(a_base_model(head=head, **source), session))
 
-    limits = config.limits
-    kept = limits.max_snapshot_bytes + limits.max_paged_bytes + config.durability.max_journal_bytes
-    assert kept < 0.9 * (4 << 30)
+    limits, durability = config.limits, config.durability
+    kept = limits.max_snapshot_bytes + limits.max_paged_bytes + durability.max_journal_bytes
+    assert kept + (durability.max_whole_model_bytes or 0) < 0.9 * (4 << 30)
 
 
 def test_the_head_of_a_sampling_session_does_not_train() -> None:

@@ -1,4 +1,4 @@
-"""Fully fine-tuned models have journals too; their snapshots come by time and size, not by steps."""
+"""Fully fine-tuned models have journals too; snapshots come by time and size, not by steps."""
 
 import shutil
 import time

@@ -1,6 +1,7 @@
 """The objects that pods depend on: Service, Secret, configuration, policies, claims."""
 
 from tinkercloud_crds import labels
+from tinkercloud_crds.shapes import WHOLE_MODEL_SHARE
 from tinkercloud_operator.children import engines
 from tinkercloud_operator.children.pods import (
     GPU_CLAIM,
@@ -33,6 +34,9 @@ _JOURNAL_SHARE = 0.1
 _SNAPSHOT_SHARE = 0.5
 """Share of the head's scratch space for sampling snapshots; half of it if the base model is stored
 there too. The latest snapshot and those in use do not count, and new ones are being written."""
+_SNAPSHOT_SHARE_BESIDE = 0.15
+"""The same of a head whose scratch space has a whole model's journal (`WHOLE_MODEL_SHARE`). Its
+only model never leaves, so that idle models have no share."""
 _PAGED_SHARE = 0.25
 """Share of the head's scratch space for idle models; half of it if the base model is stored there
 too."""
@@ -56,6 +60,7 @@ def token_secret(build: Build) -> Json:
 def head_config(build: Build) -> HeadConfig:
     """Return the configuration that the head reads at startup."""
     settings, base_model = build.settings, build.resolved.base_model
+    keeps_whole = _keeps_whole_model(build.resolved)
     return HeadConfig(
         head=build.names.session,
         model=BaseModelSource(name=base_model.model_name, path=model_path(base_model)),
@@ -69,9 +74,11 @@ def head_config(build: Build) -> HeadConfig:
         limits=Limits(
             max_lora_rank=base_model.limits.max_lora_rank,
             max_context_length=base_model.max_context_length,
-            max_snapshot_bytes=_head_scratch(build.resolved, _SNAPSHOT_SHARE),
+            max_snapshot_bytes=_head_scratch(
+                build.resolved, _SNAPSHOT_SHARE_BESIDE if keeps_whole else _SNAPSHOT_SHARE
+            ),
             max_placed_bytes=_placed_bytes(build.resolved),
-            max_paged_bytes=_head_scratch(build.resolved, _PAGED_SHARE),
+            max_paged_bytes=_head_scratch(build.resolved, 0 if keeps_whole else _PAGED_SHARE),
         ),
         timings=Timings(
             drain_seconds=settings.drain_seconds,
@@ -89,8 +96,19 @@ def _durability(resolved: ResolvedSpec) -> Json:
         return {}
     room = int(parse_quantity(shape.resources.scratch) * _JOURNAL_SHARE)
     largest = min(DurabilityConfig().max_journal_bytes, max(1, room))
-    config = DurabilityConfig(**shape.durability.model_dump(), max_journal_bytes=largest)
+    config = DurabilityConfig(
+        **shape.durability.model_dump(),
+        max_journal_bytes=largest,
+        max_whole_model_bytes=(
+            _head_scratch(resolved, WHOLE_MODEL_SHARE) if _keeps_whole_model(resolved) else None
+        ),
+    )
     return {"journal_dir": f"{SCRATCH_FOLDER}/journals", "durability": config}
+
+
+def _keeps_whole_model(resolved: ResolvedSpec) -> bool:
+    """Return whether the head keeps the journal of a whole model."""
+    return resolved.trains_whole_model and resolved.base_model.head.durability.level != "none"
 
 
 def _head_scratch(resolved: ResolvedSpec, share: float) -> int:
