@@ -34,7 +34,7 @@ _JOURNAL_SHARE = 0.1
 _SNAPSHOT_SHARE = 0.5
 """Share of the head's scratch space for sampling snapshots; half of it if the base model is stored
 there too. The latest snapshot and those in use do not count, and new ones are being written."""
-_SNAPSHOT_SHARE_BESIDE = 0.15
+_WHOLE_SNAPSHOT_SHARE = 0.15
 """The same of a head whose scratch space has a whole model's journal (`WHOLE_MODEL_SHARE`). Its
 only model never leaves, so that idle models have no share."""
 _PAGED_SHARE = 0.25
@@ -75,7 +75,7 @@ def head_config(build: Build) -> HeadConfig:
             max_lora_rank=base_model.limits.max_lora_rank,
             max_context_length=base_model.max_context_length,
             max_snapshot_bytes=_head_scratch(
-                build.resolved, _SNAPSHOT_SHARE_BESIDE if keeps_whole else _SNAPSHOT_SHARE
+                build.resolved, _WHOLE_SNAPSHOT_SHARE if keeps_whole else _SNAPSHOT_SHARE
             ),
             max_placed_bytes=_placed_bytes(build.resolved),
             max_paged_bytes=_head_scratch(build.resolved, 0 if keeps_whole else _PAGED_SHARE),

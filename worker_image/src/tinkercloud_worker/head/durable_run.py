@@ -77,10 +77,8 @@ class DurableRun:
             attempts: counts the heads that its requests have ended.
             on_change: called when the run is degraded, and when it is durable again.
         """
-        self._model = model
-        self._manifest = manifest
-        self._folder = folder
-        self._snapshots = snapshots
+        self._model, self._snapshots = model, snapshots
+        self._manifest, self._folder = manifest, folder
         self._config, self._threads = config, threads
         self.attempts = attempts
         """The attempts to repeat its requests."""

@@ -51,9 +51,9 @@ class SnapshotRoom:
         with self._lock:
             stored = self._stored(run_id)
             if self._limit is not None and stored + size > self._limit:
-                beside = f" beside the last one of {stored} bytes" if stored else ""
+                both = f", the last one {stored}" if stored else ""
                 raise NoRoom(
-                    f"no room for a snapshot: it takes {size} bytes{beside}, and"
+                    f"no room for a snapshot: it takes {size} bytes{both}, and"
                     f" durability.max_whole_model_bytes is {self._limit} (on Kubernetes, a share of"
                     " head.resources.scratch of the BaseModel)"
                 )
