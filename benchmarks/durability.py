@@ -186,6 +186,15 @@ def _anonymous_bytes() -> int:
     return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
+def _num_snapshots() -> float:
+    return float(metrics.SNAPSHOTS._value.get())
+
+
+def _is_written(count: float) -> bool:
+    """Return whether there have been more snapshots than that."""
+    return _num_snapshots() > count
+
+
 async def whole_model(model: str, folder: Path, rounds: int) -> list[Measurement]:
     """Measure snapshots of a fully fine-tuned model, which are written while it trains."""
     root, journals = (folder / "store").as_uri(), folder / "journals"
@@ -194,10 +203,10 @@ async def whole_model(model: str, folder: Path, rounds: int) -> list[Measurement
     with a_head(root, folder, "g", journals=journals, make=load, spec=WHOLE) as head:
         await head.begin()
         await step(head, 1)
-        durable, snapshots = head.service.durability.of(str(MODEL)), metrics.SNAPSHOTS
+        durable = head.service.durability.of(str(MODEL))
         assert durable is not None
         for number in range(2, 2 * rounds + 2, 2):
-            began, count = time.perf_counter(), snapshots._value.get()
+            began, count = time.perf_counter(), _num_snapshots()
             with AnonymousMemory() as usual:
                 await step(head, number)
             plain.append(time.perf_counter() - began)
@@ -206,7 +215,7 @@ async def whole_model(model: str, folder: Path, rounds: int) -> list[Measurement
                 durable.note_change()
                 await step(head, number + 1)
                 during.append(time.perf_counter() - began)
-                await until(lambda count=count: snapshots._value.get() > count)
+                await until(partial(_is_written, count))
                 written.append(time.perf_counter() - began)
             extra.append(memory.largest - usual.largest)
         state = 12 * head.backend.trainer.memory_bytes(str(MODEL)) / 16

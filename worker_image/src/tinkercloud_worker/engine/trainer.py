@@ -89,6 +89,12 @@ class TrainingState:
     step: int
     """Number of optimizer steps, as used by AdamW's bias correction."""
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of all tensors together."""
+        moments = (self.moments or {}).values()
+        return self.weights.size_bytes + sum(tensor.nbytes for tensor in moments)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingPass:

@@ -6,10 +6,8 @@ for that, while passes run.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from tinkercloud_protocol.checkpoints import BODIES, GRADIENT, HEAD_STATE, SuspendedManifest
 from tinkercloud_worker.checkpoints import formats
@@ -79,11 +77,11 @@ class Snapshots:
             return lambda: formats.encode_state(take(), backend.config.model.name)
         name, limit = str(self.model.model_id), backend.config.limits.max_sampler_bytes
         published = self.suspension.samplers.of_model(self.model.model_id)
-        others = min(limit, sum(each.size_bytes for each in published)) + _size_of(gradient)
+        others = min(limit, sum(each.size_bytes for each in published))
+        others += sum(tensor.nbytes for tensor in (gradient or {}).values())
 
         def write(state: TrainingState) -> formats.Files:
-            size = _size_of(state.weights.tensors) + _size_of(state.moments)
-            self.room.reserve(name, size + others)
+            self.room.reserve(name, state.size_bytes + others)
             formats.write_whole_state(state, writer.write)
             return {}
 
@@ -139,8 +137,3 @@ class Snapshots:
         """
         assert self.copies is not None  # noqa: S101 - there is one if there is a shared journal
         await shipping.replace(manifest, first_index, self.store, self.copies)
-
-
-def _size_of(tensors: Mapping[str, Tensor] | None) -> int:
-    """Return the bytes of some tensors."""
-    return sum(tensor.nbytes for tensor in (tensors or {}).values())
