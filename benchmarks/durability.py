@@ -7,6 +7,7 @@ import asyncio
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,10 +25,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 from benchmarks.measuring import Measurement
 from tinkercloud_protocol.durability import DurabilityConfig, DurabilityLevel
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_testing.bare_heads import Head, a_head
+from tinkercloud_testing.bare_heads import MODEL, WHOLE, Head, a_head, until
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.models import VOCAB_SIZE, tiny_llama
 from tinkercloud_testing.trainers import run
+from tinkercloud_worker import metrics
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -160,6 +162,85 @@ def pauses(folder: str, rounds: int) -> Iterator[Measurement]:
     )
 
 
+class AnonymousMemory:
+    """Records the largest anonymous memory of this process while its context lasts."""
+
+    def __enter__(self) -> "AnonymousMemory":
+        self.largest = _anonymous_bytes()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.01):
+            self.largest = max(self.largest, _anonymous_bytes())
+
+
+def _anonymous_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+def _num_snapshots() -> float:
+    return float(metrics.SNAPSHOTS._value.get())
+
+
+def _is_written(count: float) -> bool:
+    """Return whether there have been more snapshots than that."""
+    return _num_snapshots() > count
+
+
+async def whole_model(model: str, folder: Path, rounds: int) -> list[Measurement]:
+    """Measure snapshots of a fully fine-tuned model, which are written while it trains."""
+    root, journals = (folder / "store").as_uri(), folder / "journals"
+    load = partial(AutoModelForCausalLM.from_pretrained, model)
+    plain, during, written, extra = list[float](), list[float](), list[float](), list[int]()
+    with a_head(root, folder, "g", journals=journals, make=load, spec=WHOLE) as head:
+        await head.begin()
+        await step(head, 1)
+        durable = head.service.durability.of(str(MODEL))
+        assert durable is not None
+        for number in range(2, 2 * rounds + 2, 2):
+            began, count = time.perf_counter(), _num_snapshots()
+            with AnonymousMemory() as usual:
+                await step(head, number)
+            plain.append(time.perf_counter() - began)
+            with AnonymousMemory() as memory:
+                began = time.perf_counter()
+                durable.note_change()
+                await step(head, number + 1)
+                during.append(time.perf_counter() - began)
+                await until(partial(_is_written, count))
+                written.append(time.perf_counter() - began)
+            extra.append(memory.largest - usual.largest)
+        state = 12 * head.backend.trainer.memory_bytes(str(MODEL)) / 16
+    slower = statistics.median(np.subtract(during, plain).tolist())
+    base, seconds = statistics.median(plain), statistics.median(written)
+    return [
+        Measurement(
+            "D5",
+            "memory for a snapshot / its size, all of SmolLM2",
+            max(extra) / state,
+            "x",
+            "<= 0.2",
+            note=f"{max(extra) / 1e6:.0f} MB of {state / 1e6:.0f} MB, {rounds} snapshots",
+        ),
+        Measurement(
+            "D6",
+            "step during which it is written",
+            1 + slower / base,
+            "x",
+            "<= 3",
+            note=f"{slower:.2f} s more than {base:.2f} s; written after {seconds:.2f} s",
+        ),
+    ]
+
+
 def measure(folder: str) -> Iterator[Measurement]:
     """Yield all measurements."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -167,4 +248,5 @@ def measure(folder: str) -> Iterator[Measurement]:
         yield from costs_of_tiny_model(place / "tiny", 40)
         yield asyncio.run(repeating(place / "repeated", 200))
         yield from costs_of_smollm2(folder, place / "large", 10)
+        yield from asyncio.run(whole_model(folder, place / "whole", 5))
     yield from pauses(folder, 10)

@@ -23,6 +23,7 @@ KILLS = int(os.environ.get("TINKERCLOUD_TEST_KILLS", "2"))
 SEED = int(os.environ.get("TINKERCLOUD_TEST_SEED", "1"))
 SETTINGS = {
     "TINKERCLOUD_DURABILITY__SNAPSHOT_STEPS": "20",
+    "TINKERCLOUD_DURABILITY__WHOLE_MODEL_SECONDS": "0.5",
     "TINKERCLOUD_AUTOSAVE__STEPS": "0",
 }
 
@@ -51,9 +52,10 @@ def kill_heads(server: Server) -> None:
             shutil.rmtree(each)
 
 
-def a_training_client(server: Server) -> tinker.TrainingClient:
+def a_training_client(server: Server, rank: int = 4) -> tinker.TrainingClient:
+    """Create a model; one of rank 0 is a whole one."""
     client = server.client()
-    return client.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
+    return client.create_lora_training_client(base_model=MODEL, rank=rank, seed=1).result()
 
 
 class Killer:
@@ -100,10 +102,11 @@ class Killer:
         self._thread.join()
 
 
+@pytest.mark.parametrize("rank", [4, 0], ids=["an adapter", "a whole model"])
 def test_a_pipelined_loop_is_the_same_to_the_bit_however_often_its_head_is_killed(
-    server: Server,
+    server: Server, rank: int
 ) -> None:
-    disturbed = Loop(a_training_client(server))
+    disturbed = Loop(a_training_client(server, rank))
     killer = Killer(server)
     try:
         while killer.is_alive:
@@ -113,7 +116,7 @@ def test_a_pipelined_loop_is_the_same_to_the_bit_however_often_its_head_is_kille
         killer.stop()
 
     assert killer.num_kills == KILLS
-    undisturbed = Loop(a_training_client(server)).run(len(disturbed.curve))
+    undisturbed = Loop(a_training_client(server, rank)).run(len(disturbed.curve))
     assert [number for _, number in disturbed.curve] == list(range(1, len(disturbed.curve) + 1))
     assert disturbed.curve == undisturbed
 

@@ -28,6 +28,9 @@ ADAPTER_SLOTS = 3
 counts as one."""
 OBJECT_STORE_SHARE = 0.8
 """Share of /dev/shm that Ray's object store uses; model states pass through it."""
+WHOLE_MODEL_SHARE = 0.6
+"""Share of the scratch space of a head that trains a whole model for that model's two snapshots:
+the last one, and the one that replaces it."""
 MAX_TOKENS = 1 << 22
 """Maximum number of tokens in a sequence or a micro-batch."""
 
@@ -108,9 +111,6 @@ class Durability(Part):
     wait_for_store: bool = True
     """With `remote`: whether each request waits for the checkpoint store. If false, a lost pod
     loses the requests of the last second."""
-    whole_models: bool = False
-    """Whether fully fine-tuned models are included. Each snapshot writes 12 bytes per parameter,
-    and takes twice as much memory in the head while it is written."""
 
 
 class HeadShape(Part):

@@ -8,6 +8,7 @@ from tinkercloud_crds.shapes import (
     MAX_ENGINES,
     MAX_TOKENS,
     OBJECT_STORE_SHARE,
+    WHOLE_MODEL_SHARE,
     EnginesShape,
     Parallelism,
     Resources,
@@ -40,7 +41,10 @@ _POD_MEMORY_GIB = 16
 GPUs, or twice the trained state, whichever is larger: during a transfer, both the rank and Ray's
 object store hold the state. The two never happen at the same time."""
 _SCRATCH_GIB = 16
-"""Scratch space of a pod, in addition to the model, which it may have to download."""
+"""Scratch space of a pod, in addition to the model, which it may have to download, and of a head,
+in addition to the snapshots of a whole model."""
+_SNAPSHOTS = 2
+"""Snapshots of a whole model on the disk of a head: the last one, and the one that replaces it."""
 _HEAD_CORES = 4
 _HEAD_MEMORY_GIB = 12
 """Memory of a head, in addition to models: waiting requests, results, sampled adapters."""
@@ -146,7 +150,7 @@ class ModelPlan:
             cpu=str(_HEAD_CORES),
             memory=f"{_head_memory_gib(self.demand)}Gi",
             shared_memory=f"{_HEAD_SHARED_MEMORY_GIB + _store_gib(_state(self.demand))}Gi",
-            scratch=f"{_SCRATCH_GIB}Gi",
+            scratch=f"{_head_scratch_gib(self.demand)}Gi",
         )
 
     @property
@@ -286,6 +290,12 @@ def _head_memory_gib(demand: Demand) -> int:
     return _HEAD_MEMORY_GIB + -(-_COPIES_OF_STATE * _state(demand) // GIB)
 
 
+def _head_scratch_gib(demand: Demand) -> int:
+    if demand.lora_rank is not None:
+        return _SCRATCH_GIB
+    return _SCRATCH_GIB + ceil(_SNAPSHOTS * _state(demand) / WHOLE_MODEL_SHARE / GIB)
+
+
 def _pod_memory_gib(gpus: int, weights: int, state: int) -> int:
     return _POD_MEMORY_GIB + -(-2 * max(gpus * weights, state) // GIB)
 
@@ -309,6 +319,7 @@ def _reasons(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
         _why_engines(demand, fleet, division),
         *_why_adapted_in_part(demand),
         *_why_memory(demand, division),
+        *_why_scratch(demand),
         _why_saving(demand),
         *_what_sharing_needs(division),
     ]
@@ -434,6 +445,16 @@ def _why_memory(demand: Demand, division: Division) -> list[Reason]:
         Reason(part, f"{need} GiB of memory", why + (unusual if need > _USUAL_NODE_GIB else ""))
         for part, need, why in needs
     ]
+
+
+def _why_scratch(demand: Demand) -> list[Reason]:
+    if demand.lora_rank is not None:
+        return []
+    why = (
+        f"{_SNAPSHOTS} snapshots of {_state(demand) / 1e9:.1f} GB may take"
+        f" {WHOLE_MODEL_SHARE:.0%} of it; with less, the run is not durable (head.durability)"
+    )
+    return [Reason("scratch space", f"{_head_scratch_gib(demand)} GiB of the head", why)]
 
 
 def _why_saving(demand: Demand) -> Reason:

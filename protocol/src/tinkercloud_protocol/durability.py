@@ -4,8 +4,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
-
 DurabilityLevel = Literal["none", "local", "remote"]
 
 
@@ -62,16 +60,14 @@ class DurabilityConfig(BaseModel):
     before the journal is twice as large, the run continues without a journal (degraded)."""
     max_disk_bytes: Annotated[int, Field(ge=1)] | None = None
     """Size of the journals and snapshots of all runs of a head, in bytes. Beyond it, the largest
-    run of the owner with the most continues without a journal (degraded). If None, only the disk
-    is a limit."""
+    run of the owner with the most continues without a journal (degraded). A snapshot replaces the
+    last one only once it is complete, so there must be room for both. Without it, only the disk is
+    a limit."""
     exact: bool = False
     """Whether requests of adapters run alone, so that repeated steps have the same bits even if
     several runs train at the same time. If false, runs share passes, and a step that is repeated
     alone may differ by rounding from the first time."""
-    whole_models: bool = False
-    """Whether fully fine-tuned models have a journal as well. Each snapshot writes 12 bytes per
-    parameter, and takes twice as much memory in the head while it is written."""
-
-    def applies_to(self, lora: LoraConfig | None) -> bool:
-        """Return whether a model with this adapter, or without one, has a journal."""
-        return self.level != "none" and (lora is not None or self.whole_models)
+    whole_model_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Time, in seconds, after which a step of a fully fine-tuned model is in a snapshot, instead of
+    `snapshot_steps` and `snapshot_seconds`: one writes 12 bytes per parameter. Longer if a snapshot
+    takes more than 5 % of that time."""

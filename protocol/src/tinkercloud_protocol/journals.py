@@ -11,6 +11,7 @@ run:
 Without a snapshot, the journal starts with the creation of the model.
 """
 
+import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -83,6 +84,13 @@ def run_ids(root: Path) -> list[str]:
         OSError: the disk can't be read.
     """
     return sorted(path.parents[1].name for path in root.glob(f"runs/*/journal/{_MANIFEST}"))
+
+
+def delete_withdrawn(root: Path) -> None:
+    """Delete the folders of runs whose journal was withdrawn, as far as possible. Blocks."""
+    for folder in root.glob(f"{run_prefix('*')}"):
+        if not (folder / "journal" / _MANIFEST).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def has_journal(root: Path | None, run_id: str, generation: str) -> bool:

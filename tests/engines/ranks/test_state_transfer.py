@@ -93,6 +93,23 @@ def test_ranks_read_a_state_and_a_gradient_where_their_node_has_them_and_keep_th
     assert_equal(gradient_of(ranked), gradient, atol=0)
 
 
+def test_what_reads_the_state_of_ranks_gets_the_state_before_the_next_step(
+    trainers: Trainers,
+) -> None:
+    ranked, single = trainers
+    state = single.export_state("m")
+    ranked.add_model("m", None)
+    ranked.import_state("m", state)
+
+    take = ranked.begin_reading("m", lambda read: (read.step, tensors_of(read)))
+    run(ranked, random_data([5, 2], seed=2))
+    ranked.optim_step("m", ADAM)
+
+    step, tensors = take()
+    assert step == state.step
+    assert_equal(tensors, tensors_of(state), atol=0)
+
+
 def test_ranks_do_not_modify_shared_inputs(trainers: Trainers) -> None:
     ranked, single = trainers
     ranked.add_model("m", None)

@@ -46,6 +46,8 @@ from tinkercloud_worker.training.paging import Place
 
 MODEL = ModelId("s", 0)
 SPEC = ModelSpec(owner="me", lora=LoraConfig(rank=2, seed=1))
+WHOLE = ModelSpec(owner="me", lora=None)
+"""A model that is trained by full fine-tuning."""
 ADAM = {"learning_rate": 0.01}
 PATIENCE_SECONDS = 60
 """Longest wait for a condition."""
@@ -61,12 +63,14 @@ class Head:
     backend: Backend
     model: ModelId = MODEL
     """The model that requests are for."""
+    spec: ModelSpec = SPEC
+    """Its specification."""
 
     async def begin(self) -> None:
-        await self.service.create_model(self.model, SPEC)
+        await self.service.create_model(self.model, self.spec)
 
     async def resume(self, generation: str) -> None:
-        spec = SPEC.model_copy(update={"resume_generation": generation})
+        spec = self.spec.model_copy(update={"resume_generation": generation})
         await self.service.create_model(self.model, spec)
 
     def add(self, seq_id: int, first: int = 5) -> None:
@@ -209,6 +213,7 @@ def a_head(
     make: Callable[[], PreTrainedModel] = tiny_llama,
     available: Available = lambda: None,
     place: Place | None = None,
+    spec: ModelSpec = SPEC,
 ) -> Iterator[Head]:
     """Run a head in this process; the end of the context is like killing it."""
     config = HeadConfig(
@@ -233,6 +238,6 @@ def a_head(
             thread.start(NoBackground())
         backend = Backend(config, engine.trainer, engine.sampler, thread, store, frozenset())
         service = HeadService(backend)
-        yield Head(service, backend)
+        yield Head(service, backend, spec=spec)
         service.close()
         thread.stop()

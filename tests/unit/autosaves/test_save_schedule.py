@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkercloud_protocol.autosave import AutosaveConfig
-from tinkercloud_worker.head.save_schedule import SaveSchedule
+from tinkercloud_worker.head.save_schedule import Backoff, SaveSchedule
 
 STEPS, SECONDS = 5, 100.0
 CONFIG = AutosaveConfig(steps=STEPS, seconds=SECONDS)
@@ -140,3 +140,25 @@ def test_a_lost_model_is_not_saved() -> None:
     schedule.end()
 
     assert schedule.due_at() is None
+
+
+@given(st.lists(st.floats(0.1, 10 * SECONDS), min_size=1, max_size=20))
+def test_saves_take_no_more_than_their_share_of_the_time(durations: Sequence[float]) -> None:
+    schedule = SaveSchedule(AutosaveConfig(steps=1, seconds=0), share=0.05)
+    now = taken = 0.0
+    for took in durations:
+        schedule.changed(now)
+        due = schedule.due_at()
+        assert due is not None
+        now = max(now, due)
+        assert taken <= 0.05 * now * (1 + 1e-9)
+        point = schedule.begin(now)
+        schedule.rest(now, now + took)
+        now, taken = now + took, taken + took
+        schedule.saved(point)
+
+
+def test_an_attempt_that_fails_late_is_repeated_after_as_long_a_pause() -> None:
+    backoff = Backoff()
+    backoff.failed(1000.0, took=300.0)
+    assert backoff.retry_at == 1300.0

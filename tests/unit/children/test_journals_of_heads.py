@@ -4,7 +4,7 @@ import pytest
 
 from tinkercloud_operator.children import support_objects
 from tinkercloud_operator.children.pods import SCRATCH_FOLDER
-from tinkercloud_testing.sessions import a_base_model, a_build
+from tinkercloud_testing.sessions import a_base_model, a_build, a_session
 
 ON_A_VOLUME = {"volume": {"claimName": "models", "path": "qwen"}}
 
@@ -40,3 +40,20 @@ def test_heads_in_pods_have_journals_unless_the_base_model_sets_another_level() 
     assert by_default.durability.level == "local"
     assert by_default.journal_dir is not None
     assert without.journal_dir is None
+
+
+@pytest.mark.parametrize(
+    ("lora", "room"),
+    [(None, 8 * (1 << 30)), ({"rank": 8}, 2 * (1 << 30))],
+    ids=["a whole model", "adapters"],
+)
+def test_a_whole_model_has_a_larger_share_of_the_scratch_volume_for_its_snapshots(
+    lora: dict[str, int] | None, room: int
+) -> None:
+    head = {"image": "w", "resources": {"scratch": "10Gi"}}
+    offered = a_base_model(head=head, source=ON_A_VOLUME)
+
+    config = support_objects.head_config(a_build(offered, a_session(lora=lora)))
+
+    assert config.durability.max_disk_bytes == room
+    assert config.durability.max_journal_bytes == 512 << 20

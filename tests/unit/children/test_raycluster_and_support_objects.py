@@ -391,11 +391,15 @@ def test_idle_models_have_a_share_of_the_heads_scratch_space(head: Json, room: i
     assert config.limits.max_paged_bytes == room
 
 
+@pytest.mark.parametrize("lora", [{"rank": 8}, None], ids=["adapter", "whole model"])
 @pytest.mark.parametrize("source", [{"source": ON_A_VOLUME}, {}], ids=["volume", "download"])
-def test_all_that_a_head_keeps_fits_in_its_scratch_space_together(source: Json) -> None:
+def test_all_that_a_head_keeps_fits_in_its_scratch_space_together(
+    source: Json, lora: Json | None
+) -> None:
     head = {"image": "worker", "durability": {"level": "local"}, "resources": {"scratch": "4Gi"}}
+    session = a_session(lora=lora)
 
-    config = support_objects.head_config(a_build(a_base_model(head=head, **source)))
+    config = support_objects.head_config(a_build(a_base_model(head=head, **source), session))
 
     limits, journals = config.limits, config.durability.max_disk_bytes
     assert journals is not None

@@ -20,7 +20,8 @@ from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.envelope import TrainingEnvelope
 from tinkercloud_protocol.errors import InvalidRequest, Overloaded, StateLost, Unavailable
 from tinkercloud_protocol.journals import has_journal, manifest_path
-from tinkercloud_testing.bare_heads import MODEL, Head, a_head
+from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_testing.bare_heads import MODEL, SPEC, WHOLE, Head, a_head
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints import store as store_module
 from tinkercloud_worker.head import requests
@@ -28,7 +29,7 @@ from tinkercloud_worker.journal.folder import JournalFolder, Segment
 
 pytestmark = pytest.mark.timeout(300)
 
-CONFIG = DurabilityConfig(snapshot_steps=2)
+CONFIG = DurabilityConfig(snapshot_steps=2, whole_model_seconds=0.001)
 STEPS = 3
 STRIDE = int(os.environ.get("TINKERCLOUD_TEST_STRIDE", "4"))
 """`make test-kills` tries every write, the tests of each change every fourth."""
@@ -113,6 +114,7 @@ def mortal(mortality: Mortality) -> Any:
         for name in ("write_manifest", "create", "remove_before"):
             patch.setattr(JournalFolder, name, mortality.before(getattr(JournalFolder, name)))
         patch.setattr(Segment, "write", mortality.halfway(Segment.write))
+        patch.setattr(durable, "write", mortality.before(durable.write))
         for module in (durable, store_module):
             patch.setattr(module, "obstore", mortality.store(module.obstore))
         yield
@@ -145,14 +147,20 @@ async def scenario(head: Head, mortality: Mortality, answers: dict[int, bytes], 
             answers[due] = answer
 
 
+@pytest.fixture(scope="module", params=[SPEC, WHOLE], ids=["an adapter", "a whole model"])
+def spec(request: pytest.FixtureRequest) -> ModelSpec:
+    found: ModelSpec = request.param
+    return found
+
+
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, bytes]:
+def expected(tmp_path_factory: pytest.TempPathFactory, spec: ModelSpec) -> dict[int, bytes]:
     """Return the answers of a head that nobody kills and that keeps no journal."""
 
     async def run() -> dict[int, bytes]:
         answers: dict[int, bytes] = {}
         folder = tmp_path_factory.mktemp("undisturbed")
-        with a_head(folder.as_uri(), folder, "g") as head:
+        with a_head(folder.as_uri(), folder, "g", spec=spec) as head:
             await head.begin()
             await scenario(head, Mortality(10**9), answers, 1)
         return answers
@@ -161,7 +169,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, bytes]:
 
 
 async def test_a_death_at_any_write_loses_nothing_and_repeats_nothing(
-    tmp_path: Path, expected: dict[int, bytes]
+    tmp_path: Path, expected: dict[int, bytes], spec: ModelSpec
 ) -> None:
     for num_writes in range(0, 10**6, STRIDE):
         folder = tmp_path / str(num_writes)
@@ -169,7 +177,7 @@ async def test_a_death_at_any_write_loses_nothing_and_repeats_nothing(
         mortality, answers = Mortality(num_writes), dict[int, bytes]()
         with (
             mortal(mortality),
-            a_head(root, folder, "g1", journals=journals, durability=CONFIG) as head,
+            a_head(root, folder, "g1", journals=journals, durability=CONFIG, spec=spec) as head,
         ):
             await unless_dead(mortality, head.begin())
             is_created = not mortality.died.is_set()
@@ -184,7 +192,7 @@ async def test_a_death_at_any_write_loses_nothing_and_repeats_nothing(
         if not is_created:
             continue
 
-        with a_head(root, folder, "g2", journals=journals, durability=CONFIG) as head:
+        with a_head(root, folder, "g2", journals=journals, durability=CONFIG, spec=spec) as head:
             await head.resume("g1")
             # The client sends what was not confirmed again, and polls for what it has no result of.
             done = max(answers, default=0)

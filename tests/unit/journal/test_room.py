@@ -16,6 +16,7 @@ from tinkercloud_worker.head.journal_room import JournalRoom, NoRoom, RoomShare,
 pytestmark = pytest.mark.timeout(120)
 
 LIMIT = 100
+ROOM = DurabilityConfig(max_disk_bytes=LIMIT)
 OTHER = ModelId("t", 0)
 
 
@@ -23,15 +24,16 @@ class Runs:
     """Runs of two owners, a and b, that share a room."""
 
     def __init__(self) -> None:
-        self.room = JournalRoom(LIMIT)
+        self.room = JournalRoom(Path(), ROOM)
         self.shares: dict[str, RoomShare] = {}
         self.gave_way: list[str] = []
         for name in ("a1", "a2", "b1"):
-            end = partial(self._end, name)
-            self.shares[name] = self.room.share(name, owner=name[0], give_way=end)
+            share = self.shares[name] = self.room.share(name, owner=name[0])
+            share.give_way = partial(self._end, name)
 
     def _end(self, name: str, _: str) -> None:
         self.gave_way.append(name)
+        self.shares[name].cleared()
 
 
 @given(
@@ -77,11 +79,16 @@ def test_the_owner_with_the_most_gives_way_not_the_one_with_the_largest_run() ->
 
 
 def test_a_run_that_no_head_trains_is_counted_but_keeps_its_files() -> None:
-    room, reasons = JournalRoom(LIMIT), list[str]()
+    room, reasons = JournalRoom(Path(), ROOM), list[str]()
     kept = room.share("kept", "me")
     kept.found(60, 30)
-    running = room.share("running", "me", reasons.append)
+    running = room.share("running", "me")
 
+    def give_way(reason: str) -> None:
+        reasons.append(reason)
+        running.cleared()
+
+    running.give_way = give_way
     running.set_journal(11)
 
     assert kept.num_bytes == 90
@@ -131,7 +138,7 @@ async def test_a_snapshot_without_room_is_refused_by_name_and_the_journal_stays(
     with a_head(root, tmp_path, "g1", journals=journals, durability=config) as head:
         await head.begin()
         expected = await train(head, 1, 8)
-        assert described(head).is_durable
+        await until(lambda: "its next snapshot needs" in str(described(head).degraded))
         assert not list(journals.glob("runs/*/suspended/manifest.json"))
     with a_head(root, tmp_path, "g2", journals=journals, durability=config) as head:
         await head.resume("g1")
@@ -145,3 +152,52 @@ def reason_of(head: Head, model: ModelId) -> str | None:
 
 def durable(head: Head, model: ModelId) -> bool:
     return reason_of(head, model) is None
+
+
+def test_files_of_a_snapshot_that_is_being_written_make_only_others_give_way() -> None:
+    runs = Runs()
+    runs.shares["a1"].set_journal(5)
+    runs.shares["a1"].stage(60)
+    runs.shares["b1"].set_journal(36)
+    assert runs.gave_way == ["a1"]
+
+    runs.shares["b1"].set_journal(101)
+
+    assert runs.gave_way == ["a1", "b1"]
+
+
+def test_a_snapshot_that_was_refused_is_measured_again_with_the_next_attempt() -> None:
+    share = Runs().shares["a1"]
+    with pytest.raises(NoRoom, match="its next snapshot needs 110 more"):
+        share.stage(LIMIT + 10)
+    with pytest.raises(NoRoom):
+        share.check_snapshot()
+
+    share.check_snapshot()
+
+
+async def test_what_a_killed_head_left_of_an_unfinished_snapshot_is_deleted(
+    tmp_path: Path,
+) -> None:
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    config = DurabilityConfig(max_disk_bytes=1 << 20, snapshot_steps=2)
+    with a_head(root, tmp_path, "g1", journals=journals, durability=config) as head:
+        await head.begin()
+        expected = await train(head, 1, 4)
+        suspended = journals / f"runs/{MODEL}/suspended"
+        await until((suspended / "manifest.json").exists)
+    before = {path for path in suspended.rglob("*") if path.is_file()}
+    (suspended / "other").mkdir()
+    (suspended / "other/weights.safetensors").write_bytes(b"part")
+    withdrawn = journals / "runs/withdrawn/journal/00000001.log"
+    withdrawn.parent.mkdir(parents=True)
+    withdrawn.write_bytes(b"part")
+
+    with a_head(root, tmp_path, "g2", journals=journals, durability=config) as head:
+        await head.resume("g1")
+        assert {path for path in suspended.rglob("*") if path.is_file()} == before
+        assert not withdrawn.exists()
+        expected += await train(head, 5, 6)
+    with a_head(root, tmp_path, "undisturbed") as head:
+        await head.begin()
+        assert await train(head, 1, 6) == expected

@@ -20,6 +20,7 @@ from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.shapes import Parallelism
 from tinkercloud_operator.children.engines import sampler_config
 from tinkercloud_operator.children.raycluster import ray_cluster
+from tinkercloud_operator.children.support_objects import head_config
 from tinkercloud_operator.spec.resolved import Devices
 from tinkercloud_testing.sessions import a_build, a_session
 
@@ -305,6 +306,22 @@ def test_a_whole_models_state_fits_ray_s_store_in_the_pods_of_its_plan(qwen3_8b:
     stores = [int(group["rayStartParams"]["object-store-memory"]) for group in groups]
     assert min(stores) >= state
     assert max(stores) <= 1.5 * state
+
+
+def test_both_snapshots_of_a_whole_model_fit_the_scratch_space_of_its_plan(qwen3_8b: str) -> None:
+    plan = planned(qwen3_8b, "--gpus", "8xH100", "--full")["spec"]
+    head = {**plan["head"], "image": "worker", "durability": {"level": "local"}}
+    spec = BaseModelSpec.model_validate({**plan, "head": head})
+    state = 12 * 8_190_735_360
+
+    config = head_config(a_build(spec, a_session(baseModel=spec.model_name, lora=None)))
+
+    room = config.durability.max_disk_bytes
+    assert room is not None
+    assert 2 * state <= room <= 3 * state
+    printed = " ".join(run(qwen3_8b, "--gpus", "8xH100", "--full").output.split())
+    assert "scratch space 322 GiB of the head 2 snapshots of 98.3 GB may take 60%" in printed
+    assert planned(qwen3_8b, "--gpus", "8xH100")["spec"]["head"]["resources"]["scratch"] == "16Gi"
 
 
 def test_a_full_fine_tune_needs_more_gpus_than_an_adapter(qwen3_8b: str) -> None:

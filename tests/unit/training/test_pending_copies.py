@@ -1,5 +1,6 @@
 """A state that is exported while its model trains on is that of the moment of the export."""
 
+import io
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,8 @@ from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.trainers import assert_equal, moments_of, run
+from tinkercloud_worker.checkpoints import formats
+from tinkercloud_worker.checkpoints.tensor_file import Growing
 from tinkercloud_worker.engine.trainer import OptimizerStep, TrainingState
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -50,6 +53,12 @@ def step_with_another(trainer: TorchTrainer, seed: int) -> None:
 
 def load(trainer: TorchTrainer, seed: int) -> None:
     source = a_trainer()
+    train(source, seed)
+    trainer.import_state("m", source.export_state("m"))
+
+
+def load_whole(trainer: TorchTrainer, seed: int) -> None:
+    source = a_whole_model()
     train(source, seed)
     trainer.import_state("m", source.export_state("m"))
 
@@ -148,3 +157,52 @@ def test_a_copy_that_fails_fails_for_who_takes_it_and_for_no_step() -> None:
     assert trainer.export_state("m").step == 1
     with pytest.raises(MemoryError, match="no memory"):
         copy.take()
+
+
+def a_whole_model() -> TorchTrainer:
+    trainer = TorchTrainer(BASE, max_batch_tokens=64)
+    trainer.add_model("m", None)
+    train(trainer, 1)
+    return trainer
+
+
+def encoded(state: TrainingState) -> formats.Files:
+    """Return the files of a state, with no copy of it."""
+    files: formats.Files = {}
+
+    def put(name: str, content: Callable[[Growing], object]) -> None:
+        content(file := io.BytesIO())
+        files[name] = file.getvalue()
+
+    formats.write_whole_state(state, put)
+    return files
+
+
+@pytest.mark.parametrize("change", [train, load_whole], ids=["a step", "a load"])
+def test_what_is_read_without_a_copy_is_the_state_before_the_next_change(
+    change: Callable[[TorchTrainer, int], None],
+) -> None:
+    trainer = a_whole_model()
+    expected = formats.encode_state(trainer.export_state("m"), "base")
+    take = trainer.begin_reading("m", encoded)
+    run(trainer, random_data([5], seed=2))
+
+    change(trainer, 2)
+
+    assert take() == expected
+    assert formats.encode_state(trainer.export_state("m"), "base") != expected
+
+
+def test_reading_a_whole_model_takes_no_second_copy_and_leaves_memory_that_can_be_freed() -> None:
+    trainer = a_whole_model()
+    vectors = trainer._models["m"].vectors
+
+    def addresses(state: TrainingState) -> set[int]:
+        encoded(state)
+        read = [*state.weights.tensors.values(), *moments_of(state).values()]
+        return {each.untyped_storage().data_ptr() for each in read}
+
+    assert trainer.begin_reading("m", addresses)() == {
+        vector.untyped_storage().data_ptr() for vector in vectors if vector is not vectors[1]
+    }
+    assert all(vector.untyped_storage().resizable() for vector in vectors)

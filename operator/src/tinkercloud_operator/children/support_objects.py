@@ -1,6 +1,7 @@
 """The objects that pods depend on: Service, Secret, configuration, policies, claims."""
 
 from tinkercloud_crds import labels
+from tinkercloud_crds.shapes import WHOLE_MODEL_SHARE
 from tinkercloud_operator.children import engines
 from tinkercloud_operator.children.pods import (
     GPU_CLAIM,
@@ -29,13 +30,16 @@ SECRET_KEYS = (labels.TOKEN_KEY, "auth_token")
 _TERMINATION_LOG = "/dev/termination-log"
 """Kubernetes' default path of the termination message of a container."""
 _JOURNALS_SHARE = 0.2
-"""Share of the head's scratch space for all journals and their snapshots; half of it if the base
-model is stored there too."""
-_JOURNAL_SHARE = 0.25
-"""Share of that for the journal of one run."""
+"""Share of the head's scratch space for all journals and the snapshots of adapters; half of it if
+the base model is stored there too."""
+_JOURNAL_SHARE = 0.05
+"""The same for the journal of one run, at which a snapshot replaces it."""
 _SNAPSHOT_SHARE = 0.5
 """Share of the head's scratch space for sampling snapshots; half of it if the base model is stored
 there too. The latest snapshot and those in use do not count, and new ones are being written."""
+_WHOLE_SNAPSHOT_SHARE = 0.15
+"""The same of a head whose scratch space has a whole model's journal (`WHOLE_MODEL_SHARE`). Its
+only model never leaves, so that idle models have no share."""
 _PAGED_SHARE = 0.25
 """Share of the head's scratch space for idle models; half of it if the base model is stored there
 too."""
@@ -59,6 +63,7 @@ def token_secret(build: Build) -> Json:
 def head_config(build: Build) -> HeadConfig:
     """Return the configuration that the head reads at startup."""
     settings, base_model = build.settings, build.resolved.base_model
+    keeps_whole = _keeps_whole_model(build.resolved)
     return HeadConfig(
         head=build.names.session,
         model=BaseModelSource(name=base_model.model_name, path=model_path(base_model)),
@@ -72,9 +77,11 @@ def head_config(build: Build) -> HeadConfig:
         limits=Limits(
             max_lora_rank=base_model.limits.max_lora_rank,
             max_context_length=base_model.max_context_length,
-            max_snapshot_bytes=_head_scratch(build.resolved, _SNAPSHOT_SHARE),
+            max_snapshot_bytes=_head_scratch(
+                build.resolved, _WHOLE_SNAPSHOT_SHARE if keeps_whole else _SNAPSHOT_SHARE
+            ),
             max_placed_bytes=_placed_bytes(build.resolved),
-            max_paged_bytes=_head_scratch(build.resolved, _PAGED_SHARE),
+            max_paged_bytes=_head_scratch(build.resolved, 0 if keeps_whole else _PAGED_SHARE),
         ),
         timings=Timings(
             drain_seconds=settings.drain_seconds,
@@ -90,12 +97,20 @@ def _durability(resolved: ResolvedSpec) -> Json:
     shape = resolved.base_model.head
     if shape.durability.level == "none":
         return {}
-    room = _head_scratch(resolved, _JOURNALS_SHARE)
-    largest = min(DurabilityConfig().max_journal_bytes, max(1, int(room * _JOURNAL_SHARE)))
+    keeps_whole = _keeps_whole_model(resolved)
+    share = _JOURNALS_SHARE + (WHOLE_MODEL_SHARE if keeps_whole else 0)
+    largest = _head_scratch(resolved, _JOURNAL_SHARE)
     config = DurabilityConfig(
-        **shape.durability.model_dump(), max_journal_bytes=largest, max_disk_bytes=room
+        **shape.durability.model_dump(),
+        max_journal_bytes=min(DurabilityConfig().max_journal_bytes, largest),
+        max_disk_bytes=_head_scratch(resolved, share),
     )
     return {"journal_dir": f"{SCRATCH_FOLDER}/journals", "durability": config}
+
+
+def _keeps_whole_model(resolved: ResolvedSpec) -> bool:
+    """Return whether the head keeps the journal of a whole model."""
+    return resolved.trains_whole_model and resolved.base_model.head.durability.level != "none"
 
 
 def _head_scratch(resolved: ResolvedSpec, share: float) -> int:

@@ -13,7 +13,12 @@ from pydantic import ValidationError
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec, Limits, SessionPolicy
 from tinkercloud_crds.shapes import TrainerShape
-from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec, missing_fields
+from tinkercloud_operator.spec.resolved import (
+    Rejection,
+    ResolvedSpec,
+    missing_fields,
+    trains_whole_model,
+)
 from tinkercloud_operator.spec.snapshot import Observed
 
 _NAMED_CHANGES = 8
@@ -39,6 +44,7 @@ def pinned_spec(observed: Observed) -> ResolvedSpec | None:
         trainer=description.trainer if observed.spec.role != "Sampler" else None,
         sampler=description.sampler,
         placement=description.placement,
+        trains_whole_model=trains_whole_model(observed.spec),
         plan=observed.status.plan,
     )
 

@@ -71,6 +71,8 @@ class ResolvedSpec:
     """None for a session that only samples."""
     sampler: SamplerShape
     placement: Placement
+    trains_whole_model: bool = False
+    """Whether the session trains one model by full fine-tuning."""
     plan: str | None = None
     """The planned parallelism and its explanation, if the operator chose it."""
 
@@ -224,6 +226,11 @@ def _planned_rank(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> int |
     return None if spec.lora is None else spec.lora.rank
 
 
+def trains_whole_model(spec: TrainingSessionSpec) -> bool:
+    """Return whether a session trains one model by full fine-tuning."""
+    return spec.role == "Trainer" and spec.lora is None
+
+
 def missing_fields(base_model: BaseModelSpec) -> list[str]:
     """Return required fields that a BaseModel lacks: older CRDs did not enforce them."""
     trainer, sampler = base_model.trainer, base_model.sampler
@@ -341,6 +348,7 @@ def _apply_choices(spec: TrainingSessionSpec, base_model: BaseModelSpec) -> Reso
         placement=base_model.placement.model_copy(
             update={field: value for field, value in places.items() if value is not None}
         ),
+        trains_whole_model=trains_whole_model(spec),
     )
 
 

@@ -233,6 +233,11 @@ class RankedTrainer:
         state = self.export_state(model_id)
         return lambda: state
 
+    def begin_reading(self, model_id: str, read: Callable[[TrainingState], T]) -> Callable[[], T]:
+        """See `Trainer.begin_reading`. The function reads the copy in Ray's store."""
+        state = self.export_state(model_id)
+        return lambda: read(state)
+
     def import_state(self, model_id: str, state: TrainingState) -> None:
         """See `Trainer.import_state`."""
         self._model_command(

@@ -5,16 +5,20 @@ only in the kernel's memory until fsync, for which obstore has no option.
 """
 
 import asyncio
+import hashlib
 import os
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import obstore
 from obstore.store import LocalStore, ObjectStore
 
+from tinkercloud_protocol.checkpoints import StoredFile
 from tinkercloud_worker.checkpoints.parts import IN_FLIGHT, part_size
+from tinkercloud_worker.checkpoints.tensor_file import Growing
 
 
 async def put(store: ObjectStore, key: str, content: bytes | memoryview) -> None:
@@ -49,6 +53,50 @@ async def put_atomically(
             await obstore.delete_async(store, staged)
         raise
     await asyncio.to_thread(_synchronize, _root(store), key)
+
+
+class _Described:
+    """A growing file, with what the manifest says of it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._size, self._digest = 0, hashlib.sha256()
+
+    def write(self, content: bytes | memoryview, /) -> None:
+        self._file.write(content)
+        self._digest.update(content)
+        self._size += len(content)
+
+    @property
+    def stored(self) -> StoredFile:
+        return StoredFile(size_bytes=self._size, sha256=self._digest.hexdigest())
+
+
+def write(store: ObjectStore, key: str, content: Callable[[Growing], object]) -> StoredFile:
+    """Write a file part by part, with no copy in memory, replacing the one under this key. Blocks.
+
+    It survives a power failure only after `synchronize`.
+
+    Args:
+        store: a local folder.
+        key: where to write.
+        content: writes the content to the file that it is given.
+    """
+    path = _root(_local(store)) / key
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        content(described := _Described(file))
+    return described.stored
+
+
+def synchronize(store: ObjectStore, key: str) -> None:
+    """Return once a file from `write` is on the disk. Blocks."""
+    _synchronize(_root(_local(store)), key)
+
+
+def _local(store: ObjectStore) -> LocalStore:
+    assert isinstance(store, LocalStore)  # noqa: S101 - only snapshots are written so
+    return store
 
 
 def _root(store: LocalStore) -> Path:

@@ -6,7 +6,8 @@ backend and parallel layout: any trainer can read the checkpoints of any other.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ from tinkercloud_worker.lora import adapters, imported
 Files = dict[str, bytes]
 Contents = Mapping[str, bytes | memoryview]
 """Contents of files by name."""
+Put = Callable[[str, Callable[[tensor_file.Growing], object]], None]
+"""Stores a file, given its name and what writes its content."""
 AnyManifest = CheckpointManifest | SuspendedManifest
 SAMPLER_PREFIX = "sampler-"
 
@@ -80,8 +83,24 @@ def encode_state(state: TrainingState, base_model: str) -> Files:
     return {
         **encode_weights(state.weights, base_model),
         OPTIMIZER_STATE: tensor_file.encode(state.moments or {}),
-        TRAINER_STATE: json.dumps({"step": state.step}).encode(),
+        TRAINER_STATE: _trainer_state(state),
     }
+
+
+def write_whole_state(state: TrainingState, put: Put) -> None:
+    """Write the files of `encode_state`, of a fully fine-tuned model, with no copy in memory.
+
+    Args:
+        state: weights, moments and step.
+        put: stores the files.
+    """
+    put(FULL_WEIGHTS, partial(tensor_file.write, state.weights.tensors))
+    put(OPTIMIZER_STATE, partial(tensor_file.write, state.moments or {}))
+    put(TRAINER_STATE, lambda file: file.write(_trainer_state(state)))
+
+
+def _trainer_state(state: TrainingState) -> bytes:
+    return json.dumps({"step": state.step}).encode()
 
 
 def encode_tensors(tensors: Mapping[str, Tensor]) -> bytes:

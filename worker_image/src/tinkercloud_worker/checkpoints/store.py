@@ -8,7 +8,7 @@ selected by URL (obstore).
 import asyncio
 import hashlib
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from typing import Literal
 
@@ -43,6 +43,7 @@ from tinkercloud_protocol.paths import (
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints.parts import IN_FLIGHT, parts
 from tinkercloud_worker.checkpoints.suspended import EvictedSampler
+from tinkercloud_worker.checkpoints.tensor_file import Growing
 
 log = structlog.get_logger(__name__)
 
@@ -289,6 +290,18 @@ class CheckpointStore:
             await durable.put(self._store, manifest.key_of(name), content)
         return (await asyncio.to_thread(_describe, {name: content}))[name]
 
+    def write_suspended(
+        self, manifest: SuspendedManifest, name: str, content: Callable[[Growing], object]
+    ) -> StoredFile:
+        """Write one file of a suspended state into a local folder; see `durable.write`. Blocks."""
+        with store_errors():
+            return durable.write(self._store, manifest.key_of(name), content)
+
+    async def synchronize_suspended(self, manifest: SuspendedManifest, name: str) -> None:
+        """Return once a file from `write_suspended` is on the disk."""
+        with store_errors():
+            await asyncio.to_thread(durable.synchronize, self._store, manifest.key_of(name))
+
     async def commit_suspended(self, manifest: SuspendedManifest) -> None:
         """Write the manifest of a suspended state, which replaces the run's previous one."""
         key = suspended_key(manifest.run_id)
@@ -301,6 +314,17 @@ class CheckpointStore:
         """Delete the files of a suspended state that will not be committed, as far as possible."""
         with suppress(FileNotFoundError, StoreFailed):
             await self._delete_others(manifest.key_of(""), set())
+
+    async def keep_suspended(self, run_id: str, manifest: SuspendedManifest | None) -> None:
+        """Delete the files of other suspended states of a run, as far as possible.
+
+        Args:
+            run_id: the run.
+            manifest: of the state that is kept, if there is one.
+        """
+        kept = {manifest.key_of(name) for name in manifest.files} if manifest is not None else set()
+        with suppress(FileNotFoundError, StoreFailed):
+            await self._delete_others(suspended_prefix(run_id), kept | {suspended_key(run_id)})
 
     async def withdraw_suspended(self, manifest: SuspendedManifest) -> None:
         """Delete a suspended state, its manifest first. Idempotent.

@@ -10,7 +10,7 @@ The format: https://huggingface.co/docs/safetensors/index#format
 import io
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Annotated, BinaryIO
+from typing import Annotated, Protocol
 
 import numpy as np
 import orjson
@@ -59,6 +59,13 @@ _HEADER = TypeAdapter(dict[str, _Entry])
 _BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 
 
+class Growing(Protocol):
+    """A file that is written from its start to its end."""
+
+    def write(self, content: bytes | memoryview, /) -> object:
+        """Append bytes."""
+
+
 def encode(tensors: Mapping[str, Tensor]) -> bytes:
     """Return a file with these tensors; see `write`."""
     file = io.BytesIO()
@@ -67,10 +74,10 @@ def encode(tensors: Mapping[str, Tensor]) -> bytes:
     return file.getvalue()
 
 
-def write(tensors: Mapping[str, Tensor], file: BinaryIO) -> None:
+def write(tensors: Mapping[str, Tensor], file: Growing) -> None:
     """Write a file with these tensors.
 
-    At most one tensor at a time is copied, if it is not contiguous or not on the CPU.
+    Some MiB at a time are copied; a whole tensor only if it is not contiguous.
 
     Args:
         tensors: tensors with any device and strides.
@@ -88,9 +95,13 @@ def write(tensors: Mapping[str, Tensor], file: BinaryIO) -> None:
     file.write(_header(ordered))
     for _, tensor in ordered:
         # As bytes, since numpy does not support bfloat16.
-        content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(content), _PART_BYTES):
-            file.write(content[start : start + _PART_BYTES])
+        content = tensor.detach()
+        if not content.is_contiguous():
+            # On the CPU: GPUs may have no room.
+            content = content.cpu().contiguous()
+        for part in torch.split(content.view(-1).view(torch.uint8), _PART_BYTES):
+            # A copy, since memory that NumPy has seen can't be given back to the system.
+            file.write(part.to("cpu", copy=True).numpy().data)
 
 
 def decode(content: bytes | memoryview) -> dict[str, Tensor]:

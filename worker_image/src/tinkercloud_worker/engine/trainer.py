@@ -7,7 +7,7 @@ that forward and forward_backward call `yield_point` wherever the base model is 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -18,6 +18,8 @@ from tinkercloud_protocol.tensors import FloatArray
 from tinkercloud_worker.engine.batch import Batch, ModelLimits
 from tinkercloud_worker.engine.expert_load import TokenCounts
 from tinkercloud_worker.engine.thread import Batcher
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,6 +88,12 @@ class TrainingState:
     """AdamW's moments, float32: `<weight name>.exp_avg` and `<weight name>.exp_avg_sq`."""
     step: int
     """Number of optimizer steps, as used by AdamW's bias correction."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all tensors together."""
+        moments = (self.moments or {}).values()
+        return self.weights.size_bytes + sum(tensor.nbytes for tensor in moments)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,6 +214,17 @@ class Trainer(Protocol):
 
         Returns:
             A callable that waits for the copy and returns it. It may be called on any thread, once.
+        """
+
+    def begin_reading(self, model_id: str, read: Callable[[TrainingState], T]) -> Callable[[], T]:
+        """Let a function read the weights, moments and step themselves, before they change.
+
+        Where this process has the model, no memory is taken for a copy; a step that comes before
+        the function has returned waits for it. Elsewhere the function gets a copy.
+
+        Returns:
+            A callable that calls the function, unless a step had to, and returns its result. It may
+            be called on any thread, once.
         """
 
     def import_state(self, model_id: str, state: TrainingState) -> None:

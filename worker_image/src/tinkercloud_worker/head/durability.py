@@ -64,27 +64,33 @@ class Durability:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="journal")
         self._runs: dict[str, DurableRun] = {}
         self._turns = RepeatTurns()
-        self._room = JournalRoom(self._config.max_disk_bytes)
         self._observers: list[Callable[[], None]] = []
         self.on_taken_over: Callable[[str], None] = lambda _: None
         """Called when another head has taken over a model."""
         metrics.JOURNALS_DEGRADED.set_function(lambda: len(self.degraded))
         self.store = self._suspension.backend.store
         """Where the snapshots are."""
+        self._room: JournalRoom | None = None
         if self._root is not None:
+            self._room = JournalRoom(self._root, self._config)
             self._root.mkdir(parents=True, exist_ok=True)
-            self._count_kept(self._root)
+            self._count_kept(self._root, self._room)
             self.store = CheckpointStore(open_store(self._root.absolute().as_uri()))
         self._shared: SharedJournals | None = None
         if self.level == "remote":
             self._shared = SharedJournals(config.checkpoint_root, config.generation, self._config)
 
-    def _count_kept(self, root: Path) -> None:
-        """Count what an earlier head has left of runs, until this head continues them."""
-        for manifest in self.on_disk() if self._room.max_bytes is not None else []:
+    def _count_kept(self, root: Path, room: JournalRoom) -> None:
+        """Count what an earlier head has left of runs, until this head continues them.
+
+        What no head can continue is deleted.
+        """
+        if room.max_bytes is None:
+            return
+        journals.delete_withdrawn(root)
+        for manifest in self.on_disk():
             folder = journals.run_folder(root, manifest.run_id)
-            share = self._room.share(manifest.run_id, manifest.spec.owner)
-            share.found(num_bytes_in(folder), 0)
+            room.share(manifest.run_id, manifest.spec.owner).found(num_bytes_in(folder), 0)
 
     def on_disk(self, only: str = "") -> list[JournalManifest]:
         """Return the manifests of all local journals that are not damaged, or of one run's. Blocks.
@@ -176,7 +182,7 @@ class Durability:
             lineage: generations of the heads that had the model before.
             prepare: writes what the local records follow, before the journal exists.
         """
-        if not self._applies_to(model.spec):
+        if self.level == "none":
             return
         name, folder = str(model.model_id), self._folder(str(model.model_id))
         own = self._backend.config.generation
@@ -210,14 +216,27 @@ class Durability:
         self, model: LiveModel, state: SuspendedManifest, store: CheckpointStore
     ) -> None:
         """Start the journal of a model that resumes from a suspended state: copy it."""
+        name = str(model.model_id)
 
         async def copy_state() -> None:
-            for file in state.files:
-                await self.store.put_suspended(state, file, await store.read_file(state, file))
-            await self.store.commit_suspended(state)
+            share = self._runs[name].share
+            size = sum(file.size_bytes for file in state.files.values())
+            try:
+                if state.lora is None:
+                    await asyncio.to_thread(share.reserve, size)
+                else:
+                    share.stage(size)
+                for file in state.files:
+                    await self.store.put_suspended(state, file, await store.read_file(state, file))
+                await self.store.commit_suspended(state)
+            except Exception:
+                await self.store.discard_suspended(state)
+                share.discarded()
+                raise
+            share.committed()
 
         await self._begin(model, None, state.lineage, copy_state)
-        run = self.of(str(model.model_id))
+        run = self.of(name)
         if run is not None and run.failure is None:
             await run.copy_snapshot(state)
 
@@ -307,6 +326,7 @@ class Durability:
             generations = await self._shared.generations(kept.manifest.run_id, generations)
         manifest = kept.manifest.model_copy(update={"generations": [*generations, own]})
         folder = self._folder(str(model.model_id))
+        await self.store.keep_suspended(kept.manifest.run_id, kept.snapshot)
         try:
             await asyncio.to_thread(folder.write_manifest, manifest)
             if self._config.fsync:
@@ -333,6 +353,7 @@ class Durability:
         """Write nothing more of a model; its journal stays. Idempotent."""
         if (run := self._runs.pop(run_id, None)) is not None:
             self._changed()
+            run.share.left()
             await run.closed()
 
     async def remove(self, run_id: str) -> None:
@@ -344,7 +365,7 @@ class Durability:
     async def drop(self, run_id: str) -> None:
         """Delete the local journal of a model that another head continues. Idempotent."""
         await self.leave(run_id)
-        if self._root is not None:
+        if self._room is not None:
             folder = self._folder(run_id)
             try:
                 await asyncio.to_thread(folder.delete)
@@ -357,8 +378,10 @@ class Durability:
         self, model: LiveModel, manifest: JournalManifest, folder: JournalFolder
     ) -> DurableRun:
         copies = self._shared.snapshots if self._shared is not None else None
-        snapshots = Snapshots(self._suspension, model, self.store, copies)
+        assert self._room is not None  # noqa: S101 - there is one if there are journals
         name = str(model.model_id)
+        share = self._room.share(name, model.spec.owner)
+        snapshots = Snapshots(self._suspension, model, self.store, share, copies)
         earlier = self._runs.pop(name, None)
         run = DurableRun(
             model,
@@ -368,7 +391,6 @@ class Durability:
             config=self._config,
             threads=self._threads,
             attempts=Attempts(folder, self._threads, self._turns),
-            room=self._room,
             on_change=self._changed,
         )
         # First of all, so that a deletion of the model finds it.
@@ -391,6 +413,3 @@ class Durability:
     def _folder(self, run_id: str) -> JournalFolder:
         assert self._root is not None  # noqa: S101 - only called if there is one
         return JournalFolder(self._root, run_id)
-
-    def _applies_to(self, spec: ModelSpec) -> bool:
-        return self._root is not None and self._config.applies_to(spec.lora)

@@ -16,28 +16,25 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import replace
 
 import structlog
-from obstore.exceptions import BaseError
 
-from tinkercloud_protocol.autosave import AutosaveConfig
 from tinkercloud_protocol.checkpoints import SuspendedManifest
 from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.journals import JournalManifest
 from tinkercloud_worker import metrics
-from tinkercloud_worker.checkpoints.store import StoreFailed
 from tinkercloud_worker.head.attempts import Attempts
-from tinkercloud_worker.head.failures import Moved, error_message, to_result
-from tinkercloud_worker.head.journal_room import JournalRoom
+from tinkercloud_worker.head.failures import Moved, disk_failure, error_message, to_result
+from tinkercloud_worker.head.journal_entries import JournalEntries
+from tinkercloud_worker.head.journal_room import NoRoom
 from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.queue import QueuedRequest
-from tinkercloud_worker.head.save_schedule import Backoff, SavePoint, SaveSchedule
+from tinkercloud_worker.head.save_schedule import Backoff, SavePoint, snapshot_schedule
 from tinkercloud_worker.head.shared_journals import LocalState
 from tinkercloud_worker.head.snapshots import Snapshot, Snapshots
 from tinkercloud_worker.journal.folder import JournalFolder
-from tinkercloud_worker.journal.records import HEADER_BYTES, Entry, Record
+from tinkercloud_worker.journal.records import HEADER_BYTES, Record
 from tinkercloud_worker.journal.shared_log import Fenced
 from tinkercloud_worker.journal.shipping import Shipping
 from tinkercloud_worker.journal.writer import JournalWriter
@@ -61,7 +58,6 @@ class DurableRun:
         config: DurabilityConfig,
         threads: ThreadPoolExecutor,
         attempts: Attempts,
-        room: JournalRoom,
         on_change: Callable[[], None],
     ) -> None:
         """Create it; `start` begins writing.
@@ -74,21 +70,19 @@ class DurableRun:
             config: when to take them.
             threads: where files are written.
             attempts: counts the heads that its requests have ended.
-            room: the room on the disk for all runs of the head.
             on_change: called when the run is degraded, and when it is durable again.
         """
-        self._model = model
-        self._manifest = manifest
-        self._folder = folder
-        self._share = room.share(str(model.model_id), model.spec.owner, self._give_way)
-        self._snapshots = replace(snapshots, stage=self._share.stage)
+        self._model, self._snapshots = model, snapshots
+        self.share = snapshots.share
+        """What the run has on the disk."""
+        self.share.give_way = self._give_way
+        self._manifest, self._folder = manifest, folder
         self._config, self._threads = config, threads
         self.attempts = attempts
         """The attempts to repeat its requests."""
         self._on_change = on_change
-        self._schedule = SaveSchedule(
-            AutosaveConfig(steps=config.snapshot_steps, seconds=config.snapshot_seconds)
-        )
+        self._is_whole = model.spec.lora is None
+        self._schedule = snapshot_schedule(config, model.spec.lora)
         self._retry, self._copy_retry = Backoff(), Backoff()
         self._wants_copy = False
         """Whether the object store lacks the last snapshot."""
@@ -99,34 +93,31 @@ class DurableRun:
         self._changes_seen = 0
         self._is_wanted = model.spec.restore_from is not None
         """Whether a snapshot is needed as soon as possible: what a request had read may change."""
-        self._loads: set[int] = set()
-        self._index_of: dict[int, int] = {}
-        """Indexes of the records of requests that are not finished, by number."""
-        self._needed = -1
-        """The record that must be durable before the next result is published."""
-        self._read: list[str] = []
-        self._key: tuple[int, str] | None = None
+        self._entries = JournalEntries()
         self._saving: asyncio.Task[None] | None = None
+        self._clearing: asyncio.Task[None] | None = None
+        self._files = asyncio.Lock()
+        """Held while a snapshot is taken and written, and while files are deleted."""
         self._attempted = asyncio.Event()
         """Set after each attempt to write a snapshot."""
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self.failure: str | None = None
         """Why the run would not survive the end of this process; None if it would."""
+        self._lacks_room: str | None = None
+        """Why no snapshot fits on the disk; until the journal is full, the run survives a kill."""
         self._shipping: Shipping | None = None
-        self._waits_for_store = False
 
     @property
     def degraded(self) -> str | None:
         """Why the run is less safe than its level promises; None if it isn't."""
-        return self.failure or (self._shipping.failure if self._shipping is not None else None)
+        copied = self._shipping.failure if self._shipping is not None else None
+        return self.failure or self._lacks_room or copied
 
     def ship(self, shipping: Shipping) -> None:
         """Copy the journal to the object store from now on."""
         self._shipping = shipping
-        self._waits_for_store = self._config.wait_for_store
         if self._writer.last_index >= 0:
-            # They are in the local journal only.
             shipping.require_snapshot("requests arrived before the checkpoint store was ready")
 
     async def copy_snapshot(self, state: SuspendedManifest) -> None:
@@ -149,12 +140,12 @@ class DurableRun:
         """
         self._bytes_before = sum(len(each.body) + HEADER_BYTES for each in found.records)
         files = found.snapshot.files if found.snapshot is not None else {}
-        self._share.found(self._bytes_before, sum(file.size_bytes for file in files.values()))
+        self.share.found(self._bytes_before, sum(file.size_bytes for file in files.values()))
         self._writer.close()
         self._number, self._next_index = number + 1, index + 1
         self._writer = self._open()
         # The last head may not have copied all of these requests, which are repeated now.
-        self._needed = index
+        self._entries.needed = index
 
     def _open(self) -> JournalWriter:
         return JournalWriter(
@@ -172,34 +163,22 @@ class DurableRun:
         if source is None:
             # The manifest has what creates the model.
             return
-        key = self._key[1] if self._key is not None and self._key[0] == queued.seq_id else None
-        entry = Entry(
-            seq_id=queued.seq_id,
-            path=source.path,
-            role=queued.operation.role,
-            digest=queued.digest.hex(),
-            size=queued.size,
-            knows_of=queued.acknowledged_failure,
-            key=key,
-            read=tuple(self._read),
-        )
-        self._read.clear()
-        if queued.operation.role == "load":
-            self._loads.add(queued.seq_id)
-        index = self._index_of[queued.seq_id] = self._writer.append(entry, source.body)
+        entry = self._entries.entry(queued, source.path)
+        index = self._writer.append(entry, source.body)
+        self._entries.added(queued, index)
         if self._shipping is not None:
             self._shipping.append(Record(index, entry, source.body))
         if not self._writer.has_failed:
-            self._share.set_journal(self._num_bytes)
+            self.share.set_journal(self._num_bytes)
         metrics.JOURNAL_BYTES.inc(len(source.body))
 
     def record_key(self, seq_id: int, key: str | None) -> None:
         """See `RequestLog.record_key`."""
-        self._key = (seq_id, key) if key is not None else None
+        self._entries.record_key(seq_id, key)
 
     def record_read(self, request_id: str) -> None:
         """See `RequestLog.record_read`."""
-        self._read.append(request_id)
+        self._entries.record_read(request_id)
 
     def note_change(self) -> None:
         """See `RequestLog.note_change`."""
@@ -230,7 +209,7 @@ class DurableRun:
         await self._shipped()
 
     async def _shipped(self) -> None:
-        if self._shipping is None or not self._waits_for_store:
+        if self._shipping is None or not self._config.wait_for_store:
             return
         try:
             await self._shipping.shipped()
@@ -247,14 +226,12 @@ class DurableRun:
 
     def release(self, seq_id: int, finish: Callable[[], None]) -> None:
         """See `RequestLog.release`."""
-        self._needed = max(self._needed, self._index_of.pop(seq_id, -1))
-        if seq_id in self._loads:
-            self._loads.discard(seq_id)
+        if self._entries.finished(seq_id) == "load":
             self._is_wanted = True
-        self._when_durable(self._needed, finish)
+        self._when_durable(self._entries.needed, finish)
 
     def _when_durable(self, index: int, act: Callable[[], None]) -> None:
-        if self._shipping is not None and self._waits_for_store:
+        if self._shipping is not None and self._config.wait_for_store:
             shipping, written = self._shipping, act
             act = lambda: shipping.when_shipped(index, written)  # noqa: E731 - a continuation
         self._writer.when_durable(index, act)
@@ -288,7 +265,9 @@ class DurableRun:
         return self._bytes_before + self._writer.size_bytes
 
     def _check_size(self) -> None:
-        if self.failure is None and self._num_bytes >= 2 * self._config.max_journal_bytes:
+        is_tried = self._schedule.failure is not None or self._saving is not None
+        limit = 2 * self._config.max_journal_bytes
+        if self.failure is None and is_tried and self._num_bytes >= limit:
             self._degrade(
                 f"the journal has {self._num_bytes} bytes (durability.max_journal_bytes is"
                 f" {self._config.max_journal_bytes}), and no snapshot could be written"
@@ -313,61 +292,58 @@ class DurableRun:
         if needs_snapshot or self._wants_copy:
             return max(self._retry.retry_at, self._copy_retry.retry_at)
         due = self._schedule.due_at()
-        return max(due, self._retry.retry_at) if due is not None else None
+        if due is None or (self._is_whole and self._entries.has_gradient):
+            # After the step there is none, which would be copied.
+            return None
+        return max(due, self._retry.retry_at)
 
     async def _begin_snapshot(self) -> None:
         if self._model.queue.background:
             await asyncio.wait(self._model.queue.background)
-        point = self._schedule.begin(time.monotonic())
-        try:
-            self._share.check_snapshot(self._share.num_bytes if self.failure is not None else 0)
-            await self.settled()
-            began = time.monotonic()
-            snapshot = await self._snapshots.take()
-        except Exception as error:  # noqa: BLE001 - any failure leaves the run training
-            self._snapshot_failed(error)
-            return
-        metrics.SNAPSHOT_PAUSE_SECONDS.observe(time.monotonic() - began)
-        if self._is_closed:
-            return
-        if self._writer.has_failed:
-            self._number, self._next_index = self._number + 1, self._writer.last_index + 1
-            self._writer = self._open()
-        else:
-            self._bytes_before = self._num_bytes
-            self._number = self._writer.rotate()
+        began = time.monotonic()
+        point = self._schedule.begin(began)
+        async with self._files:
+            try:
+                snapshot = await self._take()
+            except Exception as error:  # noqa: BLE001 - any failure leaves the run training
+                self._snapshot_failed(error, began)
+                return
+            if self._is_closed:
+                return
+            if self._writer.has_failed:
+                self._number, self._next_index = self._number + 1, self._writer.last_index + 1
+                self._writer = self._open()
+            else:
+                self._bytes_before = self._num_bytes
+                self._number = self._writer.rotate()
         self._is_wanted = False
         first_index = self._writer.last_index + 1
         if self._shipping is not None:
             self._shipping.begin_snapshot(first_index)
         self._saving = asyncio.create_task(self._save(snapshot, first_index, point))
 
+    async def _take(self) -> Snapshot:
+        await self.settled()
+        if self.failure is not None:
+            # A full disk may have room for the snapshot then.
+            await self._delete_useless()
+        self.share.check_snapshot()
+        paused = time.monotonic()
+        snapshot = await self._snapshots.take()
+        metrics.SNAPSHOT_PAUSE_SECONDS.observe(time.monotonic() - paused)
+        return snapshot
+
     async def _save(self, snapshot: Snapshot, first_index: int, point: SavePoint) -> None:
-        began, number = time.monotonic(), self._number
+        began = time.monotonic()
         try:
-            if self.failure is not None:
-                # What is there is of no use, and a full disk may have room for the snapshot then.
-                await self._in_thread(lambda: self._folder.clear_before(number))
-                self._bytes_before = 0
-                self._share.cleared()
-            manifest = await self._snapshots.write(snapshot)
-            # Before the manifest exists again: a run that was degraded has a gap in these.
-            await self._in_thread(lambda: self._folder.remove_before(number))
-            if self.failure is not None and not self._writer.has_failed:
-                await self._in_thread(lambda: self._folder.write_manifest(self._manifest))
-                if self._writer.has_failed:
-                    # It failed meanwhile: what it lacks is in memory only.
-                    await self._in_thread(self._withdraw)
-            self._bytes_before = 0
-            self._share.committed()
-            self._share.set_journal(self._num_bytes)
-            self._end_failure()
+            async with self._files:
+                manifest = await self._write(snapshot, self._number)
         except Exception as error:  # noqa: BLE001 - any failure leaves the run training
             self._is_wanted = True
-            self._share.discarded()
+            self.share.discarded()
             if self.failure is not None:
                 self._writer.close()
-            self._snapshot_failed(error)
+            self._snapshot_failed(error, began)
         else:
             self._schedule.saved(point)
             self._retry.succeeded()
@@ -375,20 +351,37 @@ class DurableRun:
             metrics.SNAPSHOT_SECONDS.observe(time.monotonic() - began)
             if self._shipping is not None:
                 await self._copy(manifest, first_index, self._shipping)
+            self._schedule.rest(began, time.monotonic())
         finally:
             self._saving = None
             self._attempted.set()
             self._model.queue.wake()
 
+    async def _write(self, snapshot: Snapshot, number: int) -> SuspendedManifest:
+        manifest = await self._snapshots.write(snapshot)
+        # Before the manifest exists again: a run that was degraded has a gap in these.
+        await self._in_thread(lambda: self._folder.remove_before(number))
+        if self.failure is not None and not self._writer.has_failed:
+            await self._in_thread(lambda: self._folder.write_manifest(self._manifest))
+            if self._writer.has_failed:
+                # It failed meanwhile: what it lacks is in memory only.
+                await self._in_thread(self._withdraw)
+        self._bytes_before = 0
+        self.share.committed()
+        self.share.set_journal(0 if self._writer.has_failed else self._num_bytes)
+        self._end_failure()
+        return manifest
+
     async def _copy(
         self, manifest: SuspendedManifest, first_index: int, shipping: Shipping
     ) -> None:
         """Copy a snapshot; a failure delays no snapshot of the local disk."""
+        began = time.monotonic()
         try:
             await self._snapshots.copy(manifest, first_index, shipping)
         except Exception as error:  # noqa: BLE001 - any failure leaves the run training
             self._wants_copy = True
-            self._copy_retry.failed(time.monotonic())
+            self._copy_retry.failed(time.monotonic(), time.monotonic() - began)
             metrics.SNAPSHOT_FAILURES.inc()
             log.warning(
                 "a snapshot could not be copied to the checkpoint store; it is tried again",
@@ -400,15 +393,21 @@ class DurableRun:
             self._copy_retry.succeeded()
 
     def _end_failure(self) -> None:
-        if self.failure is not None and not self._writer.has_failed:
-            log.info("a run is durable again", model_id=self._name)
-            self.failure = None
-            self._on_change()
+        if self._writer.has_failed or self.degraded is None:
+            return
+        log.info("a run is durable again", model_id=self._name)
+        self.failure = self._lacks_room = None
+        self._on_change()
 
-    def _snapshot_failed(self, error: Exception) -> None:
-        reason = _reason(error)
-        self._schedule.failed(time.monotonic(), reason)
-        self._retry.failed(time.monotonic())
+    def _snapshot_failed(self, error: Exception, began: float) -> None:
+        """Record a failed attempt that began at a time."""
+        reason, now = disk_failure(error), time.monotonic()
+        self._schedule.failed(now, reason)
+        self._schedule.rest(began, now)
+        self._retry.failed(now, self._schedule.rested_at - now)
+        if isinstance(error, NoRoom):
+            self._lacks_room = reason
+            self._on_change()
         self._attempted.set()
         metrics.SNAPSHOT_FAILURES.inc()
         log.warning(
@@ -443,14 +442,25 @@ class DurableRun:
         self._on_change()
 
     def _give_way(self, reason: str) -> None:
-        self._degrade(reason)
-        if self._saving is None:
-            # Otherwise the next attempt does it: nothing of a snapshot may vanish meanwhile.
-            self._threads.submit(self._clear, self._number + 1)
+        if not self._is_closed:
+            self._degrade(reason)
+            self._clearing = asyncio.create_task(self._clear())
 
-    def _clear(self, number: int) -> None:
-        with suppress(OSError):
-            self._folder.clear_before(number)
+    async def _clear(self) -> None:
+        async with self._files:
+            # Otherwise a snapshot has begun that replaces the files.
+            if self._writer.has_failed and not self._is_closed:
+                with suppress(OSError):
+                    await self._delete_useless()
+            else:
+                self.share.is_leaving = False
+
+    async def _delete_useless(self) -> None:
+        """Delete what the disk has of a degraded run. `_files` must be held."""
+        following = self._number + 1
+        await self._in_thread(lambda: self._folder.clear_before(following))
+        self._bytes_before = 0
+        self.share.cleared()
 
     def _withdraw(self) -> None:
         with suppress(OSError):
@@ -474,6 +484,8 @@ class DurableRun:
         if self._shipping is not None:
             await self._shipping.closed()
         self.close()
+        if self._clearing is not None:
+            await asyncio.wait({self._clearing})
 
     def close(self) -> None:
         """Write nothing from now on. Idempotent."""
@@ -486,15 +498,3 @@ class DurableRun:
             self._timer.cancel()
         if self._saving is not None:
             self._saving.cancel()
-
-
-def _reason(error: Exception) -> str:
-    """Return why a snapshot could not be written to the local disk.
-
-    The message of a store would be about the checkpoint store.
-    """
-    cause = error.__cause__ if isinstance(error, StoreFailed) else error
-    if isinstance(cause, OSError | BaseError):
-        # Further lines repeat the first one for developers.
-        return f"the folder of journals can't be written ({str(cause).partition(chr(10))[0]})"
-    return error_message(to_result(error))

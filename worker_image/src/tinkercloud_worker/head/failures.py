@@ -4,10 +4,12 @@ import errno
 
 import orjson
 import structlog
+from obstore.exceptions import BaseError
 
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import InvalidRequest, Overloaded, WireError
 from tinkercloud_protocol.futures import Result, failed, failed_with
+from tinkercloud_worker.checkpoints.store import StoreFailed
 
 log = structlog.get_logger(__name__)
 
@@ -57,3 +59,15 @@ def to_result(error: Exception) -> Result:
     return failed(
         f"internal error ({type(error).__name__}); see the session head's log for details", "server"
     )
+
+
+def disk_failure(error: Exception) -> str:
+    """Return why a snapshot could not be written to the local disk.
+
+    The message of a store would be about the checkpoint store.
+    """
+    cause = error.__cause__ if isinstance(error, StoreFailed) else error
+    if isinstance(cause, OSError | BaseError):
+        # Further lines repeat the first one for developers.
+        return f"the folder of journals can't be written ({str(cause).partition(chr(10))[0]})"
+    return error_message(to_result(error))

@@ -1,29 +1,41 @@
 """The room on the disk that the journals and snapshots of all runs of a head share.
 
-Kubernetes evicts a pod that uses more than its scratch volume, which would end every run of the
-head. So the run that takes the most gives way before that: it trains on without a journal.
+Kubernetes evicts a pod that uses more than its scratch volume, and a disk that is full ends all
+journals on it. So the run that takes the most gives way before that: it trains on without a
+journal.
 """
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from threading import RLock
 
+from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.errors import WireError
 
 
 class NoRoom(WireError):
-    """A snapshot has no room on the disk."""
+    """A snapshot is too large for the disk; nothing of it remains there."""
+
+    status = 503
+    category = "server"
 
 
 class JournalRoom:
-    """Counts what the runs of a head have on the disk. Belongs to one event loop."""
+    """Counts what the runs of a head have on the disk. Methods may be called on any thread."""
 
-    def __init__(self, max_bytes: int | None) -> None:
+    def __init__(self, folder: Path, config: DurabilityConfig) -> None:
         """Start without runs.
 
         Args:
-            max_bytes: for all journals and snapshots together; None if only the disk is a limit.
+            folder: of the journals.
+            config: how much room there is.
         """
-        self.max_bytes = max_bytes
+        self.folder = folder
+        self.max_bytes = config.max_disk_bytes
+        self.journal_bytes = 2 * config.max_journal_bytes
+        """Size of the largest journal, which whole models leave free on the disk."""
+        self.lock = RLock()
         self._shares: dict[str, RoomShare] = {}
 
     @property
@@ -31,78 +43,95 @@ class JournalRoom:
         """Bytes of all journals and snapshots."""
         return sum(share.num_bytes for share in self._shares.values())
 
-    def share(
-        self, name: str, owner: str, give_way: Callable[[str], None] | None = None
-    ) -> "RoomShare":
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of whole models that are being written; some may be on the disk already."""
+        return sum(share.reserved_bytes for share in self._shares.values())
+
+    def share(self, name: str, owner: str) -> "RoomShare":
         """Return the share of a run, which replaces an earlier one of it.
 
         Args:
             name: id of the run.
             owner: owner of the run.
-            give_way: deletes the run's files, and is given the reason. None if no head trains it.
         """
-        share = self._shares[name] = RoomShare(self, owner, give_way)
-        return share
+        with self.lock:
+            share = self._shares[name] = RoomShare(self, owner)
+            return share
 
     def remove(self, name: str) -> None:
         """Forget a run whose files were deleted. Idempotent."""
-        self._shares.pop(name, None)
+        with self.lock:
+            self._shares.pop(name, None)
 
     def make_room(self) -> None:
         """Let runs give way until there is no more on the disk than allowed.
 
         The first is the largest one of the owner with the most.
         """
-        while self.max_bytes is not None and self.used_bytes > self.max_bytes:
-            shares = [each for each in self._shares.values() if each.give_way and each.num_bytes]
-            totals: dict[str, int] = {}
-            for each in shares:
-                totals[each.owner] = totals.get(each.owner, 0) + each.num_bytes
-            if not shares:
+        while self.max_bytes is not None:
+            staying = [each for each in self._shares.values() if not each.is_leaving]
+            shares = [each for each in staying if each.can_give_way]
+            if not shares or sum(each.num_bytes for each in staying) <= self.max_bytes:
                 return
-            max(shares, key=lambda each: (totals[each.owner], each.num_bytes)).clear()
+            totals: dict[str, int] = {}
+            for each in staying:
+                totals[each.owner] = totals.get(each.owner, 0) + each.num_bytes
+            max(shares, key=lambda each: (totals[each.owner], each.num_bytes)).leave()
 
 
 class RoomShare:
-    """What one run has on the disk. Belongs to one event loop."""
+    """What one run has on the disk. Methods may be called on any thread, except `set_journal`."""
 
-    def __init__(
-        self, room: JournalRoom, owner: str, give_way: Callable[[str], None] | None
-    ) -> None:
+    def __init__(self, room: JournalRoom, owner: str) -> None:
         """Start empty; see `JournalRoom.share`."""
         self._room = room
         self.owner = owner
-        self.give_way = give_way
-        self._journal = self._snapshot = self._staged = 0
+        self.give_way: Callable[[str], None] | None = None
+        """Deletes the journal and the last snapshot, and is given the reason. None if no head
+        trains the run."""
+        self._journal = self._snapshot = self._staged = self.reserved_bytes = 0
         self._needed = 0
         """Size of the last snapshot that was complete, or had no room, in bytes."""
+        self.is_leaving = False
+        """Whether the run has given way, and its files are being deleted."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the journal, the snapshot, and the next snapshot as far as it is written."""
         return self._journal + self._snapshot + self._staged
 
+    @property
+    def can_give_way(self) -> bool:
+        """Whether `give_way` would delete anything."""
+        return self.give_way is not None and self._journal + self._snapshot > 0
+
     def found(self, journal_bytes: int, snapshot_bytes: int) -> None:
-        """Record what an earlier head has left on the disk."""
-        self._journal, self._snapshot = journal_bytes, snapshot_bytes
-        self._needed = snapshot_bytes
+        """Record what the disk has of the run."""
+        with self._room.lock:
+            self._journal, self._snapshot = journal_bytes, snapshot_bytes
+            self._needed = snapshot_bytes
 
     def set_journal(self, num_bytes: int) -> None:
-        """Record the size of the journal. If it exceeds the room, the largest run gives way."""
-        grows, self._journal = num_bytes > self._journal, num_bytes
-        if grows:
-            self._room.make_room()
+        """Record the size of the journal. If it exceeds the room, the largest run gives way.
 
-    def check_snapshot(self, freed_bytes: int) -> None:
+        Call it on the thread of the runs.
+        """
+        with self._room.lock:
+            grows, self._journal = num_bytes > self._journal, num_bytes
+            if grows:
+                self._room.make_room()
+
+    def check_snapshot(self) -> None:
         """Check that a snapshot as large as the last one has room.
 
-        Args:
-            freed_bytes: bytes on the disk that are deleted before it is written.
-
         Raises:
-            NoRoom: it does not.
+            NoRoom: it does not. The next call lets the snapshot be measured again.
         """
-        self._check(self._needed - freed_bytes)
+        with self._room.lock:
+            needed, self._needed = self._needed, 0
+            self._check(needed)
+            self._needed = needed
 
     def stage(self, num_bytes: int) -> None:
         """Count a file of the next snapshot before it is written.
@@ -110,9 +139,28 @@ class RoomShare:
         Raises:
             NoRoom: there is no room for it.
         """
-        self._needed = max(self._needed, self._staged + num_bytes)
-        self._check(num_bytes)
-        self._staged += num_bytes
+        with self._room.lock:
+            self._needed = max(self._needed, self._staged + num_bytes)
+            self._check(num_bytes)
+            self._staged += num_bytes
+
+    def reserve(self, num_bytes: int) -> None:
+        """Count a whole model's next snapshot, and check that the disk has room for it. Blocks.
+
+        Raises:
+            NoRoom: there is no room for it.
+            OSError: the disk can't be read.
+        """
+        with self._room.lock:
+            kept = self._room.journal_bytes + self._room.reserved_bytes
+            free = shutil.disk_usage(self._room.folder).free
+            if num_bytes + kept > free:
+                raise NoRoom(
+                    f"no room for a snapshot: it takes {num_bytes} bytes, {kept} are kept for"
+                    f" journals and other snapshots, and {free} are free in {self._room.folder}"
+                )
+            self.stage(num_bytes)
+            self.reserved_bytes = num_bytes
 
     def _check(self, num_bytes: int) -> None:
         limit = self._room.max_bytes
@@ -121,28 +169,37 @@ class RoomShare:
 
     def committed(self) -> None:
         """Record that the next snapshot has replaced the last one."""
-        self._snapshot = self._needed = self._staged
-        self._staged = 0
+        with self._room.lock:
+            self._snapshot = self._needed = self._staged
+            self._staged = self.reserved_bytes = 0
 
     def discarded(self) -> None:
-        """Record that the files of the next snapshot were deleted."""
-        self._staged = 0
+        """Record that the files of the next snapshot were deleted. Idempotent."""
+        with self._room.lock:
+            self._staged = self.reserved_bytes = 0
+
+    def left(self) -> None:
+        """Record that this head does not train the run any more; its files stay."""
+        with self._room.lock:
+            self.give_way, self._staged, self.reserved_bytes = None, 0, 0
 
     def cleared(self) -> None:
-        """Record that journal and snapshot were deleted, or will be within a moment."""
-        self._journal = self._snapshot = 0
+        """Record that journal and snapshot were deleted."""
+        with self._room.lock:
+            self._journal = self._snapshot = 0
+            self.is_leaving = False
 
-    def clear(self) -> None:
-        """Delete the run's files, except those of a snapshot that is being written."""
+    def leave(self) -> None:
+        """Let the run give way."""
         assert self.give_way is not None  # noqa: S101 - `make_room` chooses such runs
-        reason = self._describe(", the most of all owners and their runs")
-        self.cleared()
+        reason = self._describe(", the most of the owner with the most")
+        self.is_leaving = True
         self.give_way(reason)
 
     def _describe(self, why: str) -> str:
         return (
-            f"the journals and snapshots of this head have {self._room.used_bytes} bytes, of which"
-            f" {self.num_bytes} are this run's{why}; the limit is {self._room.max_bytes}"
+            f"no room: the journals and snapshots of this head have {self._room.used_bytes} bytes,"
+            f" of which {self.num_bytes} are this run's{why}; the limit is {self._room.max_bytes}"
             " (durability.max_disk_bytes; on Kubernetes a share of head.resources.scratch):"
             " raise it, or train fewer models"
         )

@@ -232,7 +232,7 @@ class Operations:
             await self.checkpoints.refuse_duplicate(path, overwrite=False)
         if path is None:
             return await self._publish(request)
-        weights = await self._run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
+        weights = await self.run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
         manifest = self.checkpoints.manifest(
             path, self._steps, request.ttl_seconds, request.user_metadata, request.seq_id
         )
@@ -247,7 +247,7 @@ class Operations:
         if (saved := await self.checkpoints.find_saved_by(path, request.seq_id or 0)) is not None:
             return _saved(saved)
         await self.checkpoints.refuse_duplicate(path, overwrite=False)
-        weights = await self._run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
+        weights = await self.run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
         manifest = self.checkpoints.manifest(
             path, self._steps, request.ttl_seconds, seq_id=request.seq_id
         )
@@ -276,7 +276,7 @@ class Operations:
         """
         self._check_alive()
         return await _store_publication(
-            await self._run_lightweight(lambda: self._backend.trainer.publication(self._name))
+            await self.run_lightweight(lambda: self._backend.trainer.publication(self._name))
         )
 
     async def load_weights(self, request: LoadWeightsRequest) -> Result:
@@ -323,7 +323,7 @@ class Operations:
 
     async def begin_export(self) -> Callable[[], TrainingState]:
         """See `Trainer.begin_export`."""
-        return await self._run_lightweight(partial(self._backend.trainer.begin_export, self._name))
+        return await self.run_lightweight(partial(self._backend.trainer.begin_export, self._name))
 
     async def export_gradient(self) -> Gradient | None:
         """Return the gradient, if there is one.
@@ -333,9 +333,7 @@ class Operations:
         """
         if self._gradient_lost is not None:
             raise GradientLost(self._gradient_lost)
-        return await self._run_lightweight(
-            lambda: self._backend.trainer.export_gradient(self._name)
-        )
+        return await self.run_lightweight(lambda: self._backend.trainer.export_gradient(self._name))
 
     async def restore(self, state: TrainingState) -> None:
         """Create the model from an exported state, without a gradient.
@@ -373,12 +371,12 @@ class Operations:
         """Drop the accumulated gradient."""
         self._gradient_lost = None
         if self._refused is None:
-            await self._run_lightweight(lambda: self._backend.trainer.discard_gradient(self._name))
+            await self.run_lightweight(lambda: self._backend.trainer.discard_gradient(self._name))
 
     async def delete(self) -> None:
         """Free the model's memory."""
         self._refused = "the model was deleted"
-        await self._run_lightweight(lambda: self._backend.trainer.remove_model(self._name))
+        await self.run_lightweight(lambda: self._backend.trainer.remove_model(self._name))
         await self._samplers.retire_model(self._model_id)
 
     def _check_alive(self) -> None:
@@ -404,7 +402,7 @@ class Operations:
         """
         return await self._unless_lost(self._backend.thread.run(job, share))
 
-    async def _run_lightweight(self, job: Callable[[], T]) -> T:
+    async def run_lightweight(self, job: Callable[[], T]) -> T:
         """Run a lightweight job on the engine's thread. Raises as `_compute`."""
         return await self._unless_lost(self._backend.thread.run_lightweight(job))
 
@@ -431,7 +429,7 @@ class Operations:
         try:
             await self._import(saved)
         except Exception:
-            await self._run_lightweight(lambda: self._backend.trainer.remove_model(self._name))
+            await self.run_lightweight(lambda: self._backend.trainer.remove_model(self._name))
             raise
 
     async def _import(self, saved: SavedModel) -> None:

@@ -8,10 +8,14 @@ never too seldom.
 from dataclasses import dataclass
 
 from tinkercloud_protocol.autosave import AutosaveConfig
+from tinkercloud_protocol.durability import DurabilityConfig
+from tinkercloud_protocol.hyperparameters import LoraConfig
 
 _FIRST_RETRY_SECONDS = 1.0
 _LONGEST_RETRY_SECONDS = 60.0
 """First and longest pause after a failed save; each failure doubles it."""
+_WHOLE_MODEL_SHARE = 0.05
+"""Share of the time that snapshots of a whole model may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +35,11 @@ class Backoff:
         self.retry_at = 0.0
         """When to try again; in the past if nothing has failed."""
 
-    def failed(self, now: float) -> None:
-        """Record a failure."""
+    def failed(self, now: float, took: float = 0.0) -> None:
+        """Record a failure of an attempt that took so many seconds: the pause is no shorter."""
         pause = min(_FIRST_RETRY_SECONDS * 2.0**self._failures, _LONGEST_RETRY_SECONDS)
         self._failures += 1
-        self.retry_at = now + pause
+        self.retry_at = now + max(pause, took)
 
     def succeeded(self) -> None:
         """Record a success."""
@@ -45,8 +49,17 @@ class Backoff:
 class SaveSchedule:
     """Counts one model's changes and decides when they are saved."""
 
-    def __init__(self, config: AutosaveConfig) -> None:
+    def __init__(self, config: AutosaveConfig, share: float = 1.0) -> None:
+        """Start without changes.
+
+        Args:
+            config: when changes are saved.
+            share: share of the time that saves may take, up to 1; beyond it they come later.
+        """
         self._config = config
+        self._share = share
+        self.rested_at = 0.0
+        """When the next save may begin, so that saves take no more than their share."""
         self._changes = 0
         self._saved = 0
         self._since = 0.0
@@ -78,6 +91,10 @@ class SaveSchedule:
         if point.changes > self._saved:
             self._saved, self._since = point.changes, point.time
 
+    def rest(self, began: float, now: float) -> None:
+        """Record how long a save took."""
+        self.rested_at = began + (now - began) / self._share
+
     def failed(self, now: float, reason: str) -> None:
         """Record that a save failed."""
         self.failure = reason
@@ -91,8 +108,23 @@ class SaveSchedule:
         """Return when the next save is due; None if none is due until the model changes."""
         if self.unsaved == 0 or self._has_ended:
             return None
+        earliest = max(self._backoff.retry_at, self.rested_at)
         if self._config.steps and self.unsaved >= self._config.steps:
-            return max(self._since, self._backoff.retry_at)
+            return max(self._since, earliest)
         if self._config.seconds:
-            return max(self._since + self._config.seconds, self._backoff.retry_at)
+            return max(self._since + self._config.seconds, earliest)
         return None
+
+
+def snapshot_schedule(config: DurabilityConfig, lora: LoraConfig | None) -> SaveSchedule:
+    """Return when snapshots of a model are due while its journal is small.
+
+    Args:
+        config: when to take them.
+        lora: the model's adapter; None for a whole model.
+    """
+    if lora is None:
+        seconds = config.whole_model_seconds
+        return SaveSchedule(AutosaveConfig(steps=0, seconds=seconds), _WHOLE_MODEL_SHARE)
+    steps, seconds = config.snapshot_steps, config.snapshot_seconds
+    return SaveSchedule(AutosaveConfig(steps=steps, seconds=seconds))

@@ -1,7 +1,8 @@
 """Snapshots of a model that continues to train: its suspended state, taken between two requests.
 
 `take` copies what changes, while no request of the model runs. `write` encodes and stores the copy
-while the model trains on.
+while the model trains on. A whole model is not copied, but written as it is: its next step waits
+for that, while passes run.
 """
 
 import asyncio
@@ -13,9 +14,11 @@ from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.checkpoints.suspended import Bodies, HeadState
 from tinkercloud_worker.engine.trainer import Gradient, GradientLost, TrainingState
+from tinkercloud_worker.head.journal_room import RoomShare
 from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.samplers import Published
-from tinkercloud_worker.head.suspension import StateWriter, Suspension
+from tinkercloud_worker.head.state_writer import StateWriter
+from tinkercloud_worker.head.suspension import Suspension
 from tinkercloud_worker.journal.shipping import Shipping
 
 
@@ -23,8 +26,10 @@ from tinkercloud_worker.journal.shipping import Shipping
 class Snapshot:
     """A copy of a model, without the weights of its samplers, which do not change."""
 
-    state: Callable[[], TrainingState]
-    """Waits for the copy of weights and moments, and returns it."""
+    writer: StateWriter
+    state: Callable[[], formats.Files]
+    """Waits for the copy of weights and moments, and returns its files. Of a whole model it writes
+    these, and returns none."""
     gradient: Gradient | None
     head: HeadState
     bodies: Bodies
@@ -40,37 +45,58 @@ class Snapshots:
     suspension: Suspension
     model: LiveModel
     store: CheckpointStore
+    share: RoomShare
+    """What the run has on the disk."""
     copies: CheckpointStore | None = None
     """Where `copy` writes."""
-    stage: Callable[[int], None] = lambda _: None
-    """See `StateWriter.stage`; it may refuse a file."""
 
     async def take(self) -> Snapshot:
         """Copy the model. No request of it may run meanwhile."""
         operations, lost, gradient = self.model.operations, None, None
-        state = await operations.begin_export()
         if not self.model.queue.snapshot().has_dirty_gradient:
             try:
                 gradient = await operations.export_gradient()
             except GradientLost as error:
                 lost = error.message
+        writer = self.suspension.writer(self.model, self.store)
+        state = await self._begin_state(writer, gradient)
         bodies = Bodies()
         # From here on without a pause, so that nothing arrives in between.
         head = self.suspension.head_state(self.model, [], bodies)
         samplers, model_id = self.suspension.samplers, self.model.model_id
         published, sessions = samplers.of_model(model_id), samplers.snapshots_of_model(model_id)
         head = head.model_copy(update={"gradient_lost": lost})
-        return Snapshot(state, gradient, head, bodies, published, sessions)
+        return Snapshot(writer, state, gradient, head, bodies, published, sessions)
+
+    async def _begin_state(
+        self, writer: StateWriter, gradient: Gradient | None
+    ) -> Callable[[], formats.Files]:
+        """Return what `Snapshot.state` calls."""
+        operations, backend = self.model.operations, self.suspension.backend
+        if self.model.spec.lora is not None:
+            writer.stage = self.share.stage
+            take = await operations.begin_export()
+            return lambda: formats.encode_state(take(), backend.config.model.name)
+        name, limit = str(self.model.model_id), backend.config.limits.max_sampler_bytes
+        published = self.suspension.samplers.of_model(self.model.model_id)
+        others = min(limit, sum(each.size_bytes for each in published))
+        others += sum(tensor.nbytes for tensor in (gradient or {}).values())
+
+        def write(state: TrainingState) -> formats.Files:
+            self.share.reserve(state.size_bytes + others)
+            formats.write_whole_state(state, writer.write)
+            return {}
+
+        return await operations.run_lightweight(lambda: backend.trainer.begin_reading(name, write))
 
     async def write(self, snapshot: Snapshot) -> SuspendedManifest:
         """Write a snapshot, which replaces the previous one; return its manifest.
 
         Raises:
             StoreFailed: it could not be written; the previous one remains.
-            WireError: `stage` has refused a file; the previous one remains.
+            NoRoom: there is not enough room for it; the previous one remains.
         """
-        writer = self.suspension.writer(self.model, self.store)
-        writer.stage = self.stage
+        writer = snapshot.writer
         try:
             await self._write_files(snapshot, writer)
         except Exception:
@@ -82,9 +108,7 @@ class Snapshots:
     async def _write_files(self, snapshot: Snapshot, writer: StateWriter) -> None:
         suspension, config = self.suspension, self.suspension.backend.config
         # First of all, so that no step has to wait for the copy.
-        files = await asyncio.to_thread(
-            lambda: formats.encode_state(snapshot.state(), config.model.name)
-        )
+        files = await asyncio.to_thread(snapshot.state)
         samplers = await suspension.write_samplers(
             snapshot.published, self.model.model_id, writer, config.limits.max_sampler_bytes
         )
@@ -98,6 +122,7 @@ class Snapshots:
         head = snapshot.head.model_copy(update={"samplers": samplers, "evicted": evicted})
         await writer.put(HEAD_STATE, head.model_dump_json().encode())
         await writer.put(BODIES, await asyncio.to_thread(snapshot.bodies.encode))
+        await writer.synchronize()
 
     async def copy(self, manifest: SuspendedManifest, first_index: int, shipping: Shipping) -> None:
         """Copy the snapshot that was written last to the shared journal.

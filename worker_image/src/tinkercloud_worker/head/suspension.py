@@ -21,7 +21,6 @@ from tinkercloud_protocol.checkpoints import (
     BODIES,
     GRADIENT,
     HEAD_STATE,
-    StoredFile,
     SuspendedManifest,
     base_mismatch,
 )
@@ -59,45 +58,12 @@ from tinkercloud_worker.head.repeating import (
 )
 from tinkercloud_worker.head.results import ExportedResult, Results
 from tinkercloud_worker.head.samplers import Published, Samplers
+from tinkercloud_worker.head.state_writer import StateWriter
 from tinkercloud_worker.journal.records import Record
 
 log = structlog.get_logger(__name__)
 
 _UPLOAD_INTERRUPTED = "the session head stopped before the upload finished; save again"
-
-
-class StateWriter:
-    """Writes the files of one suspended state one at a time, and its manifest last."""
-
-    def __init__(self, store: CheckpointStore, manifest: SuspendedManifest) -> None:
-        self._store = store
-        self.manifest = manifest
-        self.stage: Callable[[int], None] = lambda _: None
-        """Called with the size of each file, in bytes, before it is written."""
-        self._files: dict[str, StoredFile] = {}
-
-    async def put(self, name: str, content: bytes) -> None:
-        """Write a file, unless one of this name was written."""
-        if name not in self._files:
-            self.stage(len(content))
-            self._files[name] = await self._store.put_suspended(self.manifest, name, content)
-
-    def size_of(self, prefix: str) -> int:
-        """Return the bytes of all files whose names have this prefix."""
-        return sum(f.size_bytes for name, f in self._files.items() if name.startswith(prefix))
-
-    async def replaced(self) -> SuspendedManifest | None:
-        """Return the manifest that `commit` replaces; None if none can be read."""
-        try:
-            return await self._store.find_suspended(self.manifest.run_id)
-        except InvalidRequest:
-            return None
-
-    async def commit(self) -> SuspendedManifest:
-        """Write the manifest, which makes the state exist."""
-        manifest = self.manifest.model_copy(update={"files": self._files})
-        await self._store.commit_suspended(manifest)
-        return manifest
 
 
 async def _nothing(model: LiveModel) -> None:

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ from tinkercloud_worker.engine.trainer import (
 from tinkercloud_worker.lora.parameters import is_zero, norm_of
 from tinkercloud_worker.training.paging import Models
 from tinkercloud_worker.training.trained_model import MOMENTS, TrainedModel
+
+T = TypeVar("T")
 
 _PART = 1 << 24
 """Elements of a vector copied at a time."""
@@ -158,6 +161,15 @@ class AdamTrainer(Trainer, ABC):
             return _state(model, copies, step, lambda _, flat: model.trainable.layout.views(flat))
 
         return finished
+
+    @override
+    def begin_reading(self, model_id: str, read: Callable[[TrainingState], T]) -> Callable[[], T]:
+        model, vectors = self._models.contents(model_id)
+
+        def views(model: TrainedModel, flat: Tensor) -> Mapping[str, Tensor]:
+            return model.trainable.layout.views(flat)
+
+        return model.copy_later(lambda: read(state_of(model, vectors, views))).take
 
     @override
     def import_state(self, model_id: str, state: TrainingState) -> None:
@@ -306,13 +318,13 @@ def state_of(
     vectors: Sequence[Tensor],
     whole: Callable[[TrainedModel, Tensor], Mapping[str, Tensor]],
 ) -> TrainingState:
-    """Return a copy of a model's state.
+    """Return a model's state.
 
     Args:
         model: the model.
         vectors: the contents of `TrainedModel.vectors`.
-        whole: copies the full tensors of a model from a flat buffer; returns nothing on ranks that
-            do not export them.
+        whole: returns the full tensors of a model from a flat buffer, copied or not; nothing on
+            ranks that do not export them.
     """
     weights, _, *moments = vectors
     return _state(model, [weights, *moments], _step(model), whole)
