@@ -471,7 +471,8 @@ def _cause(refs: Sequence[Any], rank: int, first: RayError) -> tuple[int, RayErr
         # NCCL's watchdog may end ranks that wait for it at about the same time.
         return rank, first
     done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_ROOT_CAUSE_SECONDS)
-    failures: list[tuple[int, RayError]] = []
+    # Of a method that yields, the end does not show what was raised, except if the process ended.
+    failures = [(rank, first)]
     for ref in done:
         try:
             ray.get(ref)
