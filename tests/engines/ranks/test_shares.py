@@ -139,7 +139,7 @@ def test_a_rank_exports_its_share_while_no_other_takes_part(divided: Divided) ->
         assert torch.equal(ours.values, theirs.values)
 
 
-def test_a_copy_that_was_begun_before_a_step_does_not_have_it(divided: Divided) -> None:
+def test_a_copy_that_was_started_before_a_step_does_not_have_it(divided: Divided) -> None:
     take = divided.ranked.begin_export("m")
     step(divided.ranked, seed=2)
 
