@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.megatron import taken_by_gathering
+from tinkercloud_testing.megatron import taken_by_exporting
 from tinkercloud_testing.models import save, tiny_qwen3
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -15,4 +15,4 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 def test_merged_matrices_are_split_on_the_cpu(tmp_path: Path) -> None:
     folder = str(save(tiny_qwen3(), tmp_path))
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        assert process.submit(taken_by_gathering, folder).result() == 0
+        assert process.submit(taken_by_exporting, folder).result() == 0

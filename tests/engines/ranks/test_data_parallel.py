@@ -305,7 +305,7 @@ def test_salvaged_models_can_be_saved_without_ranks(mortal: RankedTrainer) -> No
         step(mortal, name, [5, 3], seed=0)
     expected = mortal.export_state("one")
     run(mortal, random_data([4, 6]), model_id="other")
-    kill_in(mortal, "export_state", 1)
+    kill_in(mortal, "share_state", 1)
 
     found_lost, kept = mortal.export_state("one"), mortal.export_state("other")
 
@@ -315,7 +315,7 @@ def test_salvaged_models_can_be_saved_without_ranks(mortal: RankedTrainer) -> No
         assert_equal(moments_of(state), moments_of(expected), atol=0)
     assert_equal(mortal.snapshot("one").tensors, expected.weights.tensors, atol=0)
     assert mortal.export_gradient("one") is None
-    with pytest.raises(GradientLost, match="failed in export_state"):
+    with pytest.raises(GradientLost, match="failed in share_state"):
         mortal.export_gradient("other")
     assert not mortal._group.is_alive
 
@@ -325,7 +325,7 @@ def test_no_gradient_is_requested_for_a_model_that_has_none(
 ) -> None:
     mortal.add_model("m", LORA)
     step(mortal, "m", [5, 3], seed=0)
-    kill_in(mortal, "export_gradient", 0)
+    kill_in(mortal, "share_gradient", 0)
 
     assert mortal.export_gradient("m") is None
     assert mortal._group.is_alive

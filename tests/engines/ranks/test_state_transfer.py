@@ -1,5 +1,6 @@
 """State transfer to ranks and back: a node holds one copy in memory for all readers."""
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -61,6 +62,13 @@ def trainers(
 
 def at_ranks(ranked: RankedTrainer, method: str) -> list[Any]:
     return ranked._group.call_each(method, [()] * RANKS)
+
+
+def objects_in_stores() -> set[str]:
+    """Return the ids of all objects that this process has references to."""
+    gc.collect()
+    worker: Any = ray._private.worker.global_worker
+    return set(worker.core_worker.get_all_reference_counts())
 
 
 def tensors_of(state: TrainingState) -> dict[str, torch.Tensor]:
@@ -145,12 +153,11 @@ def test_replicated_tensors_are_sent_by_one_rank(trainer_of: TrainerOf) -> None:
     ranked.add_model("m", LoraConfig(rank=4, seed=1))
     run(ranked, random_data([5, 9]))
 
-    given = ranked._group.call_each("export_state", [("m",)] * RANKS)
-    gradients = ranked._group.call_each("export_gradient", [("m",)] * RANKS)
+    states = ranked._group.call_in_parts("share_state", "m")
+    gradients = ranked._group.call_in_parts("share_gradient", "m")
 
-    assert given[0].weights.tensors
-    assert not tensors_of(given[1])
-    assert [bool(each) for each in gradients] == [True, False]
+    for shares in (states, gradients):
+        assert [bool(parts) for _, parts in shares] == [True, False]
 
 
 def test_ranks_keep_nothing_of_a_rejected_state(trainers: Trainers) -> None:
@@ -164,16 +171,17 @@ def test_ranks_keep_nothing_of_a_rejected_state(trainers: Trainers) -> None:
     assert at_ranks(ranked, "bytes_held_in_store") == [0] * RANKS
 
 
-def test_states_return_in_node_memory_and_published_weights_in_private_memory(
+def test_what_returns_is_private_and_leaves_nothing_in_the_stores_of_nodes(
     trainers: Trainers,
 ) -> None:
     ranked, _ = trainers
     ranked.add_model("m", None)
+    before = objects_in_stores()
 
     state, weights = tensors_of(ranked.export_state("m")), ranked.snapshot("m").tensors
 
-    assert bytes_in_store(state.values()) == sum(tensor.nbytes for tensor in state.values())
-    assert bytes_in_store(weights.values()) == 0
+    assert bytes_in_store([*state.values(), *weights.values()]) == 0
+    assert objects_in_stores() <= before
     assert_equal(weights, {name: state[name] for name in weights}, atol=0)
 
 

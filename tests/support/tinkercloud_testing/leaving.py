@@ -1,6 +1,7 @@
 """Exports of a trainer on a separate device (`elsewhere`), and the device memory they use."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +67,8 @@ def taken_by_what_leaves() -> dict[str, int]:
                 taken |= _by_a_trainer(trainer, name, f"{kind.__name__}, {name}")
         tensors = divided.trainable.tensors
         parts = {name: each.detach().to("elsewhere") for name, each in tensors.items()}
-        taken["ShardedModel: gather"] = taken_by(lambda: divided.gather(parts, torch.bfloat16))
+        pieces = partial(divided.pieces, parts, torch.bfloat16)
+        taken["ShardedModel: pieces"] = taken_by(lambda: list(pieces()))
     finally:
         dist.destroy_process_group()
     return taken

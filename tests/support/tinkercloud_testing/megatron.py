@@ -72,7 +72,7 @@ def megatron_factory(  # noqa: PLR0917 - as above
     return partial(_rebuilt, path, tensor, pipeline, context, expert, max_kept_tokens, dtype)
 
 
-def taken_by_gathering(path: str) -> int:
+def taken_by_exporting(path: str) -> int:
     """Return the number of elements of device memory that exporting a full model allocates.
 
     Call it in a separate process, because it installs the device (`elsewhere`).
@@ -86,11 +86,11 @@ def taken_by_gathering(path: str) -> int:
         trainer.add_model("m", None)
         model = trainer._models["m"]
         assert model.sharding is not None
-        gather = model.sharding.gather
+        pieces = model.sharding.pieces
         import tinkercloud_testing.elsewhere  # noqa: F401, PLC0415 - it can't be undone
 
         there = {name: each.to("elsewhere") for name, each in trainer.held("m").items()}
-        return taken_by(lambda: gather(there, torch.bfloat16))
+        return taken_by(lambda: list(pieces(there, torch.bfloat16)))
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

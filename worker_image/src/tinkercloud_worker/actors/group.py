@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -207,20 +207,31 @@ class RankGroup:
             lambda i, rank: (rank.call_without_result if i else rank.call).remote(method, shared),
         )[0]
 
-    def call_by_reference(self, method: str, *args: object) -> Any:  # noqa: ANN401 - Ray's references are of any type
-        """Like `call`, but the result of rank 0 stays on its node.
+    def call_in_parts(self, method: str, *args: object) -> list[tuple[Any, list[Any]]]:
+        """Like `call`, for a method that yields parts: those stay on the nodes of the ranks.
 
         Returns:
-            A reference to the result, which is valid only while the group exists.
+            For each rank, the value that its method returned, and references to what it yielded.
+            This process owns the parts: they outlive the group, and are freed with the references.
         """
         shared = ray.put(args)
-        [reference] = self._command(
-            method,
-            lambda i, rank: (rank.call_without_result if i else rank.call_by_reference).remote(
-                method, shared
-            ),
-        )[0]
-        return reference
+        streams: dict[Any, Any] = {}
+
+        def submit(_: int, rank: "ActorHandle[Rank]") -> Any:  # noqa: ANN401 - Ray's references are of any type
+            stream: Any = rank.call_in_parts
+            stream = stream.options(num_returns="streaming").remote(method, shared)
+            end = stream.completed()
+            streams[end] = stream
+            return end
+
+        def answer(end: Any) -> Answer:  # noqa: ANN401 - as above
+            ray.get(end)
+            *parts, last = streams.pop(end)
+            # This raises what the method has raised.
+            returned: Answer = ray.get(last)
+            return replace(returned, value=(returned.value, parts))
+
+        return self._command(method, submit, answer)
 
     def location(self) -> RankLocation:
         """Return the location of rank 0.
@@ -349,10 +360,23 @@ class RankGroup:
                 return False
         return True
 
-    def _command(self, method: str, submit: Callable[[int, "ActorHandle[Rank]"], Any]) -> list[Any]:
+    def _command(
+        self,
+        method: str,
+        submit: Callable[[int, "ActorHandle[Rank]"], Any],
+        answer: Callable[[Any], Answer] = ray.get,
+    ) -> list[Any]:
+        """Run a command at all ranks; return their values.
+
+        Args:
+            method: its name, for messages.
+            submit: starts it at a rank; returns a reference to its end.
+            answer: returns the answer of a rank from that reference, or raises RayError.
+        """
         with self._one_at_a_time:
             self._check_alive()
-            answers = self._answers(method, [submit(i, rank) for i, rank in enumerate(self._ranks)])
+            refs = [submit(i, rank) for i, rank in enumerate(self._ranks)]
+            answers = self._answers(method, refs, answer)
         return self._agreed(method, answers)
 
     def _check_alive(self) -> None:
@@ -369,13 +393,16 @@ class RankGroup:
             raise refused[0]
         return [answer.value for answer in answers]
 
-    def _answers(self, method: str, refs: list[Any]) -> list[Answer]:
+    def _answers(
+        self, method: str, refs: list[Any], answer: Callable[[Any], Answer]
+    ) -> list[Answer]:
+        answers: dict[Any, Answer] = {}
         pending = list(refs)
         while pending:
             # The failure of a rank is noticed immediately, whatever the others wait for.
             done, pending = ray.wait(pending, num_returns=1)
             try:
-                ray.get(done)
+                answers[done[0]] = answer(done[0])
             except RayError as error:
                 log.exception("a rank failed", command=method)
                 rank, cause = _cause(refs, refs.index(done[0]), error)
@@ -384,7 +411,7 @@ class RankGroup:
                 dead = {rank} if isinstance(cause, RayActorError) else set()
                 self._end(reason, [r for r in range(len(refs)) if r not in dead])
                 raise RanksLost(reason) from error
-        return list(ray.get(refs))
+        return [answers[ref] for ref in refs]
 
     def _end(self, reason: str, sources: Sequence[int]) -> None:
         """End the group, after salvaging state from the first of these ranks that responds."""
@@ -444,7 +471,8 @@ def _cause(refs: Sequence[Any], rank: int, first: RayError) -> tuple[int, RayErr
         # NCCL's watchdog may end ranks that wait for it at about the same time.
         return rank, first
     done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_ROOT_CAUSE_SECONDS)
-    failures: list[tuple[int, RayError]] = []
+    # Of a method that yields, the end does not show what was raised, except if the process ended.
+    failures = [(rank, first)]
     for ref in done:
         try:
             ray.get(ref)

@@ -1,7 +1,7 @@
 """The actor that runs in the process of one rank."""
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -106,13 +106,17 @@ class Rank:
         """Call a method of the object and discard its result."""
         return Answer(None, self.call(method, args).refusal)
 
-    def call_by_reference(self, method: str, args: tuple[object, ...]) -> Answer:
-        """Call a method of the object; its result stays in the object store of this node.
+    def call_in_parts(self, method: str, args: tuple[object, ...]) -> Iterator[Any]:
+        """Call a method of the object that yields; yield the same, and last an Answer.
 
-        The value is a list with the reference: Ray would resolve a bare reference.
+        Ray copies what is yielded into the object store of this node before the method continues.
         """
-        answer = self.call(method, args)
-        return answer if answer.refusal else Answer([ray.put(answer.value)])
+        try:
+            value = yield from getattr(self._worker, method)(*args)
+        except WireError as error:
+            yield Answer(None, error)
+        else:
+            yield Answer(value)
 
     def location(self) -> Answer:
         """Return the location of this rank."""

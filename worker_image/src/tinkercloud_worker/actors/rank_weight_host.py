@@ -15,12 +15,13 @@ from uuid import uuid4
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
 from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable, WireError
 from tinkercloud_worker.actors.group import RankGroup
+from tinkercloud_worker.actors.shares import Shares
 from tinkercloud_worker.actors.weight_store import (
     PART_BYTES,
     StoredModel,
@@ -72,11 +73,12 @@ class RankWeightHost:
         )(WeightStore)
         self._store, self._group = actor.remote(self._config, location.gpus), group
 
-    def store(self, weights: Any) -> "ModelAtRanks":  # noqa: ANN401 - Ray's references are of any type
+    def store(self, shares: Shares) -> "ModelAtRanks":
         """Write weights to the store.
 
         Args:
-            weights: a reference to the WeightsSnapshot of a full model.
+            shares: what the ranks have exported of a full model. They can still be read if this
+                fails.
 
         Raises:
             WeightHostLost: the store has ended.
@@ -84,7 +86,7 @@ class RankWeightHost:
         """
         store = self._current()
         try:
-            model: StoredModel = waited(store.write.remote(weights))
+            model: StoredModel = waited(store.write.remote(shares))
         except WeightHostLost:
             if self._store is store:
                 # So that `attach_to` starts another store.
@@ -265,20 +267,16 @@ class RemoteSender:
 
 
 def waited(answer: Any) -> Any:  # noqa: ANN401 - Ray's references, and their values, are of any type
-    """Wait for the result of a weight store, or for an object of a rank in Ray's store.
+    """Wait for the result of a weight store.
 
     Raises:
         WeightHostLost: the weight store has ended.
-        Unavailable: the object was lost.
         WireError: the error that the weight store raised.
     """
     try:
         return ray.get(answer)
-    except RayActorError as error:
-        raise WeightHostLost(_ENDED) from error
     except RayError as error:
-        lost = Unavailable("the ranks were lost before the weights were stored; save them again")
-        raise _cause(error, lost) from error
+        raise _cause(error, WeightHostLost(_ENDED)) from error
 
 
 async def _awaited(answer: Any) -> Any:  # noqa: ANN401 - as above

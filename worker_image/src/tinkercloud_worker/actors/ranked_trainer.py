@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import structlog
 
 from tinkercloud_protocol.errors import StateLost, Unavailable, WireError
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.actors.group import RankGroup, RanksLost, RanksUnavailable
-from tinkercloud_worker.actors.rank_weight_host import RankWeightHost, waited
+from tinkercloud_worker.actors.rank_weight_host import RankWeightHost
 from tinkercloud_worker.actors.shared_passes import (
     RankedPasses,
     RankedSteps,
@@ -33,6 +33,7 @@ from tinkercloud_worker.actors.shared_passes import (
     outputs_of,
     parts_of_ranks,
 )
+from tinkercloud_worker.actors.shares import Shares
 from tinkercloud_worker.engine import custom_passes
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.engine.ranks import Membership
@@ -50,8 +51,6 @@ from tinkercloud_worker.engine.trainer import (
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
-Ask = Callable[[RankGroup, str, str], Any]
-"""Makes the ranks of a group call a method for a model: `RankGroup.call` or a variant."""
 
 
 class RankedTrainer:
@@ -209,34 +208,41 @@ class RankedTrainer:
 
     def snapshot(self, model_id: str) -> WeightsSnapshot:
         """See `Trainer.snapshot`."""
-        return self._copy_of("snapshot", model_id)
+        shares = self._shares("share_weights", model_id)
+        return shares.weights() if shares is not None else self._salvaged_weights(model_id)
 
     def publication(self, model_id: str) -> Callable[[], Publication]:
         """See `Trainer.publication`. Full models stay at rank 0 if there is a weight host."""
+        shares = self._shares("share_published", model_id)
+        if shares is None:
+            weights = self._salvaged_weights(model_id)
+            return lambda: weights
         if self._weight_host is not None and model_id in self._whole:
-            host = self._weight_host
-            reference = self._model_result("published", model_id, RankGroup.call_by_reference)
             with suppress(GradientLost):
-                if reference is not None:
-                    self._model_command(model_id, host.attach_to)
-                    return partial(_stored, host, reference)
-        weights = self._copy_of("published", model_id)
-        return lambda: weights
+                self._model_command(model_id, self._weight_host.attach_to)
+                return partial(_stored, self._weight_host, shares)
+        return shares.weights
 
     def export_state(self, model_id: str) -> TrainingState:
-        """See `Trainer.export_state`. The state is in Ray's store while it is referenced."""
-        state = self._model_result("export_state", model_id) or self._salvaged[model_id]
-        return cast("TrainingState", state)
+        """See `Trainer.export_state`."""
+        return self.begin_export(model_id)()
 
     def begin_export(self, model_id: str) -> Callable[[], TrainingState]:
-        """See `Trainer.begin_export`. Ranks copy at once."""
-        state = self.export_state(model_id)
+        """See `Trainer.begin_export`.
+
+        Ranks copy their parts at once, to the stores of their nodes; the callable assembles them,
+        also if the ranks were lost meanwhile. It raises Unavailable if a node was lost.
+        """
+        shares = self._shares("share_state", model_id)
+        if shares is not None:
+            return shares.state
+        state = self._salvaged[model_id]
         return lambda: state
 
     def begin_reading(self, model_id: str, read: Callable[[TrainingState], T]) -> Callable[[], T]:
-        """See `Trainer.begin_reading`. The function reads the copy in Ray's store."""
-        state = self.export_state(model_id)
-        return lambda: read(state)
+        """See `Trainer.begin_reading`. The function reads a copy of the state at that moment."""
+        take = self.begin_export(model_id)
+        return lambda: read(take())
 
     def import_state(self, model_id: str, state: TrainingState) -> None:
         """See `Trainer.import_state`."""
@@ -251,12 +257,12 @@ class RankedTrainer:
         Raises:
             GradientLost: it was lost with a rank, and no request has reported it.
         """
-        gradient = None
+        shares = None
         if model_id in self._unapplied:
-            gradient = self._model_result("export_gradient", model_id)
+            shares = self._shares("share_gradient", model_id)
         if model_id in self._unreported_gradient_losses:
             raise GradientLost(self._unreported_gradient_losses[model_id])
-        return cast("Gradient | None", gradient)
+        return shares.gradient() if shares is not None else None
 
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
         """See `Trainer.import_gradient`."""
@@ -328,20 +334,12 @@ class RankedTrainer:
         [merged] = outputs_of([[output] for output in outputs], shards, self._memberships)
         return merged
 
-    def _copy_of(self, method: str, model_id: str) -> WeightsSnapshot:
-        """Return a model's weights from a method of the ranks, or from the salvaged state."""
-        weights: WeightsSnapshot = (
-            self._model_result(method, model_id) or self._salvaged[model_id].weights
-        )
-        return _own(weights)
-
-    def _model_result(self, method: str, model_id: str, ask: Ask = RankGroup.call) -> Any:  # noqa: ANN401 - the method's own result
-        """Call a method for a model and return its result; None if the group is lost.
+    def _shares(self, method: str, model_id: str) -> Shares | None:
+        """Return what the ranks export of a model; None if the group is lost.
 
         Args:
-            method: method of the ranks' trainers.
+            method: method of the ranks' trainers that returns a share.
             model_id: the model.
-            ask: how the group calls it.
 
         Raises:
             StateLost: the model is lost.
@@ -349,8 +347,18 @@ class RankedTrainer:
         self._check_exists(model_id)
         if self._group.is_alive:
             with suppress(GradientLost):
-                return self._model_command(model_id, lambda group: ask(group, method, model_id))
+                return self._model_command(
+                    model_id, lambda group: Shares.of(group.call_in_parts(method, model_id))
+                )
         return None
+
+    def _salvaged_weights(self, model_id: str) -> WeightsSnapshot:
+        """Return weights that may be sampled from for long.
+
+        They are copied out of Ray's store, which has space only for data in transit.
+        """
+        weights = self._salvaged[model_id].weights
+        return replace(weights, tensors={n: each.clone() for n, each in weights.tensors.items()})
 
     def _model_command(self, model_id: str, command: Callable[[RankGroup], T]) -> T:
         """Run a command for a model.
@@ -437,21 +445,13 @@ class RankedTrainer:
         self._unreported_gradient_losses.pop(model_id, None)
 
 
-def _stored(host: RankWeightHost, reference: Any) -> Publication:  # noqa: ANN401 - Ray's references are of any type
-    """Store weights at rank 0 if possible, else copy them here. Raises as `waited`."""
+def _stored(host: RankWeightHost, shares: Shares) -> Publication:
+    """Store weights at rank 0 if possible, else assemble them here. Raises as `Shares`."""
     try:
-        return host.store(reference)
+        return host.store(shares)
     except Unavailable as error:
         log.warning("a published model is copied to the head", reason=error.message)
-    return _own(waited(reference))
-
-
-def _own(weights: WeightsSnapshot) -> WeightsSnapshot:
-    """Copy weights out of Ray's store.
-
-    They may be sampled from for long, and the store has space only for data in transit.
-    """
-    return replace(weights, tensors={n: each.clone() for n, each in weights.tensors.items()})
+    return shares.weights()
 
 
 def _memberships(group: RankGroup) -> list[Membership]:

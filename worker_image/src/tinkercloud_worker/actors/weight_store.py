@@ -1,9 +1,9 @@
 """The actor that stores published full models on the node of rank 0.
 
-It reads weights that rank 0 has put in the node's object store, writes them in the format that
-engines read, and starts the processes that send them (`inference.sender_process`): over a process
-group, from the rank's GPU if it has one, or through memory shared with engines on the same machine.
-The weights do not pass through the head, which fetches the files only when necessary
+It assembles the weights that the ranks have put in the stores of their nodes, writes them in the
+format that engines read, and starts the processes that send them (`inference.sender_process`): over
+a process group, from the GPU of rank 0 if it has one, or through memory shared with engines on the
+same machine. The weights do not pass through the head, which fetches the files only when necessary
 (`rank_weight_host`): for an engine that supports no other method, or for another head.
 
 A store exists as long as its group of ranks, and its models are removed with it.
@@ -24,6 +24,7 @@ from ray.actor import ActorHandle
 from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
 from tinkercloud_protocol.errors import NotFound, Unavailable
 from tinkercloud_worker import logs
+from tinkercloud_worker.actors.shares import Shares
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.inference import sender_process
 from tinkercloud_worker.inference.client import Json
@@ -81,12 +82,14 @@ class WeightStore:
         )
         self._senders: dict[str, SenderProcess] = {}
 
-    async def write(self, weights: WeightsSnapshot) -> StoredModel:
+    async def write(self, shares: Shares) -> StoredModel:
         """Write all weights of a model.
 
         Raises:
-            Unavailable: the size limit would be exceeded, or the files can't be written.
+            Unavailable: the size limit would be exceeded, the files can't be written, or a part of
+                the weights was lost.
         """
+        weights = await asyncio.to_thread(shares.weights)
         being_written = uuid4().hex
         await self.reserve(being_written, weights.size_bytes)
         try:

@@ -1,21 +1,22 @@
 """The interface of a trainer at one of several ranks that train together."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from tinkercloud_protocol.errors import WireError
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.engine.batch import ModelLimits
+from tinkercloud_worker.engine.tensor_slices import Piece
 from tinkercloud_worker.engine.trainer import (
     LossOutput,
     OptimizerStep,
     Trainer,
     TrainingPass,
     TrainingState,
-    WeightsSnapshot,
 )
 
 
@@ -39,6 +40,24 @@ class Membership:
     """
 
 
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What an exported model has in addition to tensors."""
+
+    lora: LoraConfig | None
+    """Configuration of the adapter; None for all weights of a fully fine-tuned model."""
+    step: int
+    """Number of optimizer steps."""
+
+
+Share: TypeAlias = Generator[Sequence[Piece], None, Outline]
+"""What one rank contributes to a copy of a model.
+
+The pieces of all ranks have every element of the full tensors once. Values may be those of the
+model itself: copy what is yielded before the next value is requested.
+"""
+
+
 class SharedPassFailed(WireError):
     """A rank could not compute a shared pass; every rank has the gradients from before it."""
 
@@ -47,8 +66,9 @@ class RankTrainer(Trainer, Protocol):
     """A rank's part of a trainer: every rank gets the same calls in the same order.
 
     Passes receive the batch shard of the rank's replica, and their result is taken from the rank
-    that answers. The results of other methods are taken from rank 0. Errors of the client are
-    raised by all ranks alike.
+    that answers. A model is exported in shares, one of each rank; the exports of `Trainer` need a
+    rank that has all of the model. The results of other methods are taken from rank 0. Errors of
+    the client are raised by all ranks alike.
 
     `optim_step`, `discard_gradient`, `import_state`, `import_gradient` and `remove_model` need no
     other rank, and nothing else changes weights or moments. So the ranks that survive the death of
@@ -73,8 +93,20 @@ class RankTrainer(Trainer, Protocol):
                 turned back into per-rank parts, so that the call can be repeated.
         """
 
-    def published(self, model_id: str) -> WeightsSnapshot:
-        """Return a copy of the current weights in the compute dtype; see `Trainer.publication`."""
+    def share_weights(self, model_id: str) -> Share:
+        """Yield this rank's share of the weights, in float32."""
+
+    def share_published(self, model_id: str) -> Share:
+        """Yield its share of the weights in the compute dtype; see `Trainer.publication`."""
+
+    def share_state(self, model_id: str) -> Share:
+        """Yield its share of weights and moments, which have the names of a `TrainingState`."""
+
+    def share_gradient(self, model_id: str) -> Share:
+        """Yield its share of the summed gradient; the ranks' own gradients are unchanged.
+
+        Only this share needs other ranks.
+        """
 
     def salvage(self) -> Mapping[str, TrainingState]:
         """Return the states of all models that are not sharded. May be called during a pass."""
@@ -107,15 +139,19 @@ class Sharding(Protocol):
     is_whole: bool
     """Whether each rank has all of the model."""
 
-    def gather(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """Return a copy of the full tensors, on the CPU, at rank 0; nothing at the others.
+    shared: Set[str]
+    """Rank-specific names of the tensors that this rank contributes to exports.
 
-        All ranks call it together, each with its part of the weights, moments or gradients. If
-        each rank has all of the model, a rank may call it alone and gets all tensors.
+    Of ranks with the same tensor, only one contributes it."""
+
+    def pieces(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[Piece]:
+        """Yield the pieces of full tensors that some of this rank's tensors are.
+
+        Needs no other rank, and no memory of the device.
 
         Args:
-            tensors: this rank's part, by rank-specific name.
-            dtype: of the copy; parts are rounded before they are sent.
+            tensors: weights, moments or gradients by rank-specific name.
+            dtype: to which values are rounded.
         """
 
     def shard(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:

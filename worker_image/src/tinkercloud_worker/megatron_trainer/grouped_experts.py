@@ -22,10 +22,10 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
+from tinkercloud_worker.engine.tensor_slices import TensorSlice
 from tinkercloud_worker.lora.adapters import Target
 from tinkercloud_worker.lora.experts import grouped_linear
 from tinkercloud_worker.megatron_trainer.adapters import Active, AdaptedLinears, plus
-from tinkercloud_worker.megatron_trainer.tensor_slices import TensorSlice
 
 _NUMBERED = re.compile(r"(.*\.experts\.)(\d+)\.(.*)\.weight")
 

@@ -17,12 +17,12 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.engine.tensor_slices import TensorSlice, full_slice
 from tinkercloud_worker.lora.experts import find_experts
 from tinkercloud_worker.losses import LossInputs
 from tinkercloud_worker.megatron_trainer import deepseek
 from tinkercloud_worker.megatron_trainer.grouped_experts import located
 from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
-from tinkercloud_worker.megatron_trainer.tensor_slices import TensorSlice, full_slice
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 from tinkercloud_worker.training.collate import Pack
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 
+from tinkercloud_worker.engine.tensor_slices import TensorSlice
 from tinkercloud_worker.lora.adapters import Target
 from tinkercloud_worker.lora.parameters import TensorLayout
 from tinkercloud_worker.megatron_trainer import deepseek, mixtures, rotary
@@ -41,7 +42,6 @@ from tinkercloud_worker.megatron_trainer.device import Device
 from tinkercloud_worker.megatron_trainer.grouped_experts import GroupedExperts, located
 from tinkercloud_worker.megatron_trainer.layers import RecomputedLayers, use_gates_without_copies
 from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
-from tinkercloud_worker.megatron_trainer.tensor_slices import TensorSlice
 from tinkercloud_worker.model.architecture import (
     UnsupportedModelError,
     check_tied,

@@ -8,7 +8,7 @@ Names are Hugging Face's here too. In flat vectors, sharded tensors follow the r
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,9 @@ from typing_extensions import override
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.engine.ranks import Sharding
+from tinkercloud_worker.engine.tensor_slices import Piece, TensorSlice, full_slice
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.lora.parameters import TensorLayout, TensorSpec, Trainable, norm_of
-from tinkercloud_worker.megatron_trainer.tensor_slices import SliceGatherer, TensorSlice, full_slice
 
 
 class ShardedAdapter(Sharding):
@@ -54,16 +54,18 @@ class ShardedAdapter(Sharding):
         self.trainable = Trainable(layout, device)
         self._copies = parallel_state.get_expert_data_parallel_group()
         """Ranks with the same slices."""
-        # Of ranks with copies, only the first one sends.
+        # Of ranks with copies, only the first one counts.
         self._counts_common = dist.get_rank() == 0
         self._counts_own = self._copies.rank() == 0
         self._initialize(targets, config)
-        self._counted = common * self._counts_common + here * self._counts_own
-        self._gatherer = SliceGatherer(shapes, self._counted, device)
+        counted = common * self._counts_common + here * self._counts_own
+        self.shared: Set[str] = {block.name for block in counted}
 
     @override
-    def gather(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        return self._gatherer.join((tensors[block.name] for block in self._counted), dtype)
+    def pieces(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[Piece]:
+        shapes = self._whole.shapes()
+        for name, tensor in tensors.items():
+            yield Piece(self._slices[name], shapes[name], tensor.cpu().to(dtype))
 
     @override
     def shard(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:

@@ -31,6 +31,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from tinkercloud_worker.engine.ranks import Sharding
+from tinkercloud_worker.engine.tensor_slices import Piece, TensorSlice
 from tinkercloud_worker.lora.parameters import (
     TensorLayout,
     TensorSpec,
@@ -38,7 +39,6 @@ from tinkercloud_worker.lora.parameters import (
     gradient_of,
     norm_of,
 )
-from tinkercloud_worker.megatron_trainer.tensor_slices import SliceGatherer, TensorSlice, put
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT_LAYER = "output_layer.weight"
@@ -79,7 +79,7 @@ class Weight:
 
 
 class MegatronShardedModel(Sharding):
-    """See `engine.ranks.Sharding`. Made by all ranks together."""
+    """See `engine.ranks.Sharding`."""
 
     def __init__(
         self, module: GPTModel, sources: Mapping[str, Sequence[TensorSlice]], whole: TensorLayout
@@ -109,9 +109,7 @@ class MegatronShardedModel(Sharding):
         self._tied: Set[str] = set()
         if self._stages.size() > 1 and module.share_embeddings_and_output_weights:
             self._tied = {_EMBEDDING, _OUTPUT_LAYER} & base.keys()
-        self._counted = [weight for weight in self._weights if self._counts(weight)]
-        slices = [block for weight in self._counted for block in weight.slices]
-        self._gatherer = SliceGatherer(whole.shapes(), slices, self.trainable.gradient.device)
+        self.shared: Set[str] = {each.name for each in self._weights if self._counts(each)}
 
     def weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the weights that replace the module's own in a pass, under autograd.
@@ -125,14 +123,15 @@ class MegatronShardedModel(Sharding):
         }
 
     @override
-    def gather(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        if not self.is_whole:
-            return self._gatherer.join(_parts(self._counted, tensors), dtype)
+    def pieces(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[Piece]:
         shapes = self._whole.shapes()
-        whole = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
-        slices = [block for weight in self._weights for block in weight.slices]
-        put(whole, slices, _parts(self._weights, tensors))
-        return whole
+        for weight in self._weights:
+            if weight.name not in tensors:
+                continue
+            # Splitting copies the weight; on the CPU this needs no GPU memory.
+            parts = weight.split(tensors[weight.name].cpu())
+            for block, part in zip(weight.slices, parts, strict=True):
+                yield Piece(block, shapes[block.name], part.to(dtype).reshape(block.shape))
 
     @override
     def shard(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:
@@ -154,8 +153,7 @@ class MegatronShardedModel(Sharding):
 
     @override
     def unreduce_gradient(self, gradient: Tensor) -> None:
-        counted = {weight.name for weight in self._counted}
-        self._drop(self.trainable.tensors.keys() - counted, gradient)
+        self._drop(self.trainable.tensors.keys() - self.shared, gradient)
 
     @override
     def grad_norm(self, gradient: Tensor) -> float:
@@ -197,12 +195,6 @@ def _describe(module: GPTModel, sources: Mapping[str, Sequence[TensorSlice]]) ->
         group_rows = [count // groups for count in rows]
         weights.append(Weight(name, slices, bool(divided), group_rows))
     return sorted(weights, key=lambda weight: weight.is_of_an_expert)
-
-
-def _parts(weights: Sequence[Weight], tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    for weight in weights:
-        # Splitting copies the weight; on the CPU this needs no GPU memory.
-        yield from weight.split(tensors[weight.name].cpu())
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:

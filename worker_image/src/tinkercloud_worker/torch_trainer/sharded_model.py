@@ -8,7 +8,7 @@ the final norm) stay gathered from the forward pass to the end of the backward p
 head is computed between the two.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any, cast
 
 import torch
@@ -24,6 +24,7 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker.device.frozen_linear import FrozenLinear
 from tinkercloud_worker.device.packing import PackedSequences, mask_kinds
 from tinkercloud_worker.engine.ranks import Sharding
+from tinkercloud_worker.engine.tensor_slices import Piece, full_slice
 from tinkercloud_worker.lora.experts import find_experts, guard_gradients
 from tinkercloud_worker.lora.parameters import (
     TensorLayout,
@@ -62,6 +63,7 @@ class ShardedModel(Sharding):
         weights = base.named_weights()
         self._layout = TensorLayout.of(weights)
         self._dims = {name: _divided_dim(name, w, self._ranks) for name, w in weights.items()}
+        self.shared: Set[str] = self._dims.keys()
         self.trainable = Trainable(
             TensorLayout(
                 TensorSpec(name, self._part_shape(name, w)) for name, w in weights.items()
@@ -114,17 +116,12 @@ class ShardedModel(Sharding):
         cast("FSDPModule", self._model).reshard()
 
     @override
-    def gather(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        whole = {}
+    def pieces(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[Piece]:
+        shapes = self._layout.shapes()
         for name, tensor in tensors.items():
-            # Over gloo: GPU memory on rank 0 may be too short for a full weight or NCCL's buffers.
-            part = tensor.cpu().to(dtype)
-            # In addition to the result, rank 0 holds one full weight at a time.
-            parts = [torch.empty_like(part) for _ in range(self._ranks)] if not self._rank else None
-            dist.gather(part, parts, dst=0)
-            if parts is not None:
-                whole[name] = torch.cat(parts, self._dims[name])
-        return whole
+            full = full_slice(name, shapes[name])
+            block = full.chunk(self._rank, self._ranks, self._dims[name])
+            yield Piece(block, shapes[name], tensor.cpu().to(dtype))
 
     @override
     def shard(self, tensors: Mapping[str, Tensor], what: str) -> Iterator[tuple[str, Tensor]]:

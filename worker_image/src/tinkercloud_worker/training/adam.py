@@ -153,7 +153,7 @@ class AdamTrainer(Trainer, ABC):
             return lambda: state
         weights, _, *moments = vectors
         # It is on the GPU too: reading it later would wait for the copies.
-        step = _step(model)
+        step = step_of(model)
         copies, finish = accelerator.begin_copy([weights, *moments])
 
         def finished() -> TrainingState:
@@ -207,8 +207,7 @@ class AdamTrainer(Trainer, ABC):
     ) -> Mapping[str, Tensor]:
         """Return a copy of the tensors of a flat buffer on the CPU, rounded to a dtype.
 
-        With several ranks, return what this rank contributes. Exports must not allocate GPU memory,
-        because another process may be using it at that time.
+        Exports must not allocate GPU memory, because another process may be using it at that time.
         """
         return model.trainable.layout.views(on_cpu(flat, dtype))
 
@@ -277,7 +276,7 @@ def _apply_steps(steps: Sequence[tuple[TrainedModel, AdamParams]]) -> list[dict[
         _apply_adamw(models, params)
     torch._foreach_zero_([model.trainable.gradient for model, _ in steps])
     return [
-        {"grad_norm": norm, "step": float(_step(model))}
+        {"grad_norm": norm, "step": float(step_of(model))}
         for (model, _), norm in zip(steps, norms, strict=True)
     ]
 
@@ -313,6 +312,16 @@ def on_cpu(flat: Tensor, dtype: torch.dtype) -> Tensor:
     return copy
 
 
+def state_vectors(vectors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return flat weights and moments, by what follows the names of the weights in a state.
+
+    Args:
+        vectors: the contents of `TrainedModel.vectors`.
+    """
+    weights, _, *moments = vectors
+    return {"": weights, **{f".{moment}": flat for moment, flat in _moments(weights, moments)}}
+
+
 def state_of(
     model: TrainedModel,
     vectors: Sequence[Tensor],
@@ -323,11 +332,10 @@ def state_of(
     Args:
         model: the model.
         vectors: the contents of `TrainedModel.vectors`.
-        whole: returns the full tensors of a model from a flat buffer, copied or not; nothing on
-            ranks that do not export them.
+        whole: returns the full tensors of a model from a flat buffer, copied or not.
     """
     weights, _, *moments = vectors
-    return _state(model, [weights, *moments], _step(model), whole)
+    return _state(model, [weights, *moments], step_of(model), whole)
 
 
 def _state(
@@ -340,11 +348,15 @@ def _state(
     flat_weights, *flat_moments = vectors
     weights = WeightsSnapshot(model.lora, whole(model, flat_weights))
     moments: dict[str, Tensor] = {}
-    # Moments that are still zero are not allocated on the GPU just to be exported.
-    flats = flat_moments or [torch.zeros(flat_weights.shape) for _ in MOMENTS]
-    for moment, flat in zip(MOMENTS, flats, strict=True):
+    for moment, flat in _moments(flat_weights, flat_moments):
         moments |= {f"{name}.{moment}": tensor for name, tensor in whole(model, flat).items()}
     return TrainingState(weights, moments, step)
+
+
+def _moments(flat_weights: Tensor, flat_moments: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+    # Moments that are still zero are not allocated on the GPU just to be exported.
+    flats = flat_moments or [torch.zeros(flat_weights.shape) for _ in MOMENTS]
+    return list(zip(MOMENTS, flats, strict=True))
 
 
 def _fill(flat: Tensor, model: TrainedModel, tensors: Mapping[str, Tensor], what: str) -> None:
@@ -365,6 +377,7 @@ def _moment(moments: Mapping[str, Tensor] | None, moment: str) -> dict[str, Tens
     }
 
 
-def _step(model: TrainedModel) -> int:
+def step_of(model: TrainedModel) -> int:
+    """Return the number of optimizer steps of a model."""
     state = model.optimizer.state[model.trainable.flat]
     return int(state["step"]) if state else 0

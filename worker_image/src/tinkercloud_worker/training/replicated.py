@@ -5,7 +5,8 @@ step, so all ranks that hold the same weights get the same bits, apply the same 
 and stay identical. For a sharded model (`engine.ranks.Sharding`), each rank updates its shard.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -15,10 +16,20 @@ from typing_extensions import override
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.device import accelerator
-from tinkercloud_worker.engine.ranks import RankTrainer, Sharding
+from tinkercloud_worker.engine.ranks import Outline, RankTrainer, Sharding, Share
+from tinkercloud_worker.engine.tensor_slices import Piece, batches, full_slice, joined
 from tinkercloud_worker.engine.trainer import Gradient, OptimizerStep, TrainingState
-from tinkercloud_worker.training.adam import AdamTrainer, on_cpu, state_of
+from tinkercloud_worker.training.adam import (
+    AdamTrainer,
+    on_cpu,
+    state_of,
+    state_vectors,
+    step_of,
+)
 from tinkercloud_worker.training.trained_model import TrainedModel
+
+_BATCH_BYTES = 64 << 20
+"""Bytes that a rank exports at a time."""
 
 
 class ReplicatedTrainer(AdamTrainer, RankTrainer):
@@ -62,16 +73,30 @@ class ReplicatedTrainer(AdamTrainer, RankTrainer):
             self.discard_gradient(model_id)
 
     @override
-    def export_gradient(self, model_id: str) -> Gradient | None:
-        """Return the sum over ranks; the ranks' own gradients are unchanged.
+    def share_weights(self, model_id: str) -> Share:
+        model, (weights, *_) = self._models.contents(model_id)
+        return self._share(model, {"": weights})
+
+    @override
+    def share_published(self, model_id: str) -> Share:
+        model, (weights, *_) = self._models.contents(model_id)
+        return self._share(model, {"": weights}, self._published_dtype(model))
+
+    @override
+    def share_state(self, model_id: str) -> Share:
+        model, vectors = self._models.contents(model_id)
+        return self._share(model, state_vectors(vectors))
+
+    @override
+    def share_gradient(self, model_id: str) -> Share:
+        """See `engine.ranks.RankTrainer`.
 
         The ranks sum copies on the CPU over gloo, which takes no GPU memory.
         """
         model = self._models[model_id]
         total = model.trainable.gradient.to("cpu", copy=True)
         _reduce(model, total)
-        whole = self._to_cpu(model, total)
-        return whole if any(tensor.any() for tensor in whole.values()) else None
+        return self._share(model, {"": total})
 
     @override
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
@@ -83,26 +108,49 @@ class ReplicatedTrainer(AdamTrainer, RankTrainer):
     def salvage(self) -> Mapping[str, TrainingState]:
         whole = {name: model for name, model in list(self._models.items()) if not _sharding(model)}
         with accelerator.side_stream():
-            return {
-                name: state_of(model, model.vectors, _gathered) for name, model in whole.items()
-            }
+            return {name: state_of(model, model.vectors, _copied) for name, model in whole.items()}
+
+    def _share(
+        self,
+        model: TrainedModel,
+        vectors: Mapping[str, Tensor],
+        dtype: torch.dtype = torch.float32,
+    ) -> Share:
+        """Yield this rank's share of flat vectors, by what follows the names of their tensors."""
+        for suffix, flat in vectors.items():
+            pieces = (
+                replace(piece, block=replace(piece.block, name=piece.block.name + suffix))
+                for piece in _shared_pieces(model, flat, dtype)
+            )
+            yield from batches(pieces, _BATCH_BYTES)
+        return Outline(model.lora, step_of(model))
 
     def _to_cpu(
         self, model: TrainedModel, flat: Tensor, dtype: torch.dtype = torch.float32
     ) -> Mapping[str, Tensor]:
-        """Return the full tensors on rank 0, and nothing on the others, even if they hold them."""
-        if dist.get_rank() == 0 or _sharding(model):
-            return _gathered(model, flat, dtype)
-        return {}
+        """Return the full tensors of a model that this rank has all of."""
+        return _copied(model, flat, dtype)
 
 
-def _gathered(
+def _shared_pieces(model: TrainedModel, flat: Tensor, dtype: torch.dtype) -> Iterator[Piece]:
+    """Yield what this rank contributes of a flat vector: rank 0 what every rank has."""
+    views = model.trainable.layout.views(flat)
+    if model.sharding is not None:
+        shared = {name: view for name, view in views.items() if name in model.sharding.shared}
+        yield from model.sharding.pieces(shared, dtype)
+    elif dist.get_rank() == 0:
+        for name, view in views.items():
+            shape = tuple(view.shape)
+            yield Piece(full_slice(name, shape), shape, view.cpu().to(dtype))
+
+
+def _copied(
     model: TrainedModel, flat: Tensor, dtype: torch.dtype = torch.float32
 ) -> Mapping[str, Tensor]:
-    """Return a copy of the full tensors on the CPU: the receiver may have no other device."""
+    """Return a copy of full tensors, which this rank must have, on the CPU."""
     layout = model.trainable.layout
     if model.sharding is not None:
-        return model.sharding.gather(layout.views(flat), dtype)
+        return joined(model.sharding.pieces(layout.views(flat), dtype))
     return layout.views(on_cpu(flat, dtype))
 
 
