@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 
+from tinkercloud_protocol.images import IMAGE_MODEL_TYPES
 from tinkercloud_protocol.launch import HeadConfig
-from tinkercloud_worker.engine.prompt_images import TEXT_ONLY, PromptImages
+from tinkercloud_worker.engine.prompt_images import PromptImages
 from tinkercloud_worker.engine.trainer import Trainer
+from tinkercloud_worker.model.architecture import read_config
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.vision.processor import load_processor
 
@@ -21,7 +23,7 @@ def build_images(
     """
     processor = load_processor(config.model.path)
     if processor is None:
-        return TEXT_ONLY
+        return PromptImages(refusal=_why_unread(config.model.path))
     trains, samples = config.trainer.backend != "none", config.sampler.backend == "torch"
     if (trains and not trainer.reads_images) or (samples and not base().images.are_read):
         return PromptImages(
@@ -29,3 +31,17 @@ def build_images(
             " images need the complete published files"
         )
     return PromptImages(processor, config.limits)
+
+
+def _why_unread(path: str) -> str:
+    model_type = read_config(path).model_type
+    families = ", ".join(sorted(IMAGE_MODEL_TYPES))
+    if model_type in IMAGE_MODEL_TYPES:
+        return (
+            "this model reads text only, because its folder has no preprocessor_config.json; images"
+            " need the complete published files"
+        )
+    return (
+        f"this model reads text only: images of model_type {model_type!r} are not supported; use a"
+        f" model of one of these: {families}"
+    )
