@@ -12,7 +12,7 @@ import tinker
 from tinker import types
 
 from tinkercloud_testing.pictures import plain_picture
-from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.servers import TRAINERS, Server, a_server
 from tinkercloud_testing.vision_models import VISION_END, VISION_START, save_vision_model
 
 MODEL = "tiny/qwen-vl"
@@ -29,10 +29,11 @@ print(processor.get_number_of_image_patches(84, 56, images_kwargs={{}}) // proce
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, trainer: str) -> Iterator[Server]:
     """Run a server with a vision-language model."""
     folder = save_vision_model(tmp_path_factory.mktemp("models") / "qwen-vl")
-    with a_server(tmp_path_factory.mktemp("state"), {MODEL: folder}) as running:
+    state_dir = tmp_path_factory.mktemp("state")
+    with a_server(state_dir, {MODEL: folder}, TRAINERS[trainer]) as running:
         yield running
 
 
@@ -132,7 +133,7 @@ def test_training_on_images_continues_after_the_end_of_its_head(
 
 
 def test_samples_after_training_name_what_is_in_the_image(training: tinker.TrainingClient) -> None:
-    train(training, 40)
+    train(training, 20)
 
     sampling = training.save_weights_and_get_sampling_client().result()
 

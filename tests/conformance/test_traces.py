@@ -1,15 +1,14 @@
 """The trace of a session shows the wait and the execution of each of its requests."""
 
-import json
 import urllib.error
 import urllib.request
 from collections import Counter
-from typing import Any
 
 import pytest
 import tinker
 from tinker import types
 
+from tinkercloud_testing.perfetto import opened_by_perfetto
 from tinkercloud_testing.sdk_steps import step
 from tinkercloud_testing.servers import Server
 
@@ -17,36 +16,48 @@ MODEL = "tiny/llama"
 PROMPT = types.ModelInput.from_ints([5, 6, 7])
 
 
-def test_a_trace_has_a_span_for_each_request(server: Server, client: tinker.ServiceClient) -> None:
+def test_perfetto_shows_the_wait_and_the_execution_of_each_request(
+    server: Server, client: tinker.ServiceClient
+) -> None:
     training = client.create_lora_training_client(MODEL, rank=4).result()
     for _ in range(2):
         step(training)
     sampler = training.save_weights_and_get_sampling_client().result()
-    for _ in range(3):
-        sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=2, stop=[])).result()
-    session = client.holder.get_session_id()
-
-    url = server.rest().export_session_trace(session).result()
+    parameters = types.SamplingParams(max_tokens=2, stop=[])
+    for future in [sampler.sample(PROMPT, 1, parameters) for _ in range(3)]:
+        future.result()
+    url = server.rest().export_session_trace(client.holder.get_session_id()).result()
     with urllib.request.urlopen(url) as answer:
-        trace: dict[str, Any] = json.load(answer)
+        content = answer.read()
 
-    events = trace["traceEvents"]
-    tracks = {each["args"]["name"]: each["pid"] for each in events if each["ph"] == "M"}
-    started = Counter(each["name"] for each in events if each["ph"] == "b")
-    assert tracks.keys() == {training.model_id, sampler._sampling_session_id}
-    assert started == {
-        "forward_backward": 2,
-        "optim_step": 2,
-        "save_weights_for_sampler": 1,
-        "sample": 3,
-        "queue": 8,
+    with opened_by_perfetto(content) as trace:
+        faults = trace.query("SELECT name FROM stats WHERE severity != 'info' AND value > 0")
+        spans = trace.query(
+            "INCLUDE PERFETTO MODULE slices.with_context;"
+            " SELECT process_name, name, ts, dur, depth FROM process_slice"
+        )
+        (all_spans,) = trace.query("SELECT count(*) AS number FROM slice")
+
+    model, samples = training.model_id, sampler._sampling_session_id
+    assert faults == []
+    assert all_spans["number"] == len(spans)
+    assert Counter((span["process_name"], span["name"]) for span in spans) == {
+        (model, "forward_backward"): 2,
+        (model, "optim_step"): 2,
+        (model, "save_weights_for_sampler"): 1,
+        (model, "queue"): 5,
+        (samples, "sample"): 3,
+        (samples, "queue"): 3,
     }
-    starts = {(e["id"], e["name"]): e["ts"] for e in events if e["ph"] == "b"}
-    ends = {(e["id"], e["name"]): e["ts"] for e in events if e["ph"] == "e"}
-    assert starts.keys() == ends.keys()
-    assert all(starts[key] <= ends[key] for key in starts)
-    waited = {number: ts for (number, name), ts in ends.items() if name == "queue"}
-    assert all(waited[number] <= ts for (number, name), ts in starts.items() if name != "queue")
+    executions = [span for span in spans if span["name"] != "queue"]
+    waits = [span for span in spans if span["name"] == "queue"]
+    assert all(span["dur"] > 0 for span in executions)
+    assert all(span["dur"] >= 0 for span in waits)
+    assert sorted((wait["process_name"], wait["ts"] + wait["dur"]) for wait in waits) == sorted(
+        (span["process_name"], span["ts"]) for span in executions
+    )
+    # Overlapping spans are drawn in different rows: none is taken for a part of another.
+    assert {span["depth"] for span in spans} == {0}
 
 
 def test_a_trace_is_its_owners(server: Server, client: tinker.ServiceClient) -> None:

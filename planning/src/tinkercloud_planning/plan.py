@@ -313,7 +313,6 @@ def _reasons(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
     return [
         _why_these_gpus(fleet, division),
         *_why_torch(demand),
-        *_why_text(demand),
         *_why_layout(demand, fleet, division.trainer),
         _why_tokens(demand, division.trainer),
         _why_engines(demand, fleet, division),
@@ -357,13 +356,6 @@ def _why_torch(demand: Demand) -> list[Reason]:
         return []
     why = f"the megatron trainer refuses {refused}; a copy on each GPU"
     return [Reason("trainer", "torch", why)]
-
-
-def _why_text(demand: Demand) -> list[Reason]:
-    if demand.architecture.tower is None:
-        return []
-    why = "trainer pods reject images; the memory for them is counted all the same"
-    return [Reason("images", "none", why)]
 
 
 def _why_these_gpus(fleet: Fleet, division: Division) -> Reason:

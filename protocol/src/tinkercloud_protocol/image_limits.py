@@ -24,7 +24,7 @@ class ImageLimits(BaseModel):
     """Maximum size of an image in pixels (width times height), according to its header."""
     max_request_pixels: Annotated[int, Field(ge=1)] = 1 << 26
     """Maximum size of all images of a request in pixels. While the request is computed, each pixel
-    takes up to 24 bytes."""
+    takes up to 24 bytes, and with trainer ranks as much again in Ray's object store."""
 
     def check_images(self, images: Iterable[tuple[str, ImagePart]]) -> None:
         """Check the images of one request.

@@ -21,11 +21,12 @@ from torch.distributed.tensor import DTensor
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from tinkercloud_testing.families import READS_IMAGES
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.actors.group import RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState
-from tinkercloud_worker.model.architecture import blank_model
+from tinkercloud_worker.model.architecture import backbone_and_lm_head, blank_model_with_towers
 from tinkercloud_worker.model.base_model import TorchBaseModel, layers_of
 from tinkercloud_worker.torch_trainer import sharded_base
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
@@ -74,6 +75,17 @@ class MortalTrainer(Mortal, DataParallelTrainer):
 
     def __init__(self) -> None:
         super().__init__(TorchBaseModel(tiny_llama()), max_batch_tokens=BATCH_TOKENS)
+
+
+class ReplicaWithImages(DataParallelTrainer):
+    """A rank's torch trainer of a family in `READS_IMAGES`."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__(
+            TorchBaseModel(READS_IMAGES[family]()),
+            max_batch_tokens=BATCH_TOKENS,
+            max_shared_tokens=BATCH_TOKENS,
+        )
 
 
 @dataclass(frozen=True)
@@ -205,16 +217,16 @@ def _counting_whole_layers() -> Iterator[list[int]]:
         return not (weight.is_meta or isinstance(weight, DTensor))
 
     def blank(config: PretrainedConfig) -> PreTrainedModel:
-        models.append(blank_model(config))
+        models.append(blank_model_with_towers(config))
         return models[0]
 
     def divide(*arguments: Any, **options: Any) -> object:
-        layers = [layer for _, layer in layers_of(models[0].base_model)]
+        layers = [layer for _, layer in layers_of(backbone_and_lm_head(models[0])[0])]
         counts.append(sum(any(map(is_whole, layer.parameters())) for layer in layers))
         return fully_shard(*arguments, **options)
 
     with (
-        patch.object(sharded_base, "blank_model", blank),
+        patch.object(sharded_base, "blank_model_with_towers", blank),
         patch.object(sharded_base, "fully_shard", divide),
     ):
         yield counts

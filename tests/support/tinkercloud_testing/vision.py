@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tinkercloud_protocol.tensors import Int32Array
 from tinkercloud_testing.families import IMAGE_TOKEN
+from tinkercloud_worker.engine.batch import Example
 from tinkercloud_worker.vision.prepared import PreparedImage
 
 
@@ -45,6 +46,29 @@ def prompt_of(length: int, images: Sequence[PreparedImage], seed: int = 0) -> In
     for image in images:
         tokens[image.start : image.start + image.count] = IMAGE_TOKEN
     return tokens
+
+
+def an_example(length: int, images: Sequence[PreparedImage], seed: int = 0) -> Example:
+    """Return a prompt with images, random targets and random weights."""
+    rng = np.random.default_rng(seed)
+    return Example(
+        prompt_of(length, images, seed),
+        rng.integers(0, 90, (length, 1)),
+        {"weights": rng.uniform(0, 1, (length, 1)).astype(np.float32)},
+        is_flat=True,
+        images=tuple(images),
+    )
+
+
+def examples_of(family: str) -> list[Example]:
+    """Return text, a prompt with two images, text, and a prompt that ends in an image."""
+    first, second = images_of(family)
+    return [
+        an_example(7, [], seed=3),
+        an_example(20, [first, second], seed=4),
+        an_example(9, [], seed=5),
+        an_example(second.start + second.count, [second], seed=6),
+    ]
 
 
 def image_arguments(tokens: Int32Array, images: Sequence[PreparedImage]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from tinkercloud_testing.vision_models import save_vision_model
 
 VOLUME = {"volume": {"claimName": "models", "path": "one"}}
 WORKERS = {"replicas": 1, "cpuRanksPerReplica": 1}
+MEGATRON = {"backend": "megatron", "replicas": 1, "gpusPerReplica": 1}
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +30,15 @@ def test_a_model_on_a_mounted_volume_reads_images_if_its_files_say_so(
     spec = a_base_model(source=VOLUME)
 
     assert served_model(spec, of_images).reads_images
+    assert served_model(a_base_model(source=VOLUME, trainer=WORKERS), of_images).reads_images
     assert served_model(spec, of_images).local_path == str(of_images / "models" / "one")
     assert not served_model(spec, tmp_path).reads_images
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"source": VOLUME, "trainer": WORKERS}, {"source": {"repository": "tiny/qwen-vl"}}],
-    ids=["trainer pods", "a repository"],
+    [{"source": VOLUME, "trainer": MEGATRON}, {"source": {"repository": "tiny/qwen-vl"}}],
+    ids=["the megatron trainer", "a repository"],
 )
 def test_images_are_not_offered_where_they_are_refused_or_the_files_are_unknown(
     of_images: Path, fields: dict[str, Any]

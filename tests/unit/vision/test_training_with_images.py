@@ -11,36 +11,13 @@ from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.families import READS_IMAGES
 from tinkercloud_testing.peft_twin import PeftTwin
 from tinkercloud_testing.trainers import assert_close, gradient_of
-from tinkercloud_testing.vision import images_of, prompt_of, reference_logits
+from tinkercloud_testing.vision import examples_of, reference_logits
 from tinkercloud_worker.engine.batch import Batch, Example
 from tinkercloud_worker.engine.trainer import TrainingPass
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
-from tinkercloud_worker.vision.prepared import PreparedImage
 
 ADAM = AdamParams(learning_rate=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
-
-
-def an_example(length: int, images: Sequence[PreparedImage], seed: int = 0) -> Example:
-    rng = np.random.default_rng(seed)
-    return Example(
-        prompt_of(length, images, seed),
-        rng.integers(0, 90, (length, 1)),
-        {"weights": rng.uniform(0, 1, (length, 1)).astype(np.float32)},
-        is_flat=True,
-        images=tuple(images),
-    )
-
-
-def examples_of(family: str) -> list[Example]:
-    """Return text, a prompt with two images, text, and a prompt that ends in an image."""
-    first, second = images_of(family)
-    return [
-        an_example(7, [], seed=3),
-        an_example(20, [first, second], seed=4),
-        an_example(9, [], seed=5),
-        an_example(second.start + second.count, [second], seed=6),
-    ]
 
 
 def a_trainer(base: TorchBaseModel, max_batch_tokens: int = 64) -> TorchTrainer:

@@ -145,8 +145,6 @@ def torch_rank(config: HeadConfig) -> DataParallelTrainer:
     base = TorchBaseModel.load(
         config.model.path, dtype, packed=trainer.packed_weights, device=trainer.device
     )
-    # `build_images` rejects images for trainers with ranks.
-    base.images.remove_tower()
     return DataParallelTrainer(
         base,
         max_batch_tokens=trainer.max_batch_tokens,

@@ -82,7 +82,7 @@ def build_backend(config: HeadConfig) -> Backend:
         base_fingerprint=_served_fingerprint(config, trainer),
         usage=usage,
         text=ChatText(tokenizer),
-        images=build_images(config, base),
+        images=build_images(config, base, trainer),
         image_work=ImageWork(config.limits.max_request_pixels),
         engine_scaler=sampler.scaler if isinstance(sampler, InferenceSampler) else None,
     )

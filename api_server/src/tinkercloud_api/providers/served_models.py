@@ -30,5 +30,5 @@ def served_model(spec: BaseModelSpec, models_dir: Path | None) -> ServedModel:
 
 
 def _serves_images(spec: BaseModelSpec) -> bool:
-    """Return whether the head trains and samples by itself: other engines refuse images."""
-    return spec.trainer.replicas == 0 and spec.sampler.backend == "torch"
+    """Return whether trainer and sampler are known to read images."""
+    return spec.trainer.backend != "megatron" and spec.sampler.backend == "torch"

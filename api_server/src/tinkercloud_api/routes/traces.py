@@ -52,8 +52,8 @@ async def download_trace(token: str, server: Server) -> Response:
 def trace_of(spans: Iterable[Span]) -> bytes:
     """Return spans in the Trace Event Format (JSON).
 
-    Each request is an asynchronous event, on the track of its model or sampling session: first its
-    wait in the queue, then its execution.
+    Each model or sampling session is a process, and each of its requests two asynchronous events:
+    its wait in the queue, and then its execution.
     """
     in_order = sorted(spans, key=lambda span: (span.target, span.accepted))
     tracks = {name: number for number, name in enumerate({s.target: None for s in in_order}, 1)}
@@ -74,6 +74,8 @@ def _events(span: Span, number: int, track: int) -> Iterator[dict[str, object]]:
         ("queue", span.accepted, span.started),
         (span.name, span.started, span.finished),
     ):
-        common: dict[str, object] = {"cat": name, "name": name, "id": number, "pid": track}
+        # Perfetto draws events with a global `id` apart from their process.
+        own = {"local": hex(number)}
+        common: dict[str, object] = {"cat": name, "name": name, "id2": own, "pid": track}
         for phase, moment in (("b", start), ("e", max(start, end))):
             yield {**common, "ph": phase, "tid": 0, "ts": round(moment * _MICROSECONDS)}

@@ -97,6 +97,7 @@ class RankedTrainer:
             raise
         self.limits = self._memberships[0].limits
         self.base_fingerprint = self._memberships[0].base_fingerprint
+        self.reads_images = self._memberships[0].reads_images
 
     @property
     def batcher(self) -> RankedPasses:

@@ -55,10 +55,7 @@ class PromptImages:
     """None if the model reads text only."""
     limits: ImageBounds | None = None
     """None for no limits."""
-    refusal: str = (
-        "this model reads text only, and its prompts can't contain images; use a vision-language"
-        " model, such as one of the Qwen-VL family"
-    )
+    refusal: str = "this model reads text only"
     """Why images are rejected, if there is no processor."""
 
     def placeholder(self, where: str) -> int:

@@ -31,6 +31,8 @@ class Membership:
     """Whether this rank returns the results of its replica."""
     base_fingerprint: str | None = None
     """Fingerprint of the base model that it has loaded; None if another rank has read it."""
+    reads_images: bool = False
+    """See `Trainer.reads_images`."""
     pad_to_multiple_of: int = 1
     """Number of tokens; each example is padded to a multiple of it."""
     max_shared_tokens: int = 0

@@ -126,6 +126,8 @@ class Trainer(Protocol):
     limits: ModelLimits
     base_fingerprint: str | None
     """Fingerprint of the loaded base model (`fingerprint`); None if none is loaded."""
+    reads_images: bool
+    """Whether the examples of a pass may have images."""
 
     @property
     def batcher(self) -> "Batcher[TrainingPass, LossOutput] | None":

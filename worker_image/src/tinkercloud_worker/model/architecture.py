@@ -156,6 +156,19 @@ def model_class(config: Any) -> tuple[type[PreTrainedModel], Any]:  # noqa: ANN4
 def blank_model(config: Any) -> PreTrainedModel:  # noqa: ANN401 - transformers' configurations have no common type
     """Return a float32 model of this configuration, with weights and buffers on the meta device.
 
+    Its towers are removed; see `keep_text`.
+
+    Raises:
+        UnsupportedModelError: transformers has no language model of this configuration.
+    """
+    model = blank_model_with_towers(config)
+    keep_text(model)
+    return model
+
+
+def blank_model_with_towers(config: Any) -> PreTrainedModel:  # noqa: ANN401 - transformers' configurations have no common type
+    """Return the complete model of which `blank_model` returns the part for text.
+
     Raises:
         UnsupportedModelError: transformers has no language model of this configuration.
     """
@@ -164,7 +177,6 @@ def blank_model(config: Any) -> PreTrainedModel:  # noqa: ANN401 - transformers'
         # Any other dtype would temporarily become torch's default for all threads.
         model: PreTrainedModel = kind._from_config(own_config, dtype=torch.float32)
     model.eval()
-    keep_text(model)
     return model
 
 

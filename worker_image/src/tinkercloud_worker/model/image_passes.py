@@ -24,8 +24,7 @@ class ImagePasses:
         self._tower = split_vision(model)
         self._mask_kinds = mask_kinds(model.config)
         self._inputs: ImageInputs | None = None
-        if self._tower is not None:
-            model.get_input_embeddings().register_forward_hook(self._insert)
+        self.insert_into(model)
 
     @property
     def are_read(self) -> bool:
@@ -46,9 +45,10 @@ class ImagePasses:
         if self._tower is not None:
             self._tower.forget()
 
-    def remove_tower(self) -> None:
-        """Free the vision tower, where no request has images."""
-        self._tower = None
+    def insert_into(self, model: PreTrainedModel) -> None:
+        """Let the embedding of a model, this one or a copy, insert the images of its passes."""
+        if self._tower is not None:
+            model.get_input_embeddings().register_forward_hook(self._insert)
 
     @contextmanager
     def inserted(

@@ -32,6 +32,7 @@ class DataParallelTrainer(ReplicatedTrainer, TorchTrainer, SharingRank):
             replica=dist.get_rank(),
             answers=True,
             base_fingerprint=self.base_fingerprint,
+            reads_images=self.reads_images,
             max_shared_tokens=self._max_shared_tokens if self._base.takes_packs else 0,
         )
 

@@ -2,7 +2,8 @@
 
 Rank 0 loads the model into host memory and broadcasts it weight by weight; each layer is sharded
 before the next one is sent. A device therefore never holds more than its shards and one full layer,
-and the host holds the model once, regardless of the number of ranks.
+in addition to the embeddings and the vision tower, which are replicated, and the host holds the
+model once, regardless of the number of ranks.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,12 @@ from torch.distributed.tensor import DTensor
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_worker.model.architecture import backbone_and_lm_head, blank_model, keep_text
+from tinkercloud_worker.model.architecture import (
+    backbone_and_lm_head,
+    blank_model_with_towers,
+    keep_text,
+    tower_prefixes,
+)
 from tinkercloud_worker.model.base_model import TorchBaseModel, layers_of
 from tinkercloud_worker.model.fingerprint import fingerprint_of
 from tinkercloud_worker.model.loading import load_pretrained
@@ -33,6 +39,7 @@ class _Description:
     config: PretrainedConfig
     dtypes: dict[str, torch.dtype]
     """The dtypes of weights and buffers by name; they may differ."""
+    has_towers: bool
 
 
 def load_sharded(path: str, dtype: torch.dtype, mesh: DeviceMesh) -> TorchBaseModel:
@@ -48,9 +55,7 @@ def load_sharded(path: str, dtype: torch.dtype, mesh: DeviceMesh) -> TorchBaseMo
     """
     if mesh.get_local_rank() != _READER:
         return TorchBaseModel(share_out(None, mesh), packed=False)
-    model = load_pretrained(path, dtype)
-    keep_text(model)
-    base = TorchBaseModel(share_out(model, mesh), packed=False)
+    base = TorchBaseModel(share_out(load_pretrained(path, dtype), mesh), packed=False)
     base.fingerprint = fingerprint_of(path)
     return base
 
@@ -59,8 +64,8 @@ def share_out(whole: PreTrainedModel | None, mesh: DeviceMesh) -> PreTrainedMode
     """Shard the layers of a model over ranks; each layer is gathered while it computes.
 
     Passes of the returned model are collective: all ranks of the mesh run the same number in the
-    same order, and either all or none run the backward pass of each. Embeddings are replicated on
-    the device of every rank.
+    same order, and either all or none run the backward pass of each. Embeddings and towers are
+    replicated on the device of every rank.
 
     Args:
         whole: the full model on the CPU, on the first rank of the mesh; None on the others.
@@ -70,7 +75,9 @@ def share_out(whole: PreTrainedModel | None, mesh: DeviceMesh) -> PreTrainedMode
     dist.broadcast_object_list(descriptions, src=_READER)
     [description] = descriptions
     assert description is not None  # noqa: S101 - rank 0 has a model
-    model = blank_model(description.config)
+    model = blank_model_with_towers(description.config)
+    if not description.has_towers:
+        keep_text(model)
     model.requires_grad_(requires_grad=False)
     backbone, _ = backbone_and_lm_head(model)
     names = _names(model)
@@ -100,7 +107,7 @@ def share_out(whole: PreTrainedModel | None, mesh: DeviceMesh) -> PreTrainedMode
 
 def _described(model: PreTrainedModel) -> _Description:
     dtypes = {names[0]: tensor.dtype for tensor, names in _names(model).items()}
-    return _Description(model.config, dtypes)
+    return _Description(model.config, dtypes, bool(tower_prefixes(model)))
 
 
 def _names(module: nn.Module) -> dict[Tensor, list[str]]:

@@ -75,6 +75,8 @@ class ShardedModel(Sharding):
             whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
             views[name].copy_(self._part(name, whole))
         self._model = base.without_weights()
+        self._images = base.images
+        self._images.insert_into(self._model)
         self._lm_head_gradients: dict[str, Tensor] = {}
         """Gradients from the current pass, until its backward pass has run."""
         self._shard(mesh, base.dtype, base.router_counts, recompute=recompute)
@@ -85,7 +87,8 @@ class ShardedModel(Sharding):
         If gradients are recorded, every rank must run the backward pass next.
         """
         arguments = sequences.arguments(mask_kinds(self._model.config))
-        hidden_RD: Tensor = self._model(**arguments).last_hidden_state[0]
+        with self._images.inserted(arguments, sequences.spans) as inputs:
+            hidden_RD: Tensor = self._model(**inputs).last_hidden_state[0]
         factor = logits_factor(self._model.config)
         if factor != 1:
             hidden_RD = hidden_RD * factor

@@ -99,6 +99,7 @@ class TorchTrainer(AdamTrainer):
         super().__init__(ModelLimits(base.vocab_size, longest), base.dtype, self._memory.models)
         self._base = base
         self.base_fingerprint = base.fingerprint
+        self.reads_images = base.images.are_read
         self._max_batch_tokens = max_batch_tokens
         self._max_shared_tokens = min(
             max_batch_tokens, max_batch_tokens if max_shared_tokens is None else max_shared_tokens

@@ -59,6 +59,7 @@ class AdamTrainer(Trainer, ABC):
         """
         self.limits = limits
         self.base_fingerprint: str | None = None
+        self.reads_images = False
         self._dtype = dtype
         self._models = models if models is not None else Models()
         self._stepper = _Stepper(self, self._models)

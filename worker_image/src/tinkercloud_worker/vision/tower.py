@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from tinkercloud_protocol.images import IMAGE_MODEL_TYPES
 from tinkercloud_worker.vision.masks import ImageMasks
@@ -163,7 +164,8 @@ class VisionTower:
 
     @torch.no_grad()
     def _computed(self, image: PreparedImage) -> ImageFeatures:
-        pixels = torch.from_numpy(image.pixels).to(self._device, self._tower.dtype)
+        # Ranks read pixels in Ray's store; other conversions warn about read-only arrays.
+        pixels = from_dlpack(image.pixels).to(self._device, self._tower.dtype)
         grid = {}
         if image.grid is not None:
             grid["image_grid_thw"] = torch.tensor([image.grid], device=self._device)
