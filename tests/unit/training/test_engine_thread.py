@@ -235,16 +235,13 @@ async def test_nothing_of_others_runs_between_a_batch_and_the_step_behind_it(
     monkeypatch.setattr(engine_thread, "_FOLLOWING_SECONDS", 60)
     pieces = Pieces()
 
-    async def train() -> None:
-        for _ in range(3):
-            await thread.run_batched(pieces, "b", Share("small", "m", 100))
-            await thread.run_batched(pieces, "s", Share("small", "m", 8, continues=True))
-
-    await while_busy(
-        thread,
-        text(thread, pieces, "f" * 500, "large"),
-        lambda: asyncio.create_task(train()),
+    flood = asyncio.create_task(
+        thread.run_batched(pieces, "f" * 1_000_000, Share("large", "m", 1_000_000))
     )
+    for _ in range(3):
+        await thread.run_batched(pieces, "b", Share("small", "m", 1000))
+        await thread.run_batched(pieces, "s", Share("small", "m", 8, continues=True))
+    flood.cancel()
 
     # By tokens it would be the turn of the large owner, whose letters have one each.
     assert pieces.ran.count("bs") == 3

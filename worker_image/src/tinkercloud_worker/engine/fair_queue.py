@@ -298,12 +298,13 @@ class FairQueue(Generic[T]):
         heapify(owners)
         while owners:
             used, place, owner, turns = owners[0]
-            if (turn := next(turns, None)) is None:
+            for turn in turns:
+                yield from turn
+                used += _turn_cost(turn) / self._owners.weight(owner)
+                heapreplace(owners, (used, place, owner, turns))
+                break
+            else:
                 heappop(owners)
-                continue
-            yield from turn
-            used += _turn_cost(turn) / self._owners.weight(owner)
-            heapreplace(owners, (used, place, owner, turns))
 
     def _pop(self, owner: str, model: str) -> tuple[Share, T]:
         self._ahead = None
