@@ -128,7 +128,7 @@ def test_an_owner_with_many_models_gets_no_more_than_an_owner_with_one() -> None
     assert owners.count("one") == 50
 
 
-def test_a_step_runs_before_others_even_if_it_arrives_after_their_turn_has_begun() -> None:
+def test_a_step_runs_before_others_even_if_it_arrives_after_their_turn_has_started() -> None:
     queue = FairQueue[str]()
     for owner in ("small", "large"):
         queue.put(Share(owner, "m", 10), f"{owner} batch")

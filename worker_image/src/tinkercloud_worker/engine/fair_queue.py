@@ -7,7 +7,7 @@ one turn of each, and an owner who has nothing to compute takes nothing from the
 that returns after a pause gets no credit for it, but does not owe what others have used meanwhile.
 
 A turn is an item and the item behind it if that continues it, as an optimizer step continues its
-batch. It runs before those of others, even if it arrives when another turn has begun, and is
+batch. It runs before those of others, even if it arrives when another turn has started, and is
 charged like any other.
 
 Items of one model are taken in the order in which they were put, so a queue of a single model is
@@ -125,7 +125,7 @@ class _OwnerLine(Generic[T]):
     def turns(self) -> Iterator[Sequence[Share]]:
         """Yield the shares of all items, turn by turn, in their order if no more arrive.
 
-        Items that continue a turn which has begun are in turns of their own, before all others.
+        Items that continue a turn which has started are in turns of their own, before all others.
         """
         models, continuing = list[tuple[float, int, deque[Share]]](), set(self.continuing())
         for place, (model, line) in enumerate(self.lines.items()):

@@ -92,9 +92,7 @@ def _stack(arrays: Sequence[npt.NDArray[ScalarT]], width: int) -> Tensor:
     """Concatenate [N, K] arrays along N, padding narrower ones with zeros, which have weight 0."""
     padded = [
         # `np.pad` copies in any case, and takes longer than all else here.
-        array
-        if array.shape[1] == width
-        else np.pad(array, ((0, 0), (0, width - array.shape[1])))
+        array if array.shape[1] == width else np.pad(array, ((0, 0), (0, width - array.shape[1])))
         for array in arrays
     ]
     return torch.from_numpy(np.concatenate(padded))
