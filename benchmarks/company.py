@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
@@ -16,12 +17,17 @@ from benchmarks.training import LORA, a_batch, random_data
 from tinkercloud_protocol.hyperparameters import AdamParams
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
 from tinkercloud_testing.models import VOCAB_SIZE, tiny_llama
+from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.engine.fair_queue import Share
 from tinkercloud_worker.engine.sampler import StopRules
-from tinkercloud_worker.engine.trainer import TrainingPass
+from tinkercloud_worker.engine.trainer import OptimizerStep, TrainingPass
 from tinkercloud_worker.engine.usage import Payer
+from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
-ROUNDS = 40
+ROUNDS = 20
+"""Pieces of work that are timed one after the other, alone or in company."""
+TURNS = 5
+"""How often they are timed alone and in company, alternately: other work on the machine varies."""
 NEVER = StopRules(frozenset(), ())
 CHUNKS = 1000
 MICRO_BATCH = 2048
@@ -65,19 +71,22 @@ async def _alone_and_in_company(
     work: Callable[[], Awaitable[object]], flood: Callable[[], Awaitable[object]]
 ) -> tuple[float, float]:
     """Return the 95th percentile of the seconds of some work, alone and during a flood."""
-    await work()
-    alone = [await _seconds(work) for _ in range(ROUNDS)]
 
     async def floods() -> None:
         while True:
             await flood()
 
-    flooding = asyncio.create_task(floods())
-    await asyncio.sleep(0.2)
-    both = [await _seconds(work) for _ in range(ROUNDS)]
-    flooding.cancel()
-    with suppress(asyncio.CancelledError):
-        await flooding
+    alone, both = list[float](), list[float]()
+    for _ in range(TURNS):
+        # What is left of a flood that was cancelled ends before this.
+        await work()
+        alone += [await _seconds(work) for _ in range(ROUNDS)]
+        flooding = asyncio.create_task(floods())
+        await asyncio.sleep(0.2)
+        both += [await _seconds(work) for _ in range(ROUNDS)]
+        flooding.cancel()
+        with suppress(asyncio.CancelledError):
+            await flooding
     return _p95(alone), _p95(both)
 
 
@@ -93,16 +102,23 @@ def _p95(seconds: Sequence[float]) -> float:
 
 async def _step(engine: Engine) -> None:
     await _pass(engine, "small", 1)
-    await engine.thread.run(
-        lambda _: engine.trainer.optim_step("small", AdamParams()),
-        Share("small", "small", STEP_TOKENS),
+    await engine.thread.run_batched(
+        engine.trainer.stepper,
+        OptimizerStep("small", AdamParams()),
+        Share("small", "small", STEP_TOKENS, continues=True),
     )
 
 
 async def _pass(engine: Engine, model: str, chunks: int) -> None:
-    batch = a_batch(engine.trainer, random_data([16] * 4 * chunks, VOCAB_SIZE))
+    batch = _batch(engine.trainer, chunks)
     share = Share(model.split("-", maxsplit=1)[0], model, batch.num_tokens)
     await engine.thread.run_batched(engine.trainer.batcher, TrainingPass(model, batch), share)
+
+
+@cache
+def _batch(trainer: TorchTrainer, chunks: int) -> Batch:
+    """Return the same batch each time: making one takes the time of other work on this thread."""
+    return a_batch(trainer, random_data([16] * 4 * chunks, VOCAB_SIZE))
 
 
 async def _chunks(engine: Engine, model: str, size: int) -> None:

@@ -170,7 +170,7 @@ def _head_peak(which: str) -> int:
 def _packing(trainer: TorchTrainer, vocab_size: int) -> Measurement:
     rng = np.random.default_rng(1)
     lengths = np.clip(rng.lognormal(5, 1, 64).astype(int), 8, 2048).tolist()
-    packs = trainer._packs(a_batch(trainer, random_data(lengths, vocab_size)))
+    packs = list(trainer._packs(a_batch(trainer, random_data(lengths, vocab_size))))
     computed = sum(pack.sequences.ids_R.numel() for pack in packs)
     return Measurement(
         "C22",

@@ -216,8 +216,8 @@ async def test_the_next_request_of_an_owner_whose_turn_it_is_does_not_wait_for_a
     pieces = Pieces()
 
     async def two_in_succession() -> None:
-        await thread.run_batched(pieces, "s", Share("small", "m", 1))
-        await thread.run_batched(pieces, "t", Share("small", "m", 100))
+        await thread.run_batched(pieces, "s", Share("small", "m", 1, continues=True))
+        await thread.run_batched(pieces, "t", Share("small", "m", 100, continues=True))
 
     await while_busy(
         thread,
@@ -227,6 +227,24 @@ async def test_the_next_request_of_an_owner_whose_turn_it_is_does_not_wait_for_a
 
     # The thread waits for the second letter of the small owner, but not for a third one.
     assert pieces.ran == "fstlood"
+
+
+async def test_nothing_of_others_runs_between_a_batch_and_the_step_behind_it(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "_FOLLOWING_SECONDS", 60)
+    pieces = Pieces()
+
+    flood = asyncio.create_task(
+        thread.run_batched(pieces, "f" * 1_000_000, Share("large", "m", 1_000_000))
+    )
+    for _ in range(3):
+        await thread.run_batched(pieces, "b", Share("small", "m", 1000))
+        await thread.run_batched(pieces, "s", Share("small", "m", 8, continues=True))
+    flood.cancel()
+
+    # By tokens it would be the turn of the large owner, whose letters have one each.
+    assert pieces.ran.count("bs") == 3
 
 
 async def test_what_waits_says_how_much_runs_before_it(thread: EngineThread) -> None:

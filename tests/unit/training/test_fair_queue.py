@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tinkercloud_worker.engine.fair_queue import Accounts, FairQueue, Share
 
 OWNERS, MODELS = st.sampled_from("abc"), st.sampled_from("xyz")
-SHARES = st.builds(Share, OWNERS, MODELS, st.integers(0, 50))
+SHARES = st.builds(Share, OWNERS, MODELS, st.integers(0, 50), st.booleans())
 WEIGHTS = st.fixed_dictionaries({name: st.integers(1, 4) for name in "abc"})
 
 
@@ -25,10 +25,14 @@ def take(queue: FairQueue[int]) -> tuple[Share, int]:
 
 
 @given(
-    st.lists(st.builds(Share, OWNERS, MODELS, st.integers(1, 50)), min_size=40, max_size=80),
+    st.lists(
+        st.builds(Share, OWNERS, MODELS, st.integers(1, 50), st.booleans()),
+        min_size=40,
+        max_size=80,
+    ),
     WEIGHTS,
 )
-def test_while_owners_wait_their_shares_differ_by_at_most_one_item_of_each(
+def test_while_owners_wait_their_shares_differ_by_at_most_one_turn_of_each(
     shares: list[Share], weights: dict[str, int]
 ) -> None:
     queue = FairQueue[int](weights)
@@ -37,7 +41,8 @@ def test_while_owners_wait_their_shares_differ_by_at_most_one_item_of_each(
     for share in shares:
         waiting[share.owner] += 1
     used = dict.fromkeys(waiting, 0.0)
-    largest = max(share.tokens for share in shares)
+    # An item, and one that continues it.
+    largest = 2 * max(share.tokens for share in shares)
 
     while all(waiting.values()):
         share, _ = take(queue)
@@ -121,6 +126,43 @@ def test_an_owner_with_many_models_gets_no_more_than_an_owner_with_one() -> None
     owners = [take(queue)[0].owner for _ in range(100)]
 
     assert owners.count("one") == 50
+
+
+def test_a_step_runs_before_others_even_if_it_arrives_after_their_turn_has_started() -> None:
+    queue = FairQueue[str]()
+    for owner in ("small", "large"):
+        queue.put(Share(owner, "m", 10), f"{owner} batch")
+        queue.put(Share(owner, "m", 10), f"{owner} batch")
+    order = [queue.next()]
+    queue.charge(order[0][0], 1000)
+    order.append(queue.next())
+    queue.put_back(Share("small", "m", 8, continues=True), "small step")
+    order += [queue.next() for _ in range(3)]
+
+    assert [item for _, item in order] == [
+        "small batch",
+        "large batch",
+        "small step",
+        "large batch",
+        "small batch",
+    ]
+
+
+def test_only_one_step_runs_behind_a_batch() -> None:
+    queue = FairQueue[str]()
+    queue.put(Share("steps", "m", 10), "batch")
+    for _ in range(3):
+        queue.put(Share("steps", "m", 10, continues=True), "step")
+    for _ in range(2):
+        queue.put(Share("other", "m", 10), "other")
+
+    order = []
+    while queue:
+        share, item = queue.next()
+        queue.charge(share, share.tokens)
+        order.append(item)
+
+    assert order == ["batch", "step", "other", "other", "step", "step"]
 
 
 def test_a_pause_gives_no_credit() -> None:

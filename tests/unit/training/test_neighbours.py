@@ -60,3 +60,35 @@ def test_an_owner_whose_jobs_have_become_smaller_counts_as_small_after_a_while(
         neighbours.note("bob", tokens)
 
     assert neighbours.most_tokens("ada") == 500
+
+
+def test_an_owner_is_prompt_until_it_sends_late_and_again_once_it_sends_in_time(
+    neighbours: Neighbours, clock: Clock
+) -> None:
+    neighbours.note("bob", 500)
+    neighbours.note("ada", 500)
+    prompt = [neighbours.is_prompt("ada")]
+    for pause in (3, 0.5, 3, 1):
+        neighbours.note_end("ada")
+        clock.seconds += pause
+        neighbours.note("ada", 500)
+        neighbours.note_sent("ada", in_time=1)
+        # What follows is not behind a batch.
+        clock.seconds += 2
+        neighbours.note_sent("ada", in_time=1)
+        prompt.append(neighbours.is_prompt("ada"))
+        neighbours.note("bob", 500)
+
+    assert prompt == [True, False, True, False, True]
+
+
+def test_nobody_is_waited_for_while_no_other_owner_uses_the_engine(
+    neighbours: Neighbours, clock: Clock
+) -> None:
+    neighbours.note("ada", 500)
+    neighbours.note("bob", 500)
+    clock.seconds = 11.0
+    neighbours.note("ada", 500)
+
+    assert not neighbours.is_prompt("ada")
+    assert not neighbours.is_prompt("eve")

@@ -3,17 +3,22 @@
 Every owner has an account: the tokens computed for it, divided by its weight. The next item is one
 of the owner with the lowest account, and there of the model with the lowest account. This is
 deficit round robin that remembers deficits: while two owners wait, their accounts differ by at most
-one item of each, and an owner who has nothing to compute takes nothing from the others. An owner
+one turn of each, and an owner who has nothing to compute takes nothing from the others. An owner
 that returns after a pause gets no credit for it, but does not owe what others have used meanwhile.
+
+A turn is an item and the item behind it if that continues it, as an optimizer step continues its
+batch. It runs before those of others, even if it arrives when another turn has started, and is
+charged like any other.
 
 Items of one model are taken in the order in which they were put, so a queue of a single model is
 first in, first out. Nothing here knows threads or clocks.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
+from itertools import islice
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -27,6 +32,8 @@ class Share:
     model: str
     tokens: int
     """Tokens to compute. An item without tokens counts as one."""
+    continues: bool = False
+    """Whether it belongs to the turn of the item before it of its model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,29 +111,59 @@ class _OwnerLine(Generic[T]):
         self.accounts = Accounts()
         self.lines: dict[str, deque[tuple[Share, T]]] = {}
         """Waiting items by model, the model that has waited longest first."""
+        self.open_turns: set[str] = set()
+        """Models whose last item may still be continued."""
 
-    def turns(self) -> Iterator[Share]:
-        """Yield the shares of all items in the order of their turns if no more arrive."""
-        models = [
-            (self.accounts.used(model), place, iter(line))
-            for place, (model, line) in enumerate(self.lines.items())
-        ]
+    def continuing(self) -> Iterator[str]:
+        """Yield the models whose first item continues a turn."""
+        return (
+            model
+            for model in self.lines
+            if model in self.open_turns and self.lines[model][0][0].continues
+        )
+
+    def turns(self) -> Iterator[Sequence[Share]]:
+        """Yield the shares of all items, turn by turn, in their order if no more arrive.
+
+        Items that continue a turn which has started are in turns of their own, before all others.
+        """
+        models, continuing = list[tuple[float, int, deque[Share]]](), set(self.continuing())
+        for place, (model, line) in enumerate(self.lines.items()):
+            shares, used = deque(share for share, _ in line), self.accounts.used(model)
+            if model in continuing:
+                used += _cost(shares[0].tokens)
+                yield [shares.popleft()]
+            models.append((used, place, shares))
         heapify(models)
         while models:
-            used, place, line = models[0]
-            if (first := next(line, None)) is None:
+            used, place, shares = models[0]
+            if not shares:
                 heappop(models)
                 continue
-            share, _ = first
-            yield share
-            heapreplace(models, (used + _cost(share.tokens), place, line))
+            turn = [shares.popleft()]
+            if not turn[0].continues and shares and shares[0].continues:
+                turn.append(shares.popleft())
+            yield turn
+            heapreplace(models, (used + _turn_cost(turn), place, shares))
 
     def pop(self, model: str) -> tuple[Share, T]:
         line = self.lines[model]
-        first = line.popleft()
+        share, item = line.popleft()
+        if share.continues:
+            self.open_turns.discard(model)
+        else:
+            self.open_turns.add(model)
         if not line:
             del self.lines[model]
-        return first
+        return share, item
+
+    def forget_idle(self) -> None:
+        self.accounts.forget_idle(self.lines)
+        self.open_turns = {
+            model
+            for model in self.open_turns
+            if model in self.lines or self.accounts.is_open(model)
+        }
 
 
 class FairQueue(Generic[T]):
@@ -182,12 +219,19 @@ class FairQueue(Generic[T]):
         if not self._waiting:
             raise IndexError("the queue is empty")
         self._forget_idle()
+        for owner in self._waiting:
+            for model in self._lines[owner].continuing():
+                return self._pop(owner, model)
         owner = min(self._waiting, key=self._owners.used)
         models = self._lines[owner]
         model = min(models.lines, key=models.accounts.used)
         self._owners.take(owner)
         models.accounts.take(model)
         return self._pop(owner, model)
+
+    def is_waiting(self, owner: str) -> bool:
+        """Whether an owner has items here."""
+        return owner in self._waiting
 
     def is_before_others(self, owner: str) -> bool:
         """Whether others wait, and it would be the turn of this owner, who does not."""
@@ -244,19 +288,23 @@ class FairQueue(Generic[T]):
 
     def _in_turn(self) -> Iterator[Share]:
         """Yield the shares of all items in the order of their turns if no more arrive."""
-        owners = [
-            (self._owners.used(owner), place, owner, self._lines[owner].turns())
-            for place, owner in enumerate(self._waiting)
-        ]
+        owners = list[tuple[float, int, str, Iterator[Sequence[Share]]]]()
+        for place, owner in enumerate(self._waiting):
+            turns, used = self._lines[owner].turns(), self._owners.used(owner)
+            for turn in islice(turns, sum(1 for _ in self._lines[owner].continuing())):
+                used += _turn_cost(turn) / self._owners.weight(owner)
+                yield from turn
+            owners.append((used, place, owner, turns))
         heapify(owners)
         while owners:
             used, place, owner, turns = owners[0]
-            if (share := next(turns, None)) is None:
+            for turn in turns:
+                yield from turn
+                used += _turn_cost(turn) / self._owners.weight(owner)
+                heapreplace(owners, (used, place, owner, turns))
+                break
+            else:
                 heappop(owners)
-                continue
-            yield share
-            used += _cost(share.tokens) / self._owners.weight(owner)
-            heapreplace(owners, (used, place, owner, turns))
 
     def _pop(self, owner: str, model: str) -> tuple[Share, T]:
         self._ahead = None
@@ -272,8 +320,12 @@ class FairQueue(Generic[T]):
             if not self._owners.is_open(owner):
                 del self._lines[owner]
         for line in self._lines.values():
-            line.accounts.forget_idle(line.lines)
+            line.forget_idle()
 
 
 def _cost(tokens: int) -> int:
     return max(tokens, 1)
+
+
+def _turn_cost(turn: Sequence[Share]) -> int:
+    return sum(_cost(share.tokens) for share in turn)

@@ -3,8 +3,9 @@
 Jobs that compute for a model wait for their turn, which is fair between owners (`fair_queue`).
 Queued jobs that can share a pass (`Batcher`) run as one job when it is the turn of the first of
 them. A long job runs in pieces, and takes a turn for each: jobs of other models run between two of
-them. While other owners use the engine, pieces are small (`neighbours`). Jobs without a share, such
-as saving and deleting, are short and run first, each in turn with one that computes.
+them. While other owners use the engine, pieces are small (`neighbours`), and the optimizer step
+that is sent right behind a batch runs before them. Jobs without a share, such as saving and
+deleting, are short and run first, each in turn with one that computes.
 
 Between jobs, and at the yield points of a job that has no pieces, the thread runs steps of a
 background task: the decoding steps of a sampler that shares the trainer's weights. So neither
@@ -41,7 +42,7 @@ PieceLimit: TypeAlias = Callable[[], int | None]
 """Returns the most tokens that the next piece of a job should have; None: as many as if alone."""
 
 _FOLLOWING_SECONDS = 0.004
-"""How long the thread waits for the next request of an owner whose turn it is."""
+"""How long the thread waits for the request that follows a finished one."""
 _STEPS_PER_YIELD = 8
 """Background steps that run between two jobs, or at each yield point of a job."""
 
@@ -297,22 +298,34 @@ class EngineThread:
             else:
                 job.left = share.tokens
                 self._neighbours.note(share.owner, share.tokens)
+                self._neighbours.note_sent(share.owner, _FOLLOWING_SECONDS)
                 self._queue.put(share, job)
             self._wake.notify()
         return await done
 
     def _await_following(self, jobs: Sequence[_Job]) -> None:
-        """Give an owner whose turn it would be a moment to send the request after a finished one.
+        """Give owners a moment to send the request after a finished one, if it would run first.
 
         A client sends an optimizer step right behind its batch, but requests of one model arrive
-        here one by one. Without this pause a long job of somebody else would begin in between.
+        here one by one. Without this pause a job of somebody else would begin in between.
         """
         shares = [job.share for job in jobs if job.share is not None]
-        if self._background.has_work():
-            return
         with self._wake:
-            if any(self._queue.is_before_others(share.owner) for share in shares):
-                self._wake.wait(_FOLLOWING_SECONDS)
+            owners = {share.owner for share in shares if self._queue.is_before_others(share.owner)}
+            for share in shares:
+                if not share.continues and not self._queue.is_waiting(share.owner):
+                    self._neighbours.note_end(share.owner)
+                    if self._neighbours.is_prompt(share.owner):
+                        owners.add(share.owner)
+            self._wake.wait_for(
+                lambda: (
+                    all(map(self._queue.is_waiting, owners))
+                    or self._short
+                    or self._stopping
+                    or self._background.has_work()
+                ),
+                _FOLLOWING_SECONDS,
+            )
 
     def _has_jobs(self) -> bool:
         return bool(self._short or self._queue)

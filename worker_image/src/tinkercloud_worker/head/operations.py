@@ -138,7 +138,7 @@ class Operations:
         is_new = request.seq_id > self.repeated_until
         if is_new:
             self._backend.token_limits.spend(self._spec.owner, batch.num_tokens)
-        share = self._share(batch.num_tokens)
+        share = Share(self._spec.owner, self._name, batch.num_tokens)
         if (batcher := trainer.batcher) is not None:
             training_pass = TrainingPass(self._name, batch)
             if self._backend.config.durability.exact:
@@ -179,7 +179,8 @@ class Operations:
         return futures.finished({"metrics": dict(metrics)})
 
     async def _step(self, params: AdamParams) -> Mapping[str, float]:
-        backend, share = self._backend, self._share(_STEP_TOKENS)
+        backend = self._backend
+        share = Share(self._spec.owner, self._name, _STEP_TOKENS, continues=True)
         stepper = backend.trainer.stepper
         if stepper is None:
             return await self._compute(
@@ -389,10 +390,6 @@ class Operations:
     def why_waiting(self) -> str | None:
         """Return how much is computed before the running request; None if it does not wait."""
         return self._backend.thread.why_waiting(self._spec.owner, self._name)
-
-    def _share(self, tokens: int) -> Share:
-        """Return the share of a job that waits for its turn."""
-        return Share(self._spec.owner, self._name, tokens)
 
     async def _compute(self, job: Callable[[YieldPoint], T], share: Share | None = None) -> T:
         """Run a job on the engine's thread, as one that waits for its turn if it has a share.

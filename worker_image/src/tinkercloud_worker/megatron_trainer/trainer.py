@@ -135,7 +135,7 @@ class MegatronTrainer(ReplicatedTrainer):
         packs = pack_all(batch, self._max_batch_tokens, self._device, self._pad_to_multiple_of)
         micro_batches = [
             self._division.micro_batch(pack, self._pad_to_multiple_of)
-            for pack in with_dummy_packs(packs, self._device)
+            for pack in with_dummy_packs(list(packs), self._device)
         ]
         if micro_batches:
             self._base.linears.active = _active(model)

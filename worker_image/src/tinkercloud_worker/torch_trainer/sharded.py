@@ -116,7 +116,7 @@ class ShardedTrainer(DataParallelTrainer):
 
     def _missing_passes(self, batch: Batch) -> int:
         """Return how many fewer passes this rank runs than the rank with the most."""
-        own = len(self._packs(batch))
+        own = sum(1 for _ in self._packs(batch))
         most = torch.tensor(own, device=self._base.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         return int(most) - own

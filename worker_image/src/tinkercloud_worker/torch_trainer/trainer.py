@@ -253,19 +253,21 @@ class TorchTrainer(AdamTrainer):
         model = self._models.get(model_id)
         return model is not None and model.lora is not None
 
-    def _packs(self, batch: Batch) -> list[Pack]:
+    def _packs(self, batch: Batch) -> Iterator[Pack]:
         most = self._max_batch_tokens if self._base.takes_packs else 1
         return pack_all(batch, most, self._base.device)
 
-    def _limited(self, packs: Sequence[Pack], limit: PieceLimit) -> Iterator[Pack]:
+    def _limited(self, packs: Iterator[Pack], limit: PieceLimit) -> Iterator[Pack]:
         """Yield packs, in smaller parts whenever the limit asks for it."""
-        left, least = deque(packs), accelerator.efficient_tokens(self._base.device)
-        while left:
-            pack, most = left.popleft(), limit()
-            if most is not None and len(pack.sequences.ids_R) > max(most, least):
-                pack, *rest = split(pack, max(most, least), self._base.device)
-                left.extendleft(reversed(rest))
-            yield pack
+        least = accelerator.efficient_tokens(self._base.device)
+        for whole in packs:
+            left = deque([whole])
+            while left:
+                pack, most = left.popleft(), limit()
+                if most is not None and len(pack.sequences.ids_R) > max(most, least):
+                    pack, *rest = split(pack, max(most, least), self._base.device)
+                    left.extendleft(reversed(rest))
+                yield pack
 
     def _evaluate(
         self, shares: Sequence[tuple[TrainedModel, Pack]], own_losses: Sequence[losses.Loss]

@@ -3,7 +3,7 @@
 Shape legend: N positions of one example, R positions of a pack, K targets per position.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,8 +42,10 @@ class Pack:
 
 def pack_all(
     batch: Batch, max_tokens: int, device: torch.device, pad_to_multiple_of: int = 1
-) -> list[Pack]:
+) -> Iterator[Pack]:
     """Split a batch into packs of at most `max_tokens`; a longer example gets its own pack.
+
+    A pack is made when it is asked for: all packs of a large batch take as long as many passes.
 
     Args:
         batch: the examples.
@@ -52,10 +54,8 @@ def pack_all(
         pad_to_multiple_of: each example counts as if padded to a multiple of this many tokens.
     """
     lengths = [len(example.tokens) for example in batch.examples]
-    return [
-        _pack([(index, batch.examples[index]) for index in group], device)
-        for group in bin_pack(padded_lengths(lengths, pad_to_multiple_of), max_tokens)
-    ]
+    for group in bin_pack(padded_lengths(lengths, pad_to_multiple_of), max_tokens):
+        yield _pack([(index, batch.examples[index]) for index in group], device)
 
 
 def split(pack: Pack, max_tokens: int, device: torch.device) -> list[Pack]:
@@ -71,7 +71,7 @@ def _pack(examples: Sequence[tuple[int, Example]], device: torch.device) -> Pack
     images = tuple(example.images for _, example in examples)
     images = images if any(images) else ()
     width = max(example.targets.shape[1] for _, example in examples)
-    numbers = torch.repeat_interleave(torch.arange(len(examples)), torch.tensor(lengths))
+    numbers = torch.from_numpy(np.repeat(np.arange(len(examples)), lengths))
     return Pack(
         sequences=PackedSequences(torch.from_numpy(ids).to(device), lengths, images),
         targets_RK=_stack([example.targets for _, example in examples], width).to(device),
@@ -90,7 +90,11 @@ def _pack(examples: Sequence[tuple[int, Example]], device: torch.device) -> Pack
 
 def _stack(arrays: Sequence[npt.NDArray[ScalarT]], width: int) -> Tensor:
     """Concatenate [N, K] arrays along N, padding narrower ones with zeros, which have weight 0."""
-    padded = [np.pad(array, ((0, 0), (0, width - array.shape[1]))) for array in arrays]
+    padded = [
+        # `np.pad` copies in any case, and takes longer than all else here.
+        array if array.shape[1] == width else np.pad(array, ((0, 0), (0, width - array.shape[1])))
+        for array in arrays
+    ]
     return torch.from_numpy(np.concatenate(padded))
 
 
