@@ -28,6 +28,11 @@ ADAPTER_SLOTS = 3
 counts as one."""
 OBJECT_STORE_SHARE = 0.8
 """Share of /dev/shm that Ray's object store uses; model states pass through it."""
+JOURNALS_SHARE = 0.2
+"""Share of a head's scratch space for all journals and the snapshots of adapters; half of it if the
+base model is stored there too."""
+JOURNAL_SHARE = 0.05
+"""The same for the journal of one run, at which a snapshot replaces it."""
 WHOLE_MODEL_SHARE = 0.6
 """Share of the scratch space of a head that trains a whole model for that model's two snapshots:
 the last one, and the one that replaces it."""

@@ -5,6 +5,8 @@ from math import ceil
 from typing import Any
 
 from tinkercloud_crds.shapes import (
+    JOURNAL_SHARE,
+    JOURNALS_SHARE,
     MAX_ENGINES,
     MAX_TOKENS,
     OBJECT_STORE_SHARE,
@@ -44,7 +46,7 @@ _SCRATCH_GIB = 16
 """Scratch space of a pod, in addition to the model, which it may have to download, and of a head,
 in addition to the snapshots of a whole model."""
 _SNAPSHOTS = 2
-"""Snapshots of a whole model on the disk of a head: the last one, and the one that replaces it."""
+"""Snapshots of a model on the disk of a head: the last one, and the one that replaces it."""
 _HEAD_CORES = 4
 _HEAD_MEMORY_GIB = 12
 """Memory of a head, in addition to models: waiting requests, results, sampled adapters."""
@@ -291,9 +293,10 @@ def _head_memory_gib(demand: Demand) -> int:
 
 
 def _head_scratch_gib(demand: Demand) -> int:
+    snapshots = _SNAPSHOTS * _state(demand) / GIB
     if demand.lora_rank is not None:
-        return _SCRATCH_GIB
-    return _SCRATCH_GIB + ceil(_SNAPSHOTS * _state(demand) / WHOLE_MODEL_SHARE / GIB)
+        return max(_SCRATCH_GIB, ceil(snapshots / (JOURNALS_SHARE - JOURNAL_SHARE)))
+    return _SCRATCH_GIB + ceil(snapshots / WHOLE_MODEL_SHARE)
 
 
 def _pod_memory_gib(gpus: int, weights: int, state: int) -> int:
@@ -440,13 +443,15 @@ def _why_memory(demand: Demand, division: Division) -> list[Reason]:
 
 
 def _why_scratch(demand: Demand) -> list[Reason]:
-    if demand.lora_rank is not None:
+    needed = _head_scratch_gib(demand)
+    if needed == _SCRATCH_GIB:
         return []
+    share = WHOLE_MODEL_SHARE if demand.lora_rank is None else JOURNALS_SHARE - JOURNAL_SHARE
     why = (
-        f"{_SNAPSHOTS} snapshots of {_state(demand) / 1e9:.1f} GB may take"
-        f" {WHOLE_MODEL_SHARE:.0%} of it; with less, the run is not durable (head.durability)"
+        f"{_SNAPSHOTS} snapshots of {_state(demand) / 1e9:.1f} GB may take {share:.0%} of it; with"
+        " less, the run is not durable (head.durability)"
     )
-    return [Reason("scratch space", f"{_head_scratch_gib(demand)} GiB of the head", why)]
+    return [Reason("scratch space", f"{needed} GiB of the head", why)]
 
 
 def _why_saving(demand: Demand) -> Reason:

@@ -308,6 +308,17 @@ def test_a_whole_models_state_fits_ray_s_store_in_the_pods_of_its_plan(qwen3_8b:
     assert max(stores) <= 1.5 * state
 
 
+def test_both_snapshots_of_an_adapter_fit_the_scratch_space_of_its_plan(qwen3_8b: str) -> None:
+    plan = planned(qwen3_8b, "--gpus", "8xH100", "--lora-rank", "128")["spec"]
+    spec = BaseModelSpec.model_validate({**plan, "head": {**plan["head"], "image": "worker"}})
+    state = 12 * 128 * 2_727_936
+
+    durability = head_config(a_build(spec, a_session(baseModel=spec.model_name))).durability
+
+    assert durability.max_disk_bytes is not None
+    assert durability.max_disk_bytes - durability.max_journal_bytes >= 2 * state
+
+
 def test_both_snapshots_of_a_whole_model_fit_the_scratch_space_of_its_plan(qwen3_8b: str) -> None:
     plan = planned(qwen3_8b, "--gpus", "8xH100", "--full")["spec"]
     head = {**plan["head"], "image": "worker", "durability": {"level": "local"}}

@@ -1,7 +1,7 @@
 """The objects that pods depend on: Service, Secret, configuration, policies, claims."""
 
 from tinkercloud_crds import labels
-from tinkercloud_crds.shapes import WHOLE_MODEL_SHARE
+from tinkercloud_crds.shapes import JOURNAL_SHARE, JOURNALS_SHARE, WHOLE_MODEL_SHARE
 from tinkercloud_operator.children import engines
 from tinkercloud_operator.children.pods import (
     GPU_CLAIM,
@@ -29,11 +29,6 @@ SECRET_KEYS = (labels.TOKEN_KEY, "auth_token")
 
 _TERMINATION_LOG = "/dev/termination-log"
 """Kubernetes' default path of the termination message of a container."""
-_JOURNALS_SHARE = 0.2
-"""Share of the head's scratch space for all journals and the snapshots of adapters; half of it if
-the base model is stored there too."""
-_JOURNAL_SHARE = 0.05
-"""The same for the journal of one run, at which a snapshot replaces it."""
 _SNAPSHOT_SHARE = 0.5
 """Share of the head's scratch space for sampling snapshots; half of it if the base model is stored
 there too. The latest snapshot and those in use do not count, and new ones are being written."""
@@ -98,8 +93,8 @@ def _durability(resolved: ResolvedSpec) -> Json:
     if shape.durability.level == "none":
         return {}
     keeps_whole = _keeps_whole_model(resolved)
-    share = _JOURNALS_SHARE + (WHOLE_MODEL_SHARE if keeps_whole else 0)
-    largest = _head_scratch(resolved, _JOURNAL_SHARE)
+    share = JOURNALS_SHARE + (WHOLE_MODEL_SHARE if keeps_whole else 0)
+    largest = _head_scratch(resolved, JOURNAL_SHARE)
     config = DurabilityConfig(
         **shape.durability.model_dump(),
         max_journal_bytes=min(DurabilityConfig().max_journal_bytes, largest),
