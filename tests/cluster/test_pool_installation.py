@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import tinker
@@ -34,7 +35,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 MODEL = "tiny/llama"
 MANY = 40
-SHARED = {
+SHARED: dict[str, Any] = {
     "name": "tiny",
     "spec": {
         "modelName": MODEL,
@@ -196,6 +197,52 @@ def test_many_runs_of_one_owner_start_on_the_warm_cluster(
 def models_of(installation: Installation) -> int:
     found = installation.cluster.get("basemodel", "tiny", installation.namespace)
     return int(found["status"]["pool"]["models"])
+
+
+def test_a_run_takes_over_a_warm_spare_and_gets_its_pod(
+    installation: Installation, story: Story
+) -> None:
+    spec = SHARED["spec"] | {"modelName": "tiny/warm", "sharing": "Dedicated", "warmSpares": 1}
+    del spec["pool"]
+    made = {"apiVersion": "tinkercloud.dev/v1alpha1", "kind": "BaseModel", "spec": spec}
+    meta = {"metadata": {"name": "warm", "namespace": installation.namespace}}
+    installation.cluster.apply(made | meta)
+    wait_until(lambda: bool(free_spares(installation)), "a spare", START_SECONDS)
+    [spare] = free_spares(installation)
+    where = (installation.namespace, START_SECONDS)
+    installation.cluster.wait_for(f"tsess/{spare}", "condition=Ready", *where)
+    [pod] = pods_of(installation, spare)
+
+    began = time.monotonic()
+    client = installation.clients.make(installation.url, story.keys["ada"])
+    run = client.create_lora_training_client("tiny/warm", rank=4, seed=1).result()
+    sys.stdout.write(f"on a spare: ready after {time.monotonic() - began:.2f} s\n")
+
+    assert step(run) == pytest.approx(story.first_loss, abs=1e-5)
+    assert pods_of(installation, spare) == [pod]
+    [placed] = [
+        session["metadata"]["name"]
+        for session in installation.sessions()
+        if session["spec"].get("modelId") == run.model_id
+    ]
+    assert pods_of(installation, placed) == []
+    installation.kubectl("delete", "basemodel", "warm", "--wait=false")
+    installation.kubectl("delete", "tsess", placed, f"--timeout={START_SECONDS}s")
+    assert pods_of(installation, spare) == []
+
+
+def free_spares(installation: Installation) -> list[str]:
+    return [
+        session["metadata"]["name"]
+        for session in installation.sessions()
+        if session["spec"]["role"] == "Spare"
+        and session["metadata"]["ownerReferences"][0]["kind"] == "BaseModel"
+    ]
+
+
+def pods_of(installation: Installation, session: str) -> list[str]:
+    selector = f"--selector=tinkercloud.dev/session={session}"
+    return installation.kubectl("get", "pods", selector, "-o=name").split()
 
 
 def test_uninstalling_leaves_no_cluster(installation: Installation) -> None:
