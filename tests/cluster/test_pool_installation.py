@@ -228,7 +228,7 @@ def test_a_run_takes_over_a_warm_spare_and_gets_its_pod(
     assert pods_of(installation, placed) == []
     installation.kubectl("delete", "basemodel", "warm", "--wait=false")
     installation.kubectl("delete", "tsess", placed, f"--timeout={START_SECONDS}s")
-    assert pods_of(installation, spare) == []
+    wait_until(lambda: pods_of(installation, spare) == [], "the spare to end", START_SECONDS)
 
 
 def free_spares(installation: Installation) -> list[str]:
