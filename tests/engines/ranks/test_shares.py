@@ -119,7 +119,7 @@ def test_what_all_ranks_export_is_the_state_that_they_were_given_each_element_on
 
     of_ranks = [pieces_of(parts) for _, parts in shares]
     sizes = [sum(piece.values.nbytes for piece in pieces) for pieces in of_ranks]
-    assert sum(sizes) == size
+    assert sum(sizes) == Shares.of(shares).size_bytes == size
     assert max(sizes) <= divided.most * size
     whole = joined(piece for pieces in of_ranks for piece in pieces)
     assert_equal(whole, tensors_of(divided.state), atol=0)
@@ -220,7 +220,7 @@ class Unfinished:
 
 def test_a_copy_of_which_a_part_was_lost_says_so(cluster: None) -> None:
     actor: Any = ray.remote(num_cpus=0)(Unfinished).remote()
-    shares = Shares(Outline(None, step=1), [actor.part.remote()])
+    shares = Shares(Outline(None, step=1, shared_bytes=0), 4, [actor.part.remote()])
     ray.kill(actor)
 
     with pytest.raises(Unavailable, match=r"lost before its part .* was read; send .* again"):

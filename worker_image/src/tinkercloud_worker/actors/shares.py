@@ -28,13 +28,17 @@ class Shares:
     """
 
     outline: Outline
+    """Of rank 0."""
+    size_bytes: int
+    """Bytes of all tensors together."""
     parts: list[Any]
     """References to lists of pieces."""
 
     @classmethod
     def of(cls, shares: Sequence[tuple[Outline, list[Any]]]) -> "Shares":
         """Return those of all ranks, from what `RankGroup.call_in_parts` returns."""
-        return cls(shares[0][0], [part for _, parts in shares for part in parts])
+        size = sum(outline.shared_bytes for outline, _ in shares)
+        return cls(shares[0][0], size, [part for _, parts in shares for part in parts])
 
     def weights(self) -> WeightsSnapshot:
         """Assemble weights."""

@@ -25,7 +25,6 @@ from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
 from tinkercloud_protocol.errors import NotFound, Unavailable
 from tinkercloud_worker import logs
 from tinkercloud_worker.actors.shares import Shares
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.inference import sender_process
 from tinkercloud_worker.inference.client import Json
 from tinkercloud_worker.inference.sender_process import SenderProcess
@@ -76,6 +75,8 @@ class WeightStore:
         self._folder = config.folder
         self._gpus = gpus
         self._stored_bytes: dict[str, int] = {}
+        self._assembling = asyncio.Lock()
+        """Held by the one write that has a model in memory."""
         # Names are unique across stores: a head identifies a model by its name alone.
         self._files = WeightsFolder(
             self._folder, server_dir=None, owner=f"ranks-{uuid4().hex}", base_path=config.base_path
@@ -83,24 +84,24 @@ class WeightStore:
         self._senders: dict[str, SenderProcess] = {}
 
     async def write(self, shares: Shares) -> StoredModel:
-        """Write all weights of a model.
+        """Write all weights of a model. One model at a time is in memory; other writes wait.
 
         Raises:
             Unavailable: the size limit would be exceeded, the files can't be written, or a part of
                 the weights was lost.
         """
-        weights = await asyncio.to_thread(shares.weights)
         being_written = uuid4().hex
-        await self.reserve(being_written, weights.size_bytes)
+        await self.reserve(being_written, shares.size_bytes)
         try:
-            model = await asyncio.to_thread(self._write, weights)
-            self._stored_bytes[model.name] = weights.size_bytes
+            async with self._assembling:
+                model = await asyncio.to_thread(self._write, shares)
+            self._stored_bytes[model.name] = shares.size_bytes
         finally:
             del self._stored_bytes[being_written]
         return model
 
-    def _write(self, weights: WeightsSnapshot) -> StoredModel:
-        name = self._files.write(weights, self._config.base_model)
+    def _write(self, shares: Shares) -> StoredModel:
+        name = self._files.write(shares.weights(), self._config.base_model)
         folder = self._files.find(name).local_dir
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
         return StoredModel(name, sizes, tensor_names(folder / FULL_WEIGHTS))

@@ -50,6 +50,8 @@ class Outline:
     """Configuration of the adapter; None for all weights of a fully fine-tuned model."""
     step: int
     """Number of optimizer steps."""
+    shared_bytes: int
+    """Bytes of the pieces that the rank has yielded."""
 
 
 Share: TypeAlias = Generator[Sequence[Piece], None, Outline]

@@ -117,13 +117,16 @@ class ReplicatedTrainer(AdamTrainer, RankTrainer):
         dtype: torch.dtype = torch.float32,
     ) -> Share:
         """Yield this rank's share of flat vectors, by what follows the names of their tensors."""
+        shared_bytes = 0
         for suffix, flat in vectors.items():
             pieces = (
                 replace(piece, block=replace(piece.block, name=piece.block.name + suffix))
                 for piece in _shared_pieces(model, flat, dtype)
             )
-            yield from batches(pieces, _BATCH_BYTES)
-        return Outline(model.lora, step_of(model))
+            for batch in batches(pieces, _BATCH_BYTES):
+                shared_bytes += sum(piece.values.nbytes for piece in batch)
+                yield batch
+        return Outline(model.lora, step_of(model), shared_bytes)
 
     def _to_cpu(
         self, model: TrainedModel, flat: Tensor, dtype: torch.dtype = torch.float32
