@@ -1,15 +1,31 @@
 """Fully fine-tuned models have journals too; snapshots come by time and size, not by steps."""
 
+import asyncio
 import shutil
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
+from torch import Tensor
 
 from tinkercloud_protocol.durability import DurabilityConfig
-from tinkercloud_testing.bare_heads import MODEL, WHOLE, Head, a_head, described, train, until
+from tinkercloud_testing.bare_heads import (
+    MODEL,
+    PATIENCE_SECONDS,
+    WHOLE,
+    Head,
+    a_head,
+    described,
+    train,
+    until,
+)
 from tinkercloud_worker import metrics
+from tinkercloud_worker.checkpoints import tensor_file
+from tinkercloud_worker.checkpoints.tensor_file import Growing
 from tinkercloud_worker.head.journal_room import JournalRoom, NoRoom, RoomShare
 
 pytestmark = pytest.mark.timeout(120)
@@ -97,6 +113,52 @@ async def test_a_snapshot_that_is_due_waits_for_the_step_and_has_no_gradient(
         head.apply(5)
         await until(snapshot(journals).exists)
         assert "gradient" not in snapshot(journals).read_text()
+
+
+@dataclass
+class SlowFile:
+    """A growing file, of which the writer waits after the first part."""
+
+    file: Growing
+    began: Event
+    goes_on: Event
+    parts: list[int]
+
+    def write(self, content: bytes | memoryview, /) -> None:
+        self.file.write(content)
+        self.parts.append(len(content))
+        self.began.set()
+        assert self.goes_on.wait(PATIENCE_SECONDS)
+
+
+async def test_a_deleted_model_is_not_written_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    began, goes_on, parts = Event(), Event(), list[int]()
+    write = tensor_file.write
+
+    def slowly(tensors: Mapping[str, Tensor], file: Growing) -> None:
+        write(tensors, SlowFile(file, began, goes_on, parts))
+
+    monkeypatch.setattr(tensor_file, "write", slowly)
+    with a_head(root, tmp_path, "g", journals=journals, durability=ALWAYS, spec=WHOLE) as head:
+        await head.begin()
+        await train(head, 1, 2)
+        await until(began.is_set)
+        head.add(3)
+        head.apply(4)
+        await head.answer(3)
+        failures = metrics.SNAPSHOT_FAILURES._value.get()
+
+        deletion = asyncio.create_task(head.service.delete_model(MODEL))
+        await until(lambda: not head.service.held())
+        goes_on.set()
+        await deletion
+
+        assert len(parts) == 1
+        assert not [path for path in journals.rglob("*") if path.is_file()]
+        assert metrics.SNAPSHOT_FAILURES._value.get() == failures
 
 
 async def a_run_without_room(head: Head, last: int) -> str:

@@ -32,7 +32,7 @@ from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.queue import QueuedRequest
 from tinkercloud_worker.head.save_schedule import Backoff, SavePoint, snapshot_schedule
 from tinkercloud_worker.head.shared_journals import LocalState
-from tinkercloud_worker.head.snapshots import Snapshot, Snapshots
+from tinkercloud_worker.head.snapshots import ModelDeleted, Snapshot, Snapshots
 from tinkercloud_worker.journal.folder import JournalFolder
 from tinkercloud_worker.journal.records import HEADER_BYTES, Record
 from tinkercloud_worker.journal.shared_log import Fenced
@@ -328,16 +328,15 @@ class DurableRun:
             # A full disk may have room for the snapshot then.
             await self._delete_useless()
         self.share.check_snapshot()
-        paused = time.monotonic()
-        snapshot = await self._snapshots.take()
-        metrics.SNAPSHOT_PAUSE_SECONDS.observe(time.monotonic() - paused)
-        return snapshot
+        return await self._snapshots.take()
 
     async def _save(self, snapshot: Snapshot, first_index: int, point: SavePoint) -> None:
         began = time.monotonic()
         try:
             async with self._files:
                 manifest = await self._write(snapshot, self._number)
+        except ModelDeleted:
+            self.share.discarded()
         except Exception as error:  # noqa: BLE001 - any failure leaves the run training
             self._is_wanted = True
             self.share.discarded()

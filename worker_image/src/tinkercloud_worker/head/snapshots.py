@@ -6,10 +6,12 @@ for that, while passes run.
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tinkercloud_protocol.checkpoints import BODIES, GRADIENT, HEAD_STATE, SuspendedManifest
+from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.checkpoints.suspended import Bodies, HeadState
@@ -20,6 +22,10 @@ from tinkercloud_worker.head.samplers import Published
 from tinkercloud_worker.head.state_writer import StateWriter
 from tinkercloud_worker.head.suspension import Suspension
 from tinkercloud_worker.journal.shipping import Shipping
+
+
+class ModelDeleted(Exception):
+    """The model of a snapshot was deleted before the snapshot was complete."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +58,7 @@ class Snapshots:
 
     async def take(self) -> Snapshot:
         """Copy the model. No request of it may run meanwhile."""
+        began = time.monotonic()
         operations, lost, gradient = self.model.operations, None, None
         if not self.model.queue.snapshot().has_dirty_gradient:
             try:
@@ -59,6 +66,7 @@ class Snapshots:
             except GradientLost as error:
                 lost = error.message
         writer = self.suspension.writer(self.model, self.store)
+        writer.check_wanted = self._check_wanted
         state = await self._begin_state(writer, gradient)
         bodies = Bodies()
         # From here on without a pause, so that nothing arrives in between.
@@ -66,7 +74,13 @@ class Snapshots:
         samplers, model_id = self.suspension.samplers, self.model.model_id
         published, sessions = samplers.of_model(model_id), samplers.snapshots_of_model(model_id)
         head = head.model_copy(update={"gradient_lost": lost})
+        metrics.SNAPSHOT_PAUSE_SECONDS.observe(time.monotonic() - began)
         return Snapshot(writer, state, gradient, head, bodies, published, sessions)
+
+    def _check_wanted(self) -> None:
+        """Check that the model still exists. May be called on any thread."""
+        if self.model.operations.refused is not None:
+            raise ModelDeleted
 
     async def _begin_state(
         self, writer: StateWriter, gradient: Gradient | None
@@ -95,6 +109,7 @@ class Snapshots:
         Raises:
             StoreFailed: it could not be written; the previous one remains.
             NoRoom: there is not enough room for it; the previous one remains.
+            ModelDeleted: the model was deleted meanwhile.
         """
         writer = snapshot.writer
         try:

@@ -1,6 +1,7 @@
 """Writes the files of a suspended state."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tinkercloud_protocol.checkpoints import StoredFile, SuspendedManifest
 from tinkercloud_protocol.errors import InvalidRequest
@@ -16,12 +17,16 @@ class StateWriter:
         self.manifest = manifest
         self.stage: Callable[[int], None] = lambda _: None
         """Called with the size of each file, in bytes, before `put` writes it."""
+        self.check_wanted: Callable[[], None] = lambda: None
+        """Called before each file, and before each part of one that `write` writes: what it raises
+        ends the writing."""
         self._files: dict[str, StoredFile] = {}
         self._unsynchronized: list[str] = []
 
     async def put(self, name: str, content: bytes) -> None:
         """Write a file, unless one of this name was written."""
         if name not in self._files:
+            self.check_wanted()
             self.stage(len(content))
             self._files[name] = await self._store.put_suspended(self.manifest, name, content)
 
@@ -35,12 +40,15 @@ class StateWriter:
         Raises:
             StoreFailed: it could not be written.
         """
-        self._files[name] = self._store.write_suspended(self.manifest, name, content)
+        self._files[name] = self._store.write_suspended(
+            self.manifest, name, lambda file: content(_Checked(file, self.check_wanted))
+        )
         self._unsynchronized.append(name)
 
     async def synchronize(self) -> None:
         """Return once all files are on the disk. Call it after `write`, before `commit`."""
         for name in self._unsynchronized:
+            self.check_wanted()
             await self._store.synchronize_suspended(self.manifest, name)
 
     def size_of(self, prefix: str) -> int:
@@ -59,3 +67,15 @@ class StateWriter:
         manifest = self.manifest.model_copy(update={"files": self._files})
         await self._store.commit_suspended(manifest)
         return manifest
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A growing file whose writing can be ended before each part."""
+
+    file: Growing
+    check: Callable[[], None]
+
+    def write(self, content: bytes | memoryview, /) -> None:
+        self.check()
+        self.file.write(content)
