@@ -1,7 +1,7 @@
 """Models that leave their ranks in shares: each rank exports its own part, and no rank the rest."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import ray
 import torch
 
 from tinkercloud_protocol.errors import StateLost, Unavailable
-from tinkercloud_protocol.hyperparameters import AdamParams
+from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_factory
 from tinkercloud_testing.models import save, tiny_qwen3
@@ -225,3 +225,49 @@ def test_a_copy_of_which_a_part_was_lost_says_so(cluster: None) -> None:
 
     with pytest.raises(Unavailable, match=r"lost before its part .* was read; send .* again"):
         shares.state()
+
+
+@pytest.fixture
+def adapter(cluster: None) -> Iterator[tuple[RankedTrainer, TrainingState]]:
+    """Two ranks with the same adapter, and its state."""
+    ranked = RankedTrainer(lambda _: RankGroup(GroupShape(ranks=2), MeasuredTrainer))
+    ranked.add_model("m", LoraConfig(rank=2, seed=1))
+    step(ranked, seed=1)
+    yield ranked, ranked.export_state("m")
+    assert not ranked._group.is_alive
+    ranked.close()
+
+
+def lose_first_rank(patch: pytest.MonkeyPatch, ranked: RankedTrainer, method: str) -> None:
+    """Kill rank 0 before a method of `Shares` has read its parts, which are lost with it."""
+    assemble = getattr(Shares, method)
+
+    def assembled(shares: Shares) -> object:
+        patch.setattr(Shares, method, assemble)
+        ray.kill(ranked._group._ranks[0])
+        raise Unavailable("a node of the trainer's ranks was lost")
+
+    patch.setattr(Shares, method, assembled)
+
+
+def test_weights_that_were_lost_with_the_first_rank_are_read_from_another(
+    adapter: tuple[RankedTrainer, TrainingState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranked, expected = adapter
+    lose_first_rank(monkeypatch, ranked, "weights")
+
+    assert_equal(ranked.snapshot("m").tensors, expected.weights.tensors, atol=0)
+
+
+def test_a_state_that_was_lost_with_the_first_rank_can_be_exported_from_another(
+    adapter: tuple[RankedTrainer, TrainingState], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranked, expected = adapter
+    lose_first_rank(monkeypatch, ranked, "state")
+
+    with pytest.raises(Unavailable):
+        ranked.begin_export("m")()
+    again = ranked.begin_export("m")()
+
+    assert_equal(tensors_of(again), tensors_of(expected), atol=0)
+    assert again.step == 1

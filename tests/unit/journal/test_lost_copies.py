@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import orjson
 import pytest
 
+from tinkercloud_protocol import routes
 from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.errors import Unavailable
-from tinkercloud_testing.bare_heads import a_head, described, train, until
+from tinkercloud_testing.bare_heads import Head, a_head, described, train, until
 from tinkercloud_worker import metrics
 from tinkercloud_worker.engine.trainer import TrainingState
 
@@ -16,6 +18,20 @@ pytestmark = pytest.mark.timeout(120)
 
 def lost() -> TrainingState:
     raise Unavailable("a node of the trainer's ranks was lost")
+
+
+def lose_the_first(patch: pytest.MonkeyPatch, head: Head, method: str) -> None:
+    """Let the first copy that this method of the trainer begins be lost."""
+    copy, copies = getattr(head.backend.trainer, method), 0
+
+    def begin(model_id: str) -> Callable[[], object]:
+        nonlocal copies
+        copies += 1
+        # The trainer makes the copy all the same.
+        begun: Callable[[], object] = copy(model_id)
+        return lost if copies == 1 else begun
+
+    patch.setattr(head.backend.trainer, method, begin)
 
 
 async def test_a_run_trains_on_without_a_snapshot_whose_copy_was_lost_and_takes_the_next(
@@ -29,14 +45,7 @@ async def test_a_run_trains_on_without_a_snapshot_whose_copy_was_lost_and_takes_
     config = DurabilityConfig(snapshot_steps=1)
     with a_head(root, tmp_path, "g1", journals=journals, durability=config) as head:
         await head.begin()
-        copy, copies = head.backend.trainer.begin_export, 0
-
-        def lose_the_first(model_id: str) -> Callable[[], TrainingState]:
-            nonlocal copies
-            copies += 1
-            return lost if copies == 1 else copy(model_id)
-
-        monkeypatch.setattr(head.backend.trainer, "begin_export", lose_the_first)
+        lose_the_first(monkeypatch, head, "begin_export")
         failures, taken = metrics.SNAPSHOT_FAILURES._value.get(), metrics.SNAPSHOTS._value.get()
         losses = await train(head, 1, 4)
         await until(lambda: metrics.SNAPSHOTS._value.get() > taken)
@@ -47,3 +56,29 @@ async def test_a_run_trains_on_without_a_snapshot_whose_copy_was_lost_and_takes_
         await head.resume("g1")
         losses += await train(head, 5, 8)
     assert losses == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "route", "fields"),
+    [
+        ("begin_export", routes.SAVE_WEIGHTS, {"path": "saved"}),
+        ("publication", routes.SAVE_WEIGHTS_FOR_SAMPLER, {"sampling_session_seq_id": 0}),
+    ],
+    ids=["state", "sampler"],
+)
+async def test_a_save_whose_copy_was_lost_makes_another_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    route: str,
+    fields: dict[str, object],
+) -> None:
+    with a_head((tmp_path / "store").as_uri(), tmp_path, "g1") as head:
+        await head.begin()
+        await train(head, 1, 2)
+        lose_the_first(monkeypatch, head, method)
+        head.send(route, 3, **fields)
+
+        answer = orjson.loads(await head.answer(3))
+
+        assert answer.keys() & {"path", "sampling_session_id"}, answer

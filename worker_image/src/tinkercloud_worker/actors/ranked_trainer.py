@@ -208,9 +208,17 @@ class RankedTrainer:
                 self._command(lambda group: group.call_independently("release_memory"))
 
     def snapshot(self, model_id: str) -> WeightsSnapshot:
-        """See `Trainer.snapshot`."""
-        shares = self._shares("share_weights", model_id)
-        return shares.weights() if shares is not None else self._salvaged_weights(model_id)
+        """See `Trainer.snapshot`. If a node is lost meanwhile, surviving ranks may have it."""
+
+        def assembled() -> WeightsSnapshot:
+            shares = self._shares("share_weights", model_id)
+            return shares.weights() if shares is not None else self._salvaged_weights(model_id)
+
+        try:
+            return assembled()
+        except Unavailable:
+            # A node was lost. The next command notices that, and salvages what others have.
+            return assembled()
 
     def publication(self, model_id: str) -> Callable[[], Publication]:
         """See `Trainer.publication`. Full models stay at rank 0 if there is a weight host."""
@@ -232,7 +240,8 @@ class RankedTrainer:
         """See `Trainer.begin_export`.
 
         Ranks copy their parts at once, to the stores of their nodes; the callable assembles them,
-        also if the ranks were lost meanwhile. It raises Unavailable if a node was lost.
+        also if the ranks were lost meanwhile. It raises Unavailable if a node was lost: another
+        call then gives the state that surviving ranks have, if they have all of it.
         """
         shares = self._shares("share_state", model_id)
         if shares is not None:

@@ -38,9 +38,9 @@ from tinkercloud_worker.engine.trainer import (
     Publication,
     TrainingPass,
     TrainingState,
-    WeightsSnapshot,
 )
 from tinkercloud_worker.engine.usage import Payer, Usage
+from tinkercloud_worker.head import exports
 from tinkercloud_worker.head.backend import Backend, random_seed
 from tinkercloud_worker.head.model_checkpoints import ModelCheckpoints
 from tinkercloud_worker.head.samplers import Samplers
@@ -276,9 +276,8 @@ class Operations:
             InvalidRequest: the model accepts no requests.
         """
         self._check_alive()
-        return await _store_publication(
-            await self.run_lightweight(lambda: self._backend.trainer.publication(self._name))
-        )
+        begin = partial(self._backend.trainer.publication, self._name)
+        return await exports.completed(lambda: self.run_lightweight(begin), exports.stored)
 
     async def load_weights(self, request: LoadWeightsRequest) -> Result:
         """Replace the weights by a checkpoint's; reset or replace optimizer state and gradient."""
@@ -320,7 +319,7 @@ class Operations:
 
     async def export_state(self) -> TrainingState:
         """Return the training state without the gradient."""
-        return await asyncio.to_thread(await self.begin_export())
+        return await exports.completed(self.begin_export, asyncio.to_thread)
 
     async def begin_export(self) -> Callable[[], TrainingState]:
         """See `Trainer.begin_export`."""
@@ -474,22 +473,3 @@ def _encode_output(request: ForwardBackwardRequest, batch: Batch, output: LossOu
         **balance_metrics(output.expert_tokens),
     }
     return encode_forward_backward_output(outputs, metrics)
-
-
-async def _store_publication(store: Callable[[], Publication]) -> Publication:
-    """Store published weights where samplers read them; remove them if the caller is cancelled."""
-    storing = asyncio.create_task(asyncio.to_thread(store))
-    # The callable may hold the weights in memory.
-    del store
-    try:
-        return await asyncio.shield(storing)
-    except asyncio.CancelledError:
-        storing.add_done_callback(_remove)
-        raise
-
-
-def _remove(storing: asyncio.Task[Publication]) -> None:
-    if not storing.cancelled() and storing.exception() is None:
-        weights = storing.result()
-        if not isinstance(weights, WeightsSnapshot):
-            weights.remove()
