@@ -221,8 +221,9 @@ class Trainer(Protocol):
     def begin_reading(self, model_id: str, read: Callable[[TrainingState], T]) -> Callable[[], T]:
         """Let a function read the weights, moments and step themselves, before they change.
 
-        Where this process has the model, no memory is taken for a copy; a step that comes before
-        the function has returned waits for it. Elsewhere the function gets a copy.
+        Where this process has the model, no memory is taken for a copy; a step of this model
+        that comes before the function has returned waits for it, and so do all later calls of the
+        trainer. Elsewhere the function gets a copy.
 
         Returns:
             A callable that calls the function, unless a step had to, and returns its result. It may

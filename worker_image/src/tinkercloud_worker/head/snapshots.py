@@ -1,8 +1,8 @@
 """Snapshots of a model that continues to train: its suspended state, taken between two requests.
 
 `take` copies what changes, while no request of the model runs. `write` encodes and stores the copy
-while the model trains on. A whole model is not copied, but written as it is: its next step waits
-for that, while passes run.
+while the model trains on. A whole model is not copied, but written as it is, while passes run;
+once its next step comes, the engine's thread waits for that.
 """
 
 import asyncio
