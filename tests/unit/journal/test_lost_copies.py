@@ -28,8 +28,8 @@ def lose_the_first(patch: pytest.MonkeyPatch, head: Head, method: str) -> None:
         nonlocal copies
         copies += 1
         # The trainer makes the copy all the same.
-        begun: Callable[[], object] = copy(model_id)
-        return lost if copies == 1 else begun
+        take: Callable[[], object] = copy(model_id)
+        return lost if copies == 1 else take
 
     patch.setattr(head.backend.trainer, method, begin)
 

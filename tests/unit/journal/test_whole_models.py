@@ -121,25 +121,25 @@ class SlowFile:
 
     file: Growing
     began: Event
-    goes_on: Event
+    may_continue: Event
     parts: list[int]
 
     def write(self, content: bytes | memoryview, /) -> None:
         self.file.write(content)
         self.parts.append(len(content))
         self.began.set()
-        assert self.goes_on.wait(PATIENCE_SECONDS)
+        assert self.may_continue.wait(PATIENCE_SECONDS)
 
 
 async def test_a_deleted_model_is_not_written_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
-    began, goes_on, parts = Event(), Event(), list[int]()
+    began, may_continue, parts = Event(), Event(), list[int]()
     write = tensor_file.write
 
     def slowly(tensors: Mapping[str, Tensor], file: Growing) -> None:
-        write(tensors, SlowFile(file, began, goes_on, parts))
+        write(tensors, SlowFile(file, began, may_continue, parts))
 
     monkeypatch.setattr(tensor_file, "write", slowly)
     with a_head(root, tmp_path, "g", journals=journals, durability=ALWAYS, spec=WHOLE) as head:
@@ -153,7 +153,7 @@ async def test_a_deleted_model_is_not_written_to_its_end(
 
         deletion = asyncio.create_task(head.service.delete_model(MODEL))
         await until(lambda: not head.service.held())
-        goes_on.set()
+        may_continue.set()
         await deletion
 
         assert len(parts) == 1

@@ -28,7 +28,7 @@ class Shares:
     """
 
     outline: Outline
-    """Of rank 0."""
+    """What rank 0 says of the model."""
     size_bytes: int
     """Bytes of all tensors together."""
     parts: list[Any]

@@ -447,7 +447,7 @@ class DurableRun:
 
     async def _clear(self) -> None:
         async with self._files:
-            # Otherwise a snapshot has begun that replaces the files.
+            # Otherwise a snapshot has started that replaces the files.
             if self._writer.has_failed and not self._is_closed:
                 with suppress(OSError):
                     await self._delete_useless()
