@@ -32,6 +32,7 @@ from tinkercloud_operator.decide.actions import (
 from tinkercloud_operator.decide.deadlines import next_deadline
 from tinkercloud_operator.decide.drift import is_up_to_date
 from tinkercloud_operator.decide.engine_pods import engine_pods
+from tinkercloud_operator.decide.failures import PERSISTENT_FAILURES
 from tinkercloud_operator.decide.lifetime import Decision, DesiredState, decide, stopping_since
 from tinkercloud_operator.decide.members import reconcile_member
 from tinkercloud_operator.decide.programs import (
@@ -299,7 +300,9 @@ def _stop(
     if decision.urgent_since is not None:
         since = max(started or observed.now, decision.urgent_since)
         left = seconds_left(observed, since, stop_seconds)
-    if left > 0 and needs_save(observed, kind, stopping.head):
+    # A head that keeps failing while it loads will not save what its disk has.
+    awaited = stopping.head if decision.reason not in PERSISTENT_FAILURES else None
+    if left > 0 and needs_save(observed, kind, awaited):
         if started is None:
             # After a save request the head serves nothing else, so record the stop first: another
             # operator process that takes over must know of it.

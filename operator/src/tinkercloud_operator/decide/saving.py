@@ -29,7 +29,8 @@ def needs_save(observed: Observed, kind: Kind, shape: HeadShape | None) -> bool:
     Args:
         observed: a session that stops.
         kind: what the head is to do.
-        shape: the session's head; None if it is unknown.
+        shape: the session's head; None if it is unknown, or if a head that is loading is not
+            waited for.
     """
     head = observed.head
     if head is None:
