@@ -56,7 +56,7 @@ _USUAL_NODE_GIB = 2048
 """Host memory of large nodes with eight GPUs: DGX and HGX machines, and cloud instances."""
 _COPIES_OF_STATE = 2
 """Copies of a model's values and moments: in Ray's object store and in files. Gradients follow
-later."""
+later. The snapshot of a whole model, which may be written at the same time, is another one."""
 ENGINE_IMAGE = "sglang:0.5.23"
 """SGLang image of the release that the head is tested against."""
 ADAPTERS_CLAIM = "adapters"
@@ -289,7 +289,8 @@ def _written(part: Part) -> dict[str, Any]:
 
 
 def _head_memory_gib(demand: Demand) -> int:
-    return _HEAD_MEMORY_GIB + -(-_COPIES_OF_STATE * _state(demand) // GIB)
+    copies = _COPIES_OF_STATE + (1 if demand.lora_rank is None else 0)
+    return _HEAD_MEMORY_GIB + -(-copies * _state(demand) // GIB)
 
 
 def _head_scratch_gib(demand: Demand) -> int:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinkercloud_protocol import routes
 from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.ids import ModelId
 from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head, described, train, until
@@ -201,3 +202,44 @@ async def test_what_a_killed_head_left_of_an_unfinished_snapshot_is_deleted(
     with a_head(root, tmp_path, "undisturbed") as head:
         await head.begin()
         assert await train(head, 1, 6) == expected
+
+
+@given(
+    state=st.integers(1, 30),
+    journal=st.integers(0, 10),
+    sizes=st.lists(st.integers(1, 20), max_size=30),
+)
+def test_samplers_leave_room_for_the_next_snapshot(
+    state: int, journal: int, sizes: list[int]
+) -> None:
+    share = JournalRoom(Path(), ROOM.model_copy(update={"max_journal_bytes": 20})).share("a", "me")
+    share.set_journal(journal)
+    for _ in range(5):
+        share.stage(state)
+        left = share.sampler_bytes()
+        assert left is not None
+        for size in sizes:
+            if size <= left:
+                share.stage(size)
+                left -= size
+        share.committed()
+        share.set_journal(journal)
+
+
+async def test_a_run_with_more_samplers_than_room_stays_durable_and_keeps_the_latest(
+    tmp_path: Path,
+) -> None:
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    config = DurabilityConfig(max_disk_bytes=200_000, max_journal_bytes=30_000, snapshot_steps=1)
+    with a_head(root, tmp_path, "g1", journals=journals, durability=config) as head:
+        await head.begin()
+        for seq_id in range(1, 121, 3):
+            await train(head, seq_id, seq_id + 1)
+            head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, seq_id + 2, sampling_session_seq_id=seq_id)
+            await head.answer(seq_id + 2)
+        await until((journals / f"runs/{MODEL}/suspended/manifest.json").exists)
+        await until(lambda: described(head).is_durable)
+        expected = await head.drawn(118, 1)
+    with a_head(root, tmp_path, "g2", journals=journals, durability=config) as head:
+        await head.resume("g1")
+        assert await head.drawn(118, 1) == expected

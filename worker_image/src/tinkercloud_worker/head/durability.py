@@ -28,7 +28,7 @@ from tinkercloud_worker.head.shared_journals import LocalState, SharedJournals, 
 from tinkercloud_worker.head.snapshots import Snapshots
 from tinkercloud_worker.head.suspension import Suspension
 from tinkercloud_worker.journal.folder import JournalFolder
-from tinkercloud_worker.journal.records import Record
+from tinkercloud_worker.journal.records import HEADER_BYTES, Record
 from tinkercloud_worker.journal.shared_log import Place
 from tinkercloud_worker.journal.shipping import Listeners
 
@@ -50,6 +50,13 @@ class Kept:
     """See `Attempts.deaths`."""
     place: Place | None = None
     """End of the copied journal, if it was read from there."""
+
+    @property
+    def num_bytes(self) -> tuple[int, int]:
+        """Bytes of the journal and of the snapshot."""
+        files = self.snapshot.files if self.snapshot is not None else {}
+        journal = sum(len(each.body) + HEADER_BYTES for each in self.records)
+        return journal, sum(file.size_bytes for file in files.values())
 
 
 class Durability:
@@ -88,9 +95,12 @@ class Durability:
         if room.max_bytes is None:
             return
         journals.delete_withdrawn(root)
-        for manifest in self.on_disk():
-            folder = journals.run_folder(root, manifest.run_id)
-            room.share(manifest.run_id, manifest.spec.owner).found(num_bytes_in(folder), 0)
+        try:
+            for manifest in self.on_disk():
+                folder = journals.run_folder(root, manifest.run_id)
+                room.share(manifest.run_id, manifest.spec.owner).found(num_bytes_in(folder), 0)
+        except OSError as error:
+            log.warning("the folder of journals can't be read", reason=str(error))
 
     def on_disk(self, only: str = "") -> list[JournalManifest]:
         """Return the manifests of all local journals that are not damaged, or of one run's. Blocks.
@@ -338,6 +348,7 @@ class Durability:
                 f" ({error}); free or repair the disk, then send the request again"
             ) from None
         run = await self._attach(model, manifest, folder)
+        run.share.found(*kept.num_bytes)
         run.attempts.deaths.update(kept.deaths)
         local, listeners = LocalState(kept.snapshot, kept.records), self._listeners(model)
         next_index = local.next_index
@@ -347,7 +358,7 @@ class Durability:
         elif self._shared is not None:
             shipping, next_index = await self._shared.catch_up(manifest, local, listeners)
             run.ship(shipping)
-        run.continue_after(kept.last_segment, next_index - 1, local)
+        run.continue_after(kept.last_segment, next_index - 1)
 
     async def leave(self, run_id: str) -> None:
         """Write nothing more of a model; its journal stays. Idempotent."""
@@ -364,6 +375,8 @@ class Durability:
 
     async def drop(self, run_id: str) -> None:
         """Delete the local journal of a model that another head continues. Idempotent."""
+        if (run := self._runs.get(run_id)) is not None:
+            run.share.abandon()
         await self.leave(run_id)
         if self._room is not None:
             folder = self._folder(run_id)

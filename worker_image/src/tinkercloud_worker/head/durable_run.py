@@ -31,10 +31,9 @@ from tinkercloud_worker.head.journal_room import NoRoom
 from tinkercloud_worker.head.live_model import LiveModel
 from tinkercloud_worker.head.queue import QueuedRequest
 from tinkercloud_worker.head.save_schedule import Backoff, SavePoint, snapshot_schedule
-from tinkercloud_worker.head.shared_journals import LocalState
-from tinkercloud_worker.head.snapshots import ModelDeleted, Snapshot, Snapshots
+from tinkercloud_worker.head.snapshots import Abandoned, Snapshot, Snapshots
 from tinkercloud_worker.journal.folder import JournalFolder
-from tinkercloud_worker.journal.records import HEADER_BYTES, Record
+from tinkercloud_worker.journal.records import Record
 from tinkercloud_worker.journal.shared_log import Fenced
 from tinkercloud_worker.journal.shipping import Shipping
 from tinkercloud_worker.journal.writer import JournalWriter
@@ -130,17 +129,9 @@ class DurableRun:
         except WireError as error:
             self._shipping.require_snapshot(error.message)
 
-    def continue_after(self, number: int, index: int, found: LocalState) -> None:
-        """Continue a journal.
-
-        Args:
-            number: of its last segment.
-            index: of its last record.
-            found: what the disk has of it.
-        """
-        self._bytes_before = sum(len(each.body) + HEADER_BYTES for each in found.records)
-        files = found.snapshot.files if found.snapshot is not None else {}
-        self.share.found(self._bytes_before, sum(file.size_bytes for file in files.values()))
+    def continue_after(self, number: int, index: int) -> None:
+        """Continue a journal whose last segment and record have these numbers."""
+        self._bytes_before = self.share.journal_bytes
         self._writer.close()
         self._number, self._next_index = number + 1, index + 1
         self._writer = self._open()
@@ -335,7 +326,7 @@ class DurableRun:
         try:
             async with self._files:
                 manifest = await self._write(snapshot, self._number)
-        except ModelDeleted:
+        except Abandoned:
             self.share.discarded()
         except Exception as error:  # noqa: BLE001 - any failure leaves the run training
             self._is_wanted = True
@@ -345,7 +336,8 @@ class DurableRun:
             self._snapshot_failed(error, began)
         else:
             self._schedule.saved(point)
-            self._retry.succeeded()
+            if not self._writer.has_failed:
+                self._retry.succeeded()
             metrics.SNAPSHOTS.inc()
             metrics.SNAPSHOT_SECONDS.observe(time.monotonic() - began)
             if self._shipping is not None:

@@ -44,6 +44,11 @@ class JournalRoom:
         return sum(share.num_bytes for share in self._shares.values())
 
     @property
+    def num_runs(self) -> int:
+        """Number of runs with files."""
+        return len(self._shares)
+
+    @property
     def reserved_bytes(self) -> int:
         """Bytes of whole models that are being written; some may be on the disk already."""
         return sum(share.reserved_bytes for share in self._shares.values())
@@ -95,11 +100,18 @@ class RoomShare:
         """Size of the last snapshot that was complete, or had no room, in bytes."""
         self.is_leaving = False
         """Whether the run has given way, and its files are being deleted."""
+        self.is_abandoned = False
+        """Whether all files will be deleted."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the journal, the snapshot, and the next snapshot as far as it is written."""
         return self._journal + self._snapshot + self._staged
+
+    @property
+    def journal_bytes(self) -> int:
+        """Bytes of the journal."""
+        return self._journal
 
     @property
     def can_give_way(self) -> bool:
@@ -151,9 +163,10 @@ class RoomShare:
             NoRoom: there is no room for it.
             OSError: the disk can't be read.
         """
+        # Without the lock, which other threads need even if the disk does not respond.
+        free = shutil.disk_usage(self._room.folder).free
         with self._room.lock:
             kept = self._room.journal_bytes + self._room.reserved_bytes
-            free = shutil.disk_usage(self._room.folder).free
             if num_bytes + kept > free:
                 raise NoRoom(
                     f"no room for a snapshot: it takes {num_bytes} bytes, {kept} are kept for"
@@ -161,6 +174,25 @@ class RoomShare:
                 )
             self.stage(num_bytes)
             self.reserved_bytes = num_bytes
+
+    def sampler_bytes(self) -> int | None:
+        """Return how many bytes of samplers the next snapshot may have, once its state is staged.
+
+        The snapshot after it, of the same size, must have room too while it exists, and so must those of the
+        other runs. None if only the disk is a limit.
+        """
+        with self._room.lock:
+            if self._room.max_bytes is None:
+                return None
+            room = self._room.max_bytes - self._room.journal_bytes // 2
+            now = room - self._room.used_bytes
+            with_next = (now + self._snapshot - self._staged) // 2
+            fair = room // (2 * self._room.num_runs) - self._staged
+            return max(0, min(now, with_next, fair))
+
+    def abandon(self) -> None:
+        """Record that the files will be deleted, so that no snapshot has to be completed."""
+        self.is_abandoned = True
 
     def _check(self, num_bytes: int) -> None:
         limit = self._room.max_bytes

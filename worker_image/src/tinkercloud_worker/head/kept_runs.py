@@ -89,7 +89,11 @@ class KeptRuns:
         """
         name = manifest.run_id
         try:
-            if not await self._is_saved(manifest) and self._is_waiting(name):
+            is_saved = await self._is_saved(manifest)
+            if is_saved and self._is_waiting(name):
+                # It would take room on the disk until the head ends.
+                await self._durability.drop(name)
+            elif self._is_waiting(name):
                 await self._resume(manifest)
         except NotFound:
             log.info("a run on the disk was deleted", model_id=name)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tinkercloud_protocol.checkpoints import BODIES, GRADIENT, HEAD_STATE, SuspendedManifest
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints import formats
-from tinkercloud_worker.checkpoints.store import CheckpointStore
+from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.checkpoints.suspended import Bodies, HeadState
 from tinkercloud_worker.engine.trainer import Gradient, GradientLost, TrainingState
 from tinkercloud_worker.head.journal_room import RoomShare
@@ -23,9 +23,12 @@ from tinkercloud_worker.head.state_writer import StateWriter
 from tinkercloud_worker.head.suspension import Suspension
 from tinkercloud_worker.journal.shipping import Shipping
 
+_ENTRY_BYTES = 1000
+"""More than a sampler takes in the head's state."""
 
-class ModelDeleted(Exception):
-    """The model of a snapshot was deleted before the snapshot was complete."""
+
+class Abandoned(Exception):
+    """An unfinished snapshot is of no use: its model was deleted, or is stored elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,9 +81,9 @@ class Snapshots:
         return Snapshot(writer, state, gradient, head, bodies, published, sessions)
 
     def _check_wanted(self) -> None:
-        """Check that the model still exists. May be called on any thread."""
-        if self.model.operations.refused is not None:
-            raise ModelDeleted
+        """Check that the files are still of use. May be called on any thread."""
+        if self.model.operations.refused is not None or self.share.is_abandoned:
+            raise Abandoned
 
     async def _begin_state(
         self, writer: StateWriter, gradient: Gradient | None
@@ -109,34 +112,41 @@ class Snapshots:
         Raises:
             StoreFailed: it could not be written; the previous one remains.
             NoRoom: there is not enough room for it; the previous one remains.
-            ModelDeleted: the model was deleted meanwhile.
+            Abandoned: it is of no use any more.
         """
         writer = snapshot.writer
         try:
             await self._write_files(snapshot, writer)
+            return await writer.commit()
         except Exception:
-            # Each attempt would take the room that journals and later attempts need.
-            await self.store.discard_suspended(writer.manifest)
+            if not await _may_be_committed(writer):
+                # Each attempt would take the room that journals and later attempts need.
+                await self.store.discard_suspended(writer.manifest)
             raise
-        return await writer.commit()
 
     async def _write_files(self, snapshot: Snapshot, writer: StateWriter) -> None:
         suspension, config = self.suspension, self.suspension.backend.config
         # First of all, so that no step has to wait for the copy.
         files = await asyncio.to_thread(snapshot.state)
-        samplers = await suspension.write_samplers(
-            snapshot.published, self.model.model_id, writer, config.limits.max_sampler_bytes
-        )
         for name, content in files.items():
             await writer.put(name, content)
         if snapshot.gradient is not None:
             encoded = await asyncio.to_thread(formats.encode_tensors, snapshot.gradient)
             await writer.put(GRADIENT, encoded)
+        await writer.put(BODIES, await asyncio.to_thread(snapshot.bodies.encode))
+        # What is left of the room is theirs: the model matters more.
+        limit, left = config.limits.max_sampler_bytes, self.share.sampler_bytes()
+        if left is not None and self.model.spec.lora is not None:
+            entries = _ENTRY_BYTES * (len(snapshot.published) + len(snapshot.sessions))
+            head_bytes = len(snapshot.head.model_dump_json()) + entries
+            limit = min(limit, max(0, left - head_bytes))
+        samplers = await suspension.write_samplers(
+            snapshot.published, self.model.model_id, writer, limit
+        )
         # Some may have been evicted while the snapshot was taken, or since.
         evicted = suspension.samplers.stored_of(snapshot.sessions)
         head = snapshot.head.model_copy(update={"samplers": samplers, "evicted": evicted})
         await writer.put(HEAD_STATE, head.model_dump_json().encode())
-        await writer.put(BODIES, await asyncio.to_thread(snapshot.bodies.encode))
         await writer.synchronize()
 
     async def copy(self, manifest: SuspendedManifest, first_index: int, shipping: Shipping) -> None:
@@ -152,3 +162,12 @@ class Snapshots:
         """
         assert self.copies is not None  # noqa: S101 - there is one if there is a shared journal
         await shipping.replace(manifest, first_index, self.store, self.copies)
+
+
+async def _may_be_committed(writer: StateWriter) -> bool:
+    """Return whether a state that could not be written to its end may exist all the same."""
+    try:
+        found = await writer.replaced()
+    except StoreFailed:
+        return True
+    return found is not None and found.data_prefix == writer.manifest.data_prefix

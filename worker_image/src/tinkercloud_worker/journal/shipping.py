@@ -263,6 +263,8 @@ class Shipping:
         # If another head takes over after this, the base is not appended, and nothing is deleted.
         superseded = set(await self._shared.snapshot_keys())
         for name in snapshot.files:
+            if self._has_stopped:
+                raise StoreFailed("the journal has ended")
             content = await source.read_file(snapshot, name)
             await target.put_suspended(snapshot, name, content)
         self._check_room()
