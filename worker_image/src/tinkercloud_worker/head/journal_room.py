@@ -178,8 +178,8 @@ class RoomShare:
     def sampler_bytes(self) -> int | None:
         """Return how many bytes of samplers the next snapshot may have, once its state is staged.
 
-        The snapshot after it, of the same size, must have room too while it exists, and so must those of the
-        other runs. None if only the disk is a limit.
+        While it exists, the snapshot after it, of the same size, must have room too, and so must
+        those of the other runs. None if only the disk is a limit.
         """
         with self._room.lock:
             if self._room.max_bytes is None:
