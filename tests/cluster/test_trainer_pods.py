@@ -142,11 +142,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Return the losses of four steps with the torch trainer in one process."""
+    """Return the losses of five steps with the torch trainer in one process."""
     models = {MODEL: folder / "models" / "tiny"}
     with a_server(tmp_path_factory.mktemp("server"), models) as server:
         training = a_run(server.client())
-        return [train_a_step(training) for _ in range(4)]
+        return [train_a_step(training) for _ in range(5)]
 
 
 @pytest.fixture(scope="module")
@@ -253,18 +253,16 @@ def test_requests_to_a_lost_trainer_pod_fail_and_the_run_continues(
     assert lost not in pods_of(installation, "trainer")
 
 
-def test_ranks_of_a_killed_head_end_and_are_replaced_by_those_of_the_next_head(
-    installation: Installation, story: Story
+def test_a_run_continues_on_new_ranks_after_its_head_was_killed(
+    expected: list[float], installation: Installation, story: Story
 ) -> None:
-    saved = story.training.save_state("before").result().path
     [head], trainers = pods_of(installation, "head"), pods_of(installation, "trainer")
     before = {rank for pod in trainers for rank in ranks_of(installation, pod)}
     pod = installation.cluster.get("pod", head, installation.namespace)
 
     os.kill(head_process(pod), signal.SIGKILL)
 
-    with pytest.raises((tinker.TinkerError, ValueError), match=saved):
-        train_a_step(story.training)
+    assert train_a_step(story.training) == pytest.approx(expected[4], abs=1e-4)
     wait_until(lambda: is_replaced(installation, before), "ranks of the next head", START_SECONDS)
     assert len(before) == len(trainers)
 
