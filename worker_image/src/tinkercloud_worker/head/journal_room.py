@@ -70,7 +70,7 @@ class JournalRoom:
             self._shares.pop(name, None)
 
     def make_room(self) -> None:
-        """Let runs give way until there is no more on the disk than allowed.
+        """Degrade runs until the disk has no more than allowed.
 
         The first is the largest one of the owner with the most.
         """
