@@ -33,7 +33,7 @@ class JournalRoom:
         """
         self.folder = folder
         self.max_bytes = config.max_disk_bytes
-        self.journal_bytes = 2 * config.max_journal_bytes
+        self.largest_journal_bytes = 2 * config.max_journal_bytes
         """Size of the largest journal, which whole models leave free on the disk."""
         self.lock = RLock()
         self._shares: dict[str, RoomShare] = {}
@@ -166,7 +166,7 @@ class RoomShare:
         # Without the lock, which other threads need even if the disk does not respond.
         free = shutil.disk_usage(self._room.folder).free
         with self._room.lock:
-            kept = self._room.journal_bytes + self._room.reserved_bytes
+            kept = self._room.largest_journal_bytes + self._room.reserved_bytes
             if num_bytes + kept > free:
                 raise NoRoom(
                     f"no room for a snapshot: it takes {num_bytes} bytes, {kept} are kept for"
@@ -184,7 +184,7 @@ class RoomShare:
         with self._room.lock:
             if self._room.max_bytes is None:
                 return None
-            room = self._room.max_bytes - self._room.journal_bytes // 2
+            room = self._room.max_bytes - self._room.largest_journal_bytes // 2
             now = room - self._room.used_bytes
             with_next = (now + self._snapshot - self._staged) // 2
             fair = room // (2 * self._room.num_runs) - self._staged
