@@ -37,7 +37,7 @@ def health(server: Server) -> str:
 def test_a_head_with_a_full_disk_is_reported_until_there_is_room(
     world: World, server: Server
 ) -> None:
-    head, others = world.a_head(is_durable=True), world.sessions()
+    head, others = world.a_head(level="local"), world.sessions()
     training = world.a_training_client(server, head)
     session = world.new_session(others)
     step(training)
@@ -58,7 +58,7 @@ def test_a_head_with_a_full_disk_is_reported_until_there_is_room(
 def test_a_replica_that_was_away_when_the_disk_had_room_again_corrects_the_annotation(
     world: World,
 ) -> None:
-    head, others, replica = world.a_head(is_durable=True), world.sessions(), world.server("three")
+    head, others, replica = world.a_head(level="local"), world.sessions(), world.server("three")
     with running(replica):
         training = world.a_training_client(replica, head)
         session = world.new_session(others)

@@ -4,9 +4,11 @@ Tests take the role of the operator, or run its worker of pools.
 """
 
 import re
+import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from threading import Event
 
@@ -34,12 +36,13 @@ class Pool:
     """A pool with two clusters that are ready."""
 
     world: World
-    heads: dict[str, Head] = field(default_factory=dict)
+    model_name: str
+    heads: dict[str, Head]
 
     def a_run(self, server: Server, cluster: str) -> tuple[tinker.TrainingClient, str]:
         """Create a run on a cluster; return it and its TrainingSession."""
         known = self.world.sessions()
-        waiting = server.client().create_lora_training_client(MODEL, rank=4, seed=1)
+        waiting = server.client().create_lora_training_client(self.model_name, rank=4, seed=1)
         session = self.world.new_session(known)
         self.world.place(session, cluster)
         return waiting.result(), session
@@ -50,15 +53,22 @@ class Pool:
 
 @pytest.fixture(scope="module")
 def pool(world: World) -> Iterator[Pool]:
-    shared = a_base_model("moved", world.namespace, MODEL)
+    heads = {name: world.a_head(MODEL) for name in ("pool-left", "pool-right")}
+    with a_pool(world, MODEL, heads) as made:
+        yield made
+
+
+@contextmanager
+def a_pool(world: World, model_name: str, heads: dict[str, Head]) -> Iterator[Pool]:
+    """Make a pool of clusters with the given heads, all ready."""
+    base_model = model_name.rpartition("/")[2]
+    shared = a_base_model(base_model, world.namespace, model_name)
     shared["spec"] |= {"sharing": "Shared", "pool": {"slotsPerCluster": 64, "maxClusters": 8}}
     world.cluster.apply(shared)
-    made = Pool(world)
-    for name in ("pool-left", "pool-right"):
-        made.heads[name] = world.a_head(MODEL)
-        world.a_pool_cluster(name, made.heads[name])
-    yield made
-    world.cluster.delete("basemodel", "moved", world.namespace)
+    for name, head in heads.items():
+        world.a_pool_cluster(name, head)
+    yield Pool(world, model_name, heads)
+    world.cluster.delete("basemodel", base_model, world.namespace)
 
 
 def pipelined(training: tinker.TrainingClient, steps: Iterable[int]) -> list[float]:
@@ -204,3 +214,26 @@ def test_twenty_runs_of_a_killed_cluster_resume_elsewhere_from_their_last_checkp
         losses = [step(run, index) for index, run in enumerate(resumed)]
 
     assert losses == expected
+
+
+def test_twenty_runs_of_a_lost_cluster_continue_elsewhere_if_their_journals_are_in_the_store(
+    world: World, server: Server
+) -> None:
+    name = "tiny/remote"
+    heads = {f"remote-{each}": world.a_head(name, "remote") for each in ("lost", "safe")}
+    with a_pool(world, name, heads) as pool:
+        runs = [pool.a_run(server, "remote-lost")[0] for _ in range(NUM_RUNS)]
+        losses = [[step(run, 5 + index % 3) for _ in range(3)] for index, run in enumerate(runs)]
+
+        heads["remote-lost"].kill()
+        shutil.rmtree(heads["remote-lost"].folder)
+        world.cluster.delete("trainingsession", "remote-lost", world.namespace)
+        with a_pool_worker(world.cluster.kubeconfig, world.namespace):
+            for index, run in enumerate(runs):
+                losses[index].append(step(run, 5 + index % 3))
+
+        undisturbed = [pool.a_run(server, "remote-safe")[0] for _ in range(3)]
+        expected = [
+            [step(run, 5 + index) for _ in range(4)] for index, run in enumerate(undisturbed)
+        ]
+        assert losses == [expected[index % 3] for index in range(NUM_RUNS)]

@@ -22,6 +22,7 @@ import tinker
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import ConditionType, Reason
 from tinkercloud_protocol import routes
+from tinkercloud_protocol.durability import DurabilityConfig, DurabilityLevel
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, HeadStatus, Listen
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.programs import ROOT
@@ -65,8 +66,7 @@ class Head:
     token: str = field(default_factory=secrets.token_hex)
     model_name: str = MODEL
     process: subprocess.Popen[bytes] | None = None
-    is_durable: bool = False
-    """Whether its runs have journals."""
+    durability_level: DurabilityLevel = "none"
 
     @property
     def pid(self) -> int:
@@ -80,6 +80,7 @@ class Head:
     def start(self) -> None:
         self.folder.mkdir(exist_ok=True)
         (self.folder / "token").write_text(self.token)
+        level = self.durability_level
         config = HeadConfig(
             head="head",
             model=BaseModelSource(name=self.model_name, path=str(self.model)),
@@ -87,7 +88,8 @@ class Head:
             checkpoint_root=self.store.as_uri(),
             scratch_dir=str(self.folder / "scratch"),
             listen=Listen(port=self.port),
-            journal_dir=str(self.folder / "journals") if self.is_durable else None,
+            journal_dir=None if level == "none" else str(self.folder / "journals"),
+            durability=DurabilityConfig(level=level),
         )
         (self.folder / "head.json").write_text(config.model_dump_json(exclude_defaults=True))
         with (self.folder / "head.log").open("ab") as log:
@@ -171,11 +173,15 @@ class World:
         """The head that sessions share unless a test stops it, because starting one takes long."""
         return self.a_head()
 
-    def a_head(self, model_name: str = MODEL, *, is_durable: bool = False) -> Head:
+    def a_head(self, model_name: str = MODEL, level: DurabilityLevel = "none") -> Head:
         """Return a running head that a test may stop and kill."""
         folder = self.folder / f"head-{len(self.heads)}"
         head = Head(
-            folder, self.model, self.folder / "store", model_name=model_name, is_durable=is_durable
+            folder,
+            self.model,
+            self.folder / "store",
+            model_name=model_name,
+            durability_level=level,
         )
         self.heads.append(head)
         head.start()
