@@ -2,13 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import tinker
 from tinker import types
 
 from tinkercloud_crds.conditions import ConditionType, Reason
+from tinkercloud_testing.chat import CHAT_MODEL, a_chat_model
 from tinkercloud_testing.cluster.provider_world import Head, World, a_base_model
+from tinkercloud_testing.objects_of_others import check_none_is_found, objects_of
 from tinkercloud_testing.sdk_steps import step
 from tinkercloud_testing.servers import API_KEY, Server
 from tinkercloud_testing.waiting import wait_until
@@ -26,20 +30,25 @@ class Pool:
     world: World
     head: Head
     cluster: str
+    model_name: str = MODEL
 
     def a_run(self, server: Server, key: str = API_KEY) -> tinker.TrainingClient:
         """Create a run and give it a place."""
         known = self.world.sessions()
-        waiting = server.client(key).create_lora_training_client(MODEL, rank=4, seed=1)
+        waiting = server.client(key).create_lora_training_client(self.model_name, rank=4, seed=1)
         self.world.place(self.world.new_session(known), self.cluster)
         return waiting.result()
 
 
+def a_pool_model(name: str, namespace: str, model_name: str) -> dict[str, Any]:
+    shared = a_base_model(name, namespace, model_name)
+    shared["spec"] |= {"sharing": "Shared", "pool": {"slotsPerCluster": 8}}
+    return shared
+
+
 @pytest.fixture(scope="module")
 def pool(world: World) -> Iterator[Pool]:
-    shared = a_base_model("shared", world.namespace, MODEL)
-    shared["spec"] |= {"sharing": "Shared", "pool": {"slotsPerCluster": 8}}
-    world.cluster.apply(shared)
+    world.cluster.apply(a_pool_model("shared", world.namespace, MODEL))
     head = world.a_head(MODEL)
     yield Pool(world, head, world.a_pool_cluster("pool-a", head))
     world.cluster.delete("basemodel", "shared", world.namespace)
@@ -69,24 +78,20 @@ def test_two_owners_train_and_sample_on_one_cluster_as_if_each_were_alone(
     assert {spec["owner"] for spec in made} == {"bootstrap", "pool-stranger"}
 
 
-def test_a_run_of_another_owner_in_the_same_pool_is_not_found(
-    pool: Pool, server: Server, stranger: str
+def test_an_object_of_another_owner_in_the_same_pool_is_like_one_that_does_not_exist(
+    world: World, server: Server, stranger: str, tmp_path: Path
 ) -> None:
-    run = pool.a_run(server)
-    pool.a_run(server, stranger)
-    path = run.save_state("mine").result().path
-    attempts = {
-        "get_info": {"model_id": run.model_id},
-        "optim_step": {"model_id": run.model_id, "seq_id": 9, "adam_params": {}},
-        "save_weights": {"model_id": run.model_id, "seq_id": 9, "path": "x"},
-        "retrieve_future": {"request_id": f"{run.model_id}:0"},
-        "unload_model": {"model_id": run.model_id},
-        "weights_info": {"tinker_path": path},
-    }
+    shared = a_pool_model("chat", world.namespace, CHAT_MODEL)
+    world.cluster.apply(shared)
+    head = world.a_head(CHAT_MODEL, model=a_chat_model(tmp_path / "chat"))
+    pool = Pool(world, head, world.a_pool_cluster("pool-chat", head), CHAT_MODEL)
+    program = {"base_model": CHAT_MODEL, "image": "programs:1", "module": "theirs"}
+    mine, own = pool.a_run(server), pool.a_run(server, stranger)
+    step(own)
 
-    statuses = {url: server.post(url, body, key=stranger).status for url, body in attempts.items()}
+    theirs = objects_of(mine, server, program)
 
-    assert statuses == dict.fromkeys(attempts, 404)
+    check_none_is_found(server, theirs, own, stranger)
 
 
 def test_a_run_without_a_place_reports_what_it_waits_for(

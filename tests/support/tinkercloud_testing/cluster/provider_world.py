@@ -173,12 +173,17 @@ class World:
         """The head that sessions share unless a test stops it, because starting one takes long."""
         return self.a_head()
 
-    def a_head(self, model_name: str = MODEL, level: DurabilityLevel = "none") -> Head:
+    def a_head(
+        self,
+        model_name: str = MODEL,
+        level: DurabilityLevel = "none",
+        model: Path | None = None,
+    ) -> Head:
         """Return a running head that a test may stop and kill."""
         folder = self.folder / f"head-{len(self.heads)}"
         head = Head(
             folder,
-            self.model,
+            model or self.model,
             self.folder / "store",
             model_name=model_name,
             durability_level=level,
