@@ -64,7 +64,7 @@ test-engines: .venv/.installed ## run the tests of trainers with several ranks a
 	@$(BIN)/pytest tests/engines/ranks tests/engines/sdk tests/engines/test_external_inference.py
 	@$(BIN)/pytest $(TRAINER_TESTS) --trainer torch-2 --trainer megatron-tp2
 	@$(BIN)/pytest $(SHARDED_TESTS) --trainer torch-sharded
-	@$(BIN)/pytest tests/conformance/test_images.py -k training --trainer torch-2 --trainer torch-sharded
+	@$(BIN)/pytest tests/conformance/test_images.py -k "training and not restart" --trainer torch-2 --trainer torch-sharded
 
 test-properties: .venv/.installed ## search for counterexamples to the properties of units with new random examples (by hand; half an hour)
 	@$(PYTEST) tests/unit -m hypothesis --hypothesis-profile=search
