@@ -1,8 +1,9 @@
 """Passes and optimizer steps that several models share at the ranks of one group.
 
 The examples of all requests are divided together over the replicas, so that each has about the same
-number of tokens, and every replica runs its part as one micro-batch. A request that runs alone is
-divided as always: its bits do not depend on this module.
+number of tokens, and every replica runs its part as one micro-batch. `engine.ranks.SharingRank`
+says what a failure costs. A request that runs alone is divided as always: its bits do not depend on
+this module.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -106,7 +107,11 @@ class SharingTrainer(Protocol):
     def shared_pass(
         self, items: Sequence[TrainingPass], shards: Sequence[Shards]
     ) -> list[LossOutput]:
-        """Run passes of different models as one; an exception means that no gradient changed."""
+        """Run passes of different models as one.
+
+        An exception means that the pass changed no gradient, so that each can run again alone. If
+        ranks were lost, so were earlier gradients: passes of their models then say so.
+        """
 
     def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
         """See `engine.trainer.Trainer`."""

@@ -63,7 +63,7 @@ model itself: copy what is yielded before the next value is requested.
 
 
 class SharedPassFailed(WireError):
-    """A rank could not compute a shared pass; every rank has the gradients from before it."""
+    """A replica could not compute a shared pass; every rank has the gradients from before it."""
 
 
 class RankTrainer(Trainer, Protocol):
@@ -119,17 +119,22 @@ class RankTrainer(Trainer, Protocol):
 class SharingRank(RankTrainer, Protocol):
     """A rank's trainer that can run passes of several models as one.
 
-    Only a rank that needs no other during a pass can: one that fails must still be able to say so.
+    Ranks that need no other during a pass agree at its end whether all have succeeded. Where ranks
+    need each other, one that fails leaves others waiting, and cannot tell them. So a failure loses
+    the group, as in a pass of one model; models without an earlier gradient have then lost nothing.
     """
 
     def shared_pass(self, items: Sequence[TrainingPass]) -> Sequence[LossOutput]:
         """Run one micro-batch that adapters share; the batches of some may be empty here.
 
-        It is called only if `Membership.max_shared_tokens` allows it, at all ranks.
+        It is called at all ranks with the same models in the same order, and only if
+        `Membership.max_shared_tokens` allows it. A rank that others need runs the same collective
+        operations whichever examples it has, also if it has none, and raises no client error,
+        because others might not raise it.
 
         Raises:
-            SharedPassFailed: at every rank, if one of them could not compute it. All gradients are
-                those from before.
+            SharedPassFailed: at ranks that need no other, and at all of them alike, if one could
+                not compute it. All gradients are those from before.
         """
 
 
