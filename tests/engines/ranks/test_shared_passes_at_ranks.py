@@ -1,32 +1,59 @@
 """Models that share passes and optimizer steps at the ranks of a torch trainer."""
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_request, counting_every_token, random_data
-from tinkercloud_testing.ranks import BATCH_TOKENS, MortalTrainer
-from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of
+from tinkercloud_testing.models import tiny_qwen3_moe
+from tinkercloud_testing.ranks import BATCH_TOKENS, MeasuredTrainer, MortalTrainer
+from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, together
 from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksLost
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.ranks import SharedPassFailed
+from tinkercloud_worker.engine.thread import EngineThread, NoBackground
 from tinkercloud_worker.engine.trainer import GradientLost, LossOutput, OptimizerStep, TrainingPass
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ADAM = AdamParams(learning_rate=1e-2, grad_clip_norm=0.5)
-RANKS = {"small": 2, "middle": 4, "large": 8}
-"""Ranks of the adapters that share passes."""
+ADAPTERS = {
+    "small": LoraConfig(rank=2, seed=2, train_attn=False, train_mlp=False),
+    "middle": LoraConfig(rank=4, seed=4, train_mlp=False),
+    "large": LoraConfig(rank=8, seed=8),
+}
+"""The adapters that share passes. The small one trains the LM head only, and has no backward pass
+through layers."""
+LOSSES = {"small": "cross_entropy", "middle": "importance_sampling", "large": "ppo"}
+KINDS: dict[str, tuple[int, Callable[[], Any]]] = {
+    "replicas": (2, MortalTrainer),
+    "sharded": (2, MeasuredTrainer),
+    "sharded mixture": (3, partial(MeasuredTrainer, 0, make=tiny_qwen3_moe)),
+}
+"""How many ranks there are, and what makes the trainer of one. Those of the mixture compute layers
+again in the backward pass."""
+SHARDED = [kind for kind in KINDS if kind != "replicas"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    chosen: str = request.param
+    return chosen
 
 
 @pytest.fixture(scope="module")
-def started(cluster: None) -> Iterator[RankedTrainer]:
-    trainer = RankedTrainer(lambda _: RankGroup(GroupShape(2), MortalTrainer))
+def started(cluster: None, kind: str) -> Iterator[RankedTrainer]:
+    ranks, factory = KINDS[kind]
+    trainer = RankedTrainer(lambda _: RankGroup(GroupShape(ranks), factory))
     yield trainer
     trainer.close()
 
@@ -34,9 +61,9 @@ def started(cluster: None) -> Iterator[RankedTrainer]:
 @pytest.fixture
 def ranked(started: RankedTrainer) -> Iterator[RankedTrainer]:
     """A trainer with each adapter twice: one shares passes, the other runs alone."""
-    models = {alias: rank for name, rank in RANKS.items() for alias in (name, alone(name))}
-    for model_id, rank in models.items():
-        started.add_model(model_id, LoraConfig(rank=rank, seed=rank))
+    models = {alias: lora for name, lora in ADAPTERS.items() for alias in (name, alone(name))}
+    for model_id, lora in models.items():
+        started.add_model(model_id, lora)
         run(started, a_pass(started, model_id, [4, 6], seed=9))
         started.optim_step(model_id, ADAM)
     yield started
@@ -44,14 +71,29 @@ def ranked(started: RankedTrainer) -> Iterator[RankedTrainer]:
         started.remove_model(model_id)
 
 
+@pytest.fixture
+async def thread() -> AsyncIterator[EngineThread]:
+    thread = EngineThread(on_crash=lambda error: pytest.fail(repr(error)))
+    thread.start(NoBackground())
+    yield thread
+    thread.stop()
+
+
 def alone(name: str) -> str:
     return f"{name}-alone"
 
 
 def a_pass(
-    trainer: RankedTrainer, model_id: str, lengths: Sequence[int], *, seed: int = 1
+    trainer: RankedTrainer,
+    model_id: str,
+    lengths: Sequence[int],
+    *,
+    seed: int = 1,
+    loss_fn: str = "cross_entropy",
+    forward_only: bool = False,
 ) -> TrainingPass:
-    request = a_request(random_data(lengths, seed=seed))
+    data = random_data(lengths, seed=seed, policy=loss_fn != "cross_entropy")
+    request = a_request(data, loss_fn, forward_only=forward_only)
     return TrainingPass(model_id, prepare(request, trainer.limits))
 
 
@@ -59,8 +101,13 @@ def run(trainer: RankedTrainer, item: TrainingPass) -> LossOutput:
     return trainer.forward_backward(item.model_id, item.batch, lambda: None)
 
 
-def shared(trainer: RankedTrainer, lengths: Sequence[Sequence[int]]) -> list[TrainingPass]:
-    return [a_pass(trainer, name, own) for name, own in zip(RANKS, lengths, strict=True)]
+def shared(
+    trainer: RankedTrainer, lengths: Sequence[Sequence[int]], *, forward_only: bool = False
+) -> list[TrainingPass]:
+    return [
+        a_pass(trainer, name, own, loss_fn=LOSSES[name], forward_only=forward_only)
+        for name, own in zip(ADAPTERS, lengths, strict=False)
+    ]
 
 
 def same_alone(items: Sequence[TrainingPass]) -> list[TrainingPass]:
@@ -74,8 +121,17 @@ def assert_fit(trainer: RankedTrainer, items: Sequence[TrainingPass]) -> None:
     assert trainer.batcher.can_batch(items[:-1], items[-1])
 
 
+def assert_alike(ours: LossOutput, theirs: LossOutput) -> None:
+    for logprobs, expected in zip(ours.logprobs, theirs.logprobs, strict=True):
+        np.testing.assert_allclose(logprobs, expected, atol=1e-5)
+    assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-5)
+    np.testing.assert_array_equal(ours.expert_tokens, theirs.expert_tokens)
+
+
 @pytest.mark.parametrize(
-    "lengths", [([5, 9], [3], [7, 2, 8]), ([4], [4], [4])], ids=["several", "one example each"]
+    "lengths",
+    [([5, 9], [3], [7, 2, 8]), ([4], [4], [4]), ([9], [6], [6]), ([4], [4])],
+    ids=["several", "one example each", "one rank trains the LM head only", "two examples"],
 )
 def test_models_of_mixed_ranks_get_what_each_gets_alone(
     ranked: RankedTrainer, lengths: Sequence[Sequence[int]]
@@ -85,28 +141,53 @@ def test_models_of_mixed_ranks_get_what_each_gets_alone(
 
     outputs = ranked.batcher.run_batch(items, nothing)
 
-    expected = [run(ranked, item) for item in same_alone(items)]
-    for ours, theirs, own in zip(outputs, expected, lengths, strict=True):
-        assert [len(logprobs) for logprobs in ours.logprobs] == own
-        np.testing.assert_allclose(
-            np.concatenate(ours.logprobs), np.concatenate(theirs.logprobs), atol=1e-5
-        )
-        assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-5)
-    for name in RANKS:
-        assert_close(gradient_of(ranked, name), gradient_of(ranked, alone(name)), rtol=1e-5)
+    for item, same, output in zip(items, same_alone(items), outputs, strict=True):
+        assert_alike(output, run(ranked, same))
+        gradients = (gradient_of(ranked, each.model_id) for each in (item, same))
+        assert_close(*gradients, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [([5, 9], [3], [7, 2, 8]), ([4], [4])], ids=str)
+def test_forward_passes_are_shared_and_change_no_gradient(
+    ranked: RankedTrainer, lengths: Sequence[Sequence[int]]
+) -> None:
+    items = shared(ranked, lengths, forward_only=True)
+    assert_fit(ranked, items)
+
+    outputs = ranked.batcher.run_batch(items, nothing)
+
+    for item, output in zip(items, outputs, strict=True):
+        assert_alike(output, ranked.forward(item.model_id, item.batch, nothing))
+        assert ranked.export_gradient(item.model_id) is None
+
+
+def test_a_diverged_adapter_changes_nothing_of_others(ranked: RankedTrainer) -> None:
+    state = ranked.export_state("middle")
+    nan = {name: each * float("nan") for name, each in state.weights.tensors.items()}
+    ranked.import_state("middle", replace(state, weights=replace(state.weights, tensors=nan)))
+    items = shared(ranked, ([9], [6], [6]))
+
+    outputs = ranked.batcher.run_batch(items, nothing)
+
+    assert np.isnan(outputs[1].logprobs[0]).all()
+    for item, same, output in zip(items, same_alone(items), outputs, strict=True):
+        if item.model_id != "middle":
+            assert_alike(output, run(ranked, same))
+            gradients = (gradient_of(ranked, each.model_id) for each in (item, same))
+            assert_close(*gradients, rtol=1e-5)
 
 
 def test_steps_taken_together_have_the_bits_of_steps_taken_alone(ranked: RankedTrainer) -> None:
-    for name in RANKS:
+    for name in ADAPTERS:
         for model_id in (name, alone(name)):
             run(ranked, a_pass(ranked, model_id, [5, 9, 3]))
-    steps = [OptimizerStep(name, ADAM) for name in RANKS]
+    steps = [OptimizerStep(name, ADAM) for name in ADAPTERS]
     assert ranked.stepper.can_batch(steps[:-1], steps[-1])
 
     metrics = ranked.stepper.run_batch(steps, nothing)
 
-    assert metrics == [ranked.optim_step(alone(name), ADAM) for name in RANKS]
-    for name in RANKS:
+    assert metrics == [ranked.optim_step(alone(name), ADAM) for name in ADAPTERS]
+    for name in ADAPTERS:
         assert_equal(ranked.snapshot(name).tensors, ranked.snapshot(alone(name)).tensors, atol=0)
 
 
@@ -126,11 +207,12 @@ def test_a_gradient_that_is_not_finite_fails_its_own_step_only(ranked: RankedTra
     assert ranked.optim_step("small", ADAM) == ranked.optim_step(alone("small"), ADAM)
 
 
-def test_a_rank_that_fails_leaves_all_gradients_as_they_were(ranked: RankedTrainer) -> None:
+@pytest.mark.parametrize("kind", ["replicas"], indirect=True, scope="module")
+def test_a_replica_that_fails_leaves_all_gradients_as_they_were(ranked: RankedTrainer) -> None:
     for name in ("small", alone("small")):
         run(ranked, a_pass(ranked, name, [5, 9], seed=2))
     items = shared(ranked, ([5, 9], [3], [7, 2, 8]))
-    ranked._group.call_each("fail_in", [("unused",), ("_in_one_pass",)])
+    ranked._group.call("fail_in", "_in_one_pass", MemoryError, [1])
 
     with pytest.raises(SharedPassFailed):
         ranked.batcher.run_batch(items, nothing)
@@ -138,10 +220,26 @@ def test_a_rank_that_fails_leaves_all_gradients_as_they_were(ranked: RankedTrain
     assert ranked._group.is_alive
     for item in (*items, *same_alone(items)):
         run(ranked, item)
-    for name in RANKS:
+    for name in ADAPTERS:
         assert_equal(gradient_of(ranked, name), gradient_of(ranked, alone(name)), atol=0)
 
 
+@pytest.mark.parametrize("kind", SHARDED, indirect=True, scope="module")
+@pytest.mark.parametrize("error", [MemoryError, InvalidRequest])
+def test_a_rank_that_fails_while_others_need_it_loses_the_group_at_once(
+    ranked: RankedTrainer, error: type[Exception]
+) -> None:
+    items = shared(ranked, ([5, 9], [3], [7, 2, 8]))
+    ranked._group.call("fail_in", "_in_one_pass", error, [1])
+
+    with pytest.raises(RanksLost, match=r"rank 1 of . failed in shared_pass: .* no room for it"):
+        ranked.batcher.run_batch(items, nothing)
+
+    for item, same in zip(items, same_alone(items), strict=True):
+        assert run(ranked, item).metrics == run(ranked, same).metrics
+
+
+@pytest.mark.parametrize("kind", ["replicas", "sharded"], indirect=True, scope="module")
 def test_what_cannot_share_a_pass_runs_alone(ranked: RankedTrainer) -> None:
     first = a_pass(ranked, "small", [BATCH_TOKENS])
     sequence_loss = a_request(counting_every_token(random_data([3], policy=True)), "gspo")
@@ -162,21 +260,46 @@ def test_what_cannot_share_a_pass_runs_alone(ranked: RankedTrainer) -> None:
     ranked.remove_model("whole")
 
 
-def test_a_rank_lost_in_a_shared_pass_costs_only_the_gradients_from_before(
-    ranked: RankedTrainer,
+def test_examples_with_different_numbers_of_targets_share_no_pass(ranked: RankedTrainer) -> None:
+    first, [narrow] = a_pass(ranked, "small", [4]), a_pass(ranked, "middle", [4]).batch.examples
+    wide = replace(
+        narrow,
+        targets=narrow.targets.repeat(2, axis=1),
+        inputs={name: each.repeat(2, axis=1) for name, each in narrow.inputs.items()},
+    )
+    both, twice = (
+        TrainingPass(model_id, replace(first.batch, examples=examples))
+        for model_id, examples in (("middle", [narrow, wide]), ("small", [wide]))
+    )
+
+    # One rank might get the narrow example of one model and the wide one of the other.
+    assert not ranked.batcher.can_batch([both], twice)
+    assert not ranked.batcher.can_batch([twice], both)
+    assert run(ranked, both).metrics["tokens:sum"] == 8
+
+
+@pytest.mark.parametrize("lost_in", ["shared_pass", "_part_of_shared_pass", None])
+async def test_a_rank_lost_in_a_shared_pass_costs_only_the_gradients_from_before(
+    ranked: RankedTrainer, thread: EngineThread, lost_in: str | None
 ) -> None:
     run(ranked, a_pass(ranked, "small", [5, 9], seed=2))
     items = shared(ranked, ([5, 9], [3], [7, 2, 8]))
-    ranked._group.call("die_in", "shared_pass", 1)
+    group = ranked._group
+    if lost_in is None:
+        ray.kill(group._ranks[1])
+    else:
+        group.call("die_in", lost_in, 1)
 
-    with pytest.raises(RanksLost, match="failed in shared_pass"):
-        ranked.batcher.run_batch(items, nothing)
+    lost, *others = await together(thread, ranked, items)
 
-    with pytest.raises(GradientLost, match="send the data of this step again"):
-        run(ranked, items[0])
-    for item, same in zip(items[1:], same_alone(items[1:]), strict=True):
-        assert run(ranked, item).metrics == run(ranked, same).metrics
+    assert re.search(r"rank 1 of . failed in shared_pass", group.loss or "")
+    assert isinstance(lost, GradientLost)
+    assert "send the data of this step again" in lost.message
+    for item, same, output in zip(items[1:], same_alone(items[1:]), others, strict=True):
+        assert isinstance(output, LossOutput)
+        assert output.metrics == run(ranked, same).metrics
         assert_equal(gradient_of(ranked, item.model_id), gradient_of(ranked, same.model_id), atol=0)
+    assert run(ranked, items[0]).metrics == run(ranked, same_alone(items)[0]).metrics
 
 
 @pytest.mark.parametrize("method", ["sum_gradients", "optim_steps"])
@@ -184,8 +307,8 @@ def test_a_lost_rank_costs_all_models_their_step_and_nothing_else(
     ranked: RankedTrainer, method: str
 ) -> None:
     items = shared(ranked, ([5, 9], [3], [7, 2, 8]))
-    steps = [OptimizerStep(name, ADAM) for name in RANKS]
-    before = {name: ranked.snapshot(name).tensors for name in RANKS}
+    steps = [OptimizerStep(name, ADAM) for name in ADAPTERS]
+    before = {name: ranked.snapshot(name).tensors for name in ADAPTERS}
     if method == "optim_steps":
         ranked._group.call("fail_in", method)
     else:
@@ -198,7 +321,7 @@ def test_a_lost_rank_costs_all_models_their_step_and_nothing_else(
     with pytest.raises(RanksLost, match=f"failed in {method}"):
         train()
 
-    for name in RANKS:
+    for name in ADAPTERS:
         with pytest.raises(GradientLost, match="send the data of this step again"):
             ranked.optim_step(name, ADAM)
         assert_equal(ranked.snapshot(name).tensors, before[name], atol=0)
@@ -217,7 +340,7 @@ def test_a_failure_between_the_commands_of_a_step_costs_the_gradients_and_nothin
     with monkeypatch.context() as broken:
         broken.setattr(ranked._group, "call_independently", fail)
         with pytest.raises(RuntimeError, match="is full"):
-            ranked.stepper.run_batch([OptimizerStep(name, ADAM) for name in RANKS], nothing)
+            ranked.stepper.run_batch([OptimizerStep(name, ADAM) for name in ADAPTERS], nothing)
 
     assert ranked._group.is_alive
     for item, same in zip(items, same_alone(items), strict=True):
@@ -229,16 +352,16 @@ def test_a_failure_between_the_commands_of_a_step_costs_the_gradients_and_nothin
 
 
 def test_a_step_that_one_rank_applies_is_applied_to_all_models(ranked: RankedTrainer) -> None:
-    for name in RANKS:
+    for name in ADAPTERS:
         for model_id in (name, alone(name)):
             run(ranked, a_pass(ranked, model_id, [5, 9, 3]))
-    for name in RANKS:
+    for name in ADAPTERS:
         ranked.optim_step(alone(name), ADAM)
     ranked._group.call("die_in", "optim_steps", 1)
 
-    ranked.stepper.run_batch([OptimizerStep(name, ADAM) for name in RANKS], nothing)
+    ranked.stepper.run_batch([OptimizerStep(name, ADAM) for name in ADAPTERS], nothing)
 
     assert not ranked._group.is_alive
-    for name in RANKS:
+    for name in ADAPTERS:
         assert_equal(ranked.snapshot(name).tensors, ranked.snapshot(alone(name)).tensors, atol=0)
         assert ranked.export_gradient(name) is None

@@ -4,10 +4,11 @@ import gc
 import os
 import re
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import CDLL
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
@@ -65,9 +66,12 @@ class Mortal:
         if dist.get_rank() in ranks:
             setattr(self, method, _die)
 
-    def fail_in(self, method: str) -> None:
-        """Raise MemoryError whenever a method is called."""
-        setattr(self, method, _fail)
+    def fail_in(
+        self, method: str, error: type[Exception] = MemoryError, ranks: Sequence[int] = ()
+    ) -> None:
+        """Raise an error whenever a method is called, at these ranks or, without any, at all."""
+        if not ranks or dist.get_rank() in ranks:
+            setattr(self, method, partial(_fail, error))
 
 
 class MortalTrainer(Mortal, DataParallelTrainer):
@@ -260,8 +264,8 @@ def checksums(tensors: Iterable[Tensor]) -> list[int]:
     return [crc32(tensor.numpy().data) for tensor in tensors]
 
 
-def _fail(*_: object) -> None:
-    raise MemoryError("no room for it")
+def _fail(error: type[Exception], *_: object) -> None:
+    raise error("no room for it")
 
 
 def _die(*_: object) -> None:

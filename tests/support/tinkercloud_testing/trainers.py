@@ -1,5 +1,7 @@
 """Runs trainers in tests and compares their results."""
 
+import asyncio
+import threading
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -9,7 +11,15 @@ from tinkercloud_protocol.hyperparameters import AdamParams
 from tinkercloud_protocol.tensors import Datum
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.trainer import Gradient, LossOutput, Trainer, TrainingState
+from tinkercloud_worker.engine.fair_queue import Share
+from tinkercloud_worker.engine.thread import EngineThread
+from tinkercloud_worker.engine.trainer import (
+    Gradient,
+    LossOutput,
+    Trainer,
+    TrainingPass,
+    TrainingState,
+)
 
 
 def run(
@@ -22,6 +32,29 @@ def run(
     """Add the gradient of a batch to a model's."""
     batch = prepare(a_request(data, loss_fn, config=config), trainer.limits)
     return trainer.forward_backward(model_id, batch, lambda: None)
+
+
+async def together(
+    thread: EngineThread, trainer: Trainer, passes: Sequence[TrainingPass]
+) -> list[LossOutput | BaseException]:
+    """Run passes of different owners that wait at the same time; return results and errors."""
+    batcher = trainer.batcher
+    assert batcher is not None, "this trainer shares no passes"
+    may_end = threading.Event()
+    busy = asyncio.create_task(thread.run(lambda _: may_end.wait()))
+    await asyncio.sleep(0)
+    tasks = [
+        asyncio.create_task(
+            thread.run_batched(
+                batcher, each, Share(each.model_id, each.model_id, each.batch.num_tokens)
+            )
+        )
+        for each in passes
+    ]
+    await asyncio.sleep(0)
+    may_end.set()
+    await busy
+    return await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def changing_hyperparameters(step: int) -> AdamParams:

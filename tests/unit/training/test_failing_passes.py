@@ -1,7 +1,5 @@
 """A pass that fails in company fails alone, and a long pass leaves room for others."""
 
-import asyncio
-import threading
 from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
@@ -12,9 +10,9 @@ from typing_extensions import override
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import tiny_llama
+from tinkercloud_testing.trainers import together
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.fair_queue import Share
 from tinkercloud_worker.engine.thread import EngineThread, NoBackground
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
 from tinkercloud_worker.losses import Loss
@@ -90,27 +88,6 @@ async def thread() -> AsyncIterator[EngineThread]:
     thread.start(NoBackground())
     yield thread
     thread.stop()
-
-
-async def together(
-    thread: EngineThread, trainer: TorchTrainer, passes: Sequence[TrainingPass]
-) -> list[LossOutput | BaseException]:
-    """Run passes of different owners that wait at the same time."""
-    may_end = threading.Event()
-    busy = asyncio.create_task(thread.run(lambda _: may_end.wait()))
-    await asyncio.sleep(0)
-    tasks = [
-        asyncio.create_task(
-            thread.run_batched(
-                trainer.batcher, each, Share(each.model_id, each.model_id, each.batch.num_tokens)
-            )
-        )
-        for each in passes
-    ]
-    await asyncio.sleep(0)
-    may_end.set()
-    await busy
-    return await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def test_a_shared_pass_that_fails_adds_no_gradient() -> None:

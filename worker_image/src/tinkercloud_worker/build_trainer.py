@@ -139,6 +139,7 @@ def torch_rank(config: HeadConfig) -> DataParallelTrainer:
             load_sharded(config.model.path, dtype, mesh),
             mesh,
             max_batch_tokens=trainer.max_batch_tokens,
+            max_shared_tokens=trainer.max_shared_tokens,
             max_context_length=config.limits.max_context_length,
             max_kept_tokens=None if trainer.max_kept_tokens is None else 0,
         )

@@ -136,7 +136,9 @@ class _Part:
     def of(cls, batch: Batch, multiple: int) -> "_Part":
         lengths = [len(example.tokens) for example in batch.examples]
         padded = padded_lengths(lengths, multiple)
-        can_share = batch.definition is None and batch.loss.is_token_local
+        # A replica may not get the widest targets, and could not join them with those of others.
+        is_regular = len({example.targets.shape[1] for example in batch.examples}) == 1
+        can_share = batch.definition is None and batch.loss.is_token_local and is_regular
         kind = (batch.forward_only, batch.num_targets) if can_share else None
         return cls(kind, sum(lengths), sum(padded), max(padded))
 

@@ -9,7 +9,7 @@ requests.
 Shape legend: B rows of a batch, T positions, D hidden size, R concatenated positions, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -177,6 +177,21 @@ class TorchBaseModel:
     def named_weights(self) -> dict[str, Tensor]:
         """Return all weights by name; tied weights appear once, under their first name."""
         return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+
+    def first_layer_of(self, names: Iterable[str]) -> int:
+        """Return the first layer that has one of these weights, from 0; if none has, their number.
+
+        Args:
+            names: names of weights of the base or of adapters.
+        """
+        named = tuple(names)
+        layers = [f"{self._backbone_name}.{prefix}" for prefix in self._layer_prefixes]
+        found = (
+            number
+            for number, prefix in enumerate(layers)
+            if any(name.startswith(prefix) for name in named)
+        )
+        return next(found, len(layers))
 
     def without_weights(self) -> PreTrainedModel:
         """Return a new float32 model of this architecture, with weights on the meta device."""

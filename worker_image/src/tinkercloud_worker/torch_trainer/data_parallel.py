@@ -42,15 +42,14 @@ class DataParallelTrainer(ReplicatedTrainer, TorchTrainer, SharingRank):
 
         A pass of replicas needs no other rank, so a rank that fails can still say so.
         """
-        present = [item for item in items if item.batch.examples]
-        is_forward = items[0].batch.forward_only
+        changed = [
+            self._models[item.model_id].trainable.gradient
+            for item in items
+            if item.batch.examples and not item.batch.forward_only
+        ]
         try:
-            models = self._models.together([item.model_id for item in present])
-            with unchanged_if_it_fails(
-                [] if is_forward else [model.trainable.gradient for model in models]
-            ):
-                compute = self._evaluate if is_forward else self._run
-                outputs = iter(self._in_one_pass(present, models, compute) if present else ())
+            with unchanged_if_it_fails(changed):
+                outputs = self._part_of_shared_pass(items)
                 self._check_all_succeeded()
         except SharedPassFailed:
             raise
@@ -58,6 +57,21 @@ class DataParallelTrainer(ReplicatedTrainer, TorchTrainer, SharingRank):
             log.exception("a shared pass failed at this rank")
             self._check_all_succeeded(failures=1)
             raise
+        return outputs
+
+    def _part_of_shared_pass(
+        self, items: Sequence[TrainingPass], fillers: Sequence[TrainingPass] = ()
+    ) -> list[LossOutput]:
+        """Run this rank's examples as one micro-batch; return the output of each item.
+
+        Args:
+            items: the passes; the batches of some, or all, may be empty.
+            fillers: passes that run along, and whose output nobody needs.
+        """
+        present = [*(item for item in items if item.batch.examples), *fillers]
+        compute = self._evaluate if items[0].batch.forward_only else self._run
+        models = self._models.together([item.model_id for item in present])
+        outputs = iter(self._in_one_pass(present, models, compute) if present else ())
         return [
             next(outputs) if item.batch.examples else PassOutput().finish(item.batch)
             for item in items
