@@ -4,6 +4,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ import ray
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, TrainerConfig
 from tinkercloud_testing.data import a_request, counting_every_token, random_data
-from tinkercloud_testing.models import tiny_qwen3_moe
-from tinkercloud_testing.ranks import BATCH_TOKENS, MeasuredTrainer, MortalTrainer
+from tinkercloud_testing.models import save, tiny_llama, tiny_qwen3_moe
+from tinkercloud_testing.ranks import BATCH_TOKENS, MeasuredTrainer, MortalTrainer, TrainerOf
 from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, together
 from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksLost
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
+from tinkercloud_worker.build_trainer import torch_rank
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.ranks import SharedPassFailed
 from tinkercloud_worker.engine.thread import EngineThread, NoBackground
@@ -145,6 +148,20 @@ def test_models_of_mixed_ranks_get_what_each_gets_alone(
         assert_alike(output, run(ranked, same))
         gradients = (gradient_of(ranked, each.model_id) for each in (item, same))
         assert_close(*gradients, rtol=1e-5)
+
+
+def test_company_leaves_a_pass_that_runs_alone_its_bits(ranked: RankedTrainer) -> None:
+    items = shared(ranked, ([5, 9], [3], [7, 2, 8]))
+    before = run(ranked, same_alone(items)[2])
+    gradient = gradient_of(ranked, alone("large"))
+    ranked.discard_gradient(alone("large"))
+
+    ranked.batcher.run_batch(items, nothing)
+    after = run(ranked, same_alone(items)[2])
+
+    assert after.metrics == before.metrics
+    np.testing.assert_array_equal(np.concatenate(after.logprobs), np.concatenate(before.logprobs))
+    assert_equal(gradient_of(ranked, alone("large")), gradient, atol=0)
 
 
 @pytest.mark.parametrize("lengths", [([5, 9], [3], [7, 2, 8]), ([4], [4])], ids=str)
@@ -365,3 +382,21 @@ def test_a_step_that_one_rank_applies_is_applied_to_all_models(ranked: RankedTra
     for name in ADAPTERS:
         assert_equal(ranked.snapshot(name).tensors, ranked.snapshot(alone(name)).tensors, atol=0)
         assert ranked.export_gradient(name) is None
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_ranks_share_as_many_tokens_as_the_configuration_says(
+    trainer_of: TrainerOf, tmp_path: Path, sharded: bool
+) -> None:
+    config = HeadConfig(
+        head="h",
+        model=BaseModelSource(name="tiny", path=str(save(tiny_llama(), tmp_path / "model"))),
+        token_file="",
+        checkpoint_root=(tmp_path / "store").as_uri(),
+        scratch_dir=str(tmp_path / "scratch"),
+        trainer=TrainerConfig(ranks=2, sharded=sharded, max_batch_tokens=32, max_shared_tokens=8),
+    )
+
+    trainer = trainer_of(2, partial(torch_rank, config))
+
+    assert [each.max_shared_tokens for each in trainer.memberships()] == [8, 8]
