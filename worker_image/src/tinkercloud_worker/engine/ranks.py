@@ -120,7 +120,7 @@ class SharingRank(RankTrainer, Protocol):
     """A rank's trainer that can run passes of several models as one.
 
     Ranks that need no other during a pass agree at its end whether all have succeeded. Where ranks
-    need each other, one that fails leaves others waiting, and cannot tell them. So a failure loses
+    need each other, one that fails cannot report it to those that wait for it. So a failure loses
     the group, as in a pass of one model; models without an earlier gradient have then lost nothing.
     """
 
