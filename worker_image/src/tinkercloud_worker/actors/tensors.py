@@ -32,8 +32,9 @@ def send_through_shared_memory() -> None:
 
 
 def _sent(tensor: Tensor) -> Sent:
-    # As bytes, since numpy does not support bfloat16.
-    content = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    # As bytes, since numpy does not support bfloat16. `Tensor.numpy` would prevent the memory of a
+    # model from being freed while it is idle (`training.paging`).
+    content = np.from_dlpack(tensor.contiguous().view(-1).view(torch.uint8))
     return content, tensor.dtype, tensor.shape
 
 
