@@ -21,6 +21,7 @@ from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.model.architecture import read_architecture
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
+from tinkercloud_worker.torch_trainer.model_memory import ModelMemory
 from tinkercloud_worker.torch_trainer.sharded import ShardedTrainer
 from tinkercloud_worker.torch_trainer.sharded_base import load_sharded
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler
@@ -78,9 +79,11 @@ def build_trainer(
             max_shared_tokens=config.trainer.max_shared_tokens,
             max_context_length=config.limits.max_context_length,
             max_kept_tokens=config.trainer.max_kept_tokens,
-            available=partial(accelerator.available_bytes, model.device),
-            place=_place(config, model.device),
-            meter=accelerator.peak_meter(model.device),
+            memory=ModelMemory(
+                partial(accelerator.available_bytes, model.device),
+                _place(config, model.device),
+                accelerator.peak_meter(model.device),
+            ),
         )
     # Importing Ray takes seconds and a hundred megabytes: not for single-process heads.
     from tinkercloud_worker.actors.group import (  # noqa: PLC0415
