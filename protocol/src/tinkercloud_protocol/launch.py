@@ -334,8 +334,9 @@ class Limits(ImageLimits, _Config):
     first rank, which sends them to engines over a process group or through shared memory. Further
     models are stored on the head."""
     max_paged_bytes: Annotated[int, Field(ge=1)] = 8 << 30
-    """Maximum total size, in bytes, of idle models in scratch_dir, where a head that trains on a
-    CPU moves them if others need their memory. Without space for them, new models are refused."""
+    """Maximum total size, in bytes, of idle models in scratch_dir, where a trainer on a CPU moves
+    them if others need their memory. Ranks on one machine divide it. Without space for idle models,
+    new ones are refused."""
 
 
 class Timings(_Config):
