@@ -83,9 +83,13 @@ def made(bench: Bench, shape: Shape, device: Device) -> MegatronModel:
     return model
 
 
-def a_megatron(base: MegatronModel, rank: int, max_batch_tokens: int, **limits: int) -> Trainer:
+def a_megatron(
+    base: MegatronModel, rank: int, max_batch_tokens: int, max_kept_tokens: int | None = None
+) -> Trainer:
     """Return a trainer with one model, an adapter of random weights, as `engines.a_trainer`."""
-    trainer = MegatronTrainer(base, max_batch_tokens=max_batch_tokens, **limits)
+    trainer = MegatronTrainer(
+        base, max_batch_tokens=max_batch_tokens, max_kept_tokens=max_kept_tokens
+    )
     trainer.add_model(MODEL, LoraConfig(rank=rank, seed=1))
     fill(trainer, MODEL)
     return trainer

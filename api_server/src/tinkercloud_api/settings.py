@@ -78,7 +78,8 @@ _INSTEAD_ON_KUBERNETES = {
     "limits.max_lora_rank": "set `limits.maxLoraRank` of the BaseModel",
     "limits.max_context_length": "set `maxContextLength` of the BaseModel",
     "limits.max_snapshot_bytes": "it is half of `head.resources.scratch` of the BaseModel",
-    "limits.max_paged_bytes": "it is a quarter of `head.resources.scratch` of the BaseModel",
+    "limits.max_paged_bytes": "it is a quarter of `head.resources.scratch` of the BaseModel, or of"
+    " `trainer.resources.scratch` if it has trainer pods",
     "timings.drain_seconds": "set `sessions.drainSeconds` of the chart"
     " (TINKERCLOUD_OPERATOR_DRAIN_SECONDS)",
     "timings.suspend_seconds": "set `sessions.suspendSeconds` of the chart"

@@ -8,7 +8,7 @@ MOST_REPORTED = 1023
 
 @dataclass(frozen=True, slots=True)
 class HeadCapacity:
-    """The memory of a trainer in the head's own process, on its device.
+    """The memory of a trainer's device; with several ranks, of the rank that has the least room.
 
     A plain class, because trainers do without pydantic, which reads it as a field.
     """

@@ -334,8 +334,8 @@ class Limits(ImageLimits, _Config):
     first rank, which sends them to engines over a process group or through shared memory. Further
     models are stored on the head."""
     max_paged_bytes: Annotated[int, Field(ge=1)] = 8 << 30
-    """Maximum total size, in bytes, of idle models in scratch_dir, where a head that trains on a
-    CPU moves them if others need their memory. Without space for them, new models are refused."""
+    """Maximum total size, in bytes, of idle models in scratch_dir, where trainers on CPUs move them
+    if others need their memory; ranks on a machine divide it. Without space, models are refused."""
 
 
 class Timings(_Config):
@@ -474,7 +474,7 @@ class HeldModel(_Config):
     is_suspended: bool = False
     """Whether the model is in the object store, and not in memory, until it is requested again."""
     model_bytes: int = 0
-    """Size of weights, gradient and moments in the head's process, excluding memory of ranks."""
+    """Size of weights, gradient and moments in memory, at the rank that takes most of it."""
     sampler_bytes: int = 0
     """Size of the model's unnamed snapshots, in memory and in scratch_dir."""
     result_bytes: int = 0

@@ -47,5 +47,10 @@ def test_the_weights_are_loaded_by_the_rank_alone(
     assert isinstance(trainer, RankedTrainer)
     trainer.add_model("run", LoraConfig(rank=4, seed=1))
     assert trainer.snapshot("run").tensors
+    measured = trainer.capacity
+    assert measured is not None
+    assert measured.models == 1
+    assert trainer.memory_bytes("run") == measured.model_bytes > 0
+    assert 0 < measured.free_bytes < 1 << 50
     trainer.close()
     backend.thread.stop()

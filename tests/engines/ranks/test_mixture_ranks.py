@@ -121,6 +121,17 @@ def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers(trainers
     assert_close(gradient_of(ranked), gradient_of(single), rtol=1e-4)
 
 
+def test_the_size_of_an_adapter_at_each_rank_is_known_before_it_exists(trainers: Trainers) -> None:
+    ranked, _ = trainers
+    group = ranked._group
+
+    sizes = group.call_each("adapter_size", [(LORA,)] * group.shape.ranks)
+    ranked.add_model("m", LORA)
+
+    reports = group.call_each("memory", [()] * group.shape.ranks)
+    assert sizes == [report.models["m"].full // 16 for report in reports]
+
+
 def test_ten_steps_of_unequal_batches_go_alike(trainers: Trainers) -> None:
     losses: list[list[float]] = []
     for trainer in trainers:

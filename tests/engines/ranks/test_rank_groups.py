@@ -122,7 +122,7 @@ def test_an_error_on_one_rank_frees_those_that_wait_for_it(group: RankGroup) -> 
 def test_a_surviving_rank_reports_its_models_before_it_is_killed_even_if_it_hangs(
     group: RankGroup, killed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkercloud_worker.actors.group._ROOT_CAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr("tinkercloud_worker.actors.failures._ROOT_CAUSE_SECONDS", 3600.0)
     ranks = processes(group)
     group.call("add", 7)
 

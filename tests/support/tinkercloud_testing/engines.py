@@ -23,6 +23,7 @@ from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
+from tinkercloud_worker.torch_trainer.model_memory import ModelMemory
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler
 from tinkercloud_worker.training.paging import Place
 
@@ -67,7 +68,7 @@ def an_engine(
     thread.start(sampler)
     try:
         trainer = TorchTrainerWithSampler(
-            base, max_batch_tokens=max_batch_tokens, available=available, place=place
+            base, max_batch_tokens=max_batch_tokens, memory=ModelMemory(available, place)
         )
         yield Engine(trainer, sampler, thread)
     finally:

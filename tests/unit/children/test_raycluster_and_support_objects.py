@@ -391,6 +391,24 @@ def test_idle_models_have_a_share_of_the_heads_scratch_space(head: Json, room: i
     assert config.limits.max_paged_bytes == room
 
 
+@pytest.mark.parametrize(
+    ("offered", "room"),
+    [
+        ({"source": ON_A_VOLUME, "trainer": TRAINERS}, 2 << 30),
+        ({"trainer": TRAINERS}, 1 << 30),
+        ({"trainer": {**TRAINERS, "resources": LARGE_HEAD["resources"]}}, 75 << 29),
+    ],
+    ids=["scratch of 8Gi", "with the base model", "more"],
+)
+def test_idle_models_at_trainer_pods_have_a_share_of_their_own_scratch_space(
+    offered: Json, room: int
+) -> None:
+    limits = support_objects.head_config(a_build(a_base_model(**offered))).limits
+
+    assert limits.max_paged_bytes == room
+    assert limits.max_placed_bytes == 2 * room
+
+
 @pytest.mark.parametrize("lora", [{"rank": 8}, None], ids=["adapter", "whole model"])
 @pytest.mark.parametrize("source", [{"source": ON_A_VOLUME}, {}], ids=["volume", "download"])
 def test_all_that_a_head_keeps_fits_in_its_scratch_space_together(

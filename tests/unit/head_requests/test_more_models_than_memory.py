@@ -9,7 +9,7 @@ import pytest
 from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.launch import HeadStatus
 from tinkercloud_testing.bare_heads import Head, a_head
-from tinkercloud_worker.torch_trainer.model_memory import KEPT_FREE_BYTES
+from tinkercloud_worker.engine.memory_report import KEPT_FREE_BYTES
 from tinkercloud_worker.training.paging import DiskFiles
 
 pytestmark = pytest.mark.timeout(300)

@@ -12,10 +12,11 @@ from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.fair_queue import Share
+from tinkercloud_worker.engine.memory_report import KEPT_FREE_BYTES
 from tinkercloud_worker.engine.thread import EngineThread, NoBackground
 from tinkercloud_worker.engine.trainer import OptimizerStep, TrainingPass
 from tinkercloud_worker.model.base_model import TorchBaseModel
-from tinkercloud_worker.torch_trainer.model_memory import KEPT_FREE_BYTES
+from tinkercloud_worker.torch_trainer.model_memory import ModelMemory
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 from tinkercloud_worker.training.paging import DiskFiles
 
@@ -46,8 +47,7 @@ def a_trainer(folder: Path | None) -> TorchTrainer:
     trainer = TorchTrainer(
         TorchBaseModel(tiny_llama()),
         max_batch_tokens=64,
-        available=available if folder else lambda: None,
-        place=DiskFiles(folder, 1 << 30) if folder else None,
+        memory=ModelMemory(available, DiskFiles(folder, 1 << 30)) if folder else None,
     )
     for run in range(RUNS):
         trainer.add_model(str(run), LoraConfig(rank=rank_of(run), seed=run))

@@ -8,8 +8,9 @@ from tinkercloud_protocol.errors import Overloaded
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.device.memory import available_bytes
+from tinkercloud_worker.engine.memory_report import KEPT_FREE_BYTES
 from tinkercloud_worker.model.base_model import TorchBaseModel
-from tinkercloud_worker.torch_trainer.model_memory import KEPT_FREE_BYTES
+from tinkercloud_worker.torch_trainer.model_memory import ModelMemory
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 RANK_2, RANK_4 = LoraConfig(rank=2, seed=1), LoraConfig(rank=4, seed=1)
@@ -21,7 +22,9 @@ class Machine:
     def __init__(self) -> None:
         self.available: int | None = None
         self.trainer = TorchTrainer(
-            TorchBaseModel(tiny_llama()), max_batch_tokens=256, available=lambda: self.available
+            TorchBaseModel(tiny_llama()),
+            max_batch_tokens=256,
+            memory=ModelMemory(lambda: self.available),
         )
 
     def size_of(self, lora: LoraConfig | None) -> int:

@@ -15,11 +15,13 @@ from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.trainers import assert_equal, gradient_of, moments_of, run
 from tinkercloud_worker.build_trainer import build_trainer
+from tinkercloud_worker.device.memory import part_of
 from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.engine.memory_report import KEPT_FREE_BYTES
 from tinkercloud_worker.engine.trainer import OptimizerStep, TrainingPass
 from tinkercloud_worker.lora.parameters import TensorLayout, TensorSpec, Trainable
 from tinkercloud_worker.model.base_model import TorchBaseModel
-from tinkercloud_worker.torch_trainer.model_memory import KEPT_FREE_BYTES
+from tinkercloud_worker.torch_trainer.model_memory import ModelMemory
 from tinkercloud_worker.torch_trainer.trainer import (
     TorchTrainer,
     TorchTrainerWithSampler,
@@ -48,8 +50,7 @@ class Machine:
         self.trainer = kind(
             TorchBaseModel(tiny_llama()),
             max_batch_tokens=32,
-            available=lambda: self.size + KEPT_FREE_BYTES - self.used(),
-            place=place,
+            memory=ModelMemory(lambda: self.size + KEPT_FREE_BYTES - self.used(), place),
         )
 
     def used(self) -> int:
@@ -320,6 +321,16 @@ def test_the_files_of_a_head_have_the_configured_limit(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"200 bytes of .*idle_models"):
         place.keep(torch.ones(100))
     assert kept().sum() == 200
+
+
+def test_processes_on_one_machine_divide_its_memory_and_its_disk(tmp_path: Path) -> None:
+    alone, divided = DiskFiles(tmp_path, 1000), DiskFiles(tmp_path, 1000, processes=4)
+
+    assert (alone.free_bytes(), divided.free_bytes()) == (1000, 250)
+    with pytest.raises(OSError, match="400 bytes do not fit in 250 bytes"):
+        divided.keep(torch.ones(100))
+    assert part_of(lambda: 1001, 2)() == 500
+    assert part_of(lambda: None, 2)() is None
 
 
 def test_a_head_says_how_many_more_models_it_admits_with_those_that_are_away(

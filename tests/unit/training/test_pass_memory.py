@@ -13,8 +13,9 @@ from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.device.accelerator import peak_meter
 from tinkercloud_worker.device.pass_memory import HostPeak, PassMemory
 from tinkercloud_worker.engine.batch import prepare
+from tinkercloud_worker.engine.memory_report import KEPT_FREE_BYTES
 from tinkercloud_worker.model.base_model import TorchBaseModel
-from tinkercloud_worker.torch_trainer.model_memory import KEPT_FREE_BYTES
+from tinkercloud_worker.torch_trainer.model_memory import ModelMemory
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 RANK_4 = LoraConfig(rank=4, seed=1)
@@ -43,8 +44,7 @@ class Machine:
         self.trainer = TorchTrainer(
             TorchBaseModel(tiny_llama()),
             max_batch_tokens=256,
-            available=self._available,
-            meter=self.gauge,
+            memory=ModelMemory(self._available, meter=self.gauge),
         )
         unlimited = TorchTrainer(TorchBaseModel(tiny_llama()), max_batch_tokens=256)
         unlimited.add_model("m", RANK_4)

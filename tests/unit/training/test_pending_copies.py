@@ -18,6 +18,7 @@ from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.checkpoints.tensor_file import Growing
 from tinkercloud_worker.engine.trainer import OptimizerStep, TrainingState
 from tinkercloud_worker.model.base_model import TorchBaseModel
+from tinkercloud_worker.torch_trainer.model_memory import ModelMemory
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 from tinkercloud_worker.training.paging import DiskFiles
 from tinkercloud_worker.training.trained_model import PendingCopy
@@ -92,8 +93,7 @@ def test_a_model_that_is_paged_out_after_an_export_is_saved_as_it_was(
     trainer = TorchTrainer(
         BASE,
         max_batch_tokens=64,
-        available=lambda: room[0],
-        place=DiskFiles(tmp_path, 1 << 30),
+        memory=ModelMemory(lambda: room[0], DiskFiles(tmp_path, 1 << 30)),
     )
     trainer.add_model("m", LoraConfig(rank=4, seed=1))
     train(trainer, 1)

@@ -21,11 +21,14 @@ from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.model.architecture import read_architecture
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
+from tinkercloud_worker.torch_trainer.model_memory import ModelMemory
 from tinkercloud_worker.torch_trainer.sharded import ShardedTrainer
 from tinkercloud_worker.torch_trainer.sharded_base import load_sharded
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler
+from tinkercloud_worker.training.device_memory import DeviceMemory
 from tinkercloud_worker.training.disabled import NoTrainer
 from tinkercloud_worker.training.paging import DiskFiles, HostMemory, Place
+from tinkercloud_worker.training.replicated import ranks_on_this_machine
 
 if TYPE_CHECKING:
     from tinkercloud_worker.actors.rank_weight_host import RankWeightHost
@@ -78,9 +81,11 @@ def build_trainer(
             max_shared_tokens=config.trainer.max_shared_tokens,
             max_context_length=config.limits.max_context_length,
             max_kept_tokens=config.trainer.max_kept_tokens,
-            available=partial(accelerator.available_bytes, model.device),
-            place=_place(config, model.device),
-            meter=accelerator.peak_meter(model.device),
+            memory=ModelMemory(
+                partial(accelerator.available_bytes, model.device),
+                _place(config, model.device),
+                accelerator.peak_meter(model.device),
+            ),
         )
     # Importing Ray takes seconds and a hundred megabytes: not for single-process heads.
     from tinkercloud_worker.actors.group import (  # noqa: PLC0415
@@ -103,14 +108,36 @@ def build_trainer(
     )
 
 
-def _place(config: HeadConfig, device: torch.device) -> Place | None:
-    """Return where idle models go if others need their memory."""
+def _rank_memory(config: HeadConfig) -> DeviceMemory:
+    """Return the memory of this rank: its GPU, or its part of this machine's memory. Collective."""
+    if config.sampler.inference.colocated:
+        # What engines on the same GPU leave free says nothing about a trainer that has it.
+        return DeviceMemory()
+    device, ranks = torch.device(config.trainer.device), ranks_on_this_machine()
+    has_own = accelerator.gpus_of(config.trainer.device) > 0
+    available = partial(accelerator.available_bytes, device)
+    return DeviceMemory(
+        available if has_own else memory.part_of(available, ranks),
+        _place(config, device, ranks),
+        accelerator.peak_meter(device),
+    )
+
+
+def _place(config: HeadConfig, device: torch.device, processes: int = 1) -> Place | None:
+    """Return where idle models go if others need their memory.
+
+    Args:
+        config: the configuration.
+        device: where the models are.
+        processes: number of those on this machine that have such a place.
+    """
     if config.sampler.inference.colocated:
         # Models are saved while the engines have the GPU's memory, and are loaded for that.
         return None
     if device.type == "cpu":
-        return DiskFiles(Path(config.scratch_dir) / "idle_models", config.limits.max_paged_bytes)
-    return HostMemory(memory.available_bytes)
+        folder = Path(config.scratch_dir) / "idle_models"
+        return DiskFiles(folder, config.limits.max_paged_bytes, processes)
+    return HostMemory(memory.part_of(memory.available_bytes, processes))
 
 
 def strategy(trainer: TrainerConfig) -> Literal["PACK", "SPREAD"]:
@@ -142,6 +169,7 @@ def torch_rank(config: HeadConfig) -> DataParallelTrainer:
             max_shared_tokens=trainer.max_shared_tokens,
             max_context_length=config.limits.max_context_length,
             max_kept_tokens=None if trainer.max_kept_tokens is None else 0,
+            memory=_rank_memory(config),
         )
     base = TorchBaseModel.load(
         config.model.path, dtype, packed=trainer.packed_weights, device=trainer.device
@@ -152,6 +180,7 @@ def torch_rank(config: HeadConfig) -> DataParallelTrainer:
         max_shared_tokens=trainer.max_shared_tokens,
         max_context_length=config.limits.max_context_length,
         max_kept_tokens=trainer.max_kept_tokens,
+        memory=_rank_memory(config),
     )
 
 
@@ -180,4 +209,5 @@ def megatron_rank(config: HeadConfig) -> RankTrainer:
         max_batch_tokens=trainer.max_batch_tokens,
         max_context_length=config.limits.max_context_length,
         max_kept_tokens=trainer.max_kept_tokens,
+        memory=_rank_memory(config),
     )

@@ -1,7 +1,7 @@
 """The objects that pods depend on: Service, Secret, configuration, policies, claims."""
 
 from tinkercloud_crds import labels
-from tinkercloud_crds.shapes import JOURNAL_SHARE, JOURNALS_SHARE, WHOLE_MODEL_SHARE
+from tinkercloud_crds.shapes import JOURNAL_SHARE, JOURNALS_SHARE, WHOLE_MODEL_SHARE, TrainerShape
 from tinkercloud_operator.children import engines
 from tinkercloud_operator.children.pods import (
     GPU_CLAIM,
@@ -36,8 +36,8 @@ _WHOLE_SNAPSHOT_SHARE = 0.15
 """The same of a head whose scratch space has a whole model's journal (`WHOLE_MODEL_SHARE`). Its
 only model never leaves, so that idle models have no share."""
 _PAGED_SHARE = 0.25
-"""Share of the head's scratch space for idle models; half of it if the base model is stored there
-too."""
+"""Share of the scratch space of a pod that trains for idle models; half of it if the base model is
+stored there too."""
 DNS_PORTS = [
     {"protocol": protocol, "port": port} for port in (53, 5353) for protocol in ("UDP", "TCP")
 ]
@@ -76,7 +76,7 @@ def head_config(build: Build) -> HeadConfig:
                 build.resolved, _WHOLE_SNAPSHOT_SHARE if keeps_whole else _SNAPSHOT_SHARE
             ),
             max_placed_bytes=_placed_bytes(build.resolved),
-            max_paged_bytes=_head_scratch(build.resolved, 0 if keeps_whole else _PAGED_SHARE),
+            max_paged_bytes=_paged_bytes(build.resolved),
         ),
         timings=Timings(
             drain_seconds=settings.drain_seconds,
@@ -128,8 +128,21 @@ def _placed_bytes(resolved: ResolvedSpec) -> int:
     """Return a trainer pod's limit for whole models; see `_head_scratch`."""
     if resolved.trainer is None:
         return Limits().max_placed_bytes
-    share = _SNAPSHOT_SHARE / 2 if resolved.base_model.source.volume is None else _SNAPSHOT_SHARE
-    return max(1, int(parse_quantity(resolved.trainer.resources.scratch) * share))
+    return _trainer_scratch(resolved, resolved.trainer, _SNAPSHOT_SHARE)
+
+
+def _paged_bytes(resolved: ResolvedSpec) -> int:
+    """Return the limit for idle models of a pod that trains; see `_head_scratch`."""
+    if resolved.trainer is not None and resolved.trainers:
+        return _trainer_scratch(resolved, resolved.trainer, _PAGED_SHARE)
+    return _head_scratch(resolved, 0 if _keeps_whole_model(resolved) else _PAGED_SHARE)
+
+
+def _trainer_scratch(resolved: ResolvedSpec, trainer: TrainerShape, share: float) -> int:
+    """Return the size in bytes of a share of a trainer pod's scratch space, as `_head_scratch`."""
+    has_base_model = resolved.base_model.source.volume is None
+    scratch = parse_quantity(trainer.resources.scratch)
+    return max(1, int(scratch * (share / 2 if has_base_model else share)))
 
 
 def _trainer_config(resolved: ResolvedSpec) -> TrainerConfig:

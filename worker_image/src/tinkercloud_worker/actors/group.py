@@ -31,6 +31,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tinkercloud_protocol.errors import StateLost, Unavailable
+from tinkercloud_worker.actors import failures
 from tinkercloud_worker.actors.rank import SALVAGE, Answer, Rank, RankLocation, Worker
 from tinkercloud_worker.actors.tensors import send_through_shared_memory
 from tinkercloud_worker.device import accelerator
@@ -51,10 +52,6 @@ _SETTINGS_WITHOUT_GPUS = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 _MORE_TIME = "raise trainer.start_timeout_seconds (of a BaseModel: trainer.startTimeoutSeconds)"
-_ROOT_CAUSE_SECONDS = 2.0
-"""How long to wait for further failures, to find the root cause: a rank that waits for a dying rank
-may fail before that death is reported."""
-
 _STOPPING = "ranks can't be started: this session head is stopping"
 _SLICE_SECONDS = 1.0
 """Length of one wait. Ray has no interruptible waits, so another thread can only end them between
@@ -258,20 +255,37 @@ class RankGroup:
             RanksLost: the group was lost before, or no rank survives.
             WireError: the error that the method raised at every rank.
         """
+        answers, _ = self._independent(method, args)
+        if not answers:
+            raise RanksLost(self._loss or "")
+        return self._agreed(method, answers)[0]
+
+    def call_all_independently(self, method: str, *args: object) -> list[Any]:
+        """Like `call_independently`, but all ranks must survive; return the results of all.
+
+        Raises:
+            RanksLost: a rank died or failed, now or earlier.
+            WireError: the error that the method raised at every rank.
+        """
+        answers, is_lost = self._independent(method, args)
+        if is_lost:
+            raise RanksLost(self._loss or "")
+        return self._agreed(method, answers)
+
+    def _independent(self, method: str, args: tuple[object, ...]) -> tuple[list[Answer], bool]:
+        """Return the answers of the surviving ranks, and whether one was lost, with the group."""
         with self._one_at_a_time:
             self._check_alive()
             shared = ray.put(args)
             refs = [rank.call.remote(method, shared) for rank in self._ranks]
-            answers, failures = _answers_and_failures(refs)
-            if failures:
-                rank, error = next(iter(failures.items()))
-                alive = [r for r, each in failures.items() if not isinstance(each, RayActorError)]
-                reason = f"rank {rank} of {len(refs)} failed in {method}: {_reason(error)}"
+            answers, failed = failures.answers_and_failures(refs)
+            if failed:
+                rank, error = next(iter(failed.items()))
+                alive = [r for r, each in failed.items() if not isinstance(each, RayActorError)]
+                reason = f"rank {rank} of {len(refs)} failed in {method}: {failures.reason(error)}"
                 # Ranks that have completed the command come first, so that the state includes it.
                 self._end(reason, [*answers, *alive])
-        if not answers:
-            raise RanksLost(self._loss or "")
-        return self._agreed(method, [*answers.values()])[0]
+        return [*answers.values()], bool(failed)
 
     def close(self) -> None:
         """End all ranks and free their resources. Running commands fail. Idempotent."""
@@ -339,7 +353,7 @@ class RankGroup:
             except RayError as error:
                 rank = refs.index(done[0])
                 raise RanksUnavailable(
-                    f"rank {rank} of {self.shape.ranks} failed to {step}: {_reason(error)}"
+                    f"rank {rank} of {self.shape.ranks} failed to {step}: {failures.reason(error)}"
                 ) from error
         return list(ray.get(refs))
 
@@ -405,8 +419,8 @@ class RankGroup:
                 answers[done[0]] = answer(done[0])
             except RayError as error:
                 log.exception("a rank failed", command=method)
-                rank, cause = _cause(refs, refs.index(done[0]), error)
-                reason = f"rank {rank} of {len(refs)} failed in {method}: {_reason(cause)}"
+                rank, cause = failures.cause(refs, refs.index(done[0]), error)
+                reason = f"rank {rank} of {len(refs)} failed in {method}: {failures.reason(cause)}"
                 # A live rank may have failed because another died, and still has its state.
                 dead = {rank} if isinstance(cause, RayActorError) else set()
                 self._end(reason, [r for r in range(len(refs)) if r not in dead])
@@ -444,49 +458,6 @@ def grouped_by_node(nodes: Mapping[int, str]) -> list[int]:
         nodes: node id of each bundle.
     """
     return sorted(nodes, key=lambda bundle: (nodes[bundle], bundle))
-
-
-def _answers_and_failures(refs: Sequence[Any]) -> tuple[dict[int, Answer], dict[int, RayError]]:
-    """Wait for all ranks; return the answers and the failures, by rank."""
-    answers: dict[int, Answer] = {}
-    failures: dict[int, RayError] = {}
-    for rank, ref in enumerate(refs):
-        try:
-            answers[rank] = ray.get(ref)
-        except RayError as error:
-            log.exception("a rank failed")
-            failures[rank] = error
-    return answers, failures
-
-
-def _cause(refs: Sequence[Any], rank: int, first: RayError) -> tuple[int, RayError]:
-    """Return the rank that caused a failure, and its error: preferably one whose process died.
-
-    Args:
-        refs: references to the results of all ranks.
-        rank: the rank whose failure was noticed first.
-        first: that failure.
-    """
-    if isinstance(first, RayActorError):
-        # NCCL's watchdog may end ranks that wait for it at about the same time.
-        return rank, first
-    done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=_ROOT_CAUSE_SECONDS)
-    # Of a method that yields, the end does not show what was raised, except if the process ended.
-    failures = [(rank, first)]
-    for ref in done:
-        try:
-            ray.get(ref)
-        except RayError as error:
-            failures.append((refs.index(ref), error))
-    return min(failures, key=lambda failure: not isinstance(failure[1], RayActorError))
-
-
-def _reason(error: RayError) -> str:
-    if isinstance(error, RayActorError):
-        return "its process ended"
-    cause = getattr(error, "cause", None) or error
-    last_line = str(cause).strip().rpartition("\n")[2]
-    return f"{type(cause).__name__}: {last_line}"
 
 
 def _resources() -> str:

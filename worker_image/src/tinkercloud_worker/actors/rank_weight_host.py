@@ -15,6 +15,7 @@ from uuid import uuid4
 
 import numpy as np
 import ray
+import structlog
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -29,9 +30,12 @@ from tinkercloud_worker.actors.weight_store import (
     WeightStoreConfig,
     WeightStoreHandle,
 )
+from tinkercloud_worker.engine.trainer import Publication
 from tinkercloud_worker.inference.client import Json, ServerError
 from tinkercloud_worker.inference.weight_host import WeightHostLost
 from tinkercloud_worker.inference.weights_folder import SavedWeights
+
+log = structlog.get_logger(__name__)
 
 _CLOSE_SECONDS = 15.0
 _ENDED = "the process that stores full models on the node of rank 0 has ended"
@@ -93,6 +97,14 @@ class RankWeightHost:
                 self._group = None
             raise
         return ModelAtRanks(store, model)
+
+    def store_or_copy(self, shares: Shares) -> Publication:
+        """Store a model, or copy it to the head if it can't be stored; raises as `Shares`."""
+        try:
+            return self.store(shares)
+        except Unavailable as error:
+            log.warning("a published model is copied to the head", reason=error.message)
+        return shares.weights()
 
     def close(self) -> None:
         """End the actor and remove its files."""

@@ -19,11 +19,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar, cast
 
-import structlog
-
+from tinkercloud_protocol.capacity import HeadCapacity
 from tinkercloud_protocol.errors import StateLost, Unavailable, WireError
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.actors.group import RankGroup, RanksLost, RanksUnavailable
+from tinkercloud_worker.actors.memberships import memberships_of
+from tinkercloud_worker.actors.rank_memory import RankMemory
 from tinkercloud_worker.actors.rank_weight_host import RankWeightHost
 from tinkercloud_worker.actors.shared_passes import (
     RankedPasses,
@@ -47,8 +48,6 @@ from tinkercloud_worker.engine.trainer import (
     TrainingState,
     WeightsSnapshot,
 )
-
-log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -85,11 +84,11 @@ class RankedTrainer:
         """Models that have lost a gradient, and why, until a request has reported it."""
         self._lost: dict[str, str] = {}
         """Lost models, and why."""
+        self._memory = RankMemory()
         self._passes, self._steps = RankedPasses(self), RankedSteps(self)
         self._group = start(self._no_more_starts)
         try:
-            self._memberships = _memberships(self._group)
-            _check_one_base(self._memberships, self._memberships[0].base_fingerprint)
+            self._memberships = memberships_of(self._group)
             if weight_host is not None:
                 weight_host.attach_to(self._group)
         except BaseException:
@@ -114,10 +113,11 @@ class RankedTrainer:
         return self._memberships
 
     def may_share(self, model_id: str) -> bool:
-        """Whether this is a LoRA adapter with no unreported gradient loss."""
+        """Whether this is a LoRA adapter in memory with no unreported gradient loss."""
         return (
             model_id in self._models
             and model_id not in self._whole
+            and not self._memory.is_out(model_id)
             and model_id not in self._unreported_gradient_losses
         )
 
@@ -136,10 +136,11 @@ class RankedTrainer:
         """See `Trainer.add_model`.
 
         Raises:
+            Overloaded: a rank has no room for it.
             RanksLost: a rank was lost meanwhile; the model was not created.
             RanksUnavailable: the last group was lost, and no other could be started.
         """
-        self._command(lambda group: group.call("add_model", model_id, lora_config))
+        self._command(lambda group: self._memory.add(group, model_id, lora_config))
         self._models.add(model_id)
         (self._whole.add if lora_config is None else self._whole.discard)(model_id)
         self._lost.pop(model_id, None)
@@ -151,18 +152,22 @@ class RankedTrainer:
             self._models.remove(model_id)
             self._salvaged.pop(model_id, None)
             self._forget_gradient(model_id)
+            self._memory.remove(model_id)
             self._call_if_alive("remove_model", model_id)
+            self._measure_if_due()
 
     @property
-    def capacity(self) -> None:
-        """See `Trainer.capacity`: unknown."""
+    def capacity(self) -> HeadCapacity | None:
+        """See `Trainer.capacity`: that of the rank with the least room."""
+        return self._memory.capacity
 
-    def memory_bytes(self, model_id: str) -> int:  # noqa: ARG002 - part of the interface
-        """See `Trainer.memory_bytes`: the ranks hold all models."""
-        return 0
+    def memory_bytes(self, model_id: str) -> int:
+        """See `Trainer.memory_bytes`: those at the rank where it takes the most."""
+        return self._memory.bytes_of(model_id)
 
     def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
         """See `Trainer.forward`."""
+        self._bring_in(model_id)
         return custom_passes.forward(
             batch, lambda each: self._pass("forward", model_id, each, yield_point)
         )
@@ -178,6 +183,7 @@ class RankedTrainer:
             return self._pass("forward_backward", model_id, linear, yield_point)
 
         try:
+            self._bring_in(model_id)
             return custom_passes.forward_backward(
                 batch, lambda each: self._pass("forward", model_id, each, yield_point), run
             )
@@ -188,6 +194,11 @@ class RankedTrainer:
     def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
         """See `Trainer.optim_step`. If a rank is lost, it is done either nowhere or everywhere."""
         self._report_lost_gradient(model_id)
+        try:
+            self._bring_in(model_id)
+        except GradientLost:
+            self._forget_gradient(model_id)
+            raise
         self._unapplied.discard(model_id)
         self._model_command(model_id, lambda group: group.call("sum_gradient", model_id))
         metrics = self._model_command(
@@ -229,7 +240,7 @@ class RankedTrainer:
         if self._weight_host is not None and model_id in self._whole:
             with suppress(GradientLost):
                 self._model_command(model_id, self._weight_host.attach_to)
-                return partial(_stored, self._weight_host, shares)
+                return partial(self._weight_host.store_or_copy, shares)
         return shares.weights
 
     def export_state(self, model_id: str) -> TrainingState:
@@ -256,6 +267,7 @@ class RankedTrainer:
 
     def import_state(self, model_id: str, state: TrainingState) -> None:
         """See `Trainer.import_state`."""
+        self._bring_in(model_id)
         self._model_command(
             model_id, lambda group: group.call_independently("import_state", model_id, state)
         )
@@ -276,6 +288,7 @@ class RankedTrainer:
 
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
         """See `Trainer.import_gradient`."""
+        self._bring_in(model_id)
         self._model_command(
             model_id, lambda group: group.call_independently("import_gradient", model_id, gradient)
         )
@@ -297,12 +310,15 @@ class RankedTrainer:
             SharedPassFailed: a rank could not compute it. No gradient has changed.
         """
         parts = parts_of_ranks(items, shards, self._memberships)
+        models = [item.model_id for item in items]
+        self._command(lambda group: self._memory.bring_in(group, models))
         answers = self._command(
             lambda group: group.call_each("shared_pass", [(part,) for part in parts])
         )
         # Only now: a pass that fails is repeated, so it must not count as a lost gradient.
         if not items[0].batch.forward_only:
-            self._unapplied.update(item.model_id for item in items)
+            self._unapplied.update(models)
+        self._measure_if_due()
         return outputs_of(answers, shards, self._memberships)
 
     def shared_step(self, steps: Sequence[OptimizerStep]) -> list[Mapping[str, float]]:
@@ -315,6 +331,7 @@ class RankedTrainer:
                 kept.
         """
         models = [step.model_id for step in steps]
+        self._command(lambda group: self._memory.bring_in(group, models))
         self._command(lambda group: group.call("sum_gradients", models))
         self._unapplied.difference_update(models)
         try:
@@ -340,6 +357,7 @@ class RankedTrainer:
         parts = parts_of_ranks([item], shards, self._memberships)
         arguments = [(model_id, part.batch, _nothing) for [part] in parts]
         outputs = self._model_command(model_id, lambda group: group.call_each(method, arguments))
+        self._measure_if_due()
         yield_point()
         [merged] = outputs_of([[output] for output in outputs], shards, self._memberships)
         return merged
@@ -395,6 +413,16 @@ class RankedTrainer:
             if not group.is_alive:
                 self._note_loss(group)
 
+    def _bring_in(self, model_id: str) -> None:
+        """Page a model in at all ranks; raises as `_model_command`, and Overloaded if it can't."""
+        self._model_command(model_id, lambda group: self._memory.bring_in(group, [model_id]))
+
+    def _measure_if_due(self) -> None:
+        """Measure the memory of the ranks now and then. The next command reports a lost rank."""
+        if self._group.is_alive and self._memory.is_due:
+            with suppress(RanksLost):
+                self._command(self._memory.measure)
+
     def _call_if_alive(self, method: str, model_id: str) -> None:
         """Run a command unless the group is lost: a lost group needs no cleanup."""
         if self._group.is_alive:
@@ -419,12 +447,11 @@ class RankedTrainer:
         """
         group = self._start(self._no_more_starts)
         try:
-            for model_id in self._models & self._salvaged.keys():
+            for model_id in self._memory.restart(self._models & self._salvaged.keys()):
                 state = self._salvaged[model_id]
-                group.call("add_model", model_id, state.weights.lora)
+                self._memory.add_back(group, model_id, state.weights.lora)
                 group.call("import_state", model_id, state)
-            memberships = _memberships(group)
-            _check_one_base(memberships, self.base_fingerprint)
+            memberships = memberships_of(group, self.base_fingerprint)
             if self._weight_host is not None:
                 self._weight_host.attach_to(group)
         except BaseException as error:
@@ -453,35 +480,6 @@ class RankedTrainer:
     def _forget_gradient(self, model_id: str) -> None:
         self._unapplied.discard(model_id)
         self._unreported_gradient_losses.pop(model_id, None)
-
-
-def _stored(host: RankWeightHost, shares: Shares) -> Publication:
-    """Store weights at rank 0 if possible, else assemble them here. Raises as `Shares`."""
-    try:
-        return host.store(shares)
-    except Unavailable as error:
-        log.warning("a published model is copied to the head", reason=error.message)
-    return shares.weights()
-
-
-def _memberships(group: RankGroup) -> list[Membership]:
-    return group.call_each("membership", [()] * group.shape.ranks)
-
-
-def _check_one_base(memberships: Sequence[Membership], expected: str | None) -> None:
-    """Check that all ranks have loaded the same base model as the previous group.
-
-    Raises:
-        RanksUnavailable: a rank has a different one.
-    """
-    loaded = [each.base_fingerprint for each in memberships]
-    for rank, fingerprint in enumerate(loaded):
-        if None not in {fingerprint, expected} and fingerprint != expected:
-            raise RanksUnavailable(
-                f"the model files at rank {rank} (fingerprint {fingerprint}) differ from those that"
-                f" were loaded first ({expected}); put the same files on every node, or restart the"
-                " session if the model was replaced"
-            )
 
 
 def _consequence(reason: str) -> str:

@@ -32,8 +32,10 @@ def send_through_shared_memory() -> None:
 
 
 def _sent(tensor: Tensor) -> Sent:
-    # As bytes, since numpy does not support bfloat16.
-    content = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    # As bytes, since numpy does not support bfloat16. `Tensor.numpy` would prevent the memory of a
+    # model from being freed while it is idle (`training.paging`).
+    flat = np.from_dlpack(tensor.contiguous().view(-1).view(torch.uint8))
+    content: NDArray[np.uint8] = np.asarray(flat, np.uint8)
     return content, tensor.dtype, tensor.shape
 
 

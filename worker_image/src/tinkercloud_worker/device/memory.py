@@ -27,6 +27,16 @@ def available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | N
     return min(left, default=None)
 
 
+def part_of(available: Available, processes: int) -> Available:
+    """Return one process's part of memory that several divide between them."""
+
+    def part() -> int | None:
+        total = available()
+        return None if total is None else total // processes
+
+    return part
+
+
 def return_free_memory() -> None:
     """Return unused memory of the allocator to the operating system, where supported.
 

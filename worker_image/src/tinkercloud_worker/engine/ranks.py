@@ -10,6 +10,7 @@ from torch import Tensor
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.engine.batch import ModelLimits
+from tinkercloud_worker.engine.memory_report import MemoryReport
 from tinkercloud_worker.engine.tensor_slices import Piece
 from tinkercloud_worker.engine.trainer import (
     LossOutput,
@@ -74,14 +75,34 @@ class RankTrainer(Trainer, Protocol):
     rank that has all of the model. The results of other methods are taken from rank 0. Errors of
     the client are raised by all ranks alike.
 
-    `optim_step`, `discard_gradient`, `import_state`, `import_gradient` and `remove_model` need no
-    other rank, and nothing else changes weights or moments. So the ranks that survive the death of
-    another agree on the state: each has all models that are not sharded, and sharded models
-    (`Sharding`) are lost.
+    `optim_step`, `discard_gradient`, `import_state`, `import_gradient`, `remove_model`, `memory`,
+    `page_out` and `page_in` need no other rank, and nothing else changes weights or moments. So the
+    ranks that survive the death of another agree on the state: each has all models that are not
+    sharded, and sharded models (`Sharding`) are lost.
     """
 
     def membership(self) -> Membership:
         """Return this rank's place in the group."""
+
+    def memory(self) -> MemoryReport:
+        """Return what the memory of this rank's device holds."""
+
+    def adapter_size(self, lora_config: LoraConfig) -> int:
+        """Return the number of parameters that such an adapter has at this rank.
+
+        Raises:
+            InvalidRequest: the base model does not support the configuration.
+        """
+
+    def page_out(self, model_ids: Sequence[str]) -> MemoryReport:
+        """Page adapters out in this order, as far as there is room for them; return what is left.
+
+        Nothing else pages adapters: other calls are only for those that are here, except exports,
+        `salvage`, `discard_gradient` and `remove_model`.
+        """
+
+    def page_in(self, model_ids: Sequence[str]) -> MemoryReport:
+        """Page adapters in, for which there is room; return what is there then."""
 
     def sum_gradient(self, model_id: str) -> None:
         """Sum the gradients of all ranks, at every rank. Call it once, before optim_step."""

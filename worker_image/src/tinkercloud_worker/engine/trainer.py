@@ -145,7 +145,7 @@ class Trainer(Protocol):
 
     @property
     def capacity(self) -> HeadCapacity | None:
-        """How many models fit, by what was measured; None where that is unknown, as at ranks.
+        """How many models fit, by what was measured; None where that is unknown.
 
         May be read on any thread.
         """
@@ -161,9 +161,10 @@ class Trainer(Protocol):
         """Remove a model, which may be unknown, and free its memory."""
 
     def memory_bytes(self, model_id: str) -> int:
-        """Return the bytes that a model takes in this process: weights, gradient and moments.
+        """Return the bytes that a model takes on its device: weights, gradient and moments.
 
-        0 for an unknown model and for one that other processes hold. May be called on any thread.
+        With several ranks it is the most at one of them, with moments that it does not have yet. 0
+        for an unknown model and for one that was paged out. May be called on any thread.
         """
 
     def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:

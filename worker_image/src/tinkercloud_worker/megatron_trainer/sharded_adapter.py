@@ -44,11 +44,8 @@ class ShardedAdapter(Sharding):
             device: this rank's device.
         """
         self._whole = adapters.layout(targets, config.rank)
-        shapes = self._whole.shapes()
-        own = {target.own_name for target in targets if target.experts}
-        common = [full_slice(name, shape) for name, shape in shapes.items() if name not in own]
+        common, here = divide(targets, self._whole, slices)
         self._common_elements = sum(math.prod(block.shape) for block in common)
-        here = [block for block in slices if block.name in own]
         self._slices = {block.name: block for block in [*common, *here]}
         layout = TensorLayout(TensorSpec(name, block.shape) for name, block in self._slices.items())
         self.trainable = Trainable(layout, device)
@@ -114,3 +111,18 @@ class ShardedAdapter(Sharding):
         common, own = self._divide(self.trainable.flat.detach())
         dist.broadcast(common, src=0)
         dist.broadcast(own, group=self._copies, group_src=0)
+
+
+def divide(
+    targets: Sequence[adapters.Target], whole: TensorLayout, slices: Sequence[TensorSlice]
+) -> tuple[list[TensorSlice], list[TensorSlice]]:
+    """Return what a rank has of an adapter: its replicated tensors, and its slices of others.
+
+    Args:
+        targets: the adapted targets.
+        whole: the layout of the whole adapter.
+        slices: the rank's slices of tensors that are specific to each expert, of any target.
+    """
+    own = {target.own_name for target in targets if target.experts}
+    common = [full_slice(name, shape) for name, shape in whole.shapes().items() if name not in own]
+    return common, [block for block in slices if block.name in own]

@@ -11,6 +11,7 @@ Shape legend: S positions of a micro-batch on this rank, R positions that belong
 them on this rank, D hidden size, K targets per position.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
@@ -29,6 +30,7 @@ from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import losses
 from tinkercloud_worker.engine.batch import Batch, ModelLimits, capped_context_length
 from tinkercloud_worker.engine.ranks import Membership
+from tinkercloud_worker.engine.tensor_slices import TensorSlice
 from tinkercloud_worker.engine.trainer import LossOutput
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.losses import Loss
@@ -42,10 +44,11 @@ from tinkercloud_worker.megatron_trainer.mixtures import with_dummy_packs
 from tinkercloud_worker.megatron_trainer.model import MegatronModel
 from tinkercloud_worker.megatron_trainer.router_counts import RouterCounts
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDivision
-from tinkercloud_worker.megatron_trainer.sharded_adapter import ShardedAdapter
+from tinkercloud_worker.megatron_trainer.sharded_adapter import ShardedAdapter, divide
 from tinkercloud_worker.megatron_trainer.sharded_model import MegatronShardedModel
 from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.training.collate import PassOutput, pack_all
+from tinkercloud_worker.training.device_memory import DeviceMemory
 from tinkercloud_worker.training.replicated import ReplicatedTrainer
 from tinkercloud_worker.training.trained_model import TrainedModel, new_adapter
 
@@ -60,6 +63,7 @@ class MegatronTrainer(ReplicatedTrainer):
         max_batch_tokens: int,
         max_context_length: int | None = None,
         max_kept_tokens: int | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         """Create a trainer without models. Collective over all ranks.
 
@@ -70,10 +74,12 @@ class MegatronTrainer(ReplicatedTrainer):
             max_context_length: maximum tokens of an example; None means the base model's.
             max_kept_tokens: as in the torch trainer; None or 0 with expert parallelism, because all
                 ranks must recompute the same passes.
+            memory: as in the torch trainer.
         """
         config: Any = base.hf_config
         longest = capped_context_length(max_context_length, config.max_position_embeddings)
-        super().__init__(ModelLimits(config.vocab_size, longest), base.module.config.params_dtype)
+        limits = ModelLimits(config.vocab_size, longest)
+        super().__init__(limits, base.module.config.params_dtype, memory)
         self._base = base
         self.base_fingerprint = base.fingerprint
         self._device = base.device.torch_device
@@ -120,14 +126,23 @@ class MegatronTrainer(ReplicatedTrainer):
 
     def _new_adapter(self, config: LoraConfig) -> TrainedModel:
         targets = adapters.select(self._base.targets, config)
-        between: dist.ProcessGroup = (
-            parallel_state.get_expert_tensor_model_pipeline_parallel_group()
-        )
-        if between.size() == 1 or not any(target.experts for target in targets):
+        if not _is_divided(targets):
             return new_adapter(targets, config, self._device)
-        slices = [block for layer in self._base.experts for block in layer.slices(config.rank)]
-        sharding = ShardedAdapter(targets, config, slices, self._device)
+        sharding = ShardedAdapter(targets, config, self._slices(config), self._device)
         return TrainedModel(config, sharding.trainable, sharding)
+
+    @override
+    def adapter_size(self, lora_config: LoraConfig) -> int:
+        targets = adapters.select(self._base.targets, lora_config)
+        whole = adapters.layout(targets, lora_config.rank)
+        if not _is_divided(targets):
+            return whole.size
+        common, here = divide(targets, whole, self._slices(lora_config))
+        return sum(math.prod(block.shape) for block in (*common, *here))
+
+    def _slices(self, config: LoraConfig) -> list[TensorSlice]:
+        """Return this rank's slices of tensors that are specific to each expert."""
+        return [block for layer in self._base.experts for block in layer.slices(config.rank)]
 
     def _pass(self, model_id: str, batch: Batch, kind: str) -> LossOutput:
         model = self._models[model_id]
@@ -140,7 +155,8 @@ class MegatronTrainer(ReplicatedTrainer):
         if micro_batches:
             self._base.linears.active = _active(model)
             try:
-                self._schedule(model, micro_batches, batch.loss, output, kind)
+                with self._memory.measured([model]):
+                    self._schedule(model, micro_batches, batch.loss, output, kind)
             finally:
                 self._base.linears.active = None
             expert_tokens_LE = self._router_counts.sum()
@@ -232,6 +248,12 @@ class MegatronTrainer(ReplicatedTrainer):
         if not isinstance(model.sharding, MegatronShardedModel):
             return {}
         return model.sharding.weights(self._dtype)
+
+
+def _is_divided(targets: Sequence[adapters.Target]) -> bool:
+    """Whether an adapter of these targets is divided over ranks; see `sharded_adapter`."""
+    between: dist.ProcessGroup = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+    return between.size() > 1 and any(target.experts for target in targets)
 
 
 def _active(model: TrainedModel) -> Active | None:

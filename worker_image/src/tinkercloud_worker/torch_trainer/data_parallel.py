@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.engine.ranks import Membership, SharedPassFailed, SharingRank
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
 from tinkercloud_worker.lora.parameters import unchanged_if_it_fails
@@ -35,6 +36,10 @@ class DataParallelTrainer(ReplicatedTrainer, TorchTrainer, SharingRank):
             reads_images=self.reads_images,
             max_shared_tokens=self._max_shared_tokens if self._base.takes_packs else 0,
         )
+
+    @override
+    def adapter_size(self, lora_config: LoraConfig) -> int:
+        return self._adapter_layout(lora_config).size
 
     @override
     def shared_pass(self, items: Sequence[TrainingPass]) -> Sequence[LossOutput]:

@@ -27,6 +27,7 @@ from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.torch_trainer.sharded_model import ShardedModel
 from tinkercloud_worker.torch_trainer.trainer import ModelSegments
+from tinkercloud_worker.training.device_memory import DeviceMemory
 from tinkercloud_worker.training.trained_model import TrainedModel
 
 
@@ -42,6 +43,7 @@ class ShardedTrainer(DataParallelTrainer):
         max_shared_tokens: int | None = None,
         max_context_length: int | None = None,
         max_kept_tokens: Literal[0] | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         """Create a trainer without models.
 
@@ -53,6 +55,7 @@ class ShardedTrainer(DataParallelTrainer):
             max_context_length: as in the torch trainer.
             max_kept_tokens: as in the torch trainer, but only 0 or None: all ranks must gather the
                 same layers at the same time.
+            memory: as in the torch trainer.
         """
         super().__init__(
             base,
@@ -60,6 +63,7 @@ class ShardedTrainer(DataParallelTrainer):
             max_shared_tokens=max_shared_tokens,
             max_context_length=max_context_length,
             max_kept_tokens=max_kept_tokens,
+            memory=memory,
         )
         self._mesh = mesh
 

@@ -16,14 +16,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tinkercloud_protocol.capacity import HeadCapacity
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import losses
 from tinkercloud_worker.device import accelerator
-from tinkercloud_worker.device.memory import Available
 from tinkercloud_worker.device.packing import PackedSequences
-from tinkercloud_worker.device.pass_memory import PeakMeter
 from tinkercloud_worker.engine.batch import Batch, ModelLimits, capped_context_length
 from tinkercloud_worker.engine.thread import Batcher, PieceLimit, Pieces
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
@@ -42,10 +39,9 @@ from tinkercloud_worker.torch_trainer.logprobs import (
     logprobs,
     logprobs_and_gradient,
 )
-from tinkercloud_worker.torch_trainer.model_memory import ModelMemory
 from tinkercloud_worker.training.adam import AdamTrainer
 from tinkercloud_worker.training.collate import Pack, PassOutput, pack_all, split
-from tinkercloud_worker.training.paging import Place
+from tinkercloud_worker.training.device_memory import DeviceMemory
 from tinkercloud_worker.training.trained_model import TrainedModel, new_adapter
 
 ModelSegments = Sequence[tuple[slice, TrainedModel]]
@@ -73,9 +69,7 @@ class TorchTrainer(AdamTrainer):
         max_shared_tokens: int | None = None,
         max_context_length: int | None = None,
         max_kept_tokens: int | None = None,
-        available: Available = lambda: None,
-        place: Place | None = None,
-        meter: PeakMeter | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         """Create a trainer without models.
 
@@ -87,16 +81,11 @@ class TorchTrainer(AdamTrainer):
             max_context_length: maximum tokens of an example; None means the base model's.
             max_kept_tokens: activation checkpointing threshold: micro-batches with more tokens are
                 recomputed layer by layer in the backward pass. None: never recompute.
-            available: returns the free memory of the models' device, which decides whether a new
-                model is admitted. The default admits all models, as ranks must: they can't reject
-                one individually.
-            place: where idle models are moved to if others need their memory; None: they stay.
-            meter: measures the memory of passes, so that new models leave as much free for them;
-                None: as much as most passes need.
+            memory: the memory of the models' device, which decides whether a new model is
+                admitted; None: it is not limited.
         """
         longest = capped_context_length(max_context_length, base.max_context_length)
-        self._memory = ModelMemory(available, place, meter)
-        super().__init__(ModelLimits(base.vocab_size, longest), base.dtype, self._memory.models)
+        super().__init__(ModelLimits(base.vocab_size, longest), base.dtype, memory)
         self._base = base
         self.base_fingerprint = base.fingerprint
         self.reads_images = base.images.are_read
@@ -106,35 +95,27 @@ class TorchTrainer(AdamTrainer):
         )
         self._max_kept_tokens = max_kept_tokens
 
-    @property
-    @override
-    def capacity(self) -> HeadCapacity | None:
-        return self._memory.capacity
-
-    @override
-    def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
-        super().add_model(model_id, lora_config)
-        self._memory.determine()
-
-    @override
-    def remove_model(self, model_id: str) -> None:
-        super().remove_model(model_id)
-        self._memory.determine()
-
     def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:
         if lora_config is None:
             self._check_whole()
             return self._full_model()
+        kind = f"an adapter of rank {lora_config.rank}"
+        self._memory.check(self._adapter_layout(lora_config), kind, "a smaller rank")
+        return new_adapter(self._base.targets, lora_config, self._base.device)
+
+    def _adapter_layout(self, lora_config: LoraConfig) -> TensorLayout:
+        """Return the tensors of an adapter.
+
+        Raises:
+            InvalidRequest: there can be no such adapter.
+        """
         experts = self._base.unadaptable_experts
         if lora_config.train_mlp and experts:
             raise InvalidRequest(
                 f"train_mlp: true is not supported: the torch trainer can't adapt experts of class"
                 f" {experts}; set train_mlp to false"
             )
-        selected = adapters.select(self._base.targets, lora_config)
-        kind = f"an adapter of rank {lora_config.rank}"
-        self._memory.check(adapters.layout(selected, lora_config.rank), kind, "a smaller rank")
-        return new_adapter(self._base.targets, lora_config, self._base.device)
+        return adapters.layout(adapters.select(self._base.targets, lora_config), lora_config.rank)
 
     def _check_whole(self) -> None:
         """Check that full fine-tuning computes the same outputs as the base, and correct gradients.

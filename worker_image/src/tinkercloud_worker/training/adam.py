@@ -32,6 +32,7 @@ from tinkercloud_worker.engine.trainer import (
     WeightsSnapshot,
 )
 from tinkercloud_worker.lora.parameters import is_zero, norm_of
+from tinkercloud_worker.training.device_memory import DeviceMemory
 from tinkercloud_worker.training.paging import Models
 from tinkercloud_worker.training.trained_model import MOMENTS, TrainedModel
 
@@ -48,20 +49,21 @@ class AdamTrainer(Trainer, ABC):
         self,
         limits: ModelLimits,
         dtype: torch.dtype = torch.float32,
-        models: Models | None = None,
+        memory: DeviceMemory | None = None,
     ) -> None:
         """Create a trainer without models.
 
         Args:
             limits: the token limits of examples.
             dtype: the dtype of passes, which is the base's.
-            models: where models are kept; None: all in the memory of the device.
+            memory: the memory of the models' device; None: it is not limited.
         """
         self.limits = limits
         self.base_fingerprint: str | None = None
         self.reads_images = False
         self._dtype = dtype
-        self._models = models if models is not None else Models()
+        self._memory = memory if memory is not None else DeviceMemory()
+        self._models = self._memory.models
         self._stepper = _Stepper(self, self._models)
 
     @property
@@ -72,7 +74,7 @@ class AdamTrainer(Trainer, ABC):
     @property
     @override
     def capacity(self) -> HeadCapacity | None:
-        return None
+        return self._memory.capacity
 
     @abstractmethod
     def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:
@@ -81,10 +83,12 @@ class AdamTrainer(Trainer, ABC):
     @override
     def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
         self._models[model_id] = self._new_model(lora_config)
+        self._memory.determine()
 
     @override
     def remove_model(self, model_id: str) -> None:
         self._models.discard(model_id)
+        self._memory.determine()
 
     @override
     def memory_bytes(self, model_id: str) -> int:

@@ -25,6 +25,7 @@ from typing_extensions import override
 from tinkercloud_protocol.errors import Overloaded
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.device.memory import Available, return_free_memory
+from tinkercloud_worker.engine.memory_report import ModelBytes, returning_refusal
 from tinkercloud_worker.training.trained_model import TrainedModel
 
 _KEPT_FREE_BYTES = 1 << 30
@@ -101,15 +102,17 @@ class HostMemory:
 class DiskFiles:
     """Keeps vectors of a CPU in files without names, which vanish with the process."""
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
+    def __init__(self, folder: Path, max_bytes: int, processes: int = 1) -> None:
         """Keep nothing.
 
         Args:
             folder: where the files are; it is created when it is needed.
             max_bytes: total size of the files: others need space on the disk of a pod too.
+            processes: number of processes that divide the disk, and `max_bytes`, between them.
         """
         self._folder = folder
-        self._left = max_bytes
+        self._processes = processes
+        self._left = max_bytes // processes
 
     def keep(self, vector: Tensor) -> Content:
         """See `Place`."""
@@ -139,7 +142,8 @@ class DiskFiles:
     def free_bytes(self) -> int:
         """See `Place`."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        return min(self._left, shutil.disk_usage(self._folder).free - _KEPT_FREE_BYTES)
+        on_disk = shutil.disk_usage(self._folder).free - _KEPT_FREE_BYTES
+        return min(self._left, on_disk // self._processes)
 
     def _free(self, file: BinaryIO, size: int) -> None:
         file.close()
@@ -246,39 +250,43 @@ class Models(dict[str, TrainedModel]):
         """Whether idle models have a place to go to."""
         return self._place is not None
 
-    def missing_to_swap(self, size: int, before: int = 0) -> int:
-        """Return how many bytes the place lacks once there is a new model, whichever is used then.
-
-        Models leave one by one until the one that is needed fits. So the models that are out are at
-        most what the device can't hold, the needed one, which is still out, and the last that left.
-
-        Args:
-            size: the bytes of the new model.
-            before: the bytes of other models that are created before it.
-
-        Returns:
-            The bytes; 0 or less if any model can be paged in, at any time.
-        """
-        if self._place is None or not self:
-            return 0
-        out = [dict.__getitem__(self, name) for name in self._paged]
-        excess = size + before + sum(model.held_bytes for model in out) + self._missing(0)
-        if excess <= 0:
-            return 0
+    def place_free(self) -> int | None:
+        """Return how many more bytes idle models may take in their place; None if unknown."""
         try:
-            free = self._place.free_bytes()
+            return self._place.free_bytes() if self._place is not None else 0
         except OSError:
-            free = 0
-        if free is None:
             return 0
-        largest = max([size, *(model.full_bytes for model in self.values())])
-        kept = sum(
-            vector.nbytes
-            for vectors in self._paged.values()
-            for vector, content in vectors
-            if content is not None
-        )
-        return excess + 2 * largest - free - kept
+
+    def sizes(self) -> dict[str, ModelBytes]:
+        """Return the sizes of all models, by id."""
+        return {
+            name: ModelBytes(
+                full=model.full_bytes,
+                held=model.held_bytes,
+                promised=model.unused_bytes,
+                kept=self._kept_bytes(name),
+                can_leave=self._can_leave(name),
+            )
+            for name, model in self.items()
+        }
+
+    def page_out(self, names: Sequence[str]) -> None:
+        """Page models out in this order, as far as there is room for them."""
+        with suppress(OSError):
+            for name in names:
+                if self._place is not None and self._can_leave(name):
+                    self._page_out(name, self._place)
+
+    def page_in(self, names: Sequence[str]) -> None:
+        """Page models in; the device has room for them."""
+        for name in names:
+            if name in self._paged:
+                self._read_back(name)
+
+    def _kept_bytes(self, name: str) -> int | None:
+        if name not in self._paged:
+            return None
+        return sum(vector.nbytes for vector, content in self._paged[name] if content is not None)
 
     def make_room(self, size: int, used: Collection[str] = ()) -> int:
         """Page out models until the device has room for a number of bytes.
@@ -301,8 +309,13 @@ class Models(dict[str, TrainedModel]):
         return self._missing(size)
 
     def _can_leave(self, name: str) -> bool:
-        return name not in self._paged and all(
-            vector.untyped_storage().resizable() for vector in dict.__getitem__(self, name).vectors
+        model = dict.__getitem__(self, name)
+        # The modules of a sharded whole model have its vectors too.
+        is_flat = model.lora is not None or model.sharding is None
+        return (
+            is_flat
+            and name not in self._paged
+            and all(vector.untyped_storage().resizable() for vector in model.vectors)
         )
 
     def _page_out(self, name: str, place: Place) -> None:
@@ -326,11 +339,10 @@ class Models(dict[str, TrainedModel]):
     def _page_in(self, name: str, model: TrainedModel, used: Collection[str]) -> None:
         missing = self.make_room(model.full_bytes, used)
         if missing > 0:
-            raise Overloaded(
-                f"model {name} was unloaded while idle; loading it again needs {missing} more"
-                " bytes, which other models occupy: send the request again later, or end unused"
-                " sessions"
-            )
+            raise Overloaded(returning_refusal(name, missing))
+        self._read_back(name)
+
+    def _read_back(self, name: str) -> None:
         for vector, content in self._paged[name]:
             vector.untyped_storage().resize_(vector.nbytes)
             if content is None:

@@ -5,6 +5,8 @@ step, so all ranks that hold the same weights get the same bits, apply the same 
 and stay identical. For a sharded model (`engine.ranks.Sharding`), each rank updates its shard.
 """
 
+import hashlib
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -16,6 +18,7 @@ from typing_extensions import override
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.device import accelerator
+from tinkercloud_worker.engine.memory_report import MemoryReport
 from tinkercloud_worker.engine.ranks import Outline, RankTrainer, Sharding, Share
 from tinkercloud_worker.engine.tensor_slices import Piece, batches, full_slice, joined
 from tinkercloud_worker.engine.trainer import Gradient, OptimizerStep, TrainingState
@@ -32,6 +35,15 @@ _BATCH_BYTES = 64 << 20
 """Bytes that a rank exports at a time."""
 
 
+def ranks_on_this_machine() -> int:
+    """Return the number of ranks that share this machine, or this pod. Collective."""
+    host = hashlib.sha256(socket.gethostname().encode()).digest()
+    own = torch.tensor([int.from_bytes(host[:7])])
+    others = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, own)
+    return sum(bool(own == other) for other in others)
+
+
 class ReplicatedTrainer(AdamTrainer, RankTrainer):
     """A rank's trainer. `torch.distributed` must be initialized; all ranks get the same calls."""
 
@@ -42,6 +54,20 @@ class ReplicatedTrainer(AdamTrainer, RankTrainer):
         model = self._models[model_id]
         if lora_config is not None and model.sharding is None:
             dist.broadcast(model.trainable.flat.detach(), src=0)
+
+    @override
+    def memory(self) -> MemoryReport:
+        return self._memory.report()
+
+    @override
+    def page_out(self, model_ids: Sequence[str]) -> MemoryReport:
+        self._models.page_out(model_ids)
+        return self.memory()
+
+    @override
+    def page_in(self, model_ids: Sequence[str]) -> MemoryReport:
+        self._models.page_in(model_ids)
+        return self.memory()
 
     @override
     def sum_gradient(self, model_id: str) -> None:
@@ -93,8 +119,8 @@ class ReplicatedTrainer(AdamTrainer, RankTrainer):
 
         The ranks sum copies on the CPU over gloo, which takes no GPU memory.
         """
-        model = self._models[model_id]
-        total = model.trainable.gradient.to("cpu", copy=True)
+        model, (_, gradient, *_) = self._models.contents(model_id)
+        total = gradient.to("cpu", copy=True)
         _reduce(model, total)
         return self._share(model, {"": total})
 
@@ -106,9 +132,9 @@ class ReplicatedTrainer(AdamTrainer, RankTrainer):
 
     @override
     def salvage(self) -> Mapping[str, TrainingState]:
-        whole = {name: model for name, model in list(self._models.items()) if not _sharding(model)}
+        whole = [name for name, model in list(self._models.items()) if not _sharding(model)]
         with accelerator.side_stream():
-            return {name: state_of(model, model.vectors, _copied) for name, model in whole.items()}
+            return {name: state_of(*self._models.contents(name), _copied) for name in whole}
 
     def _share(
         self,

@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_worker.engine.memory_report import BYTES_PER_PARAMETER
 from tinkercloud_worker.engine.ranks import Sharding
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.lora.parameters import Trainable
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's moments, under torch's names."""
-BYTES_PER_PARAMETER = 16
-"""Bytes of memory per trained parameter: weight, gradient and two moments in float32."""
-
 
 T = TypeVar("T")
 

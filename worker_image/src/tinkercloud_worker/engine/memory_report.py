@@ -1,0 +1,165 @@
+"""What the memory of a trainer's device holds, and which models follow from that to be admitted.
+
+What models take is known exactly; what passes take in addition is measured. A report is plain
+numbers, so that those of several ranks can be compared in the head.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tinkercloud_protocol.capacity import MOST_REPORTED, HeadCapacity
+
+BYTES_PER_PARAMETER = 16
+"""Bytes of memory per trained parameter: weight, gradient and two moments in float32."""
+KEPT_FREE_BYTES = 256 << 20
+"""Bytes that new models leave free for passes and sampling, at least."""
+_UNLIMITED = 1 << 62
+"""More bytes than any device has."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBytes:
+    """The sizes of one model on one device, in bytes."""
+
+    full: int
+    """What it takes once it has moments."""
+    held: int
+    """What it takes on the device, or would take there, with `promised`."""
+    promised: int
+    """What it will allocate but may not have allocated yet."""
+    kept: int | None
+    """What it takes outside the device; None: it is on the device."""
+    can_leave: bool
+    """Whether it can be paged out."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """The memory of one device that models share."""
+
+    available: int | None
+    """Bytes that can still be allocated; None if unknown: then nothing is limited."""
+    pass_bytes: int
+    """The most that recent passes have allocated in addition; 0 if unknown."""
+    has_place: bool
+    """Whether idle models have a place to go to."""
+    place_free: int | None
+    """Bytes that are left in that place; None if unknown."""
+    models: Mapping[str, ModelBytes]
+    """The models by id."""
+
+    @property
+    def promised(self) -> int:
+        """Bytes that the models on the device will allocate."""
+        return sum(model.promised for model in self.models.values() if model.kept is None)
+
+    @property
+    def num_loaded(self) -> int:
+        """Number of models on the device."""
+        return sum(model.kept is None for model in self.models.values())
+
+    @property
+    def room(self) -> int:
+        """Bytes for more models, in addition to those that are on the device."""
+        if self.available is None:
+            return _UNLIMITED
+        return self.available - self.promised - KEPT_FREE_BYTES
+
+    def missing(self, size: int) -> int:
+        """Return by how many bytes the device falls short of a size; 0 or less if it fits."""
+        return size - self.room
+
+    @property
+    def kept_for_passes(self) -> int:
+        """Bytes that a new model leaves free beyond those that it always does."""
+        return max(0, self.pass_bytes - KEPT_FREE_BYTES)
+
+    def needed_for(self, parameters: int) -> int:
+        """Return the bytes that must be free for a new model with this many parameters.
+
+        Models that are here may return even if the largest pass then has too little memory.
+        """
+        return parameters * BYTES_PER_PARAMETER + self.kept_for_passes
+
+    def missing_to_swap(self, parameters: int, before: int = 0) -> int:
+        """Return how many bytes the place lacks once there is a new model, whichever is used then.
+
+        Otherwise a model that is here could not return for the rest of a request. Models leave one
+        by one until the one that is needed fits. So the models that are out are at most what the
+        device can't hold, the needed one, which is still out, and the last that left.
+
+        Args:
+            parameters: the number of parameters of the new model.
+            before: the bytes of other models that are created before it.
+
+        Returns:
+            The bytes; 0 or less if any model can be paged in, at any time.
+        """
+        if not self.has_place or not self.models:
+            return 0
+        # Without moments, a model counts with its gradient twice: see `TrainedModel.unused_bytes`.
+        size = parameters * (BYTES_PER_PARAMETER + 4)
+        out = sum(model.held for model in self.models.values() if model.kept is not None)
+        excess = size + before + out - self.room
+        if excess <= 0 or self.place_free is None:
+            return 0
+        largest = max([size, *(model.full for model in self.models.values())])
+        kept = sum(model.kept or 0 for model in self.models.values())
+        return excess + 2 * largest - self.place_free - kept
+
+    def refusal(self, parameters: int, kind: str, smaller: str, where: str = "") -> str:
+        """Return why a new model is refused, with the numbers.
+
+        Args:
+            parameters: the number of its parameters on this device.
+            kind: what it is.
+            smaller: what to request instead.
+            where: which device this is, after a space, if there are several.
+        """
+        takes, loaded = parameters * BYTES_PER_PARAMETER, self.num_loaded
+        to_swap = self.missing_to_swap(parameters)
+        note = f"; {to_swap} bytes are missing where idle models are kept" if to_swap > 0 else ""
+        free = max(self.room - self.kept_for_passes, 0)
+        return (
+            f"lora_config: {kind} has {parameters} parameters{where} and takes {takes} bytes"
+            f" (weights, gradient and moments in float32), but {free} bytes"
+            f" are free: of {self.available} available bytes, {self.promised} are"
+            f" reserved for the {loaded} models loaded here and"
+            f" {KEPT_FREE_BYTES + self.kept_for_passes} are kept free for passes"
+            f"{note}; end unused sessions, or request {smaller}"
+        )
+
+    def capacity(self) -> HeadCapacity | None:
+        """Return how many models fit; None if nothing limits them."""
+        if self.available is None:
+            return None
+        largest = max((model.full for model in self.models.values()), default=0)
+        free = max(0, self.room - self.kept_for_passes)
+        return HeadCapacity(
+            models=self.num_loaded,
+            model_bytes=largest,
+            pass_bytes=self.pass_bytes,
+            free_bytes=free,
+            more_models=self._more_models(largest, free) if largest else None,
+        )
+
+    def _more_models(self, size: int, free: int) -> int:
+        """Return how many more models of a size would be admitted, one after another."""
+        if not self.has_place:
+            return min(free // size, MOST_REPORTED)
+        # What is missing grows with their number.
+        return bisect_left(
+            range(MOST_REPORTED),
+            1,
+            key=lambda before: self.missing_to_swap(size // BYTES_PER_PARAMETER, before * size),
+        )
+
+
+def returning_refusal(name: str, missing: int) -> str:
+    """Return why a model that was paged out can't return, with the bytes that are missing."""
+    return (
+        f"model {name} was unloaded while idle; loading it again needs {missing} more"
+        " bytes, which other models occupy: send the request again later, or end unused"
+        " sessions"
+    )
