@@ -75,7 +75,7 @@ class TrainerConfig(_Config):
     max_shared_tokens: Annotated[int, Field(ge=0)] | None = None
     """Maximum number of tokens, at each replica, of a pass that small requests of several models
     share. If 0, none do, and a model gets the same bits in company as alone; otherwise it gets the
-    same results but for rounding. None: `max_batch_tokens`. Only for backend torch."""
+    same results but for rounding. None: `max_batch_tokens`."""
     max_kept_tokens: Annotated[int, Field(ge=0)] | None = None
     """Size, in tokens, above which a micro-batch uses activation checkpointing: activations are
     recomputed layer by layer in the backward pass, which takes a third more time and a small

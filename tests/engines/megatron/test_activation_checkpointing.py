@@ -198,10 +198,10 @@ def test_a_pass_of_a_full_model_rounds_it_once_as_planned(
         return replaced
 
     def note_head(
-        micro_batch: MicroBatch, output_layer: Callable[[], LMHead], *arguments: Any
+        micro_batch: MicroBatch, lm_head: Callable[[MicroBatch], LMHead], *arguments: Any
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        rounded.append(output_layer().linear.weight)
-        return loss(micro_batch, output_layer, *arguments)
+        rounded.append(lm_head(micro_batch).linear.weight)
+        return loss(micro_batch, lm_head, *arguments)
 
     monkeypatch.setattr(trainer, "_replaced_weights", note_weights)
     monkeypatch.setattr(trainer, "_loss", note_head)

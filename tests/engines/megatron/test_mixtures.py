@@ -24,6 +24,9 @@ from tinkercloud_testing.models import (
 )
 from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, moments_of, run
 from tinkercloud_worker.engine.trainer import Gradient, Trainer
+from tinkercloud_worker.lora.experts import ALIGNED_BYTES
+from tinkercloud_worker.megatron_trainer import grouped_experts
+from tinkercloud_worker.megatron_trainer.adapters import Active
 from tinkercloud_worker.megatron_trainer.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.mixtures import Mixture, check
 from tinkercloud_worker.megatron_trainer.model import load
@@ -196,3 +199,13 @@ def test_experts_are_divided_evenly(parallelism: Parallelism, message: str) -> N
 def test_one_expert_of_weight_one_is_rejected() -> None:
     with pytest.raises(UnsupportedModelError, match="one expert with weight 1"):
         check(Mixture(experts=4, chosen=1, width=24, normed=True), Parallelism())
+
+
+def test_bfloat16_distinguishes_the_tokens_of_a_thousand_adapters() -> None:
+    places = [slice(number, number + 1) for number in range(1000)]
+    active = [Active({}, 1.0, inside=place, between=place) for place in places]
+
+    columns = grouped_experts._columns(active, torch.zeros(1000, 1, 8, dtype=torch.bfloat16))
+
+    assert columns.shape[-1] * columns.element_size() == ALIGNED_BYTES
+    assert torch.equal(grouped_experts._numbers(columns.flatten(0, 1)), torch.arange(1000))

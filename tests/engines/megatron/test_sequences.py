@@ -54,7 +54,7 @@ def a_pack(lengths: list[int]) -> Pack:
 def parts(lengths: list[int], ranks: int) -> list[MicroBatch]:
     """Return what each rank holds of sequences."""
     divisions = [SequenceDivision(cast("Any", Place(ranks, number))) for number in range(ranks)]
-    return [division.micro_batch(a_pack(lengths), division.multiple) for division in divisions]
+    return [division.micro_batch([a_pack(lengths)], division.multiple) for division in divisions]
 
 
 @given(lengths_of_sequences, st.integers(1, 4))
@@ -62,6 +62,27 @@ def test_ranks_hold_every_position_once(lengths: list[int], ranks: int) -> None:
     held = [part.places_M for part in parts(lengths, ranks)]
 
     assert torch.equal(torch.cat(held).sort().values, torch.arange(sum(lengths)))
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 20), max_size=3), min_size=2, max_size=4).filter(any),
+    st.integers(1, 4),
+)
+def test_a_rank_holds_of_each_model_in_company_what_it_holds_of_it_alone(
+    models: list[list[int]], ranks: int
+) -> None:
+    packs = [a_pack(lengths) for lengths in models]
+    for number in range(ranks):
+        division = SequenceDivision(cast("Any", Place(ranks, number)))
+        together = division.micro_batch(packs, division.multiple)
+        for pack, part in zip(packs, together.parts, strict=True):
+            if not pack.sequences.lengths:
+                assert (part.rows.stop, part.held.stop) == (part.rows.start, part.held.start)
+                continue
+            alone = division.micro_batch([pack], division.multiple)
+            assert torch.equal(together.kept_M[part.kept] - part.held.start, alone.kept_M)
+            assert torch.equal(together.places_M[part.kept] - part.rows.start, alone.places_M)
+            assert len(together.ids_S[part.held]) == len(alone.ids_S)
 
 
 @given(lengths_of_sequences, st.integers(1, 4))

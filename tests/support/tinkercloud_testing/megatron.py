@@ -19,7 +19,6 @@ from tinkercloud_worker.megatron_trainer.model import load
 from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
-from tinkercloud_worker.training.trained_model import TrainedModel
 
 
 class MegatronRank(Mortal, MegatronTrainer, Measured):
@@ -39,10 +38,10 @@ class MegatronRank(Mortal, MegatronTrainer, Measured):
         return self._positions
 
     def _schedule(
-        self, model: TrainedModel, micro_batches: Sequence[MicroBatch], *rest: Any
+        self, runs: Sequence[Any], micro_batches: Sequence[MicroBatch], *, is_forward: bool
     ) -> None:
         self._positions = [sum(each.sequences.lengths) for each in micro_batches]
-        super()._schedule(model, micro_batches, *rest)
+        super()._schedule(runs, micro_batches, is_forward=is_forward)
 
 
 def megatron_trainer(  # noqa: PLR0917 - the numbers of ranks, in their order
@@ -53,10 +52,11 @@ def megatron_trainer(  # noqa: PLR0917 - the numbers of ranks, in their order
     expert: int = 1,
     max_kept_tokens: int | None = None,
     dtype: torch.dtype = torch.float32,
+    max_batch_tokens: int = BATCH_TOKENS,
 ) -> MegatronRank:
     """Return one rank of a trainer of the model in a folder."""
     base = load(path, dtype, Parallelism(tensor, pipeline, context, expert), Cpu())
-    return MegatronRank(base, max_batch_tokens=BATCH_TOKENS, max_kept_tokens=max_kept_tokens)
+    return MegatronRank(base, max_batch_tokens=max_batch_tokens, max_kept_tokens=max_kept_tokens)
 
 
 def megatron_factory(  # noqa: PLR0917 - as above
@@ -67,9 +67,11 @@ def megatron_factory(  # noqa: PLR0917 - as above
     expert: int = 1,
     max_kept_tokens: int | None = None,
     dtype: torch.dtype = torch.float32,
+    max_batch_tokens: int = BATCH_TOKENS,
 ) -> Callable[[], MegatronRank]:
     """Return a function that builds one rank of a trainer, replacing an earlier one."""
-    return partial(_rebuilt, path, tensor, pipeline, context, expert, max_kept_tokens, dtype)
+    divided = (tensor, pipeline, context, expert)
+    return partial(_rebuilt, path, *divided, max_kept_tokens, dtype, max_batch_tokens)
 
 
 def taken_by_exporting(path: str) -> int:

@@ -46,7 +46,7 @@ def a_pass(model_id: str, lengths: Sequence[int]) -> TrainingPass:
 
 def fits(ranks: Ranks, batches: Sequence[Batch]) -> bool:
     memberships = ranks.memberships()
-    return most_tokens(batches, divided(batches, memberships)) <= ranks.most
+    return most_tokens(batches, divided(batches, memberships), ranks.multiple) <= ranks.most
 
 
 @given(

@@ -207,6 +207,7 @@ def megatron_rank(config: HeadConfig) -> RankTrainer:
     return MegatronTrainer(
         base,
         max_batch_tokens=trainer.max_batch_tokens,
+        max_shared_tokens=trainer.max_shared_tokens,
         max_context_length=config.limits.max_context_length,
         max_kept_tokens=trainer.max_kept_tokens,
         memory=_rank_memory(config),

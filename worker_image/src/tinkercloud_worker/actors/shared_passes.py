@@ -29,12 +29,7 @@ def number_of_replicas(memberships: Sequence[Membership]) -> int:
 
 def divided(batches: Sequence[Batch], memberships: Sequence[Membership]) -> list[Shards]:
     """Divide the examples of several batches over the replicas; return the shards of each batch."""
-    lengths = [
-        padded_lengths(
-            [len(example.tokens) for example in batch.examples], memberships[0].pad_to_multiple_of
-        )
-        for batch in batches
-    ]
+    lengths = [_lengths(batch, memberships[0].pad_to_multiple_of) for batch in batches]
     replicas = number_of_replicas(memberships)
     mixed = assign_examples([each for own in lengths for each in own], replicas)
     bounds = pairwise(accumulate((len(own) for own in lengths), initial=0))
@@ -44,16 +39,22 @@ def divided(batches: Sequence[Batch], memberships: Sequence[Membership]) -> list
     ]
 
 
-def most_tokens(batches: Sequence[Batch], shards: Sequence[Shards]) -> int:
-    """Return the tokens of the replica that has the most of a shared pass."""
+def most_tokens(batches: Sequence[Batch], shards: Sequence[Shards], pad_to_multiple_of: int) -> int:
+    """Return the tokens, with padding, of the replica that has the most of a shared pass."""
+    lengths = [_lengths(batch, pad_to_multiple_of) for batch in batches]
     return max(
         sum(
-            len(batch.examples[index].tokens)
-            for batch, of_batch in zip(batches, shards, strict=True)
+            own[index]
+            for own, of_batch in zip(lengths, shards, strict=True)
             for index in of_batch[replica]
         )
         for replica in range(len(shards[0]))
     )
+
+
+def _lengths(batch: Batch, pad_to_multiple_of: int) -> tuple[int, ...]:
+    """Return the tokens of each example, with padding."""
+    return padded_lengths([len(example.tokens) for example in batch.examples], pad_to_multiple_of)
 
 
 def parts_of_ranks(
@@ -122,25 +123,22 @@ class SharingTrainer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a batch adds to a shared pass, in tokens."""
+    """What a batch adds to a shared pass, in tokens with the padding of each example."""
 
     kind: tuple[bool, int] | None
     """Passes of one kind can share; None: this one runs alone."""
     tokens: int
-    padded: int
-    """Tokens with the padding of each example."""
     longest: int
-    """Padded tokens of the longest example."""
+    """Tokens of the longest example."""
 
     @classmethod
     def of(cls, batch: Batch, multiple: int) -> "_Part":
-        lengths = [len(example.tokens) for example in batch.examples]
-        padded = padded_lengths(lengths, multiple)
+        lengths = _lengths(batch, multiple)
         # A replica may not get the widest targets, and could not join them with those of others.
         is_regular = len({example.targets.shape[1] for example in batch.examples}) == 1
         can_share = batch.definition is None and batch.loss.is_token_local and is_regular
         kind = (batch.forward_only, batch.num_targets) if can_share else None
-        return cls(kind, sum(lengths), sum(padded), max(padded))
+        return cls(kind, sum(lengths), max(lengths))
 
 
 class RankedPasses:
@@ -181,14 +179,17 @@ class RankedPasses:
         """Whether no replica gets too many tokens of a shared pass."""
         most = min(membership.max_shared_tokens for membership in memberships)
         replicas = number_of_replicas(memberships)
-        if sum(part.tokens for part in parts) > most * replicas:
-            return False
+        tokens, longest = sum(part.tokens for part in parts), max(part.longest for part in parts)
         # When a replica gets its last example it has the fewest tokens: at most the mean of the
         # others. Only passes that are nearly full are divided to see.
-        padded, longest = sum(part.padded for part in parts), max(part.longest for part in parts)
+        if tokens > most * replicas:
+            return False
         return (
-            padded + (replicas - 1) * longest <= most * replicas
-            or most_tokens(batches, divided(batches, memberships)) <= most
+            tokens + (replicas - 1) * longest <= most * replicas
+            or most_tokens(
+                batches, divided(batches, memberships), memberships[0].pad_to_multiple_of
+            )
+            <= most
         )
 
     def run_batch(

@@ -30,8 +30,8 @@ from tinkercloud_worker.lora.deltas import LoraDelta
 
 _MIXTRALS = frozenset({"minimax", "minimax_m2", "mixtral", "phimoe"})
 """Families whose checkpoints use Mixtral's names for experts, as do vLLM and SGLang for them."""
-_ALIGNED_BYTES = 16
-"""Rows of factors start at multiples of this."""
+ALIGNED_BYTES = 16
+"""Rows of factors of `grouped_linear` start at multiples of this."""
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Maps hidden states [N, D], their experts [N, K] and the routing weights [N, K] to the weighted
@@ -222,7 +222,7 @@ def grouped_linear(x: Tensor, weights: Tensor, ends_E: Tensor) -> Tensor:
         return grouped_linear(nn.functional.pad(x, (0, 0, 0, 1)), weights, torch.ones_like(ends_E))[
             :0
         ]
-    step, out = _ALIGNED_BYTES // x.element_size(), weights.shape[1]
+    step, out = ALIGNED_BYTES // x.element_size(), weights.shape[1]
     inner, outer = -x.shape[1] % step, -out % step
     weights = weights.to(x.dtype)
     if inner or outer:

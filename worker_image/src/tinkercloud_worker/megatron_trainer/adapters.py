@@ -12,10 +12,16 @@ Each rank's gradient of an adapter is a partial sum over all ranks. Within a ten
 sequence parallelism divides the sequence between the weights, so each rank computes the gradient of
 replicated tensors (A before a column-parallel layer, B after a row-parallel layer) from its own
 positions. The adapter of the LM head is applied elsewhere (`logprobs`).
+
+Several adapters can share a pass (`Active`). Each multiplies its own positions only, so that a
+non-finite value of one stays there; their low-rank values are padded to the same width and
+communicated together. On every rank the output of a layer depends on all adapters of the layer,
+also on those that have no position there: ranks that communicate in the forward pass must do so in
+the backward pass, all or none of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -37,20 +43,25 @@ of the one megatron-core layer that computes them."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Active:
-    """The adapter of a pass."""
+    """An adapter of a pass, and its positions."""
 
     tensors: Mapping[str, Tensor]
     """Adapter tensors by name; of tensors specific to each expert, only the slices of this rank's
     experts."""
     scale: float
+    inside: slice
+    """Range among the positions of layers divided by tensor parallelism: S of a micro-batch."""
+    between: slice
+    """Range among those positions that this rank holds between such layers."""
 
 
 class AdaptedLinears:
     """The linear layers of a rank's part of the model, with hooks that add LoRA deltas."""
 
     def __init__(self) -> None:
-        self.active: Active | None = None
-        """The adapter of the current pass; None adds nothing."""
+        self.active: Sequence[Active] = ()
+        """The adapters of the current pass; none add nothing. Together they have all positions, in
+        order, and some may have none."""
 
     def attach(self, linear: nn.Module, targets: Sequence[Target], merge: Merge) -> None:
         """Attach the hooks to a layer.
@@ -74,15 +85,20 @@ class AdaptedLinears:
         inputs: tuple[Tensor, ...],
         output: tuple[Tensor, Tensor | None],
     ) -> tuple[Tensor, Tensor | None] | None:
-        active = self.active
-        # The switches select attention or MLP as a whole: either all targets are adapted, or none.
-        if active is None or targets[0].a_name not in active.tensors:
+        factors = []
+        for active in self.active:
+            factor = _Factors(active.between, active.inside, active.scale)
+            # The switches select attention or MLP as a whole: all targets are adapted, or none.
+            if targets[0].a_name in active.tensors:
+                a = torch.cat([active.tensors[target.a_name] for target in targets])
+                b = [part_of(active.tensors[target.b_name], 0) for target in targets]
+                factor = replace(factor, a=a, b=merge(as_blocks(b)))
+            factors.append(factor)
+        if all(factor.a is None for factor in factors):
             return None
-        a = torch.cat([active.tensors[target.a_name] for target in targets])
-        b = [part_of(active.tensors[target.b_name], 0) for target in targets]
-        low = gather_from_sequence_parallel_region(inputs[0] @ a.to(inputs[0].dtype).T)
+        low = gather_from_sequence_parallel_region(_low_rank(inputs[0], factors))
         y, bias = output
-        return plus(y, low, merge(as_blocks(b)), active.scale), bias
+        return _with_deltas(y, low, factors), bias
 
     def _add_rows(
         self,
@@ -91,13 +107,66 @@ class AdaptedLinears:
         inputs: tuple[Tensor, ...],
         output: tuple[Tensor, Tensor | None],
     ) -> tuple[Tensor, Tensor | None] | None:
-        active = self.active
-        if active is None or target.a_name not in active.tensors:
+        factors = []
+        for active in self.active:
+            factor = _Factors(active.inside, active.between, active.scale)
+            if target.a_name in active.tensors:
+                a, b = part_of(active.tensors[target.a_name], 1), active.tensors[target.b_name]
+                factor = replace(factor, a=a, b=b.T)
+            factors.append(factor)
+        if all(factor.a is None for factor in factors):
             return None
-        a, b = part_of(active.tensors[target.a_name], 1), active.tensors[target.b_name]
-        low = reduce_scatter_to_sequence_parallel_region(inputs[0] @ a.to(inputs[0].dtype).T)
+        low = reduce_scatter_to_sequence_parallel_region(_low_rank(inputs[0], factors))
         y, bias = output
-        return plus(y, low, b.T, active.scale), bias
+        return _with_deltas(y, low, factors), bias
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Factors:
+    """What an adapter of a pass has for a layer."""
+
+    rows_in: slice
+    """Range of its positions in the layer's input."""
+    rows_out: slice
+    """Range of its positions in the layer's output."""
+    scale: float
+    a: Tensor | None = None
+    """This rank's part of A, float32 [rank, in]; None if the adapter does not adapt the layer."""
+    b: Tensor | None = None
+    """This rank's part of the transposed B, float32 [rank, out]."""
+
+
+def _low_rank(x: Tensor, factors: Sequence[_Factors]) -> Tensor:
+    """Return the low-rank values [..., most ranks] of an input [..., in], each with its A.
+
+    They are zero for ranks that an adapter lacks.
+    """
+    most = max(len(factor.a) for factor in factors if factor.a is not None)
+    parts = []
+    for factor in factors:
+        own = x[factor.rows_in]
+        if factor.a is None:
+            parts.append(own.new_zeros(*own.shape[:-1], most))
+            continue
+        low, missing = own @ factor.a.to(x.dtype).T, most - len(factor.a)
+        parts.append(nn.functional.pad(low, (0, missing)) if missing else low)
+    return _joined(parts)
+
+
+def _with_deltas(y: Tensor, low: Tensor, factors: Sequence[_Factors]) -> Tensor:
+    """Return an output [..., out] plus the products of low-rank values, each with its B."""
+    parts = []
+    for factor in factors:
+        own = y[factor.rows_out]
+        if factor.b is not None:
+            own_low = low[factor.rows_out][..., : len(factor.b)]
+            own = plus(own, own_low, factor.b, factor.scale)
+        parts.append(own)
+    return _joined(parts)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def plus(y: Tensor, low: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -11,6 +11,7 @@ Shape legend: R positions, D hidden size, V this rank's part of the vocabulary, 
 position.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,21 +29,24 @@ _LOGITS_BYTES = 256 << 20
 """Bytes of float32 logits held at a time."""
 
 
-def frozen_output_layer(weight_VD: Tensor, target: Target, active: Active | None) -> LMHead:
-    """Return the LM head of the base, with an adapter if the adapter covers it.
+def frozen_output_layer(
+    weight_VD: Tensor, target: Target, adapters: Sequence[tuple[slice, Active]]
+) -> LMHead:
+    """Return the LM head of the base, with the adapters that cover it.
 
     Args:
         weight_VD: this rank's part of the weight.
         target: the full layer.
-        active: the adapter.
+        adapters: the adapters of the pass, each with the range of its rows.
     """
-    linear = FrozenLinear(weight_VD, None, packed=False)
-    if active is None or target.a_name not in active.tensors:
-        return LMHead(linear, ())
-    a, b = active.tensors[target.a_name], active.tensors[target.b_name]
-    own_b = part_of(b, 0).detach()
-    own_b.grad = part_of(gradient_of(b), 0)
-    return LMHead(linear, [(slice(None), a, own_b, active.scale)])
+    own = []
+    for rows, active in adapters:
+        if target.a_name in active.tensors:
+            a, b = active.tensors[target.a_name], active.tensors[target.b_name]
+            own_b = part_of(b, 0).detach()
+            own_b.grad = part_of(gradient_of(b), 0)
+            own.append((rows, a, own_b, active.scale))
+    return LMHead(FrozenLinear(weight_VD, None, packed=False), own)
 
 
 def trained_output_layer(weight: Tensor, dtype: torch.dtype) -> LMHead:
@@ -110,7 +114,8 @@ def logprobs(
     group. Trainable tensors of the layer accumulate their gradients at the same time.
 
     Args:
-        layer: this rank's LM head; all parts of the vocabulary have the same size.
+        layer: this rank's LM head, with ranges of rows of each adapter; all parts of the
+            vocabulary have the same size.
         hidden_RD: its input, the same on all ranks of the group.
         targets_RK: int64 ids in the full vocabulary.
         group: the ranks that share the vocabulary, in order.
@@ -120,12 +125,18 @@ def logprobs(
         # The LM head may be the only trained layer.
         hidden_RD = hidden_RD.detach().requires_grad_()
 
-    def some(hidden_RD: Tensor, targets_RK: Tensor) -> Tensor:
-        result: Tensor = _VocabParallelLogprobs.apply(hidden_RD, targets_RK, layer, group)
+    def some(hidden_RD: Tensor, targets_RK: Tensor, own: LMHead) -> Tensor:
+        result: Tensor = _VocabParallelLogprobs.apply(hidden_RD, targets_RK, own, group)
         return result
 
     rows = max(1, _LOGITS_BYTES * group.size() // (4 * vocab_size))
-    parts = zip(hidden_RD.split(rows), targets_RK.split(rows), strict=True)
-    return torch.cat(
-        [checkpoint(some, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
-    )
+    results = []
+    for start, *part in zip(
+        range(0, max(1, len(hidden_RD)), rows),
+        hidden_RD.split(rows),
+        targets_RK.split(rows),
+        strict=True,
+    ):
+        own = layer.of_rows(slice(start, start + len(part[0])))
+        results.append(checkpoint(some, *part, own, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(results)

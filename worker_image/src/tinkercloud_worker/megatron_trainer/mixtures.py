@@ -6,7 +6,7 @@ its batch. The weights of routers and experts are only trained in full fine-tuni
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -180,14 +180,22 @@ def with_dummy_packs(packs: Sequence[Pack], device: torch.device) -> Sequence[Pa
     most = torch.tensor(len(packs), device=device)
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    return [*packs, *[_dummy_pack(device)] * (int(most) - len(packs))]
+    return [*packs, *[dummy_pack(device)] * (int(most) - len(packs))]
 
 
-def _dummy_pack(device: torch.device) -> Pack:
+def dummy_pack(device: torch.device) -> Pack:
     """Return a pack with one position that belongs to no example."""
+    return replace(
+        empty_pack(device),
+        sequences=PackedSequences(torch.zeros(1, dtype=torch.int64, device=device), (1,)),
+    )
+
+
+def empty_pack(device: torch.device) -> Pack:
+    """Return a pack without any position."""
     none = torch.zeros(0, dtype=torch.int64, device=device)
     return Pack(
-        sequences=PackedSequences(torch.zeros(1, dtype=torch.int64, device=device), (1,)),
+        sequences=PackedSequences(none, ()),
         targets_RK=none.unsqueeze(1),
         inputs=LossInputs({}, datum_of_row=none, num_data=0),
         examples=(),

@@ -22,7 +22,7 @@ from mbridge.core.safetensor_io import SafeTensorIO
 from mbridge.models.llama import LLaMABridge
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -404,8 +404,8 @@ def _adapt(
             weights = bridge._weight_name_mapping_mcore_to_hf(names[f"{name}.weight"])
             adapted = [by_name[weight.removesuffix(".weight")] for weight in weights]
             linears.attach(submodule, adapted, merges.get(last, concatenated))
-        if isinstance(submodule, SequentialMLP):
-            first = f"{name}.local_experts.0"
+        if isinstance(submodule, MoELayer):
+            first = f"{name}.experts.local_experts.0"
             experts.append(_adapt_experts(bridge, linears, submodule, first, by_name, names))
     return linears, experts
 
@@ -413,7 +413,7 @@ def _adapt(
 def _adapt_experts(  # noqa: PLR0917 - as above
     bridge: Any,  # noqa: ANN401 - as above
     linears: AdaptedLinears,
-    experts: SequentialMLP,
+    layer: MoELayer,
     first: str,
     targets: Mapping[str, Target],
     names: Mapping[str, str],
@@ -424,4 +424,4 @@ def _adapt_experts(  # noqa: PLR0917 - as above
         for weight in bridge._weight_name_mapping_mcore_to_hf(names[f"{first}.{linear}.weight"])
     ]
     gate, up, down = (targets[located(weight)[0]] for weight in weights)
-    return GroupedExperts(linears, experts, (gate, up, down), first=located(weights[0])[1])
+    return GroupedExperts(linears, layer, (gate, up, down), first=located(weights[0])[1])

@@ -1,13 +1,13 @@
 """Counts the tokens that megatron-core's routers send to each expert.
 
-The ranks of a replica count the positions that they hold, in their own layers. A pass ends with the
-sum of these counts on all of them.
+The ranks of a replica count the positions that they hold, in their own layers, separately for each
+model of the pass. A pass ends with the sum of these counts on all of them.
 
-Shape legend: L layers of the model, E experts of a layer, S positions of a micro-batch on this
-rank, T of them processed by this rank's routers.
+Shape legend: G models of a pass, L layers of the base, E experts of a layer, S positions of a
+micro-batch on this rank, T of them processed by this rank's routers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -32,9 +32,9 @@ class RouterCounts:
         """
         self._layers, self._experts = module.config.num_layers, module.config.num_moe_experts
         self._device = device
-        self._counts_LE: Tensor | None = None
-        self._is_counted_T: Tensor | None = None
-        """Which positions of the current micro-batch belong to an example."""
+        self._counts_GLE: Tensor | None = None
+        self._is_counted_GT: Sequence[Tensor] = ()
+        """Which positions of the current micro-batch belong to an example of each model."""
         for router in module.modules():
             if isinstance(router, TopKRouter):
                 router.register_forward_hook(self._note)
@@ -42,48 +42,57 @@ class RouterCounts:
     @contextmanager
     def counting(self, micro_batch: MicroBatch) -> Iterator[None]:
         """Count the forward pass of a micro-batch, but not the recomputation of layers."""
-        # A dummy has one position that belongs to no example.
-        if self._experts and micro_batch.pack.examples:
-            self._is_counted_T = self._seen_here(micro_batch)
+        if self._experts:
+            if self._counts_GLE is None:
+                shape = (len(micro_batch.parts), self._layers, self._experts)
+                self._counts_GLE = torch.zeros(shape, dtype=torch.int64, device=self._device)
+            # A dummy has one position that belongs to no example.
+            if micro_batch.has_examples:
+                self._is_counted_GT = self._seen_here(micro_batch)
         try:
             yield
         finally:
-            self._is_counted_T = None
+            self._is_counted_GT = ()
 
-    def sum(self) -> Tensor | None:
-        """Return the counts since the last call, int64 [layers with experts, E].
+    def sums(self, models: int) -> Sequence[Tensor | None]:
+        """Return the counts of each model since the last call, int64 [layers with experts, E].
 
-        Collective over the ranks of a replica. None if there are no experts or no examples.
+        Collective over the ranks of a replica, after at least one micro-batch. None for a model
+        without examples, and if there are no experts.
+
+        Args:
+            models: number of models of the pass.
         """
-        if not self._experts:
-            return None
-        counts_LE, self._counts_LE = self._so_far(), None
+        counts_GLE, self._counts_GLE = self._counts_GLE, None
+        if counts_GLE is None:
+            return [None] * models
         for group in (
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_pipeline_model_parallel_group(),
             parallel_state.get_context_parallel_group(),
         ):
-            dist.all_reduce(counts_LE, group=group)
-        has_experts_L = counts_LE.sum(1) > 0
-        return counts_LE[has_experts_L] if has_experts_L.any() else None
+            dist.all_reduce(counts_GLE, group=group)
+        has_experts_GL = counts_GLE.sum(2) > 0
+        return [
+            counts_LE[has_experts_L] if has_experts_L.any() else None
+            for counts_LE, has_experts_L in zip(counts_GLE, has_experts_GL, strict=True)
+        ]
 
-    def _so_far(self) -> Tensor:
-        if self._counts_LE is None:
-            shape = (self._layers, self._experts)
-            self._counts_LE = torch.zeros(shape, dtype=torch.int64, device=self._device)
-        return self._counts_LE
-
-    def _seen_here(self, micro_batch: MicroBatch) -> Tensor:
-        is_kept_S = torch.zeros(len(micro_batch.ids_S), dtype=torch.bool, device=self._device)
-        is_kept_S[micro_batch.kept_M] = True
-        # Between layers, tensor-parallel ranks hold equal, consecutive parts of the positions.
-        parts = is_kept_S.chunk(parallel_state.get_tensor_model_parallel_world_size())
-        here: Tensor = parts[parallel_state.get_tensor_model_parallel_rank()]
-        return here
+    def _seen_here(self, micro_batch: MicroBatch) -> Sequence[Tensor]:
+        seen = []
+        for part in micro_batch.parts:
+            is_kept_S = torch.zeros(len(micro_batch.ids_S), dtype=torch.bool, device=self._device)
+            is_kept_S[micro_batch.kept_M[part.kept]] = True
+            # Between layers, tensor-parallel ranks hold equal, consecutive parts of the positions.
+            parts = is_kept_S.chunk(parallel_state.get_tensor_model_parallel_world_size())
+            seen.append(parts[parallel_state.get_tensor_model_parallel_rank()])
+        return seen
 
     def _note(self, router: nn.Module, _inputs: object, outputs: tuple[Tensor, Tensor]) -> None:
-        if self._is_counted_T is None:
+        if self._counts_GLE is None or not self._is_counted_GT:
             return
         _, is_sent_TE = outputs
         # Layers are numbered from 1 over all pipeline stages.
-        self._so_far()[int(router.layer_number) - 1] += is_sent_TE[self._is_counted_T].sum(0)  # type: ignore[arg-type] # an int, typed as any attribute
+        layer = int(router.layer_number) - 1  # type: ignore[arg-type] # an int, typed as any attribute
+        for counts_LE, is_counted_T in zip(self._counts_GLE, self._is_counted_GT, strict=True):
+            counts_LE[layer] += is_sent_TE[is_counted_T].sum(0)

@@ -4,12 +4,17 @@ Each sequence is split into two chunks per rank; a rank holds one from the front
 from the back, which balances attention. megatron-core's rotary positions assume the same split.
 Sequences are padded where necessary, with positions that nothing attends to.
 
+A micro-batch has the sequences of one model, or those of several one after another. What a rank
+holds of a model is therefore a range too.
+
 Shape legend: P positions of all sequences, S of them on this rank, sequence by sequence in
-ascending order; R positions that belong to an example, M of those on this rank; N sequences.
+ascending order; R positions that belong to an example, M of those on this rank; N sequences; K
+targets per position.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -17,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import padded_lengths
 from tinkercloud_worker.training.collate import Pack
 
@@ -37,17 +43,42 @@ class DividedSequences(PackedSeqParams):  # type: ignore[misc] # megatron-core h
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class MicroBatch:
-    """A pack, and the part of it on this rank."""
+class Part:
+    """What a micro-batch has of one model."""
 
     pack: Pack
+    """Its examples; it may have none."""
+    rows: slice
+    """Range of its positions among the R of all packs."""
+    held: slice
+    """Range among the S positions on this rank."""
+    kept: slice
+    """Range among the M positions on this rank that belong to an example."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class MicroBatch:
+    """Packs of one or several models, and the part of them on this rank."""
+
+    parts: Sequence[Part]
+    """One for each model, in the order of positions; together they have all positions."""
     sequences: DividedSequences
     ids_S: Tensor
     """int64 token ids; those of padding are arbitrary."""
     kept_M: Tensor
     """int64: indices of the positions on this rank that belong to an example."""
     places_M: Tensor
-    """int64: indices of these positions in the pack."""
+    """int64, ascending: indices of these positions in the packs."""
+
+    @property
+    def has_examples(self) -> bool:
+        """Whether any position belongs to an example."""
+        return any(part.pack.examples for part in self.parts)
+
+    def targets(self) -> Tensor:
+        """Return the targets of all packs, [R, K]. There must be examples."""
+        packs = [part.pack for part in self.parts]
+        return torch.cat([pack.targets_RK for pack in packs if pack.examples])
 
 
 class SequenceDivision:
@@ -61,17 +92,19 @@ class SequenceDivision:
         self.chunks = self._chunks_of(group.rank())
         """Indices of the chunks on this rank."""
 
-    def micro_batch(self, pack: Pack, pad_to_multiple_of: int) -> MicroBatch:
-        """Return this rank's part of a pack.
+    def micro_batch(self, packs: Sequence[Pack], pad_to_multiple_of: int) -> MicroBatch:
+        """Return this rank's part of packs.
 
         Args:
-            pack: the full pack, the same on every rank; or a single position without an example.
+            packs: the full packs, each of another model, the same on every rank. At least one has
+                a position, which may be without an example.
             pad_to_multiple_of: each sequence is padded to a multiple of this number of tokens,
                 itself a multiple of the number of chunks.
         """
-        ids_R = pack.sequences.ids_R
-        lengths = padded_lengths(pack.sequences.lengths, pad_to_multiple_of)
-        places = torch.arange(len(ids_R)).split(pack.sequences.lengths)
+        sequences = PackedSequences.joined([pack.sequences for pack in packs])
+        ids_R = sequences.ids_R
+        lengths = padded_lengths(sequences.lengths, pad_to_multiple_of)
+        places = torch.arange(len(ids_R)).split(sequences.lengths)
         place_P = torch.cat(
             [
                 nn.functional.pad(place, (0, length - len(place)), value=-1)
@@ -80,13 +113,13 @@ class SequenceDivision:
         )
         place_S = place_P[self._held(lengths, self.group.rank())]
         kept_M = (place_S >= 0).nonzero()[:, 0]
-        device = ids_R.device
+        places_M, device = place_S[kept_M], ids_R.device
         return MicroBatch(
-            pack=pack,
+            parts=self._parts(packs, lengths, places_M),
             sequences=self._sequences(lengths, device),
             ids_S=ids_R[place_S.clamp(min=0).to(device)],
             kept_M=kept_M.to(device),
-            places_M=place_S[kept_M].to(device),
+            places_M=places_M.to(device),
         )
 
     def whole(self, part: Tensor, sequences: DividedSequences) -> Tensor:
@@ -99,6 +132,28 @@ class SequenceDivision:
             return part
         gathered: Tensor = gather_from_sequence_parallel_region(part, group=self.group)
         return gathered[sequences.order_P]
+
+    def _parts(
+        self, packs: Sequence[Pack], lengths: Sequence[int], places_M: Tensor
+    ) -> Sequence[Part]:
+        """Return the part of each pack.
+
+        Args:
+            packs: all packs.
+            lengths: padded lengths of all their sequences.
+            places_M: see `MicroBatch`, on the CPU.
+        """
+        rows = list(accumulate((len(pack.sequences.ids_R) for pack in packs), initial=0))
+        # Of each sequence every rank holds as many positions.
+        ends = [0, *(end // self.group.size() for end in accumulate(lengths))]
+        numbers = accumulate((len(pack.sequences.lengths) for pack in packs), initial=0)
+        held = [ends[number] for number in numbers]
+        kept = torch.searchsorted(places_M, torch.tensor(rows)).tolist()
+        ranges = [[slice(*ends) for ends in pairwise(bounds)] for bounds in (rows, held, kept)]
+        return [
+            Part(pack=pack, rows=own_rows, held=own_held, kept=own_kept)
+            for pack, own_rows, own_held, own_kept in zip(packs, *ranges, strict=True)
+        ]
 
     def _chunks_of(self, rank: int) -> tuple[int, ...]:
         return (rank, self.multiple - 1 - rank) if self.multiple > 1 else (0,)
