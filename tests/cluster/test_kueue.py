@@ -132,6 +132,37 @@ def test_a_session_waits_until_another_releases_its_quota(sessions: Sessions) ->
     sessions.wait_for("second", "condition=Ready")
 
 
+def test_spares_make_room_for_a_session_whose_ray_cluster_a_resource_quota_rejects(
+    sessions: Sessions, kueue: Kueue
+) -> None:
+    kueue.offer(sessions.namespace, gpus=2 * ONE_SESSION, **FLAVOR)
+    sessions.cluster.apply(queued_model(sessions.namespace, warmSpares=1))
+
+    def free_spares() -> list[str]:
+        found = sessions.cluster.objects("tsess", sessions.namespace)
+        return [each["metadata"]["name"] for each in found if each["spec"].get("role") == "Spare"]
+
+    wait_until(lambda: len(free_spares()) == 1, "a spare", SOON_SECONDS)
+    [spare] = free_spares()
+    sessions.wait_for(spare, "condition=Ready")
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "clusters", "namespace": sessions.namespace},
+        "spec": {"hard": {"count/rayclusters.ray.io": "1"}},
+    }
+    sessions.cluster.apply(quota)
+    try:
+        sessions.make("first", trainer={"replicas": 1})
+        sessions.wait_for("first", "condition=Ready")
+
+        assert spare not in free_spares()
+    finally:
+        where = ("-n", sessions.namespace)
+        sessions.cluster.kubectl("delete", "resourcequota", "clusters", *where)
+        sessions.cluster.apply(queued_model(sessions.namespace))
+
+
 def test_a_suspended_session_frees_its_quota_and_is_queued_on_resume(sessions: Sessions) -> None:
     sessions.make_ready("first")
     sessions.make("second")

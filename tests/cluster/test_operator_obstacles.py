@@ -77,8 +77,11 @@ def test_a_session_waits_for_an_exhausted_quota(sessions: Sessions) -> None:
     sessions.cluster.apply(a_quota(sessions.namespace, pods="3"))
 
     sessions.make("one")
-    sessions.wait_for_reason("one", "QuotaExceeded")
+    sessions.wait_for_reason("one", "NamespaceQuotaExceeded")
 
+    message = sessions.condition("one", "Ready")["message"]
+    assert "exceeded quota: quota" in message
+    assert "limited: pods=3" in message
     assert sessions.status("one")["phase"] == "Queued"
     assert sessions.condition("one", "Stalled")["status"] == "False"
     sessions.cluster.apply(a_quota(sessions.namespace, pods="8"))

@@ -73,10 +73,12 @@ class Reason(StrEnum):
     NEVER_FITS = "NeverFits"
     """Every node that matches one of the session's pods is too small for it. Stalled."""
     QUOTA_TOO_SMALL = "QuotaTooSmall"
-    """The quota of the queue or the namespace is smaller than the session needs. Stalled."""
+    """A ResourceQuota of the namespace is smaller than the session needs. Stalled."""
     QUOTA_EXCEEDED = "QuotaExceeded"
-    """The namespace's quota or a limit of the owner's Tenant is in use, or the owner has reached
-    the BaseModel's maximum number of live sessions. The session waits."""
+    """A limit of the owner's Tenant is in use, or the owner has reached the BaseModel's maximum
+    number of live sessions. The session waits."""
+    NAMESPACE_QUOTA_EXCEEDED = "NamespaceQuotaExceeded"
+    """Others use up a ResourceQuota of the namespace. The session waits."""
     QUEUED = "Queued"
     """Kueue has not admitted the session yet, or older sessions are waiting for the same nodes. The
     session waits."""

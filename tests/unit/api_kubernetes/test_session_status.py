@@ -82,6 +82,7 @@ def test_a_session_without_status_waits_for_the_operator() -> None:
         (Reason.UNSCHEDULABLE, "paused_capacity"),
         (Reason.SCHEDULING_GATED, "paused_capacity"),
         (Reason.QUOTA_EXCEEDED, "paused_capacity"),
+        (Reason.NAMESPACE_QUOTA_EXCEEDED, "paused_capacity"),
         (Reason.PROVISIONING, "active"),
         (Reason.IMAGE_PULL_BACK_OFF, "active"),
     ],

@@ -319,13 +319,13 @@ QUOTA = "exceeded quota: q, requested: {0}, used: {1}, limited: requests.nvidia.
     [
         (
             QUOTA.format("requests.nvidia.com/gpu=4", "requests.nvidia.com/gpu=8"),
-            Reason.QUOTA_EXCEEDED,
+            Reason.NAMESPACE_QUOTA_EXCEEDED,
         ),
         (
             QUOTA.format("requests.nvidia.com/gpu=16", "requests.nvidia.com/gpu=0"),
             Reason.QUOTA_TOO_SMALL,
         ),
-        ("exceeded quota: of an unknown form", Reason.QUOTA_EXCEEDED),
+        ("exceeded quota: of an unknown form", Reason.NAMESPACE_QUOTA_EXCEEDED),
         ("admission webhook denied the request", Reason.APPLY_FAILED),
     ],
 )

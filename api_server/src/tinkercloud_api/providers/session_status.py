@@ -32,6 +32,7 @@ _QUEUE_STATES: dict[str, QueueState] = {
     Reason.SCHEDULING_GATED: "paused_capacity",
     Reason.POOL_FULL: "paused_capacity",
     Reason.QUOTA_EXCEEDED: "paused_capacity",
+    Reason.NAMESPACE_QUOTA_EXCEEDED: "paused_capacity",
 }
 """SDK queue states of reasons that need external action; all other reasons are `active`."""
 

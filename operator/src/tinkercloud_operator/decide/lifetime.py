@@ -73,6 +73,8 @@ _AVAILABILITY_STEPS = (ConditionType.ACCEPTED, ConditionType.QUOTA_RESERVED, Con
 """Conditions that must be True before a session can be used."""
 _STARTING = frozenset({Reason.PROVISIONING, Reason.HEAD_STARTING, Reason.LOADING})
 """Reasons of sessions that are starting normally but cannot be used yet."""
+_QUEUED = frozenset({Reason.QUEUED, Reason.QUOTA_EXCEEDED, Reason.NAMESPACE_QUOTA_EXCEEDED})
+"""Reasons of sessions that may start once others end."""
 
 ACTIVITY_DELAY = timedelta(seconds=labels.LAST_ACTIVITY_SECONDS + 30)
 """Upper bound on the delay between a request and its record on the session: the API server writes
@@ -281,7 +283,7 @@ def _abandoned_at(observed: Observed) -> datetime | None:
 def _is_queued(observed: Observed) -> bool:
     """Return whether the session waits for Kueue or a quota, according to the last status."""
     condition = find(observed.status.conditions, ConditionType.QUOTA_RESERVED)
-    return condition is not None and condition.reason in {Reason.QUEUED, Reason.QUOTA_EXCEEDED}
+    return condition is not None and condition.reason in _QUEUED
 
 
 def _was_suspended_by_owner(observed: Observed) -> bool:

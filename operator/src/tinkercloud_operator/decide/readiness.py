@@ -265,7 +265,8 @@ def _rejected(message: str) -> StepStatus:
         reason = Reason.KUBERAY_TOO_OLD
         message = f"requires KubeRay {KUBERAY_MINIMUM} or newer, including its CRDs: {message}"
     if "exceeded quota" in message:
-        reason = Reason.QUOTA_TOO_SMALL if _never_within(message) else Reason.QUOTA_EXCEEDED
+        is_too_small = _never_within(message)
+        reason = Reason.QUOTA_TOO_SMALL if is_too_small else Reason.NAMESPACE_QUOTA_EXCEEDED
     return StepStatus(is_reached=False, reason=reason, message=message)
 
 

@@ -17,7 +17,7 @@ from tinkercloud_operator.decide.session_index import age, is_live
 from tinkercloud_operator.decide.spares import Spare, SparesFacts, Taker
 from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
 
-_SHORT = frozenset({Reason.QUEUED, Reason.UNSCHEDULABLE, Reason.QUOTA_EXCEEDED})
+_SHORT = frozenset({Reason.QUEUED, Reason.UNSCHEDULABLE, Reason.NAMESPACE_QUOTA_EXCEEDED})
 """Reasons of sessions that would start if other pods ended."""
 _WITHOUT_CLUSTER = frozenset({"Suspending", "Suspended", "Finished"})
 """Phases of sessions whose cluster is no longer needed."""
@@ -36,12 +36,7 @@ def is_short(session: Manifest) -> bool:
     if is_spare(session) or session["spec"].get("sharing") == "Shared" or not is_live(session):
         return False
     ready = condition(session, ConditionType.READY)
-    is_waiting_for_tenant = (
-        condition(session, ConditionType.QUOTA_RESERVED).get("reason") == Reason.QUOTA_EXCEEDED
-    )
     is_accepted = condition(session, ConditionType.ACCEPTED).get("status") == "True"
-    if is_waiting_for_tenant:
-        return False
     return is_accepted and ready.get("status") == "False" and ready.get("reason") in _SHORT
 
 

@@ -233,6 +233,7 @@ def phase(observed: Observed, decision: Decision | None, ready: StepStatus) -> P
     phases: Mapping[Reason, Phase] = {
         Reason.QUEUED: "Queued",
         Reason.QUOTA_EXCEEDED: "Queued",
+        Reason.NAMESPACE_QUOTA_EXCEEDED: "Queued",
         Reason.POOL_FULL: "Queued",
         Reason.HEAD_STARTING: "Loading",
         Reason.LOADING: "Loading",
