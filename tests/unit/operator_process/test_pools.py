@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds import labels
+from tinkercloud_operator.decide import head_answers
 from tinkercloud_operator.decide.actions import GiveAway, HeadRequest, TakeBack
 from tinkercloud_operator.decide.pool_model import Cluster
 from tinkercloud_operator.decide.pools import pool_status
@@ -43,8 +44,14 @@ class StubHeads(HeadClient):
         self.most: dict[str, int] = {}
         """How many models each can hold, by the name of its session."""
         self.is_silent = False
+        self.answers: dict[str, asyncio.Event] = {}
+        """When those answer that do not at once, by the name of their session."""
+        self.asked: list[str] = []
 
     async def most_models(self, session: str, url: str) -> int | None:
+        self.asked.append(session)
+        if session in self.answers:
+            await self.answers[session].wait()
         if self.is_silent:
             raise TimeoutError
         return self.most.get(session)
@@ -220,20 +227,86 @@ async def test_a_head_whose_memory_is_full_gets_no_run_although_its_cluster_has_
         await reached(lambda: place_of(operator, "two") == "pool-a")
 
 
+def a_head(name: str = "a") -> Cluster:
+    unused_since = datetime(2026, 1, 1, tzinfo=UTC)
+    return Cluster(name, True, False, unused_since, endpoint="http://head", incarnation="i1")
+
+
 async def test_what_a_head_has_measured_counts_while_it_does_not_answer(
     operator: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_memory, "ASK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(head_answers, "ASK_AGAIN_SECONDS", 0.0)
     memory = PoolMemory(operator.heads)
-    unused_since = datetime(2026, 1, 1, tzinfo=UTC)
-    head = Cluster("a", True, False, unused_since, endpoint="http://head", incarnation="i1")
     operator.heads.most["a"] = 1
-    await memory.ask([head])
+    await memory.ask([a_head()], lambda: None)
 
     operator.heads.is_silent = True
-    await memory.ask([head])
+    await memory.ask([a_head()], lambda: None)
 
+    assert operator.heads.asked == ["a", "a"]
     assert memory.most_models == {"i1": 1}
+
+
+async def test_nobody_waits_for_a_head_that_did_not_answer_last_time(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_answers, "ASK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(pool_memory, "_WAIT_SECONDS", math.inf)
+    memory, heads = PoolMemory(operator.heads), operator.heads
+    heads.is_silent = True
+    await memory.ask([a_head()], lambda: None)
+    heads.is_silent, heads.most["a"] = False, 2
+    answers = heads.answers["a"] = asyncio.Event()
+    changed = asyncio.Event()
+
+    await memory.ask([a_head()], changed.set)
+
+    assert memory.most_models == {}
+    answers.set()
+    await changed.wait()
+    assert memory.most_models == {"i1": 2}
+
+
+async def test_a_head_that_hangs_delays_no_run_of_another_pool(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_memory, "_WAIT_SECONDS", 0.01)
+    operator.heads.answers["pool-a"] = asyncio.Event()
+    other = a_base_model_manifest("other", sharing="Shared", modelName="Other/Model")
+    operator.see("BaseModel", other)
+    operator.see_cluster(endpoint="http://head", incarnation="i1")
+    operator.see_run("one")
+    here = a_session_manifest("pool-b", role="Pool", lora=None, baseModel="Other/Model")
+    operator.see("TrainingSession", here, conditions=[READY])
+    run = a_session_manifest(
+        "two", sharing="Shared", modelId="two:train:0", baseModel="Other/Model"
+    )
+    run["metadata"]["finalizers"] = [labels.FINALIZER]
+    operator.see("TrainingSession", run, conditions=[ACCEPTED])
+
+    with operator.working():
+        await reached(lambda: place_of(operator, "two") == "pool-b")
+        assert operator.heads.asked == ["pool-a"]
+
+
+async def test_a_late_answer_of_a_head_gives_a_run_that_waits_its_place(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_memory, "_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(head_answers, "ASK_AGAIN_SECONDS", 0.0)
+    operator.heads.most["pool-a"] = 1
+    operator.see_cluster(endpoint="http://head", incarnation="i1")
+    operator.see_run("one", cluster="pool-a")
+    operator.see_run("two")
+
+    with operator.working():
+        await reached(lambda: "room for fewer" in (operator.pools.waiting_message("two") or ""))
+        answers = operator.heads.answers["pool-a"] = asyncio.Event()
+        operator.see_change("two")
+        await reached(lambda: len(operator.heads.asked) > 1)
+        operator.heads.most["pool-a"] = 2
+        answers.set()
+        await reached(lambda: place_of(operator, "two") == "pool-a")
 
 
 async def test_what_a_head_has_measured_does_not_count_for_the_next_one(

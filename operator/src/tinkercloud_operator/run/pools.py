@@ -12,6 +12,7 @@ from tinkercloud_kube.errors import AlreadyExists, KubernetesError, NotFound
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.children.pool_cluster import pool_cluster
 from tinkercloud_operator.decide.actions import GiveAway, TakeBack
+from tinkercloud_operator.decide.head_answers import ASK_AGAIN_SECONDS
 from tinkercloud_operator.decide.pool_facts import (
     is_cluster,
     is_member,
@@ -21,7 +22,7 @@ from tinkercloud_operator.decide.pool_facts import (
 from tinkercloud_operator.decide.pool_model import PoolFacts
 from tinkercloud_operator.decide.pool_moves import is_emptied
 from tinkercloud_operator.decide.pools import plan_pool
-from tinkercloud_operator.run.pool_memory import ASK_AGAIN_SECONDS, PoolMemory
+from tinkercloud_operator.run.pool_memory import PoolMemory
 from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.run.spares import Spares
 from tinkercloud_operator.run.store import Watched
@@ -189,6 +190,12 @@ class Pools:
 
     async def work(self) -> None:
         """Maintain the pools, forever; one worker, so that no slot is assigned twice."""
+        try:
+            await self._work()
+        finally:
+            self._memory.close()
+
+    async def _work(self) -> None:
         while True:
             name = await self._queue.take()
             try:
@@ -245,7 +252,7 @@ class Pools:
         facts = self.facts(model_name)
         if facts.pool is None or not (facts.unplaced() or len(facts.clusters) > 1):
             return facts
-        await self._memory.ask(facts.clusters)
+        await self._memory.ask(facts.clusters, lambda: self._queue.add(model_name))
         if facts.unplaced() and any(
             facts.is_measured(cluster) for cluster in self.facts(model_name).clusters
         ):
