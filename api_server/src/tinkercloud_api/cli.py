@@ -375,6 +375,10 @@ def plan_model(
     ] = None,
     lora_rank: Annotated[int, typer.Option(min=1, max=1024, help="Maximum LoRA rank.")] = 32,
     *,
+    pool_slots: Annotated[
+        int,
+        typer.Option(min=1, max=1000, help="Runs that share a cluster of a pool. 1: no pool."),
+    ] = 1,
     full: Annotated[
         bool, typer.Option("--full", help="Plan full fine-tuning instead of LoRA.")
     ] = False,
@@ -390,6 +394,7 @@ def plan_model(
             gpus_per_node=gpus_per_node,
             sequence_length=sequence_length,
             lora_rank=None if full else lora_rank,
+            pool_slots=pool_slots,
         )
         manifest = planning.base_model(plan, model) if as_json else None
     except planning.CannotPlan as error:

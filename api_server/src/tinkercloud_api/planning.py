@@ -39,7 +39,13 @@ class CannotPlan(Exception):
 
 
 def plan(
-    model: str, gpus: str, *, gpus_per_node: int, sequence_length: int | None, lora_rank: int | None
+    model: str,
+    gpus: str,
+    *,
+    gpus_per_node: int,
+    sequence_length: int | None,
+    lora_rank: int | None,
+    pool_slots: int,
 ) -> ModelPlan:
     """Plan the training and sampling of a model.
 
@@ -50,6 +56,7 @@ def plan(
         sequence_length: longest sequence, in tokens; None means the model's own limit, at most
             32768.
         lora_rank: largest LoRA rank; None for full fine-tuning.
+        pool_slots: runs on one cluster of a pool; 1 if each run has its own pods.
 
     Raises:
         CannotPlan: the model's configuration cannot be read, the kind of GPU is unknown, or the
@@ -63,6 +70,7 @@ def plan(
             parse(gpus, gpus_per_node),
             sequence_length=longest if sequence_length is None else sequence_length,
             lora_rank=lora_rank,
+            slots=pool_slots,
         )
     except (architecture.UnknownArchitecture, UnknownGpus, DoesNotFit) as error:
         raise CannotPlan(f"{model}: {error}") from error

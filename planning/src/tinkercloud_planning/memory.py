@@ -123,6 +123,7 @@ def training(
     tokens: int,
     lora_rank: int | None,
     kernels: Kernels,
+    models: int = 1,
     reserve: int = 0,
     neighbour: int = 0,
 ) -> GpuMemory:
@@ -134,12 +135,13 @@ def training(
         tokens: Tokens of one micro-batch.
         lora_rank: Rank of the adapter; None for full fine-tuning.
         kernels: Kernels of the trainer.
+        models: Number of models that are trained in turns.
         reserve: Unavailable bytes.
         neighbour: Bytes that an engine keeps on the same GPU.
     """
     stages = (
         stage.with_tokens(tokens, reserve=reserve, neighbour=neighbour)
-        for stage in _stages(architecture, layout, lora_rank, kernels)
+        for stage in _stages(architecture, layout, lora_rank, kernels, models)
     )
     return max(stages, key=lambda memory: memory.total)
 
@@ -167,6 +169,7 @@ def largest_micro_batch(
     available: int,
     lora_rank: int | None,
     kernels: Kernels,
+    models: int = 1,
 ) -> int:
     """Return the maximum tokens of a micro-batch; 0 or less if the model alone does not fit.
 
@@ -176,8 +179,9 @@ def largest_micro_batch(
         available: Available bytes per GPU.
         lora_rank: Rank of the adapter; None for full fine-tuning.
         kernels: Kernels of the trainer.
+        models: Number of models that are trained in turns.
     """
-    stages = _stages(architecture, layout, lora_rank, kernels)
+    stages = _stages(architecture, layout, lora_rank, kernels, models)
     return min(stage.most_tokens(available) for stage in stages)
 
 
@@ -273,7 +277,11 @@ def _adapted(architecture: Architecture) -> Iterator[Matrix]:
 
 
 def _stages(
-    architecture: Architecture, layout: Layout, lora_rank: int | None, kernels: Kernels
+    architecture: Architecture,
+    layout: Layout,
+    lora_rank: int | None,
+    kernels: Kernels,
+    models: int = 1,
 ) -> Iterator[_Stage]:
     per_stage = architecture.layers // layout.pipeline
     undivided = _undivided_width(architecture)
@@ -301,7 +309,9 @@ def _stages(
         yield _Stage(
             weights=frozen * _WEIGHT_BYTES,
             images=tower.image_bytes + _KEPT_FEATURES if tower else 0,
-            trained=_TRAINED_BYTES * (parameters if lora_rank is None else lora_rank * width),
+            trained=models
+            * _TRAINED_BYTES
+            * (parameters if lora_rank is None else lora_rank * width),
             rounded=0 if lora_rank is not None else _rounded(parameters, kinds, layout),
             per_token=kept + working,
             logits=_LOGITS_BYTES if is_last else 0,

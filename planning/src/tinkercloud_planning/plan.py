@@ -40,13 +40,17 @@ _SHARED_MEMORY_GIB_PER_GPU = 2
 """In addition to Ray's object store."""
 _POD_MEMORY_GIB = 16
 """Memory of a pod or a colocated engine, in addition to twice the weights that it loads onto its
-GPUs, or twice the trained state, whichever is larger: during a transfer, both the rank and Ray's
-object store hold the state. The two never happen at the same time."""
+GPUs, or its shared memory, where Ray's object store holds the state of a model: a state on its way
+to ranks is in the store of their node once, and of one that leaves them the node's parts. The two
+never happen at the same time."""
 _SCRATCH_GIB = 16
 """Scratch space of a pod, in addition to the model, which it may have to download, and of a head,
 in addition to the snapshots of a whole model."""
 _SNAPSHOTS = 2
 """Snapshots of a model on the disk of a head: the last one, and the one that replaces it."""
+_JOURNAL_GIB = 0.5
+"""Largest size of the journal of a run at which a snapshot replaces it
+(`DurabilityConfig.max_journal_bytes`)."""
 _HEAD_CORES = 4
 _HEAD_MEMORY_GIB = 12
 """Memory of a head, in addition to models: waiting requests, results, sampled adapters."""
@@ -177,12 +181,15 @@ class ModelPlan:
 
         The model's name, its source and the head's image are missing.
         """
+        slots = self.demand.slots
+        shared = {"sharing": "Shared", "pool": {"slotsPerCluster": slots}} if slots > 1 else {}
         return {
+            **shared,
             "maxContextLength": self.demand.sequence_length,
             "limits": {"maxLoraRank": self.demand.sampled_rank},
             "head": {
                 "resources": _written(self.head),
-                "suspendSeconds": suspend_seconds(_state(self.demand)),
+                "suspendSeconds": suspend_seconds(slots * _state(self.demand)),
             },
             "trainer": _written(self.trainer),
             "sampler": _written(self.sampler),
@@ -204,7 +211,12 @@ class TrainerPlan:
 
 
 def plan(
-    architecture: Architecture, fleet: Fleet, *, sequence_length: int, lora_rank: int | None
+    architecture: Architecture,
+    fleet: Fleet,
+    *,
+    sequence_length: int,
+    lora_rank: int | None,
+    slots: int = 1,
 ) -> ModelPlan:
     """Return how to train and sample a model on all of the given GPUs.
 
@@ -213,6 +225,7 @@ def plan(
         fleet: The GPUs.
         sequence_length: Maximum sequence length in tokens.
         lora_rank: Maximum rank of an adapter; None for full fine-tuning.
+        slots: Number of adapters on one cluster of a pool; 1 if there is no pool.
 
     Raises:
         DoesNotFit: There is no plan; the message says what would fit.
@@ -224,7 +237,12 @@ def plan(
             f" (max_position_embeddings or, if smaller, its sliding_window, because engines attend"
             f" to whole sequences; at most {MAX_TOKENS})"
         )
-    demand = Demand(architecture, sequence_length, lora_rank)
+    if lora_rank is None and slots > 1:
+        raise DoesNotFit(
+            f"slots: {slots}, but a fully fine-tuned model has a cluster of its own; plan adapters"
+            " (a LoRA rank) for a pool, or one slot"
+        )
+    demand = Demand(architecture, sequence_length, lora_rank, slots)
     division = divide(demand, fleet)
     if division is None:
         raise refusal(demand, fleet)
@@ -295,13 +313,16 @@ def _head_memory_gib(demand: Demand) -> int:
 
 def _head_scratch_gib(demand: Demand) -> int:
     snapshots = _SNAPSHOTS * _state(demand) / GIB
-    if demand.lora_rank is not None:
+    if demand.lora_rank is None:
+        return _SCRATCH_GIB + ceil(snapshots / WHOLE_MODEL_SHARE)
+    if demand.slots == 1:
         return max(_SCRATCH_GIB, ceil(snapshots / (JOURNALS_SHARE - JOURNAL_SHARE)))
-    return _SCRATCH_GIB + ceil(snapshots / WHOLE_MODEL_SHARE)
+    return max(_SCRATCH_GIB, ceil(demand.slots * (snapshots + _JOURNAL_GIB) / JOURNALS_SHARE))
 
 
 def _pod_memory_gib(gpus: int, weights: int, state: int) -> int:
-    return _POD_MEMORY_GIB + -(-2 * max(gpus * weights, state) // GIB)
+    shared = _SHARED_MEMORY_GIB_PER_GPU * gpus + _store_gib(state)
+    return _POD_MEMORY_GIB + max(-(-2 * gpus * weights // GIB), shared)
 
 
 def _store_gib(passing: int) -> int:
@@ -447,16 +468,19 @@ def _why_scratch(demand: Demand) -> list[Reason]:
     needed = _head_scratch_gib(demand)
     if needed == _SCRATCH_GIB:
         return []
+    size = f"{_SNAPSHOTS} snapshots of {_state(demand) / 1e9:.1f} GB"
     share = WHOLE_MODEL_SHARE if demand.lora_rank is None else JOURNALS_SHARE - JOURNAL_SHARE
     why = (
-        f"{_SNAPSHOTS} snapshots of {_state(demand) / 1e9:.1f} GB may take {share:.0%} of it; with"
-        " less, the run is not durable (head.durability)"
+        f"{size} may take {share:.0%} of it; with less, the run is not durable (head.durability)"
+        if demand.slots == 1
+        else f"{demand.slots} runs, each with {size} and a journal, may take {JOURNALS_SHARE:.0%}"
+        " of it; with less, some are not durable (head.durability)"
     )
     return [Reason("scratch space", f"{needed} GiB of the head", why)]
 
 
 def _why_saving(demand: Demand) -> Reason:
-    state, rate = _state(demand), STORE_BYTES_PER_SECOND // 1_000_000
+    state, rate = demand.slots * _state(demand), STORE_BYTES_PER_SECOND // 1_000_000
     why = f"{state / 1e9:.1f} GB of values and moments at {rate} MB/s, twice that, and a minute"
     return Reason("suspendSeconds", str(suspend_seconds(state)), why)
 

@@ -28,6 +28,8 @@ def refusal(demand: Demand, fleet: Fleet) -> DoesNotFit:
         )
     model = demand.architecture
     what = "full fine-tuning" if demand.lora_rank is None else f"LoRA of rank {demand.lora_rank}"
+    if demand.slots > 1:
+        what = f"{what} for {demand.slots} runs that share a cluster (--pool-slots)"
     remedies = _remedies(demand, fleet)
     would = (
         f"What would fit: {'; '.join(remedies)}."

@@ -41,6 +41,8 @@ class Demand:
     """Maximum length of trained and sampled sequences, in tokens."""
     lora_rank: int | None
     """Maximum rank of an adapter; None for full fine-tuning."""
+    slots: int = 1
+    """Number of adapters that share the trainer: the sessions of a pool on one cluster."""
 
     @property
     def sampled_rank(self) -> int:
@@ -70,6 +72,7 @@ class Demand:
             tokens=tokens,
             lora_rank=self.lora_rank,
             kernels=self.kernels,
+            models=self.slots,
             reserve=reserve,
             neighbour=neighbour,
         )
@@ -224,6 +227,7 @@ def micro_batch_tokens(demand: Demand, layout: Layout, available: int) -> int | 
         available=available,
         lora_rank=demand.lora_rank,
         kernels=demand.kernels,
+        models=demand.slots,
     )
     tokens = min(
         largest // _MICRO_BATCH_ROUNDING * _MICRO_BATCH_ROUNDING, demand.most_tokens(layout)

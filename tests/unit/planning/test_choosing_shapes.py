@@ -180,9 +180,10 @@ def test_host_memory_holds_what_is_trained_as_it_passes_through(
 
     # Values and two moments, in float32.
     state = 12 * numbers
+    # A head reads or writes what its store holds; ranks take their part from there to their GPUs.
+    assert gib(made.head.memory) >= 2 * state
     for resources in (made.trainer.resources, made.head):
         assert 0.8 * gib(resources.shared_memory) >= state
-        assert gib(resources.memory) >= 2 * state
         assert gib(resources.memory) >= gib(resources.shared_memory)
 
 

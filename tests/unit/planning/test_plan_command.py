@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,10 +19,14 @@ from typer.testing import CliRunner, Result
 from tinkercloud_api.cli import app
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.shapes import Parallelism
+from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator.children.engines import sampler_config
 from tinkercloud_operator.children.raycluster import ray_cluster
 from tinkercloud_operator.children.support_objects import head_config
 from tinkercloud_operator.spec.resolved import Devices
+from tinkercloud_planning import families
+from tinkercloud_planning.gpus import parse
+from tinkercloud_planning.plan import plan as make_plan
 from tinkercloud_testing.sessions import a_build, a_session
 
 CONFIGS: dict[str, Any] = {
@@ -333,6 +338,56 @@ def test_both_snapshots_of_a_whole_model_fit_the_scratch_space_of_its_plan(qwen3
     printed = " ".join(run(qwen3_8b, "--gpus", "8xH100", "--full").output.split())
     assert "scratch space 322 GiB of the head 2 snapshots of 98.3 GB may take 60%" in printed
     assert planned(qwen3_8b, "--gpus", "8xH100")["spec"]["head"]["resources"]["scratch"] == "16Gi"
+
+
+@pytest.mark.parametrize("slots", [2, 3, 16])
+def test_all_runs_of_a_pool_s_cluster_fit_its_gpus_and_its_scratch_space(
+    slots: int, qwen3_8b: str
+) -> None:
+    pool = ("--gpus", "8xH100", "--lora-rank", "64", "--pool-slots", str(slots))
+
+    plan = planned(qwen3_8b, *pool)["spec"]
+
+    assert plan["sharing"] == "Shared"
+    assert plan["pool"] == {"slotsPerCluster": slots}
+    spec = BaseModelSpec.model_validate({**plan, "head": {**plan["head"], "image": "worker"}})
+    cluster = TrainingSessionSpec(base_model=spec.model_name, role="Pool", owner="pool")
+    durability = head_config(a_build(spec, cluster)).durability
+    assert durability.max_disk_bytes is not None
+    state = 12 * 64 * 2_727_936
+    assert durability.max_disk_bytes >= slots * (2 * state + durability.max_journal_bytes)
+    architecture = families.read(CONFIGS["Qwen/Qwen3-8B"])
+    one = make_plan(architecture, parse("8xH100", 8), sequence_length=32768, lora_rank=64)
+    all_of_them = make_plan(
+        architecture, parse("8xH100", 8), sequence_length=32768, lora_rank=64, slots=slots
+    )
+    memory = all_of_them.division.trainer.memory
+    assert memory.trained >= slots * one.division.trainer.memory.trained
+    assert memory.total <= all_of_them.fleet.gpu.memory
+
+
+def test_more_runs_than_the_gpus_hold_are_refused_with_their_number(qwen3_8b: str) -> None:
+    refused = run(qwen3_8b, "--gpus", "1xL4", "--pool-slots", "500")
+
+    assert refused.exit_code == 1
+    assert "500 runs that share a cluster" in " ".join(refused.output.split())
+
+
+def test_a_pool_of_full_fine_tunes_is_refused(qwen3_8b: str) -> None:
+    refused = run(qwen3_8b, "--gpus", "8xH100", "--full", "--pool-slots", "2")
+
+    assert refused.exit_code == 1
+    assert "a fully fine-tuned model has a cluster of its own" in " ".join(refused.output.split())
+
+
+def test_a_trainer_pod_has_memory_for_the_store_that_a_whole_model_passes_once(
+    qwen3_8b: str,
+) -> None:
+    trainer = planned(qwen3_8b, "--gpus", "8xH100", "--full")["spec"]["trainer"]
+
+    state_gib = 12 * 8_190_735_360 / 2**30
+    store_gib = math.ceil(state_gib / 0.8)
+    assert trainer["resources"]["memory"] == f"{16 + 2 * trainer['gpusPerReplica'] + store_gib}Gi"
 
 
 def test_a_full_fine_tune_needs_more_gpus_than_an_adapter(qwen3_8b: str) -> None:
