@@ -132,34 +132,38 @@ def test_a_session_waits_until_another_releases_its_quota(sessions: Sessions) ->
     sessions.wait_for("second", "condition=Ready")
 
 
-def test_spares_make_room_for_a_session_whose_ray_cluster_a_resource_quota_rejects(
+def test_spares_make_room_for_a_session_that_a_resource_quota_keeps_from_the_queue(
     sessions: Sessions, kueue: Kueue
 ) -> None:
     kueue.offer(sessions.namespace, gpus=2 * ONE_SESSION, **FLAVOR)
     sessions.cluster.apply(queued_model(sessions.namespace, warmSpares=1))
 
-    def free_spares() -> list[str]:
+    def spares() -> dict[str, str]:
+        """Return the names of spares by uid: one that replaces another may have its name."""
         found = sessions.cluster.objects("tsess", sessions.namespace)
-        return [each["metadata"]["name"] for each in found if each["spec"].get("role") == "Spare"]
+        metadata = [each["metadata"] for each in found if each["spec"].get("role") == "Spare"]
+        return {each["uid"]: each["name"] for each in metadata}
 
-    wait_until(lambda: len(free_spares()) == 1, "a spare", SOON_SECONDS)
-    [spare] = free_spares()
-    sessions.wait_for(spare, "condition=Ready")
+    wait_until(lambda: len(spares()) == 1, "a spare", SOON_SECONDS)
+    [(spare, name)] = spares().items()
+    sessions.wait_for(name, "condition=Ready")
+    # Without its Service, a session has no RayCluster, so that Kueue does not know of it.
+    used = len(sessions.cluster.objects("services", sessions.namespace))
     quota = {
         "apiVersion": "v1",
         "kind": "ResourceQuota",
-        "metadata": {"name": "clusters", "namespace": sessions.namespace},
-        "spec": {"hard": {"count/rayclusters.ray.io": "1"}},
+        "metadata": {"name": "services", "namespace": sessions.namespace},
+        "spec": {"hard": {"services": str(used)}},
     }
     sessions.cluster.apply(quota)
     try:
         sessions.make("first", trainer={"replicas": 1})
         sessions.wait_for("first", "condition=Ready")
 
-        assert spare not in free_spares()
+        assert spare not in spares()
     finally:
         where = ("-n", sessions.namespace)
-        sessions.cluster.kubectl("delete", "resourcequota", "clusters", *where)
+        sessions.cluster.kubectl("delete", "resourcequota", "services", *where)
         sessions.cluster.apply(queued_model(sessions.namespace))
 
 
