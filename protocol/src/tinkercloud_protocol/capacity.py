@@ -10,7 +10,8 @@ MOST_REPORTED = 1023
 class HeadCapacity:
     """The memory of a trainer's device; with several ranks, of the rank that has the least room.
 
-    A plain class, because trainers do without pydantic, which reads it as a field.
+    A plain class, because trainers do without pydantic, which reads it as a field. All fields are
+    of the same moment.
     """
 
     models: int
@@ -25,8 +26,45 @@ class HeadCapacity:
     more_models: int | None = None
     """How many more models of that size would be admitted, counting the place of idle ones, up to
     `MOST_REPORTED`; None without a model, or if the head is of an earlier release."""
+    held: tuple[str, ...] | None = None
+    """Ids of all models, idle ones too; None if the head is of an earlier release."""
+    rank_bytes: int | None = None
+    """Size of an adapter of rank 1 of all weights, with its gradient and moments; one of rank r is
+    r times as large. None if it is unknown."""
+    with_idle_bytes: int | None = None
+    """Bytes for more models on the device if none had left it, which may be negative; None if no
+    model can leave."""
+    swap_bytes: int | None = None
+    """Bytes of the place of idle models, taken or free; None if it is not limited."""
 
     @property
     def max_models(self) -> int | None:
         """How many models of the largest size fit at the same time; None without a model."""
         return self.models + self.free_bytes // self.model_bytes if self.model_bytes else None
+
+    def more_of(self, size: int, before: int = 0) -> int:
+        """Return how many more models of a size would be admitted, one after another.
+
+        Models leave one by one until the one that is needed fits. So the models that are out are at
+        most what the device can't hold, the needed one, which is still out, and the last that left.
+
+        Args:
+            size: the bytes of each, with its gradient and moments; at least 1.
+            before: the bytes of other models that are created before them.
+
+        Returns:
+            The number, up to `MOST_REPORTED`.
+        """
+        if self.with_idle_bytes is None:
+            return _within(self.free_bytes - before, size)
+        if self.swap_bytes is None:
+            return MOST_REPORTED
+        # Without moments, a new model counts with its gradient twice.
+        at_first = size + size // 4
+        swapped = self.swap_bytes - 2 * max(at_first, self.model_bytes)
+        room = self.with_idle_bytes + max(0, swapped)
+        return _within(room - before - (at_first - size), size)
+
+
+def _within(room: int, size: int) -> int:
+    return min(max(0, room) // size, MOST_REPORTED)

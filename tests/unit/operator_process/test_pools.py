@@ -12,6 +12,7 @@ import pytest
 from tinkercloud_crds import labels
 from tinkercloud_operator.decide import head_answers
 from tinkercloud_operator.decide.actions import GiveAway, HeadRequest, TakeBack
+from tinkercloud_operator.decide.head_answers import HeadMemory
 from tinkercloud_operator.decide.pool_model import Cluster
 from tinkercloud_operator.decide.pools import pool_status
 from tinkercloud_operator.run import pool_memory
@@ -21,6 +22,8 @@ from tinkercloud_operator.run.pools import Pools
 from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.run.spares import Spares
 from tinkercloud_operator.run.store import Watched
+from tinkercloud_protocol.capacity import HeadCapacity
+from tinkercloud_protocol.launch import HeadStatus
 from tinkercloud_testing.cluster.memory_api import Connection, Json
 from tinkercloud_testing.sessions import MODEL_NAME, a_base_model_manifest, a_session_manifest
 from tinkercloud_testing.waiting import reached
@@ -35,6 +38,20 @@ READY = {
 }
 
 
+def a_head_status(capacity: HeadCapacity | None) -> HeadStatus:
+    return HeadStatus(
+        head="head",
+        generation="0",
+        model_name=MODEL_NAME,
+        ready=True,
+        models=["one:train:0"],
+        samplers=0,
+        pending_requests=0,
+        idle_seconds=0.0,
+        capacity=capacity,
+    )
+
+
 class StubHeads(HeadClient):
     """Heads that answer as a test says."""
 
@@ -42,19 +59,20 @@ class StubHeads(HeadClient):
         self.requests: list[tuple[str, HeadRequest]] = []
         self.results: asyncio.Queue[SaveResult | SaveFailed] = asyncio.Queue()
         self.most: dict[str, int] = {}
-        """How many models each can hold, by the name of its session."""
+        """How many models each can hold, by the name of its session, with one that it has."""
         self.is_silent = False
         self.answers: dict[str, asyncio.Event] = {}
         """When those answer that do not at once, by the name of their session."""
         self.asked: list[str] = []
 
-    async def most_models(self, session: str, url: str) -> int | None:
+    async def head_status(self, session: str, url: str) -> HeadStatus:
         self.asked.append(session)
         if session in self.answers:
             await self.answers[session].wait()
         if self.is_silent:
             raise TimeoutError
-        return self.most.get(session)
+        more = self.most[session] - 1 if session in self.most else None
+        return a_head_status(HeadCapacity(1, 100, 0, 0, more))
 
     async def save(self, session: str, request: HeadRequest) -> SaveResult:
         self.requests.append((session, request))
@@ -71,8 +89,8 @@ class PromptHeads(HeadClient):
         self.given_away = set(given_away)
         """Sessions."""
 
-    async def most_models(self, session: str, url: str) -> int | None:
-        return None
+    async def head_status(self, session: str, url: str) -> HeadStatus:
+        return a_head_status(None)
 
     async def save(self, session: str, request: HeadRequest) -> SaveResult:
         if isinstance(request, GiveAway):
@@ -244,7 +262,7 @@ async def test_what_a_head_has_measured_counts_while_it_does_not_answer(
     await memory.ask([a_head()], lambda: None)
 
     assert operator.heads.asked == ["a", "a"]
-    assert memory.most_models == {"i1": 1}
+    assert memory.known == {"i1": HeadMemory(1)}
 
 
 async def test_nobody_waits_for_a_head_that_did_not_answer_last_time(
@@ -261,10 +279,10 @@ async def test_nobody_waits_for_a_head_that_did_not_answer_last_time(
 
     await memory.ask([a_head()], changed.set)
 
-    assert memory.most_models == {}
+    assert memory.known == {}
     answers.set()
     await changed.wait()
-    assert memory.most_models == {"i1": 2}
+    assert memory.known == {"i1": HeadMemory(2)}
 
 
 async def test_a_head_that_hangs_delays_no_run_of_another_pool(

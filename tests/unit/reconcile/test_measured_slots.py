@@ -1,12 +1,29 @@
 """The slots of clusters whose heads have measured how many models fit."""
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+import pytest
+
+from tinkercloud_crds import labels
+from tinkercloud_operator.decide.head_answers import HeadMemory, head_memory
 from tinkercloud_operator.decide.pool_facts import pool_facts
-from tinkercloud_testing.sessions import MODEL_NAME, a_session_manifest
+from tinkercloud_operator.decide.pool_model import PoolFacts
+from tinkercloud_operator.decide.pools import plan_pool
+from tinkercloud_protocol.capacity import HeadCapacity
+from tinkercloud_protocol.launch import HeadStatus
+from tinkercloud_testing.sessions import MODEL_NAME, a_base_model_manifest, a_session_manifest
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
+RANK_BYTES = 1000
+ACCEPTED = {"type": "Accepted", "status": "True", "reason": "Accepted"}
+READY = {
+    "type": "Ready",
+    "status": "True",
+    "reason": "Ready",
+    "lastTransitionTime": "2026-01-01T11:00:00Z",
+}
 
 
 def a_session(name: str, **spec: Any) -> Any:
@@ -18,7 +35,9 @@ def a_session(name: str, **spec: Any) -> Any:
 
 def a_cluster(name: str) -> Any:
     """Return a cluster whose head has the name as its incarnation."""
-    return a_session(name, role="Pool", lora=None) | {"status": {"incarnation": name}}
+    return a_session(name, role="Pool", lora=None) | {
+        "status": {"incarnation": name, "conditions": [READY]}
+    }
 
 
 def a_sampler(name: str, cluster: str, **status: Any) -> Any:
@@ -26,11 +45,25 @@ def a_sampler(name: str, cluster: str, **status: Any) -> Any:
     return placed | {"status": status}
 
 
-def most_sessions(*sessions: Any, measured: dict[str, int]) -> dict[str, int | None]:
-    """Return how many sessions fit on each cluster."""
-    facts = pool_facts(
+def a_run(name: str, cluster: str | None = None, rank: int = 8) -> Any:
+    run = a_session(
+        name,
+        sharing="Shared",
+        modelId=f"{name}:train:0",
+        poolCluster=cluster,
+        lora={"rank": rank},
+    )
+    run["metadata"]["finalizers"] = [labels.FINALIZER]
+    return run | {"status": {"conditions": [ACCEPTED]}}
+
+
+def facts_of(*sessions: Any, measured: Mapping[str, HeadMemory]) -> PoolFacts:
+    """Return the facts about a pool whose clusters have sixteen slots."""
+    pool = {"maxClusters": 4, "slotsPerCluster": 16, "scaleUpAfterSeconds": 0}
+    offered = a_base_model_manifest("model", sharing="Shared", pool=pool)
+    return pool_facts(
         MODEL_NAME,
-        None,
+        offered,
         sessions,
         deleting=frozenset(),
         given_away=frozenset(),
@@ -40,7 +73,27 @@ def most_sessions(*sessions: Any, measured: dict[str, int]) -> dict[str, int | N
         now=NOW,
         measured=measured,
     )
+
+
+def most_sessions(*sessions: Any, measured: dict[str, int]) -> dict[str, int | None]:
+    """Return how many sessions fit on each cluster."""
+    known = {name: HeadMemory(most) for name, most in measured.items()}
+    facts = facts_of(*sessions, measured=known)
     return {each.name: each.most_sessions for each in facts.clusters}
+
+
+def a_full_head(*held: str, room_for_ranks: int) -> HeadMemory:
+    """Return the memory of a head with models of rank 64, and room for a number of ranks."""
+    capacity = HeadCapacity(
+        models=len(held),
+        model_bytes=64 * RANK_BYTES,
+        pass_bytes=0,
+        free_bytes=room_for_ranks * RANK_BYTES,
+        more_models=room_for_ranks // 64,
+        held=held,
+        rank_bytes=RANK_BYTES,
+    )
+    return HeadMemory(len(held) + room_for_ranks // 64, capacity)
 
 
 def test_samplers_take_none_of_the_memory_until_they_have_finished() -> None:
@@ -59,3 +112,80 @@ def test_a_head_that_has_measured_nothing_is_taken_to_be_like_the_smallest_other
 
     assert most_sessions(*clusters, measured={"a": 4, "b": 3}) == {"a": 4, "b": 3, "new": 3}
     assert most_sessions(*clusters, measured={}) == {"a": None, "b": None, "new": None}
+
+
+def test_a_small_run_gets_a_place_where_one_like_the_largest_does_not_fit() -> None:
+    sessions = [a_cluster("a"), a_run("large", "a", 64), a_run("small"), a_run("other", rank=64)]
+
+    plan = plan_pool(
+        facts_of(*sessions, measured={"a": a_full_head("large:train:0", room_for_ranks=20)})
+    )
+
+    assert plan.places == {"small": "a"}
+    # The other one fits no cluster that there is.
+    assert len(plan.create) == 1
+
+
+def test_runs_that_a_head_does_not_have_yet_take_its_memory_by_their_own_ranks() -> None:
+    memory = {"a": a_full_head("large:train:0", room_for_ranks=20)}
+    there = [a_cluster("a"), a_run("large", "a", 64), a_run("on-its-way", "a", 8)]
+    waiting = [a_run(f"waiting-{number}", rank=5) for number in range(4)]
+
+    plan = plan_pool(facts_of(*there, *waiting, measured=memory))
+
+    assert plan.places == {"waiting-0": "a", "waiting-1": "a"}
+
+
+def test_a_run_that_is_larger_than_all_waits_for_another_cluster_rather_than_fail() -> None:
+    memory = {"a": a_full_head("large:train:0", room_for_ranks=100)}
+
+    plan = plan_pool(
+        facts_of(a_cluster("a"), a_run("large", "a", 64), a_run("huge", rank=128), measured=memory)
+    )
+
+    assert plan.places == {}
+    assert len(plan.create) == 1
+
+
+def test_an_empty_head_gets_a_run_and_says_itself_if_it_is_too_large() -> None:
+    memory = {"a": a_full_head(room_for_ranks=1)}
+
+    plan = plan_pool(facts_of(a_cluster("a"), a_run("huge", rank=128), measured=memory))
+
+    assert plan.places == {"huge": "a"}
+
+
+def a_status(models: list[str], capacity: HeadCapacity | None) -> HeadStatus:
+    return HeadStatus(
+        head="head",
+        generation="0",
+        model_name=MODEL_NAME,
+        ready=True,
+        models=models,
+        samplers=0,
+        pending_requests=0,
+        idle_seconds=0.0,
+        capacity=capacity,
+    )
+
+
+def test_a_model_that_is_being_created_is_not_counted_twice() -> None:
+    capacity = HeadCapacity(1, 10, 0, 30, more_models=3, held=("one",))
+
+    memory = head_memory(a_status(["new", "one"], capacity), None)
+
+    assert memory is not None
+    assert memory.most_models == 4
+
+
+def test_what_a_head_of_an_earlier_release_says_counts_as_before() -> None:
+    memory = head_memory(a_status(["one"], HeadCapacity(1, 10, 0, 30, more_models=3)), None)
+
+    assert memory == HeadMemory(4, None)
+
+
+@pytest.mark.parametrize("before", [None, HeadMemory(4)])
+def test_a_head_without_models_has_the_number_that_it_had(before: HeadMemory | None) -> None:
+    memory = head_memory(a_status([], HeadCapacity(0, 0, 0, 30, held=(), rank_bytes=10)), before)
+
+    assert (memory.most_models if memory is not None else None) == (4 if before else None)

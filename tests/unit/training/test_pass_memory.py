@@ -54,8 +54,9 @@ class Machine:
 
     def _available(self) -> int:
         # As on a CPU, where a gradient takes no memory before the first pass.
-        promised = sum(model.unused_bytes for model in self.trainer._models.values())
-        return self.memory + promised - self.model_bytes * len(self.trainer._models)
+        models = self.trainer._models.values()
+        promised = sum(model.unused_bytes for model in models)
+        return self.memory + promised - sum(model.full_bytes for model in models)
 
     def step(self, model: str) -> None:
         """Train a model a little."""
@@ -85,6 +86,24 @@ def test_as_many_models_are_admitted_as_the_reported_capacity_says(trained: int)
     assert (reported.models, reported.model_bytes) == (trained + 1, machine.model_bytes)
     assert reported.more_models == 5 - reported.models
     assert machine.fill() == reported.max_models == 5
+
+
+def test_as_many_small_models_are_admitted_next_to_a_large_one_as_the_capacity_says() -> None:
+    machine = Machine(models=3.5)
+    machine.trainer.add_model("large", RANK_4)
+    machine.step("large")
+    reported = machine.trainer.capacity
+    assert reported is not None
+    assert reported.rank_bytes is not None
+    assert reported.held == ("large",)
+
+    with contextlib.suppress(Overloaded):
+        while len(machine.trainer._models) < 100:
+            name = f"small-{len(machine.trainer._models)}"
+            machine.trainer.add_model(name, LoraConfig(rank=1))
+
+    more = reported.more_of(reported.rank_bytes)
+    assert 1 + more == len(machine.trainer._models) > 4
 
 
 def test_a_pass_that_took_more_than_passes_usually_do_leaves_room_for_fewer_models() -> None:

@@ -1,6 +1,9 @@
-"""When heads are asked again what their memory holds. Pure."""
+"""What heads say about their memory, and when they are asked again. Pure."""
 
 from dataclasses import dataclass
+
+from tinkercloud_protocol.capacity import HeadCapacity
+from tinkercloud_protocol.launch import HeadStatus
 
 ASK_AGAIN_SECONDS = 15.0
 """Age at which an answer is asked for again, while a session waits or may be moved."""
@@ -34,3 +37,31 @@ class Asked:
     def failed(self, now: float) -> "Asked":
         """Return what is known once the head has not answered another request."""
         return Asked(now, self.failures + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMemory:
+    """What the memory of a head holds, by its last answer."""
+
+    most_models: int
+    """How many models it holds at most: those it has, and more of the size of the largest."""
+    capacity: HeadCapacity | None = None
+    """What it says of models of other sizes; None if its release does not."""
+
+
+def head_memory(status: HeadStatus, before: HeadMemory | None) -> HeadMemory | None:
+    """Return what a head says; None if it has not measured anything yet.
+
+    Args:
+        status: its answer.
+        before: what was known of it. A head without models has no largest one.
+    """
+    capacity = status.capacity
+    if capacity is None:
+        return before
+    # The status may count a model that is being created, which the capacity does not know yet.
+    held = status.models if capacity.held is None else capacity.held
+    known = capacity if capacity.held is not None and capacity.rank_bytes is not None else None
+    if capacity.more_models is not None:
+        return HeadMemory(len(held) + capacity.more_models, known)
+    return HeadMemory(before.most_models, known) if before is not None else None

@@ -12,20 +12,23 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec, Pool
 from tinkercloud_crds.conditions import ConditionType, Reason
 from tinkercloud_crds.times import parse_time
-from tinkercloud_crds.training_session import SERVING_ROLES
+from tinkercloud_crds.training_session import SERVING_ROLES, Lora
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide import parsing
 from tinkercloud_operator.decide.failures import PERSISTENT_FAILURES
+from tinkercloud_operator.decide.head_answers import HeadMemory
 from tinkercloud_operator.decide.lifetime import ACTIVITY_DELAY
 from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts, Refusal
 from tinkercloud_operator.decide.session_index import age, is_live
 from tinkercloud_operator.spec.pool_slots import pool_of
 from tinkercloud_operator.spec.snapshot import FailedSave
+from tinkercloud_protocol.capacity import HeadCapacity
 
 _FIRST_PAUSE_SECONDS = 60.0
 _LONGEST_PAUSE_SECONDS = 900.0
 """Pause after a head could not give a model away; it doubles with each further failure. The run's
 requests are held during an attempt, so that attempts must be rare."""
+_DEFAULT_RANK = int(Lora().rank)
 _NAME_LENGTH = 21
 """Maximum length of the BaseModel's name within names of clusters, which are limited to 40."""
 
@@ -63,7 +66,7 @@ def pool_facts(
     failed: Mapping[tuple[str, str], FailedSave],
     now: datetime,
     cordoned: Set[str] = frozenset(),
-    measured: Mapping[str, int] = MappingProxyType({}),
+    measured: Mapping[str, HeadMemory] = MappingProxyType({}),
 ) -> PoolFacts:
     """Return the facts about the pool of a model name.
 
@@ -78,7 +81,7 @@ def pool_facts(
         failed: failures to give models away, by session and the head's incarnation.
         now: the current time.
         cordoned: clusters that have pods on cordoned nodes.
-        measured: how many models heads hold at most, by incarnation.
+        measured: what the memory of heads holds, by incarnation.
     """
     offered = active or {"metadata": {"name": model_name, "deletionTimestamp": ""}}
     metadata = offered["metadata"]
@@ -106,18 +109,39 @@ def pool_facts(
 
 
 def _with_memory(
-    clusters: Sequence[Cluster], members: Iterable[Member], measured: Mapping[str, int]
+    clusters: Sequence[Cluster], members: Sequence[Member], measured: Mapping[str, HeadMemory]
 ) -> list[Cluster]:
     """Add what heads have measured; one that has not yet is taken to be like the smallest one."""
-    known = [each for each in clusters if (each.incarnation or "") in measured]
-    least = min((measured[each.incarnation or ""] for each in known), default=None)
+    known = {each.name: measured.get(each.incarnation or "") for each in clusters}
+    least = min((each.most_models for each in known.values() if each is not None), default=None)
     samplers = Counter(member.cluster for member in members if member.model_id is None)
-    return [
-        each
-        if (most := measured.get(each.incarnation or "", least)) is None
-        else replace(each, most_sessions=most + samplers[each.name])
-        for each in clusters
-    ]
+    found = []
+    for cluster in clusters:
+        memory = known[cluster.name]
+        most = memory.most_models if memory is not None else least
+        if most is None:
+            found.append(cluster)
+            continue
+        capacity = memory.capacity if memory is not None else None
+        found.append(
+            replace(
+                cluster,
+                most_sessions=most + samplers[cluster.name],
+                capacity=capacity,
+                pending=_pending(cluster.name, members, capacity) if capacity is not None else {},
+            )
+        )
+    return found
+
+
+def _pending(cluster: str, members: Sequence[Member], capacity: HeadCapacity) -> Mapping[str, int]:
+    """Return the ranks of the runs of a cluster that its head did not hold when it measured."""
+    held = frozenset(capacity.held or ())
+    return {
+        each.name: each.rank
+        for each in members
+        if cluster in {each.cluster, each.moving_to} and each.rank and each.model_id not in held
+    }
 
 
 def cluster_prefix(kind: str, name: str) -> str:
@@ -181,6 +205,7 @@ def _member(
         has_left=not is_run or head in given_away,
         is_back=not is_run or head in taken_back,
         model_id=spec.get("modelId") if is_run else None,
+        rank=spec.get("lora", {}).get("rank", _DEFAULT_RANK) if is_run else 0,
         refusal=_refusal(failed.get(head)) if is_run else None,
     )
 

@@ -5,10 +5,11 @@ A session that shares a cluster is a *member* of the pool.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from tinkercloud_crds.base_model import Pool
+from tinkercloud_protocol.capacity import HeadCapacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,10 @@ class Cluster:
     """Whether its head is of a release that can give a model away while it is in use."""
     most_sessions: int | None = None
     """How many sessions fit by what its head has measured; None if that is unknown."""
+    capacity: HeadCapacity | None = None
+    """What its head says of models of any size; None if that is unknown."""
+    pending: Mapping[str, int] = field(default_factory=dict)
+    """Ranks of the runs that are placed here and not yet in `capacity`, by name of the run."""
     endpoint: str | None = None
     """URL of its head."""
     incarnation: str | None = None
@@ -94,6 +99,8 @@ class Member:
     """Whether the head of its cluster has taken it back, or has nothing of it."""
     model_id: str | None = None
     """The run that it trains, which a head must give away; None for samplers."""
+    rank: int = 0
+    """Rank of its adapter; 0 for samplers."""
     refusal: Refusal | None = None
     """That the head of its cluster could not give it away, if that was its last answer."""
 
@@ -161,10 +168,38 @@ class PoolFacts:
 
         Samplers take none of the memory that heads measure.
         """
+        if self.pool is None or taken >= self.pool.slots:
+            return False
         if member.model_id is None:
-            return self.pool is not None and taken < self.pool.slots
-        return taken < self.slots_of(cluster)
+            return True
+        if cluster.capacity is None or not member.rank:
+            return taken < self.slots_of(cluster)
+        return _has_room(cluster, cluster.capacity, member)
+
+    def with_placed(self, member: Member, name: str) -> "PoolFacts":
+        """Return the facts once a member has a slot on a cluster."""
+        if not member.rank:
+            return self
+        clusters = [
+            replace(each, pending={**each.pending, member.name: member.rank})
+            if each.name == name
+            else each
+            for each in self.clusters
+        ]
+        return replace(self, clusters=clusters)
 
     def free(self, clusters: Iterable[Cluster], load: Mapping[str, int]) -> int:
         """Return the number of free slots of clusters, including those that are starting."""
         return sum(max(0, self.slots_of(each) - load.get(each.name, 0)) for each in clusters)
+
+
+def _has_room(cluster: Cluster, capacity: HeadCapacity, member: Member) -> bool:
+    """Return whether a cluster's memory has room for a run, with those that it is to get before.
+
+    An empty one is taken to have room: if it has none, its head says why when the run is created.
+    """
+    others = sum(rank for name, rank in cluster.pending.items() if name != member.name)
+    if not (capacity.held or others):
+        return True
+    unit = capacity.rank_bytes or 1
+    return capacity.more_of(member.rank * unit, others * unit) > 0

@@ -73,6 +73,7 @@ def plan_moves(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> Mo
         target = _target(facts, member, load)
         if target is not None:
             start[member.name] = target
+            facts = facts.with_placed(member, target)
             load[target] += 1
             _release(member, clusters, load)
     returning = [each for each in stranded if each.name not in start and _serves(each, clusters)]

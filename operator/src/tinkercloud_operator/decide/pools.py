@@ -51,6 +51,7 @@ def plan_pool(facts: PoolFacts) -> PoolPlan:
         if member.moving_to in facts.names:
             load[member.moving_to] -= 1
         load[chosen] += 1
+        facts = facts.with_placed(member, chosen)
         owners.add((chosen, member.owner))
     moves = plan_moves(facts, load, has_waiting=bool(waiting))
     homeless = moves.homeless + _to_move_on(facts, places)
@@ -168,7 +169,12 @@ def _new_clusters(
     usable = [cluster for cluster in _offering_slots(facts) if cluster.name not in delete]
     due = [member for member in waiting if not usable or _due(member, pool) <= facts.now]
     lasting = [cluster for cluster in usable if not cluster.is_left]
-    wanted = len(due) + _spare_slots(pool, waiting, load) - facts.free(usable, load)
+    # A run that waits fits none of the ready clusters, although a smaller one may.
+    others = [each for each in usable if not each.is_ready or each.is_cordoned]
+    wanted = max(
+        len(due) + _spare_slots(pool, waiting, load) - facts.free(usable, load),
+        len(due) - facts.free(others, load),
+    )
     # Sessions on outdated clusters are moved to new ones, of which one is started after the other.
     moved = min(homeless - facts.free(lasting, load), pool.slots)
     # Rounded up: the last of several waiting members needs a cluster too.

@@ -123,8 +123,8 @@ class HeadClient:
             )
             return None
 
-    async def most_models(self, session: str, url: str) -> int | None:
-        """Return how many models a head can hold; None if it has measured nothing yet.
+    async def head_status(self, session: str, url: str) -> HeadStatus:
+        """Return the status of a head, which has what its memory can hold.
 
         Args:
             session: name of its session.
@@ -137,15 +137,13 @@ class HeadClient:
             async with asyncio.timeout(_STATUS_SECONDS):
                 token = await self._token(session)
                 answer = await self._call("GET", url + routes.HEAD_STATUS, token)
-            status = HeadStatus.model_validate_json(answer)
+            return HeadStatus.model_validate_json(answer)
         except (aiohttp.ClientError, TimeoutError, KubernetesError, KeyError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
             log.info(
                 "a head did not say how many models it can hold", session=session, error=reason
             )
             raise TimeoutError(reason) from error
-        more = status.capacity.more_models if status.capacity is not None else None
-        return None if more is None else len(status.models) + more
 
     async def _save(self, session: str, request: SaveRequest) -> SaveResult:
         token = await self._token(session)

@@ -14,7 +14,7 @@ from time import monotonic
 
 import structlog
 
-from tinkercloud_operator.decide.head_answers import Asked
+from tinkercloud_operator.decide.head_answers import Asked, HeadMemory, head_memory
 from tinkercloud_operator.decide.pool_model import Cluster
 from tinkercloud_operator.run.head_client import HeadClient
 
@@ -38,15 +38,15 @@ class PoolMemory:
         """By the incarnation of the head's process."""
         self._requests: dict[str, asyncio.Task[None]] = {}
         """The requests that have not ended, by incarnation."""
-        self.most_models: dict[str, int] = {}
-        """How many models a head holds at most, by incarnation."""
+        self.known: dict[str, HeadMemory] = {}
+        """What heads hold, by incarnation."""
 
     async def ask(self, clusters: Iterable[Cluster], on_change: Callable[[], object]) -> None:
         """Ask the heads of ready clusters whose answers are old, and wait a moment for answers.
 
         Args:
             clusters: clusters of a pool.
-            on_change: called whenever a head holds another number of models than before.
+            on_change: called whenever a head says something else than before.
         """
         asked = [each for each in clusters if each.is_ready and each.endpoint and each.incarnation]
         now = monotonic()
@@ -73,7 +73,7 @@ class PoolMemory:
     ) -> None:
         known = self._asked.get(incarnation, Asked())
         try:
-            most = await self._client.most_models(name, url)
+            status = await self._client.head_status(name, url)
         except TimeoutError:
             # What it has said before is closer to the truth than that it has room for all slots.
             self._asked[incarnation] = known.failed(monotonic())
@@ -82,13 +82,15 @@ class PoolMemory:
             log.exception("asking a head what it can hold failed unexpectedly", session=name)
             self._asked[incarnation] = known.failed(monotonic())
             return
-        if most is None:
+        before = self.known.get(incarnation)
+        memory = head_memory(status, before)
+        if memory is None:
             # A head that has measured nothing yet will soon.
             self._asked.pop(incarnation, None)
             return
         self._asked[incarnation] = known.answered(monotonic())
-        if self.most_models.get(incarnation) != most:
-            self.most_models[incarnation] = most
+        if memory != before:
+            self.known[incarnation] = memory
             on_change()
 
     def forget(self, incarnation: str | None) -> None:
@@ -99,7 +101,7 @@ class PoolMemory:
         if request is not None:
             request.cancel()
         self._asked.pop(incarnation, None)
-        self.most_models.pop(incarnation, None)
+        self.known.pop(incarnation, None)
 
     def close(self) -> None:
         """End the requests that have not ended."""

@@ -101,7 +101,7 @@ class Pools:
                 if is_of_pool(session)
                 and self._watched.must_leave(session["metadata"]["name"], self._cordoned)
             },
-            measured=self._memory.most_models,
+            measured=self._memory.known,
         )
 
     def note_cordons(self, nodes: frozenset[str]) -> None:

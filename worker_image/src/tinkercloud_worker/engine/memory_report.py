@@ -4,11 +4,10 @@ What models take is known exactly; what passes take in addition is measured. A r
 numbers, so that those of several ranks can be compared in the head.
 """
 
-from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from tinkercloud_protocol.capacity import MOST_REPORTED, HeadCapacity
+from tinkercloud_protocol.capacity import HeadCapacity
 
 BYTES_PER_PARAMETER = 16
 """Bytes of memory per trained parameter: weight, gradient and two moments in float32."""
@@ -82,7 +81,7 @@ class MemoryReport:
         """
         return parameters * BYTES_PER_PARAMETER + self.kept_for_passes
 
-    def missing_to_swap(self, parameters: int, before: int = 0) -> int:
+    def missing_to_swap(self, parameters: int) -> int:
         """Return how many bytes the place lacks once there is a new model, whichever is used then.
 
         Otherwise a model that is here could not return for the rest of a request. Models leave one
@@ -91,7 +90,6 @@ class MemoryReport:
 
         Args:
             parameters: the number of parameters of the new model.
-            before: the bytes of other models that are created before it.
 
         Returns:
             The bytes; 0 or less if any model can be paged in, at any time.
@@ -100,13 +98,11 @@ class MemoryReport:
             return 0
         # Without moments, a model counts with its gradient twice: see `TrainedModel.unused_bytes`.
         size = parameters * (BYTES_PER_PARAMETER + 4)
-        out = sum(model.held for model in self.models.values() if model.kept is not None)
-        excess = size + before + out - self.room
-        if excess <= 0 or self.place_free is None:
+        excess, place = size + self.left - self.room, self.place_bytes
+        if excess <= 0 or place is None:
             return 0
         largest = max([size, *(model.full for model in self.models.values())])
-        kept = sum(model.kept or 0 for model in self.models.values())
-        return excess + 2 * largest - self.place_free - kept
+        return excess + 2 * largest - place
 
     def refusal(self, parameters: int, kind: str, smaller: str, where: str = "") -> str:
         """Return why a new model is refused, with the numbers.
@@ -136,24 +132,29 @@ class MemoryReport:
             return None
         largest = max((model.full for model in self.models.values()), default=0)
         free = max(0, self.room - self.kept_for_passes)
-        return HeadCapacity(
+        measured = HeadCapacity(
             models=self.num_loaded,
             model_bytes=largest,
             pass_bytes=self.pass_bytes,
             free_bytes=free,
-            more_models=self._more_models(largest, free) if largest else None,
+            held=tuple(self.models),
+            with_idle_bytes=self.room - self.left if self.has_place else None,
+            swap_bytes=self.place_bytes,
         )
+        more = measured.more_of(largest) if largest else None
+        return replace(measured, more_models=more)
 
-    def _more_models(self, size: int, free: int) -> int:
-        """Return how many more models of a size would be admitted, one after another."""
-        if not self.has_place:
-            return min(free // size, MOST_REPORTED)
-        # What is missing grows with their number.
-        return bisect_left(
-            range(MOST_REPORTED),
-            1,
-            key=lambda before: self.missing_to_swap(size // BYTES_PER_PARAMETER, before * size),
-        )
+    @property
+    def left(self) -> int:
+        """Bytes that the models that are out would take on the device."""
+        return sum(model.held for model in self.models.values() if model.kept is not None)
+
+    @property
+    def place_bytes(self) -> int | None:
+        """Bytes of the place of idle models, taken or free; None if they are not limited."""
+        if self.place_free is None:
+            return None
+        return self.place_free + sum(model.kept or 0 for model in self.models.values())
 
 
 def returning_refusal(name: str, missing: int) -> str:

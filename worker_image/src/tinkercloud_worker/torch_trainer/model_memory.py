@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from typing_extensions import override
 
@@ -69,4 +70,7 @@ class ModelMemory(DeviceMemory):
     def determine(self) -> None:
         """Determine the capacity."""
         self._determined_at = time.monotonic()
-        self._capacity = self.report().capacity()
+        capacity = self.report().capacity()
+        if capacity is not None:
+            capacity = replace(capacity, rank_bytes=self.rank_bytes)
+        self._capacity = capacity

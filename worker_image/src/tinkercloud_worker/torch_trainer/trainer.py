@@ -22,6 +22,7 @@ from tinkercloud_worker import losses
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import Batch, ModelLimits, capped_context_length
+from tinkercloud_worker.engine.memory_report import BYTES_PER_PARAMETER
 from tinkercloud_worker.engine.thread import Batcher, PieceLimit, Pieces
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
 from tinkercloud_worker.lora import adapters
@@ -87,6 +88,7 @@ class TorchTrainer(AdamTrainer):
         longest = capped_context_length(max_context_length, base.max_context_length)
         super().__init__(ModelLimits(base.vocab_size, longest), base.dtype, memory)
         self._base = base
+        self._memory.rank_bytes = adapters.layout(base.targets, 1).size * BYTES_PER_PARAMETER
         self.base_fingerprint = base.fingerprint
         self.reads_images = base.images.are_read
         self._max_batch_tokens = max_batch_tokens

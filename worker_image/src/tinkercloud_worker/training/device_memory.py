@@ -37,6 +37,8 @@ class DeviceMemory:
         self._available = available
         self._passes = PassMemory(meter)
         self.models = Models(place, missing)
+        self.rank_bytes: int | None = None
+        """Bytes of an adapter of rank 1 of all weights, with gradient and moments."""
 
     @property
     def capacity(self) -> HeadCapacity | None:
