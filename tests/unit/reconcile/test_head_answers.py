@@ -12,8 +12,9 @@ def test_a_head_that_was_never_asked_is_asked_at_once() -> None:
     assert Asked().is_due(0.0)
 
 
-def test_a_silent_head_is_asked_less_and_less_often_but_never_given_up() -> None:
-    asked, pauses = Asked(), []
+def test_a_silent_head_is_asked_less_and_less_often_but_again_and_again() -> None:
+    asked = Asked()
+    pauses: list[int] = []
     for _ in range(2000):
         asked = asked.failed(100.0)
         pauses.append(pause_of(asked) if len(pauses) < 20 else pauses[-1])
