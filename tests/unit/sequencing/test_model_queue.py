@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 import orjson
 import pytest
 
-from tinkercloud_protocol.errors import InvalidRequest, Overloaded, Unavailable
+from tinkercloud_protocol.errors import InvalidRequest, Overloaded, Unavailable, WireError
 from tinkercloud_protocol.futures import Result, finished
 from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.launch import Timings
@@ -268,9 +268,14 @@ async def test_an_optim_step_that_fails_on_the_server_drops_the_gradient(
     assert bench.ran == ["gradient 1", "drop", "gradient 3", "step 4"]
 
 
-async def test_an_optim_step_with_invalid_parameters_can_be_retried_alone(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    "error", [InvalidRequest("learning_rate: -1"), Overloaded("no memory for the model")]
+)
+async def test_an_optim_step_that_never_began_can_be_retried_alone(
+    bench: Bench, error: WireError
+) -> None:
     bench.submit(1, "gradient")
-    bench.queue.submit(2, b"2", 1, refusal(InvalidRequest("learning_rate: -1"), "step"))
+    bench.queue.submit(2, b"2", 1, refusal(error, "step"))
     bench.submit(3, "step")
 
     assert await bench.answer(3) == {"seq_id": 3}

@@ -8,8 +8,9 @@ Rules beyond order:
 - When a request that adds to the gradient fails, the gradient is dropped. So are the requests that
   the client sent before it could know of the failure: the rest of that step, up to and including
   its optim_step. Half a batch is never applied.
-- When an optim_step fails for any reason other than its own parameters, the gradient is dropped:
-  otherwise a client that sends the step's data again would accumulate it twice.
+- When an optim_step fails for any reason other than its own parameters, or memory that its model
+  needs first, the gradient is dropped: otherwise a client that sends the step's data again would
+  accumulate it twice.
 """
 
 import asyncio
@@ -44,7 +45,7 @@ T = TypeVar("T")
 Role = Literal["gradient", "step", "save", "load", "other"]
 """Whether a request adds to the gradient, applies, saves or replaces it, or none of these."""
 
-_GRADIENT_UNCHANGED_OR_REPORTED = (InvalidRequest, GradientLost, StateLost)
+_GRADIENT_UNCHANGED_OR_REPORTED = (InvalidRequest, Overloaded, GradientLost, StateLost)
 """Failures of an optim_step that leave the gradient unchanged, or report what happened to it."""
 
 _ATTACHED = "not run: another client has attached to this model and continues its order"
