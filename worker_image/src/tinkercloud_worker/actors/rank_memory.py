@@ -15,7 +15,7 @@ from tinkercloud_protocol.capacity import HeadCapacity
 from tinkercloud_protocol.errors import Overloaded
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.actors.group import RankGroup
-from tinkercloud_worker.engine.memory_report import MemoryReport, returning_refusal
+from tinkercloud_worker.engine.memory_report import BYTES_PER_PARAMETER, MemoryReport, returning_refusal
 
 Needed = Callable[[int, MemoryReport], int]
 """Returns the bytes that are needed at a rank, from its number and what it reports."""
@@ -34,6 +34,11 @@ class RankMemory:
         self._out: frozenset[str] = frozenset()
         """Adapters that are paged out, at all ranks."""
         self._sizes: Mapping[str, int] = {}
+        self._kept_for_passes = 0
+        """What the last reports keep for passes, at the rank that keeps the most."""
+        self._kept_before = 0
+        """The most that a lost group kept: another has measured none, but its passes may run again.
+        """
         self._is_limited = False
         self._measured_at = -math.inf
         self.capacity: HeadCapacity | None = None
@@ -85,7 +90,11 @@ class RankMemory:
         reports = self.measure(group)
         if lora_config is not None and _are_limited(reports):
             sizes = group.call_all_independently("adapter_size", lora_config)
-            self._make_room(group, reports, lambda rank, each: each.needed_for(sizes[rank]))
+            self._make_room(
+                group,
+                reports,
+                lambda rank, each: sizes[rank] * BYTES_PER_PARAMETER + self._kept(each),
+            )
         self._create(group, model_id, lora_config)
 
     def remove(self, model_id: str) -> None:
@@ -104,6 +113,7 @@ class RankMemory:
         Returns:
             The models in the order in which to add them: the most recently used adapter last.
         """
+        self._kept_before = max(self._kept_before, self._kept_for_passes) if models else 0
         self._uses = {name: None for name in self._uses if name in models}
         self._out, self._sizes = frozenset(), {}
         return [*(name for name in models if name not in self._uses), *self._uses]
@@ -199,13 +209,18 @@ class RankMemory:
         """Page a model in; raises as `bring_in`."""
 
         def needed(_: int, report: MemoryReport) -> int:
-            return report.models[model_id].full
+            # A pass without memory costs the group. But one that needs less may still run.
+            return report.models[model_id].full + self._kept(report)
 
         reports = self._make_room(group, self.measure(group), needed, used)
-        missing = max(each.missing(needed(rank, each)) for rank, each in enumerate(reports))
+        missing = max(each.missing(each.models[model_id].full) for each in reports)
         if missing > 0:
             raise Overloaded(returning_refusal(model_id, missing))
         self._noted(group.call_all_independently("page_in", [model_id]))
+
+    def _kept(self, report: MemoryReport) -> int:
+        """Return the bytes that stay free for passes at a rank, if possible."""
+        return max(report.kept_for_passes, self._kept_before)
 
     def _page_out(self, group: RankGroup, leaving: Sequence[str]) -> list[MemoryReport]:
         """Page models out at all ranks or at none."""
@@ -225,6 +240,7 @@ class RankMemory:
                 full = model.full if model.kept is None else 0
                 sizes[name] = max(full, sizes.get(name, 0))
         self._sizes = sizes
+        self._kept_for_passes = max(report.kept_for_passes for report in reports)
         self._is_limited = _are_limited(reports)
         self._measured_at = time.monotonic()
         capacities = [each for each in (report.capacity() for report in reports) if each]

@@ -1,0 +1,101 @@
+"""What the head decides from the memory that ranks report."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from tinkercloud_protocol.errors import Overloaded
+from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_worker.actors.group import RankGroup
+from tinkercloud_worker.actors.rank_memory import RankMemory
+from tinkercloud_worker.engine.memory_report import KEPT_FREE_BYTES, MemoryReport, ModelBytes
+
+LORA = LoraConfig(rank=4)
+PARAMETERS = 1 << 20
+SIZE = 16 * PARAMETERS
+
+
+class OneRank:
+    """The reports of a rank whose device has memory for adapters of one size."""
+
+    def __init__(self, room: float) -> None:
+        self.room, self.pass_bytes = int(room * SIZE), 0
+        self.models: dict[str, bool] = {}
+        """Whether each is on the device."""
+        self.is_fragmented = False
+
+    def call(self, method: str, model_id: str, _: LoraConfig) -> None:
+        """Create a model."""
+        assert method == "add_model"
+        self.models[model_id] = True
+
+    def call_all_independently(self, method: str, *args: Any) -> list[Any]:  # noqa: ANN401 - as the group's
+        """Run a command."""
+        if method == "adapter_size":
+            return [PARAMETERS]
+        if method != "memory" and not (method == "page_in" and self.is_fragmented):
+            self.models |= dict.fromkeys(cast("Sequence[str]", args[0]), method == "page_in")
+        return [self.report()]
+
+    def report(self) -> MemoryReport:
+        """Return what is there."""
+        here = ModelBytes(full=SIZE, held=SIZE, promised=0, kept=None, can_leave=True)
+        away = replace(here, kept=SIZE, can_leave=False)
+        return MemoryReport(
+            available=self.room + KEPT_FREE_BYTES - SIZE * sum(self.models.values()),
+            pass_bytes=self.pass_bytes,
+            has_place=True,
+            place_free=1 << 40,
+            models={name: here if is_here else away for name, is_here in self.models.items()},
+        )
+
+    def here(self) -> set[str]:
+        """Return the models on the device."""
+        return {name for name, is_here in self.models.items() if is_here}
+
+    @property
+    def group(self) -> RankGroup:
+        """This rank as a group."""
+        return cast("RankGroup", self)
+
+
+def added(memory: RankMemory, rank: OneRank, names: str) -> None:
+    for name in names:
+        memory.add(rank.group, name, LORA)
+
+
+def test_a_model_that_returns_leaves_as_much_free_as_passes_were_measured_to_take() -> None:
+    rank, memory = OneRank(2.5), RankMemory()
+    added(memory, rank, "abc")
+    rank.pass_bytes = KEPT_FREE_BYTES + SIZE
+
+    memory.bring_in(rank.group, ["a"])
+
+    assert rank.here() == {"a"}
+
+
+def test_a_model_returns_even_if_the_largest_pass_then_has_too_little_memory() -> None:
+    rank, memory = OneRank(1.5), RankMemory()
+    added(memory, rank, "ab")
+    rank.pass_bytes = KEPT_FREE_BYTES + SIZE
+
+    memory.bring_in(rank.group, ["a"])
+
+    assert rank.here() == {"a"}
+
+
+def test_the_next_group_keeps_the_memory_that_passes_took_in_the_lost_one() -> None:
+    rank, memory = OneRank(3), RankMemory()
+    added(memory, rank, "ab")
+    rank.pass_bytes = KEPT_FREE_BYTES + SIZE
+    memory.measure(rank.group)
+    another = OneRank(2)
+
+    for name in memory.restart(["a", "b"]):
+        memory.add_back(another.group, name, LORA)
+    assert another.here() == {"b"}
+    memory.bring_in(another.group, ["a"])
+
+    assert another.here() == {"a"}
