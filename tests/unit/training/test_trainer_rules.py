@@ -27,7 +27,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
-from tinkercloud_testing.trainers import run
+from tinkercloud_testing.trainers import assert_equal, moments_of, run
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.lora import adapters
@@ -221,6 +221,34 @@ def test_a_state_of_different_shape_is_rejected_and_changes_nothing() -> None:
 
     after = trainer.snapshot("m").tensors
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+
+
+def test_a_state_whose_moments_do_not_match_is_rejected_and_changes_nothing() -> None:
+    trainer = a_trainer("m", "other")
+    trainer.add_model("wider", LoraConfig(rank=8, seed=1))
+    step(trainer, "m", seed=0)
+    before = trainer.export_state("m")
+    state = replace(trainer.export_state("other"), moments=trainer.export_state("wider").moments)
+
+    with pytest.raises(InvalidRequest, match="optimizer state"):
+        trainer.import_state("m", state)
+
+    after = trainer.export_state("m")
+    assert after.step == before.step == 1
+    assert_equal(after.weights.tensors, before.weights.tensors, atol=0)
+    assert_equal(moments_of(after), moments_of(before), atol=0)
+
+
+def test_a_state_is_loaded_into_the_memory_that_the_model_has() -> None:
+    trainer = a_trainer("m", "other")
+    for name in ("m", "other"):
+        step(trainer, name, seed=0)
+    before = [vector.data_ptr() for vector in trainer._models["m"].vectors]
+
+    trainer.import_state("m", trainer.export_state("other"))
+
+    assert [vector.data_ptr() for vector in trainer._models["m"].vectors] == before
+    assert len(before) == 4
 
 
 def test_a_gradient_that_is_not_finite_is_rejected_and_dropped() -> None:

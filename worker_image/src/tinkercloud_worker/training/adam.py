@@ -179,20 +179,25 @@ class AdamTrainer(Trainer, ABC):
     @override
     def import_state(self, model_id: str, state: TrainingState) -> None:
         model = self._models[model_id]
+        weights = state.weights.tensors
+        moments = {moment: _moment(state.moments, moment) for moment in MOMENTS}
+        # Vectors are filled in place: a device may have no memory for a second copy of the model.
+        _check(model, weights, "checkpoint")
+        if state.moments is not None:
+            for moment in MOMENTS:
+                _check(model, moments[moment], "optimizer state")
         model.settle()
         flat = model.trainable.flat
-        fresh = torch.empty_like(model.trainable.gradient)
-        _fill(fresh, model, state.weights.tensors, "checkpoint")
-        moments: dict[str, Tensor] = {}
-        for moment in MOMENTS if state.moments is not None else ():
-            moments[moment] = torch.empty_like(fresh)
-            _fill(moments[moment], model, _moment(state.moments, moment), "optimizer state")
-        flat.detach().copy_(fresh)
+        if state.moments is None or not state.step:
+            model.reset_optimizer()
+        else:
+            model.begin_moments()
+            of_model = model.optimizer.state[flat]
+            for moment in MOMENTS:
+                _fill(of_model[moment], model, moments[moment], "optimizer state")
+            of_model["step"].fill_(float(state.step))
+        _fill(flat.detach(), model, weights, "checkpoint")
         model.trainable.gradient.zero_()
-        model.reset_optimizer()
-        if moments and state.step:
-            step = torch.tensor(float(state.step), device=flat.device)
-            model.optimizer.state[flat] = {"step": step, **moments}
 
     @override
     def export_gradient(self, model_id: str) -> Gradient | None:
@@ -362,6 +367,14 @@ def _moments(flat_weights: Tensor, flat_moments: Sequence[Tensor]) -> list[tuple
     # Moments that are still zero are not allocated on the GPU just to be exported.
     flats = flat_moments or [torch.zeros(flat_weights.shape) for _ in MOMENTS]
     return list(zip(MOMENTS, flats, strict=True))
+
+
+def _check(model: TrainedModel, tensors: Mapping[str, Tensor], what: str) -> None:
+    """Check full tensors before `_fill`; raises as that."""
+    if model.sharding is None:
+        model.trainable.layout.check(tensors, what)
+    else:
+        next(iter(model.sharding.shard(tensors, what)), None)
 
 
 def _fill(flat: Tensor, model: TrainedModel, tensors: Mapping[str, Tensor], what: str) -> None:
