@@ -99,3 +99,34 @@ def test_the_next_group_keeps_the_memory_that_passes_took_in_the_lost_one() -> N
     memory.bring_in(another.group, ["a"])
 
     assert another.here() == {"a"}
+
+
+def test_a_whole_model_that_stays_needs_no_place_and_is_no_measure_of_adapters() -> None:
+    gib, adapter = 1 << 30, 160 << 20
+    stays = ModelBytes(full=16 * gib, held=16 * gib, promised=0, kept=None, can_leave=False)
+    here = ModelBytes(full=adapter, held=adapter, promised=0, kept=None, can_leave=True)
+    report = MemoryReport(
+        available=KEPT_FREE_BYTES,
+        pass_bytes=0,
+        has_place=True,
+        place_free=20 * gib,
+        models={"whole": stays, **dict.fromkeys("abcd", here)},
+    )
+
+    capacity = report.capacity()
+
+    assert report.missing_to_swap(adapter // 16) < 0
+    assert capacity is not None
+    assert capacity.model_bytes == adapter
+    assert capacity.more_models is not None
+    assert capacity.more_models > 50
+
+
+def test_a_whole_model_that_stays_is_the_measure_if_there_is_nothing_else() -> None:
+    stays = ModelBytes(full=SIZE, held=SIZE, promised=0, kept=None, can_leave=False)
+    report = MemoryReport(SIZE + KEPT_FREE_BYTES, 0, False, None, {"whole": stays})
+
+    capacity = report.capacity()
+
+    assert capacity is not None
+    assert (capacity.model_bytes, capacity.more_models) == (SIZE, 1)

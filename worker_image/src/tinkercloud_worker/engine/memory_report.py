@@ -101,8 +101,17 @@ class MemoryReport:
         excess, place = size + self.left - self.room, self.place_bytes
         if excess <= 0 or place is None:
             return 0
-        largest = max([size, *(model.full for model in self.models.values())])
+        largest = max([size, *self._sizes_that_move])
         return excess + 2 * largest - place
+
+    @property
+    def _sizes_that_move(self) -> list[int]:
+        """Bytes of each model that is away or may leave. What always stays needs no place."""
+        return [
+            model.full
+            for model in self.models.values()
+            if model.can_leave or model.kept is not None
+        ]
 
     def refusal(self, parameters: int, kind: str, smaller: str, where: str = "") -> str:
         """Return why a new model is refused, with the numbers.
@@ -130,7 +139,8 @@ class MemoryReport:
         """Return how many models fit; None if nothing limits them."""
         if self.available is None:
             return None
-        largest = max((model.full for model in self.models.values()), default=0)
+        sizes = self._sizes_that_move or [model.full for model in self.models.values()]
+        largest = max(sizes, default=0)
         free = max(0, self.room - self.kept_for_passes)
         measured = HeadCapacity(
             models=self.num_loaded,

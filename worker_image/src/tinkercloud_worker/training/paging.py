@@ -226,6 +226,10 @@ class Models(dict[str, TrainedModel]):
         """Whether there is such a model, in the memory of the device."""
         return name in self and name not in self._paged
 
+    def is_whole(self, name: str) -> bool:
+        """Whether a model is fully fine-tuned, and no adapter."""
+        return super().__getitem__(name).lora is None
+
     def paged_in(self) -> list[TrainedModel]:
         """Return the models that are in the memory of the device."""
         return [model for name, model in self.items() if name not in self._paged]

@@ -57,7 +57,13 @@ class ReplicatedTrainer(AdamTrainer, RankTrainer):
 
     @override
     def memory(self) -> MemoryReport:
-        return self._memory.report()
+        report = self._memory.report()
+        # The head pages adapters only.
+        sizes = {
+            name: replace(size, can_leave=False) if self._models.is_whole(name) else size
+            for name, size in report.models.items()
+        }
+        return replace(report, models=sizes)
 
     @override
     def page_out(self, model_ids: Sequence[str]) -> MemoryReport:
