@@ -130,3 +130,17 @@ def test_a_whole_model_that_stays_is_the_measure_if_there_is_nothing_else() -> N
 
     assert capacity is not None
     assert (capacity.model_bytes, capacity.more_models) == (SIZE, 1)
+
+
+def test_nothing_is_reported_of_a_group_that_was_lost_or_has_no_models() -> None:
+    rank, memory = OneRank(2.5), RankMemory()
+    added(memory, rank, "a")
+    assert memory.capacity is not None
+    memory.note_loss()
+    assert memory.capacity is None
+    memory.measure(rank.group)
+    assert memory.capacity is not None
+
+    memory.remove("a")
+
+    assert memory.capacity is None

@@ -103,6 +103,12 @@ class RankMemory:
         self._out -= {model_id}
         self._sizes = {name: size for name, size in self._sizes.items() if name != model_id}
         self._measured_at = -math.inf
+        if not self._sizes:
+            self.capacity = None
+
+    def note_loss(self) -> None:
+        """Forget the capacity of a group that was lost: it says nothing about the next one."""
+        self.capacity = None
 
     def restart(self, models: Collection[str]) -> list[str]:
         """Begin with another group, which has no models.
@@ -135,7 +141,7 @@ class RankMemory:
 
     def _create(self, group: RankGroup, model_id: str, lora_config: LoraConfig | None) -> None:
         group.call("add_model", model_id, lora_config)
-        self.remove(model_id)
+        self._uses.pop(model_id, None)
         if lora_config is not None:
             self._uses[model_id] = None
         self.measure(group)

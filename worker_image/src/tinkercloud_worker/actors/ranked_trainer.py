@@ -438,6 +438,7 @@ class RankedTrainer:
             self._unapplied & self._models, _consequence(reason)
         )
         self._unapplied.clear()
+        self._memory.note_loss()
 
     def _replace_group(self) -> None:
         """Start another group with the models of the lost one. It can be repeated after a failure.
@@ -456,6 +457,7 @@ class RankedTrainer:
                 self._weight_host.attach_to(group)
         except BaseException as error:
             group.close()
+            self._memory.note_loss()
             if isinstance(error, RanksLost):
                 raise RanksUnavailable(f"the ranks started but were lost: {error}") from error
             raise
