@@ -17,88 +17,91 @@ PARAMETERS = 1 << 20
 SIZE = 16 * PARAMETERS
 
 
-class OneRank:
-    """The reports of a rank whose device has memory for adapters of one size."""
+class SomeRanks:
+    """The reports of ranks whose devices have memory for adapters of one size."""
 
-    def __init__(self, room: float) -> None:
+    def __init__(self, room: float, ranks: int = 1) -> None:
         self.room, self.pass_bytes = int(room * SIZE), 0
-        self.models: dict[str, bool] = {}
-        """Whether each is on the device."""
-        self.is_fragmented = False
+        self.models: list[dict[str, bool]] = [{} for _ in range(ranks)]
+        """Whether each is on the device, at each ranks."""
+        self.fails: tuple[str, int] | None = None
+        """The command that changes nothing at a ranks."""
 
     def call(self, method: str, model_id: str, _: LoraConfig) -> None:
         """Create a model."""
         assert method == "add_model"
-        self.models[model_id] = True
+        for models in self.models:
+            models[model_id] = True
 
-    def call_all_independently(self, method: str, *args: Any) -> list[Any]:  # noqa: ANN401 - as the group's
+    def call_all_independently(self, method: str, *args: Any) -> list[Any]:  # noqa: ANN401 - the group's
         """Run a command."""
         if method == "adapter_size":
-            return [PARAMETERS]
-        if method != "memory" and not (method == "page_in" and self.is_fragmented):
-            self.models |= dict.fromkeys(cast("Sequence[str]", args[0]), method == "page_in")
-        return [self.report()]
+            return [PARAMETERS] * len(self.models)
+        for rank, models in enumerate(self.models):
+            if method != "memory" and (method, rank) != self.fails:
+                models |= dict.fromkeys(cast("Sequence[str]", args[0]), method == "page_in")
+        return [self.report(models) for models in self.models]
 
-    def report(self) -> MemoryReport:
-        """Return what is there."""
+    def report(self, models: dict[str, bool]) -> MemoryReport:
+        """Return what is at a ranks."""
         here = ModelBytes(full=SIZE, held=SIZE, promised=0, kept=None, can_leave=True)
         away = replace(here, kept=SIZE, can_leave=False)
         return MemoryReport(
-            available=self.room + KEPT_FREE_BYTES - SIZE * sum(self.models.values()),
+            available=self.room + KEPT_FREE_BYTES - SIZE * sum(models.values()),
             pass_bytes=self.pass_bytes,
             has_place=True,
             place_free=1 << 40,
-            models={name: here if is_here else away for name, is_here in self.models.items()},
+            models={name: here if is_here else away for name, is_here in models.items()},
         )
 
-    def here(self) -> set[str]:
-        """Return the models on the device."""
-        return {name for name, is_here in self.models.items() if is_here}
+    def here(self) -> list[set[str]]:
+        """Return the models on each device."""
+        return [{name for name, is_here in models.items() if is_here} for models in self.models]
 
     @property
     def group(self) -> RankGroup:
-        """This rank as a group."""
+        """These ranks as a group."""
         return cast("RankGroup", self)
 
 
-def added(memory: RankMemory, rank: OneRank, names: str) -> None:
+def added(memory: RankMemory, ranks: SomeRanks, names: str) -> None:
     for name in names:
-        memory.add(rank.group, name, LORA)
+        memory.add(ranks.group, name, LORA)
 
 
 def test_a_model_that_returns_leaves_as_much_free_as_passes_were_measured_to_take() -> None:
-    rank, memory = OneRank(2.5), RankMemory()
-    added(memory, rank, "abc")
-    rank.pass_bytes = KEPT_FREE_BYTES + SIZE
+    ranks, memory = SomeRanks(2.5), RankMemory()
+    added(memory, ranks, "abc")
+    ranks.pass_bytes = KEPT_FREE_BYTES + SIZE
 
-    memory.bring_in(rank.group, ["a"])
+    memory.bring_in(ranks.group, ["a"])
 
-    assert rank.here() == {"a"}
+    assert ranks.here() == [{"a"}]
 
 
 def test_a_model_returns_even_if_the_largest_pass_then_has_too_little_memory() -> None:
-    rank, memory = OneRank(1.5), RankMemory()
-    added(memory, rank, "ab")
-    rank.pass_bytes = KEPT_FREE_BYTES + SIZE
+    ranks, memory = SomeRanks(1.5), RankMemory()
+    added(memory, ranks, "ab")
+    ranks.pass_bytes = KEPT_FREE_BYTES + SIZE
 
-    memory.bring_in(rank.group, ["a"])
+    memory.bring_in(ranks.group, ["a"])
 
-    assert rank.here() == {"a"}
+    assert ranks.here() == [{"a"}]
 
 
 def test_the_next_group_keeps_the_memory_that_passes_took_in_the_lost_one() -> None:
-    rank, memory = OneRank(3), RankMemory()
-    added(memory, rank, "ab")
-    rank.pass_bytes = KEPT_FREE_BYTES + SIZE
-    memory.measure(rank.group)
-    another = OneRank(2)
+    ranks, memory = SomeRanks(3), RankMemory()
+    added(memory, ranks, "ab")
+    ranks.pass_bytes = KEPT_FREE_BYTES + SIZE
+    memory.measure(ranks.group)
+    another = SomeRanks(2)
 
     for name in memory.restart(["a", "b"]):
         memory.add_back(another.group, name, LORA)
-    assert another.here() == {"b"}
+    assert another.here() == [{"b"}]
     memory.bring_in(another.group, ["a"])
 
-    assert another.here() == {"a"}
+    assert another.here() == [{"a"}]
 
 
 def test_a_whole_model_that_stays_needs_no_place_and_is_no_measure_of_adapters() -> None:
@@ -133,14 +136,42 @@ def test_a_whole_model_that_stays_is_the_measure_if_there_is_nothing_else() -> N
 
 
 def test_nothing_is_reported_of_a_group_that_was_lost_or_has_no_models() -> None:
-    rank, memory = OneRank(2.5), RankMemory()
-    added(memory, rank, "a")
+    ranks, memory = SomeRanks(2.5), RankMemory()
+    added(memory, ranks, "a")
     assert memory.capacity is not None
     memory.note_loss()
     assert memory.capacity is None
-    memory.measure(rank.group)
+    memory.measure(ranks.group)
     assert memory.capacity is not None
 
     memory.remove("a")
 
     assert memory.capacity is None
+
+
+def test_a_model_that_one_rank_cannot_take_back_leaves_the_others_again() -> None:
+    ranks, memory = SomeRanks(2.5, ranks=3), RankMemory()
+    added(memory, ranks, "abc")
+    ranks.fails = "page_in", 1
+
+    with pytest.raises(Overloaded, match="rank 1 of the trainer could not allocate memory for it"):
+        memory.bring_in(ranks.group, ["a"])
+
+    assert ranks.here() == [{"c"}] * 3
+    ranks.fails = None
+    memory.bring_in(ranks.group, ["a"])
+    assert ranks.here() == [{"c", "a"}] * 3
+
+
+def test_a_model_that_only_some_ranks_have_is_out_until_all_have_it() -> None:
+    ranks, memory = SomeRanks(2.5, ranks=2), RankMemory()
+    added(memory, ranks, "abc")
+    ranks.models[0]["a"] = True
+    memory.measure(ranks.group)
+    assert memory.is_out("a")
+    assert memory.bytes_of("a") == 0
+
+    memory.bring_in(ranks.group, ["a"])
+
+    assert not memory.is_out("a")
+    assert ranks.here() == [{"c", "a"}] * 2

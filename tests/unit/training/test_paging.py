@@ -241,6 +241,40 @@ class Full:
         return 0
 
 
+class Unreadable(HostMemory):
+    """Host memory whose contents can't be read for a while."""
+
+    can_read = False
+
+    def keep(self, vector: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """See `Place`."""
+        content = super().keep(vector)
+
+        def read() -> torch.Tensor:
+            if not self.can_read:
+                raise RuntimeError("no memory in one piece")
+            return content()
+
+        return read
+
+
+def test_a_model_for_which_memory_cannot_be_allocated_stays_paged_out() -> None:
+    place = Unreadable(lambda: None)
+    models = Models(place)
+    model = models["m"] = TrainedModel(LORA, Trainable(TensorLayout([TensorSpec("w", (8,))])))
+    model.trainable.gradient.fill_(3)
+    models.page_out(["m"])
+
+    models.page_in(["m"])
+
+    assert not models.is_paged_in("m")
+    assert all(vector.untyped_storage().size() == 0 for vector in model.vectors)
+    place.can_read = True
+    models.page_in(["m"])
+    assert models.is_paged_in("m")
+    assert model.trainable.gradient.tolist() == [3] * 8
+
+
 @pytest.mark.parametrize("room", [1, 2.5])
 @pytest.mark.parametrize("models_in_files", [1, 2, 3, 4, 5])
 def test_a_model_that_was_admitted_finds_room_for_the_rest_of_its_request(

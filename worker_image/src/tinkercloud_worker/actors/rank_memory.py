@@ -15,7 +15,12 @@ from tinkercloud_protocol.capacity import HeadCapacity
 from tinkercloud_protocol.errors import Overloaded
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker.actors.group import RankGroup
-from tinkercloud_worker.engine.memory_report import BYTES_PER_PARAMETER, MemoryReport, returning_refusal
+from tinkercloud_worker.engine.memory_report import (
+    BYTES_PER_PARAMETER,
+    MemoryReport,
+    failed_return,
+    returning_refusal,
+)
 
 Needed = Callable[[int, MemoryReport], int]
 """Returns the bytes that are needed at a rank, from its number and what it reports."""
@@ -32,7 +37,7 @@ class RankMemory:
         self._uses: dict[str, None] = {}
         """Adapters, the least recently used first."""
         self._out: frozenset[str] = frozenset()
-        """Adapters that are paged out, at all ranks."""
+        """Adapters that are paged out: at all ranks, unless one failed to page them in or out."""
         self._sizes: Mapping[str, int] = {}
         self._kept_for_passes = 0
         """What the last reports keep for passes, at the rank that keeps the most."""
@@ -216,13 +221,20 @@ class RankMemory:
 
         def needed(_: int, report: MemoryReport) -> int:
             # A pass without memory costs the group. But one that needs less may still run.
-            return report.models[model_id].full + self._kept(report)
+            return _bytes_to_return(report, model_id) + self._kept(report)
 
         reports = self._make_room(group, self.measure(group), needed, used)
-        missing = max(each.missing(each.models[model_id].full) for each in reports)
-        if missing > 0:
-            raise Overloaded(returning_refusal(model_id, missing))
-        self._noted(group.call_all_independently("page_in", [model_id]))
+        missing = [
+            each.missing(size) for each in reports if (size := _bytes_to_return(each, model_id))
+        ]
+        if max(missing, default=0) > 0:
+            raise Overloaded(returning_refusal(model_id, max(missing)))
+        reports = self._noted(group.call_all_independently("page_in", [model_id]))
+        if model_id in self._out:
+            # The others give it back, so that all ranks have it or none.
+            self._noted(group.call_all_independently("page_out", [model_id]))
+            rank = next(rank for rank, each in enumerate(reports) if model_id in _out_at(each))
+            raise Overloaded(failed_return(model_id, rank))
 
     def _kept(self, report: MemoryReport) -> int:
         """Return the bytes that stay free for passes at a rank, if possible."""
@@ -239,11 +251,11 @@ class RankMemory:
 
     def _noted(self, reports: list[MemoryReport]) -> list[MemoryReport]:
         """Remember what the ranks report."""
-        self._out = frozenset(_out_at(reports[0]))
+        self._out = frozenset().union(*map(_out_at, reports))
         sizes: dict[str, int] = {}
         for report in reports:
             for name, model in report.models.items():
-                full = model.full if model.kept is None else 0
+                full = 0 if name in self._out else model.full
                 sizes[name] = max(full, sizes.get(name, 0))
         self._sizes = sizes
         self._kept_for_passes = max(report.kept_for_passes for report in reports)
@@ -260,6 +272,12 @@ def _are_limited(reports: Sequence[MemoryReport]) -> bool:
 
 def _can_leave(report: MemoryReport, name: str) -> bool:
     return report.has_place and name in report.models and report.models[name].can_leave
+
+
+def _bytes_to_return(report: MemoryReport, name: str) -> int:
+    """Return the bytes that a model needs at a rank to be there; 0 if it is."""
+    model = report.models[name]
+    return 0 if model.kept is None else model.full
 
 
 def _out_at(report: MemoryReport) -> set[str]:

@@ -174,3 +174,11 @@ def returning_refusal(name: str, missing: int) -> str:
         " bytes, which other models occupy: send the request again later, or end unused"
         " sessions"
     )
+
+
+def failed_return(name: str, rank: int) -> str:
+    """Return why a model that was paged out stays out, although a rank seemed to have room."""
+    return (
+        f"model {name} was unloaded while idle, and rank {rank} of the trainer could not allocate"
+        " memory for it: send the request again later, or end unused sessions"
+    )

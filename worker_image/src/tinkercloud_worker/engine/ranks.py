@@ -102,7 +102,7 @@ class RankTrainer(Trainer, Protocol):
         """
 
     def page_in(self, model_ids: Sequence[str]) -> MemoryReport:
-        """Page adapters in, for which there is room; return what is there then."""
+        """Page adapters in, as far as memory can be allocated; return what is there then."""
 
     def sum_gradient(self, model_id: str) -> None:
         """Sum the gradients of all ranks, at every rank. Call it once, before optim_step."""

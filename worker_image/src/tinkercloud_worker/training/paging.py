@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+import structlog
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -27,6 +28,8 @@ from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.device.memory import Available, return_free_memory
 from tinkercloud_worker.engine.memory_report import ModelBytes, returning_refusal
 from tinkercloud_worker.training.trained_model import TrainedModel
+
+log = structlog.get_logger(__name__)
 
 _KEPT_FREE_BYTES = 1 << 30
 """Bytes of host memory, or of a disk, that paging leaves free."""
@@ -282,10 +285,15 @@ class Models(dict[str, TrainedModel]):
                     self._page_out(name, self._place)
 
     def page_in(self, names: Sequence[str]) -> None:
-        """Page models in; the device has room for them."""
-        for name in names:
-            if name in self._paged:
-                self._read_back(name)
+        """Page models in, in this order, as far as memory can be allocated for them."""
+        try:
+            for name in names:
+                if name in self._paged:
+                    self._read_back(name)
+        except (RuntimeError, OSError) as error:
+            # A device may have enough memory, but not in one piece. Some log renderers show local
+            # variables, and to print a vector without memory ends the process.
+            log.warning("a model could not be paged in", model=name, error=str(error))
 
     def _kept_bytes(self, name: str) -> int | None:
         if name not in self._paged:
@@ -347,12 +355,18 @@ class Models(dict[str, TrainedModel]):
         self._read_back(name)
 
     def _read_back(self, name: str) -> None:
-        for vector, content in self._paged[name]:
-            vector.untyped_storage().resize_(vector.nbytes)
-            if content is None:
-                vector.zero_()
-            else:
-                vector.copy_(content())
+        """Page a model in; if that fails, it stays paged out."""
+        try:
+            for vector, content in self._paged[name]:
+                vector.untyped_storage().resize_(vector.nbytes)
+                if content is None:
+                    vector.zero_()
+                else:
+                    vector.copy_(content())
+        except BaseException:
+            for vector, _ in self._paged[name]:
+                vector.untyped_storage().resize_(0)
+            raise
         del self._paged[name]
 
     def _count_use(self, name: str) -> None:
