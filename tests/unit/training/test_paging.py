@@ -26,6 +26,7 @@ from tinkercloud_worker.torch_trainer.trainer import (
     TorchTrainer,
     TorchTrainerWithSampler,
 )
+from tinkercloud_worker.training.device_memory import DeviceMemory
 from tinkercloud_worker.training.paging import DiskFiles, HostMemory, Models, Place
 from tinkercloud_worker.training.trained_model import TrainedModel
 
@@ -273,6 +274,18 @@ def test_a_model_for_which_memory_cannot_be_allocated_stays_paged_out() -> None:
     models.page_in(["m"])
     assert models.is_paged_in("m")
     assert model.trainable.gradient.tolist() == [3] * 8
+
+
+def test_no_rank_pages_a_model_in_unless_the_head_says_so() -> None:
+    models = DeviceMemory(place=HostMemory(lambda: None)).models
+    models["m"] = TrainedModel(LORA, Trainable(TensorLayout([TensorSpec("w", (8,))])))
+    models.page_out(["m"])
+
+    with pytest.raises(RuntimeError, match="did not page it in first"):
+        models["m"]
+
+    models.page_in(["m"])
+    assert models["m"].trainable.flat.numel() == 8
 
 
 @pytest.mark.parametrize("room", [1, 2.5])

@@ -167,7 +167,6 @@ class RankedTrainer:
 
     def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
         """See `Trainer.forward`."""
-        self._bring_in(model_id)
         return custom_passes.forward(
             batch, lambda each: self._pass("forward", model_id, each, yield_point)
         )
@@ -183,7 +182,6 @@ class RankedTrainer:
             return self._pass("forward_backward", model_id, linear, yield_point)
 
         try:
-            self._bring_in(model_id)
             return custom_passes.forward_backward(
                 batch, lambda each: self._pass("forward", model_id, each, yield_point), run
             )
@@ -352,6 +350,7 @@ class RankedTrainer:
     def _pass(
         self, method: str, model_id: str, batch: Batch, yield_point: Callable[[], None]
     ) -> LossOutput:
+        self._bring_in(model_id)
         item = TrainingPass(model_id, batch)
         shards = divided([batch], self._memberships)
         parts = parts_of_ranks([item], shards, self._memberships)

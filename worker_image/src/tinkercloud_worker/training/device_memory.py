@@ -12,6 +12,11 @@ from tinkercloud_worker.training.paging import Missing, Models, Place
 from tinkercloud_worker.training.trained_model import TrainedModel
 
 
+def _not_asked(_: int) -> int:
+    """Fail: one rank would have a model that another lacks."""
+    raise RuntimeError("a model is used that is paged out: the head did not page it in first")
+
+
 class DeviceMemory:
     """Measures the memory, and admits every model; none is paged out unasked.
 
@@ -23,7 +28,7 @@ class DeviceMemory:
         available: Available = lambda: None,
         place: Place | None = None,
         meter: PeakMeter | None = None,
-        missing: Missing = lambda _: 0,
+        missing: Missing = _not_asked,
     ) -> None:
         """Start without models.
 
@@ -32,7 +37,7 @@ class DeviceMemory:
             place: where idle models are moved to if others need their memory; None: they stay.
             meter: measures the memory of passes, so that new models leave as much free for them;
                 None: as much as most passes need.
-            missing: see `Models`.
+            missing: see `Models`; by default, to look up a model that is paged out fails.
         """
         self._available = available
         self._passes = PassMemory(meter)
