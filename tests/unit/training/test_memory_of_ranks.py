@@ -33,13 +33,13 @@ class SomeRanks:
         for models in self.models:
             models[model_id] = True
 
-    def call_all_independently(self, method: str, *args: Any) -> list[Any]:  # noqa: ANN401 - the group's
+    def call_all_independently(self, method: str, *args: Any) -> list[Any]:
         """Run a command."""
         if method == "adapter_size":
             return [PARAMETERS] * len(self.models)
         for rank, models in enumerate(self.models):
             if method != "memory" and (method, rank) != self.fails:
-                models |= dict.fromkeys(cast("Sequence[str]", args[0]), method == "page_in")
+                models.update(dict.fromkeys(cast("Sequence[str]", args[0]), method == "page_in"))
         return [self.report(models) for models in self.models]
 
     def report(self, models: dict[str, bool]) -> MemoryReport:

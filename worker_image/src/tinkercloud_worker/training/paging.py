@@ -9,6 +9,7 @@ A pass must not use a model that was paged out meanwhile: take it from `Models` 
 a job begins.
 """
 
+import logging
 import mmap
 import shutil
 import tempfile
@@ -18,7 +19,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-import structlog
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -29,7 +29,7 @@ from tinkercloud_worker.device.memory import Available, return_free_memory
 from tinkercloud_worker.engine.memory_report import ModelBytes, returning_refusal
 from tinkercloud_worker.training.trained_model import TrainedModel
 
-log = structlog.get_logger(__name__)
+log = logging.getLogger(__name__)
 
 _KEPT_FREE_BYTES = 1 << 30
 """Bytes of host memory, or of a disk, that paging leaves free."""
@@ -290,10 +290,9 @@ class Models(dict[str, TrainedModel]):
             for name in names:
                 if name in self._paged:
                     self._read_back(name)
-        except (RuntimeError, OSError) as error:
-            # A device may have enough memory, but not in one piece. Some log renderers show local
-            # variables, and to print a vector without memory ends the process.
-            log.warning("a model could not be paged in", model=name, error=str(error))
+        except (RuntimeError, OSError):
+            # A device may have enough memory, but not in one piece.
+            log.warning("models could not be paged in", extra={"models": names}, exc_info=True)
 
     def _kept_bytes(self, name: str) -> int | None:
         if name not in self._paged:
