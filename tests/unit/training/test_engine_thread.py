@@ -247,6 +247,46 @@ async def test_nothing_of_others_runs_between_a_batch_and_the_step_behind_it(
     assert pieces.ran.count("bs") == 3
 
 
+async def test_models_that_have_shared_a_pass_share_the_next_one_if_their_requests_are_known(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "_FOLLOWED_SECONDS", 60)
+    group = Sums()
+
+    async def followed(model: str, number: int) -> None:
+        await thread.run_batched(group, number, Share("me", model, 1, is_followed=lambda: True))
+
+    async def at_once() -> None:
+        await followed("a", 1)
+        await thread.run_batched(group, 3, Share("me", "a", 1))
+
+    async def later() -> None:
+        await followed("b", 2)
+        await asyncio.sleep(0.05)
+        await thread.run(lambda _: None)
+        await asyncio.sleep(0.05)
+        await thread.run_batched(group, 4, Share("me", "b", 1))
+
+    await while_busy(
+        thread, lambda: asyncio.create_task(at_once()), lambda: asyncio.create_task(later())
+    )
+
+    assert group.ran == [[1, 2], [3, 4]]
+
+
+async def test_a_request_that_does_not_come_holds_nobody_up_for_long(thread: EngineThread) -> None:
+    group = Sums()
+
+    async def never_followed() -> None:
+        await thread.run_batched(group, 1, Share("me", "a", 1, is_followed=lambda: True))
+
+    await while_busy(
+        thread, lambda: asyncio.create_task(never_followed()), item(thread, Sums(), 2, "other")
+    )
+
+    assert group.ran == [[1]]
+
+
 async def test_what_waits_says_how_much_runs_before_it(thread: EngineThread) -> None:
     reasons: list[str | None] = []
 

@@ -16,12 +16,17 @@ first in, first out. Nothing here knows threads or clocks.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from itertools import islice
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+
+def _nothing_follows() -> bool:
+    """Say that no further item is known."""
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,9 @@ class Share:
     """Tokens to compute. An item without tokens counts as one."""
     continues: bool = False
     """Whether it belongs to the turn of the item before it of its model."""
+    is_followed: Callable[[], bool] = field(default=_nothing_follows, compare=False)
+    """Says whether another item of its model comes as soon as this one has ended: its request is
+    here. May be called on any thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +240,10 @@ class FairQueue(Generic[T]):
     def is_waiting(self, owner: str) -> bool:
         """Whether an owner has items here."""
         return owner in self._waiting
+
+    def has_items(self, owner: str, model: str) -> bool:
+        """Whether a model has items here."""
+        return owner in self._waiting and model in self._lines[owner].lines
 
     def is_before_others(self, owner: str) -> bool:
         """Whether others wait, and it would be the turn of this owner, who does not."""

@@ -2,7 +2,8 @@
 
 Jobs that compute for a model wait for their turn, which is fair between owners (`fair_queue`).
 Queued jobs that can share a pass (`Batcher`) run as one job when it is the turn of the first of
-them. A long job runs in pieces, and takes a turn for each: jobs of other models run between two of
+them. So that more of them can, the thread waits a moment for jobs that are known to come next. A
+long job runs in pieces, and takes a turn for each: jobs of other models run between two of
 them. While other owners use the engine, pieces are small (`neighbours`), and the optimizer step
 that is sent right behind a batch runs before them. Jobs without a share, such as saving and
 deleting, are short and run first, each in turn with one that computes.
@@ -43,6 +44,9 @@ PieceLimit: TypeAlias = Callable[[], int | None]
 
 _FOLLOWING_SECONDS = 0.004
 """How long the thread waits for the request that follows a finished one."""
+_FOLLOWED_SECONDS = 0.02
+"""How long it waits for requests that have arrived and follow finished ones. They are on their way
+from the event loop, which takes a few milliseconds, or longer for images."""
 _STEPS_PER_YIELD = 8
 """Background steps that run between two jobs, or at each yield point of a job."""
 
@@ -188,6 +192,10 @@ class EngineThread:
         self._queue = FairQueue[_Job](self.weights)
         self._neighbours = Neighbours(now)
         self._running: Sequence[_Job] = ()
+        self._followed: Sequence[Share] = ()
+        """Shares of what ended last, as far as another item of the model is known to follow."""
+        self._followed_until = 0.0
+        """Until when the thread waits for those items."""
         self._was_short = False
         self._wake = threading.Condition()
         self._stopping = False
@@ -307,7 +315,9 @@ class EngineThread:
         """Give owners a moment to send the request after a finished one, if it would run first.
 
         A client sends an optimizer step right behind its batch, but requests of one model arrive
-        here one by one. Without this pause a job of somebody else would begin in between.
+        here one by one. Without this pause a job of somebody else would begin in between. And
+        models that have shared a pass send their next requests one after another: without the
+        second pause, the first of these would run alone.
         """
         shares = [job.share for job in jobs if job.share is not None]
         with self._wake:
@@ -317,15 +327,18 @@ class EngineThread:
                     self._neighbours.note_end(share.owner)
                     if self._neighbours.is_prompt(share.owner):
                         owners.add(share.owner)
-            self._wake.wait_for(
-                lambda: (
-                    all(map(self._queue.is_waiting, owners))
-                    or self._short
-                    or self._stopping
-                    or self._background.has_work()
-                ),
-                _FOLLOWING_SECONDS,
+            self._wait_until(lambda: all(map(self._queue.is_waiting, owners)), _FOLLOWING_SECONDS)
+            self._wait_until(
+                lambda: all(self._queue.has_items(s.owner, s.model) for s in self._followed),
+                self._followed_until - self._now(),
             )
+
+    def _wait_until(self, have_come: Callable[[], bool], seconds: float) -> None:
+        """Wait until jobs have come, or others run first. Call it with the lock held."""
+        self._wake.wait_for(
+            lambda: have_come() or self._short or self._stopping or self._background.has_work(),
+            max(seconds, 0.0),
+        )
 
     def _has_jobs(self) -> bool:
         return bool(self._short or self._queue)
@@ -380,8 +393,16 @@ class EngineThread:
             for job in jobs:
                 job.resolve(None, error)
         else:
-            for job, result in zip(jobs, results, strict=True):
-                job.resolve(result, None)
+            self._end(jobs, results)
+
+    def _end(self, jobs: Sequence[_Job], results: Sequence[Any]) -> None:
+        """Resolve jobs. Find out what follows before that: later it may be under way already."""
+        shares = [job.share for job in jobs if job.share is not None]
+        if shares:
+            self._followed = [share for share in shares if share.is_followed()]
+            self._followed_until = self._now() + _FOLLOWED_SECONDS
+        for job, result in zip(jobs, results, strict=True):
+            job.resolve(result, None)
 
     def _advance(self, job: _Job) -> None:
         """Run the next piece of a job."""
@@ -395,7 +416,7 @@ class EngineThread:
             tokens = next(job.pieces)
         except StopIteration as stop:
             self._charge(job, job.left)
-            job.resolve(stop.value, None)
+            self._end([job], [stop.value])
         except BaseException as error:  # noqa: BLE001 - the waiting caller gets it
             self._charge(job, job.left)
             job.resolve(None, error)

@@ -147,6 +147,7 @@ def new_model(
         drop_gradient=operations.drop_gradient,
         token_limits=backend.token_limits,
     )
+    operations.is_followed = lambda: queue.is_followed
     samplers.current.add(str(model_id), operations, queue.run_after_accepted)
     given_numbers = GivenNumbers(queue.sequencer)
     return LiveModel(model_id, spec, operations, queue, given_numbers, backend.spans, lineage=[])

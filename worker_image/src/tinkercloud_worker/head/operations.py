@@ -80,6 +80,9 @@ class Operations:
         """When the head saves the model by itself; it counts steps and loads."""
         self.on_change: Callable[[], None] = _do_nothing
         """Called after each change that the schedule counts."""
+        self.is_followed: Callable[[], bool] = lambda: False
+        """Says whether a request that computes runs right after the running one. May be called on
+        any thread."""
         self._steps = 0
         self.num_changes = 0
         """How often the weights may have changed since this object was created."""
@@ -138,7 +141,7 @@ class Operations:
         is_new = request.seq_id > self.repeated_until
         if is_new:
             self._backend.token_limits.spend(self._spec.owner, batch.num_tokens)
-        share = Share(self._spec.owner, self._name, batch.num_tokens)
+        share = self._share(batch.num_tokens)
         if (batcher := trainer.batcher) is not None:
             training_pass = TrainingPass(self._name, batch)
             if self._backend.config.durability.exact:
@@ -180,7 +183,7 @@ class Operations:
 
     async def _step(self, params: AdamParams) -> Mapping[str, float]:
         backend = self._backend
-        share = Share(self._spec.owner, self._name, _STEP_TOKENS, continues=True)
+        share = self._share(_STEP_TOKENS, continues=True)
         stepper = backend.trainer.stepper
         if stepper is None:
             return await self._compute(
@@ -188,6 +191,9 @@ class Operations:
             )
         step = OptimizerStep(self._name, params)
         return await self._unless_lost(backend.thread.run_batched(stepper, step, share))
+
+    def _share(self, tokens: int, *, continues: bool = False) -> Share:
+        return Share(self._spec.owner, self._name, tokens, continues, self.is_followed)
 
     async def save_weights(self, request: SaveWeightsRequest) -> Outcome:
         """Write a training checkpoint, including any gradient not yet applied.

@@ -17,7 +17,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import structlog
 
@@ -32,6 +32,7 @@ from tinkercloud_protocol.errors import (
 from tinkercloud_protocol.futures import Result, failed, failed_with
 from tinkercloud_protocol.ids import ModelId, RequestId
 from tinkercloud_worker.engine.trainer import GradientLost
+from tinkercloud_worker.head.between_requests import WorkBetween
 from tinkercloud_worker.head.failures import error_message, to_result, too_much, with_advice
 from tinkercloud_worker.head.request_log import NoLog, RequestLog
 from tinkercloud_worker.head.results import Results
@@ -104,16 +105,6 @@ class QueueSnapshot:
     """Whether the gradient still has to be dropped."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Unnumbered:
-    """Work without a number, which runs between requests."""
-
-    before: int
-    """Number of the first request that runs after it."""
-    run: Callable[[], Awaitable[Any]]
-    outcome: asyncio.Future[Any]
-
-
 def refusal(error: WireError, role: Role = "other") -> Operation:
     """Return an operation that occupies its place in the order and fails."""
 
@@ -147,7 +138,7 @@ class ModelQueue:
         self._queued: dict[int, QueuedRequest] = {}
         self._repeated: set[int] = set()
         """Numbers of requests that another head had accepted, and that have not run here."""
-        self._unnumbered: deque[_Unnumbered] = deque()
+        self._unnumbered: deque[WorkBetween] = deque()
         self._arrived = asyncio.Event()
         self._idle = asyncio.Event()
         self._gap_timer: asyncio.TimerHandle | None = None
@@ -219,7 +210,7 @@ class ModelQueue:
             Exception: any exception that the work raises.
         """
         outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._unnumbered.append(_Unnumbered(self.sequencer.first_missing, work, outcome))
+        self._unnumbered.append(WorkBetween(self.sequencer.first_missing, work, outcome))
         self._idle.clear()
         self._arrived.set()
         return await outcome
@@ -282,6 +273,19 @@ class ModelQueue:
         is_large = following is not None and following.operation.has_large_result
         limits, results = self._token_limits, self._results
         return is_large and not (results.has_room(self._owner) and limits.has_room(self._owner))
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether a request that computes has arrived and runs right after the running one.
+
+        May be read on any thread. It may be wrong for a request that has to wait for its owner.
+        """
+        following = self._queued.get(self.sequencer.next_seq_id + 1)
+        return (
+            following is not None
+            and (following.operation.role == "step" or following.operation.has_large_result)
+            and not (self._is_paused or self._is_attaching)
+        )
 
     def wake(self) -> None:
         """Start the next request, if it no longer has to wait."""
@@ -362,10 +366,7 @@ class ModelQueue:
         """Run the unnumbered work that precedes the next request."""
         while self._unnumbered and self._unnumbered[0].before <= self.sequencer.next_seq_id:
             # It stays in the list while it runs, so that `close` ends it.
-            work = self._unnumbered[0]
-            if not work.outcome.done():
-                outcome = await asyncio.gather(work.run(), return_exceptions=True)
-                _settle(work.outcome, outcome[0])
+            await self._unnumbered[0].settle()
             self._unnumbered.popleft()
 
     async def _run(self, seq_id: int, queued: QueuedRequest) -> None:
@@ -488,13 +489,3 @@ class ModelQueue:
             self._failure = self._failure or (request_id, message)
             self._results.finish(request_id, failed(message, "user"))
         self._arrived.set()
-
-
-def _settle(future: asyncio.Future[Any], outcome: object) -> None:
-    """Set the result or exception of a future that may have been cancelled."""
-    if future.done():
-        return
-    if isinstance(outcome, BaseException):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
