@@ -11,8 +11,9 @@ import pytest
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_testing.bare_heads import a_head
 from tinkercloud_testing.served_heads import a_served_head
-from tinkercloud_worker.head import chat, requests, running_samples
+from tinkercloud_worker.head import chat, operations, requests, running_samples
 
 MODEL = "mine:train:0"
 PADDING = "x" * 100_000
@@ -79,3 +80,21 @@ async def test_large_requests_are_hashed_and_parsed_off_the_event_loop(
 
     assert len(threads) == 4
     assert threading.main_thread() not in threads.values()
+
+
+@pytest.mark.parametrize(("num_sequences", "is_off_loop"), [(1, False), (64, True)])
+async def test_only_large_batches_are_prepared_and_answered_off_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_sequences: int, is_off_loop: bool
+) -> None:
+    threads: dict[str, threading.Thread] = {}
+
+    with a_head(tmp_path.as_uri(), tmp_path, "g1") as head:
+        await head.begin()
+        watch(threads, monkeypatch, operations, "prepare")
+        watch(threads, monkeypatch, operations, "_encode_output")
+        head.add_all(1, [[5] * 100] * num_sequences)
+        await head.answer(1)
+
+    assert [thread is not threading.main_thread() for thread in threads.values()] == [
+        is_off_loop
+    ] * 2

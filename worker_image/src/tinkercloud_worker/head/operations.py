@@ -42,6 +42,7 @@ from tinkercloud_worker.engine.trainer import (
 from tinkercloud_worker.engine.usage import Payer, Usage
 from tinkercloud_worker.head import exports
 from tinkercloud_worker.head.backend import Backend, random_seed
+from tinkercloud_worker.head.http import LARGE_BODY_BYTES
 from tinkercloud_worker.head.model_checkpoints import ModelCheckpoints
 from tinkercloud_worker.head.samplers import Samplers
 from tinkercloud_worker.head.save_schedule import SavePoint, SaveSchedule
@@ -157,7 +158,8 @@ class Operations:
         usage = Usage(forward_tokens=tokens) if batch.forward_only else Usage(trained_tokens=tokens)
         if is_new:
             self._backend.usage.count(Payer.of_model(self._spec.owner, self._name), usage)
-        body = await asyncio.to_thread(_encode_output, request, batch, output)
+        encode = partial(_encode_output, request, batch, output)
+        body = encode() if _is_small(request) else await asyncio.to_thread(encode)
         return Result(body, futures.PROTOBUF)
 
     async def _prepared(self, request: ForwardBackwardRequest) -> Batch:
@@ -166,6 +168,8 @@ class Operations:
         if request.loss_fn == "custom":
             definition = await self._losses.definition(request.loss_fn_config)
             job = partial(prepare_custom, request, definition, limits, images)
+        if _is_small(request):
+            return job()
         return await self._backend.image_work.run(len(request.images), job)
 
     async def optim_step(self, request: OptimStepRequest) -> Result:
@@ -465,6 +469,16 @@ def _saved(written: CheckpointManifest) -> Result:
     if written.path.kind is CheckpointKind.EXTERNAL:
         answer["size_bytes"] = written.size_bytes
     return futures.finished(answer)
+
+
+def _is_small(request: ForwardBackwardRequest) -> bool:
+    """Return whether to prepare a batch, and to encode its output, on the event loop.
+
+    That takes as long as handing it to a thread, which delays the model's next request, and with it
+    all models that share its passes.
+    """
+    is_plain = request.loss_fn != "custom" and not request.images
+    return is_plain and request.num_bytes < LARGE_BODY_BYTES
 
 
 def _encode_output(request: ForwardBackwardRequest, batch: Batch, output: LossOutput) -> bytes:
