@@ -89,21 +89,6 @@ def _sdk(server: Server) -> Iterator[Measurement]:
         "C10", "save_weights_and_get_sampling_client", 1e3 * publish, "ms", "<= 50", "<= 10"
     )
 
-    others = [client.create_lora_training_client(MODEL, rank=4).result() for _ in range(7)]
-
-    def together() -> None:
-        futures: list[tinker.APIFuture[Any]] = []
-        for _ in range(5):
-            for of in [training, *others]:
-                futures += [of.forward_backward(data, "cross_entropy"), of.optim_step(adam)]
-        for future in futures:
-            future.result()
-
-    alone, all_eight = medians(lambda: pipelined(training, 40), together, rounds=5)
-    yield Measurement(
-        "C8", "8 clients' steps/s / one client's", alone / all_eight, "x", ">= 1.0", ">= 2"
-    )
-
 
 async def _proxy(server: Server) -> list[Measurement]:
     folder = next((server.state_dir / "heads").glob("*/head.json")).parent
