@@ -88,11 +88,13 @@ class ForwardBackwardRequest:
     wants_losses: bool = False
     """Whether the result has the loss of every target for all losses, as plain HTTP clients expect;
     to the SDK only that of cross_entropy is returned, as by the hosted service."""
+    images: tuple[ImagePart, ...] = field(init=False, repr=False)
+    """The images of all data."""
 
-    @property
-    def images(self) -> tuple[ImagePart, ...]:
-        """The images of all data."""
-        return tuple(image for datum in self.data for image in datum.images)
+    def __post_init__(self) -> None:
+        """Collect the images once: there may be thousands of data."""
+        images = tuple(image for datum in self.data for image in datum.images)
+        object.__setattr__(self, "images", images)
 
     @property
     def num_bytes(self) -> int:

@@ -91,7 +91,7 @@ async def test_only_large_batches_are_prepared_and_answered_off_the_event_loop(
     with a_head(tmp_path.as_uri(), tmp_path, "g1") as head:
         await head.begin()
         watch(threads, monkeypatch, operations, "prepare")
-        watch(threads, monkeypatch, operations, "_encode_output")
+        watch(threads, monkeypatch, operations, "encode_output")
         head.add_all(1, [[5] * 100] * num_sequences)
         await head.answer(1)
 

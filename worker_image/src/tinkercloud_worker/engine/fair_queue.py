@@ -15,7 +15,7 @@ first in, first out. Nothing here knows threads or clocks.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from itertools import islice
@@ -241,9 +241,9 @@ class FairQueue(Generic[T]):
         """Whether an owner has items here."""
         return owner in self._waiting
 
-    def has_items(self, owner: str, model: str) -> bool:
-        """Whether a model has items here."""
-        return owner in self._waiting and model in self._lines[owner].lines
+    def has_others(self, owners: Set[str]) -> bool:
+        """Whether an owner who is none of these has items here."""
+        return any(owner not in owners for owner in self._waiting)
 
     def is_before_others(self, owner: str) -> bool:
         """Whether others wait, and it would be the turn of this owner, who does not."""

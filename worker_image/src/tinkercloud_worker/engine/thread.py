@@ -2,7 +2,8 @@
 
 Jobs that compute for a model wait for their turn, which is fair between owners (`fair_queue`).
 Queued jobs that can share a pass (`Batcher`) run as one job when it is the turn of the first of
-them. So that more of them can, the thread waits a moment for jobs that are known to come next. A
+them. After such a pass the thread waits a moment for jobs of the same models that are known to come
+next (`followers`), so that they share the next pass too. A
 long job runs in pieces, and takes a turn for each: jobs of other models run between two of
 them. While other owners use the engine, pieces are small (`neighbours`), and the optimizer step
 that is sent right behind a batch runs before them. Jobs without a share, such as saving and
@@ -24,6 +25,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from tinkercloud_protocol.errors import Unavailable
 from tinkercloud_worker.engine.fair_queue import Ahead, FairQueue, Share
+from tinkercloud_worker.engine.followers import Followers
 from tinkercloud_worker.engine.neighbours import Neighbours
 from tinkercloud_worker.engine.usage import Payer, UsageMeter
 
@@ -45,8 +47,8 @@ PieceLimit: TypeAlias = Callable[[], int | None]
 _FOLLOWING_SECONDS = 0.004
 """How long the thread waits for the request that follows a finished one."""
 _FOLLOWED_SECONDS = 0.02
-"""How long it waits for requests that have arrived and follow finished ones. They are on their way
-from the event loop, which takes a few milliseconds, or longer for images."""
+"""How long it waits after a shared pass for requests that are at the head and follow those of the
+pass. They are on their way from the event loop, which takes a few milliseconds."""
 _STEPS_PER_YIELD = 8
 """Background steps that run between two jobs, or at each yield point of a job."""
 
@@ -192,10 +194,7 @@ class EngineThread:
         self._queue = FairQueue[_Job](self.weights)
         self._neighbours = Neighbours(now)
         self._running: Sequence[_Job] = ()
-        self._followed: Sequence[Share] = ()
-        """Shares of what ended last, as far as another item of the model is known to follow."""
-        self._followed_until = 0.0
-        """Until when the thread waits for those items."""
+        self._followers = Followers(now)
         self._was_short = False
         self._wake = threading.Condition()
         self._stopping = False
@@ -307,6 +306,7 @@ class EngineThread:
                 job.left = share.tokens
                 self._neighbours.note(share.owner, share.tokens)
                 self._neighbours.note_sent(share.owner, _FOLLOWING_SECONDS)
+                self._followers.note_sent(share.owner, share.model)
                 self._queue.put(share, job)
             self._wake.notify()
         return await done
@@ -317,7 +317,8 @@ class EngineThread:
         A client sends an optimizer step right behind its batch, but requests of one model arrive
         here one by one. Without this pause a job of somebody else would begin in between. And
         models that have shared a pass send their next requests one after another: without the
-        second pause, the first of these would run alone.
+        second pause, the first of these would run alone. That one ends when an owner who took no
+        part in the pass has a job, which waits for nobody.
         """
         shares = [job.share for job in jobs if job.share is not None]
         with self._wake:
@@ -328,16 +329,17 @@ class EngineThread:
                     if self._neighbours.is_prompt(share.owner):
                         owners.add(share.owner)
             self._wait_until(lambda: all(map(self._queue.is_waiting, owners)), _FOLLOWING_SECONDS)
+            followers = self._followers
             self._wait_until(
-                lambda: all(self._queue.has_items(s.owner, s.model) for s in self._followed),
-                self._followed_until - self._now(),
+                lambda: followers.have_come or self._queue.has_others(followers.owners),
+                followers.seconds_left(),
             )
 
     def _wait_until(self, have_come: Callable[[], bool], seconds: float) -> None:
         """Wait until jobs have come, or others run first. Call it with the lock held."""
         self._wake.wait_for(
             lambda: have_come() or self._short or self._stopping or self._background.has_work(),
-            max(seconds, 0.0),
+            seconds,
         )
 
     def _has_jobs(self) -> bool:
@@ -351,6 +353,7 @@ class EngineThread:
         self._was_short = False
         if not self._queue:
             return []
+        self._followers.stop()
         share, first = self._queue.next()
         jobs = [first]
 
@@ -393,14 +396,14 @@ class EngineThread:
             for job in jobs:
                 job.resolve(None, error)
         else:
-            self._end(jobs, results)
+            self._end_shared(jobs, results)
 
-    def _end(self, jobs: Sequence[_Job], results: Sequence[Any]) -> None:
+    def _end_shared(self, jobs: Sequence[_Job], results: Sequence[Any]) -> None:
         """Resolve jobs. Find out what follows before that: later it may be under way already."""
         shares = [job.share for job in jobs if job.share is not None]
-        if shares:
-            self._followed = [share for share in shares if share.is_followed()]
-            self._followed_until = self._now() + _FOLLOWED_SECONDS
+        followed = [share for share in shares if share.is_followed()]
+        with self._wake:
+            self._followers.note_pass(shares, followed, _FOLLOWED_SECONDS)
         for job, result in zip(jobs, results, strict=True):
             job.resolve(result, None)
 
@@ -416,7 +419,7 @@ class EngineThread:
             tokens = next(job.pieces)
         except StopIteration as stop:
             self._charge(job, job.left)
-            self._end([job], [stop.value])
+            job.resolve(stop.value, None)
         except BaseException as error:  # noqa: BLE001 - the waiting caller gets it
             self._charge(job, job.left)
             job.resolve(None, error)

@@ -251,6 +251,12 @@ class DurableRun:
         await self._begin_snapshot()
 
     @property
+    def is_due_at_boundary(self) -> bool:
+        """See `RequestLog.is_due_at_boundary`: whether a snapshot is due."""
+        due = self._due_at()
+        return due is not None and due <= time.monotonic()
+
+    @property
     def _num_bytes(self) -> int:
         """Bytes of the requests that no snapshot has."""
         return self._bytes_before + self._writer.size_bytes

@@ -84,9 +84,12 @@ class LiveModel:
                     role,
                     source,
                     has_large_result=True,
+                    computes_at_once=request.loss_fn != "custom" and not request.images,
                 )
             case OptimStepRequest():
-                return Operation(lambda: operations.optim_step(request), role, source)
+                return Operation(
+                    lambda: operations.optim_step(request), role, source, computes_at_once=True
+                )
             case SaveWeightsRequest():
                 return Operation(lambda: operations.save_weights(request), role, source)
             case SaveWeightsForSamplerRequest():

@@ -16,7 +16,6 @@ from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
-from tinkercloud_protocol.payloads import encode_forward_backward_output
 from tinkercloud_protocol.tensors import ForwardBackwardRequest
 from tinkercloud_protocol.training import (
     LoadWeightsRequest,
@@ -27,7 +26,6 @@ from tinkercloud_protocol.training import (
 )
 from tinkercloud_worker.checkpoints import encryption, formats
 from tinkercloud_worker.engine.batch import Batch, prepare, prepare_custom
-from tinkercloud_worker.engine.expert_load import balance_metrics
 from tinkercloud_worker.engine.fair_queue import Share
 from tinkercloud_worker.engine.thread import Unshared, YieldPoint
 from tinkercloud_worker.engine.trainer import (
@@ -42,7 +40,7 @@ from tinkercloud_worker.engine.trainer import (
 from tinkercloud_worker.engine.usage import Payer, Usage
 from tinkercloud_worker.head import exports
 from tinkercloud_worker.head.backend import Backend, random_seed
-from tinkercloud_worker.head.http import LARGE_BODY_BYTES
+from tinkercloud_worker.head.batches import encode_output, is_small
 from tinkercloud_worker.head.model_checkpoints import ModelCheckpoints
 from tinkercloud_worker.head.samplers import Samplers
 from tinkercloud_worker.head.save_schedule import SavePoint, SaveSchedule
@@ -82,8 +80,8 @@ class Operations:
         self.on_change: Callable[[], None] = _do_nothing
         """Called after each change that the schedule counts."""
         self.is_followed: Callable[[], bool] = lambda: False
-        """Says whether a request that computes runs right after the running one. May be called on
-        any thread."""
+        """Says whether a request has arrived that computes as soon as the running one has ended
+        (`ModelQueue.is_followed`). May be called on any thread."""
         self._steps = 0
         self.num_changes = 0
         """How often the weights may have changed since this object was created."""
@@ -138,7 +136,9 @@ class Operations:
         if not request.forward_only:
             self._report_lost_gradient()
         trainer = self._backend.trainer
-        batch = await self._prepared(request)
+        runs_here, job = is_small(request), await self._preparation(request)
+        images = self._backend.image_work
+        batch = job() if runs_here else await images.run(len(request.images), job)
         is_new = request.seq_id > self.repeated_until
         if is_new:
             self._backend.token_limits.spend(self._spec.owner, batch.num_tokens)
@@ -158,19 +158,16 @@ class Operations:
         usage = Usage(forward_tokens=tokens) if batch.forward_only else Usage(trained_tokens=tokens)
         if is_new:
             self._backend.usage.count(Payer.of_model(self._spec.owner, self._name), usage)
-        encode = partial(_encode_output, request, batch, output)
-        body = encode() if _is_small(request) else await asyncio.to_thread(encode)
+        encode = partial(encode_output, request, batch, output)
+        body = encode() if runs_here else await asyncio.to_thread(encode)
         return Result(body, futures.PROTOBUF)
 
-    async def _prepared(self, request: ForwardBackwardRequest) -> Batch:
+    async def _preparation(self, request: ForwardBackwardRequest) -> Callable[[], Batch]:
         limits, images = self._backend.trainer.limits, self._backend.images
-        job = partial(prepare, request, limits, images)
         if request.loss_fn == "custom":
             definition = await self._losses.definition(request.loss_fn_config)
-            job = partial(prepare_custom, request, definition, limits, images)
-        if _is_small(request):
-            return job()
-        return await self._backend.image_work.run(len(request.images), job)
+            return partial(prepare_custom, request, definition, limits, images)
+        return partial(prepare, request, limits, images)
 
     async def optim_step(self, request: OptimStepRequest) -> Result:
         """Apply the gradient."""
@@ -469,27 +466,3 @@ def _saved(written: CheckpointManifest) -> Result:
     if written.path.kind is CheckpointKind.EXTERNAL:
         answer["size_bytes"] = written.size_bytes
     return futures.finished(answer)
-
-
-def _is_small(request: ForwardBackwardRequest) -> bool:
-    """Return whether to prepare a batch, and to encode its output, on the event loop.
-
-    That takes as long as handing it to a thread, which delays the model's next request, and with it
-    all models that share its passes.
-    """
-    is_plain = request.loss_fn != "custom" and not request.images
-    return is_plain and request.num_bytes < LARGE_BODY_BYTES
-
-
-def _encode_output(request: ForwardBackwardRequest, batch: Batch, output: LossOutput) -> bytes:
-    outputs = {"logprobs": output.logprobs}
-    # An uploaded loss has one value for each datum, not for each target.
-    is_elementwise = batch.definition is None
-    if is_elementwise and (request.wants_losses or request.loss_fn == "cross_entropy"):
-        outputs["elementwise_loss"] = batch.elementwise_loss(output.logprobs)
-    metrics = {
-        **batch.custom_metrics(output.logprobs),
-        **batch.reported_metrics(output.metrics),
-        **balance_metrics(output.expert_tokens),
-    }
-    return encode_forward_backward_output(outputs, metrics)

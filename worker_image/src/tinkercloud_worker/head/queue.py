@@ -78,6 +78,8 @@ class Operation:
     """None for the request that creates a model, which is never stored."""
     has_large_result: bool = False
     """Whether it waits while unread results fill the owner's budget (`Results.has_room`)."""
+    computes_at_once: bool = False
+    """Whether it sends its computation to the engine as soon as it starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,16 +278,20 @@ class ModelQueue:
 
     @property
     def is_followed(self) -> bool:
-        """Whether a request that computes has arrived and runs right after the running one.
+        """Whether a request has arrived that computes as soon as the running one has ended.
 
-        May be read on any thread. It may be wrong for a request that has to wait for its owner.
+        May be read on any thread. The result of the running one may still leave it no room.
         """
         following = self._queued.get(self.sequencer.next_seq_id + 1)
-        return (
-            following is not None
-            and (following.operation.role == "step" or following.operation.has_large_result)
-            and not (self._is_paused or self._is_attaching)
+        if following is None or not following.operation.computes_at_once:
+            return False
+        is_held = self._is_paused or self._is_attaching or self._failure is not None
+        is_large, owner = following.operation.has_large_result, self._owner
+        is_throttled = is_large and (
+            self._token_limits.is_used_up(owner) or not self._results.has_room(owner)
         )
+        is_work_between = bool(self._unnumbered) or self.log.is_due_at_boundary
+        return not (is_held or is_throttled or is_work_between)
 
     def wake(self) -> None:
         """Start the next request, if it no longer has to wait."""
@@ -334,6 +340,7 @@ class ModelQueue:
     def close(self, reason: str) -> None:
         """Stop; requests that have not run fail with this reason."""
         self._worker.cancel()
+        self.hold()
         if self._gap_timer is not None:
             self._gap_timer.cancel()
         for seq_id in self._queued:

@@ -60,6 +60,13 @@ class RequestLog(Protocol):
     async def at_boundary(self) -> None:
         """Do what must be done between two requests, while none runs."""
 
+    @property
+    def is_due_at_boundary(self) -> bool:
+        """Whether `at_boundary` has work that takes time, as far as is known by now.
+
+        May be read on any thread.
+        """
+
 
 class NoLog:
     """Keeps nothing."""
@@ -98,3 +105,8 @@ class NoLog:
 
     async def at_boundary(self) -> None:
         """See `RequestLog.at_boundary`."""
+
+    @property
+    def is_due_at_boundary(self) -> bool:
+        """See `RequestLog.is_due_at_boundary`."""
+        return False

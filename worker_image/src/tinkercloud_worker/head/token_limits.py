@@ -90,6 +90,13 @@ class TokenLimits:
         """Whether an owner's next request may start."""
         return self._seconds(owner) == 0.0
 
+    def is_used_up(self, owner: str) -> bool:
+        """Whether an owner's next request has to wait. May be called on any thread.
+
+        It reads what the event loop has found last, and leaves the buckets alone.
+        """
+        return owner in self._buckets and owner in self._timers
+
     def why_waiting(self, owner: str) -> str | None:
         """Return why an owner's requests wait, and how long; None if they may start."""
         seconds = self._seconds(owner)
