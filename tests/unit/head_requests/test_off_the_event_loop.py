@@ -4,16 +4,20 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import orjson
 import pytest
 
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.tensors import Datum, ForwardBackwardRequest
 from tinkercloud_testing.bare_heads import a_head
 from tinkercloud_testing.served_heads import a_served_head
 from tinkercloud_worker.head import chat, operations, requests, running_samples
+from tinkercloud_worker.head.batches import is_small
 
 MODEL = "mine:train:0"
 PADDING = "x" * 100_000
@@ -82,9 +86,16 @@ async def test_large_requests_are_hashed_and_parsed_off_the_event_loop(
     assert threading.main_thread() not in threads.values()
 
 
-@pytest.mark.parametrize(("num_sequences", "is_off_loop"), [(1, False), (64, True)])
-async def test_only_large_batches_are_prepared_and_answered_off_the_event_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_sequences: int, is_off_loop: bool
+@pytest.mark.parametrize(
+    ("num_sequences", "length", "is_off_loop"),
+    [(1, 100, False), (16, 2, False), (17, 2, True), (15, 100, True)],
+)
+async def test_only_small_batches_of_few_data_are_prepared_and_answered_on_the_event_loop(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_sequences: int,
+    length: int,
+    is_off_loop: bool,
 ) -> None:
     threads: dict[str, threading.Thread] = {}
 
@@ -92,9 +103,17 @@ async def test_only_large_batches_are_prepared_and_answered_off_the_event_loop(
         await head.begin()
         watch(threads, monkeypatch, operations, "prepare")
         watch(threads, monkeypatch, operations, "encode_output")
-        head.add_all(1, [[5] * 100] * num_sequences)
+        head.add_all(1, [[5] * length] * num_sequences)
         await head.answer(1)
 
     assert [thread is not threading.main_thread() for thread in threads.values()] == [
         is_off_loop
     ] * 2
+
+
+def test_thousands_of_tiny_data_are_no_small_batch_and_are_not_measured() -> None:
+    data = (Datum(np.array([5], np.int32), {}),) * 5400
+    request = ForwardBackwardRequest("m", 1, data, "cross_entropy", {}, forward_only=False)
+
+    with patch.object(ForwardBackwardRequest, "num_bytes", property(pytest.fail)):
+        assert not is_small(request)

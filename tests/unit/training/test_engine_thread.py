@@ -9,9 +9,11 @@ import pytest
 
 from tinkercloud_worker.engine import thread as engine_thread
 from tinkercloud_worker.engine.fair_queue import Share
-from tinkercloud_worker.engine.thread import EngineThread, NoBackground, PieceLimit
+from tinkercloud_worker.engine.thread import EngineThread, NoBackground, PieceLimit, Unshared
 
 BAD = -1
+PATIENCE_SECONDS = 60
+"""Longest wait for what does not wait."""
 
 
 class Sums:
@@ -82,6 +84,12 @@ def item(
     thread: EngineThread, group: Sums, number: int, owner: str = "one"
 ) -> Callable[[], asyncio.Task[int]]:
     share = Share(owner, f"model-{number}", tokens=1)
+    return lambda: asyncio.create_task(thread.run_batched(group, number, share))
+
+
+def followed(thread: EngineThread, group: Any, number: int) -> Callable[[], asyncio.Task[int]]:
+    """Submit an item of a model whose next one is said to follow."""
+    share = Share("me", f"model-{number}", tokens=1, is_followed=lambda: True)
     return lambda: asyncio.create_task(thread.run_batched(group, number, share))
 
 
@@ -253,15 +261,15 @@ async def test_models_that_have_shared_a_pass_share_the_next_one_if_their_reques
     monkeypatch.setattr(engine_thread, "_FOLLOWED_SECONDS", 60)
     group = Sums()
 
-    async def followed(model: str, number: int) -> None:
+    async def run_followed(model: str, number: int) -> None:
         await thread.run_batched(group, number, Share("me", model, 1, is_followed=lambda: True))
 
     async def at_once() -> None:
-        await followed("a", 1)
+        await run_followed("a", 1)
         await thread.run_batched(group, 3, Share("me", "a", 1))
 
     async def later() -> None:
-        await followed("b", 2)
+        await run_followed("b", 2)
         await asyncio.sleep(0.05)
         await thread.run(lambda _: None)
         await asyncio.sleep(0.05)
@@ -275,16 +283,65 @@ async def test_models_that_have_shared_a_pass_share_the_next_one_if_their_reques
 
 
 async def test_a_request_that_does_not_come_holds_nobody_up_for_long(thread: EngineThread) -> None:
-    group = Sums()
-
-    async def never_followed() -> None:
-        await thread.run_batched(group, 1, Share("me", "a", 1, is_followed=lambda: True))
+    group, other = Sums(), Sums()
 
     await while_busy(
-        thread, lambda: asyncio.create_task(never_followed()), item(thread, Sums(), 2, "other")
+        thread,
+        followed(thread, group, 1),
+        followed(thread, group, 2),
+        item(thread, other, 3, "me"),
     )
 
-    assert group.ran == [[1]]
+    assert (group.ran, other.ran) == ([[1, 2]], [[3]])
+
+
+@pytest.mark.parametrize("kind", [lambda group: group, Unshared], ids=["alone", "unshared"])
+async def test_nothing_is_waited_for_after_a_job_that_shared_no_pass(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch, kind: Callable[[Sums], Any]
+) -> None:
+    monkeypatch.setattr(engine_thread, "_FOLLOWED_SECONDS", 1000)
+    group, other = Sums(), Sums()
+    batcher = kind(group)
+    numbers = [1] if batcher is group else [1, 2]
+
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await while_busy(
+            thread,
+            *[followed(thread, batcher, number) for number in numbers],
+            item(thread, other, 3, "me"),
+        )
+
+    assert group.ran == [[number] for number in numbers]
+    assert other.ran == [[3]]
+
+
+async def test_an_owner_who_took_no_part_in_a_pass_does_not_wait_for_those_who_did(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "_FOLLOWED_SECONDS", 1000)
+    group, other = Sums(), Sums()
+
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await while_busy(
+            thread,
+            *[followed(thread, group, number) for number in (1, 2)],
+            item(thread, other, 3, "you"),
+        )
+
+    assert sorted(group.ran + other.ran) == [[1, 2], [3]]
+
+
+async def test_an_owner_who_comes_while_the_thread_waits_for_others_ends_the_wait(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "_FOLLOWED_SECONDS", 1000)
+    group, other = Sums(), Sums()
+
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await while_busy(thread, *[followed(thread, group, number) for number in (1, 2)])
+        await item(thread, other, 3, "you")()
+
+    assert other.ran == [[3]]
 
 
 async def test_what_waits_says_how_much_runs_before_it(thread: EngineThread) -> None:
