@@ -1,4 +1,4 @@
-"""A head tells the engine which requests follow the one that it computes."""
+"""The engine learns from a head which requests follow the one that it computes."""
 
 import asyncio
 import threading

@@ -67,7 +67,7 @@ class Bench:
 
     def begin(self, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
         """Begin what waits for the running request."""
-        self.tasks.append(asyncio.ensure_future(work()))  # type: ignore[arg-type] # coroutines only
+        self.tasks.append(asyncio.ensure_future(work()))
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@
 Jobs that compute for a model wait for their turn, which is fair between owners (`fair_queue`).
 Queued jobs that can share a pass (`Batcher`) run as one job when it is the turn of the first of
 them. After such a pass the thread waits a moment for jobs of the same models that are known to come
-next (`followers`), so that they share the next pass too. A
-long job runs in pieces, and takes a turn for each: jobs of other models run between two of
-them. While other owners use the engine, pieces are small (`neighbours`), and the optimizer step
-that is sent right behind a batch runs before them. Jobs without a share, such as saving and
-deleting, are short and run first, each in turn with one that computes.
+next (`followers`), so that they share the next pass too. A long job runs in pieces, and takes a
+turn for each: jobs of other models run between two of them. While other owners use the engine,
+pieces are small (`neighbours`), and the optimizer step that is sent right behind a batch runs
+before them. Jobs without a share, such as saving and deleting, are short and run first, each in
+turn with one that computes.
 
 Between jobs, and at the yield points of a job that has no pieces, the thread runs steps of a
 background task: the decoding steps of a sampler that shares the trainer's weights. So neither
