@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from tinkercloud_protocol.capacity import HeadCapacity
 from tinkercloud_protocol.launch import HeadStatus
 
 CAPACITY = {"models": 1, "model_bytes": 10, "pass_bytes": 0, "free_bytes": 30}
@@ -27,3 +28,12 @@ def test_what_a_head_of_a_later_release_says_in_addition_is_ignored() -> None:
     assert read == HeadStatus.model_validate(known)
     assert read.capacity is not None
     assert read.capacity.free_bytes == 30
+
+
+def test_the_place_of_idle_models_makes_no_room_for_one_that_is_larger_than_the_device() -> None:
+    capacity = HeadCapacity(
+        2, 1000, 0, 0, with_idle_bytes=-500, swap_bytes=100_000, device_bytes=9999
+    )
+
+    assert capacity.more_of(9999) > 0
+    assert capacity.more_of(10_000) == 0
