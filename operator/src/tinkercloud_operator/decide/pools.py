@@ -59,7 +59,7 @@ def plan_pool(facts: PoolFacts) -> PoolPlan:
     delete = tuple(
         dict.fromkeys((*_failed_clusters(facts), *_drained_clusters(facts, load), *unneeded))
     )
-    create = _new_clusters(facts, waiting, load, delete, homeless)
+    create = _new_clusters(facts, waiting, load, delete, homeless, moves.without_room)
     why = _why_waiting(facts, create)
     return PoolPlan(
         create=create,
@@ -162,6 +162,7 @@ def _new_clusters(
     load: Counter[str],
     delete: Sequence[str],
     homeless: int,
+    without_room: int,
 ) -> tuple[str, ...]:
     pool = facts.pool
     if pool is None or facts.is_closed:
@@ -176,7 +177,10 @@ def _new_clusters(
         len(due) - facts.free(others, load),
     )
     # Sessions on outdated clusters are moved to new ones, of which one is started after the other.
-    moved = min(homeless - facts.free(lasting, load), pool.slots)
+    # Free slots of ready ones are none for those that their memory has no room for.
+    starting = [cluster for cluster in lasting if not cluster.is_ready]
+    lacking = max(homeless - facts.free(lasting, load), without_room - facts.free(starting, load))
+    moved = min(lacking, pool.slots)
     # Rounded up: the last of several waiting members needs a cluster too.
     needed = -(-max(0, wanted, moved) // facts.slots_of_next())
     missing = pool.min_clusters - len(usable)
