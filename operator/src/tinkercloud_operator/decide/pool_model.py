@@ -50,6 +50,11 @@ class Cluster:
     """Identity of its head's process."""
 
     @property
+    def is_limited(self) -> bool:
+        """Whether its memory may have no room for a session although it has a free slot."""
+        return self.most_sessions is not None or self.capacity is not None
+
+    @property
     def is_usable(self) -> bool:
         """Whether it serves sessions now, or will."""
         return not (self.is_stopping or self.has_failed)
