@@ -311,6 +311,32 @@ async def test_nobody_waits_for_a_head_that_did_not_answer_last_time(
     assert memory.known == {"i1": HeadMemory(2)}
 
 
+async def test_a_head_that_hangs_delays_only_the_first_plan(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_memory, "_WAIT_SECONDS", 0.01)
+    memory = PoolMemory(operator.heads)
+    operator.heads.answers["a"] = asyncio.Event()
+    await memory.ask([a_head()], lambda: None)
+
+    monkeypatch.setattr(pool_memory, "_WAIT_SECONDS", math.inf)
+    await memory.ask([a_head()], lambda: None)
+
+    assert operator.heads.asked == ["a"]
+    memory.close()
+
+
+async def test_an_answer_in_time_has_the_pool_planned_once(operator: Operator) -> None:
+    operator.heads.most["a"] = 2
+    memory, changes = PoolMemory(operator.heads), list[str]()
+
+    await memory.ask([a_head()], lambda: changes.append("changed"))
+    await asyncio.sleep(0)
+
+    assert memory.known == {"i1": HeadMemory(2)}
+    assert changes == []
+
+
 async def test_a_head_that_hangs_delays_no_run_of_another_pool(
     operator: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
