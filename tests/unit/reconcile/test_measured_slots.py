@@ -195,6 +195,31 @@ def test_no_cluster_is_emptied_if_the_memory_of_others_has_no_room_for_all_of_it
     assert moves(room_for_ranks=136) == {"small": "a", "huge": "a"}
 
 
+def test_a_head_that_has_said_nothing_yet_gets_one_run_at_a_time_if_others_say_sizes() -> None:
+    there = [a_cluster("a"), a_run("large", "a", 64), a_cluster("new")]
+    waiting = [a_run(f"huge-{number}", rank=128) for number in range(4)]
+    memory = {"a": a_full_head("large:train:0", room_for_ranks=100)}
+
+    assert plan_pool(facts_of(*there, *waiting, measured=memory)).places == {"huge-0": "new"}
+    placed = a_run("huge-0", "new", 128)
+    assert plan_pool(facts_of(*there, placed, *waiting[1:], measured=memory)).places == {}
+
+    memory["new"] = a_full_head("huge-0:train:0", room_for_ranks=200)
+    later = plan_pool(facts_of(*there, placed, *waiting[1:], measured=memory))
+    assert later.places == {"huge-1": "new"}
+
+
+def test_an_empty_head_gets_as_many_runs_as_its_sizes_have_room_for() -> None:
+    empty = HeadCapacity(0, 0, 0, 300 * RANK_BYTES, held=(), rank_bytes=RANK_BYTES)
+    memory = head_memory(a_status([], empty), None)
+    assert memory is not None
+    waiting = [a_run(f"huge-{number}", rank=128) for number in range(4)]
+
+    plan = plan_pool(facts_of(a_cluster("a"), *waiting, measured={"a": memory}))
+
+    assert plan.places == {"huge-0": "a", "huge-1": "a"}
+
+
 def a_status(models: list[str], capacity: HeadCapacity | None) -> HeadStatus:
     return HeadStatus(
         head="head",

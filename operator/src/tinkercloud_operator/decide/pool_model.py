@@ -42,6 +42,8 @@ class Cluster:
     """How many sessions fit by what its head has measured; None if that is unknown."""
     capacity: HeadCapacity | None = None
     """What its head says of models of any size; None if that is unknown."""
+    has_reported: bool = False
+    """Whether its head has said anything of its memory."""
     pending: Mapping[str, int] = field(default_factory=dict)
     """Ranks of the runs that are placed here and not yet in `capacity`, by name of the run."""
     endpoint: str | None = None
@@ -171,13 +173,17 @@ class PoolFacts:
     def has_slot(self, cluster: Cluster, taken: int, member: Member) -> bool:
         """Return whether a cluster with so many taken slots has a free one for a member.
 
-        Samplers take none of the memory that heads measure.
+        Samplers take none of the memory that heads measure. While other heads say what they hold of
+        any size, one that has said nothing yet gets one run, and others after its first answer.
         """
         if self.pool is None or taken >= self.pool.slots:
             return False
         if member.model_id is None:
             return True
         if cluster.capacity is None or not member.rank:
+            others = cluster.pending.keys() - {member.name}
+            if others and not cluster.has_reported and any(each.capacity for each in self.clusters):
+                return False
             return taken < self.slots_of(cluster)
         return _has_room(cluster, cluster.capacity, member)
 
