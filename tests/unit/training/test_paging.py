@@ -55,6 +55,9 @@ class Machine:
         )
 
     def used(self) -> int:
+        # A trainer measures its memory before it is complete.
+        if not hasattr(self, "trainer"):
+            return 0
         return sum(map(self.trainer.memory_bytes, self.trainer._models))
 
     def add(self, *names: str) -> None:
