@@ -115,6 +115,6 @@ class PoolMemory:
 
 
 def _note_late(on_change: Callable[[], object], request: asyncio.Task[bool]) -> None:
-    """Tell what a head said after the plan that asked has gone on."""
+    """Tell what a head said that the plan that asked did not wait for."""
     if not request.cancelled() and request.result():
         on_change()
