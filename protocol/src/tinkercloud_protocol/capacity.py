@@ -36,6 +36,9 @@ class HeadCapacity:
     model can leave."""
     swap_bytes: int | None = None
     """Bytes of the place of idle models, taken or free; None if it is not limited."""
+    device_bytes: int | None = None
+    """Bytes for one model on the device if all that can leave had left it: a larger one is not
+    admitted. None if no model can leave, or if the head is of an earlier release."""
 
     @property
     def max_models(self) -> int | None:
@@ -57,6 +60,8 @@ class HeadCapacity:
         """
         if self.with_idle_bytes is None:
             return _within(self.free_bytes - before, size)
+        if self.device_bytes is not None and size > self.device_bytes:
+            return 0
         if self.swap_bytes is None:
             return MOST_REPORTED
         # Without moments, a new model counts with its gradient twice.

@@ -434,8 +434,8 @@ class SamplerSpec(_Config):
     was saved there later is not used. Absent if it was not recorded."""
 
 
-class HeadStatus(_Config):
-    """GET /status: the state of the head."""
+class HeadStatus(_Config, extra="ignore"):
+    """GET /status: the state of the head, which may be of a later release and say more."""
 
     head: str
     generation: str

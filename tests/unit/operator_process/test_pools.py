@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,7 +16,7 @@ from tinkercloud_operator.decide.actions import GiveAway, HeadRequest, TakeBack
 from tinkercloud_operator.decide.head_answers import HeadMemory
 from tinkercloud_operator.decide.pool_model import Cluster
 from tinkercloud_operator.decide.pools import pool_status
-from tinkercloud_operator.run import pool_memory
+from tinkercloud_operator.run import pool_memory, pools
 from tinkercloud_operator.run.head_client import HeadClient, SaveFailed, SaveResult
 from tinkercloud_operator.run.pool_memory import PoolMemory
 from tinkercloud_operator.run.pools import Pools
@@ -60,6 +61,8 @@ class StubHeads(HeadClient):
         self.results: asyncio.Queue[SaveResult | SaveFailed] = asyncio.Queue()
         self.most: dict[str, int] = {}
         """How many models each can hold, by the name of its session, with one that it has."""
+        self.capacities: dict[str, HeadCapacity] = {}
+        """What others say instead, by the name of their session."""
         self.is_silent = False
         self.answers: dict[str, asyncio.Event] = {}
         """When those answer that do not at once, by the name of their session."""
@@ -71,6 +74,8 @@ class StubHeads(HeadClient):
             await self.answers[session].wait()
         if self.is_silent:
             raise TimeoutError
+        if session in self.capacities:
+            return a_head_status(self.capacities[session])
         more = self.most[session] - 1 if session in self.most else None
         return a_head_status(HeadCapacity(1, 100, 0, 0, more))
 
@@ -245,6 +250,27 @@ async def test_a_head_whose_memory_is_full_gets_no_run_although_its_cluster_has_
         await reached(lambda: place_of(operator, "two") == "pool-a")
 
 
+async def test_a_run_that_the_memory_has_no_room_for_is_placed_when_it_has_some(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "ASK_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(head_answers, "ASK_AGAIN_SECONDS", 0.0)
+    pool = {"maxClusters": 1, "slotsPerCluster": 8}
+    shared: Json = a_base_model_manifest("model", sharing="Shared", pool=pool)
+    operator.see("BaseModel", shared)
+    # Models as small as the one that is there would fill all slots.
+    full = HeadCapacity(1, 100, 0, 700, 7, held=("one:train:0",), rank_bytes=100)
+    operator.heads.capacities["pool-a"] = full
+    operator.see_cluster(endpoint="http://head", incarnation="i1")
+    operator.see_run("one", cluster="pool-a")
+    operator.see_run("two")
+
+    with operator.working():
+        await reached(lambda: "has no room" in (operator.pools.waiting_message("two") or ""))
+        operator.heads.capacities["pool-a"] = replace(full, free_bytes=100_000)
+        await reached(lambda: place_of(operator, "two") == "pool-a")
+
+
 def a_head(name: str = "a") -> Cluster:
     unused_since = datetime(2026, 1, 1, tzinfo=UTC)
     return Cluster(name, True, False, unused_since, endpoint="http://head", incarnation="i1")
@@ -283,6 +309,32 @@ async def test_nobody_waits_for_a_head_that_did_not_answer_last_time(
     answers.set()
     await changed.wait()
     assert memory.known == {"i1": HeadMemory(2)}
+
+
+async def test_a_head_that_hangs_delays_only_the_first_plan(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_memory, "_WAIT_SECONDS", 0.01)
+    memory = PoolMemory(operator.heads)
+    operator.heads.answers["a"] = asyncio.Event()
+    await memory.ask([a_head()], lambda: None)
+
+    monkeypatch.setattr(pool_memory, "_WAIT_SECONDS", math.inf)
+    await memory.ask([a_head()], lambda: None)
+
+    assert operator.heads.asked == ["a"]
+    memory.close()
+
+
+async def test_an_answer_in_time_has_the_pool_planned_once(operator: Operator) -> None:
+    operator.heads.most["a"] = 2
+    memory, changes = PoolMemory(operator.heads), list[str]()
+
+    await memory.ask([a_head()], lambda: changes.append("changed"))
+    await asyncio.sleep(0)
+
+    assert memory.known == {"i1": HeadMemory(2)}
+    assert changes == []
 
 
 async def test_a_head_that_hangs_delays_no_run_of_another_pool(

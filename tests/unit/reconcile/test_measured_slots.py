@@ -1,6 +1,7 @@
 """The slots of clusters whose heads have measured how many models fit."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -33,11 +34,11 @@ def a_session(name: str, **spec: Any) -> Any:
     return made
 
 
-def a_cluster(name: str) -> Any:
+def a_cluster(name: str, *, is_ready: bool = True, drain: str = "") -> Any:
     """Return a cluster whose head has the name as its incarnation."""
-    return a_session(name, role="Pool", lora=None) | {
-        "status": {"incarnation": name, "conditions": [READY]}
-    }
+    made = a_session(name, role="Pool", lora=None)
+    made["metadata"]["annotations"] = {labels.DRAIN: drain}
+    return made | {"status": {"incarnation": name, "conditions": [READY] if is_ready else []}}
 
 
 def a_sampler(name: str, cluster: str, **status: Any) -> Any:
@@ -57,9 +58,9 @@ def a_run(name: str, cluster: str | None = None, rank: int = 8) -> Any:
     return run | {"status": {"conditions": [ACCEPTED]}}
 
 
-def facts_of(*sessions: Any, measured: Mapping[str, HeadMemory]) -> PoolFacts:
+def facts_of(*sessions: Any, measured: Mapping[str, HeadMemory], **pool: int) -> PoolFacts:
     """Return the facts about a pool whose clusters have sixteen slots."""
-    pool = {"maxClusters": 4, "slotsPerCluster": 16, "scaleUpAfterSeconds": 0}
+    pool = {"maxClusters": 4, "slotsPerCluster": 16, "scaleUpAfterSeconds": 0} | pool
     offered = a_base_model_manifest("model", sharing="Shared", pool=pool)
     return pool_facts(
         MODEL_NAME,
@@ -153,6 +154,70 @@ def test_an_empty_head_gets_a_run_and_says_itself_if_it_is_too_large() -> None:
     plan = plan_pool(facts_of(a_cluster("a"), a_run("huge", rank=128), measured=memory))
 
     assert plan.places == {"huge": "a"}
+
+
+def test_a_run_on_a_drained_cluster_gets_a_new_one_if_the_memory_of_others_has_no_room() -> None:
+    there = [
+        a_cluster("a"),
+        a_run("large", "a", 64),
+        a_cluster("drained", drain="true"),
+        a_run("huge", "drained", 128),
+    ]
+    memory = {
+        "a": a_full_head("large:train:0", room_for_ranks=100),
+        "drained": a_full_head("huge:train:0", room_for_ranks=0),
+    }
+
+    plan = plan_pool(facts_of(*there, measured=memory))
+
+    assert (plan.moves.start, len(plan.create)) == ({}, 1)
+    new = a_cluster(plan.create[0], is_ready=False)
+    assert plan_pool(facts_of(*there, new, measured=memory)).create == ()
+
+
+def test_no_cluster_is_emptied_if_the_memory_of_others_has_no_room_for_all_of_its_runs() -> None:
+    there = [a_cluster("a"), a_run("one", "a"), a_run("two", "a"), a_run("three", "a")]
+    there += [a_cluster("b"), a_run("small", "b", 8), a_run("huge", "b", 128)]
+    held = {"a": ["one", "two", "three"], "b": ["small", "huge"]}
+
+    def moves(room_for_ranks: int) -> Mapping[str, str]:
+        # For small models, the memory has room for all slots.
+        memory = {
+            name: replace(
+                a_full_head(*(f"{run}:train:0" for run in runs), room_for_ranks=room_for_ranks),
+                most_models=16,
+            )
+            for name, runs in held.items()
+        }
+        return plan_pool(facts_of(*there, measured=memory, minClusters=1)).moves.start
+
+    assert moves(room_for_ranks=135) == {}
+    assert moves(room_for_ranks=136) == {"small": "a", "huge": "a"}
+
+
+def test_a_head_that_has_said_nothing_yet_gets_one_run_at_a_time_if_others_say_sizes() -> None:
+    there = [a_cluster("a"), a_run("large", "a", 64), a_cluster("new")]
+    waiting = [a_run(f"huge-{number}", rank=128) for number in range(4)]
+    memory = {"a": a_full_head("large:train:0", room_for_ranks=100)}
+
+    assert plan_pool(facts_of(*there, *waiting, measured=memory)).places == {"huge-0": "new"}
+    placed = a_run("huge-0", "new", 128)
+    assert plan_pool(facts_of(*there, placed, *waiting[1:], measured=memory)).places == {}
+
+    memory["new"] = a_full_head("huge-0:train:0", room_for_ranks=200)
+    later = plan_pool(facts_of(*there, placed, *waiting[1:], measured=memory))
+    assert later.places == {"huge-1": "new"}
+
+
+def test_an_empty_head_gets_as_many_runs_as_its_sizes_have_room_for() -> None:
+    empty = HeadCapacity(0, 0, 0, 300 * RANK_BYTES, held=(), rank_bytes=RANK_BYTES)
+    memory = head_memory(a_status([], empty), None)
+    assert memory is not None
+    waiting = [a_run(f"huge-{number}", rank=128) for number in range(4)]
+
+    plan = plan_pool(facts_of(a_cluster("a"), *waiting, measured={"a": memory}))
+
+    assert plan.places == {"huge-0": "a", "huge-1": "a"}
 
 
 def a_status(models: list[str], capacity: HeadCapacity | None) -> HeadStatus:

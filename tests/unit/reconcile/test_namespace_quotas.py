@@ -62,6 +62,25 @@ def test_spares_make_room_for_a_session_that_a_used_up_quota_rejects(
     assert session["status"]["phase"] == "Queued"
 
 
+@pytest.mark.parametrize(
+    ("requested", "makes_room"),
+    [
+        ("pods=1,requests.memory=8Gi", True),
+        ("count/pods=1", True),
+        ("services=1", True),
+        ("count/rayclusters.ray.io=1", True),
+        ("persistentvolumeclaims=1", False),
+        ("gold.storageclass.storage.k8s.io/requests.storage=1Gi", False),
+        ("requests.storage=1Gi", False),
+        ("pods=1,count/jobs.batch=1", False),
+    ],
+)
+def test_spares_make_room_only_for_what_they_hold(requested: str, makes_room: bool) -> None:
+    message = f"exceeded quota: team, requested: {requested}, used: {requested}, limited: pods=1"
+
+    assert is_short(reconciled(**rejected(message, {}))) == makes_room
+
+
 @pytest.mark.parametrize("placement", QUEUES.values(), ids=QUEUES)
 @pytest.mark.parametrize("how", [rejected, with_rejected_pods])
 def test_spares_stay_if_the_quota_could_never_hold_the_session(how: Any, placement: Json) -> None:

@@ -41,14 +41,17 @@ def a_trainer(folder: Path | None) -> TorchTrainer:
     largest.add_model("m", LoraConfig(rank=16, seed=1))
     size = ROOM * largest._models["m"].full_bytes + KEPT_FREE_BYTES
 
+    made: list[TorchTrainer] = []
+
     def available() -> int:
-        return size - sum(map(trainer.memory_bytes, trainer._models))
+        return size - sum(each.memory_bytes(run) for each in made for run in each._models)
 
     trainer = TorchTrainer(
         TorchBaseModel(tiny_llama()),
         max_batch_tokens=64,
         memory=ModelMemory(available, DiskFiles(folder, 1 << 30)) if folder else None,
     )
+    made.append(trainer)
     for run in range(RUNS):
         trainer.add_model(str(run), LoraConfig(rank=rank_of(run), seed=run))
     return trainer

@@ -55,6 +55,9 @@ class Machine:
         )
 
     def used(self) -> int:
+        # A trainer measures its memory before it is complete.
+        if not hasattr(self, "trainer"):
+            return 0
         return sum(map(self.trainer.memory_bytes, self.trainer._models))
 
     def add(self, *names: str) -> None:
@@ -405,6 +408,23 @@ def test_a_head_says_how_many_more_models_it_admits_with_those_that_are_away(
     full = machine.trainer.capacity
     assert full is not None
     assert full.more_models == 0
+
+
+def test_no_room_is_reported_for_a_model_that_is_larger_than_the_device(place: Place) -> None:
+    machine = Machine(2.5, place)
+    for name in NAMES:
+        machine.add(name)
+        machine.step(name, seed=0)
+    capacity = machine.trainer.capacity
+    assert capacity is not None
+    size = machine.unlimited._models["m"].full_bytes
+
+    assert capacity.more_of(2 * size) > 0
+    assert capacity.more_of(4 * size) == 0
+
+    with pytest.raises(Overloaded):
+        machine.trainer.add_model("too large", LoraConfig(rank=16))
+    machine.trainer.add_model("large", LoraConfig(rank=8))
 
 
 def test_a_model_that_is_removed_while_it_is_away_is_gone(place: Place) -> None:

@@ -53,6 +53,9 @@ class Machine:
         self.memory = int(models * self.model_bytes) + KEPT_FREE_BYTES
 
     def _available(self) -> int:
+        # A trainer measures its memory before it is complete.
+        if not hasattr(self, "trainer"):
+            return self.memory
         # As on a CPU, where a gradient takes no memory before the first pass.
         models = self.trainer._models.values()
         promised = sum(model.unused_bytes for model in models)
@@ -70,6 +73,22 @@ class Machine:
             while len(self.trainer._models) < 100:
                 self.trainer.add_model(f"filler-{len(self.trainer._models)}", RANK_4)
         return len(self.trainer._models)
+
+
+def test_the_memory_of_a_trainer_is_known_before_its_first_model() -> None:
+    free = 1 << 20
+    trainer = TorchTrainer(
+        TorchBaseModel(tiny_llama()),
+        max_batch_tokens=256,
+        memory=ModelMemory(lambda: KEPT_FREE_BYTES + free),
+    )
+
+    reported = trainer.capacity
+
+    assert reported is not None
+    assert (reported.held, reported.free_bytes, reported.more_models) == ((), free, None)
+    assert reported.rank_bytes is not None
+    assert reported.more_of(reported.rank_bytes) == free // reported.rank_bytes
 
 
 @pytest.mark.parametrize("trained", [1, 2])

@@ -43,8 +43,9 @@ class Asked:
 class HeadMemory:
     """What the memory of a head holds, by its last answer."""
 
-    most_models: int
-    """How many models it holds at most: those it has, and more of the size of the largest."""
+    most_models: int | None
+    """How many models it holds at most: those it has, and more of the size of the largest. None if
+    it has had no model yet."""
     capacity: HeadCapacity | None = None
     """What it says of models of other sizes; None if its release does not."""
 
@@ -64,4 +65,5 @@ def head_memory(status: HeadStatus, before: HeadMemory | None) -> HeadMemory | N
     known = capacity if capacity.held is not None and capacity.rank_bytes is not None else None
     if capacity.more_models is not None:
         return HeadMemory(len(held) + capacity.more_models, known)
-    return HeadMemory(before.most_models, known) if before is not None else None
+    most = before.most_models if before is not None else None
+    return HeadMemory(most, known) if (most, known) != (None, None) else None

@@ -113,30 +113,33 @@ def _with_memory(
 ) -> list[Cluster]:
     """Add what heads have measured; one that has not yet is taken to be like the smallest one."""
     known = {each.name: measured.get(each.incarnation or "") for each in clusters}
-    least = min((each.most_models for each in known.values() if each is not None), default=None)
+    counts = (each.most_models for each in known.values() if each is not None)
+    least = min((most for most in counts if most is not None), default=None)
     samplers = Counter(member.cluster for member in members if member.model_id is None)
     found = []
     for cluster in clusters:
         memory = known[cluster.name]
-        most = memory.most_models if memory is not None else least
-        if most is None:
-            found.append(cluster)
-            continue
         capacity = memory.capacity if memory is not None else None
+        most = memory.most_models if memory is not None else None
+        if most is None:
+            most = least
         found.append(
             replace(
                 cluster,
-                most_sessions=most + samplers[cluster.name],
+                has_reported=memory is not None,
+                most_sessions=None if most is None else most + samplers[cluster.name],
                 capacity=capacity,
-                pending=_pending(cluster.name, members, capacity) if capacity is not None else {},
+                pending=_pending(cluster.name, members, capacity),
             )
         )
     return found
 
 
-def _pending(cluster: str, members: Sequence[Member], capacity: HeadCapacity) -> Mapping[str, int]:
+def _pending(
+    cluster: str, members: Sequence[Member], capacity: HeadCapacity | None
+) -> Mapping[str, int]:
     """Return the ranks of the runs of a cluster that its head did not hold when it measured."""
-    held = frozenset(capacity.held or ())
+    held = frozenset((capacity.held if capacity is not None else None) or ())
     return {
         each.name: each.rank
         for each in members

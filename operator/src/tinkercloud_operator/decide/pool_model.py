@@ -42,12 +42,19 @@ class Cluster:
     """How many sessions fit by what its head has measured; None if that is unknown."""
     capacity: HeadCapacity | None = None
     """What its head says of models of any size; None if that is unknown."""
+    has_reported: bool = False
+    """Whether its head has said anything of its memory."""
     pending: Mapping[str, int] = field(default_factory=dict)
     """Ranks of the runs that are placed here and not yet in `capacity`, by name of the run."""
     endpoint: str | None = None
     """URL of its head."""
     incarnation: str | None = None
     """Identity of its head's process."""
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether its memory may have no room for a session although it has a free slot."""
+        return self.most_sessions is not None or self.capacity is not None
 
     @property
     def is_usable(self) -> bool:
@@ -166,13 +173,17 @@ class PoolFacts:
     def has_slot(self, cluster: Cluster, taken: int, member: Member) -> bool:
         """Return whether a cluster with so many taken slots has a free one for a member.
 
-        Samplers take none of the memory that heads measure.
+        Samplers take none of the memory that heads measure. While other heads say what they hold of
+        any size, one that has said nothing yet gets one run, and others after its first answer.
         """
         if self.pool is None or taken >= self.pool.slots:
             return False
         if member.model_id is None:
             return True
         if cluster.capacity is None or not member.rank:
+            others = cluster.pending.keys() - {member.name}
+            if others and not cluster.has_reported and any(each.capacity for each in self.clusters):
+                return False
             return taken < self.slots_of(cluster)
         return _has_room(cluster, cluster.capacity, member)
 

@@ -47,6 +47,8 @@ class Moves:
     """Why members that are to be moved stay for now, by name of the member."""
     homeless: int
     """Members that need another cluster and have no target yet."""
+    without_room: int
+    """Those of them for which no ready cluster has room."""
     changes_at: datetime | None
     """When the moves may change although no object does."""
 
@@ -69,9 +71,12 @@ def plan_moves(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> Mo
     held = [each for each in wanted if _is_refused(each, facts.now)]
     movable = [each for each in wanted if each not in held]
     start: dict[str, str] = {}
+    unfit: set[str] = set()
     for member in (*stranded, *movable[:room]):
         target = _target(facts, member, load)
-        if target is not None:
+        if target is None:
+            unfit.add(member.name)
+        else:
             start[member.name] = target
             facts = facts.with_placed(member, target)
             load[target] += 1
@@ -84,7 +89,8 @@ def plan_moves(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> Mo
     on_left = [
         each for each in (*movable, *staying, *returning) if clusters[each.cluster or ""].is_left
     ]
-    homeless = [*(each for each in stranded if each not in returning), *on_left]
+    homeless = {each.name for each in stranded if each not in returning}
+    homeless |= {each.name for each in on_left}
     ready = [each for each in leaving if each not in stranded]
     ask = tuple(each.name for each in ready if not each.has_left)
     take_back = tuple(each.name for each in returning if _is_returning(each))
@@ -95,7 +101,8 @@ def plan_moves(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> Mo
         take_back=take_back,
         arrive={each.name: str(each.moving_to) for each in ready if each.has_left},
         held={each.name: _why_held(each) for each in staying},
-        homeless=sum(each.name not in start for each in homeless),
+        homeless=len(homeless.difference(start)),
+        without_room=len(homeless & unfit),
         changes_at=_changes_at(facts, staying, asks=bool(ask or take_back)),
     )
 
@@ -240,7 +247,20 @@ def _almost_empty(facts: PoolFacts, load: Counter[str]) -> Cluster | None:
         return None
     others = [each for each in lasting if each is not source]
     margin = pool.spare_slots + max(1, pool.slots // 4)
-    return source if facts.free(others, load) >= len(members) + margin else None
+    is_enough = facts.free(others, load) >= len(members) + margin
+    return source if is_enough and _all_fit(facts, members, load) else None
+
+
+def _all_fit(facts: PoolFacts, members: Iterable[Member], load: Counter[str]) -> bool:
+    """Return whether other clusters have room for all these members, one after another."""
+    load = load.copy()
+    for member in members:
+        target = _target(facts, member, load)
+        if target is None:
+            return False
+        facts = facts.with_placed(member, target)
+        load[target] += 1
+    return True
 
 
 def _defragments_at(facts: PoolFacts) -> datetime | None:

@@ -6,7 +6,7 @@ decides for a whole pool, so slots are never assigned twice.
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from heapq import heapify, heappop, heapreplace
 from itertools import accumulate
@@ -54,13 +54,15 @@ def plan_pool(facts: PoolFacts) -> PoolPlan:
         facts = facts.with_placed(member, chosen)
         owners.add((chosen, member.owner))
     moves = plan_moves(facts, load, has_waiting=bool(waiting))
-    homeless = moves.homeless + _to_move_on(facts, places)
-    unneeded = _surplus_clusters(facts, waiting, load, homeless) or _outdated_cluster(facts, load)
+    moves = replace(moves, homeless=moves.homeless + _to_move_on(facts, places))
+    unneeded = _surplus_clusters(facts, waiting, load, moves.homeless) or _outdated_cluster(
+        facts, load
+    )
     delete = tuple(
         dict.fromkeys((*_failed_clusters(facts), *_drained_clusters(facts, load), *unneeded))
     )
-    create = _new_clusters(facts, waiting, load, delete, homeless)
-    why = _why_waiting(facts, create)
+    create = _new_clusters(facts, waiting, load, delete, moves)
+    why = _why_waiting(facts, create, load)
     return PoolPlan(
         create=create,
         delete=delete,
@@ -161,7 +163,7 @@ def _new_clusters(
     waiting: Sequence[Member],
     load: Counter[str],
     delete: Sequence[str],
-    homeless: int,
+    moves: Moves,
 ) -> tuple[str, ...]:
     pool = facts.pool
     if pool is None or facts.is_closed:
@@ -176,7 +178,13 @@ def _new_clusters(
         len(due) - facts.free(others, load),
     )
     # Sessions on outdated clusters are moved to new ones, of which one is started after the other.
-    moved = min(homeless - facts.free(lasting, load), pool.slots)
+    # Free slots of ready ones are none for those that their memory has no room for.
+    starting = [cluster for cluster in lasting if not cluster.is_ready]
+    lacking = max(
+        moves.homeless - facts.free(lasting, load),
+        moves.without_room - facts.free(starting, load),
+    )
+    moved = min(lacking, pool.slots)
     # Rounded up: the last of several waiting members needs a cluster too.
     needed = -(-max(0, wanted, moved) // facts.slots_of_next())
     missing = pool.min_clusters - len(usable)
@@ -271,7 +279,7 @@ def _changes_at(
     return min((moment for moment in moments if moment > facts.now), default=None)
 
 
-def _why_waiting(facts: PoolFacts, create: Iterable[str]) -> str:
+def _why_waiting(facts: PoolFacts, create: Iterable[str], load: Counter[str]) -> str:
     """Return the message of all members that wait."""
     if facts.pool is None:
         return "the BaseModel has no pool"
@@ -290,7 +298,9 @@ def _why_waiting(facts: PoolFacts, create: Iterable[str]) -> str:
         return f"waiting for a cluster of the pool to be ready: {', '.join(sorted(starting)[:4])}"
     slots = sum(map(facts.slots_of, usable))
     taken = f"all {slots} slots of the pool's clusters are taken"
-    if any(map(facts.is_measured, usable)):
+    if facts.free((each for each in usable if not each.is_cordoned), load):
+        taken = "the memory of the pool's clusters has no room for its adapter"
+    elif any(map(facts.is_measured, usable)):
         taken += " (their memory has room for fewer models than pool.slotsPerCluster)"
     if len(facts.clusters) >= facts.pool.max_clusters:
         most = facts.pool.max_clusters

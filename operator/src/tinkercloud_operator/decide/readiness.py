@@ -4,7 +4,6 @@ The steps are ordered. A step that is not reached carries the reason of the firs
 so the conditions that are True always come first.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,8 @@ from tinkercloud_operator.decide.deadlines import overdue
 from tinkercloud_operator.decide.definitions import KUBERAY_MINIMUM
 from tinkercloud_operator.decide.lifetime import Decision, DesiredState
 from tinkercloud_operator.decide.node_fit import never_fits, no_matching_node
+from tinkercloud_operator.decide.quota_messages import never_within
 from tinkercloud_operator.spec.pinned import pending_changes
-from tinkercloud_operator.spec.quantities import parse_quantity
 from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec
 from tinkercloud_operator.spec.snapshot import Observed
 
@@ -244,9 +243,6 @@ def _unschedulable(
     return StepStatus(is_reached=False, reason=Reason.UNSCHEDULABLE, message=message)
 
 
-_QUOTA = re.compile(r"requested: ([^ ]+), used: ([^ ]+), limited: ([^ ]+)")
-
-
 def _pods_rejected(cluster: Manifest | None) -> StepStatus | None:
     """Return why KubeRay could not create pods, if it could not."""
     conditions: list[Mapping[str, Any]] = (cluster or {}).get("status", {}).get("conditions", [])
@@ -265,24 +261,9 @@ def _rejected(message: str) -> StepStatus:
         reason = Reason.KUBERAY_TOO_OLD
         message = f"requires KubeRay {KUBERAY_MINIMUM} or newer, including its CRDs: {message}"
     if "exceeded quota" in message:
-        is_too_small = _never_within(message)
+        is_too_small = never_within(message)
         reason = Reason.QUOTA_TOO_SMALL if is_too_small else Reason.NAMESPACE_QUOTA_EXCEEDED
     return StepStatus(is_reached=False, reason=reason, message=message)
-
-
-def _never_within(message: str) -> bool:
-    """Return whether the message of a quota shows that even an unused quota would be too small."""
-    match = _QUOTA.search(message)
-    if match is None:
-        return False
-    requested, _, limited = (
-        dict(pair.split("=", 1) for pair in group.split(",") if "=" in pair)
-        for group in match.groups()
-    )
-    return any(
-        name in limited and parse_quantity(amount) > parse_quantity(limited[name])
-        for name, amount in requested.items()
-    )
 
 
 def _is_serving(observed: Observed, effective: ResolvedSpec | Rejection) -> bool:

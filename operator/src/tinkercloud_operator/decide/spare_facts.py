@@ -13,6 +13,7 @@ from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide import parsing
 from tinkercloud_operator.decide.failures import PERSISTENT_FAILURES
 from tinkercloud_operator.decide.pool_facts import cluster_prefix, condition, is_cluster, taken_by
+from tinkercloud_operator.decide.quota_messages import spares_hold
 from tinkercloud_operator.decide.session_index import age, is_live
 from tinkercloud_operator.decide.spares import Spare, SparesFacts, Taker
 from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
@@ -37,7 +38,10 @@ def is_short(session: Manifest) -> bool:
         return False
     ready = condition(session, ConditionType.READY)
     is_accepted = condition(session, ConditionType.ACCEPTED).get("status") == "True"
-    return is_accepted and ready.get("status") == "False" and ready.get("reason") in _SHORT
+    if not is_accepted or ready.get("status") != "False" or ready.get("reason") not in _SHORT:
+        return False
+    is_rejected = ready["reason"] == Reason.NAMESPACE_QUOTA_EXCEEDED
+    return not is_rejected or spares_hold(ready.get("message", ""))
 
 
 def spares_facts(

@@ -21,7 +21,7 @@ from tinkercloud_operator.decide.pool_facts import (
 )
 from tinkercloud_operator.decide.pool_model import PoolFacts
 from tinkercloud_operator.decide.pool_moves import is_emptied
-from tinkercloud_operator.decide.pools import plan_pool
+from tinkercloud_operator.decide.pools import PoolPlan, plan_pool
 from tinkercloud_operator.run.pool_memory import PoolMemory
 from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.run.spares import Spares
@@ -213,6 +213,7 @@ class Pools:
         self._forget_arrived(model_name)
         facts = await self._measured_facts(model_name)
         plan = plan_pool(facts)
+        self._ask_again(model_name, facts, plan)
         self._record_waiting(facts, plan.waiting)
         self._ask_heads(facts, GiveAway, plan.moves.ask)
         self._ask_heads(facts, TakeBack, plan.moves.take_back)
@@ -246,18 +247,19 @@ class Pools:
     async def _measured_facts(self, model_name: str) -> PoolFacts:
         """Return the facts, with the memory of heads as it is now if a session waits for a place.
 
-        The same holds if sessions may be moved between clusters. A head has no event for a change
-        of what fits, so it is asked again while a session waits.
+        The same holds if sessions may be moved between clusters.
         """
         facts = self.facts(model_name)
         if facts.pool is None or not (facts.unplaced() or len(facts.clusters) > 1):
             return facts
         await self._memory.ask(facts.clusters, lambda: self._queue.add(model_name))
-        if facts.unplaced() and any(
-            facts.is_measured(cluster) for cluster in self.facts(model_name).clusters
-        ):
-            self._queue.add_after(model_name, ASK_AGAIN_SECONDS)
         return self.facts(model_name)
+
+    def _ask_again(self, model_name: str, facts: PoolFacts, plan: PoolPlan) -> None:
+        """Plan a pool again soon if sessions wait for memory: heads have no event for that."""
+        is_short = bool(plan.waiting or plan.moves.homeless)
+        if is_short and any(cluster.is_limited for cluster in facts.clusters):
+            self._queue.add_after(model_name, ASK_AGAIN_SECONDS)
 
     def _record_waiting(self, facts: PoolFacts, waiting: Mapping[str, str]) -> None:
         for member in facts.members:

@@ -150,6 +150,7 @@ class MemoryReport:
             held=tuple(self.models),
             with_idle_bytes=self.room - self.left if self.has_place else None,
             swap_bytes=self.place_bytes,
+            device_bytes=self._without_idle if self.has_place else None,
         )
         more = measured.more_of(largest) if largest else None
         return replace(measured, more_models=more)
@@ -158,6 +159,12 @@ class MemoryReport:
     def left(self) -> int:
         """Bytes that the models that are out would take on the device."""
         return sum(model.held for model in self.models.values() if model.kept is not None)
+
+    @property
+    def _without_idle(self) -> int:
+        """Bytes for a new model if all models that can leave have left."""
+        can_leave = (each for each in self.models.values() if each.kept is None and each.can_leave)
+        return self.room + sum(each.held for each in can_leave) - self.kept_for_passes
 
     @property
     def place_bytes(self) -> int | None:

@@ -96,6 +96,8 @@ class TorchTrainer(AdamTrainer):
             max_batch_tokens, max_batch_tokens if max_shared_tokens is None else max_shared_tokens
         )
         self._max_kept_tokens = max_kept_tokens
+        # Known before the first model, so that no more runs come than there is memory for.
+        self._memory.determine()
 
     def _new_model(self, lora_config: LoraConfig | None) -> TrainedModel:
         if lora_config is None:
