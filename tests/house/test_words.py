@@ -82,6 +82,10 @@ def refused_words(text: str) -> Iterator[tuple[int, str]]:
         yield line, f"'{found.group()}': write {ADVICE[number]}"
 
 
+_CONFLICT = ("<" * 7 + " ", ">" * 7 + " ")
+"""What Git writes around a conflict."""
+
+
 def fragments(source: str) -> Iterator[tuple[int, str]]:
     """Yield the line of each docstring that begins with 'Of'."""
     if not re.search(r'"""\s*Of\b', source):
@@ -113,6 +117,9 @@ def findings(path: Path) -> Iterator[str]:
     text = path.read_text()
     for line, advice in refused_words(text):
         yield f"{name}:{line}: {advice}"
+    for number, content in enumerate(text.splitlines(), 1):
+        if content.startswith(_CONFLICT):
+            yield f"{name}:{number}: a merge conflict that nobody has resolved"
     if path.suffix == ".py":
         for line, advice in fragments(text):
             yield f"{name}:{line}: {advice}"
