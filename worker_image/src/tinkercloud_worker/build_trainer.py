@@ -129,7 +129,7 @@ def _place(config: HeadConfig, device: torch.device, processes: int = 1) -> Plac
     Args:
         config: the configuration.
         device: where the models are.
-        processes: number of those on this machine that have such a place.
+        processes: number of processes on this machine that share the place.
     """
     if config.sampler.inference.colocated:
         # Models are saved while the engines have the GPU's memory, and are loaded for that.

@@ -8,7 +8,7 @@ A micro-batch has the sequences of one model, or those of several one after anot
 holds of a model is therefore a range too.
 
 Shape legend: P positions of all sequences, S of them on this rank, sequence by sequence in
-ascending order; R positions that belong to an example, M of those on this rank; N sequences; K
+ascending order; R positions that belong to an example, M of them on this rank; N sequences; K
 targets per position.
 """
 
