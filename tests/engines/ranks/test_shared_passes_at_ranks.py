@@ -23,7 +23,7 @@ from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.build_trainer import torch_rank
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.ranks import SharedPassFailed
-from tinkercloud_worker.engine.thread import EngineThread, NoBackground
+from tinkercloud_worker.engine.thread import EngineThread, NoBackground, Pieces
 from tinkercloud_worker.engine.trainer import GradientLost, LossOutput, OptimizerStep, TrainingPass
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -129,6 +129,44 @@ def assert_alike(ours: LossOutput, theirs: LossOutput) -> None:
         np.testing.assert_allclose(logprobs, expected, atol=1e-5)
     assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-5)
     np.testing.assert_array_equal(ours.expert_tokens, theirs.expert_tokens)
+
+
+def run_in_pieces(pieces: Pieces[LossOutput], between: Callable[[], Any]) -> LossOutput:
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as stop:
+            output: LossOutput = stop.value
+            return output
+        between()
+
+
+def test_a_large_request_in_company_runs_in_pieces_with_the_results_of_one_that_is_alone(
+    ranked: RankedTrainer,
+) -> None:
+    item = a_pass(ranked, "large", [100] * 16, loss_fn="ppo")
+    [whole] = same_alone([item])
+    [other] = shared(ranked, [[5]])
+    turns_of_others: list[LossOutput] = []
+
+    output = run_in_pieces(
+        ranked.batcher.pieces(item, lambda: 1), lambda: turns_of_others.append(run(ranked, other))
+    )
+
+    assert turns_of_others
+    assert_alike(output, run(ranked, whole))
+    ours, theirs = gradient_of(ranked, "large"), gradient_of(ranked, alone("large"))
+    assert_close(ours, theirs, rtol=1e-5)
+
+
+def test_a_large_request_without_company_runs_in_one_piece(ranked: RankedTrainer) -> None:
+    item = a_pass(ranked, "large", [100] * 16)
+
+    output = run_in_pieces(
+        ranked.batcher.pieces(item, lambda: None), lambda: pytest.fail("a second piece")
+    )
+
+    assert len(output.logprobs) == 16
 
 
 @pytest.mark.parametrize(

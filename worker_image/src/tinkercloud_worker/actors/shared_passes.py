@@ -202,14 +202,42 @@ class RankedPasses:
         yield_point()
         return outputs
 
-    def pieces(self, item: TrainingPass, _limit: PieceLimit) -> Pieces[LossOutput]:
-        """See `engine.thread.Batcher`: a pass is one piece."""
+    def pieces(self, item: TrainingPass, limit: PieceLimit) -> Pieces[LossOutput]:
+        """See `engine.thread.Batcher`: a pass is one piece, unless the limit asks for smaller ones.
+
+        Between two pieces only the gradient of its own model has changed. A custom loss needs all
+        of its data at once.
+        """
         self._joined = []
-        yield from ()
-        compute = (
-            self._trainer.forward if item.batch.forward_only else self._trainer.forward_backward
-        )
-        return compute(item.model_id, item.batch, _nothing)
+        batch = item.batch
+        compute = self._trainer.forward if batch.forward_only else self._trainer.forward_backward
+        shards: list[range] = []
+        outputs: list[LossOutput] = []
+        start, examples = 0, len(batch.examples)
+        while True:
+            shard = range(start, self._end_of_piece(batch, start, limit))
+            part = batch if len(shard) == examples else select_examples(batch, shard)
+            outputs.append(compute(item.model_id, part, _nothing))
+            shards.append(shard)
+            start = shard.stop
+            if start == examples:
+                return outputs[0] if len(outputs) == 1 else merge_outputs(shards, outputs)
+            yield part.num_tokens
+
+    def _end_of_piece(self, batch: Batch, start: int, limit: PieceLimit) -> int:
+        """Return where a piece ends that begins with an example: as late as the limit permits."""
+        memberships = self._trainer.memberships()
+        may_differ = all(membership.max_shared_tokens for membership in memberships)
+        most = limit() if may_differ and batch.definition is None else None
+        if most is None:
+            return len(batch.examples)
+        at_once = max(most, *(membership.efficient_tokens for membership in memberships))
+        left = at_once * number_of_replicas(memberships) - len(batch.examples[start].tokens)
+        for stop in range(start + 1, len(batch.examples)):
+            left -= len(batch.examples[stop].tokens)
+            if left < 0:
+                return stop
+        return len(batch.examples)
 
 
 class RankedSteps:

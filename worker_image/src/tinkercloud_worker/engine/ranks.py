@@ -41,6 +41,8 @@ class Membership:
 
     0: none share one. Other values are for a `SharingRank`.
     """
+    efficient_tokens: int = 1
+    """Tokens of a micro-batch at this rank below which fewer take hardly less time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from typing_extensions import override
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import losses
+from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.batch import Batch, ModelLimits, capped_context_length
 from tinkercloud_worker.engine.ranks import Membership, SharingRank
 from tinkercloud_worker.engine.tensor_slices import TensorSlice
@@ -121,6 +122,7 @@ class MegatronTrainer(ReplicatedTrainer, SharingRank):
             base_fingerprint=self.base_fingerprint,
             pad_to_multiple_of=self._pad_to_multiple_of,
             max_shared_tokens=self._max_shared_tokens,
+            efficient_tokens=accelerator.efficient_tokens(self._device),
         )
 
     @override

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.ranks import Membership, SharedPassFailed, SharingRank
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
 from tinkercloud_worker.lora.parameters import unchanged_if_it_fails
@@ -35,6 +36,7 @@ class DataParallelTrainer(ReplicatedTrainer, TorchTrainer, SharingRank):
             base_fingerprint=self.base_fingerprint,
             reads_images=self.reads_images,
             max_shared_tokens=self._max_shared_tokens if self._base.takes_packs else 0,
+            efficient_tokens=accelerator.efficient_tokens(self._base.device),
         )
 
     @override
