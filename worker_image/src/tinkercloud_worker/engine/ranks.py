@@ -1,6 +1,7 @@
 """The interface of a trainer at one of several ranks that train together."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -159,6 +160,21 @@ class SharingRank(RankTrainer, Protocol):
             SharedPassFailed: at ranks that need no other, and at all of them alike, if one could
                 not compute it. All gradients are those from before.
         """
+
+
+@contextmanager
+def client_errors_lose_the_group() -> Iterator[None]:
+    """Turn a client error at a rank that others need into one that loses the group.
+
+    To the group, a client error means that no rank waits for another.
+
+    Raises:
+        RuntimeError: instead of a client error.
+    """
+    try:
+        yield
+    except WireError as error:
+        raise RuntimeError(f"a shared pass was rejected at this rank: {error}") from error
 
 
 class Sharding(Protocol):

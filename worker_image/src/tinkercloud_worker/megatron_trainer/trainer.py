@@ -28,12 +28,15 @@ from torch import Tensor
 from torch.func import functional_call
 from typing_extensions import override
 
-from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import losses
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.batch import Batch, ModelLimits, capped_context_length
-from tinkercloud_worker.engine.ranks import Membership, SharingRank
+from tinkercloud_worker.engine.ranks import (
+    Membership,
+    SharingRank,
+    client_errors_lose_the_group,
+)
 from tinkercloud_worker.engine.tensor_slices import TensorSlice
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
 from tinkercloud_worker.lora import adapters
@@ -142,11 +145,8 @@ class MegatronTrainer(ReplicatedTrainer, SharingRank):
     @override
     def shared_pass(self, items: Sequence[TrainingPass]) -> Sequence[LossOutput]:
         """See `engine.ranks.SharingRank`: ranks need each other, so a failure loses the group."""
-        try:
+        with client_errors_lose_the_group():
             return self._shared_pass(items)
-        except WireError as error:
-            # To the group a client error means that no rank waits for another.
-            raise RuntimeError(f"a shared pass was rejected at this rank: {error}") from error
 
     def _shared_pass(self, items: Sequence[TrainingPass]) -> list[LossOutput]:
         runs = [_Run(self._models[item.model_id], item.batch) for item in items]

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from tinkercloud_protocol.errors import WireError
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import Batch, Example
+from tinkercloud_worker.engine.ranks import client_errors_lose_the_group
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.lm_head import LMHead
@@ -96,11 +96,8 @@ class ShardedTrainer(DataParallelTrainer):
 
         The gradients need no copies from before: they are lost with the group.
         """
-        try:
+        with client_errors_lose_the_group():
             return self._part_of_shared_pass(items, self._fillers(items))
-        except WireError as error:
-            # To the group a client error means that no rank waits for another.
-            raise RuntimeError(f"a shared pass was rejected at this rank: {error}") from error
 
     def _fillers(self, items: Sequence[TrainingPass]) -> list[TrainingPass]:
         """Return what this rank must compute in addition, so that it gathers what others gather.
