@@ -25,7 +25,7 @@ FOLDERS = (
 )
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 PROGRAMS = [path for path in SOURCES if path.relative_to(ROOT).parts[0] != "tests"]
-MAX_MODULE_LINES = 500
+MAX_MODULE_LINES = 700
 MAX_FUNCTION_LINES = 60
 
 
