@@ -29,14 +29,14 @@ COPY worker_image/pyproject.toml worker_image/
 # In each build stage, the dependencies are installed first because they seldom change.
 FROM workspace AS build-api-server
 RUN --mount=type=cache,target=/var/cache/uv \
-    uv sync --frozen --package tinkercloud-api --extra oidc --extra postgres --extra sdk --no-install-workspace
+    uv sync --frozen --package tinkercloud-api --extra postgres --extra sdk --no-install-workspace
 COPY protocol/src protocol/src
 COPY crds/src crds/src
 COPY kube/src kube/src
 COPY planning/src planning/src
 COPY api_server/src api_server/src
 RUN --mount=type=cache,target=/var/cache/uv \
-    uv sync --frozen --package tinkercloud-api --extra oidc --extra postgres --extra sdk --no-editable
+    uv sync --frozen --package tinkercloud-api --extra postgres --extra sdk --no-editable
 
 FROM workspace AS build-operator
 RUN --mount=type=cache,target=/var/cache/uv \

@@ -10,20 +10,21 @@ out=$1
 uv=.uv/bin/uv
 mkdir -p "$out"
 
-# What the Dockerfile installs.
-declare -A images=(
-  [api]="--package tinkercloud-api --extra oidc --extra postgres --extra sdk"
-  [operator]="--package tinkercloud-operator"
-  [programs]="--package tinkercloud-programs"
-  [worker]="--package tinkercloud-worker --extra gpu --extra megatron"
-  [worker-cpu]="--package tinkercloud-worker --extra megatron $(
-    sed -n 's/^name = "\(nvidia-.*\|cuda-.*\|triton\)"$/--no-emit-package \1/p' uv.lock | tr '\n' ' '
-  )"
-)
+# Writes the options of the `uv sync` that installs the dependencies of an image: its package and extras.
+installed() {
+  sed -n "/ AS build-$1\$/,/^FROM/p" Dockerfile \
+    | sed -n 's/.*uv sync --frozen \(.*\)--no-install-workspace\([^\\]*\).*/\1 \2/p'
+}
+
 options=(--quiet --frozen --no-default-groups)
 packages=()
-for image in "${!images[@]}"; do
-  read -ra wanted <<<"${images[$image]}"
+for image in api-server operator programs worker worker-cpu; do
+  read -ra wanted <<<"$(installed "$image")"
+  if [ "$image" = worker-cpu ]; then
+    mapfile -t -O "${#wanted[@]}" wanted < <(
+      sed -n 's/^name = "\(nvidia-.*\|cuda-.*\|triton\)"$/--no-emit-package\n\1/p' uv.lock
+    )
+  fi
   "$uv" export "${options[@]}" "${wanted[@]}" --format cyclonedx1.5 --output-file "$out/tinkercloud-$image.cdx.json"
   mapfile -t -O "${#packages[@]}" packages < <(
     "$uv" export "${options[@]}" "${wanted[@]}" --format requirements.txt --no-hashes --no-header --no-annotate \
