@@ -4,11 +4,13 @@
 # Targets: api-server, operator, programs, worker (NVIDIA GPUs), worker-cpu.
 # For a release, by digest: docs/operate/installation.md says how.
 ARG BASE=python:3.11-slim-bookworm
+ARG RUNTIME=${BASE}
 
 FROM ${BASE} AS workspace
 COPY tools/uv-requirements.txt /tmp/
 RUN pip install --no-cache-dir --require-hashes --requirement /tmp/uv-requirements.txt
-ENV UV_CACHE_DIR=/var/cache/uv \
+ENV PYC_INVALIDATION_MODE=UNCHECKED_HASH \
+    UV_CACHE_DIR=/var/cache/uv \
     UV_COMPILE_BYTECODE=1 \
     UV_LINK_MODE=copy \
     UV_NO_DEFAULT_GROUPS=1 \
@@ -26,7 +28,8 @@ COPY programs/pyproject.toml programs/
 COPY protocol/pyproject.toml protocol/
 COPY worker_image/pyproject.toml worker_image/
 
-# In each build stage, the dependencies are installed first because they seldom change.
+# In each build stage, the dependencies are installed first because they seldom change. uv's records of when our packages
+# were built are removed, so that a commit gives the same image in every build.
 FROM workspace AS build-api-server
 RUN --mount=type=cache,target=/var/cache/uv \
     uv sync --frozen --package tinkercloud-api --extra postgres --extra sdk --no-install-workspace
@@ -37,6 +40,8 @@ COPY planning/src planning/src
 COPY api_server/src api_server/src
 RUN --mount=type=cache,target=/var/cache/uv \
     uv sync --frozen --package tinkercloud-api --extra postgres --extra sdk --no-editable
+RUN sed -i '/uv_cache.json/d' /opt/tinkercloud/lib/python*/site-packages/tinkercloud_*.dist-info/RECORD \
+    && rm /opt/tinkercloud/lib/python*/site-packages/tinkercloud_*.dist-info/uv_cache.json
 
 FROM workspace AS build-operator
 RUN --mount=type=cache,target=/var/cache/uv \
@@ -48,6 +53,8 @@ COPY planning/src planning/src
 COPY operator/src operator/src
 RUN --mount=type=cache,target=/var/cache/uv \
     uv sync --frozen --package tinkercloud-operator --no-editable
+RUN sed -i '/uv_cache.json/d' /opt/tinkercloud/lib/python*/site-packages/tinkercloud_*.dist-info/RECORD \
+    && rm /opt/tinkercloud/lib/python*/site-packages/tinkercloud_*.dist-info/uv_cache.json
 
 FROM workspace AS build-programs
 RUN --mount=type=cache,target=/var/cache/uv \
@@ -56,6 +63,8 @@ COPY protocol/src protocol/src
 COPY programs/src programs/src
 RUN --mount=type=cache,target=/var/cache/uv \
     uv sync --frozen --package tinkercloud-programs --no-editable
+RUN sed -i '/uv_cache.json/d' /opt/tinkercloud/lib/python*/site-packages/tinkercloud_*.dist-info/RECORD \
+    && rm /opt/tinkercloud/lib/python*/site-packages/tinkercloud_*.dist-info/uv_cache.json
 
 FROM workspace AS build-worker
 RUN --mount=type=cache,target=/var/cache/uv \
@@ -64,6 +73,8 @@ COPY protocol/src protocol/src
 COPY worker_image/src worker_image/src
 RUN --mount=type=cache,target=/var/cache/uv \
     uv sync --frozen --package tinkercloud-worker --no-editable --extra gpu --extra megatron
+RUN sed -i '/uv_cache.json/d' /opt/tinkercloud/lib/python*/site-packages/tinkercloud_*.dist-info/RECORD \
+    && rm /opt/tinkercloud/lib/python*/site-packages/tinkercloud_*.dist-info/uv_cache.json
 
 FROM workspace AS build-worker-cpu
 # The locked torch is the CUDA build, with gigabytes of libraries that a CPU never loads: the CPU build of the same
@@ -82,8 +93,18 @@ COPY protocol/src protocol/src
 COPY worker_image/src worker_image/src
 RUN --mount=type=cache,target=/var/cache/uv \
     uv pip install --python /opt/tinkercloud --no-deps ./protocol ./worker_image
+RUN sed -i '/uv_cache.json/d' /opt/tinkercloud/lib/python*/site-packages/tinkercloud_*.dist-info/RECORD \
+    && rm /opt/tinkercloud/lib/python*/site-packages/tinkercloud_*.dist-info/uv_cache.json
 
-FROM ${BASE} AS runtime
+FROM ${RUNTIME} AS runtime
+ARG VERSION=0.1.0
+ARG REVISION=
+LABEL org.opencontainers.image.licenses=Apache-2.0 \
+      org.opencontainers.image.revision=${REVISION} \
+      org.opencontainers.image.title=Tinkercloud \
+      org.opencontainers.image.version=${VERSION}
+# Nothing is installed in a running container.
+RUN if command -v pip; then pip uninstall --yes --quiet --root-user-action=ignore pip setuptools wheel; fi
 ENV PATH=/opt/tinkercloud/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1

@@ -1,7 +1,7 @@
 # The commands for contributors and new users. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test-tools test test-kills test-cluster-kills test-outages test-engines test-properties cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs compatibility generate protobuf check sbom bench bench-gpu rlve fuzz test-recipes clean
+.PHONY: help install run demo test-tools test test-kills test-cluster-kills test-outages test-engines test-properties cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs compatibility generate protobuf check images sbom bench bench-gpu rlve fuzz test-recipes clean
 
 # Idle OpenMP threads must sleep: if they spin, a small machine becomes many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -128,6 +128,9 @@ check: lint type ## check style, types, and that generated files are up to date
 	@$(BIN)/python tools/write_docs.py --check
 	@$(BIN)/python -m tinkercloud_crds.generate --check
 	@$(BIN)/python tools/charts.py --check
+
+images: ## build the images of the Dockerfile with buildah, without Docker (by hand; needs Linux and root)
+	@tools/images/build.sh $(IMAGES)
 
 sbom: .venv/.installed ## list the packages of the images and their licences in build/sbom
 	@tools/sbom.sh build/sbom

@@ -92,7 +92,7 @@ def test_images_install_by_hash_and_their_base_may_be_named_by_digest() -> None:
         is_locked = "uv sync --frozen" in install
         assert is_ours or is_locked or "--require-hashes" in install, install
     bases = set(re.findall(r"^FROM (\S+)", text, re.MULTILINE))
-    assert bases == {"${BASE}", "workspace", "runtime"}
+    assert bases == {"${BASE}", "${RUNTIME}", "workspace", "runtime"}
 
 
 def test_the_installer_and_the_images_use_one_version_of_uv_whose_hashes_are_known() -> None:
@@ -136,7 +136,7 @@ def test_every_install_command_of_an_image_resolves_with_the_copied_files(
         "UV_PROJECT_ENVIRONMENT": str(tmp_path / "environment"),
     }
 
-    for command in re.findall(r"^RUN (?:--mount=\S+ +)?(.+)$", stage, re.MULTILINE):
+    for command in re.findall(r"^RUN --mount=\S+ +(.+)$", stage, re.MULTILINE):
         subprocess.run(
             ["/bin/bash", "-eo", "pipefail", "-c", command],
             cwd=context,
