@@ -80,8 +80,8 @@ class Reason(StrEnum):
     NAMESPACE_QUOTA_EXCEEDED = "NamespaceQuotaExceeded"
     """Others use up a ResourceQuota of the namespace. The session waits."""
     QUEUED = "Queued"
-    """Kueue has not admitted the session yet, or older sessions are waiting for the same nodes. The
-    session waits."""
+    """Kueue has not admitted the session yet, or other sessions come first that wait for the same
+    nodes. The session waits."""
     POOL_FULL = "PoolFull"
     """No cluster of the pool is ready and has a free slot. The session waits."""
     POOL_CLUSTER_NOT_READY = "PoolClusterNotReady"

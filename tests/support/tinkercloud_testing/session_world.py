@@ -498,7 +498,7 @@ EVENTS: Mapping[str, Callable[[World], object]] = {
     "KubeRay is installed": lambda world: world.change(has_kuberay=True),
     "the claim API is removed": lambda world: world.change(has_device_claims=False),
     "an older session waits for nodes": lambda world: world.change(
-        start_order_message="waiting for older sessions to be scheduled: two"
+        start_order_message="waiting for other sessions to be scheduled: 2 sessions are ahead"
     ),
     "the older session is scheduled": lambda world: world.change(start_order_message=None),
     "children are rejected": lambda world: world.set_refusing(refuses=True),

@@ -379,13 +379,12 @@ def test_a_full_pool_says_what_would_help() -> None:
 
 
 def test_a_run_says_why_the_cluster_that_it_waits_for_does_not_start() -> None:
-    broken = replace(a_cluster(NAMES[0], is_ready=False), problem="ImagePullBackOff: no such image")
+    broken = replace(a_cluster(NAMES[0], is_ready=False), problem="ImagePullBackOff")
 
     plan = plan_pool(facts(broken, members=[a_member("one")]))
 
     assert plan.waiting["one"] == (
-        "waiting for a cluster of the pool to be ready: pool-tiny-0 (ImagePullBackOff: no such"
-        " image)"
+        "waiting for a cluster of the pool to be ready: pool-tiny-0 (ImagePullBackOff)"
     )
 
 

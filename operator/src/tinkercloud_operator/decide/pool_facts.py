@@ -187,7 +187,8 @@ def _cluster(session: Manifest, deleting: Set[str], keeping: Set[str]) -> Cluste
         gives_away=status.get("incarnation") not in keeping,
         endpoint=status.get("endpoint"),
         incarnation=status.get("incarnation"),
-        problem=f"{stalled['reason']}: {stalled.get('message', '')}" if is_stalled else None,
+        # The message may name runs of other owners.
+        problem=stalled["reason"] if is_stalled else None,
     )
 
 

@@ -30,7 +30,7 @@ class Cluster:
     is_suspended: bool = False
     """Whether an administrator has suspended it, so that its slots do not count."""
     problem: str | None = None
-    """What keeps it from becoming ready without intervention, if anything does."""
+    """The reason for which it can't become ready without intervention, if there is one."""
     is_draining: bool = False
     """Whether an administrator wants its sessions to be moved to others."""
     is_cordoned: bool = False

@@ -4,16 +4,16 @@ A member waits until a ready cluster has a free slot, and is placed there. One w
 decides for a whole pool, so slots are never assigned twice.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from heapq import heapify, heappop, heapreplace
 from itertools import accumulate
 
 from tinkercloud_crds.base_model import Pool, PoolStatus
 from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts
 from tinkercloud_operator.decide.pool_moves import Moves, plan_moves
+from tinkercloud_operator.decide.turns import in_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,25 +102,9 @@ def _to_move_on(facts: PoolFacts, places: Mapping[str, str]) -> int:
 
 
 def _in_turn(facts: PoolFacts, load: Mapping[str, int]) -> Iterator[Member]:
-    """Yield the members that wait: next is the oldest of the owner with the fewest places.
-
-    So an owner who asks for many places at once delays another one by none.
-    """
+    """Yield the members that wait, in the order in which they get places."""
     places = Counter(each.owner for each in facts.members if each.cluster in load)
-    queues: dict[str, deque[Member]] = {}
-    for member in facts.unplaced():
-        queues.setdefault(member.owner, deque()).append(member)
-    order = {member.name: index for index, member in enumerate(facts.members)}
-    heap = [(places[owner], order[queue[0].name], owner) for owner, queue in queues.items()]
-    heapify(heap)
-    while heap:
-        held, _, owner = heap[0]
-        queue = queues[owner]
-        yield queue.popleft()
-        if queue:
-            heapreplace(heap, (held + 1, order[queue[0].name], owner))
-        else:
-            heappop(heap)
+    return in_turn(facts.unplaced(), lambda member: member.owner, places)
 
 
 def _place(

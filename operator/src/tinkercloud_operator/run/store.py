@@ -324,7 +324,7 @@ class Watched:
         return self._owners.older(manifest)
 
     def _turn(self, session: Manifest) -> str | None:
-        """Return why older sessions have their pods first, if any compete with this one."""
+        """Return why other sessions have their pods first, if any compete with this one."""
         name = session["metadata"]["name"]
         if self.has_cluster(name):
             return None
@@ -439,8 +439,8 @@ class Watched:
     def _next_turns(self, session: str) -> set[str]:
         """Return the sessions whose turn to start may have come because of a change to another."""
         own = self._children.get(session, {})
-        has_stopped_waiting = self._turns.note(session, self.sessions.get(session), own)
-        return self._turns.next() if has_stopped_waiting else set()
+        is_turn_of_others = self._turns.note(session, self.sessions.get(session), own)
+        return self._turns.next(self.offering) if is_turn_of_others else set()
 
     def _remember(self, session: str, pod: Manifest) -> None:
         """Remember a session's pod that has failed, until another is ready in its place."""
