@@ -159,7 +159,7 @@ def test_engine_and_head_share_a_key_that_no_manifest_contains() -> None:
 
     file = sampling(build).inference.key_file
     assert file == "/etc/tinkercloud-token/token"
-    assert start.startswith(f"key=$(< {file}) || exit 1;")
+    assert f"; key=$(< {file}) || exit 1;" in start
     assert start.endswith('--api-key "$key" --admin-api-key "$key"')
     mounts = {mount["mountPath"] for mount in engine_of(build)["volumeMounts"]}
     assert "/etc/tinkercloud-token" in mounts

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from tinkercloud_crds import labels
 from tinkercloud_crds.shapes import ADAPTER_SLOTS, EnginesShape, ExternalServers
 from tinkercloud_operator.children.pods import (
+    CLEAR_SHARED_MEMORY,
     OUTLIVE_HEAD,
     RAY_HEAD_VARIABLE,
     TOKEN_FOLDER,
@@ -44,6 +45,7 @@ ENGINE_PORT = 30000
 # Only the pod has the model's configuration: the first option is its folder. For repeated options,
 # the last one wins.
 _START = (
+    f"{CLEAR_SHARED_MEMORY}; "
     f"key=$(< {TOKEN_FOLDER}/{labels.TOKEN_KEY}) || exit 1;"
     ' if grep -qsE \'"kv_lora_rank": *[1-9]\' "$2/config.json";'
     ' then set -- --attention-backend triton "$@"; fi;'
