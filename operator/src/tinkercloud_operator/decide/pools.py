@@ -54,7 +54,9 @@ def plan_pool(facts: PoolFacts) -> PoolPlan:
         facts = facts.with_placed(member, chosen)
         owners.add((chosen, member.owner))
     moves = plan_moves(facts, load, has_waiting=bool(waiting))
-    moves = replace(moves, homeless=moves.homeless + _to_move_on(facts, places))
+    # Those whose old head has not ended need a place when it has.
+    later = _to_move_on(facts, places) + len(facts.waiting_for_heads())
+    moves = replace(moves, homeless=moves.homeless + later)
     unneeded = _surplus_clusters(facts, waiting, load, moves.homeless) or _outdated_cluster(
         facts, load
     )

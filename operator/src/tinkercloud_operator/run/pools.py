@@ -173,7 +173,7 @@ class Pools:
     def _note_pod(self, pod: Manifest) -> None:
         """Enqueue the sessions that wait for the head of a deleted cluster to end."""
         cluster = pod["metadata"].get("labels", {}).get(labels.SESSION_LABEL)
-        if cluster in self._watched.sessions:
+        if cluster is None or cluster in self._watched.sessions:
             return
         for session in self._watched.sessions.values():
             if session["spec"].get("poolCluster") == cluster:
