@@ -90,6 +90,33 @@ affinity:
 {{- end }}
 {{- end -}}
 
+{{/* Refuses items of a value whose key the chart, or an earlier item, has already. Takes the field's name, a word for its
+     items, the key, the taken values and the items. */}}
+{{- define "tinkercloud.distinct" -}}
+{{- $field := index . 0 -}}
+{{- $what := index . 1 -}}
+{{- $key := index . 2 -}}
+{{- $taken := index . 3 -}}
+{{- range index . 4 -}}
+{{- $value := trimSuffix "/" (get . $key) -}}
+{{- if has $value $taken -}}
+{{- fail (printf "%s: the pod already has a %s with %s %s; choose another %s" $field $what $key $value $key) -}}
+{{- end -}}
+{{- $taken = append $taken $value -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Refuses mounts of volumes that do not exist. Takes the field's name, the names of the volumes and the mounts. */}}
+{{- define "tinkercloud.mounted" -}}
+{{- $field := index . 0 -}}
+{{- $volumes := index . 1 -}}
+{{- range index . 2 -}}
+{{- if not (has .name $volumes) -}}
+{{- fail (printf "%s: there is no volume %s; add it to apiServer.extraVolumes, or use one of %s" $field .name (join ", " $volumes)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Path of the `caBundle` file, for programs that use OpenSSL, requests or rustls. */}}
 {{- define "tinkercloud.caFile" -}}/etc/tinkercloud-ca/{{ .Values.caBundle.key }}{{- end -}}
 

@@ -80,8 +80,8 @@ class Reason(StrEnum):
     NAMESPACE_QUOTA_EXCEEDED = "NamespaceQuotaExceeded"
     """Others use up a ResourceQuota of the namespace. The session waits."""
     QUEUED = "Queued"
-    """Kueue has not admitted the session yet, or older sessions are waiting for the same nodes. The
-    session waits."""
+    """Kueue has not admitted the session yet, or other sessions come first that wait for the same
+    nodes. The session waits."""
     POOL_FULL = "PoolFull"
     """No cluster of the pool is ready and has a free slot. The session waits."""
     POOL_CLUSTER_NOT_READY = "PoolClusterNotReady"
@@ -128,6 +128,9 @@ class Reason(StrEnum):
     """A pod was evicted, preempted or rejected by its node; a replacement is created."""
     CRASH_LOOP = "CrashLoopBackOff"
     """A container exits repeatedly."""
+    HEAD_TERMINATING = "HeadTerminating"
+    """The RayCluster was deleted, and its head may still be saving its state. New pods are created
+    when it has ended."""
     HEAD_STARTING = "HeadStarting"
     """The head's process is starting."""
     HEAD_SERVING = "HeadServing"

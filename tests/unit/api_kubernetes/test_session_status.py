@@ -214,7 +214,8 @@ def test_a_run_that_is_being_moved_says_from_where_to_where() -> None:
 
 def test_a_run_does_not_end_with_its_cluster() -> None:
     ended = replace(a_pool_cluster(READY, **SERVING), is_deleted=True)
-    waits = a_condition(ConditionType.READY, "False", Reason.LOADING, "loading the model")
+    words = "could not suspend run-of-another-owner:train:0"
+    waits = a_condition(ConditionType.READY, "False", Reason.SAVE_FAILED, words)
 
     assert readiness(a_run_in_a_pool(READY), ended) == Pending(
         "paused_capacity",
@@ -222,8 +223,7 @@ def test_a_run_does_not_end_with_its_cluster() -> None:
     )
     assert readiness(a_run_in_a_pool(READY), a_pool_cluster(waits)) == Pending(
         "active",
-        "TrainingSession one is on pool cluster pool-a: TrainingSession pool-a: Loading: loading"
-        " the model",
+        "TrainingSession one is on pool cluster pool-a: TrainingSession pool-a: SaveFailed",
     )
 
 

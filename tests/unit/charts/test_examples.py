@@ -29,7 +29,7 @@ def test_an_example_has_only_fields_that_exist(path: Path) -> None:
 
     spec = MODELS[str(found["kind"])].model_validate(found["spec"])
 
-    assert spec.model_dump(by_alias=True, exclude_unset=True) == found["spec"]
+    assert spec.model_dump(mode="json", by_alias=True, exclude_unset=True) == found["spec"]
 
 
 @pytest.mark.parametrize("path", BASE_MODELS, ids=lambda path: path.stem)
@@ -92,3 +92,29 @@ def test_the_page_about_programs_shows_the_example() -> None:
     page = (ROOT / "docs" / "operate" / "programs.md").read_text()
 
     assert example.partition("\n")[2] in page
+
+
+@pytest.mark.parametrize("path", BASE_MODELS, ids=lambda path: path.stem)
+def test_the_head_of_an_example_has_no_cuda_and_needs_no_gpu_node(path: Path) -> None:
+    spec = BaseModelSpec.model_validate(read(path)["spec"])
+
+    placed = spec.placement.of_role(spec.head.placement)
+
+    assert spec.head.image.startswith("tinkercloud-worker-cpu:")
+    assert placed.tolerations == []
+    assert placed.node_selector == {}
+
+
+@pytest.mark.parametrize("path", BASE_MODELS, ids=lambda path: path.stem)
+def test_an_example_pins_the_weights_that_it_downloads_from_the_hub(path: Path) -> None:
+    source = BaseModelSpec.model_validate(read(path)["spec"]).source
+
+    assert source.hub is None or re.fullmatch("[0-9a-f]{40}", source.revision or "")
+
+
+def test_ranks_of_an_example_on_several_gpu_nodes_have_a_fast_network() -> None:
+    for path in BASE_MODELS:
+        trainer = BaseModelSpec.model_validate(read(path)["spec"]).trainer
+        names = {each.name for each in trainer.extended_resources}
+        is_on_many_nodes = trainer.replicas > 1 and trainer.gpus_per_replica >= 8
+        assert ({"vpc.amazonaws.com/efa", "hugepages-2Mi"} <= names) == is_on_many_nodes

@@ -18,9 +18,10 @@ from tinkercloud_testing.charts import (
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
 API, OPERATOR = "tinker-tinkercloud-api", "tinker-tinkercloud-operator"
-READ = {"get", "list", "watch"}
+FOLLOW = {"list", "watch"}
+READ = FOLLOW | {"get"}
 NAME_OF_NAMESPACE = "kubernetes.io/metadata.name"
-OWN = READ | {"create", "patch", "delete"}
+OWN = FOLLOW | {"create", "patch", "delete"}
 
 
 def rights(role: dict[str, Any]) -> dict[str, set[str]]:
@@ -37,9 +38,9 @@ def rights(role: dict[str, Any]) -> dict[str, set[str]]:
 
 def test_the_api_server_has_these_rights_and_no_others() -> None:
     assert rights(one("Role", API)) == {
-        "tinkercloud.dev/trainingsessions": OWN,
-        "tinkercloud.dev/basemodels": READ,
-        "tinkercloud.dev/tenants": READ,
+        "tinkercloud.dev/trainingsessions": OWN | {"get"},
+        "tinkercloud.dev/basemodels": FOLLOW,
+        "tinkercloud.dev/tenants": FOLLOW,
         "secrets": {"get", "create"},
         "pods": {"list"},
         "pods/log": {"get"},
@@ -48,14 +49,14 @@ def test_the_api_server_has_these_rights_and_no_others() -> None:
 
 def test_the_operator_has_these_rights_and_no_others() -> None:
     assert rights(one("Role", OPERATOR)) == {
-        "tinkercloud.dev/basemodels": READ | {"patch"},
-        "tinkercloud.dev/basemodels/status": {"get", "patch"},
-        "tinkercloud.dev/tenants": READ,
-        "tinkercloud.dev/tenants/status": {"get", "patch"},
-        "tinkercloud.dev/trainingsessions": OWN,
-        "tinkercloud.dev/trainingsessions/status": {"get", "patch"},
+        "tinkercloud.dev/basemodels": FOLLOW | {"patch"},
+        "tinkercloud.dev/basemodels/status": {"patch"},
+        "tinkercloud.dev/tenants": FOLLOW,
+        "tinkercloud.dev/tenants/status": {"patch"},
+        "tinkercloud.dev/trainingsessions": OWN | {"get"},
+        "tinkercloud.dev/trainingsessions/status": {"patch"},
         "ray.io/rayclusters": OWN,
-        "pods": READ,
+        "pods": FOLLOW,
         "services": OWN,
         "configmaps": OWN,
         "secrets": {"get", "create"},
@@ -71,7 +72,7 @@ def test_the_operator_has_these_rights_and_no_others() -> None:
 def test_outside_its_namespace_the_operator_only_reads_nodes_and_only_if_allowed() -> None:
     (role,) = of_kind("ClusterRole")
 
-    assert rights(role) == {"nodes": READ}
+    assert rights(role) == {"nodes": FOLLOW}
     assert of_kind("ClusterRole", "--set", "operator.readNodes=false") == []
     assert of_kind("ClusterRoleBinding", "--set", "operator.readNodes=false") == []
 

@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 import yaml
 
+from tinkercloud_api.login_settings import OidcSettings
 from tinkercloud_api.settings import Settings
-from tinkercloud_testing.charts import CHART, ROOT, HelmFailed, template
+from tinkercloud_testing.charts import CHART, ROOT, HelmFailed, environment, helm, one, template
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+
+
+ISSUER = (
+    "apiServer.publicUrl=https://tinker.example.com,oidc.issuer=https://id.example.com/realms/ml"
+    ",oidc.clientId=tinkercloud,oidc.existingSecret=provider,oidc.allowedGroups={research,ops}"
+)
 
 
 def described(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -118,6 +125,48 @@ def test_a_value_nobody_reads_or_of_the_wrong_kind_is_refused(option: str, compl
         ("fullnameOverride=9-lives", '"9-lives", which is not a valid Service name: set fullnameO'),
         ("fullnameOverride=My_App", '"My_App", which is not a valid Service name: set fullnameO'),
         ("kuberay.enabled=true", "helm dependency build charts/tinkercloud/charts/kuberay"),
+        (
+            "apiServer.extraVolumes[0].name=tmp",
+            "apiServer.extraVolumes: the pod already has a volume with name tmp",
+        ),
+        (
+            "apiServer.extraVolumes[0].name=a,apiServer.extraVolumes[1].name=a",
+            "already has a volume with name a",
+        ),
+        (
+            "apiServer.extraEnv[0].name=HOME",
+            "apiServer.extraEnv: the pod already has a variable with name HOME",
+        ),
+        (
+            "apiServer.env.TINKERCLOUD_HF_MIRROR=x,apiServer.extraEnv[0].name=TINKERCLOUD_HF_MIRROR",
+            "already has a variable with name TINKERCLOUD_HF_MIRROR",
+        ),
+        (
+            "apiServer.extraVolumeMounts[0].name=a,apiServer.extraVolumeMounts[0].mountPath=/a",
+            "apiServer.extraVolumeMounts: there is no volume a; add it to apiServer.extraVolumes",
+        ),
+        (
+            "apiServer.extraVolumeMounts[0].name=tmp,apiServer.extraVolumeMounts[0].mountPath=/tmp/",
+            "already has a mount with mountPath /tmp",
+        ),
+        (
+            "apiServer.extraContainers[0].name=api,apiServer.extraContainers[0].image=x",
+            "already has a container with name api",
+        ),
+        (
+            "apiServer.extraContainers[0].name=proxy,apiServer.extraContainers[0].image=x"
+            ",apiServer.extraContainers[0].volumeMounts[0].name=socket",
+            r"extraContainers \(proxy\): there is no volume socket",
+        ),
+        (f"{ISSUER},oidc.clientId=", "oidc.clientId is empty"),
+        (f"{ISSUER},oidc.existingSecret=", "oidc.existingSecret is empty: set it to a Secret"),
+        (f"{ISSUER},oidc.allowedGroups=null", "oidc.allowedGroups is empty: name the groups"),
+        (f"{ISSUER},oidc.scopes={{email}}", "oidc.scopes must contain openid; got email"),
+        (f"{ISSUER},apiServer.publicUrl=http://a", 'publicUrl, .* https://; got "http://a"'),
+        (
+            f"{ISSUER},oidc.issuer=https://id.example.com:8443",
+            "port 8443, .* add it to networkPolicy.objectStorePorts",
+        ),
     ],
 )
 def test_values_that_do_not_fit_together_are_refused_with_what_to_do(
@@ -125,3 +174,50 @@ def test_values_that_do_not_fit_together_are_refused_with_what_to_do(
 ) -> None:
     with pytest.raises(HelmFailed, match=complaint):
         template("--set", options)
+
+
+def test_the_login_of_the_values_is_what_the_server_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = f"{ISSUER},oidc.ownerClaim=preferred_username,oidc.roles.ops=admin,oidc.keyDays=7"
+    deployment = one("Deployment", "tinker-tinkercloud-api", "--set", values)
+    for name, value in environment(deployment).items():
+        if name.startswith(("TINKERCLOUD_OIDC__", "TINKERCLOUD_PUBLIC_URL")):
+            monkeypatch.setenv(name, value)
+
+    login = Settings(provider="kubernetes", checkpoint_root="s3://bucket/x").oidc
+
+    assert login is not None
+    assert login.issuer == "https://id.example.com/realms/ml"
+    assert (login.client_id, login.owner_claim) == ("tinkercloud", "preferred_username")
+    assert (login.allowed_groups, login.allow_all_accounts) == (["research", "ops"], False)
+    assert (login.roles, login.key_days) == ({"ops": "admin"}, 7)
+    pod = deployment["spec"]["template"]["spec"]
+    mounts = {each["name"]: each["mountPath"] for each in pod["containers"][0]["volumeMounts"]}
+    [secret] = [each["secret"] for each in pod["volumes"] if each["name"] == "oidc"]
+    assert secret["items"] == [{"key": "clientSecret", "path": "client-secret"}]
+    assert str(login.client_secret_file) == f"{mounts['oidc']}/client-secret"
+
+
+def test_the_values_of_the_login_have_the_defaults_of_the_server() -> None:
+    fields = OidcSettings.model_fields
+    login = VALUES["oidc"]
+
+    assert " ".join(login["scopes"]) == fields["scopes"].default
+    assert login["ownerClaim"] == fields["owner_claim"].default
+    assert login["groupsClaim"] == fields["groups_claim"].default
+    assert login["keyDays"] == fields["key_days"].default
+    assert len(login) == len(fields)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("apiServer.replicas=0", "apiServer.replicas is 0, so there is no API server"),
+        ("operator.replicas=0", "operator.replicas is 0, so there is no operator"),
+        ("apiServer.replicas=1", "is starting in namespace"),
+    ],
+)
+def test_the_notes_say_what_is_stopped(option: str, words: str) -> None:
+    notes = helm("install", "tinker", str(CHART), "--dry-run=client", "--set", option)
+
+    assert words in notes
+    assert ("is starting in namespace" in notes) == (words == "is starting in namespace")

@@ -16,6 +16,7 @@ from tinkercloud_operator.decide.node_fit import never_fits
 from tinkercloud_operator.decide.reconcile import children
 from tinkercloud_operator.spec.snapshot import Node
 from tinkercloud_protocol.launch import SamplerConfig
+from tinkercloud_testing.charts import ROOT
 from tinkercloud_testing.sessions import (
     ENGINES,
     EXTERNAL,
@@ -159,7 +160,7 @@ def test_engine_and_head_share_a_key_that_no_manifest_contains() -> None:
 
     file = sampling(build).inference.key_file
     assert file == "/etc/tinkercloud-token/token"
-    assert start.startswith(f"key=$(< {file}) || exit 1;")
+    assert f"; key=$(< {file}) || exit 1;" in start
     assert start.endswith('--api-key "$key" --admin-api-key "$key"')
     mounts = {mount["mountPath"] for mount in engine_of(build)["volumeMounts"]}
     assert "/etc/tinkercloud-token" in mounts
@@ -449,3 +450,39 @@ def test_the_network_policy_allows_only_the_ports_of_external_servers() -> None:
     [_, _, outgoing] = policy["spec"]["egress"]
     assert [item["port"] for item in outgoing["ports"]] == [443, 8000]
     assert engines.external_ports(a_build_with(ENGINES)) == []
+
+
+def test_the_page_about_the_image_of_engines_starts_it_as_a_pod_does() -> None:
+    page = (ROOT / "docs" / "contribute" / "gpu-benchmarks.md").read_text()
+    block = page[page.index("cat > engine.env") :].partition("```")[0]
+    variables, command = block.partition("\nEND\n")[::2]
+    build = a_build_with(
+        {**ENGINES, "gpusPerReplica": 1},
+        source={"volume": {"claimName": "models", "path": "model"}},
+        limits={"maxLoraRank": 32},
+        maxContextLength=32768,
+    )
+
+    engine, user = engine_of(build), pod_of(build)["securityContext"]["runAsUser"]
+
+    wanted = [f"{each['name']}={each['value']}" for each in engine["env"]]
+    assert variables.splitlines()[1:] == wanted
+    words = command.replace("\\\n", " ").split()
+    assert words[words.index("sglang.launch_server") + 1 :] == engine["args"]
+    assert words[words.index("--user") + 1] == f"{user}:{user}"
+
+
+def test_engines_cache_what_they_compile_on_a_volume() -> None:
+    build = a_build_with(ENGINES)
+    caches = {
+        each["name"]: each["value"]
+        for each in engine_of(build)["env"]
+        if "CACHE" in each["name"] or "WORKSPACE" in each["name"]
+    }
+    mounts = {each["mountPath"] for each in engine_of(build)["volumeMounts"]}
+
+    assert {"TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"} <= set(
+        caches
+    )
+    assert all(value.startswith("/tmp/cache") for value in caches.values())  # noqa: S108
+    assert "/tmp" in mounts  # noqa: S108

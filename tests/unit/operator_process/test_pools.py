@@ -230,6 +230,35 @@ async def test_a_run_that_waits_gets_the_slot_of_one_that_has_finished(full: Ope
     assert "two" in full.reconciled
 
 
+async def test_a_run_of_a_deleted_cluster_gets_a_place_when_its_head_has_ended(
+    operator: Operator,
+) -> None:
+    head: Json = {
+        "metadata": {
+            "name": "pool-a-head",
+            "uid": "uid-of-head",
+            "resourceVersion": "1",
+            "labels": {labels.SESSION_LABEL: "pool-a", labels.COMPONENT_LABEL: "head"},
+        },
+        "spec": {},
+        "status": {"containerStatuses": [{"name": "head", "started": True, "ready": False}]},
+    }
+    operator.watched.note("Pod", head)
+    operator.see_cluster("pool-b")
+    operator.see_run("one", cluster="pool-a")
+
+    with operator.working():
+        await reached(lambda: "still running" in (operator.pools.waiting_message("one") or ""))
+        waited_at = place_of(operator, "one")
+        gone = head | {"metadata": head["metadata"] | {"resourceVersion": "2"}}
+        operator.watched.note("Pod", gone, is_gone=True)
+        operator.pools.note("Pod", gone, is_gone=True)
+        await reached(lambda: place_of(operator, "one") == "pool-b")
+
+    assert waited_at == "pool-a"
+    assert operator.pools.waiting_message("one") is None
+
+
 async def test_a_head_whose_memory_is_full_gets_no_run_although_its_cluster_has_slots(
     operator: Operator,
 ) -> None:

@@ -60,6 +60,16 @@ async def test_gaps_follow_the_served_crds(connection: Connection) -> None:
     assert gauge("RayCluster") == 0
 
 
+async def test_an_outdated_tenant_is_counted_like_our_other_kinds(connection: Connection) -> None:
+    served = ServedDefinitions(connection.cluster)
+    connection.api.openapi = {OWN: {"Tenant": closed(spec=closed(), status=closed(used=TEXT))}}
+
+    assert await served.refresh()
+
+    assert "Tenant" in served.own_gaps
+    assert gauge("Tenant") == 1
+
+
 async def test_a_document_is_read_again_only_when_it_has_changed(connection: Connection) -> None:
     served = ServedDefinitions(connection.cluster)
     connection.api.openapi = {KUBERAY: OLD}

@@ -379,13 +379,12 @@ def test_a_full_pool_says_what_would_help() -> None:
 
 
 def test_a_run_says_why_the_cluster_that_it_waits_for_does_not_start() -> None:
-    broken = replace(a_cluster(NAMES[0], is_ready=False), problem="ImagePullBackOff: no such image")
+    broken = replace(a_cluster(NAMES[0], is_ready=False), problem="ImagePullBackOff")
 
     plan = plan_pool(facts(broken, members=[a_member("one")]))
 
     assert plan.waiting["one"] == (
-        "waiting for a cluster of the pool to be ready: pool-tiny-0 (ImagePullBackOff: no such"
-        " image)"
+        "waiting for a cluster of the pool to be ready: pool-tiny-0 (ImagePullBackOff)"
     )
 
 
@@ -581,3 +580,15 @@ def test_as_many_clusters_are_started_as_sessions_need_whose_memory_is_like_that
     waiting = [a_member(f"waiting-{index}") for index in range(5)]
 
     assert len(plan_pool(facts(full, members=[*on_it, *waiting], pool=pool)).create) == 3
+
+
+def test_a_session_of_a_deleted_pool_cluster_gets_another_place_after_its_head() -> None:
+    until = NOW + timedelta(seconds=215)
+    known = facts(a_cluster("pool-tiny-1"), members=[a_member("one", "pool-tiny-0")])
+
+    waiting = plan_pool(replace(known, ending={"pool-tiny-0": until}))
+
+    assert waiting.places == {}
+    assert "pool-tiny-0 was deleted, but its head is still running" in waiting.waiting["one"]
+    assert waiting.changes_at == until
+    assert plan_pool(known).places == {"one": "pool-tiny-1"}

@@ -1,9 +1,12 @@
-"""Sessions that compete for GPUs get their pods one after the other, oldest first."""
+"""Sessions that compete for GPUs get their pods one after the other, and owners take turns."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tinkercloud_crds.conditions import ConditionType
 from tinkercloud_operator.decide.reconcile import reconcile
@@ -46,6 +49,7 @@ class Queue:
     def __init__(self, **offer: Any) -> None:
         self.watched = Watched()
         self._version = 1
+        self._made: dict[str, Json] = {}
         self.note("BaseModel", stored(a_base_model_manifest("model", **offer), 0))
 
     def note(self, kind: str, manifest: Json) -> set[str]:
@@ -55,11 +59,14 @@ class Queue:
 
     def make(self, name: str, second: int = 0, status: Json | None = None, **spec: Any) -> set[str]:
         manifest = stored(a_session_manifest(name, **spec), second, status=status or {})
+        self._made[name] = manifest
         return self.note("TrainingSession", manifest)
 
+    def _owner_of(self, name: str) -> Json:
+        return {"kind": "TrainingSession", "name": name, "uid": f"uid-{name}"}
+
     def cluster(self, name: str, workers: int = 1) -> None:
-        owner = {"kind": "TrainingSession", "name": name, "uid": f"uid-{name}"}
-        metadata = {"name": name, "ownerReferences": [owner]}
+        metadata = {"name": name, "ownerReferences": [self._owner_of(name)]}
         manifest = {"metadata": metadata, "spec": {"workerGroupSpecs": [{"replicas": workers}]}}
         self.note("RayCluster", stored(manifest, 1))
 
@@ -69,6 +76,21 @@ class Queue:
         metadata = {"name": f"{session}-{name}", "ownerReferences": [owner], "labels": own}
         spec = {} if node is None else {"nodeName": node}
         return self.note("Pod", stored({"metadata": metadata, "spec": spec}, 2))
+
+    def start(self, name: str) -> set[str]:
+        """Give a session its pods, all of which are scheduled; return who is enqueued."""
+        self.cluster(name)
+        session = {**self._made[name], "status": conditions(ClusterProvisioned="True")}
+        return self.note("TrainingSession", session)
+
+    def end(self, name: str) -> set[str]:
+        """Delete the RayCluster of a session, and the session; return who is enqueued."""
+        manifest = stored({"metadata": {"name": name}, "spec": {}}, 1)
+        cluster = {**manifest["metadata"], "ownerReferences": [self._owner_of(name)]}
+        freed = self.watched.note("RayCluster", {"metadata": cluster, "spec": {}}, is_gone=True)
+        return (freed | self.watched.note("TrainingSession", self._made[name], is_gone=True)) - {
+            name
+        }
 
     def turn(self, name: str, *, in_order: bool = True) -> str | None:
         surroundings = Surroundings(
@@ -93,9 +115,100 @@ def test_the_younger_of_two_competing_sessions_waits_and_names_the_older_one() -
 
     assert queue.turn("first") is None
     assert queue.turn("second") == (
-        "waiting for older sessions to be scheduled: TrainingSession first is next, but not all"
-        " of its pods are scheduled yet: 1 Insufficient nvidia.com/gpu"
+        "waiting for other sessions to be scheduled: 1 session is ahead; TrainingSession first is"
+        " next, but not all of its pods are scheduled yet: 1 Insufficient nvidia.com/gpu"
     )
+
+
+def test_a_session_learns_nothing_of_those_of_other_owners_but_their_number() -> None:
+    queue = Queue(**HALF)
+    secret = "0/4 nodes are available: 4 node(s) lack label dataset=secret-project-x"
+    queue.make("layoffs", status={"message": secret}, owner="eve")
+    queue.make("victim", second=1)
+
+    assert queue.turn("layoffs") is None
+    assert queue.turn("victim") == "waiting for other sessions to be scheduled: 1 session is ahead"
+
+
+def test_many_sessions_of_one_owner_delay_another_owner_by_none() -> None:
+    queue = Queue(**HALF)
+    for index in range(30):
+        queue.make(f"a{index:02}", second=index, owner="hog")
+    assert queue.turn("a00") is None
+    queue.make("victim", second=40)
+
+    assert "1 session is ahead" in str(queue.turn("victim"))
+    assert "2 sessions are ahead" in str(queue.turn("a01"))
+    placed = queue.start("a00")
+
+    assert "victim" in placed
+    assert queue.turn("a01") is not None
+    assert queue.turn("victim") is None
+
+
+def test_a_session_that_ends_lets_its_owner_start_another_before_those_who_have_more() -> None:
+    queue = Queue(**HALF)
+    for second, (name, owner) in enumerate({"a": "ada", "b": "bob", "c": "bob"}.items()):
+        queue.make(name, second, owner=owner)
+        queue.start(name)
+    queue.make("first-of-bob", second=10, owner="bob")
+    queue.make("first-of-ada", second=11, owner="ada")
+    assert queue.turn("first-of-bob") is not None
+
+    queue.end("b")
+    freed = queue.end("c")
+
+    assert freed == {"first-of-bob"}
+    assert queue.turn("first-of-bob") is None
+
+
+OWNERS = ("ada", "bob", "eve")
+arrivals = st.lists(st.sampled_from(OWNERS), min_size=1, max_size=8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrivals, st.lists(st.integers(0, 9), max_size=8), st.randoms(use_true_random=False))
+def test_in_any_order_one_session_at_a_time_starts_and_none_starves(
+    owners: Sequence[str], ends: Sequence[int], chance: Any
+) -> None:
+    queue, held = Queue(**HALF), Counter[str]()
+    waiting = {f"s{index}": owner for index, owner in enumerate(owners)}
+    for index, (name, owner) in enumerate(waiting.items()):
+        queue.make(name, second=index, owner=owner)
+    running: list[tuple[str, str]] = []
+    for round_number in range(len(owners)):
+        fewest = min(held[owner] for owner in waiting.values())
+        expected = next(name for name, owner in waiting.items() if held[owner] == fewest)
+        names = list(waiting)
+        chance.shuffle(names)
+
+        started = {name for name in names * 2 if queue.turn(name) is None}
+
+        assert started == {expected}
+        queue.start(expected)
+        owner = waiting.pop(expected)
+        held[owner] += 1
+        running.append((expected, owner))
+        if round_number < len(ends) and ends[round_number] < len(running):
+            gone, of = running.pop(ends[round_number])
+            held[of] -= 1
+            queue.end(gone)
+
+
+def test_an_owner_who_always_creates_more_delays_each_session_of_another_by_one() -> None:
+    queue = Queue(**HALF)
+    waiting = ["v0", "v1", "v2"]
+    for index, name in enumerate(waiting):
+        queue.make(name, second=50 + index, owner="victim")
+    started = []
+    for number in range(6):
+        queue.make(f"h{number}", second=number, owner="hog")
+        waiting.append(f"h{number}")
+        started += [next(each for each in waiting if queue.turn(each) is None)]
+        queue.start(started[-1])
+        waiting.remove(started[-1])
+
+    assert started == ["h0", "v0", "h1", "v1", "h2", "v2"]
 
 
 def test_a_small_session_does_not_overtake_an_older_large_one() -> None:
@@ -271,7 +384,7 @@ def test_a_waiting_session_is_queued_without_pods_and_rechecked() -> None:
     quota = {each.type: each for each in world.status.conditions}[ConditionType.QUOTA_RESERVED]
     assert (quota.reason, quota.message) == (
         "Queued",
-        "waiting for older sessions to be scheduled: two",
+        "waiting for other sessions to be scheduled: 2 sessions are ahead",
     )
 
 

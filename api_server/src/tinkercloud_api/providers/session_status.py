@@ -1,7 +1,7 @@
 """Reads TrainingSessions and BaseModels and interprets their status for clients."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TypeVar
 
@@ -188,20 +188,27 @@ def readiness(
 def _on_cluster(session: TrainingSessionView, cluster: TrainingSessionView) -> Readiness:
     """Return the readiness of a session that a pool cluster serves: that of the cluster.
 
-    The session does not end with its cluster: the operator gives it a place on another one.
+    The session does not end with its cluster: the operator gives it a place on another one. Of a
+    cluster that others share, it has the reason alone: the message may name their runs.
     """
     if session.moving_to is not None:
         way = f"is being moved from pool cluster {cluster.name} to {session.moving_to}"
         if session.moving_to == cluster.name:
             way = f"returns to pool cluster {cluster.name}"
         return Pending("active", _describe(session, f" {way}", ""))
-    state = readiness(cluster)
+    state = readiness(cluster if session.spec.sharing == "Dedicated" else _without_words(cluster))
     if isinstance(state, Ready):
         return state
     where = _describe(session, f" is on pool cluster {cluster.name}", "")
     if isinstance(state, Pending):
         return Pending(state.queue_state, f"{where}: {state.reason}")
     return Pending("paused_capacity", f"{where}: {state.error.message}")
+
+
+def _without_words(cluster: TrainingSessionView) -> TrainingSessionView:
+    """Return a cluster whose conditions have no messages."""
+    silent = (each.model_copy(update={"message": ""}) for each in cluster.conditions)
+    return replace(cluster, conditions=tuple(silent))
 
 
 def idle_since(session: TrainingSessionView) -> datetime | None:

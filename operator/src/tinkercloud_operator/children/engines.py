@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from tinkercloud_crds import labels
 from tinkercloud_crds.shapes import ADAPTER_SLOTS, EnginesShape, ExternalServers
 from tinkercloud_operator.children.pods import (
+    CLEAR_SHARED_MEMORY,
     OUTLIVE_HEAD,
     RAY_HEAD_VARIABLE,
     TOKEN_FOLDER,
@@ -44,12 +45,33 @@ ENGINE_PORT = 30000
 # Only the pod has the model's configuration: the first option is its folder. For repeated options,
 # the last one wins.
 _START = (
+    f"{CLEAR_SHARED_MEMORY}; "
     f"key=$(< {TOKEN_FOLDER}/{labels.TOKEN_KEY}) || exit 1;"
     ' if grep -qsE \'"kv_lora_rank": *[1-9]\' "$2/config.json";'
     ' then set -- --attention-backend triton "$@"; fi;'
     ' exec python3 -m sglang.launch_server "$@" --api-key "$key" --admin-api-key "$key"'
 )
+_CACHE = "/tmp/cache"  # noqa: S108 - a volume of the pod's own
+_CACHES = {
+    "CUDA_CACHE_PATH": f"{_CACHE}/cuda",
+    "CUTE_DSL_CACHE_DIR": f"{_CACHE}/cute",
+    "FLASHINFER_WORKSPACE_BASE": f"{_CACHE}/flashinfer",
+    "HF_HOME": f"{_CACHE}/huggingface",
+    "NUMBA_CACHE_DIR": f"{_CACHE}/numba",
+    "SGLANG_CACHE_DIR": f"{_CACHE}/sglang",
+    "SGLANG_DG_CACHE_DIR": f"{_CACHE}/deep-gemm",
+    "TILELANG_CACHE_DIR": f"{_CACHE}/tilelang",
+    "TORCHINDUCTOR_CACHE_DIR": f"{_CACHE}/inductor",
+    "TORCH_EXTENSIONS_DIR": f"{_CACHE}/torch-extensions",
+    "TRITON_CACHE_DIR": f"{_CACHE}/triton",
+    "TVM_FFI_CACHE_DIR": f"{_CACHE}/tvm-ffi",
+    "XDG_CACHE_HOME": _CACHE,
+}
+"""Folders of what SGLang 0.5 and its libraries compile. SGLang's images are built for root with a
+writable root file system; here they have another user, and can write to volumes only. Cubins of
+flashinfer are not redirected: they would be downloaded instead of read from the image."""
 _ENVIRONMENT = {
+    **_CACHES,
     "HOME": "/tmp",  # noqa: S108 - a volume of the pod's own
     # Compilers name their caches after the user, who has no entry in the pod's /etc/passwd.
     "USER": "engine",

@@ -36,13 +36,29 @@ OUTLIVE_HEAD: Json = {
         "exec": {
             "command": [
                 *("/bin/bash", "-c"),
-                f"while (: < /dev/tcp/${RAY_HEAD_VARIABLE}/6379) 2> /dev/null; do sleep 1; done",
+                f'head=$(getent hosts "${RAY_HEAD_VARIABLE}"); head=${{head%% *}}; '
+                'while [ "$head" ] && (: < "/dev/tcp/$head/6379") 2> /dev/null; do sleep 1; done',
             ]
         }
     }
 }
 """Lifecycle of containers that the head needs while it finishes its work and saves its state: when
-a node is drained, all pods are asked to stop at the same time."""
+a node is drained, all pods are asked to stop at the same time. The name is resolved once: later it
+may be that of a new head, which does not need these containers."""
+
+CLEAR_SHARED_MEMORY = (
+    'if [ "$(< /proc/1/comm)" = pause ]; then'
+    " for file in /dev/shm/{torch_,psm_,nccl-,cuda.shm.}*; do"
+    ' name=${file##*/}; [ -f "$file" ] && [ -O "$file" ]'
+    ' && ! grep -qsF "/$name" /proc/[0-9]*/maps'
+    ' && [ -z "$(find /proc/[0-9]*/fd -lname "*/$name" 2> /dev/null)" ] && rm -f "$file";'
+    " done; fi; true"
+)
+"""Commands of bash that a container starts with. They remove segments of shared memory that torch,
+Python, NCCL and CUDA leave behind when their process is killed: /dev/shm outlives a container, and
+counts as its memory. A segment that any process of the pod has mapped or opened is kept. Only in a
+pod whose containers share their process namespace, in which process 1 is the sandbox's, are all
+processes visible that may use it."""
 
 
 def model_path(base_model: BaseModelSpec) -> str:
@@ -136,6 +152,10 @@ def container(build: Build, name: str, image: str, resources: Resources, gpus: i
             # default timeouts.
             {"name": "RAY_worker_register_timeout_seconds", "value": "600"},
             {"name": "RAY_gcs_server_port_wait_time_s", "value": "120"},
+            # Ray's own monitor kills a rank when memory, with the page cache of model files and
+            # /dev/shm, reaches 95 % of the limit, and no status shows it. The kernel kills later,
+            # does not count what it can free, and the session is reported as OOMKilled.
+            {"name": "RAY_memory_monitor_refresh_ms", "value": "0"},
         ],
         # The pod's status then shows the last lines of the log of a failed container.
         "terminationMessagePolicy": "FallbackToLogsOnError",

@@ -17,6 +17,7 @@ from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.children import engines
 from tinkercloud_operator.children.pods import (
     CHECKPOINT_FOLDER,
+    CLEAR_SHARED_MEMORY,
     CONFIG_FOLDER,
     OUTLIVE_HEAD,
     Build,
@@ -35,6 +36,7 @@ from tinkercloud_operator.spec.resolved import RAY_NODE, ResolvedSpec
 API_VERSION = "ray.io/v1"
 
 _START_HEAD = (
+    f"{CLEAR_SHARED_MEMORY}; "
     'eval "$KUBERAY_GEN_RAY_START_CMD" & '
     f"exec python -m tinkercloud_worker {CONFIG_FOLDER}/head.json"
 )
@@ -247,10 +249,11 @@ def _group(
     build: Build, component: str, worker: TrainerShape | SamplerShape, gpus: int, ranks: int
 ) -> Json:
     image = worker.image or build.resolved.base_model.head.image
-    # KubeRay sets the container's command. Its default probes query Ray's dashboard agent, which
+    # KubeRay appends its own command. Its default probes query Ray's dashboard agent, which
     # only works if Ray's dashboard is installed; these check the raylet instead.
     alive = probe({"tcpSocket": {"port": _RAYLET_PORT}}, period=5, failures=12)
     body = container(build, "worker", image, worker.resources, gpus) | {
+        "command": [CLEAR_SHARED_MEMORY],
         "readinessProbe": alive,
         "livenessProbe": alive | {"initialDelaySeconds": _WORKER_START_SECONDS},
         "lifecycle": OUTLIVE_HEAD,

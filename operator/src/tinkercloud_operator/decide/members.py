@@ -210,7 +210,10 @@ def _later_steps(observed: Observed, decision: Decision | None) -> Iterable[Step
         stops = StepStatus(is_reached=False, reason=reason, message=decision.message)
         yield from [stops] * 4
     elif cluster is None and observed.spec.sharing == "Dedicated":
-        message = f"cluster {observed.spec.pool_cluster} is gone; the session gets its own pods"
+        message = (
+            f"cluster {observed.spec.pool_cluster} is gone; the session gets its own pods when the"
+            " head of that cluster has ended"
+        )
         yield from [StepStatus(is_reached=False, reason=Reason.PROVISIONING, message=message)] * 4
     elif cluster is None and observed.quota_message is not None:
         waits = StepStatus(
@@ -226,22 +229,30 @@ def _later_steps(observed: Observed, decision: Decision | None) -> Iterable[Step
         if observed.pool_message is not None:
             place, reason = f"{place}; {observed.pool_message}", Reason.MOVE_FAILED
         yield StepStatus(is_reached=True, reason=reason, message=place)
-        yield from (_step_of_cluster(cluster, kind) for kind in SESSION_STEPS[2:])
+        has_others = observed.spec.sharing == "Shared"
+        yield from (
+            _step_of_cluster(cluster, kind, has_others=has_others) for kind in SESSION_STEPS[2:]
+        )
 
 
-def _step_of_cluster(cluster: PoolCluster, kind: ConditionType) -> StepStatus:
-    """Return the status of a step of the cluster, which is that of all sessions on it."""
+def _step_of_cluster(cluster: PoolCluster, kind: ConditionType, *, has_others: bool) -> StepStatus:
+    """Return the status of a step of the cluster, which is that of all sessions on it.
+
+    On a cluster of several owners it has the reason alone: the words of its head and its logs may
+    name runs of others.
+    """
     if cluster.endpoint is not None:
         step = find(cluster.conditions, kind)
         reason = Reason.READY if step is None else Reason(step.reason)
         return StepStatus(is_reached=True, reason=reason)
     ready = find(cluster.conditions, ConditionType.READY)
-    why = _why_not_ready(ready)
+    why = _why_not_ready(ready, has_others=has_others)
     message = f"pool cluster {cluster.name} is not ready{why}"
     return StepStatus(is_reached=False, reason=Reason.POOL_CLUSTER_NOT_READY, message=message)
 
 
-def _why_not_ready(ready: Condition | None) -> str:
+def _why_not_ready(ready: Condition | None, *, has_others: bool) -> str:
     if ready is None or ready.status == "True":
         return ""
-    return f": {ready.reason}" + (f": {ready.message}" if ready.message else "")
+    words = f": {ready.message}" if ready.message and not has_others else ""
+    return f": {ready.reason}{words}"

@@ -4,16 +4,16 @@ A member waits until a ready cluster has a free slot, and is placed there. One w
 decides for a whole pool, so slots are never assigned twice.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from heapq import heapify, heappop, heapreplace
 from itertools import accumulate
 
 from tinkercloud_crds.base_model import Pool, PoolStatus
 from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts
 from tinkercloud_operator.decide.pool_moves import Moves, plan_moves
+from tinkercloud_operator.decide.turns import in_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,9 @@ def plan_pool(facts: PoolFacts) -> PoolPlan:
         facts = facts.with_placed(member, chosen)
         owners.add((chosen, member.owner))
     moves = plan_moves(facts, load, has_waiting=bool(waiting))
-    moves = replace(moves, homeless=moves.homeless + _to_move_on(facts, places))
+    # Those whose old head has not ended need a place when it has.
+    later = _to_move_on(facts, places) + len(facts.waiting_for_heads())
+    moves = replace(moves, homeless=moves.homeless + later)
     unneeded = _surplus_clusters(facts, waiting, load, moves.homeless) or _outdated_cluster(
         facts, load
     )
@@ -67,7 +69,7 @@ def plan_pool(facts: PoolFacts) -> PoolPlan:
         create=create,
         delete=delete,
         places=places,
-        waiting={**moves.held, **{member.name: why for member in waiting}},
+        waiting={**moves.held, **{member.name: why for member in waiting}, **_why_ending(facts)},
         moves=moves,
         changes_at=_changes_at(facts, waiting, load, moves),
     )
@@ -102,25 +104,9 @@ def _to_move_on(facts: PoolFacts, places: Mapping[str, str]) -> int:
 
 
 def _in_turn(facts: PoolFacts, load: Mapping[str, int]) -> Iterator[Member]:
-    """Yield the members that wait: next is the oldest of the owner with the fewest places.
-
-    So an owner who asks for many places at once delays another one by none.
-    """
+    """Yield the members that wait, in the order in which they get places."""
     places = Counter(each.owner for each in facts.members if each.cluster in load)
-    queues: dict[str, deque[Member]] = {}
-    for member in facts.unplaced():
-        queues.setdefault(member.owner, deque()).append(member)
-    order = {member.name: index for index, member in enumerate(facts.members)}
-    heap = [(places[owner], order[queue[0].name], owner) for owner, queue in queues.items()]
-    heapify(heap)
-    while heap:
-        held, _, owner = heap[0]
-        queue = queues[owner]
-        yield queue.popleft()
-        if queue:
-            heapreplace(heap, (held + 1, order[queue[0].name], owner))
-        else:
-            heappop(heap)
+    return in_turn(facts.unplaced(), lambda member: member.owner, places)
 
 
 def _place(
@@ -272,11 +258,23 @@ def _changes_at(
         return None
     moments = [_due(member, facts.pool) for member in waiting]
     moments += [each for each in (facts.closed_until, moves.changes_at) if each is not None]
+    moments += [each for each in facts.ending.values() if each is not None]
     if not waiting and len(_usable(facts)) > facts.pool.min_clusters:
         moments += [
             _unused_at(facts, cluster) for cluster in _usable(facts) if not load[cluster.name]
         ]
     return min((moment for moment in moments if moment > facts.now), default=None)
+
+
+def _why_ending(facts: PoolFacts) -> dict[str, str]:
+    """Return the messages of members whose cluster is gone and whose head has not ended."""
+    return {
+        member.name: (
+            f"pool cluster {member.cluster} was deleted, but its head is still running and may be"
+            " saving the state; the session gets another place when the head has ended"
+        )
+        for member in facts.waiting_for_heads()
+    }
 
 
 def _why_waiting(facts: PoolFacts, create: Iterable[str], load: Counter[str]) -> str:

@@ -1,12 +1,14 @@
 """The order in which sessions that compete for devices get their pods; no I/O.
 
 Without an order, two sessions could each get half of the GPUs and wait forever for the other half.
-Therefore at most one of the competing sessions, the oldest, has unscheduled pods at a time. Its
-pods claim whatever becomes free, so smaller sessions cannot overtake it, and autoscalers add nodes
-for it. Sessions that Kueue or another scheduler places are left to those.
+Therefore at most one of the competing sessions has unscheduled pods at a time. Its pods claim
+whatever becomes free, so smaller sessions cannot overtake it, and autoscalers add nodes for it.
+Next is the oldest session of the owner who has the fewest, as in pools (`turns.in_turn`). Sessions
+that Kueue or another scheduler places are left to those.
 """
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pydantic import ValidationError
@@ -15,11 +17,12 @@ from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import ConditionType, Reason
 from tinkercloud_crds.placement import RolePlacement
 from tinkercloud_crds.shapes import SamplerShape, TrainerShape
-from tinkercloud_crds.training_session import TrainingSessionSpec
+from tinkercloud_crds.training_session import SERVING_ROLES, TrainingSessionSpec
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.children.pods import GPU_RESOURCE
 from tinkercloud_operator.decide import parsing
 from tinkercloud_operator.decide.session_index import age
+from tinkercloud_operator.decide.turns import in_turn
 from tinkercloud_operator.spec.snapshot import ChildKey
 
 _PLACED = {
@@ -113,15 +116,31 @@ def waits_for_nodes(session: Manifest) -> bool:
     return all(conditions.get(kind) != placed for kind, placed in _PLACED.items())
 
 
-def waiting_message(ahead: list[Manifest]) -> str:
-    """Return the message of a session that waits for others, given oldest first."""
-    first = ahead[0]
+def owner_of(session: Manifest) -> str:
+    """Return whose turn a session takes; a pool cluster or a spare takes its own."""
+    spec = session["spec"]
+    is_serving = spec.get("role") in SERVING_ROLES
+    return str(session["metadata"]["name"] if is_serving else spec.get("owner", ""))
+
+
+def waiting_message(session: Manifest, ahead: list[Manifest]) -> str:
+    """Return the message of a session that waits for others.
+
+    Sessions of other owners are only counted: their names and messages are not for this owner.
+
+    Args:
+        session: the session.
+        ahead: those that it waits for, in their order.
+    """
+    first, number = ahead[0], len(ahead)
+    are = "1 session is" if number == 1 else f"{number} sessions are"
+    message = f"waiting for other sessions to be scheduled: {are} ahead"
+    if owner_of(first) != owner_of(session):
+        return message
     why = str(first.get("status", {}).get("message", "")).strip()
-    others = f" ({len(ahead)} sessions are ahead)" if len(ahead) > 1 else ""
     return (
-        f"waiting for older sessions to be scheduled{others}: TrainingSession"
-        f" {first['metadata']['name']} is next, but not all of its pods are scheduled yet"
-        + (f": {why}" if why else "")
+        f"{message}; TrainingSession {first['metadata']['name']} is next, but not all of its pods"
+        " are scheduled yet" + (f": {why}" if why else "")
     )
 
 
@@ -149,12 +168,18 @@ def _owns(owner: Manifest, child: Manifest) -> bool:
     return is_owned and "deletionTimestamp" not in metadata
 
 
+Offering = Callable[[str], Manifest | None]
+"""Returns the active BaseModel of a model name, if there is one."""
+
+
 @dataclass(slots=True)
 class StartOrder:
     """The sessions of a namespace that wait for nodes. Belongs to one event loop."""
 
     _waiting: dict[str, Manifest] = field(default_factory=dict)
     """By name."""
+    _holding: dict[str, Manifest] = field(default_factory=dict)
+    """Sessions that have a RayCluster, by name."""
     _admitted: set[str] = field(default_factory=set)
     """Sessions that may start; their RayClusters may not be visible yet."""
     _claims: dict[str, tuple[Manifest, Manifest | None, Claim | None]] = field(default_factory=dict)
@@ -163,19 +188,27 @@ class StartOrder:
     def note(
         self, name: str, session: Manifest | None, children: Mapping[ChildKey, Manifest]
     ) -> bool:
-        """Record a session and its children; return whether it has just stopped waiting."""
+        """Record a session and its children; return whether it may be another session's turn.
+
+        That is so if this one has just stopped waiting, or holds no devices any more.
+        """
         if session is None:
             self._claims.pop(name, None)
+        has_cluster = session is not None and ChildKey("RayCluster", name) in children
+        was_holding = self._holding.pop(name, None) is not None
+        if session is not None and has_cluster:
+            self._holding[name] = session
+        is_freed = was_holding and not has_cluster
         if session is not None and waits_for_nodes(session) and not has_nodes(session, children):
             self._waiting[name] = session
-            if ChildKey("RayCluster", name) in children:
+            if has_cluster:
                 self._admitted.add(name)
-            return False
+            return is_freed
         self._admitted.discard(name)
-        return self._waiting.pop(name, None) is not None
+        return self._waiting.pop(name, None) is not None or is_freed
 
-    def admit(self, session: Manifest, offering: Callable[[str], Manifest | None]) -> str | None:
-        """Admit a session if no older one competes with it; otherwise return why it waits.
+    def admit(self, session: Manifest, offering: Offering) -> str | None:
+        """Admit a session if no other one that competes is before it; otherwise say why it waits.
 
         Args:
             session: the session.
@@ -185,26 +218,49 @@ class StartOrder:
         own = self._claim(session, offering)
         if own is None or name in self._admitted:
             return None
-        # With equal timestamps, the session that sorts later may have been admitted first.
-        ahead = [
-            other
-            for other_name, other in self._waiting.items()
-            if other_name != name and (age(other) < age(session) or other_name in self._admitted)
-            if (claim := self._claim(other, offering)) is not None and compete(own, claim)
-        ]
+        ahead = []
+        for other in self._in_order({**self._waiting, name: session}, offering):
+            if other["metadata"]["name"] == name:
+                break
+            found = self._claim(other, offering)
+            if found is not None and compete(own, found):
+                ahead.append(other)
         if ahead:
-            return waiting_message(sorted(ahead, key=age))
+            return waiting_message(session, ahead)
         self._admitted.add(name)
         return None
 
-    def next(self) -> set[str]:
-        """Return, for each BaseModel, the oldest session that waits to start."""
-        queued = [item for name, item in self._waiting.items() if name not in self._admitted]
-        queued.sort(key=age, reverse=True)
-        oldest = {item["spec"].get("baseModel"): item["metadata"]["name"] for item in queued}
-        return set(oldest.values())
+    def next(self, offering: Offering) -> set[str]:
+        """Return, for each BaseModel, the session that is next to start."""
+        first: dict[str, str] = {}
+        for session in self._in_order(self._waiting, offering):
+            if session["metadata"]["name"] not in self._admitted:
+                model = session["spec"].get("baseModel", "")
+                first.setdefault(model, session["metadata"]["name"])
+        return set(first.values())
 
-    def _claim(self, session: Manifest, offering: Callable[[str], Manifest | None]) -> Claim | None:
+    def _in_order(self, waiting: Mapping[str, Manifest], offering: Offering) -> Iterator[Manifest]:
+        """Yield the sessions that wait for devices: those that may start, then by turn.
+
+        The order is the same for all sessions, whichever compete, so there is always one that
+        waits for no other.
+        """
+        listed = sorted(
+            (each for each in waiting.values() if self._claim(each, offering) is not None), key=age
+        )
+        queued = [each for each in listed if each["metadata"]["name"] not in self._admitted]
+        started = [each for each in listed if each["metadata"]["name"] in self._admitted]
+        names = {each["metadata"]["name"] for each in started}
+        held = Counter(map(owner_of, started))
+        held.update(
+            owner_of(each)
+            for name, each in self._holding.items()
+            if name not in names and self._claim(each, offering) is not None
+        )
+        yield from started
+        yield from in_turn(queued, owner_of, held)
+
+    def _claim(self, session: Manifest, offering: Offering) -> Claim | None:
         name, spec = session["metadata"]["name"], session["spec"]
         offer = offering(spec.get("baseModel", ""))
         known = self._claims.get(name)

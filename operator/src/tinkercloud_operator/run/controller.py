@@ -23,7 +23,7 @@ from tinkercloud_operator.run.node_taints import NodeTaints
 from tinkercloud_operator.run.pool_memory import PoolMemory
 from tinkercloud_operator.run.pools import Pools
 from tinkercloud_operator.run.save_requests import HeadSaver
-from tinkercloud_operator.run.served_definitions import OWN_KINDS, ServedDefinitions
+from tinkercloud_operator.run.served_definitions import REQUIRED_KINDS, ServedDefinitions
 from tinkercloud_operator.run.spares import Spares
 from tinkercloud_operator.run.store import CHILD_KINDS, Surroundings, Watched
 from tinkercloud_operator.run.tenants import Tenants
@@ -60,7 +60,7 @@ class Controller:
     def __init__(self, cluster: Client, head_client: HeadClient, settings: Settings) -> None:
         self.watched = Watched()
         self.queue = WorkQueue()
-        self.served = frozenset({*OWN_KINDS, *_OPTIONAL_KINDS})
+        self.served = frozenset({*REQUIRED_KINDS, *_OPTIONAL_KINDS})
         """Custom and optional kinds that the cluster serves."""
         self.needs_resync = asyncio.Event()
         """Set when a deletion may have been missed; a resync clears it."""
@@ -157,15 +157,15 @@ class Controller:
             DefinitionsMissing: the CRDs of our own resources are not installed.
             KubernetesError: a kind could not be listed; the kinds listed before are updated.
         """
-        kinds = (*OWN_KINDS, *_OPTIONAL_KINDS)
+        kinds = (*REQUIRED_KINDS, *_OPTIONAL_KINDS)
         self.served = frozenset([kind for kind in kinds if await self._cluster.serves(kind)])
         self._require_definitions()
         await self._definitions.refresh()
         # Tenants first: a session must not start before its limits are known.
-        for kind in ("Tenant", *OWN_KINDS, "Pod", *CHILD_KINDS):
+        for kind in ("Tenant", *REQUIRED_KINDS, "Pod", *CHILD_KINDS):
             if kind in _OPTIONAL_KINDS and kind not in self.served:
                 continue
-            is_own = kind in {"Tenant", *OWN_KINDS}
+            is_own = kind in {"Tenant", *REQUIRED_KINDS}
             of_pods = {"Pod": labels.COMPONENT_LABEL}
             selector = "" if is_own else of_pods.get(kind, labels.SESSION_LABEL)
             await self._list(kind, selector)
@@ -179,7 +179,7 @@ class Controller:
         self._unready = None
 
     def _require_definitions(self) -> None:
-        missing = [kind for kind in OWN_KINDS if kind not in self.served]
+        missing = [kind for kind in REQUIRED_KINDS if kind not in self.served]
         if missing:
             self._unready = (
                 f"the CRDs of {' and '.join(missing)} ({labels.API_VERSION}) are not installed;"

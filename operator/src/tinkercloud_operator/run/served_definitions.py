@@ -23,7 +23,10 @@ from tinkercloud_operator.decide.definitions import (
 
 log = structlog.get_logger(__name__)
 
-OWN_KINDS = ("BaseModel", "TrainingSession")
+REQUIRED_KINDS = ("BaseModel", "TrainingSession")
+"""Our own kinds without which the operator can't work."""
+OWN_KINDS = (*REQUIRED_KINDS, "Tenant")
+"""Our own kinds whose CRDs are compared with what the operator needs."""
 _KUBERAY = "apis/ray.io/v1"
 _OWN = f"apis/{labels.API_VERSION}"
 
@@ -71,7 +74,7 @@ class ServedDefinitions:
             schema = schema_of(document, "RayCluster")
             self.kuberay_gap = None if schema is None else kuberay_gap(schema)
         else:
-            found = {kind: schema_of(document, kind) for kind in (*OWN_KINDS, "Tenant")}
+            found = {kind: schema_of(document, kind) for kind in OWN_KINDS}
             self._schemas = {kind: each for kind, each in found.items() if each is not None}
             gaps = {kind: own_gap(kind, each) for kind, each in self._schemas.items()}
             self.own_gaps = {kind: gap for kind, gap in gaps.items() if gap is not None}

@@ -151,7 +151,7 @@ class Observed:
     sessions_of_owner: int
     """Older live sessions with the same owner and BaseModel."""
     start_order_message: str | None
-    """Why it waits for older sessions that compete for the same nodes; None if it may start."""
+    """Why it waits for sessions that compete for the same nodes; None if it may start."""
     children: Mapping[ChildKey, Manifest]
     """Live children except the Secret, which the operator may only read by name."""
     predecessors: Mapping[ChildKey, Manifest]
