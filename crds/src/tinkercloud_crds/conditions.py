@@ -128,6 +128,9 @@ class Reason(StrEnum):
     """A pod was evicted, preempted or rejected by its node; a replacement is created."""
     CRASH_LOOP = "CrashLoopBackOff"
     """A container exits repeatedly."""
+    HEAD_TERMINATING = "HeadTerminating"
+    """The RayCluster was deleted, and its head may still be saving its state. New pods are created
+    when it has ended."""
     HEAD_STARTING = "HeadStarting"
     """The head's process is starting."""
     HEAD_SERVING = "HeadServing"

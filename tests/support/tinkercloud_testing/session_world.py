@@ -187,7 +187,15 @@ class World:
         assert manifest["metadata"]["ownerReferences"][0]["uid"] == self.session.uid
         is_queued = labels.QUEUE_LABEL in manifest["metadata"].get("labels", {})
         start: Json = {"spec": {"suspend": True}} if is_queued else {}
+        if key == RAY_CLUSTER and key not in self.children:
+            assert not self._ending_heads(), (
+                "a new head must not start before the old one has ended"
+            )
         self.children[key] = merged(self.children.get(key, start), manifest)
+
+    def _ending_heads(self) -> list[Pod]:
+        pods = self.pods.values()
+        return [pod for pod in pods if pod.component == "head" and pod.is_started]
 
     def _ask(self, request: SaveRequest) -> None:
         head = self.observe().head
@@ -332,6 +340,12 @@ class World:
     def break_pods(self, problem: PodProblem | None) -> None:
         self.pods = {name: replace(pod, problem=problem) for name, pod in self.pods.items()}
 
+    def lose_cluster(self) -> None:
+        """Delete the RayCluster; the garbage collector then deletes its pods."""
+        self.lose_child("RayCluster")
+        ends: Json = {"is_terminating": True, "disrupted": None}
+        self.pods = {name: replace(pod, **ends) for name, pod in self.pods.items()}
+
     def lose_child(self, kind: str) -> None:
         self.children = {key: item for key, item in self.children.items() if key.kind != kind}
 
@@ -449,7 +463,7 @@ EVENTS: Mapping[str, Callable[[World], object]] = {
     "containers restart": World.restart_containers,
     "images are missing": lambda world: world.break_pods(PROBLEM),
     "images are available": lambda world: world.break_pods(None),
-    "the RayCluster is deleted": lambda world: world.lose_child("RayCluster"),
+    "the RayCluster is deleted": World.lose_cluster,
     "the Service is deleted": lambda world: world.lose_child("Service"),
     "the Secret is deleted": World.lose_secret,
     "children are edited": World.edit_children,

@@ -4,6 +4,7 @@ import itertools
 import os
 import socket
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,6 +170,25 @@ def test_an_engine_stops_after_its_head() -> None:
     ended = subprocess.run(wait, env=environment, timeout=30, check=False)
 
     assert ended.returncode == 0
+
+
+def test_an_engine_does_not_wait_for_the_next_head_behind_the_same_name(tmp_path: Path) -> None:
+    engine = pods(a_build(OFFERED))[0]["containers"][1]
+    *shell, script = engine["lifecycle"]["preStop"]["exec"]["command"]
+    name_server = tmp_path / "getent"
+    # The first answer is the head that ends, every later one its successor.
+    name_server.write_text('#!/bin/sh\ncd "${0%/*}"\necho "127.0.0.$(ls | wc -l)"\ntouch asked\n')
+    name_server.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environment = {**os.environ, **environment_of(engine), "PATH": path}
+
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        port = head.getsockname()[1]
+        with socket.create_server(("127.0.0.2", port)):
+            waiting = subprocess.Popen([*shell, script.replace("6379", str(port))], env=environment)
+            head.accept()
+            head.close()
+            assert waiting.wait(timeout=30) == 0
 
 
 def test_a_stalled_engine_is_restarted_at_once() -> None:

@@ -581,3 +581,15 @@ def test_as_many_clusters_are_started_as_sessions_need_whose_memory_is_like_that
     waiting = [a_member(f"waiting-{index}") for index in range(5)]
 
     assert len(plan_pool(facts(full, members=[*on_it, *waiting], pool=pool)).create) == 3
+
+
+def test_a_session_of_a_deleted_pool_cluster_gets_another_place_after_its_head() -> None:
+    until = NOW + timedelta(seconds=215)
+    known = facts(a_cluster("pool-tiny-1"), members=[a_member("one", "pool-tiny-0")])
+
+    waiting = plan_pool(replace(known, ending={"pool-tiny-0": until}))
+
+    assert waiting.places == {}
+    assert "pool-tiny-0 was deleted, but its head is still running" in waiting.waiting["one"]
+    assert waiting.changes_at == until
+    assert plan_pool(known).places == {"one": "pool-tiny-1"}

@@ -264,3 +264,14 @@ def test_the_status_counts_spares_those_that_are_taken_and_their_gpus() -> None:
     assert (status.ready, status.clusters, status.taken, status.gpus) == (1, 2, 1, 4)
     assert status.summary == "1/2"
     assert spares_status(facts(wanted=0)) is None
+
+
+def test_a_session_of_a_deleted_spare_gets_its_own_pods_after_its_head() -> None:
+    until = NOW + timedelta(seconds=215)
+    known = facts(takers=[a_served_session("spare-tiny-0")], wanted=0)
+
+    waiting = plan_spares(replace(known, ending={"spare-tiny-0": until}))
+
+    assert waiting.release == ()
+    assert waiting.changes_at == until
+    assert plan_spares(known).release == ("one",)

@@ -62,6 +62,11 @@ WALKS: dict[tuple[str, str], tuple[str, list[str], list[str]]] = {
         SETTLED,
         ["a day passes", "the operator reconciles"],
     ),
+    ("Running", "somebody deletes its RayCluster"): (
+        "workers",
+        SETTLED,
+        ["the RayCluster is deleted", *LOOKS],
+    ),
     ("Running", "it is deleted"): ("workers", SETTLED, ["it is deleted"]),
     ("Stopping", "the head completes the save"): ("workers", [*SETTLED, *STOPPING], LOOKS),
     ("Stopping", "the head does not complete the save"): (

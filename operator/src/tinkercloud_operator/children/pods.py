@@ -36,13 +36,15 @@ OUTLIVE_HEAD: Json = {
         "exec": {
             "command": [
                 *("/bin/bash", "-c"),
-                f"while (: < /dev/tcp/${RAY_HEAD_VARIABLE}/6379) 2> /dev/null; do sleep 1; done",
+                f'head=$(getent hosts "${RAY_HEAD_VARIABLE}"); head=${{head%% *}}; '
+                'while [ "$head" ] && (: < "/dev/tcp/$head/6379") 2> /dev/null; do sleep 1; done',
             ]
         }
     }
 }
 """Lifecycle of containers that the head needs while it finishes its work and saves its state: when
-a node is drained, all pods are asked to stop at the same time."""
+a node is drained, all pods are asked to stop at the same time. The name is resolved once: later it
+may be that of a new head, which does not need these containers."""
 
 
 def model_path(base_model: BaseModelSpec) -> str:

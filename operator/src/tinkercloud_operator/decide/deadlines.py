@@ -40,6 +40,39 @@ def next_deadline(observed: Observed) -> datetime | None:
     return min(moments, default=None)
 
 
+def ending_head(pods: Iterable[Pod], now: datetime) -> Pod | None:
+    """Return a head that has started and is terminating, if there is one.
+
+    It may still be writing the state of its models to the checkpoint store, and its trainers hold
+    their devices until it has ended. One whose node has not confirmed its end in time is not waited
+    for: the node is lost, or the pod has been overdue long enough to be reported as such.
+
+    Args:
+        pods: the pods of a session; those of a RayCluster that is gone count as terminating.
+        now: the current time.
+    """
+    ending = (
+        pod
+        for pod in pods
+        if pod.component == "head" and pod.is_started and pod.is_terminating
+        if (until := awaited_until(pod)) is None or now < until
+    )
+    return min(ending, key=lambda pod: pod.name, default=None)
+
+
+def awaited_until(head: Pod) -> datetime | None:
+    """Return until when a head that is terminating is waited for, once that is known."""
+    return None if head.due is None else head.due + TERMINATION_TIMEOUT
+
+
+def awaited_head(observed: Observed) -> Pod | None:
+    """Return the head that must have ended before a session gets a new RayCluster, if any."""
+    cluster = observed.ray_cluster
+    if cluster is not None and "deletionTimestamp" not in cluster["metadata"]:
+        return None
+    return ending_head(observed.pods, observed.now)
+
+
 def _deadlines(observed: Observed) -> Iterator[Deadline]:
     cluster = observed.ray_cluster
     if cluster is not None and not observed.is_suspended_by_kueue and not observed.pods:

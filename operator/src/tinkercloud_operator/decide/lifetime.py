@@ -32,6 +32,7 @@ The transitions; `decide` detects the events that concern use and age, `reconcil
 | Running     | its pods, including the head, fail until the start deadline  | Terminating |
 | Running     | its head exits too often                                     | Terminating |
 | Running     | its maximum lifetime ends                                    | Stopping    |
+| Running     | somebody deletes its RayCluster                              | Running     |
 | Running     | it is deleted                                                | Deleting    |
 | Stopping    | the head completes the save                                  | Saved       |
 | Stopping    | the head does not complete the save                          | Stopping    |
@@ -71,7 +72,9 @@ from tinkercloud_operator.spec.snapshot import Observed
 
 _AVAILABILITY_STEPS = (ConditionType.ACCEPTED, ConditionType.QUOTA_RESERVED, ConditionType.READY)
 """Conditions that must be True before a session can be used."""
-_STARTING = frozenset({Reason.PROVISIONING, Reason.HEAD_STARTING, Reason.LOADING})
+_STARTING = frozenset(
+    {Reason.HEAD_TERMINATING, Reason.PROVISIONING, Reason.HEAD_STARTING, Reason.LOADING}
+)
 """Reasons of sessions that are starting normally but cannot be used yet."""
 _QUEUED = frozenset({Reason.QUEUED, Reason.QUOTA_EXCEEDED, Reason.NAMESPACE_QUOTA_EXCEEDED})
 """Reasons of sessions that may start once others end."""

@@ -210,7 +210,10 @@ def _later_steps(observed: Observed, decision: Decision | None) -> Iterable[Step
         stops = StepStatus(is_reached=False, reason=reason, message=decision.message)
         yield from [stops] * 4
     elif cluster is None and observed.spec.sharing == "Dedicated":
-        message = f"cluster {observed.spec.pool_cluster} is gone; the session gets its own pods"
+        message = (
+            f"cluster {observed.spec.pool_cluster} is gone; the session gets its own pods when the"
+            " head of that cluster has ended"
+        )
         yield from [StepStatus(is_reached=False, reason=Reason.PROVISIONING, message=message)] * 4
     elif cluster is None and observed.quota_message is not None:
         waits = StepStatus(

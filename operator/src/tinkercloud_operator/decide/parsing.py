@@ -116,16 +116,17 @@ def pod(manifest: Manifest) -> Pod:
     conditions = {item["type"]: item for item in status.get("conditions", [])}
     containers: Sequence[Mapping[str, Any]] = status.get("containerStatuses", [])
     spec = manifest.get("spec", {})
+    serving = _serving(metadata, containers)
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
         component=metadata.get("labels", {}).get(labels.COMPONENT_LABEL, ""),
         is_scheduled=_is_true(conditions.get("PodScheduled")),
-        is_started=bool(containers)
-        and all(item.get("started") or item.get("ready") for item in containers),
+        is_started=bool(serving)
+        and all(item.get("started") or item.get("ready") for item in serving),
         is_ready=_is_true(conditions.get("Ready")),
         is_terminating="deletionTimestamp" in metadata,
-        restarts=sum(item.get("restartCount", 0) for item in _serving(metadata, containers)),
+        restarts=sum(item.get("restartCount", 0) for item in serving),
         problem=_problem(manifest, conditions),
         node=spec.get("nodeName"),
         tolerations=frozenset(each["key"] for each in _slim_pod_spec(spec).get("tolerations", [])),
@@ -151,7 +152,10 @@ def _disrupted_since(
 def _serving(
     metadata: Mapping[str, Any], containers: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """Return the containers whose restarts count: for a head, only its main container."""
+    """Return the containers that count: for a head, only its main one.
+
+    A container that a platform has injected may end while the head is still saving.
+    """
     if metadata.get("labels", {}).get(labels.COMPONENT_LABEL) != _HEAD:
         return containers
     return [item for item in containers if item.get("name") == _HEAD]

@@ -67,6 +67,7 @@ def pool_facts(
     now: datetime,
     cordoned: Set[str] = frozenset(),
     measured: Mapping[str, HeadMemory] = MappingProxyType({}),
+    ending: Mapping[str, datetime | None] = MappingProxyType({}),
 ) -> PoolFacts:
     """Return the facts about the pool of a model name.
 
@@ -82,6 +83,8 @@ def pool_facts(
         now: the current time.
         cordoned: clusters that have pods on cordoned nodes.
         measured: what the memory of heads holds, by incarnation.
+        ending: clusters that were deleted and whose heads have not ended, with the time until
+            which they are waited for.
     """
     offered = active or {"metadata": {"name": model_name, "deletionTimestamp": ""}}
     metadata = offered["metadata"]
@@ -105,6 +108,7 @@ def pool_facts(
         members=members,
         now=now,
         closed_until=parse_time(metadata.get("annotations", {}).get(labels.POOL_CLOSED_UNTIL)),
+        ending=ending,
     )
 
 

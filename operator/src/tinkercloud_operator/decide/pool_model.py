@@ -126,6 +126,9 @@ class PoolFacts:
     now: datetime
     closed_until: datetime | None = None
     """Until when no cluster is added, if it is closed."""
+    ending: Mapping[str, datetime | None] = field(default_factory=dict)
+    """Clusters that were deleted and whose heads may still be saving, with the time until which
+    they are waited for, if it is known."""
 
     @property
     def is_closed(self) -> bool:
@@ -158,11 +161,23 @@ class PoolFacts:
         return self.pool is not None and self.slots_of(cluster) < self.pool.slots
 
     def unplaced(self) -> list[Member]:
-        """Return the members that wait, oldest first: also those whose cluster is gone."""
+        """Return the members that wait, oldest first: also those whose cluster is gone.
+
+        One whose head has not ended is not among them: another head would not find what it saves.
+        """
+        kept = self.names | self.ending.keys()
         return [
             member
             for member in self.members
-            if member.waits_since is not None and member.cluster not in self.names
+            if member.waits_since is not None and member.cluster not in kept
+        ]
+
+    def waiting_for_heads(self) -> list[Member]:
+        """Return the members whose cluster is gone and whose head has not ended."""
+        return [
+            member
+            for member in self.members
+            if member.waits_since is not None and member.cluster in self.ending
         ]
 
     def slots_of_next(self) -> int:

@@ -67,7 +67,7 @@ def plan_pool(facts: PoolFacts) -> PoolPlan:
         create=create,
         delete=delete,
         places=places,
-        waiting={**moves.held, **{member.name: why for member in waiting}},
+        waiting={**moves.held, **{member.name: why for member in waiting}, **_why_ending(facts)},
         moves=moves,
         changes_at=_changes_at(facts, waiting, load, moves),
     )
@@ -272,11 +272,23 @@ def _changes_at(
         return None
     moments = [_due(member, facts.pool) for member in waiting]
     moments += [each for each in (facts.closed_until, moves.changes_at) if each is not None]
+    moments += [each for each in facts.ending.values() if each is not None]
     if not waiting and len(_usable(facts)) > facts.pool.min_clusters:
         moments += [
             _unused_at(facts, cluster) for cluster in _usable(facts) if not load[cluster.name]
         ]
     return min((moment for moment in moments if moment > facts.now), default=None)
+
+
+def _why_ending(facts: PoolFacts) -> dict[str, str]:
+    """Return the messages of members whose cluster is gone and whose head has not ended."""
+    return {
+        member.name: (
+            f"pool cluster {member.cluster} was deleted, but its head is still running and may be"
+            " saving the state; the session gets another place when the head has ended"
+        )
+        for member in facts.waiting_for_heads()
+    }
 
 
 def _why_waiting(facts: PoolFacts, create: Iterable[str], load: Counter[str]) -> str:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinkercloud_crds import labels
-from tinkercloud_crds.conditions import SESSION_STEPS, ConditionType, Reason
+from tinkercloud_crds.conditions import SESSION_STEPS, ConditionType, Reason, timestamp
 from tinkercloud_kube.errors import is_undeclared
 from tinkercloud_kube.objects import Manifest
-from tinkercloud_operator.decide.deadlines import overdue
+from tinkercloud_operator.decide.deadlines import awaited_head, awaited_until, overdue
 from tinkercloud_operator.decide.definitions import KUBERAY_MINIMUM
 from tinkercloud_operator.decide.lifetime import Decision, DesiredState
 from tinkercloud_operator.decide.node_fit import never_fits, no_matching_node
@@ -153,7 +153,7 @@ def _quota(observed: Observed, effective: ResolvedSpec | Rejection) -> StepStatu
     if cluster is None:
         message = f"the session is being submitted to LocalQueue {queue!r}"
         waits = StepStatus(is_reached=False, reason=Reason.QUEUED, message=message)
-        return _blocker(observed, effective) or waits
+        return _blocker(observed, effective) or _head_ends(observed) or waits
     return StepStatus(is_reached=True, reason=Reason.ADMITTED)
 
 
@@ -161,6 +161,7 @@ def _provisioned(observed: Observed, effective: ResolvedSpec | Rejection) -> Ste
     problem = (
         _blocker(observed, effective)
         or _overdue(observed)
+        or _head_ends(observed)
         or _pod_trouble(observed, effective)
         or _pods_rejected(observed.ray_cluster)
     )
@@ -210,6 +211,21 @@ def _overdue(observed: Observed) -> StepStatus | None:
     if late is None:
         return None
     return StepStatus(is_reached=False, reason=late.reason, message=late.message)
+
+
+def _head_ends(observed: Observed) -> StepStatus | None:
+    """Return the status of a session that waits for the head of an earlier RayCluster."""
+    head = awaited_head(observed)
+    if head is None:
+        return None
+    message = (
+        f"the RayCluster is gone, but its head {head.name} is still running and may be saving its"
+        " state; the session gets new pods when the head has ended"
+    )
+    until = awaited_until(head)
+    if until is not None:
+        message += f", at the latest at {timestamp(until)}"
+    return StepStatus(is_reached=False, reason=Reason.HEAD_TERMINATING, message=message)
 
 
 def _pod_trouble(observed: Observed, effective: ResolvedSpec | Rejection) -> StepStatus | None:

@@ -29,7 +29,7 @@ from tinkercloud_operator.decide.actions import (
     Plan,
     SetFinalizer,
 )
-from tinkercloud_operator.decide.deadlines import next_deadline
+from tinkercloud_operator.decide.deadlines import awaited_head, next_deadline
 from tinkercloud_operator.decide.drift import is_up_to_date
 from tinkercloud_operator.decide.engine_pods import engine_pods
 from tinkercloud_operator.decide.failures import PERSISTENT_FAILURES
@@ -201,6 +201,9 @@ def _actions_to_run(
     for manifest in children(build):
         wanted, live = _owned(manifest, observed), observed.children.get(key_of(manifest))
         is_cluster = manifest["kind"] == "RayCluster"
+        if is_cluster and awaited_head(observed) is not None:
+            # A new head would continue from what the old one has not written yet.
+            return
         if not is_up_to_date(updatable_fields(wanted, live) if is_cluster else wanted, live):
             yield Apply(wanted)
 

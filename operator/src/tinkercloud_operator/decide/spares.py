@@ -8,7 +8,7 @@ session in its life, so nothing of an earlier one can be left on it.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from tinkercloud_crds.base_model import SparesStatus
@@ -69,6 +69,9 @@ class SparesFacts:
     now: datetime
     closed_until: datetime | None = None
     """Until when no cluster is added, if it is closed."""
+    ending: Mapping[str, datetime | None] = field(default_factory=dict)
+    """Spares that were deleted and whose heads may still be saving, with the time until which they
+    are waited for, if it is known."""
 
     @property
     def is_closed(self) -> bool:
@@ -102,8 +105,15 @@ def plan_spares(facts: SparesFacts) -> SparesPlan:
         release=_released(facts),
         create=_new_spares(facts, set(takes.values())),
         delete=tuple(sorted(delete)),
-        changes_at=facts.closed_until if facts.is_closed else None,
+        changes_at=_changes_at(facts),
     )
+
+
+def _changes_at(facts: SparesFacts) -> datetime | None:
+    moments = [each for each in facts.ending.values() if each is not None]
+    if facts.is_closed and facts.closed_until is not None:
+        moments.append(facts.closed_until)
+    return min(moments, default=None)
 
 
 def spares_status(facts: SparesFacts) -> SparesStatus | None:
@@ -154,12 +164,18 @@ def _places(facts: SparesFacts) -> dict[str, str]:
 
 
 def _released(facts: SparesFacts) -> tuple[str, ...]:
-    """Return sessions whose spare is gone, or that name a cluster which is not theirs."""
+    """Return sessions whose spare is gone, or that name a cluster which is not theirs.
+
+    They get pods of their own once the head of the spare has ended: before, theirs would not find
+    what it saves.
+    """
     owned = {(spare.name, spare.taken_by) for spare in facts.spares}
     return tuple(
         taker.name
         for taker in facts.takers
-        if taker.cluster is not None and (taker.cluster, taker.uid) not in owned
+        if taker.cluster is not None
+        and taker.cluster not in facts.ending
+        and (taker.cluster, taker.uid) not in owned
     )
 
 

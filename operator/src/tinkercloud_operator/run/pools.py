@@ -12,6 +12,7 @@ from tinkercloud_kube.errors import AlreadyExists, KubernetesError, NotFound
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.children.pool_cluster import pool_cluster
 from tinkercloud_operator.decide.actions import GiveAway, TakeBack
+from tinkercloud_operator.decide.deadlines import awaited_until
 from tinkercloud_operator.decide.head_answers import ASK_AGAIN_SECONDS
 from tinkercloud_operator.decide.pool_facts import (
     is_cluster,
@@ -85,6 +86,8 @@ class Pools:
 
     def facts(self, model_name: str) -> PoolFacts:
         """Return the facts about the pool of a model name."""
+        now = datetime.now(UTC)
+        heads = self._watched.ending_heads(model_name, now)
         return pool_facts(
             model_name,
             self._watched.offering(model_name),
@@ -94,7 +97,7 @@ class Pools:
             taken_back=self._heads_that(_TAKE_BACK, model_name),
             keeping=self._head_saver.unsupported,
             failed=self._failures(model_name),
-            now=datetime.now(UTC),
+            now=now,
             cordoned={
                 session["metadata"]["name"]
                 for session in self._watched.sessions_of(model_name)
@@ -102,6 +105,7 @@ class Pools:
                 and self._watched.must_leave(session["metadata"]["name"], self._cordoned)
             },
             measured=self._memory.known,
+            ending={name: awaited_until(head) for name, head in heads.items()},
         )
 
     def note_cordons(self, nodes: frozenset[str]) -> None:
@@ -149,9 +153,11 @@ class Pools:
             self._queue.add(str(known["spec"].get("baseModel", "")))
 
     def note(self, kind: str, manifest: Manifest, *, is_gone: bool = False) -> None:
-        """Record a changed object: a BaseModel, a cluster of a pool, or a session on one."""
+        """Record a changed object: a BaseModel, a cluster of a pool, a session on one, or a pod."""
         if kind == "BaseModel":
             self._queue.add(str(manifest["spec"].get("modelName", "")))
+        if kind == "Pod":
+            self._note_pod(manifest)
         if kind != "TrainingSession":
             return
         if is_gone:
@@ -163,6 +169,15 @@ class Pools:
             self._queue.add(model_name)
         if is_cluster(manifest) or is_member(manifest):
             self._queue.add(str(manifest["spec"].get("baseModel", "")))
+
+    def _note_pod(self, pod: Manifest) -> None:
+        """Enqueue the sessions that wait for the head of a deleted cluster to end."""
+        cluster = pod["metadata"].get("labels", {}).get(labels.SESSION_LABEL)
+        if cluster in self._watched.sessions:
+            return
+        for session in self._watched.sessions.values():
+            if session["spec"].get("poolCluster") == cluster:
+                self._queue.add(str(session["spec"].get("baseModel", "")))
 
     def _note_cluster(self, manifest: Manifest, *, is_gone: bool) -> None:
         """Enqueue the members of a cluster if what their status depends on has changed."""

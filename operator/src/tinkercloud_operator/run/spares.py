@@ -11,6 +11,7 @@ from tinkercloud_kube.client import Client, ObjectRef
 from tinkercloud_kube.errors import AlreadyExists, KubernetesError, NotFound, Rejected
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.children.pool_cluster import session_owner, spare_cluster
+from tinkercloud_operator.decide.deadlines import awaited_until
 from tinkercloud_operator.decide.spare_facts import is_short, spares_facts
 from tinkercloud_operator.decide.spares import SparesFacts, plan_spares
 from tinkercloud_operator.run.store import Watched
@@ -67,8 +68,10 @@ class Spares:
             now=now,
         )
         refused = {name for name, until in self._refused.items() if now < until}
+        heads = self._watched.ending_heads(model_name, now)
         return replace(
             facts,
+            ending={name: awaited_until(head) for name, head in heads.items()},
             spares=[
                 replace(each, is_ready=each.is_ready and each.name not in refused)
                 for each in facts.spares

@@ -6,7 +6,7 @@ indexes by session.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessi
 from tinkercloud_kube.objects import Change, Manifest, Objects
 from tinkercloud_operator.children.secret_marker import has_secret
 from tinkercloud_operator.decide import parsing, start_order
+from tinkercloud_operator.decide.deadlines import ending_head
 from tinkercloud_operator.decide.pool_facts import is_cluster, taken_by
 from tinkercloud_operator.decide.session_index import SessionIndex, age, is_live
 from tinkercloud_operator.decide.session_pods import failed_pod, pods_of
@@ -34,6 +35,7 @@ from tinkercloud_operator.spec.snapshot import (
     FailedSave,
     Node,
     Observed,
+    Pod,
     PoolCluster,
     ProgramPod,
     SaveKey,
@@ -242,6 +244,26 @@ class Watched:
             has_pods=self.has_cluster(name),
             conditions=status.conditions,
         )
+
+    def ending_heads(self, model_name: str, now: datetime) -> dict[str, Pod]:
+        """Return heads that still run, or save, although their cluster was deleted.
+
+        Args:
+            model_name: of the sessions that those clusters served.
+            now: the current time.
+
+        Returns:
+            the heads, by the name of a pool cluster or spare that some session still names.
+        """
+        named = {each["spec"].get("poolCluster") for each in self.sessions_of(model_name)}
+        gone = named - self.sessions.keys() - {None}
+        found = {name: self._ending_head(str(name), now) for name in gone}
+        return {str(name): head for name, head in found.items() if head is not None}
+
+    def _ending_head(self, gone: str, now: datetime) -> Pod | None:
+        """Return the running head of a session that is gone; its RayCluster may be known still."""
+        pods = pods_of(self._children.get(gone, {}), are_scaled=False)
+        return ending_head((replace(pod, is_terminating=True) for pod in pods), now)
 
     def members_of(self, cluster: Manifest) -> list[str]:
         """Return the sessions that a pool cluster serves."""
