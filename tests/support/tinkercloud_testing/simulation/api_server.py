@@ -6,7 +6,7 @@ arrive through `connection`; the simulated controllers call the methods directly
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
@@ -301,7 +301,7 @@ def has_label(manifest: Mapping[str, Any], key: str) -> bool:
     return key in manifest["metadata"].get("labels", {})
 
 
-def owners_of(manifest: Mapping[str, Any], kind: str) -> Iterable[str]:
+def owners_of(manifest: Mapping[str, Any], kind: str) -> list[str]:
     """Return the uids of an object's owners of a kind."""
     owners = manifest["metadata"].get("ownerReferences", [])
     return [str(owner["uid"]) for owner in owners if owner["kind"] == kind]

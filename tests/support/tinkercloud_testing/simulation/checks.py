@@ -171,8 +171,10 @@ def _orphans(world: World) -> Iterator[str]:
 
 
 def _support_objects(world: World, session: Json) -> Iterator[str]:
-    """Yield children that a session lacks, or that a session without pods does not need."""
+    """Yield children that a session lacks, or that one at rest without pods does not need."""
     name = session["metadata"]["name"]
+    is_served = "poolCluster" in session["spec"]
+    is_at_rest = is_served or session.get("status", {}).get("phase") in {"Suspended", "Finished"}
     is_running = world.server.find("RayCluster", name) is not None
     for kind, child in (
         ("Service", f"{name}-head"),
@@ -183,7 +185,7 @@ def _support_objects(world: World, session: Json) -> Iterator[str]:
         found = world.server.find(kind, child)
         if is_running and found is None:
             yield f"{name} has no {kind} {child}"
-        if not is_running and found is not None:
+        if is_at_rest and not is_running and found is not None:
             yield f"{name} has no pods, but {kind} {child}"
     if is_running and world.server.find("Secret", f"{name}-token") is None:
         yield f"{name} has no Secret"

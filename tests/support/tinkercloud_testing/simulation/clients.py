@@ -22,7 +22,7 @@ class Run:
     """What a client asks for."""
 
     name: str
-    """Of the session; the run is named like it."""
+    """Name of the session; the run is named like it."""
     owner: str
     model_name: str
     is_shared: bool = False
@@ -89,6 +89,11 @@ class Client:
         """Return its session, if it exists."""
         found = self.server.find("TrainingSession", self.run.name)
         return found if found is not None and found["metadata"]["uid"] == self.uid else None
+
+    def is_served(self) -> bool:
+        """Return whether its session is said to be ready."""
+        session = self.session()
+        return session is not None and "endpoint" in session.get("status", {})
 
     async def _use(self) -> None:
         session = self.session()

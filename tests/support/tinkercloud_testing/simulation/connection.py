@@ -34,7 +34,7 @@ class Weather:
 
 @dataclass
 class Write:
-    """A write of the operator that the API server has executed."""
+    """A write of the operator that has reached the API server."""
 
     at: float
     what: str
@@ -51,6 +51,8 @@ class Network:
     writes: list[Write] = field(default_factory=list)
     on_write: Callable[[], object] = lambda: None
     """Called after each write."""
+    is_writing: bool = False
+    """Whether a write of the operator is being executed."""
 
     async def request(self, verb: Verb, path: str, body: Manifest | None, media: str) -> Json:
         """Send a request, which may arrive even if its sender is gone.
@@ -96,13 +98,14 @@ class Network:
         if verb == "GET":
             return self.server.get(kind, name) if name else self._list(kind)
         part = "status" if parts[-1] == "status" else "spec"
-        before = self.server.version
-        answer = self._write(verb, kind, name, body or {}, media=media, part=part)
-        if self.server.version != before:
-            target = name or (body or {})["metadata"]["name"]
-            self.writes.append(Write(self.loop.time(), f"{verb} {part} of {kind} {target}"))
+        target = name or (body or {})["metadata"]["name"]
+        self.writes.append(Write(self.loop.time(), f"{verb} {part} of {kind} {target}"))
+        self.is_writing = True
+        try:
+            return self._write(verb, kind, name, body or {}, media=media, part=part)
+        finally:
+            self.is_writing = False
             self.on_write()
-        return answer
 
     def _list(self, kind: str) -> Json:
         metadata = {"resourceVersion": str(self.server.version)}

@@ -87,6 +87,10 @@ def many_runs_start_in_the_pool(world: World) -> None:
         _start(world, "Sim/Pool", shared=True)
 
 
+STARTS = frozenset(EVENTS)
+"""Kinds of event with which clients start."""
+
+
 def _sessions(world: World) -> list[Json]:
     """Return the sessions of clients, in the order of their names."""
     found = [each.session() for each in world.clients]

@@ -112,6 +112,8 @@ class Head:
         if not self.serves or run in self.given_away:
             return None
         if run not in self.models:
+            if len(self.models) >= self.most_models:
+                return None
             try:
                 steps = self.store.load(run, self.incarnation) if known else 0
             except StoreAway:

@@ -6,10 +6,11 @@ prints the events and the trace of each that fails. `make histories` does that.
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -18,7 +19,7 @@ import structlog
 from tinkercloud_testing.sessions import TRAINERS, a_base_model_manifest
 from tinkercloud_testing.simulation.api_server import Json
 from tinkercloud_testing.simulation.checks import leftovers, violations
-from tinkercloud_testing.simulation.events import EVENTS
+from tinkercloud_testing.simulation.events import EVENTS, STARTS
 from tinkercloud_testing.simulation.virtual_time import VirtualLoop, operator_time, run_virtually
 from tinkercloud_testing.simulation.world import World
 
@@ -83,7 +84,10 @@ def events_of(seed: int, number: int, without: Sequence[str] = ()) -> list[str]:
     rng = Random(seed)
     known = [event for event in EVENTS.values() if event.name not in without]
     weights = [event.weight for event in known]
-    return [event.name for event in rng.choices(known, weights, k=number)]
+    # Without sessions most events have no effect.
+    first = rng.sample([event.name for event in known if event.name in STARTS], k=2)
+    chosen = (event.name for event in rng.choices(known, weights, k=number - 3))
+    return [*first, "some time passes", *chosen]
 
 
 Script = Callable[[World], Awaitable[None]]
@@ -135,7 +139,9 @@ def run_history(seed: int, number: int, without: Sequence[str] = ()) -> Outcome:
         await settle_and_check(world)
 
     def world_of(loop: VirtualLoop) -> World:
-        return World(loop, seed, knows_owners=rng.random() < 0.5)
+        world = World(loop, seed, knows_owners=rng.random() < 0.5)
+        world.nodes.most_models = rng.choice([2, 8])
+        return world
 
     outcome = run(seed, script, world_of)
     outcome.events = events
@@ -153,9 +159,15 @@ async def settle_and_check(world: World) -> None:
     world.violations += leftovers(world)
 
 
-def silence() -> None:
-    """Let the operator log nothing."""
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Let the operator log nothing during a block."""
+    before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 def main() -> None:
@@ -167,7 +179,13 @@ def main() -> None:
     parser.add_argument("--without", action="append", default=[], help="a kind of event to omit")
     parser.add_argument("--trace", action="store_true", help="print the trace of each that fails")
     chosen = parser.parse_args()
-    silence()
+    with silence():
+        failed = _run_many(chosen)
+    sys.exit(failed)
+
+
+def _run_many(chosen: argparse.Namespace) -> bool:
+    """Run histories and print those that fail; return whether one does."""
     counts: Counter[str] = Counter()
     for seed in range(chosen.seed, chosen.seed + chosen.count):
         outcome = run_history(seed, chosen.events, chosen.without)
@@ -178,13 +196,14 @@ def main() -> None:
             writes=outcome.writes,
             excused=len(outcome.excused),
         )
+        if counts["histories"] % 25 == 0:
+            sys.stderr.write(f"{counts['histories']} histories, {counts['failed']} failed\n")
         if outcome.violations:
-            shown = outcome.trace if chosen.trace else []
-            outcome.trace = shown
+            outcome.trace = outcome.trace if chosen.trace else ["(with --trace)"]
             sys.stdout.write(outcome.report() + "\n")
             sys.stdout.flush()
     sys.stdout.write(" ".join(f"{name} {n}" for name, n in counts.items()) + "\n")
-    sys.exit(bool(counts["failed"]))
+    return bool(counts["failed"])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import timestamp
-from tinkercloud_testing.simulation.api_server import ApiServer, Json
+from tinkercloud_testing.simulation.api_server import ApiServer, Json, owners_of
 from tinkercloud_testing.simulation.heads import Disk, Head, HeadSpeed
 from tinkercloud_testing.simulation.store import Store
 from tinkercloud_testing.simulation.virtual_time import until
@@ -68,6 +68,8 @@ class RunningPod:
     session: str
     component: str
     gpus: int
+    owner: str
+    """Uid of its RayCluster."""
     disk: Disk = field(default_factory=Disk)
     head: Head | None = None
     task: "asyncio.Task[None] | None" = None
@@ -102,6 +104,8 @@ class Nodes:
     heads: dict[str, Head] = field(default_factory=dict)
     """The living processes of heads, by incarnation."""
     most_models: int = 8
+    to_be_saved: set[str] = field(default_factory=set)
+    """Uids of RayClusters that the operator may only delete once their heads have saved."""
 
     def __post_init__(self) -> None:
         """Follow the deletions of pods."""
@@ -210,8 +214,14 @@ class Nodes:
 
     def _start(self, machine: Machine, pod: Json) -> None:
         metadata = pod["metadata"]
+        [owner] = owners_of(pod, "RayCluster")
         running = RunningPod(
-            metadata["name"], metadata["uid"], session_of(pod), component_of(pod), gpus_of(pod)
+            metadata["name"],
+            metadata["uid"],
+            session_of(pod),
+            component_of(pod),
+            gpus_of(pod),
+            owner,
         )
         machine.pods[running.uid] = running
         if machine.used() > machine.gpus:
@@ -313,7 +323,8 @@ class Nodes:
         if not left:
             return
         was_away = self.store.is_away or self.store.away_until > running.stopped_at
-        is_excused = cause.startswith("!") or was_away or not is_running
+        must_be_saved = running.owner in self.to_be_saved
+        is_excused = cause.startswith("!") or (was_away and not must_be_saved) or not is_running
         self.trace(f"head {head.incarnation} ends with unsaved {left}: {cause}")
         for run, steps in left.items():
             if is_excused:

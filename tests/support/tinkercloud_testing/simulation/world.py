@@ -6,6 +6,8 @@ from collections.abc import Coroutine, Mapping
 from typing import Any
 
 from tinkercloud_crds import labels
+from tinkercloud_crds.conditions import ConditionType, Reason
+from tinkercloud_operator.decide.pool_facts import condition
 from tinkercloud_testing.simulation.api_server import ApiServer, Json
 from tinkercloud_testing.simulation.clients import Client, Run
 from tinkercloud_testing.simulation.connection import HeadUnreachable, Network
@@ -13,6 +15,7 @@ from tinkercloud_testing.simulation.heads import Head, HeadSpeed
 from tinkercloud_testing.simulation.kuberay import KubeRay
 from tinkercloud_testing.simulation.nodes import Nodes, component_of, session_of
 from tinkercloud_testing.simulation.operator_process import OperatorProcess
+from tinkercloud_testing.simulation.places import PlacesOnClusters
 from tinkercloud_testing.simulation.store import Store
 from tinkercloud_testing.simulation.virtual_time import Clock, VirtualLoop, until
 
@@ -72,7 +75,7 @@ class World:
         self._speeds = dict(speeds or {})
         self._tasks: list[asyncio.Task[None]] = []
         self._names = 0
-        self.server.subscribers.append(self._trace_change)
+        self.server.subscribers += [self._trace_change, PlacesOnClusters(self.server, self.violate)]
 
     def start(self) -> None:
         """Start the operator and the simulated controllers."""
@@ -93,10 +96,22 @@ class World:
 
     def _trace_change(self, kind: str, event: str, manifest: Json) -> None:
         metadata = manifest["metadata"]
+        if (kind, event) == ("RayCluster", "DELETED") and self.network.is_writing:
+            self._note_stop(metadata)
         if kind in {"TrainingSession", "RayCluster", "Pod", "Node"}:
             detail = _summary(kind, manifest)
             line = f"{event.lower()} {kind} {metadata['name']} {metadata['resourceVersion']}"
             self.note(f"  {line} {detail}")
+
+    def _note_stop(self, cluster: Json) -> None:
+        """Note that the operator deletes a RayCluster of a session that has unlimited time."""
+        session = self.server.find("TrainingSession", cluster["name"])
+        if session is None or "deletionTimestamp" in session["metadata"]:
+            return
+        stops = condition(session, ConditionType.SUSPENDED)
+        is_unlimited = stops.get("reason") == Reason.SUSPENDING
+        if is_unlimited and "failing" not in session["status"]:
+            self.nodes.to_be_saved.add(cluster["uid"])
 
     # What others do.
 
@@ -149,7 +164,7 @@ class World:
         return client
 
     def background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something while the history goes on."""
+        """Do something during the history."""
         self._tasks.append(asyncio.create_task(work))
 
     def next_name(self, prefix: str) -> str:
@@ -220,6 +235,9 @@ class World:
             )
 
         await until(is_used, 900.0)
+        for client in self.clients:
+            if client.steps == before[client.run.name] and client.is_served():
+                self.violate(f"{client.run.name} is ready, and its client can't train")
 
     async def tear_down(self) -> None:
         """Delete everything that people and clients have created."""
