@@ -1,7 +1,7 @@
 # The commands for contributors and new users. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test-tools test test-kills test-cluster-kills test-outages test-engines test-properties cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs compatibility generate protobuf check images sbom bench bench-gpu rlve fuzz test-recipes clean
+.PHONY: help install run demo test-tools test test-kills test-cluster-kills test-outages test-engines test-properties histories cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs compatibility generate protobuf check images sbom bench bench-gpu rlve fuzz test-recipes clean
 
 # Idle OpenMP threads must sleep: if they spin, a small machine becomes many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -27,6 +27,9 @@ PYTHON_FILES := $(wildcard pyproject.toml uv.lock */pyproject.toml)
 # wait for programs they have started, so that two workers suit even two cores. See docs/contribute/cluster-tests.md.
 WORKERS ?= $(if $(filter existing,$(TINKERCLOUD_TEST_CLUSTER)),0,2)
 CLUSTER_PROGRAMS := $(if $(filter existing,$(TINKERCLOUD_TEST_CLUSTER)),kubectl ray-operator kwok kueue helm)
+# Of `make histories`.
+SEED ?= 0
+COUNT ?= 1000
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 help: ## list these targets
@@ -68,6 +71,10 @@ test-engines: .venv/.installed ## run the tests of trainers with several ranks a
 
 test-properties: .venv/.installed ## search for counterexamples to the properties of units with new random examples (by hand; half an hour)
 	@$(PYTEST) tests/unit -m hypothesis --hypothesis-profile=search
+
+histories: .venv/.installed ## run COUNT random histories of the operator from seed SEED on, and operators that are broken (by hand; 3 seconds each)
+	@PYTHONPATH=tests/support $(BIN)/python -m tinkercloud_testing.simulation.histories --seed $(SEED) --count $(COUNT)
+	@TINKERCLOUD_TEST_BROKEN_HISTORIES=30 $(BIN)/pytest -n $(WORKERS) -rP tests/unit/histories/test_broken_operators.py
 
 cluster-programs: .venv/.installed ## compile the programs of the test cluster, once (15 minutes on two cores)
 	@$(BIN)/python tools/cluster/build.py $(CLUSTER_PROGRAMS) >/dev/null

@@ -55,6 +55,29 @@ def test_a_run_without_a_place_waits_and_has_no_children() -> None:
     assert plan.status.endpoint is None
 
 
+def test_a_suspended_run_on_a_cluster_is_settled_although_the_head_keeps_its_model() -> None:
+    suspended = a_run(a_cluster(), spec=RUN.model_copy(update={"suspend": True}))
+
+    plan = reconcile(suspended, SETTINGS)
+
+    assert condition_of(plan) == ("False", Reason.SUSPENDED)
+    assert condition_of(plan, ConditionType.RECONCILING) == ("False", Reason.STABLE)
+
+
+def test_what_was_started_before_a_spare_was_taken_over_is_deleted_once_its_pods_are_gone() -> None:
+    world = World(a_base_model(warm_spares=1), is_declared=False)
+    world.settle()
+    spare = world.session.spec.model_copy(update={"model_id": "one:train:0", "pool_cluster": "s"})
+    world.change(spec=spare, pool_cluster=a_cluster())
+
+    world.operate()
+    kinds_with_pods = {key.kind for key in world.children}
+    world.settle()
+
+    assert "Service" in kinds_with_pods
+    assert [key.name for key in world.children] == ["one-token"]
+
+
 def test_a_placed_run_shows_that_it_is_not_durable() -> None:
     plan = reconcile(a_run(a_cluster(), degraded="the journal can't be written"), SETTINGS)
 

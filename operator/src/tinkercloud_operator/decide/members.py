@@ -17,6 +17,7 @@ from tinkercloud_crds.conditions import (
     find,
     timestamp,
 )
+from tinkercloud_crds.names import Names
 from tinkercloud_crds.shapes import Idle
 from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_operator.decide.actions import (
@@ -37,7 +38,7 @@ from tinkercloud_operator.spec.resolved import (
     max_lifetime,
     resolve,
 )
-from tinkercloud_operator.spec.snapshot import Observed, PoolCluster
+from tinkercloud_operator.spec.snapshot import ChildKey, Observed, PoolCluster
 
 _RETRY_SECONDS = 5.0
 """Interval between two requests to a head that has not completed one."""
@@ -67,13 +68,21 @@ def reconcile_member(observed: Observed, settings: Settings) -> Plan:
             # Before it has a place: what a head holds for it must be dropped when it ends.
             return reporting_plan(observed, [SetFinalizer(present=True)], new_status, seconds)
         case _:
-            # Pods that were being started when the session took over a spare have served nobody.
-            own = [
-                Delete(key)
-                for key, child in observed.children.items()
-                if key.kind == "RayCluster" and "deletionTimestamp" not in child["metadata"]
-            ]
-            return reporting_plan(observed, own, new_status, seconds)
+            return reporting_plan(observed, _delete_children(observed), new_status, seconds)
+
+
+def _delete_children(observed: Observed) -> list[Delete]:
+    """Return the deletions of what was being started when the session took over a spare.
+
+    Its pods have served nobody. The Secret and its marker stay for pods that it may get later.
+    """
+    marker = ChildKey("ConfigMap", Names(observed.name).token_secret)
+    return [
+        Delete(key)
+        for key, child in observed.children.items()
+        if key != marker and "deletionTimestamp" not in child["metadata"]
+        if key.kind == "RayCluster" or not observed.has_pods
+    ]
 
 
 def _decision(observed: Observed, resolved: ResolvedSpec | Rejection) -> Decision:
@@ -205,8 +214,11 @@ def _later_steps(observed: Observed, decision: Decision | None) -> Iterable[Step
     if decision is None:
         yield from [StepStatus(is_reached=False, reason=Reason.TERMINATING)] * 4
     elif decision.desired is not DesiredState.RUNNING:
-        # Clients wait for the last checkpoint, which the error then names.
-        reason = Reason.SUSPENDING if _is_leaving(observed) else decision.reason
+        # Clients wait for the last checkpoint, which the error then names. The cluster of a pool
+        # keeps the model of a suspended session.
+        is_kept = observed.spec.sharing == "Shared" and decision.desired is DesiredState.SUSPENDED
+        is_leaving = _is_leaving(observed) and not is_kept
+        reason = Reason.SUSPENDING if is_leaving else decision.reason
         stops = StepStatus(is_reached=False, reason=reason, message=decision.message)
         yield from [stops] * 4
     elif cluster is None and observed.spec.sharing == "Dedicated":

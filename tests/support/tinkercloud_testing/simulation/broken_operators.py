@@ -1,0 +1,141 @@
+"""Operators that are broken in one place each: histories must show it."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from tinkercloud_kube.client import Client, ObjectRef
+from tinkercloud_operator.decide import pools as pool_plans
+from tinkercloud_operator.decide import reconcile as sessions
+from tinkercloud_operator.decide import spares as spare_plans
+from tinkercloud_operator.decide.actions import Plan
+from tinkercloud_operator.decide.pool_model import PoolFacts
+from tinkercloud_operator.run import controller, store
+from tinkercloud_operator.run.executor import Executor
+from tinkercloud_operator.run.pools import Pools
+from tinkercloud_operator.run.save_requests import HeadSaver
+from tinkercloud_operator.run.spares import Spares
+from tinkercloud_operator.spec.snapshot import Observed
+
+Break = contextlib.AbstractContextManager[object]
+
+
+def _stops_without_a_save() -> Break:
+    return patch.object(sessions, "needs_save", lambda *_: False)
+
+
+def _starts_a_second_head() -> Break:
+    return patch.object(Observed, "has_predecessors", property(lambda _: False))
+
+
+def _never_removes_a_finalizer() -> Break:
+    async def nothing(*_: object) -> None:
+        return
+
+    return patch.object(Executor, "_remove_finalizer", nothing)
+
+
+def _sets_no_finalizer() -> Break:
+    async def nothing(*_: object) -> None:
+        return
+
+    return patch.object(Executor, "_add_finalizer", nothing)
+
+
+@contextlib.contextmanager
+def _writes_whatever_the_version_is() -> Iterator[None]:
+    """Drop the uid and the resource version from what is merged."""
+    merge = Client.merge
+
+    async def forced(self: Client, ref: ObjectRef, patched: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {"uid", "resourceVersion"}
+        metadata = {key: it for key, it in patched.get("metadata", {}).items() if key not in kept}
+        return await merge(self, ref, {**patched, "metadata": metadata})
+
+    with patch.object(Client, "merge", forced):
+        yield
+
+
+def _forgets_a_spare() -> Break:
+    return patch.object(spare_plans, "_unused", lambda _: set())
+
+
+def _takes_a_spare_twice() -> Break:
+    def takes(facts: Any) -> dict[str, str]:
+        waiting = [each.name for each in facts.takers if each.may_take]
+        usable = [each.name for each in facts.spares if each.is_ready and not each.is_stopping]
+        return {name: usable[0] for name in waiting if usable}
+
+    return patch.object(spare_plans, "_takes", takes)
+
+
+def _counts_no_slots() -> Break:
+    return patch.object(PoolFacts, "has_slot", lambda *_: True)
+
+
+def _moves_a_run_before_its_head_has_left_it() -> Break:
+    def plan(facts: PoolFacts) -> Any:
+        members = [replace(each, has_left=True) for each in facts.members]
+        return pool_plans.plan_pool(replace(facts, members=members))
+
+    return patch("tinkercloud_operator.run.pools.plan_pool", plan)
+
+
+def _takes_a_failed_save_for_a_save() -> Break:
+    def record(self: HeadSaver, session: str, key: Any, _: object) -> None:
+        self._completed[session] = {**self.completed(session), key: None}
+        self._on_saved(session)
+
+    return patch.object(HeadSaver, "_record_failure", record)
+
+
+def _ignores_lost_secrets() -> Break:
+    return patch.object(store, "has_secret", lambda *_: True)
+
+
+def _leaves_clusters_of_pools() -> Break:
+    return patch.object(Pools, "_delete", lambda *_: _nothing())
+
+
+def _leaves_spares() -> Break:
+    return patch.object(Spares, "_delete", lambda *_: _nothing())
+
+
+async def _nothing() -> None:
+    return
+
+
+@contextlib.contextmanager
+def _writes_every_second() -> Iterator[None]:
+    """Write the status although nothing has changed."""
+    reconcile = sessions.reconcile
+
+    def restless(observed: Observed, settings: Any) -> Plan:
+        plan = reconcile(observed, settings)
+        return replace(plan, status=plan.status or observed.status, requeue_after_seconds=1.0)
+
+    with patch.object(controller, "reconcile", restless):
+        yield
+
+
+BROKEN: Mapping[str, Callable[[], Break]] = {
+    each.__name__.strip("_").replace("_", " "): each
+    for each in (
+        _stops_without_a_save,
+        _starts_a_second_head,
+        _never_removes_a_finalizer,
+        _sets_no_finalizer,
+        _writes_whatever_the_version_is,
+        _forgets_a_spare,
+        _takes_a_spare_twice,
+        _counts_no_slots,
+        _moves_a_run_before_its_head_has_left_it,
+        _takes_a_failed_save_for_a_save,
+        _ignores_lost_secrets,
+        _leaves_clusters_of_pools,
+        _leaves_spares,
+        _writes_every_second,
+    )
+}
