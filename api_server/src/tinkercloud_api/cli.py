@@ -7,7 +7,6 @@ needs neither.
 """
 
 import asyncio
-import dataclasses
 import importlib.metadata
 import json
 import re
@@ -15,14 +14,22 @@ from datetime import datetime, timedelta
 from typing import Annotated, Any
 
 import typer
-from obstore.exceptions import BaseError
 from rich.console import Console
 
 from tinkercloud_api import logs, state_folder
 from tinkercloud_api.auth import Role, hash_key, new_key
 from tinkercloud_api.catalog.database import CatalogUnreachableError
 from tinkercloud_api.catalog.tables import now
-from tinkercloud_api.commands import audit, checkpoints, drain, programs, projects, usage, users
+from tinkercloud_api.commands import (
+    audit,
+    catalog,
+    checkpoints,
+    drain,
+    programs,
+    projects,
+    usage,
+    users,
+)
 from tinkercloud_api.commands.local_catalog import StateDir, moment_of, with_catalog
 from tinkercloud_api.commands.shared import (
     ApiKey,
@@ -34,8 +41,6 @@ from tinkercloud_api.commands.shared import (
     show,
 )
 from tinkercloud_api.settings import InvalidSettingsError, load_settings
-from tinkercloud_protocol.errors import WireError
-from tinkercloud_protocol.object_store import open_store
 
 app = typer.Typer(
     name="tinkercloud",
@@ -43,13 +48,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 keys_app = typer.Typer(help="Manage the API keys in this machine's catalog.", no_args_is_help=True)
-catalog_app = typer.Typer(
-    help="Manage the catalog, the index of training runs and checkpoints.", no_args_is_help=True
-)
 models_app = typer.Typer(help="Inspect the base models of a running server.", no_args_is_help=True)
 sessions_app = typer.Typer(help="Manage the sessions of a running server.", no_args_is_help=True)
 app.add_typer(keys_app, name="keys")
-app.add_typer(catalog_app, name="catalog")
+app.add_typer(catalog.app, name="catalog")
 app.add_typer(models_app, name="models")
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(programs.app, name="programs")
@@ -249,30 +251,6 @@ def rotate_key(
         typer.echo(json.dumps({"id": row.id, "key": key, "owner": row.owner, "role": row.role}))
     else:
         typer.echo(key)
-
-
-@catalog_app.command("rebuild")
-def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> None:
-    """Rebuild a lost catalog from the runs and checkpoints in the checkpoint store.
-
-    Existing entries are kept. API keys, the public flag of checkpoints and the metadata of runs
-    cannot be restored, as they are not in the checkpoint store.
-    """
-    from tinkercloud_api.catalog_rebuild import rebuild  # noqa: PLC0415 - as above
-    from tinkercloud_api.object_store import ObjectStoreClient  # noqa: PLC0415
-
-    settings = read_settings(state_dir=state_dir)
-    try:
-        objects = ObjectStoreClient(open_store(settings.checkpoint_url))
-        rebuilt = with_catalog(state_dir, lambda catalog: rebuild(catalog, objects))
-    except (WireError, BaseError) as error:
-        fail(f"{settings.checkpoint_url}: {error}")
-    if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(rebuilt)))
-        return
-    typer.echo(f"found {rebuilt.runs} training runs and {rebuilt.checkpoints} checkpoints")
-    for sentence in rebuilt.damaged:
-        typer.echo(f"damaged: {sentence}")
 
 
 @models_app.command("list")

@@ -7,12 +7,19 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
+from sqlalchemy.exc import DBAPIError
 
 from tinkercloud_api import state_folder
-from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, open_database
+from tinkercloud_api.catalog.database import (
+    CatalogUnreachableError,
+    described,
+    migrate,
+    open_database,
+)
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.commands.shared import fail, read_settings
 from tinkercloud_api.settings import Settings
+from tinkercloud_protocol.errors import Unavailable
 
 T = TypeVar("T")
 
@@ -43,6 +50,10 @@ def with_catalog(state_dir: Path | None, work: Callable[[Catalog], Awaitable[T]]
         result = asyncio.run(run())
     except (CatalogUnreachableError, state_folder.StateFolderError) as error:
         fail(str(error))
+    except Unavailable as error:
+        if not isinstance(error.__cause__, DBAPIError):
+            raise
+        fail(f"the catalog can't be read or written ({described(error.__cause__)})")
     typer.echo(whose, err=True)
     return result
 
