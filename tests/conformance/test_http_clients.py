@@ -94,6 +94,57 @@ def test_models_get_a_session_and_numbers(server: Server) -> None:
     assert sorted(ids) == [f"{first['session_id']}:train:{index}" for index in range(5)]
 
 
+@pytest.mark.parametrize("body", [None, {}, {"tags": ["curl"]}])
+def test_a_session_needs_no_fields_and_no_body(server: Server, body: object) -> None:
+    answer = server.post("create_session", body)
+
+    assert answer.status == 200, answer.body
+    assert server.request("GET", f"/api/v1/sessions/{answer.json()['session_id']}").status == 200
+
+
+def test_an_accepted_request_says_so_in_words(server: Server, model: str) -> None:
+    accepted = [
+        create(server),
+        server.post("optim_step", {"model_id": model, "adam_params": {}}),
+        server.post("asample", {"prompt": PROMPT, "base_model": MODEL}),
+        server.post("unload_model", {"model_id": created(server)}),
+    ]
+
+    for answer in accepted:
+        assert "retrieve_future" in answer.json()["message"]
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_weights_for_sampling_may_be_saved_without_a_name(
+    server: Server, *, numbered: bool
+) -> None:
+    model_id = created(server)
+    fields = {"seq_id": 1} if numbered else {}
+    promise = server.post("save_weights_for_sampler", {"model_id": model_id, **fields}).json()
+
+    saved = server.result(promise["request_id"]).json()["path"]
+
+    listed = server.request("GET", f"/api/v1/training_runs/{model_id}/checkpoints").json()
+    assert saved == f"tinker://{model_id}/sampler_weights/step-000001"
+    assert [each["tinker_path"] for each in listed["checkpoints"]] == [saved]
+    assert len(sampled(server, model_path=saved)["sequences"]) == 1
+
+
+def test_what_a_whole_model_lacks_is_null_and_not_absent(server: Server) -> None:
+    model_id = created(server, lora_config={"rank": 0})
+    promise = server.post("save_weights", {"model_id": model_id}).json()
+    path = server.result(promise["request_id"]).json()["path"]
+    session = {"session_id": model_id.partition(":")[0]}
+
+    run = server.request("GET", f"/api/v1/training_runs/{model_id}").json()
+    found = server.post("sessions/search", session).json()["sessions"]
+
+    assert server.post("get_info", {"model_id": model_id}).json()["lora_rank"] is None
+    assert server.post("weights_info", {"tinker_path": path}).json()["lora_rank"] is None
+    assert run["lora_rank"] is None
+    assert [each["display_name"] for each in found] == [None]
+
+
 @pytest.mark.parametrize("has_session", [False, True])
 def test_a_repeated_create_model_creates_one_model(server: Server, *, has_session: bool) -> None:
     session = server.post("create_session", {"sdk_version": "none"}).json()["session_id"]
@@ -170,6 +221,7 @@ def test_repeated_samples_of_the_same_weights_share_a_sampling_session(
         assert server.request("GET", f"/api/v1/samplers/{client['sampling_client_id']}").json() == {
             "sampler_id": client["sampling_session_id"],
             "base_model": MODEL,
+            "model_path": None,
         }
 
     assert clients[:2] == clients[2:]

@@ -40,6 +40,23 @@ def test_a_base_model_can_be_sampled(client: tinker.ServiceClient) -> None:
     assert [len(sequence.logprobs or []) for sequence in result.sequences] == [6, 6, 6]
 
 
+def test_samples_with_stability_information_have_the_same_tokens(
+    client: tinker.ServiceClient,
+) -> None:
+    params = types.SamplingParams(max_tokens=6, stop=[], seed=1)
+    plain, recorded = (
+        client.create_sampling_client(base_model=MODEL, record_stability_info=wanted).result()
+        for wanted in (False, True)
+    )
+
+    (first,), (second,) = (
+        sampler.sample(PROMPT, 1, params).result().sequences for sampler in (plain, recorded)
+    )
+
+    assert second.tokens == first.tokens
+    assert second.sequence_id
+
+
 def test_sampled_logprobs_equal_those_of_the_trainer(client: tinker.ServiceClient) -> None:
     training = a_training_client(client)
     train(training, steps=2)

@@ -173,7 +173,7 @@ def describe(api: FastAPI) -> dict[str, Any]:
         document = get_openapi(title=api.title, version=api.version, routes=api.routes)
         schemas = document["components"]["schemas"]
         schemas["Error"] = _object(detail="string")
-        schemas["Promise"] = _object(request_id="string")
+        schemas["Promise"] = _object(request_id="string", message="string")
         document["components"]["securitySchemes"] = {
             "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
             "bearer": {"type": "http", "scheme": "bearer"},

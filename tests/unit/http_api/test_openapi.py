@@ -2,17 +2,25 @@
 
 import json
 import re
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
 
+import tinkercloud_api.routes as api_routes
 from tinkercloud_api.app import Application
 from tinkercloud_api.hot_paths import HANDLERS
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol import routes
 from tinkercloud_testing.providers import OneHead
+
+PACKAGE = f"{api_routes.__name__}."
+NONE = APIRouter()
 
 
 @pytest.fixture
@@ -56,6 +64,20 @@ async def test_calls_for_clients_without_the_sdk_are_in_it(document: dict[str, A
     assert shown <= described
     assert {"/health", "/retrieve_future/{request_id}", "/unload_model"} <= described
     assert {"sampling_session_id", "model_id", "model_path", "base_model"} <= set(sample)
+
+
+def test_no_call_leaves_out_the_nulls_that_its_schema_has() -> None:
+    modules = [import_module(found.name) for found in iter_modules(api_routes.__path__, PACKAGE)]
+    calls = [route for module in modules for route in getattr(module, "router", NONE).routes]
+
+    assert len(calls) > 50
+    shortened = [
+        call.path
+        for call in calls
+        if isinstance(call, APIRoute)
+        and (call.response_model_exclude_none or call.response_model_exclude_unset)
+    ]
+    assert shortened == []
 
 
 async def test_422_is_never_answered(document: dict[str, Any]) -> None:

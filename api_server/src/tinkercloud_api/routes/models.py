@@ -4,13 +4,12 @@ import ipaddress
 from pathlib import Path
 
 import structlog
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Request, Response
 
 from tinkercloud_api.catalog.tables import TrainingRun
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_api.providers.base import ServedModel
-from tinkercloud_protocol import routes
+from tinkercloud_protocol import futures, routes
 from tinkercloud_protocol.batched_futures import JoinSamplingSessionRequest
 from tinkercloud_protocol.bounds import MAX_BATCH_SIZE
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId, model_of_sampler
@@ -74,7 +73,7 @@ async def capabilities(server: Server, _caller: Caller) -> ServerCapabilities:
 @router.post("/create_model")
 async def create_model(
     request: CreateModelRequest, http: Request, server: Server, caller: Caller
-) -> JSONResponse:
+) -> Response:
     """Create a training run, and a session for it if the request names none.
 
     If RLVE is enabled, a program that trains the model is started as well.
@@ -89,8 +88,9 @@ async def create_model(
     model_id = request_id.rpartition(":")[0]
     if rlve is not None:
         await server.programs.run_rlve(rlve, model_id, base_model.name, caller)
-    answer = {"request_id": request_id, "model_id": model_id}
-    return JSONResponse({**answer, "session_id": model_id.partition(":")[0]})
+    session_id = model_id.partition(":")[0]
+    accepted = futures.promise(request_id, model_id=model_id, session_id=session_id)
+    return Response(accepted, media_type=futures.JSON)
 
 
 def _requested_id(request: CreateModelRequest) -> str | None:
@@ -100,7 +100,7 @@ def _requested_id(request: CreateModelRequest) -> str | None:
     return str(ModelId(request.session_id, request.model_seq_id))
 
 
-@router.post("/get_info", response_model_exclude_none=True)
+@router.post("/get_info")
 async def get_info(
     request: GetInfoRequest, http: Request, server: Server, caller: Caller
 ) -> ModelInfo:
@@ -188,7 +188,7 @@ async def create_sampling_client(
     return SamplingClientAnswer(sampling_client_id=sampler_id, sampling_session_id=sampler_id)
 
 
-@router.get("/samplers/{sampler_id}", response_model_exclude_none=True)
+@router.get("/samplers/{sampler_id}")
 async def show_sampler(sampler_id: str, server: Server, caller: Caller) -> SamplerInfo:
     """Describe the weights of a sampling session."""
     what = f"sampling session {sampler_id!r}"
@@ -199,7 +199,7 @@ async def show_sampler(sampler_id: str, server: Server, caller: Caller) -> Sampl
     return SamplerInfo(sampler_id=row.id, base_model=row.base_model, model_path=row.model_path)
 
 
-@router.post("/weights_info", response_model_exclude_none=True)
+@router.post("/weights_info")
 async def weights_info(request: WeightsInfoRequest, server: Server, caller: Caller) -> WeightsInfo:
     """Describe the weights of a checkpoint."""
     path = CheckpointPath.parse(request.tinker_path)
