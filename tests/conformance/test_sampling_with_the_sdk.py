@@ -90,6 +90,17 @@ def test_a_policy_gradient_loop_starts_on_policy(client: tinker.ServiceClient) -
     assert output.metrics["loss:sum"] == pytest.approx(0.0, abs=1e-4)
     assert applied.metrics is not None
     assert applied.metrics["grad_norm"] > 0
+    assert output.metrics["ppo_kl:mean"] == pytest.approx(0.0, abs=1e-4)
+    # The policy has moved away from the one that sampled.
+    trained = training.forward(data, "ppo").result()
+    gaps = [
+        np.mean(
+            np.array(datum.loss_fn_inputs["logprobs"].data[-5:]) - logprobs["logprobs"].data[-5:]
+        )
+        for datum, logprobs in zip(data, trained.loss_fn_outputs, strict=True)
+    ]
+    assert trained.metrics["ppo_kl:mean"] == pytest.approx(np.mean(gaps), abs=1e-6)
+    assert trained.metrics["ppo_kl:mean"] != 0
 
 
 def test_an_older_snapshot_keeps_its_weights_while_training_continues(
