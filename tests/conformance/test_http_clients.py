@@ -350,7 +350,25 @@ def test_the_state_of_a_request_is_returned_at_once(
     gone = server.request(method, f"/api/v1/retrieve_future/{model}:999")
     assert gone.status == 404
     malformed = server.request(method, "/api/v1/retrieve_future/nothing")
-    assert malformed.status == 400
+    assert malformed.status == 404
+    assert "request_id 'nothing' is malformed: expected" in malformed.detail
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("retrieve_future", {"request_id": "nope"}),
+        ("cancel_future", {"request_id": "nope"}),
+        ("join_sampling_session", {"sampling_session_id": "nope"}),
+        ("retrieve_futures", {"target": {"sampling_session_id": "nope"}, "timeout": 0}),
+        ("asample", {"sampling_session_id": "nope", "prompt": PROMPT}),
+        ("get_info", {"model_id": "nope"}),
+    ],
+)
+def test_an_id_that_is_none_of_ours_does_not_exist(
+    server: Server, path: str, body: dict[str, object]
+) -> None:
+    assert server.post(path, body).status == 404
 
 
 def test_the_state_of_a_failed_request_names_the_reason(server: Server) -> None:

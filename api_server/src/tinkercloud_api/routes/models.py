@@ -12,6 +12,7 @@ from tinkercloud_api.providers.base import ServedModel
 from tinkercloud_protocol import futures, routes
 from tinkercloud_protocol.batched_futures import JoinSamplingSessionRequest
 from tinkercloud_protocol.bounds import MAX_BATCH_SIZE
+from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId, model_of_sampler
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.listings import (
@@ -166,7 +167,11 @@ async def join_sampling_session(
     request: JoinSamplingSessionRequest, server: Server, caller: Caller
 ) -> JoinSamplingSessionAnswer:
     """Return the number of another client of a sampling session, which no other client has."""
-    sampler_id = str(SamplingSessionId.parse(request.sampling_session_id))
+    try:
+        sampler_id = str(SamplingSessionId.parse(request.sampling_session_id))
+    except InvalidRequest as error:
+        # There is no such sampling session.
+        raise NotFound(error.message) from None
     await server.locator.authorize_sampler(sampler_id, caller)
     return JoinSamplingSessionAnswer(client_counter=await server.sampler_clients.join(sampler_id))
 
