@@ -429,6 +429,17 @@ def test_the_tokenizer_of_a_model_is_served(server: Server, model: str) -> None:
         assert (refused.status, bool(refused.detail)) == (status, True)
 
 
+def test_a_tokenizer_that_the_client_has_is_not_sent_again(server: Server, model: str) -> None:
+    path = f"/api/v1/get_tokenizer?model_id={model}"
+    tag = server.request("GET", path).headers["etag"]
+
+    again = server.request("GET", path, headers={"If-None-Match": f'"other", {tag}'})
+    changed = server.request("GET", path, headers={"If-None-Match": '"other"'})
+
+    assert (again.status, again.body) == (304, b"")
+    assert changed.status == 200
+
+
 def test_a_key_may_be_a_bearer_token(server: Server) -> None:
     def status(**headers: str) -> int:
         fields = {name.replace("_", "-"): value for name, value in headers.items()}
