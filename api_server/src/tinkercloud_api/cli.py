@@ -30,7 +30,13 @@ from tinkercloud_api.commands import (
     usage,
     users,
 )
-from tinkercloud_api.commands.local_catalog import StateDir, moment_of, with_catalog
+from tinkercloud_api.commands.local_catalog import (
+    Change,
+    StateDir,
+    change_catalog,
+    moment_of,
+    with_catalog,
+)
 from tinkercloud_api.commands.shared import (
     ApiKey,
     BaseUrl,
@@ -138,8 +144,11 @@ def serve(
         fail(str(error))
 
 
-def _lifetime(text: str) -> timedelta:
+def _lifetime(text: str | timedelta) -> timedelta:
     """Parse a lifetime in days, hours, minutes or seconds, such as `30d`."""
+    if isinstance(text, timedelta):
+        # typer parses defaults too.
+        return text
     found = _LIFETIME.fullmatch(text)
     if found is None:
         raise typer.BadParameter(
@@ -177,8 +186,10 @@ def create_key(
 ) -> None:
     """Create an API key and print it. It is not shown again."""
     key = new_key()
-    row = with_catalog(
+    limits = ["--role", role, "--expires", expires or "never"]
+    row = change_catalog(
         state_dir,
+        Change("key_create", ["keys", "create", name, "--owner", owner or name, *limits]),
         lambda catalog: catalog.add_key(
             key_hash=hash_key(key),
             name=name,
@@ -220,7 +231,8 @@ def revoke_key(
     state_dir: StateDir = None,
 ) -> None:
     """Revoke an API key. Running servers reject it from the next request on."""
-    if not with_catalog(state_dir, lambda catalog: catalog.revoke_key(key_id)):
+    change = Change("key_revoke", ["keys", "revoke", key_id])
+    if not change_catalog(state_dir, change, lambda catalog: catalog.revoke_key(key_id)):
         fail(f"key {key_id} does not exist or is already revoked; see `tinkercloud keys list`")
 
 
@@ -242,8 +254,9 @@ def rotate_key(
 ) -> None:
     """Replace an API key: print a new one with its name, owner and role. It is not shown again."""
     key, ends_at = new_key(), now() + overlap
-    row = with_catalog(
-        state_dir, lambda catalog: catalog.rotate_key(key_id, hash_key(key), ends_at)
+    change = Change("key_rotate", ["keys", "rotate", key_id, "--overlap", overlap])
+    row = change_catalog(
+        state_dir, change, lambda catalog: catalog.rotate_key(key_id, hash_key(key), ends_at)
     )
     if row is None:
         fail(f"key {key_id} does not exist, has expired or is revoked; see `tinkercloud keys list`")

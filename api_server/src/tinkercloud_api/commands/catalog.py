@@ -10,7 +10,7 @@ from obstore.exceptions import BaseError
 from sqlalchemy import make_url
 
 from tinkercloud_api.catalog.backup import BackupError, back_up
-from tinkercloud_api.commands.local_catalog import StateDir, with_catalog
+from tinkercloud_api.commands.local_catalog import Change, StateDir, change_catalog
 from tinkercloud_api.commands.shared import Json, fail, read_settings
 from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.object_store import open_store
@@ -56,7 +56,8 @@ def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> Non
     settings = read_settings(state_dir=state_dir)
     try:
         objects = ObjectStoreClient(open_store(settings.checkpoint_url))
-        rebuilt = with_catalog(state_dir, lambda catalog: rebuild(catalog, objects))
+        change = Change("catalog_rebuild", ["catalog", "rebuild"])
+        rebuilt = change_catalog(state_dir, change, lambda catalog: rebuild(catalog, objects))
     except (WireError, BaseError) as error:
         fail(f"{settings.checkpoint_url}: {error}")
     if as_json:

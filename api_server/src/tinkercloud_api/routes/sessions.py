@@ -107,6 +107,7 @@ async def create_session(
         user_metadata=request.user_metadata,
     )
     await server.catalog.add_session(session)
+    caller.named_objects.add(session.id)
     log.info("session created", session_id=session.id, owner=caller.owner)
     return CreateSessionAnswer(session_id=session.id)
 
