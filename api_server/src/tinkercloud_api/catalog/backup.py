@@ -18,7 +18,7 @@ class BackupError(Exception):
 
 
 def back_up(catalog: Path, target: Path) -> None:
-    """Write a consistent copy of a catalog to a new file, which has no files beside it.
+    """Write a consistent copy of a catalog to a new file, which is complete by itself.
 
     Args:
         catalog: the SQLite file of the catalog; it is not migrated or changed.

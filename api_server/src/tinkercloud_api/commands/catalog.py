@@ -26,7 +26,7 @@ def back_up_catalog(
 ) -> None:
     """Copy the catalog to a new file, also while a server uses it.
 
-    Do not copy `catalog.db` itself: the newest changes are in another file beside it. A catalog in
+    Do not copy `catalog.db` itself: the newest changes are in another file. A catalog in
     PostgreSQL is backed up with pg_dump.
     """
     url = make_url(read_settings(state_dir=state_dir).catalog_url)

@@ -183,7 +183,7 @@ def _request_id(name: str) -> RequestId:
     """Read a request id.
 
     Raises:
-        NotFound: it is not one of ours, so there is no such request.
+        NotFound: it is not one of ours.
     """
     try:
         return RequestId.parse(name)

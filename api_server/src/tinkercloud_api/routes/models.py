@@ -170,7 +170,7 @@ async def join_sampling_session(
     try:
         sampler_id = str(SamplingSessionId.parse(request.sampling_session_id))
     except InvalidRequest as error:
-        # There is no such sampling session.
+        # An id that the server has never given.
         raise NotFound(error.message) from None
     await server.locator.authorize_sampler(sampler_id, caller)
     return JoinSamplingSessionAnswer(client_counter=await server.sampler_clients.join(sampler_id))
