@@ -52,6 +52,9 @@ def test_changes_are_recorded_with_their_outcome(own_server: Server) -> None:
     assert events[:3] == [("session_create", 200), ("model_create", 200), ("checkpoint_write", 200)]
     assert ("checkpoint_delete", 200) in events
     assert {entry.event_details["owner"] for entry in theirs.entries} == {"ann"}
+    made = {entry.event: entry.event_details.get("objects") for entry in theirs.entries}
+    assert made["model_create"] == made["checkpoint_write"] == [training.model_id]
+    assert made["session_create"] == [training.holder.get_session_id()]
     attempts = [
         (entry.event_details["owner"], entry.event_details["status"])
         for entry in everyone.entries
@@ -61,6 +64,45 @@ def test_changes_are_recorded_with_their_outcome(own_server: Server) -> None:
     assert "checkpoint_delete" in own_server.command(
         "audit", "--api-key", ann, "--base-url", own_server.url
     )
+
+
+def test_commands_on_the_server_are_recorded_without_secrets(own_server: Server) -> None:
+    made = a_key(own_server, "lead", "--role", "user", "--expires", "30d")
+    own_server.command("keys", "rotate", str(made["id"]))
+    own_server.command("keys", "revoke", str(made["id"]))
+    own_server.command("users", "create", "dan", "--role", "user")
+    own_server.command("users", "set-role", "dan", "read-only")
+    own_server.command("users", "disable", "dan")
+    own_server.command("users", "enable", "dan")
+    with pytest.raises(AssertionError):
+        own_server.command("keys", "revoke", "999999")
+    admin = own_server_admin(own_server)
+
+    log = own_server.request("GET", "/api/v1/audit", key=admin)
+    entries = [
+        (entry["event"], entry["event_details"])
+        for entry in log.json()["entries"]
+        if entry["event_details"]["owner"].startswith("command:")
+    ]
+
+    since = [details["path"] for _, details in entries].index(
+        "tinkercloud keys create lead --owner lead --role user --expires 30 days, 0:00:00"
+    )
+    assert [(event, details["status"]) for event, details in entries[since:]] == [
+        ("key_create", "done"),
+        ("key_rotate", "done"),
+        ("key_revoke", "done"),
+        ("user_create", "done"),
+        ("user_role_set", "done"),
+        ("user_disable", "done"),
+        ("user_enable", "done"),
+        ("key_revoke", "refused"),
+        ("key_create", "done"),
+    ]
+    assert entries[since][1]["objects"] == [f"key {made['id']}"]
+    assert made["key"] not in log.body.decode()
+    shown = own_server.command("audit", "--api-key", admin, "--base-url", own_server.url)
+    assert "tinkercloud users disable dan" in shown
 
 
 def own_server_admin(server: Server) -> str:

@@ -94,6 +94,57 @@ def test_models_get_a_session_and_numbers(server: Server) -> None:
     assert sorted(ids) == [f"{first['session_id']}:train:{index}" for index in range(5)]
 
 
+@pytest.mark.parametrize("body", [None, {}, {"tags": ["curl"]}])
+def test_a_session_needs_no_fields_and_no_body(server: Server, body: object) -> None:
+    answer = server.post("create_session", body)
+
+    assert answer.status == 200, answer.body
+    assert server.request("GET", f"/api/v1/sessions/{answer.json()['session_id']}").status == 200
+
+
+def test_an_accepted_request_says_so_in_words(server: Server, model: str) -> None:
+    accepted = [
+        create(server),
+        server.post("optim_step", {"model_id": model, "adam_params": {}}),
+        server.post("asample", {"prompt": PROMPT, "base_model": MODEL}),
+        server.post("unload_model", {"model_id": created(server)}),
+    ]
+
+    for answer in accepted:
+        assert "retrieve_future" in answer.json()["message"]
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_weights_for_sampling_may_be_saved_without_a_name(
+    server: Server, *, numbered: bool
+) -> None:
+    model_id = created(server)
+    fields = {"seq_id": 1} if numbered else {}
+    promise = server.post("save_weights_for_sampler", {"model_id": model_id, **fields}).json()
+
+    saved = server.result(promise["request_id"]).json()["path"]
+
+    listed = server.request("GET", f"/api/v1/training_runs/{model_id}/checkpoints").json()
+    assert saved == f"tinker://{model_id}/sampler_weights/step-000001"
+    assert [each["tinker_path"] for each in listed["checkpoints"]] == [saved]
+    assert len(sampled(server, model_path=saved)["sequences"]) == 1
+
+
+def test_what_a_whole_model_lacks_is_null_and_not_absent(server: Server) -> None:
+    model_id = created(server, lora_config={"rank": 0})
+    promise = server.post("save_weights", {"model_id": model_id}).json()
+    path = server.result(promise["request_id"]).json()["path"]
+    session = {"session_id": model_id.partition(":")[0]}
+
+    run = server.request("GET", f"/api/v1/training_runs/{model_id}").json()
+    found = server.post("sessions/search", session).json()["sessions"]
+
+    assert server.post("get_info", {"model_id": model_id}).json()["lora_rank"] is None
+    assert server.post("weights_info", {"tinker_path": path}).json()["lora_rank"] is None
+    assert run["lora_rank"] is None
+    assert [each["display_name"] for each in found] == [None]
+
+
 @pytest.mark.parametrize("has_session", [False, True])
 def test_a_repeated_create_model_creates_one_model(server: Server, *, has_session: bool) -> None:
     session = server.post("create_session", {"sdk_version": "none"}).json()["session_id"]
@@ -170,6 +221,7 @@ def test_repeated_samples_of_the_same_weights_share_a_sampling_session(
         assert server.request("GET", f"/api/v1/samplers/{client['sampling_client_id']}").json() == {
             "sampler_id": client["sampling_session_id"],
             "base_model": MODEL,
+            "model_path": None,
         }
 
     assert clients[:2] == clients[2:]
@@ -298,7 +350,25 @@ def test_the_state_of_a_request_is_returned_at_once(
     gone = server.request(method, f"/api/v1/retrieve_future/{model}:999")
     assert gone.status == 404
     malformed = server.request(method, "/api/v1/retrieve_future/nothing")
-    assert malformed.status == 400
+    assert malformed.status == 404
+    assert "request_id 'nothing' is malformed: expected" in malformed.detail
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("retrieve_future", {"request_id": "nope"}),
+        ("cancel_future", {"request_id": "nope"}),
+        ("join_sampling_session", {"sampling_session_id": "nope"}),
+        ("retrieve_futures", {"target": {"sampling_session_id": "nope"}, "timeout": 0}),
+        ("asample", {"sampling_session_id": "nope", "prompt": PROMPT}),
+        ("get_info", {"model_id": "nope"}),
+    ],
+)
+def test_an_id_that_is_none_of_ours_does_not_exist(
+    server: Server, path: str, body: dict[str, object]
+) -> None:
+    assert server.post(path, body).status == 404
 
 
 def test_the_state_of_a_failed_request_names_the_reason(server: Server) -> None:
@@ -357,6 +427,17 @@ def test_the_tokenizer_of_a_model_is_served(server: Server, model: str) -> None:
     for query, status in (("", 400), ("?model_id=s:train:0", 404), ("?model_id=", 400)):
         refused = server.request("GET", f"/api/v1/get_tokenizer{query}")
         assert (refused.status, bool(refused.detail)) == (status, True)
+
+
+def test_a_tokenizer_that_the_client_has_is_not_sent_again(server: Server, model: str) -> None:
+    path = f"/api/v1/get_tokenizer?model_id={model}"
+    tag = server.request("GET", path).headers["etag"]
+
+    again = server.request("GET", path, headers={"If-None-Match": f'"other", {tag}'})
+    changed = server.request("GET", path, headers={"If-None-Match": '"other"'})
+
+    assert (again.status, again.body) == (304, b"")
+    assert changed.status == 200
 
 
 def test_a_key_may_be_a_bearer_token(server: Server) -> None:

@@ -40,6 +40,23 @@ def test_a_base_model_can_be_sampled(client: tinker.ServiceClient) -> None:
     assert [len(sequence.logprobs or []) for sequence in result.sequences] == [6, 6, 6]
 
 
+def test_samples_with_stability_information_have_the_same_tokens(
+    client: tinker.ServiceClient,
+) -> None:
+    params = types.SamplingParams(max_tokens=6, stop=[], seed=1)
+    plain, recorded = (
+        client.create_sampling_client(base_model=MODEL, record_stability_info=wanted).result()
+        for wanted in (False, True)
+    )
+
+    (first,), (second,) = (
+        sampler.sample(PROMPT, 1, params).result().sequences for sampler in (plain, recorded)
+    )
+
+    assert second.tokens == first.tokens
+    assert second.sequence_id
+
+
 def test_sampled_logprobs_equal_those_of_the_trainer(client: tinker.ServiceClient) -> None:
     training = a_training_client(client)
     train(training, steps=2)
@@ -73,6 +90,17 @@ def test_a_policy_gradient_loop_starts_on_policy(client: tinker.ServiceClient) -
     assert output.metrics["loss:sum"] == pytest.approx(0.0, abs=1e-4)
     assert applied.metrics is not None
     assert applied.metrics["grad_norm"] > 0
+    assert output.metrics["ppo_kl:mean"] == pytest.approx(0.0, abs=1e-4)
+    # The policy has moved away from the one that sampled.
+    trained = training.forward(data, "ppo").result()
+    gaps = [
+        np.mean(
+            np.array(datum.loss_fn_inputs["logprobs"].data[-5:]) - logprobs["logprobs"].data[-5:]
+        )
+        for datum, logprobs in zip(data, trained.loss_fn_outputs, strict=True)
+    ]
+    assert trained.metrics["ppo_kl:mean"] == pytest.approx(np.mean(gaps), abs=1e-6)
+    assert trained.metrics["ppo_kl:mean"] != 0
 
 
 def test_an_older_snapshot_keeps_its_weights_while_training_continues(

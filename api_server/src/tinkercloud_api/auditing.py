@@ -37,7 +37,7 @@ class Auditing:
         """Record a request before it runs.
 
         Args:
-            principal: the caller, who knows the projects of the objects that the request used.
+            principal: the caller, who knows the objects that the request used.
             scope: the request.
             send: receives its response (ASGI).
 
@@ -59,13 +59,17 @@ class Auditing:
             "address": (scope.get("client") or ("",))[0],
             "status": _PENDING,
         }
-        number = await self.entries.begin(principal.owner, principal.key_id, event, details)
+        # A signed URL stands for no key.
+        key_id = principal.key_id or None
+        number = await self.entries.begin(principal.owner, key_id, event, details)
 
         async def send_recorded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 outcome = {**details, "status": message["status"]}
                 if principal.seen_projects:
                     outcome["project_ids"] = sorted(principal.seen_projects)
+                if principal.named_objects:
+                    outcome["objects"] = sorted(principal.named_objects)
                 await self._finish(number, outcome)
             await send(message)
 

@@ -93,6 +93,8 @@ class Principal:
     """Whether the caller's request changes the objects that it names."""
     seen_projects: set[str] = field(default_factory=set)
     """Projects of the objects that the request has used so far."""
+    named_objects: set[str] = field(default_factory=set)
+    """Ids of the sessions, runs and samplers that the request has made or trained so far."""
 
     def requesting(self, method: str, path: str) -> "Principal":
         """Return the same principal as the sender of one request.
@@ -101,7 +103,8 @@ class Principal:
             Forbidden: the role does not allow the request.
         """
         self.require_right(method, path)
-        return replace(self, is_changing=is_mutation(method, path), seen_projects=set())
+        is_changing = is_mutation(method, path)
+        return replace(self, is_changing=is_changing, seen_projects=set(), named_objects=set())
 
     def may_see(self, owner: str) -> bool:
         """Whether objects without a project that belong to `owner` are visible."""

@@ -7,7 +7,6 @@ needs neither.
 """
 
 import asyncio
-import dataclasses
 import importlib.metadata
 import json
 import re
@@ -15,15 +14,29 @@ from datetime import datetime, timedelta
 from typing import Annotated, Any
 
 import typer
-from obstore.exceptions import BaseError
 from rich.console import Console
 
 from tinkercloud_api import logs, state_folder
 from tinkercloud_api.auth import Role, hash_key, new_key
 from tinkercloud_api.catalog.database import CatalogUnreachableError
 from tinkercloud_api.catalog.tables import now
-from tinkercloud_api.commands import audit, checkpoints, drain, programs, projects, usage, users
-from tinkercloud_api.commands.local_catalog import StateDir, moment_of, with_catalog
+from tinkercloud_api.commands import (
+    audit,
+    catalog,
+    checkpoints,
+    drain,
+    programs,
+    projects,
+    usage,
+    users,
+)
+from tinkercloud_api.commands.local_catalog import (
+    Change,
+    StateDir,
+    change_catalog,
+    moment_of,
+    with_catalog,
+)
 from tinkercloud_api.commands.shared import (
     ApiKey,
     BaseUrl,
@@ -34,8 +47,6 @@ from tinkercloud_api.commands.shared import (
     show,
 )
 from tinkercloud_api.settings import InvalidSettingsError, load_settings
-from tinkercloud_protocol.errors import WireError
-from tinkercloud_protocol.object_store import open_store
 
 app = typer.Typer(
     name="tinkercloud",
@@ -43,13 +54,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 keys_app = typer.Typer(help="Manage the API keys in this machine's catalog.", no_args_is_help=True)
-catalog_app = typer.Typer(
-    help="Manage the catalog, the index of training runs and checkpoints.", no_args_is_help=True
-)
 models_app = typer.Typer(help="Inspect the base models of a running server.", no_args_is_help=True)
 sessions_app = typer.Typer(help="Manage the sessions of a running server.", no_args_is_help=True)
 app.add_typer(keys_app, name="keys")
-app.add_typer(catalog_app, name="catalog")
+app.add_typer(catalog.app, name="catalog")
 app.add_typer(models_app, name="models")
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(programs.app, name="programs")
@@ -136,8 +144,11 @@ def serve(
         fail(str(error))
 
 
-def _lifetime(text: str) -> timedelta:
+def _lifetime(text: str | timedelta) -> timedelta:
     """Parse a lifetime in days, hours, minutes or seconds, such as `30d`."""
+    if isinstance(text, timedelta):
+        # typer parses defaults too.
+        return text
     found = _LIFETIME.fullmatch(text)
     if found is None:
         raise typer.BadParameter(
@@ -175,8 +186,10 @@ def create_key(
 ) -> None:
     """Create an API key and print it. It is not shown again."""
     key = new_key()
-    row = with_catalog(
+    limits = ["--role", role, "--expires", expires or "never"]
+    row = change_catalog(
         state_dir,
+        Change("key_create", ["keys", "create", name, "--owner", owner or name, *limits]),
         lambda catalog: catalog.add_key(
             key_hash=hash_key(key),
             name=name,
@@ -218,7 +231,8 @@ def revoke_key(
     state_dir: StateDir = None,
 ) -> None:
     """Revoke an API key. Running servers reject it from the next request on."""
-    if not with_catalog(state_dir, lambda catalog: catalog.revoke_key(key_id)):
+    change = Change("key_revoke", ["keys", "revoke", key_id])
+    if not change_catalog(state_dir, change, lambda catalog: catalog.revoke_key(key_id)):
         fail(f"key {key_id} does not exist or is already revoked; see `tinkercloud keys list`")
 
 
@@ -240,8 +254,9 @@ def rotate_key(
 ) -> None:
     """Replace an API key: print a new one with its name, owner and role. It is not shown again."""
     key, ends_at = new_key(), now() + overlap
-    row = with_catalog(
-        state_dir, lambda catalog: catalog.rotate_key(key_id, hash_key(key), ends_at)
+    change = Change("key_rotate", ["keys", "rotate", key_id, "--overlap", overlap])
+    row = change_catalog(
+        state_dir, change, lambda catalog: catalog.rotate_key(key_id, hash_key(key), ends_at)
     )
     if row is None:
         fail(f"key {key_id} does not exist, has expired or is revoked; see `tinkercloud keys list`")
@@ -249,30 +264,6 @@ def rotate_key(
         typer.echo(json.dumps({"id": row.id, "key": key, "owner": row.owner, "role": row.role}))
     else:
         typer.echo(key)
-
-
-@catalog_app.command("rebuild")
-def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> None:
-    """Rebuild a lost catalog from the runs and checkpoints in the checkpoint store.
-
-    Existing entries are kept. API keys, the public flag of checkpoints and the metadata of runs
-    cannot be restored, as they are not in the checkpoint store.
-    """
-    from tinkercloud_api.catalog_rebuild import rebuild  # noqa: PLC0415 - as above
-    from tinkercloud_api.object_store import ObjectStoreClient  # noqa: PLC0415
-
-    settings = read_settings(state_dir=state_dir)
-    try:
-        objects = ObjectStoreClient(open_store(settings.checkpoint_url))
-        rebuilt = with_catalog(state_dir, lambda catalog: rebuild(catalog, objects))
-    except (WireError, BaseError) as error:
-        fail(f"{settings.checkpoint_url}: {error}")
-    if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(rebuilt)))
-        return
-    typer.echo(f"found {rebuilt.runs} training runs and {rebuilt.checkpoints} checkpoints")
-    for sentence in rebuilt.damaged:
-        typer.echo(f"damaged: {sentence}")
 
 
 @models_app.command("list")

@@ -12,7 +12,7 @@ import aiohttp
 import obstore
 
 from tinkercloud_api import state_folder
-from tinkercloud_api.catalog.database import CatalogUnreachableError, open_database
+from tinkercloud_api.catalog.database import CatalogUnreachableError, described, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.head_client import open_client
 from tinkercloud_api.models import ModelNotFoundError, resolve
@@ -200,7 +200,7 @@ async def _catalog(settings: Settings) -> CheckResult:
     try:
         await catalog.ping()
     except Unavailable as error:
-        return CheckResult("catalog", is_good=False, detail=str(error.__cause__).splitlines()[0])
+        return CheckResult("catalog", is_good=False, detail=described(error.__cause__ or error))
     finally:
         await catalog.close()
     return CheckResult("catalog", is_good=True, detail="reachable")

@@ -89,7 +89,9 @@ class HeadLocator:
         """
         run = await self._run(run_id)
         found = await self._claims.of(run.owner, run.session_id, principal) if run else None
-        return principal.may_change(principal.require(found, f"training run {run_id!r}"))
+        used = principal.require(found, f"training run {run_id!r}")
+        principal.named_objects.add(run_id)
+        return principal.may_change(used)
 
     async def authorize_sampler(self, sampler_id: str, principal: Principal) -> bool:
         """Check that a principal may use a sampling session as its request does.

@@ -36,6 +36,7 @@ _EVENTS = (
     ("POST", rf"{routes.PREFIX}load_weights", "checkpoint_read"),
     ("POST", rf"{routes.PREFIX}copy_weights", "checkpoint_copy"),
     (".*", rf"{routes.PREFIX}(checkpoints/uploads|external_weights_upload).*", "checkpoint_import"),
+    ("PUT", r"/uploads/.+", "checkpoint_import"),
     ("POST", rf"{routes.PREFIX}create_session", "session_create"),
     ("POST", rf"{routes.PREFIX}sessions/[^/]+/finish", "session_finish"),
     ("PUT", rf"{routes.PREFIX}sessions/[^/]+/project", "project_session_assign"),

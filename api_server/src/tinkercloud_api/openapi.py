@@ -85,6 +85,9 @@ _BATCH = {
 }
 """Schema of a batch in JSON, which `json_payloads` reads without a model."""
 _STATUSES = {
+    "206": "The range of bytes that the request asks for.",
+    "302": "The archive is at the address in Location.",
+    "304": "What the client has is current.",
     "400": "The request is invalid; repeating it does not help.",
     "401": "The key is missing, unknown or revoked.",
     "403": "The key is read-only, or its owner may only read the project.",
@@ -92,14 +95,35 @@ _STATUSES = {
     "408": "The result is not ready yet; poll again.",
     "410": "Permanently gone: a model with lost state, a discarded result, or an ended session.",
     "413": "The body is too large.",
+    "416": "The range has no byte of the file.",
     "429": "Too many waiting requests, or unknown keys from this address; try again later.",
     "503": "The session head or the object store is unavailable; try again.",
 }
 _OF_EVERY_CALL = ("400", "401", "429", "503")
+_WITHOUT_KEY = (
+    ("/downloads/", ("206", "304", "400", "403", "404", "410", "416", "429", "503")),
+    ("/traces/", ("404", "503")),
+    ("/hf/", ("206", "304", "400", "404", "416")),
+    ("/readyz", ("503",)),
+    ("/healthz", ("503",)),
+    ("/health", ("503",)),
+    ("/api/v1/healthz", ("503",)),
+    ("/livez", ()),
+)
+"""Starts of paths of calls without a key, and their statuses."""
+_WITH_QUERY = {
+    "/api/v1/training_runs",
+    "/api/v1/billing/usage/checkpoints/current",
+    "/api/v1/get_tokenizer",
+}
+"""Calls whose query may name an object."""
+_FILES = {
+    "/api/v1/get_tokenizer": ("206", "304", "416"),
+    "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id}/archive": ("302",),
+}
+"""Calls that return files, and the statuses that only these have."""
 _WITHOUT_OBJECT = {"/api/v1/client/config", "/api/v1/client/dynamic_config", "/api/v1/telemetry"}
 """Calls with a body that refers to no object, so that they never return 404."""
-_WITH_PROJECT = {"/api/v1/training_runs", "/api/v1/billing/usage/checkpoints/current"}
-"""Calls whose query may name a project."""
 _GONE = {
     "/api/v1/session_heartbeat",
     routes.ASAMPLE,
@@ -173,7 +197,7 @@ def describe(api: FastAPI) -> dict[str, Any]:
         document = get_openapi(title=api.title, version=api.version, routes=api.routes)
         schemas = document["components"]["schemas"]
         schemas["Error"] = _object(detail="string")
-        schemas["Promise"] = _object(request_id="string")
+        schemas["Promise"] = _object(request_id="string", message="string")
         document["components"]["securitySchemes"] = {
             "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
             "bearer": {"type": "http", "scheme": "bearer"},
@@ -199,26 +223,36 @@ def _operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, 
 def _add_error_responses(path: str, method: str, operation: dict[str, Any]) -> None:
     answers = operation["responses"]
     answers.pop("422", None)
-    if not path.startswith(routes.PREFIX) or path == "/api/v1/healthz":
+    for start, unkeyed in _WITHOUT_KEY:
+        if path.startswith(start):
+            answers.update({status: _response(status) for status in unkeyed})
+            return
+    if not path.startswith(routes.PREFIX):
         return
     has_body = "requestBody" in operation
-    has_object = "{" in path or path in _WITH_PROJECT
+    has_object = "{" in path or path in _WITH_QUERY
     has_object = has_object or (has_body and path not in _WITHOUT_OBJECT)
     statuses = [
         *_OF_EVERY_CALL,
+        *_FILES.get(path, ()),
         *(["403"] if is_mutation(method.upper(), path) else []),
         *(["404"] if has_object else []),
         *(["408"] if path == routes.RETRIEVE_FUTURE else []),
         *(["410"] if path in _GONE else []),
         *(["413"] if has_body else []),
     ]
-    content = {futures.JSON: {"schema": {"$ref": f"{_REFERENCE}Error"}}}
-    for status in statuses:
-        answers[status] = {"description": _STATUSES[status], "content": content}
+    answers.update({status: _response(status) for status in statuses})
     operation["security"] = [{"key": []}, {"bearer": []}]
     if path in _IDEMPOTENT:
         operation["parameters"] = [*operation.get("parameters", []), _IDEMPOTENCY_KEY]
     operation.setdefault("operationId", f"{path.rsplit('/', 1)[-1]}_{method}")
+
+
+def _response(status: str) -> dict[str, Any]:
+    if status < "400":
+        return {"description": _STATUSES[status]}
+    content = {futures.JSON: {"schema": {"$ref": f"{_REFERENCE}Error"}}}
+    return {"description": _STATUSES[status], "content": content}
 
 
 def _hot_operation(path: str, schemas: dict[str, Any]) -> dict[str, Any]:

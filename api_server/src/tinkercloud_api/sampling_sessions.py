@@ -85,6 +85,7 @@ class SamplingSessions:
                 saved_at=weights.saved_at,
             )
         )
+        principal.named_objects.add(row.id)
         return row.id
 
     async def of(self, named: NamedWeights, principal: Principal) -> str:

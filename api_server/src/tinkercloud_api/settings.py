@@ -217,11 +217,13 @@ class Settings(BaseSettings):
     programs: ProgramSettings = ProgramSettings()
     """Programs that the server runs for its users."""
     oidc: OidcSettings | None = None
-    """Login with an OpenID provider at `/login`, which issues API keys. Default: no login."""
+    """Login with an OpenID provider at `/login`, which issues API keys. Default: no login. Fields:
+    `issuer`, `client_id` and others of the section Login in docs/operate/users.md."""
     tenants: dict[str, TenantSettings] = Field(
         default_factory=dict, examples=[{"research": {"owners": ["ada"], "limits": {"models": 4}}}]
     )
-    """Limits of groups of owners, by name of the group. Runs over a limit wait."""
+    """Limits of groups of owners, by name of the group. Runs over a limit wait. Fields: `owners`
+    and `limits`, as in docs/operate/quotas.md."""
 
     # A validator of the model rather than of the fields, whose errors would show the secret values.
     @model_validator(mode="after")

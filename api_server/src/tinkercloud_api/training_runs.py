@@ -149,6 +149,7 @@ class TrainingRuns:
                 f"model_seq_id: {model_id.index} was already used in this session for another"
                 " model; use the next unused number"
             )
+        principal.named_objects.add(row.id)
         self.locator.cache_run(row)
         if row.generation is None:
             self.locator.start_placing(row.id)

@@ -6,11 +6,14 @@ samples from `CLIENT_NUMBERS` times its own number, so a request's seq_id says w
 
 The client waits for samples without naming them. If the head that accepted them is gone, no other
 head knows them, and the client would wait forever. A cursor therefore names the head that returned
-it and the latest sample that this head had accepted: a poll that comes to another head is answered
-with all numbers near that one. To report a sample that is not complete is harmless: the client then
-polls retrieve_future for it, and learns there that it has to send the sample again.
+it and the latest sample that this head had accepted: a poll that comes to another head, and those
+after it, are answered with all numbers near that one, `_PAGE` in each answer. To report a sample
+that is not complete is harmless: the client then polls retrieve_future for it, and learns there
+that it has to send the sample again.
 
     bits of a cursor   62..48 epoch of the head, 47..28 latest sample / 1024, 27..0 event number
+
+Between these answers the epoch is 0, and the event number counts the samples reported so far.
 """
 
 from dataclasses import dataclass
@@ -32,6 +35,8 @@ MAX_RETRIEVED = 100_000
 _EPOCHS, _STEPS, _EVENTS = 1 << 15, 1 << 20, 1 << 28
 _STEP = 1024
 """Resolution of the latest sample in a cursor."""
+_PAGE = 512
+"""Maximum number of samples in one answer to a poll that comes to another head."""
 
 
 class SamplingSessionTarget(WireModel):
@@ -68,7 +73,7 @@ class Cursor:
     """A position in the completed samples of one client, as one head counts them."""
 
     epoch: int
-    """Identifies the process of the head; 0 if the client has had no answer yet."""
+    """Identifies the process of the head; 0 if the client has had no answer of this head yet."""
     latest: int
     """The latest sample that the head had accepted, counted from the client's first; in a cursor, a
     multiple of 1024."""
@@ -97,17 +102,26 @@ def client_of(seq_id: int) -> int:
     return seq_id // CLIENT_NUMBERS
 
 
-def nearby(target: SamplingSessionTarget, cursor: Cursor) -> list[str]:
-    """Return the ids of a client's samples near the latest one that a head has accepted.
+def nearby(target: SamplingSessionTarget, cursor: Cursor) -> tuple[list[str], Cursor]:
+    """Return ids of a client's samples near the latest one that a head has accepted.
+
+    Returns:
+        At most `_PAGE` ids, from the latest sample upwards and then the earlier ones, and the
+        cursor with which the client asks for the next ones; its event is 0 if these are the last.
 
     Raises:
         InvalidRequest: the target is not a sampling session id.
     """
     session_id = SamplingSessionId.parse(target.sampling_session_id)
     first = target.cloned_sampler_id * CLIENT_NUMBERS
-    end = cursor.latest + _STEP + NEARBY_SAMPLES
-    numbers = range(max(cursor.latest - NEARBY_SAMPLES, 0), end)
-    return [str(RequestId(session_id, first + number)) for number in numbers]
+    numbers = [
+        *range(cursor.latest, cursor.latest + _STEP + NEARBY_SAMPLES),
+        *range(max(cursor.latest - NEARBY_SAMPLES, 0), cursor.latest),
+    ]
+    start = cursor.event if cursor.epoch == 0 else 0
+    end = start + _PAGE
+    ids = [str(RequestId(session_id, first + number)) for number in numbers[start:end]]
+    return ids, Cursor(0, cursor.latest, end if end < len(numbers) else 0)
 
 
 def answer(completions: list[dict[str, object]], cursor: int) -> bytes:

@@ -55,17 +55,19 @@ class Result:
     content_type: str
 
 
-def promise(request_id: str, *, model_id: str | None = None) -> bytes:
-    """Return the response to an accepted training request."""
-    answer = {"request_id": request_id}
-    if model_id is not None:
-        answer["model_id"] = model_id
-    return orjson.dumps(answer)
+_ACCEPTED = "the request is accepted; retrieve_future returns its result"
+"""For people who read the response. The SDK ignores it."""
+
+
+def promise(request_id: str, **ids: str) -> bytes:
+    """Return the response to an accepted training request; `ids` are those of its objects."""
+    return orjson.dumps({"request_id": request_id, "message": _ACCEPTED, **ids})
 
 
 def sample_promise(request_id: str, sequence_ids: list[str]) -> bytes:
     """Return the response to an accepted sampling request, with a sequence id for each sample."""
-    return orjson.dumps({"request_id": request_id, "sample_sequence_ids": sequence_ids})
+    answer = {"request_id": request_id, "message": _ACCEPTED}
+    return orjson.dumps({**answer, "sample_sequence_ids": sequence_ids})
 
 
 def pending(

@@ -79,7 +79,8 @@ class ServerCapabilities(Answer):
 class ServerHealth(Answer):
     """GET health under /api/v1 (no SDK call)."""
 
-    status: Literal["healthy"] = "healthy"
+    status: Literal["healthy", "degraded"] = "healthy"
+    """`degraded`: the checkpoint store, automatic saves or the durability of a run fails."""
     version: str
     ray_status: Literal["not used", "per session"]
     """`per session`: each session on Kubernetes has a Ray cluster of its own. The server itself

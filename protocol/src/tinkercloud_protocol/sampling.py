@@ -193,15 +193,11 @@ class SampleRequest(WireModel):
     prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     """Number of tokens to sample at every prompt position after the first."""
     record_stability_info: bool | None = None
+    """Accepted without effect: only the loss stable_reinforce, which has no public definition, uses
+    what the SDK asks for. Sequence ids are returned in any case."""
 
     @model_validator(mode="after")
     def _check_supported(self) -> "SampleRequest":
-        if self.record_stability_info:
-            raise ValueError(
-                "record_stability_info: not supported, because only the loss stable_reinforce"
-                " uses it, which has no public definition; use importance_sampling, ppo,"
-                " cispo, dro or gspo (in the cookbook, set loss_fn=importance_sampling)"
-            )
         if self.prompt_logprobs_last_n is not None and not self.scores_prompt:
             raise ValueError(
                 "prompt_logprobs_last_n needs prompt_logprobs to be true, or topk_prompt_logprobs"

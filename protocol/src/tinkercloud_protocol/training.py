@@ -141,7 +141,7 @@ class OptimStepRequest(WireModel):
 
 
 def default_name(seq_id: int) -> str:
-    """Return the name of the training checkpoint that an unnamed request of this number writes."""
+    """Return the name of the checkpoint that a request of this number without a name writes."""
     return f"step-{seq_id:06d}"
 
 
@@ -174,13 +174,14 @@ class SaveWeightsRequest(WireModel):
 class SaveWeightsForSamplerRequest(WireModel):
     """POST save_weights_for_sampler: publish the current weights for sampling.
 
-    With `path`, they become a named checkpoint; with `sampling_session_seq_id`, they serve one new
-    sampling session and are kept while it can be used.
+    With `sampling_session_seq_id`, they serve one new sampling session and are kept while it can be
+    used; otherwise they become a checkpoint.
     """
 
     model_id: Name
     seq_id: SeqId | None = None
     path: Name | None = None
+    """Name of the checkpoint; absent means a name derived from the seq_id."""
     sampling_session_seq_id: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: TtlSeconds | None = None
@@ -188,12 +189,21 @@ class SaveWeightsForSamplerRequest(WireModel):
 
     @model_validator(mode="after")
     def _has_one_target(self) -> "SaveWeightsForSamplerRequest":
-        if (self.path is None) == (self.sampling_session_seq_id is None):
+        if self.path is not None and self.sampling_session_seq_id is not None:
             raise ValueError(
-                "set either path (a named checkpoint) or sampling_session_seq_id (a sampler of"
-                " this session)"
+                "set path (a named checkpoint), sampling_session_seq_id (a sampler of this session)"
+                " or neither (a checkpoint named by the number of the request), not both"
             )
         return self
+
+    def name(self) -> str | None:
+        """Return the checkpoint's name; None if there is none, but a sampling session.
+
+        A request without `path` must have a number.
+        """
+        if self.sampling_session_seq_id is not None:
+            return None
+        return self.path if self.path is not None else default_name(self.seq_id or 0)
 
 
 class SaveWeightsExternalRequest(WireModel):

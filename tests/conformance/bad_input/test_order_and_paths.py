@@ -64,11 +64,10 @@ BAD_ORDERED_REQUESTS: dict[str, tuple[str, dict[str, object], str]] = {
         "does not exist, or belongs to another owner",
     ),
     "a load of nothing": ("load_weights", {"optimizer": False}, "path: Field required"),
-    "no target": ("save_weights_for_sampler", {}, "set either path"),
     "two targets": (
         "save_weights_for_sampler",
         {"path": "x", "sampling_session_seq_id": 1},
-        "set either path",
+        "or neither (a checkpoint named by the number of the request), not both",
     ),
 }
 

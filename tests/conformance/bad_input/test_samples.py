@@ -108,11 +108,6 @@ BAD_SAMPLES: dict[str, tuple[dict[str, object], str]] = {
         chunks({"type": "encoded_text", "tokens": [[]] * 10_000}),
         "prompt.chunks.0.tokens.0: Input should be a valid integer (got [])",
     ),
-    "stability": (
-        {"record_stability_info": True},
-        "no public definition; use importance_sampling, ppo, cispo, dro or gspo (in the cookbook,"
-        " set loss_fn=importance_sampling)",
-    ),
     "last tokens of no question": ({"prompt_logprobs_last_n": 1}, "or topk_prompt_logprobs"),
     "too many last": ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "last_n"),
 }

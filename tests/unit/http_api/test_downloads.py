@@ -182,11 +182,15 @@ async def test_a_download_can_be_resumed_if_the_file_is_the_same(server: Server)
     last = await get("bytes=-10")
     other = await get("bytes=3000001-", **{"If-Range": '"another"'})
     beyond = await get(f"bytes={len(WEIGHTS)}-")
+    current = await get("bytes=0-", **{"If-None-Match": f'"x", W/{etag}'})
+    changed = await get("bytes=0-9", **{"If-None-Match": '"x"'})
 
     assert (rest.status_code, rest.content) == (206, WEIGHTS[3_000_001:])
     assert rest.headers["content-range"] == f"bytes 3000001-{len(WEIGHTS) - 1}/{len(WEIGHTS)}"
     assert (last.status_code, last.content) == (206, WEIGHTS[-10:])
     assert (other.status_code, other.content) == (200, WEIGHTS)
+    assert (current.status_code, current.content) == (304, b"")
+    assert changed.status_code == 206
     assert beyond.status_code == 416
     assert beyond.headers["content-range"] == f"bytes */{len(WEIGHTS)}"
 

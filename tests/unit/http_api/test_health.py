@@ -51,12 +51,14 @@ async def test_a_server_is_ready_but_not_healthy_without_its_checkpoint_store(
 async def test_the_health_that_a_caller_sees_names_the_failure_of_the_store(
     client: httpx.AsyncClient, tmp_path: Path
 ) -> None:
-    async def failure() -> str | None:
+    async def shown() -> tuple[str, str]:
         answer = await client.get("/api/v1/health", headers={"x-api-key": KEY})
         assert answer.status_code == 200
-        found = answer.json()["checkpoint_store_failure"]
-        return None if found is None else str(found)
+        content = answer.json()
+        return content["status"], str(content["checkpoint_store_failure"])
 
-    assert await failure() is None
+    assert await shown() == ("healthy", "None")
     break_store(tmp_path)
-    assert "object store for checkpoints failed" in str(await failure())
+    status, failure = await shown()
+    assert status == "degraded"
+    assert "object store for checkpoints failed" in failure

@@ -2,17 +2,29 @@
 
 import json
 import re
+from collections.abc import Iterator
+from importlib import import_module
+from itertools import product
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from starlette.testclient import TestClient
 
+import tinkercloud_api.routes as api_routes
 from tinkercloud_api.app import Application
 from tinkercloud_api.hot_paths import HANDLERS
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol import routes
 from tinkercloud_testing.providers import OneHead
+
+KEY = "tml-a-valid-key-of-these-tests"
+PACKAGE = f"{api_routes.__name__}."
+NONE = APIRouter()
 
 
 @pytest.fixture
@@ -56,6 +68,50 @@ async def test_calls_for_clients_without_the_sdk_are_in_it(document: dict[str, A
     assert shown <= described
     assert {"/health", "/retrieve_future/{request_id}", "/unload_model"} <= described
     assert {"sampling_session_id", "model_id", "model_path", "base_model"} <= set(sample)
+
+
+def test_no_call_leaves_out_the_nulls_that_its_schema_has() -> None:
+    modules = [import_module(found.name) for found in iter_modules(api_routes.__path__, PACKAGE)]
+    calls = [route for module in modules for route in getattr(module, "router", NONE).routes]
+
+    assert len(calls) > 50
+    shortened = [
+        call.path
+        for call in calls
+        if isinstance(call, APIRoute)
+        and (call.response_model_exclude_none or call.response_model_exclude_unset)
+    ]
+    assert shortened == []
+
+
+def examples(operation: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield arguments of requests: parameters that exist nowhere, and bodies that are wrong."""
+    declared = operation.get("parameters", [])
+    query = {each["name"]: "0" for each in declared if each["in"] == "query"}
+    bodies: list[object] = [None]
+    if "requestBody" in operation:
+        bodies += [{"model_id": "s:train:0", "seq_id": 1, "session_id": "s"}, []]
+    yield {"headers": {"x-api-key": "tml-nobody"}}
+    for params in ({}, query):
+        for body in bodies:
+            yield {"params": params} if body is None else {"params": params, "json": body}
+
+
+def test_no_call_answers_with_a_status_that_it_does_not_list(tmp_path: Path) -> None:
+    app = Application(Settings(state_dir=tmp_path, bootstrap_key=KEY), OneHead())
+    headers = {"x-api-key": KEY, "range": "bytes=9999999-"}
+    unlisted = []
+
+    with TestClient(app, headers=headers, raise_server_exceptions=False) as client:
+        for path, methods in client.get("/openapi.json").json()["paths"].items():
+            for (method, operation), name in product(methods.items(), ("nope", "s:train:0")):
+                url = re.sub(r"\{[^}]+\}", name, path)
+                for arguments in examples(operation):
+                    answer = client.request(method, url, follow_redirects=False, **arguments)
+                    if str(answer.status_code) not in operation["responses"]:
+                        unlisted.append((answer.status_code, method, url, arguments))
+
+    assert unlisted == []
 
 
 async def test_422_is_never_answered(document: dict[str, Any]) -> None:

@@ -138,6 +138,24 @@ def test_any_non_zero_number_in_the_gspo_mask_marks_a_token(
     assert torch.equal(got[1], expected[1])
 
 
+def test_ppo_kl_averages_the_sampled_tokens_of_each_datum_and_then_the_data() -> None:
+    def column(*values: float) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+        return np.array(values, dtype=np.float32)[:, None]
+
+    trained = [column(-9, -1, -2), column(-9), column(-3, -1)]
+    inputs = [
+        {"logprobs": column(0, -0.5, -1), "advantages": column(0, 1, 0)},
+        {"logprobs": column(0), "advantages": column(0)},
+        {"logprobs": column(0, -2), "advantages": column(0, -1)},
+    ]
+
+    chunks = [losses.ppo_kl(trained[:2], inputs[:2]), losses.ppo_kl(trained[2:], inputs[2:])]
+
+    assert losses.ppo_kl(trained, inputs) == pytest.approx((0.75 + 0 - 1) / 3)
+    assert np.average(chunks, weights=[2, 1]) == pytest.approx(losses.ppo_kl(trained, inputs))
+    assert not losses.compares_policies("cross_entropy")
+
+
 def test_thresholds_may_differ_from_token_to_token() -> None:
     inputs = inputs_of("ppo", [-1.0, -1.0], [1.0, 1.0])
     inputs.values["clip_high_threshold"][1] = 3.0

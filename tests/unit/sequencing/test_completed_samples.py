@@ -100,12 +100,31 @@ async def test_a_client_of_a_head_that_is_gone_retrieves_all_of_its_samples() ->
     for seq_id in (5001, 5002):
         before.open(f"{SESSION}:{seq_id}", b"", "me")
 
-    completions, cursor = await poll(after, cursor)
-    nothing_more, _ = await poll(after, cursor, seconds=0)
+    at_after = sample(after, 5003)
+    names: list[object] = []
+    while True:
+        completions, cursor = await poll(after, cursor, seconds=0)
+        if not completions:
+            break
+        assert len(completions) <= 512
+        names += [entry["request_id"] for entry in completions]
 
-    names = {entry["request_id"] for entry in completions}
-    assert {f"{SESSION}:5001", f"{SESSION}:5002"} <= names
-    assert nothing_more == []
+    assert {*names} == {f"{SESSION}:{number}" for number in range(4096 + 1024 + 4096)}
+    assert len(names) == len({*names}) + 1, "what this head completed is reported once more"
+    assert names[-1] == at_after
+
+
+@pytest.mark.parametrize("cursor", [1 << 62, (1 << 63) - 1, 512, 1 << 27, (1 << 48) - 1])
+async def test_an_answer_to_a_made_up_cursor_is_short_and_leads_to_a_valid_one(
+    cursor: int,
+) -> None:
+    results = a_store()
+    sample(results, 0)
+
+    for _ in range(30):
+        completions, cursor = await poll(results, cursor, seconds=0)
+        assert len(completions) <= 512
+    assert completions == []
 
 
 async def test_a_first_poll_at_a_head_without_samples_of_the_client_is_answered_likewise() -> None:

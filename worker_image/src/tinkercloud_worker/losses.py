@@ -346,5 +346,35 @@ def per_target(
     return [part.reshape(array.shape) for part, array in zip(parts, logprobs, strict=True)]
 
 
+def compares_policies(name: str) -> bool:
+    """Return whether the inputs of a loss include the logprobs of the policy that sampled."""
+    return {"logprobs", "advantages"} <= LOSSES[name].inputs.keys()
+
+
+def ppo_kl(logprobs: Sequence[FloatArray], inputs: Sequence[Mapping[str, FloatArray]]) -> float:
+    """Return the estimated KL divergence of the sampling policy from the trained one.
+
+    It is k1 of http://joschu.net/blog/kl-approx.html, q - lp: its mean over the sampled tokens of a
+    datum, averaged over all data, as RL trainers report it (`ppo_kl` in verl and slime). The SDK
+    averages means over chunks by their numbers of data, so this mean is exact, and one over tokens
+    would not be.
+
+    Clients send no mask. They send prompts with a logprob and an advantage of 0, so a token with
+    either was sampled. A datum without such tokens counts as 0.
+
+    Args:
+        logprobs: per datum, float32 [N] or [N, 1].
+        inputs: per datum, float32 [N, 1] by name, with `logprobs` and `advantages`.
+    """
+    starts = np.cumsum([0, *(array.size for array in logprobs[:-1])])
+    lp = np.concatenate([array.ravel() for array in logprobs]).astype(np.float64)
+    q = np.concatenate([datum["logprobs"].ravel() for datum in inputs])
+    advantages = np.concatenate([datum["advantages"].ravel() for datum in inputs])
+    is_sampled = (q != 0) | (advantages != 0)
+    sums = np.add.reduceat(np.where(is_sampled, q - lp, 0.0), starts)
+    counts = np.add.reduceat(is_sampled.astype(np.int64), starts)
+    return float(np.mean(sums / np.maximum(counts, 1)))
+
+
 def _listed(names: Mapping[str, object] | Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names)

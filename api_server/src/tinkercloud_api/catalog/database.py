@@ -4,6 +4,8 @@ from pathlib import Path
 
 import alembic.command
 import alembic.config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, event, make_url, text
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError
@@ -22,6 +24,13 @@ WRONG_STATEMENT = (IntegrityError, ProgrammingError, DataError)
 """Errors in a statement, reported by a reachable database."""
 NO_ANSWER = (DBAPIError, NoConnectionFreeError, OSError)
 """Errors of an unreachable or overloaded database; the same statement may succeed later."""
+
+_DAMAGE = ("database disk image is malformed", "file is not a database")
+"""SQLite's messages for a damaged file."""
+_REPAIR = (
+    "; restore a backup, or move the file and those with its name and -wal or -shm away, and run"
+    " `tinkercloud catalog rebuild`"
+)
 
 
 class CatalogUnreachableError(Exception):
@@ -87,14 +96,22 @@ async def migrate(engine: AsyncEngine) -> None:
     """Migrate the schema to the current version, without a timeout. Replicas migrate in turn.
 
     Raises:
-        CatalogUnreachableError: the database does not respond.
+        CatalogUnreachableError: the database does not respond or is damaged, or a newer release has
+            migrated it; nothing was changed.
     """
+    where = engine.url.render_as_string(hide_password=True)
 
     def upgrade(connection: Connection) -> None:
         if connection.dialect.name == "postgresql":
             lock = text("SELECT pg_advisory_xact_lock(:number)")
             connection.execute(lock, {"number": _MIGRATION_LOCK})
         config = migration_config()
+        if unknown := _unknown_revisions(connection, config):
+            raise CatalogUnreachableError(
+                f"database_url: a newer release has migrated the catalog at {where} (to revision"
+                f" {', '.join(sorted(unknown))}, which this release does not have); run that"
+                " release, or restore a backup from before the upgrade"
+            )
         config.attributes["connection"] = connection
         alembic.command.upgrade(config, "head")
 
@@ -105,10 +122,21 @@ async def migrate(engine: AsyncEngine) -> None:
     except WRONG_STATEMENT:
         raise
     except NO_ANSWER as error:
-        where = engine.url.render_as_string(hide_password=True)
-        reason = str(error).splitlines()[0]
         raise CatalogUnreachableError(
-            f"database_url: cannot open the catalog at {where} ({reason})"
+            f"database_url: cannot open the catalog at {where} ({described(error)})"
         ) from error
     finally:
         await unlimited.dispose()
+
+
+def described(error: BaseException) -> str:
+    """Return the reason of a database error in one line, and what to do if a file is damaged."""
+    reason = str(error).splitlines()[0]
+    return reason + (_REPAIR if any(text in reason for text in _DAMAGE) else "")
+
+
+def _unknown_revisions(connection: Connection, config: alembic.config.Config) -> set[str]:
+    """Return the revisions of a database that this release does not have."""
+    scripts = ScriptDirectory.from_config(config)
+    known = {script.revision for script in scripts.walk_revisions()}
+    return {*MigrationContext.configure(connection).get_current_heads()} - known

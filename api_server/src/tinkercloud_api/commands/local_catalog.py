@@ -1,18 +1,30 @@
 """Commands that use the catalog of this machine's state folder, or of the configured database."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import getpass
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
+from sqlalchemy.exc import DBAPIError
 
 from tinkercloud_api import state_folder
-from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, open_database
+from tinkercloud_api.catalog.audit import AuditLog
+from tinkercloud_api.catalog.database import (
+    CatalogUnreachableError,
+    described,
+    migrate,
+    open_database,
+)
 from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.tables import ApiKey
 from tinkercloud_api.commands.shared import fail, read_settings
 from tinkercloud_api.settings import Settings
+from tinkercloud_protocol.errors import Unavailable
 
 T = TypeVar("T")
 
@@ -25,8 +37,55 @@ StateDir = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a command changes in the catalog, for the audit log."""
+
+    event: str
+    """`<resource>_<action>`, as in `mutations`."""
+    arguments: Sequence[object]
+    """The command after `tinkercloud`, without secrets."""
+
+
 def with_catalog(state_dir: Path | None, work: Callable[[Catalog], Awaitable[T]]) -> T:
     """Apply a function to the catalog, and print on standard error which catalog was used."""
+    return _with_catalog(state_dir, lambda catalog, _log: work(catalog))
+
+
+def change_catalog(
+    state_dir: Path | None, change: Change, work: Callable[[Catalog], Awaitable[T]]
+) -> T:
+    """Apply a function that changes the catalog, as `with_catalog`, and record it.
+
+    The entry of the audit log is written first, so that no change can happen without one. Its owner
+    is `command:` and the user of this machine. `work` returns None or False for a refusal.
+    """
+
+    async def recorded(catalog: Catalog, log: AuditLog) -> T:
+        details = {
+            "method": "COMMAND",
+            "path": " ".join(["tinkercloud", *map(str, change.arguments)]),
+            "status": "no response yet",
+        }
+        number = await log.begin(f"command:{_user()}", None, change.event, details)
+        result = await work(catalog)
+        outcome = {**details, "status": "done" if result else "refused"}
+        if isinstance(result, ApiKey):
+            outcome["objects"] = [f"key {result.id}"]
+        await log.finish(number, outcome)
+        return result
+
+    return _with_catalog(state_dir, recorded)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def _with_catalog(state_dir: Path | None, work: Callable[[Catalog, AuditLog], Awaitable[T]]) -> T:
     settings = read_settings(state_dir=state_dir)
 
     async def run() -> T:
@@ -34,7 +93,7 @@ def with_catalog(state_dir: Path | None, work: Callable[[Catalog], Awaitable[T]]
         await migrate(engine)
         catalog = Catalog(engine)
         try:
-            return await work(catalog)
+            return await work(catalog, AuditLog(engine))
         finally:
             await catalog.close()
 
@@ -43,6 +102,10 @@ def with_catalog(state_dir: Path | None, work: Callable[[Catalog], Awaitable[T]]
         result = asyncio.run(run())
     except (CatalogUnreachableError, state_folder.StateFolderError) as error:
         fail(str(error))
+    except Unavailable as error:
+        if not isinstance(error.__cause__, DBAPIError):
+            raise
+        fail(f"the catalog can't be read or written ({described(error.__cause__)})")
     typer.echo(whose, err=True)
     return result
 

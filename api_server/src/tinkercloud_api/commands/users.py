@@ -7,7 +7,13 @@ import typer
 from tinkercloud_api.auth import Role
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
-from tinkercloud_api.commands.local_catalog import StateDir, moment_of, with_catalog
+from tinkercloud_api.commands.local_catalog import (
+    Change,
+    StateDir,
+    change_catalog,
+    moment_of,
+    with_catalog,
+)
 from tinkercloud_api.commands.shared import Json, fail, show
 
 app = typer.Typer(help="Manage the owners of keys in this machine's catalog.", no_args_is_help=True)
@@ -48,7 +54,8 @@ def create_user(
     state_dir: StateDir = None,
 ) -> None:
     """Create an entry for an owner, without a key. An OpenID login with this name uses it."""
-    if with_catalog(state_dir, lambda catalog: catalog.add_user(name, role)) is None:
+    change = Change("user_create", ["users", "create", name, "--role", role or "none"])
+    if change_catalog(state_dir, change, lambda catalog: catalog.add_user(name, role)) is None:
         fail(f"{name!r} has an entry already; see `tinkercloud users show {name}`")
 
 
@@ -114,21 +121,24 @@ def set_role(
     if role not in {*Role, "none"}:
         fail(f"role: expected one of {', '.join(Role)} or none, got {role!r}")
     limit = None if role == "none" else role
-    if not with_catalog(state_dir, lambda catalog: catalog.set_user_role(name, limit)):
+    change = Change("user_role_set", ["users", "set-role", name, role])
+    if not change_catalog(state_dir, change, lambda catalog: catalog.set_user_role(name, limit)):
         fail(_unknown(name))
 
 
 @app.command("disable")
 def disable_user(name: Name, state_dir: StateDir = None) -> None:
     """Refuse all keys of an owner from now on, on all servers. Its runs and checkpoints stay."""
-    if not with_catalog(state_dir, lambda catalog: catalog.set_disabled(name, now())):
+    change = Change("user_disable", ["users", "disable", name])
+    if not change_catalog(state_dir, change, lambda catalog: catalog.set_disabled(name, now())):
         fail(_unknown(name))
 
 
 @app.command("enable")
 def enable_user(name: Name, state_dir: StateDir = None) -> None:
     """Accept the keys of a disabled owner again."""
-    if not with_catalog(state_dir, lambda catalog: catalog.set_disabled(name, None)):
+    change = Change("user_enable", ["users", "enable", name])
+    if not change_catalog(state_dir, change, lambda catalog: catalog.set_disabled(name, None)):
         fail(_unknown(name))
 
 

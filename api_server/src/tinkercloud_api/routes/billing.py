@@ -29,7 +29,7 @@ _MAX_ROWS = 20_000
 _GIGABYTE = 1e9
 
 
-@router.get("/events", response_model_exclude_none=True)
+@router.get("/events")
 async def show_events(
     server: Server, caller: Caller, starting_on: AwareDatetime, ending_before: AwareDatetime
 ) -> BillingUsage:
@@ -93,7 +93,7 @@ def _events(row: SessionHour, project_id: str | None) -> Iterator[BillingEvent]:
             )
 
 
-@router.get("/checkpoints/current", response_model_exclude_none=True)
+@router.get("/checkpoints/current")
 async def show_storage(
     server: Server, caller: Caller, project_id: str | None = None
 ) -> CheckpointStorageList:

@@ -51,7 +51,7 @@ class SearchCheckpoints(WireModel):
     cursor: SearchPosition | None = None
 
 
-@router.post("/checkpoints/search", response_model_exclude_none=True)
+@router.post("/checkpoints/search")
 async def search_checkpoints(
     request: SearchCheckpoints, server: Server, caller: Caller
 ) -> CheckpointSearchAnswer:

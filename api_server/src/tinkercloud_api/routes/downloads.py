@@ -98,6 +98,8 @@ async def download(
     """Download a file by a signed URL, all of it or one range of bytes."""
     content = await server.downloads.content(grant)
     headers = _headers(content)
+    if byte_ranges.is_unchanged(request.headers, content.etag):
+        return Response(status_code=304, headers=headers)
     try:
         part = byte_ranges.requested(request.headers, content.size, content.etag, content.modified)
     except RangeNotSatisfiable as error:

@@ -12,7 +12,7 @@ from tinkercloud_api.routes.call import SMALL_BODY_BYTES, Call
 from tinkercloud_protocol import batched_futures, futures, routes
 from tinkercloud_protocol.asgi import respond
 from tinkercloud_protocol.batched_futures import Cursor, RetrieveFuturesRequest
-from tinkercloud_protocol.errors import Forbidden, InvalidRequest, Unavailable, WireError
+from tinkercloud_protocol.errors import Forbidden, InvalidRequest, NotFound, Unavailable, WireError
 from tinkercloud_protocol.ids import RequestId, SamplingSessionId
 from tinkercloud_protocol.sampling import RetrieveFutureRequest
 from tinkercloud_protocol.wire import parse_json
@@ -52,7 +52,7 @@ async def retrieve(call: Call, seconds: float) -> None:
         result = await call.server.custom_losses.result(loss_id, call.principal)
         await respond(call.send, result.body)
         return
-    request_id = RequestId.parse(name)
+    request_id = _request_id(name)
     is_sample = isinstance(request_id.target, SamplingSessionId)
     at_head = _retrieve_sample if is_sample else _retrieve_training
     try:
@@ -157,15 +157,15 @@ async def retrieve_futures(call: Call) -> None:
 
 
 def _all_complete(asked: RetrieveFuturesRequest) -> bytes:
-    names = batched_futures.nearby(asked.target, Cursor.parse(asked.prev_cursor))
+    names, following = batched_futures.nearby(asked.target, Cursor.parse(asked.prev_cursor))
     entries = [batched_futures.complete(name) for name in names]
-    return batched_futures.answer(entries, asked.prev_cursor)
+    return batched_futures.answer(entries, int(following))
 
 
 async def cancel_future(call: Call) -> None:
     """Forward a cancellation. Cancelling a request that has already finished is not an error."""
     body = await call.request.body(SMALL_BODY_BYTES)
-    request_id = RequestId.parse(parse_json(RetrieveFutureRequest, body).request_id)
+    request_id = _request_id(parse_json(RetrieveFutureRequest, body).request_id)
     if not isinstance(request_id.target, SamplingSessionId):
         raise InvalidRequest("request_id: only sampling requests can be cancelled")
     target = str(request_id.target)
@@ -177,6 +177,18 @@ async def cancel_future(call: Call) -> None:
         await respond(call.send, b"{}")
         return
     await call.forward(endpoint, target, body)
+
+
+def _request_id(name: str) -> RequestId:
+    """Read a request id.
+
+    Raises:
+        NotFound: it is not one of ours.
+    """
+    try:
+        return RequestId.parse(name)
+    except InvalidRequest as error:
+        raise NotFound(error.message) from None
 
 
 def _poll_seconds(call: Call) -> float:

@@ -58,14 +58,17 @@ async def health_of_caller(server: Server, caller: Caller) -> ServerHealth:
     is_local = server.settings.provider == "local"
     level = server.settings.durability.level if is_local else "none"
     num_degraded = await server.catalog.count_runs_named(degraded, owner)
+    num_failing = await server.catalog.count_runs_named(failing, owner)
+    store_failure = await _failure_of_store(server)
     return ServerHealth(
+        status="degraded" if num_degraded or num_failing or store_failure else "healthy",
         version=version("tinkercloud-api"),
         ray_status="not used" if is_local else "per session",
         active_models=await server.catalog.count_runs_named(in_memory, owner),
-        failing_autosaves=await server.catalog.count_runs_named(failing, owner),
+        failing_autosaves=num_failing,
         durability="degraded" if num_degraded else level,
         active_sessions=await server.catalog.count_active_sessions(now() - LIVE, owner),
-        checkpoint_store_failure=await _failure_of_store(server),
+        checkpoint_store_failure=store_failure,
     )
 
 

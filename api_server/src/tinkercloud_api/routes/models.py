@@ -4,15 +4,15 @@ import ipaddress
 from pathlib import Path
 
 import structlog
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Request, Response
 
 from tinkercloud_api.catalog.tables import TrainingRun
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_api.providers.base import ServedModel
-from tinkercloud_protocol import routes
+from tinkercloud_protocol import futures, routes
 from tinkercloud_protocol.batched_futures import JoinSamplingSessionRequest
 from tinkercloud_protocol.bounds import MAX_BATCH_SIZE
+from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId, model_of_sampler
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.listings import (
@@ -74,7 +74,7 @@ async def capabilities(server: Server, _caller: Caller) -> ServerCapabilities:
 @router.post("/create_model")
 async def create_model(
     request: CreateModelRequest, http: Request, server: Server, caller: Caller
-) -> JSONResponse:
+) -> Response:
     """Create a training run, and a session for it if the request names none.
 
     If RLVE is enabled, a program that trains the model is started as well.
@@ -89,8 +89,9 @@ async def create_model(
     model_id = request_id.rpartition(":")[0]
     if rlve is not None:
         await server.programs.run_rlve(rlve, model_id, base_model.name, caller)
-    answer = {"request_id": request_id, "model_id": model_id}
-    return JSONResponse({**answer, "session_id": model_id.partition(":")[0]})
+    session_id = model_id.partition(":")[0]
+    accepted = futures.promise(request_id, model_id=model_id, session_id=session_id)
+    return Response(accepted, media_type=futures.JSON)
 
 
 def _requested_id(request: CreateModelRequest) -> str | None:
@@ -100,7 +101,7 @@ def _requested_id(request: CreateModelRequest) -> str | None:
     return str(ModelId(request.session_id, request.model_seq_id))
 
 
-@router.post("/get_info", response_model_exclude_none=True)
+@router.post("/get_info")
 async def get_info(
     request: GetInfoRequest, http: Request, server: Server, caller: Caller
 ) -> ModelInfo:
@@ -166,7 +167,11 @@ async def join_sampling_session(
     request: JoinSamplingSessionRequest, server: Server, caller: Caller
 ) -> JoinSamplingSessionAnswer:
     """Return the number of another client of a sampling session, which no other client has."""
-    sampler_id = str(SamplingSessionId.parse(request.sampling_session_id))
+    try:
+        sampler_id = str(SamplingSessionId.parse(request.sampling_session_id))
+    except InvalidRequest as error:
+        # An id that the server has never given.
+        raise NotFound(error.message) from None
     await server.locator.authorize_sampler(sampler_id, caller)
     return JoinSamplingSessionAnswer(client_counter=await server.sampler_clients.join(sampler_id))
 
@@ -188,7 +193,7 @@ async def create_sampling_client(
     return SamplingClientAnswer(sampling_client_id=sampler_id, sampling_session_id=sampler_id)
 
 
-@router.get("/samplers/{sampler_id}", response_model_exclude_none=True)
+@router.get("/samplers/{sampler_id}")
 async def show_sampler(sampler_id: str, server: Server, caller: Caller) -> SamplerInfo:
     """Describe the weights of a sampling session."""
     what = f"sampling session {sampler_id!r}"
@@ -199,7 +204,7 @@ async def show_sampler(sampler_id: str, server: Server, caller: Caller) -> Sampl
     return SamplerInfo(sampler_id=row.id, base_model=row.base_model, model_path=row.model_path)
 
 
-@router.post("/weights_info", response_model_exclude_none=True)
+@router.post("/weights_info")
 async def weights_info(request: WeightsInfoRequest, server: Server, caller: Caller) -> WeightsInfo:
     """Describe the weights of a checkpoint."""
     path = CheckpointPath.parse(request.tinker_path)

@@ -17,7 +17,7 @@ from tinkercloud_protocol.programs import (
 router = APIRouter(prefix="/api/v1/programs", tags=["programs"])
 
 
-@router.post("", response_model_exclude_none=True)
+@router.post("")
 async def run_program(request: RunProgramRequest, server: Server, caller: Caller) -> ProgramInfo:
     """Train a model with RLVE, or run a Python file or an installed module on the server."""
     if request.model_id is not None:
@@ -35,7 +35,7 @@ async def run_program(request: RunProgramRequest, server: Server, caller: Caller
     return await server.programs.run(request, caller)
 
 
-@router.get("", response_model_exclude_none=True)
+@router.get("")
 async def list_programs(
     server: Server,
     caller: Caller,
@@ -48,7 +48,7 @@ async def list_programs(
     return ProgramList(programs=await server.programs.list(owner, offset, limit))
 
 
-@router.get("/{program_id}", response_model_exclude_none=True)
+@router.get("/{program_id}")
 async def show_program(program_id: str, server: Server, caller: Caller) -> ProgramInfo:
     """Show a program and its progress."""
     return programs.describe(await server.programs.find(program_id, caller))
@@ -66,7 +66,7 @@ async def show_logs(
     return ProgramLogs(program_id=program_id, text=text)
 
 
-@router.post("/{program_id}/stop", response_model_exclude_none=True)
+@router.post("/{program_id}/stop")
 async def stop_program(program_id: str, server: Server, caller: Caller) -> ProgramInfo:
     """Stop a program."""
     return await server.programs.halt(program_id, caller)

@@ -34,7 +34,7 @@ class Ttl(WireModel):
     ttl_seconds: TtlSeconds | None
 
 
-@router.get("/training_runs", response_model_exclude_none=True)
+@router.get("/training_runs")
 async def list_runs(
     server: Server,
     caller: Caller,
@@ -55,7 +55,7 @@ async def list_runs(
     return TrainingRunList(training_runs=infos, cursor=cursor)
 
 
-@router.get("/training_runs/{run_id}", response_model_exclude_none=True)
+@router.get("/training_runs/{run_id}")
 async def show_run(run_id: str, server: Server, caller: Caller) -> TrainingRunInfo:
     """Return one training run; of another owner's run, only if a checkpoint is public."""
     found = await server.catalog.run(run_id)
@@ -69,7 +69,7 @@ async def show_run(run_id: str, server: Server, caller: Caller) -> TrainingRunIn
     return _run_info(row, await server.checkpoints.of_run(run_id))
 
 
-@router.get("/training_runs/{run_id}/checkpoints", response_model_exclude_none=True)
+@router.get("/training_runs/{run_id}/checkpoints")
 async def list_run_checkpoints(run_id: str, server: Server, caller: Caller) -> CheckpointList:
     """List all checkpoints of a run, oldest first."""
     await _visible_run(run_id, server, caller)
@@ -77,7 +77,7 @@ async def list_run_checkpoints(run_id: str, server: Server, caller: Caller) -> C
     return CheckpointList(checkpoints=await server.checkpoints.of_run(run_id))
 
 
-@router.get("/checkpoints", response_model_exclude_none=True)
+@router.get("/checkpoints")
 async def list_checkpoints(
     server: Server,
     caller: Caller,

@@ -69,7 +69,7 @@ class SessionSearch(WireModel):
     cursor: SearchCursor | None = None
 
 
-@router.post("/sessions/search", response_model_exclude_none=True)
+@router.post("/sessions/search")
 async def search_sessions(
     request: SessionSearch, server: Server, caller: Caller
 ) -> SessionSummaryList:

@@ -3,7 +3,7 @@
 from typing import Annotated, Any, Literal
 
 import structlog
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Body, Query
 from pydantic import BaseModel, Field
 
 from tinkercloud_api.catalog.statements import Page
@@ -28,7 +28,7 @@ router = APIRouter(prefix="/api/v1", tags=["sessions"])
 class CreateSession(WireModel):
     """POST create_session."""
 
-    sdk_version: Name
+    sdk_version: Name = "none"
     tags: Annotated[Items[Annotated[str, Field(max_length=256)]], Field(max_length=64)] = Field(
         default_factory=list
     )
@@ -89,9 +89,11 @@ async def dynamic_config(_caller: Caller) -> DynamicConfig:
 
 @router.post("/create_session")
 async def create_session(
-    request: CreateSession, server: Server, caller: Caller
+    request: Annotated[CreateSession, Body(default_factory=CreateSession)],
+    server: Server,
+    caller: Caller,
 ) -> CreateSessionAnswer:
-    """Create a session, in a project if the request names one."""
+    """Create a session, in a project if the request names one. The body may be absent."""
     if request.project_id is not None:
         await server.projects.require_member(request.project_id, caller)
     SessionOptions.read(collect_options(request.tags, request.user_metadata))
@@ -105,6 +107,7 @@ async def create_session(
         user_metadata=request.user_metadata,
     )
     await server.catalog.add_session(session)
+    caller.named_objects.add(session.id)
     log.info("session created", session_id=session.id, owner=caller.owner)
     return CreateSessionAnswer(session_id=session.id)
 

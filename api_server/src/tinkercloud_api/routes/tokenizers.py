@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse
 
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_api.model_names import model_of
+from tinkercloud_api.transfers import byte_ranges
 from tinkercloud_protocol.errors import NotFound
 from tinkercloud_protocol.futures import JSON
 
@@ -18,8 +19,11 @@ _FILE = "tokenizer.json"
 
 @router.get("/get_tokenizer")
 async def get_tokenizer(
-    model_id: Annotated[str, Query(min_length=1, max_length=256)], server: Server, caller: Caller
-) -> FileResponse:
+    model_id: Annotated[str, Query(min_length=1, max_length=256)],
+    request: Request,
+    server: Server,
+    caller: Caller,
+) -> Response:
     """Return the `tokenizer.json` of the base model of a training run."""
     run = caller.require(await server.catalog.run(model_id), f"model {model_id!r}")
     served = model_of(run.base_model, server.provider.models())
@@ -30,4 +34,7 @@ async def get_tokenizer(
             f"the base model {run.base_model!r} of {model_id!r} has no {_FILE} on this server; load"
             " its tokenizer from where the model is published"
         )
-    return FileResponse(file, media_type=JSON)
+    response = FileResponse(file, media_type=JSON, stat_result=file.stat())
+    if byte_ranges.is_unchanged(request.headers, response.headers["etag"]):
+        return Response(status_code=304, headers={"ETag": response.headers["etag"]})
+    return response

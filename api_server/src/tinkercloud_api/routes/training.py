@@ -36,6 +36,9 @@ from tinkercloud_protocol.training import (
 )
 from tinkercloud_protocol.wire import parse_json
 
+_UNNAMED = "unnamed"
+"""Placeholder for the name that a head chooses."""
+
 
 async def forward_backward(call: Call) -> None:
     """Stream a protobuf body to the model's head, or forward a JSON body."""
@@ -66,7 +69,8 @@ async def save_weights(call: Call, body: bytes) -> None:
     request = await _parse_or_none(SaveWeightsRequest, body)
     if request is not None and request.model_id == model_id:
         if request.path is None and request.seq_id is None:
-            await _forward_unnamed_save(call, endpoint, model_id, body)
+            unnamed = CheckpointPath(model_id, CheckpointKind.TRAINING, _UNNAMED)
+            await _forward_unnamed_save(call, endpoint, body, unnamed)
             return
         path = _path_or_none(model_id, CheckpointKind.TRAINING, request.name())
         await _forward_save(call, endpoint, request, body, path)
@@ -80,18 +84,21 @@ async def save_weights_for_sampler(call: Call, body: bytes) -> None:
     endpoint = await head_for_run(call, model_id)
     request = await _parse_or_none(SaveWeightsForSamplerRequest, body)
     if request is not None and request.model_id == model_id:
-        if request.path is not None:
-            path = _path_or_none(model_id, CheckpointKind.SAMPLER, request.path)
-            await _forward_save(call, endpoint, request, body, path)
-            return
-        if request.sampling_session_seq_id is not None:
+        index, name = request.sampling_session_seq_id, request.name()
+        if index is not None:
             try:
-                await _record_sampler(
-                    call, ModelId.parse(model_id), request.sampling_session_seq_id
-                )
+                await _record_sampler(call, ModelId.parse(model_id), index)
             except InvalidRequest as error:
                 await forward_rejection(call, sequence_position(request), error)
                 return
+        elif request.path is None and request.seq_id is None:
+            unnamed = CheckpointPath(model_id, CheckpointKind.SAMPLER, _UNNAMED)
+            await _forward_unnamed_save(call, endpoint, body, unnamed)
+            return
+        elif name is not None:
+            path = _path_or_none(model_id, CheckpointKind.SAMPLER, name)
+            await _forward_save(call, endpoint, request, body, path)
+            return
     await call.forward(endpoint, model_id, body)
 
 
@@ -187,16 +194,17 @@ async def _forward_save(
 
 
 async def _forward_unnamed_save(
-    call: Call, endpoint: HeadEndpoint, model_id: str, body: bytes
+    call: Call, endpoint: HeadEndpoint, body: bytes, unnamed: CheckpointPath
 ) -> None:
     """Forward a save request without a name and without the number that its name derives from.
+
+    `unnamed` is the path of its checkpoint, but for the name.
 
     The head numbers it. Its checkpoint is recorded then, before the client receives the response;
     if the server stops in between, the client has no response, and the checkpoint of its request
     is only listed after `tinkercloud catalog rebuild`.
     """
     checkpoints, settings = call.server.checkpoints, call.server.settings
-    unnamed = CheckpointPath(model_id, CheckpointKind.TRAINING, "unnamed")
     await checkpoints.check_quota(unnamed, settings.max_checkpoint_bytes_per_owner)
     response: list[Message] = []
 
@@ -204,12 +212,11 @@ async def _forward_unnamed_save(
         response.append(message)
 
     asked = replace(call, raw_send=keep)
-    await asked.forward(endpoint, model_id, body)
+    await asked.forward(endpoint, unnamed.run_id, body)
     if asked.status == HTTPStatus.OK:
         promise = orjson.loads(b"".join(message.get("body", b"") for message in response))
         name = default_name(RequestId.parse(promise["request_id"]).seq_id)
-        path = CheckpointPath(model_id, CheckpointKind.TRAINING, name)
-        await checkpoints.record_pending(path, call.principal.owner)
+        await checkpoints.record_pending(replace(unnamed, name=name), call.principal.owner)
     for message in response:
         await call.send(message)
 

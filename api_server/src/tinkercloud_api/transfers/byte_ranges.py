@@ -1,4 +1,4 @@
-"""The Range header of HTTP (RFC 9110, section 14), for one range of bytes."""
+"""Conditional requests and one range of bytes in HTTP (RFC 9110, sections 13 and 14)."""
 
 import re
 from collections.abc import Mapping
@@ -15,6 +15,19 @@ class RangeNotSatisfiable(WireError):
 
     status = 416
     category = "user"
+
+
+def is_unchanged(headers: Mapping[str, str], etag: str) -> bool:
+    """Return whether a client has the current content (`If-None-Match`).
+
+    Args:
+        headers: the request's headers, with names in lower case.
+        etag: strong entity tag of the content, in quotes.
+    """
+    known = [
+        each.strip().removeprefix("W/") for each in headers.get("if-none-match", "").split(",")
+    ]
+    return etag in known or known == ["*"]
 
 
 def requested(headers: Mapping[str, str], size: int, etag: str, modified: datetime) -> range | None:

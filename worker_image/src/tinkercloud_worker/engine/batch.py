@@ -90,6 +90,17 @@ class Batch:
         unused = {f"unused_{name}:sum": float(count) for name, count in self.unused.items()}
         return {**sums, "loss:mean": sums["loss:sum"] / len(self.examples), **unused}
 
+    def policy_metrics(self, logprobs: Sequence[FloatArray]) -> dict[str, float]:
+        """Return the metrics of a loss that compares policies; none for others.
+
+        Args:
+            logprobs: for each example, float32 [N], as trainers return them.
+        """
+        if self.definition is not None or not losses.compares_policies(self.loss_fn):
+            return {}
+        inputs = [example.inputs for example in self.examples]
+        return {"ppo_kl:mean": losses.ppo_kl(logprobs, inputs)}
+
     def custom_metrics(self, logprobs: Sequence[FloatArray]) -> dict[str, float]:
         """Return the metrics of an uploaded loss; none for others.
 

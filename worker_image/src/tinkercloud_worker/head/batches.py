@@ -36,6 +36,7 @@ def encode_output(request: ForwardBackwardRequest, batch: Batch, output: LossOut
     metrics = {
         **batch.custom_metrics(output.logprobs),
         **batch.reported_metrics(output.metrics),
+        **batch.policy_metrics(output.logprobs),
         **balance_metrics(output.expert_tokens),
     }
     return encode_forward_backward_output(outputs, metrics)

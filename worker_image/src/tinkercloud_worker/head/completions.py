@@ -139,16 +139,18 @@ class Completions:
     def _is_unknown(self, client: Client, cursor: Cursor) -> bool:
         """Return whether the client's samples may have been accepted by another head."""
         if cursor.epoch == 0:
-            return client not in self._clients
+            return client not in self._clients or cursor.event > 0
         return cursor.epoch != self._epoch
 
     def _resynchronized(self, target: SamplingSessionTarget, cursor: Cursor) -> bytes:
-        client = (target.sampling_session_id, target.cloned_sampler_id)
-        samples = self._clients.get(client, _Samples())
-        names = {*batched_futures.nearby(target, cursor), *samples.completed}
-        entries = [batched_futures.complete(name) for name in sorted(names)]
-        latest = max(samples.latest, cursor.latest)
-        return batched_futures.answer(entries, int(Cursor(self._epoch, latest, self._event)))
+        names, following = batched_futures.nearby(target, cursor)
+        if following.event == 0:
+            # From the first event on: no answer of this head has reported any.
+            client = (target.sampling_session_id, target.cloned_sampler_id)
+            latest = max(self._clients.get(client, _Samples()).latest, cursor.latest)
+            following = Cursor(self._epoch, latest, 0)
+        entries = [batched_futures.complete(name) for name in names]
+        return batched_futures.answer(entries, int(following))
 
     def _remove_if_empty(self, client: Client) -> None:
         samples = self._clients.get(client)

@@ -229,17 +229,14 @@ class Operations:
             self.schedule.saved(point)
 
     async def save_weights_for_sampler(self, request: SaveWeightsForSamplerRequest) -> Outcome:
-        """Publish the weights: as a named checkpoint, or for one sampling session."""
+        """Publish the weights: as a checkpoint, or for one sampling session."""
         self._check_alive()
-        path = None
-        if request.path is not None:
-            path = CheckpointPath(self._name, CheckpointKind.SAMPLER, request.path)
-            saved = await self.checkpoints.find_saved_by(path, request.seq_id or 0)
-            if saved is not None:
-                return _saved(saved)
-            await self.checkpoints.refuse_duplicate(path, overwrite=False)
-        if path is None:
+        if (name := request.name()) is None:
             return await self._publish(request)
+        path = CheckpointPath(self._name, CheckpointKind.SAMPLER, name)
+        if (saved := await self.checkpoints.find_saved_by(path, request.seq_id or 0)) is not None:
+            return _saved(saved)
+        await self.checkpoints.refuse_duplicate(path, overwrite=False)
         weights = await self.run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
         manifest = self.checkpoints.manifest(
             path, self._steps, request.ttl_seconds, request.user_metadata, request.seq_id
@@ -266,7 +263,7 @@ class Operations:
 
     async def _publish(self, request: SaveWeightsForSamplerRequest) -> Result:
         index = request.sampling_session_seq_id
-        assert index is not None  # noqa: S101 - the request model asks for path or this
+        assert index is not None  # noqa: S101 - the request has no name
         session_id = SamplingSessionId(self._model_id.session_id, index)
         self._samplers.check_new(session_id)
         weights = await self.publication()

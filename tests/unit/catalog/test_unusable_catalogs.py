@@ -1,0 +1,117 @@
+"""Backups of a catalog in use, and catalogs that can't be opened."""
+
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from tinkercloud_api.catalog.backup import BackupError, back_up
+from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, open_database
+from tinkercloud_api.catalog.store import Catalog
+
+
+def keys(*arguments: str, state_dir: Path) -> subprocess.CompletedProcess[str]:
+    """Run a `tinkercloud` command on a state folder."""
+    command = [sys.executable, "-m", "tinkercloud_api", *arguments, "--state-dir", str(state_dir)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+async def test_a_catalog_of_a_newer_release_is_refused_unchanged(database_url: str) -> None:
+    engine = open_database(database_url)
+    await migrate(engine)
+    async with engine.begin() as connection:
+        await connection.execute(text("UPDATE alembic_version SET version_num = '0099_future'"))
+
+    with pytest.raises(CatalogUnreachableError, match="a newer release has migrated the catalog"):
+        await migrate(engine)
+
+    async with engine.connect() as connection:
+        found = await connection.scalar(text("SELECT version_num FROM alembic_version"))
+    assert found == "0099_future"
+    await engine.dispose()
+
+
+async def test_a_command_refuses_a_newer_catalog_in_a_sentence(tmp_path: Path) -> None:
+    engine = open_database(f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}")
+    await migrate(engine)
+    async with engine.begin() as connection:
+        await connection.execute(text("UPDATE alembic_version SET version_num = '0099_future'"))
+    await engine.dispose()
+
+    refused = keys("keys", "list", state_dir=tmp_path)
+
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("error: database_url: a newer release has migrated")
+    assert "Traceback" not in refused.stderr
+
+
+async def test_a_damaged_catalog_names_the_command_that_rebuilds_it(tmp_path: Path) -> None:
+    file = tmp_path / "catalog.db"
+    engine = open_database(f"sqlite+aiosqlite:///{file}")
+    await migrate(engine)
+    await engine.dispose()
+    content = file.read_bytes()
+    damages = {
+        "cut": content[: len(content) // 2],
+        "no database": b"x" * len(content),
+        "damaged pages": content[:4096] + b"\xff" * (len(content) - 4096),
+    }
+
+    for damaged in damages.values():
+        file.write_bytes(damaged)
+        refused = keys("keys", "list", state_dir=tmp_path)
+        assert refused.returncode == 1
+        assert "tinkercloud catalog rebuild" in " ".join(refused.stderr.split())
+        assert "Traceback" not in refused.stderr
+
+
+async def test_a_backup_has_what_only_the_write_ahead_log_has(tmp_path: Path) -> None:
+    engine = open_database(f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}")
+    await migrate(engine)
+    for index in range(5):
+        await Catalog(engine).add_user(f"owner {index}", None)
+    back_up(tmp_path / "catalog.db", tmp_path / "copy.db")
+    await engine.dispose()
+
+    copied = open_database(f"sqlite+aiosqlite:///{tmp_path / 'copy.db'}")
+
+    assert len(await Catalog(copied).users()) == 5
+    await copied.dispose()
+    assert (tmp_path / "copy.db").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_backup_is_one_complete_file_or_none(tmp_path: Path) -> None:
+    catalog, target = tmp_path / "catalog.db", tmp_path / "copy.db"
+    with pytest.raises(BackupError, match="does not exist"):
+        back_up(catalog, target)
+    with sqlite3.connect(catalog) as made:
+        made.execute("PRAGMA journal_mode=WAL")
+        made.execute("CREATE TABLE t (x)")
+        made.executemany("INSERT INTO t VALUES (?)", [("x" * 1000,)] * 100)
+    made.close()
+
+    back_up(catalog, target)
+    with pytest.raises(BackupError, match="already exists"):
+        back_up(catalog, target)
+    assert [file.name for file in tmp_path.glob("copy*")] == ["copy.db"]
+
+    catalog.write_bytes(catalog.read_bytes()[:-40000] + b"\xff" * 40000)
+    with pytest.raises(BackupError, match="catalog rebuild"):
+        back_up(catalog, tmp_path / "other.db")
+    assert list(tmp_path.glob("other*")) == []
+
+
+def test_the_backup_command_says_how_postgresql_is_backed_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "postgresql+asyncpg://me:secret@db.example/tinkercloud"
+    monkeypatch.setenv("TINKERCLOUD_DATABASE_URL", url)
+
+    refused = keys("catalog", "backup", str(tmp_path / "copy"), state_dir=tmp_path)
+
+    assert refused.returncode == 1
+    assert "pg_dump --format=custom" in " ".join(refused.stderr.split())
+    assert "secret" not in refused.stderr
