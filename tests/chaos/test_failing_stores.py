@@ -125,7 +125,7 @@ def test_a_head_killed_during_startup_is_started_a_second_time(
     with a_server(tmp_path, {MODEL: model_folder}) as server:
         wait_until(lambda: "session head started" in server.log, "the head's start")
         lock = heads_folder(server) / "head.lock"
-        os.kill(int(lock.read_text()), signal.SIGKILL)
+        os.kill(int(lock.read_text().split()[0]), signal.SIGKILL)
 
         training = a_training_client(server)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from safetensors.torch import load_file, save_file
 from tinker import types
 from tinker_cookbook.weights import build_hf_model, build_lora_adapter
 from transformers import AutoModelForCausalLM
@@ -226,17 +227,23 @@ def test_an_import_has_no_optimizer_state(server: Server, folder: Path) -> None:
         client.create_training_client_from_state_with_optimizer(path).result()
 
 
-def test_an_adapter_of_another_shape_fails_when_it_is_loaded(
+def test_an_adapter_that_does_not_fit_is_refused_and_not_listed(
     server: Server, tmp_path: Path
 ) -> None:
-    larger = write_adapter(tiny_llama(hidden_size=64), tmp_path, target_modules=["q_proj"])
-    path = checkpoints(server, "import", larger, "--base-model", "tiny/llama").stdout.strip()
+    key = server.new_key("misfit")
+    larger = write_adapter(
+        tiny_llama(hidden_size=64), tmp_path / "larger", target_modules=["q_proj"]
+    )
+    broken = write_adapter(tiny_llama(), tmp_path / "broken", target_modules=["q_proj"])
+    tensors = load_file(broken / WEIGHTS)
+    tensors[next(iter(tensors))][0, 0] = float("nan")
+    save_file(tensors, broken / WEIGHTS)
 
-    with (
-        server.client() as client,
-        pytest.raises(tinker.RequestFailedError, match=r"has shape \[4, 64\], but this model"),
-    ):
-        client.create_training_client_from_state(path).result()
+    for folder, message in ((larger, "for a weight of shape [64, 64]"), (broken, "NaN or infinite")):
+        refused = checkpoints(server, "import", folder, "--base-model", "tiny/llama", key=key)
+
+        assert message in refused.stderr
+    assert json.loads(checkpoints(server, "list", "--json", key=key).stdout) == []
 
 
 def a_start(folder: Path, **changes: object) -> dict[str, object]:

@@ -9,6 +9,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from tinkercloud_api.providers.base import ServedModel
+from tinkercloud_protocol.context_length import context_length
 from tinkercloud_protocol.images import IMAGE_MODEL_TYPES
 
 
@@ -66,16 +67,20 @@ def resolve(name: str, where: str) -> ServedModel:
                 f" --model {name}=/path/to/model"
             ) from None
     config = folder / "config.json"
+    if not config.is_file() and (packed := sorted(folder.glob("*.gguf"))):
+        raise ModelNotFoundError(
+            f"model {name!r}: {folder} has a GGUF file only; convert it with python -m"
+            f" tinkercloud_worker.convert_gguf {packed[0]} FOLDER, and pass that folder"
+        )
     if not config.is_file():
         raise ModelNotFoundError(
             f"model {name!r}: {folder} has no config.json; pass a folder in Hugging Face format"
         )
     content = json.loads(config.read_text())
     text = content.get("text_config") or content
-    positions = text.get("max_position_embeddings") or content.get("max_position_embeddings")
     return ServedModel(
         name=name,
-        max_context_length=int(positions or 1 << 20),
+        max_context_length=context_length({**content, **text}),
         architecture=next(iter(content.get("architectures") or []), None),
         local_path=str(folder.absolute()),
         reads_images=reads_images(folder),

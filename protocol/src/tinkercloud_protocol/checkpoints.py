@@ -37,7 +37,8 @@ suspended itself deletes the folder first.
 file each. `head.json` names those of a suspended run; they are not copied.
 
 Each file of a checkpoint is in its manifest with its SHA-256, and so is the manifest itself
-(`checksum`, over all its other keys), so that damage is detected. Older manifests have no checksum.
+(`checksum`, over all its other keys), so that damage is detected. Older manifests have no checksum;
+a `format_version` that came later (`unchecked_version`) must have one.
 
 Compatibility: readers ignore unknown keys; a change that an old reader would misread raises
 `format_version`, and readers reject unknown versions.
@@ -45,7 +46,7 @@ Compatibility: readers ignore unknown keys; a change that an old reader would mi
 
 import hashlib
 from datetime import datetime
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 import orjson
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
@@ -102,6 +103,7 @@ class CheckpointManifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
+    unchecked_version: ClassVar[int] = 2
     format_version: Literal[1, 2, 3] = 1
     """2 if there is a gradient, which older releases would drop silently; 3 if the adapter was
     imported."""
@@ -155,6 +157,7 @@ class SuspendedManifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
+    unchecked_version: ClassVar[int] = 1
     format_version: Literal[1] = 1
     run_id: str
     generation: str
@@ -189,10 +192,28 @@ class SuspendedManifest(BaseModel):
         return f"the suspended state of training run {self.run_id}"
 
 
-ManifestT = TypeVar("ManifestT", CheckpointManifest, SuspendedManifest)
+class Manifest(Protocol):
+    """What a file with a checksum describes."""
+
+    unchecked_version: ClassVar[int]
+    """The last format whose files may lack a checksum."""
+
+    @property
+    def format_version(self) -> int:
+        """Number of its format."""
+
+    def model_dump(self, *, mode: Literal["json"]) -> dict[str, Any]:
+        """Return its fields."""
+
+    @classmethod
+    def model_validate_json(cls, json_data: bytes) -> Self:
+        """Read its fields."""
 
 
-def encode_manifest(manifest: CheckpointManifest | SuspendedManifest) -> bytes:
+ManifestT = TypeVar("ManifestT", bound=Manifest)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
     """Return the encoded manifest, including its checksum."""
     fields = manifest.model_dump(mode="json")
     return orjson.dumps({**fields, _CHECKSUM: _checksum(fields)}, option=orjson.OPT_INDENT_2)
@@ -225,6 +246,10 @@ def decode_manifest(model: type[ManifestT], content: bytes, name: str) -> Manife
     if checksum is not None and checksum != _checksum(fields):
         raise InvalidRequest(
             f"{name} can't be read: its manifest is damaged (it differs from its checksum)"
+        )
+    if checksum is None and manifest.format_version > model.unchecked_version:
+        raise InvalidRequest(
+            f"{name} can't be read: its manifest is damaged (it lacks its checksum)"
         )
     return manifest
 

@@ -57,10 +57,13 @@ class ImagePart:
     """"png" or "jpeg"."""
     expected_tokens: int | None
     """The tokens that the client counts for it."""
+    as_seen: bool = False
+    """Whether it is read as people see it: turned as its EXIF data says, and with 16-bit grey as
+    grey. Otherwise as transformers' processor reads the file."""
 
     @property
     def size(self) -> tuple[int, int]:
-        """Its width and height in pixels, according to its header.
+        """Its width and height in pixels, according to its header, before it is turned.
 
         Raises:
             InvalidRequest: the file has no complete header.

@@ -13,10 +13,11 @@ Without a snapshot, the journal starts with the creation of the model.
 
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
+from tinkercloud_protocol.checkpoints import decode_manifest
 from tinkercloud_protocol.errors import InvalidRequest, Unavailable
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.paths import run_prefix
@@ -24,12 +25,24 @@ from tinkercloud_protocol.paths import run_prefix
 _MANIFEST = "manifest.json"
 
 
+class Deaths(BaseModel):
+    """Content of `deaths.json`."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    unchecked_version: ClassVar[int] = 1
+    format_version: Literal[2] = 2
+    deaths: dict[int, int]
+    """How many heads ended while they repeated a request, by the request's number."""
+
+
 class JournalManifest(BaseModel):
     """Metadata of a run's journal."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
-    format_version: Literal[1] = 1
+    unchecked_version: ClassVar[int] = 1
+    format_version: Literal[1, 2] = 2
     run_id: str
     generations: list[str]
     """Generations of the heads whose state the journal has, oldest first."""
@@ -68,13 +81,8 @@ def read_manifest(root: Path, run_id: str) -> JournalManifest | None:
         content = manifest_path(root, run_id).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    try:
-        return JournalManifest.model_validate_json(content)
-    except ValidationError as error:
-        raise InvalidRequest(
-            f"training run {run_id} can't be continued: the manifest of its journal can't be read"
-            f" ({error}); it is damaged, or was written by another release of Tinkercloud"
-        ) from None
+    name = f"training run {run_id} can't be continued: its journal"
+    return decode_manifest(JournalManifest, content, name)
 
 
 def run_ids(root: Path) -> list[str]:

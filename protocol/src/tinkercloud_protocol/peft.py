@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import orjson
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import LoraConfig
@@ -23,12 +23,14 @@ MAX_HEADER_BYTES = 32 << 20
 LENGTH_BYTES = 8
 """Size of the field with the header's length, at the start of a safetensors file."""
 MAX_RANK = 1024
+MAX_ALPHA = 1e6
 _PREFIX = "base_model.model."
 BASE_COPY = ".base_layer.weight"
 """End of the name of a copy of a base weight, which PEFT saves along with an adapter of it if it is
 the weight of the LM head."""
 _HALF = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])(\.default)?\.weight")
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+"""Sizes of the dtypes that are accepted, by their names in safetensors files."""
 _WITHOUT_EFFECT = frozenset(
     {
         "auto_mapping",
@@ -74,6 +76,23 @@ _OTHER_TENSORS = (
 _SHOWN = 3
 
 Count = Annotated[int, Field(ge=0)]
+_Names = str | list[Annotated[str, Field(min_length=1)]]
+
+
+class _Fields(BaseModel):
+    """Fields whose type decides what PEFT computes: it takes any true value for `true`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    r: Annotated[int, Field(ge=1, le=MAX_RANK)]
+    lora_alpha: Annotated[int | float, Field(gt=0, le=MAX_ALPHA)]
+    use_rslora: bool | None = None
+    fan_in_fan_out: bool | None = None
+    init_lora_weights: bool | str | None = None
+    target_modules: _Names | None = None
+    exclude_modules: _Names | None = None
+    layers_to_transform: Count | list[Count] | None = None
+    layers_pattern: _Names | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +115,21 @@ class _Entry(BaseModel):
 _HEADER = TypeAdapter(dict[str, _Entry])
 
 
+_BOOLEAN, _NAMES = "expected true or false", "expected a string, or a list of strings"
+_EXPECTED = {
+    "r": f"expected a whole number from 1 to {MAX_RANK}",
+    "lora_alpha": f"expected a positive number up to {MAX_ALPHA:g}",
+    "use_rslora": _BOOLEAN,
+    "fan_in_fan_out": _BOOLEAN,
+    "init_lora_weights": "expected true, false or a string",
+    "target_modules": _NAMES,
+    "exclude_modules": _NAMES,
+    "layers_to_transform": "expected the number of a layer, or a list of them",
+    "layers_pattern": _NAMES,
+}
+"""What is accepted in each of `_Fields`, for messages."""
+
+
 def read_config(content: Mapping[str, Any]) -> AdapterConfig:
     """Read the configuration of an adapter.
 
@@ -109,28 +143,27 @@ def read_config(content: Mapping[str, Any]) -> AdapterConfig:
     kind, task = content.get("peft_type"), content.get("task_type")
     if kind != "LORA":
         raise _refused("peft_type", kind, "only 'LORA' can be imported")
-    if task not in {None, "CAUSAL_LM"}:
+    if task is not None and task != "CAUSAL_LM":
         raise _refused("task_type", task, "only adapters of 'CAUSAL_LM' models can be imported")
     if content.get("bias", "none") != "none":
         raise _refused("bias", content["bias"], "trained biases are not supported; use 'none'")
-    start = content.get("init_lora_weights")
-    if start not in _KEEPS_THE_BASE:
-        raise _refused(
-            "init_lora_weights",
-            start,
-            "it changes the base weights; convert the adapter to plain LoRA first"
-            " (save_pretrained with path_initial_model_for_weight_conversion)",
-        )
     for name, value in sorted(content.items()):
         if name not in _WITHOUT_EFFECT and value not in (None, False, "", [], {}):
             raise _refused(name, value, "it is not supported; import a plain LoRA adapter")
-    rank, alpha = content.get("r"), content.get("lora_alpha")
-    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
-        raise _refused("r", rank, f"expected a whole number from 1 to {MAX_RANK}")
-    if type(alpha) not in (int, float) or not 0 < float(alpha or 0) < math.inf:
-        raise _refused("lora_alpha", alpha, "expected a positive number")
-    divisor = math.sqrt(rank) if content.get("use_rslora") is True else rank
-    return AdapterConfig(rank, float(alpha or 0) / divisor)
+    try:
+        fields = _Fields.model_validate(content)
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        raise _refused(name, content.get(name), _EXPECTED[name]) from None
+    if fields.init_lora_weights not in _KEEPS_THE_BASE:
+        raise _refused(
+            "init_lora_weights",
+            fields.init_lora_weights,
+            "it changes the base weights; convert the adapter to plain LoRA first"
+            " (save_pretrained with path_initial_model_for_weight_conversion)",
+        )
+    divisor = math.sqrt(fields.r) if fields.use_rslora else fields.r
+    return AdapterConfig(fields.r, fields.lora_alpha / divisor)
 
 
 def header_bytes(start: bytes) -> int:
@@ -182,6 +215,19 @@ def read_header(start: bytes, size_bytes: int, rank: int) -> LoraConfig:
     )
 
 
+def tensors_of(start: bytes) -> list[tuple[str, str, Sequence[int], range]]:
+    """Return the tensors in a header that `read_header` accepts, in the order of their bytes.
+
+    Args:
+        start: the start of the file, up to its tensors.
+
+    Returns:
+        Name, dtype, shape and place of each; places count from the end of the header.
+    """
+    entries = sorted(_entries(start).items(), key=lambda item: item[1].data_offsets)
+    return [(name, each.dtype, each.shape, range(*each.data_offsets)) for name, each in entries]
+
+
 def plain_name(name: str) -> str:
     """Return the name of a tensor without PEFT's prefix and without an adapter's name."""
     plain = name.removeprefix(_PREFIX)
@@ -203,11 +249,11 @@ def _entries(start: bytes) -> dict[str, _Entry]:
 
 
 def _check_entry(name: str, entry: _Entry, begin: int) -> None:
-    item = _ITEM_BYTES.get(entry.dtype)
+    item = ITEM_BYTES.get(entry.dtype)
     if item is None:
         raise InvalidRequest(
             f"adapter_model.safetensors: {name!r} has dtype {entry.dtype}; accepted are"
-            f" {', '.join(_ITEM_BYTES)}"
+            f" {', '.join(ITEM_BYTES)}"
         )
     first, last = entry.data_offsets
     if first != begin or last - first != math.prod(entry.shape) * item:

@@ -128,6 +128,17 @@ def without_weights(folder: Path) -> None:
     (folder / FILE).unlink()
 
 
+def a_gguf_file(folder: Path) -> None:
+    without_weights(folder)
+    (folder / "model.gguf").write_bytes(b"GGUF")
+
+
+def a_hole(folder: Path) -> None:
+    """Leave unused bytes behind the tensors, which only the library of safetensors refuses."""
+    with (folder / FILE).open("ab") as file:
+        file.write(bytes(16))
+
+
 def a_web_page(folder: Path) -> None:
     (folder / FILE).write_bytes(b"<html>not found</html>")
 

@@ -284,11 +284,11 @@ async def test_a_journal_that_cannot_be_read_is_not_reported_as_lost(tmp_path: P
     assert has_journal(journals, str(MODEL), "g1")
     assert not has_journal(journals, str(MODEL), "g0")
 
-    manifest.write_bytes(content.replace(b'"format_version": 1', b'"format_version": 2'))
+    manifest.write_bytes(content.replace(b'"format_version": 2', b'"format_version": 3'))
     assert has_journal(journals, str(MODEL), "g1")
     with (
         a_head(root, tmp_path, "g2", journals=journals) as head,
-        pytest.raises(InvalidRequest, match="written by another release"),
+        pytest.raises(InvalidRequest, match="written by a newer release"),
     ):
         await head.resume("g1")
 

@@ -93,6 +93,22 @@ async def test_a_retired_spilled_version_is_read_back_for_waiting_requests_and_t
         assert not list(tmp_path.iterdir())
 
 
+async def test_a_damaged_file_of_a_spilled_version_is_refused_and_not_sampled(
+    tmp_path: Path,
+) -> None:
+    with an_engine(tiny_llama(), tmp_path, max_sampler_bytes=1) as engine:
+        await publish_adapter(engine, "old", seed=1)
+        await publish_adapter(engine, "new", seed=2)
+        [file] = tmp_path.iterdir()
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+
+        with pytest.raises(OSError, match="the weights of a sampler is damaged"):
+            await engine.sampler.sample("old", a_request())
+        assert tokens_of(await engine.sampler.sample("new", a_request()))
+
+
 async def test_a_cancelled_request_does_not_keep_a_retired_version(tmp_path: Path) -> None:
     with an_engine(tiny_llama(), tmp_path, max_sampler_bytes=1) as engine:
         await publish_adapter(engine, "old", seed=1)

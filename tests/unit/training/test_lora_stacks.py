@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tinkercloud_worker.lora.adapters import Target, layout
 from tinkercloud_worker.lora.parameters import Trainable
 from tinkercloud_worker.lora.segments import ActiveWeights, WeightSegment
-from tinkercloud_worker.lora.stacks import LoraProducts
+from tinkercloud_worker.lora.stacks import LoraProducts, _Places
 
 LAYERS = (Target("first", 6, 9, "mlp"), Target("second", 9, 6, "attention"))
 SIZES = st.lists(
@@ -151,3 +151,34 @@ def test_an_adapter_alone_has_the_same_bits_whether_or_not_it_is_one_vector() ->
         results.append(computed(present, *inputs(length)))
 
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 2)), min_size=2, max_size=5),
+    st.integers(0, 9),
+)
+def test_a_stack_of_mixed_lengths_is_as_exact_as_each_adapter_alone(
+    sizes: list[tuple[int, int]], seed: int
+) -> None:
+    """The base's part nearly cancels the adapter's, so that an additional rounding is large."""
+    torch.manual_seed(seed)
+    ends = list(accumulate((length + base for length, base in sizes), initial=0))
+    members = [slice(end, end + length) for end, (length, _) in zip(ends, sizes, strict=False)]
+    low = torch.randn(ends[-1], 4).to(DTYPE)
+    right = torch.randn(len(members), 4, 32).to(DTYPE)
+    places = _Places.of(members, low.device)
+    left = places.gathered(low)
+    if places.is_padding_GL1 is not None:
+        left = left.masked_fill(places.is_padding_GL1, 0.0)
+    exact = torch.zeros(ends[-1], 32, dtype=torch.float64)
+    for rows, own in zip(members, right, strict=True):
+        exact[rows] = low[rows].double() @ own.double()
+    base = (exact * -1.01).to(DTYPE)
+    alone, together = base.clone(), base.clone()
+
+    for rows, own in zip(members, right, strict=True):
+        alone[rows].addmm_(low[rows], own)
+    places.add_product(together, left, right)
+
+    errors = [(each.double() - base.double() - exact).abs().max() for each in (together, alone)]
+    assert errors[0] <= 1.01 * errors[1]

@@ -26,6 +26,8 @@ from tinkercloud_testing.wrong_folders import (
     SHARDS,
     UP,
     Fault,
+    a_gguf_file,
+    a_hole,
     a_web_page,
     added,
     configured,
@@ -119,6 +121,24 @@ FAULTS: list[tuple[str, Fault, str]] = [
     ("llama", value("lm_head.weight", float("-inf")), r"infinite values in lm_head\.weight"),
     ("llama", added("extra", 4, dtype=torch.int8), "extra .*int8"),
     ("llama", shape(UP, lambda w: w.to(torch.float8_e4m3fn)), "no quantization_config"),
+    ("llama", shape(UP, lambda w: w.to(torch.int64)), rf"{UP} \(torch\.int64\); .*in bfloat16"),
+    ("llama", shape(UP, lambda w: w.to(torch.int32)), r"torch\.int32"),
+    ("llama", shape(UP, lambda w: w.to(torch.int16)), r"torch\.int16"),
+    ("llama", shape(UP, lambda w: w > 0), rf"{UP} \(torch\.bool\)"),
+    ("llama", shape("model.norm.weight", lambda w: w.to(torch.uint8)), r"torch\.uint8"),
+    ("llama", shape("lm_head.weight", lambda w: w.to(torch.float8_e5m2)), "float8_e5m2"),
+    ("qwen3 mixture", shape(expert(1), lambda w: w.to(torch.int64)), r"torch\.int64"),
+    ("llama", configured(pad_token_id=264), r"can't be built: .*pad_token_id must be below"),
+    ("llama", a_hole, r"a file can't be read \(.*\)\. Download the model again"),
+    ("llama", a_gguf_file, r"convert_gguf .*/model\.gguf FOLDER"),
+    *(
+        (
+            "llama",
+            configured(quantization_config={"quant_method": method, "bits": 4}),
+            f"quant_method {method!r}, but .*only block float8.* use a bfloat16 copy",
+        )
+        for method in ("awq", "gptq", "compressed-tensors", "bitsandbytes", "hqq", "torchao")
+    ),
     ("llama", in_float8(lambda t: t.pop(f"{UP}_scale_inv")), f"missing.*{UP}_scale_inv"),
     ("llama", in_float8(lambda t: t.pop(UP)), "not float8: .*up_proj"),
     ("llama", in_float8(lambda t: t.update({f"{UP}_scale_inv": torch.ones(1, 1)})), "each block"),
@@ -186,6 +206,14 @@ def test_files_of_save_pretrained_load_whether_single_or_sharded(
 
 
 EXPLAINED: dict[str, tuple[str, Fault]] = {
+    "whole numbers in a tower": (
+        "gemma 3",
+        added("model.vision_tower.embeddings.position_ids", 1, 4, dtype=torch.int64),
+    ),
+    "a mask of bits": (
+        "gpt2",
+        added("transformer.h.0.attn.bias", 1, 1, 128, 128, dtype=torch.bool),
+    ),
     "old rotary buffers": ("llama", added("model.layers.0.self_attn.rotary_emb.inv_freq", 4)),
     "old causal masks": ("gpt2", added("transformer.h.0.attn.bias", 1, 1, 128, 128)),
     "an output layer that is the embedding again": (

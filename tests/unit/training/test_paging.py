@@ -1,9 +1,11 @@
 """Idle models leave the memory of the trainer if others need it, and return with the same bits."""
 
 import os
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -103,6 +105,31 @@ def test_more_models_than_fit_train_with_the_bits_of_models_that_stay(place: Pla
             assert machine.used() <= machine.size
 
     assert_same_models(machine)
+
+
+def test_a_changed_bit_of_a_model_on_the_disk_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files: list[BinaryIO] = []
+    make = tempfile.TemporaryFile
+
+    def kept(dir: Path) -> BinaryIO:  # noqa: A002 - the name of the parameter
+        files.append(make(dir=dir))
+        return files[-1]
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", kept)
+    vector = torch.arange(1000, dtype=torch.float32)
+    content = DiskFiles(tmp_path, 1 << 30).keep(vector)
+    assert torch.equal(content(), vector)
+
+    files[0].seek(2001)
+    [byte] = files[0].read(1)
+    files[0].seek(2001)
+    files[0].write(bytes([byte ^ 4]))
+    files[0].flush()
+
+    with pytest.raises(OSError, match=r"kept on the disk .* is damaged"):
+        content()
 
 
 def test_an_idle_model_takes_no_memory_and_keeps_its_unapplied_gradient(place: Place) -> None:

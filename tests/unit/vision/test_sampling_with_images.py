@@ -14,7 +14,7 @@ from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_protocol.tensors import Int32Array
 from tinkercloud_testing.engines import a_sampling_request, an_engine
 from tinkercloud_testing.families import READS_IMAGES
-from tinkercloud_testing.vision import images_of, prompt_of, reference_logits
+from tinkercloud_testing.vision import gemma_image, images_of, prompt_of, reference_logits
 from tinkercloud_worker.engine.sampler import (
     PromptLogprobParams,
     SamplingRequest,
@@ -75,6 +75,35 @@ async def test_samples_and_prompt_logprobs_equal_transformers(family: str, tmp_p
     model = READS_IMAGES[family]()
     for request, result in zip(requests, results, strict=True):
         check(model, request, result)
+
+
+async def test_chunks_and_cached_prefixes_do_not_divide_images_that_see_each_other(
+    tmp_path: Path,
+) -> None:
+    first, second = gemma_image(2, seed=1), gemma_image(6, seed=2)
+    both = prompt_of(14, [first, second])
+    one = both.copy()
+    one[6:10] = 5
+    with an_engine(
+        READS_IMAGES["Gemma 3"](), tmp_path, SamplerConfig(prefill_chunk_tokens=4)
+    ) as engine:
+        await engine.sampler.publish("base", None)
+        requests = [a_request(both, [first, second]), a_request(one, [first])]
+        requests = [replace(each, prompt_logprobs=PromptLogprobParams()) for each in requests]
+        results = [
+            await engine.sampler.sample("base", request) for request in [*requests, *requests]
+        ]
+
+    assert [result.prompt.cached_tokens for result in results] == [0, 2, 13, 13]
+    model = READS_IMAGES["Gemma 3"]()
+    for request, result in zip([*requests, *requests], results, strict=True):
+        [sequence] = result.sequences
+        sampled = np.concatenate([request.prompt, np.array(sequence.tokens, np.int32)])
+        with torch.no_grad():
+            logits = reference_logits(model, sampled, request.images)[-STEPS - 1 : -1]
+        chosen = torch.tensor(sequence.tokens)[:, None]
+        expected = torch.log_softmax(logits, 1).gather(1, chosen)[:, 0]
+        np.testing.assert_allclose(sequence.logprobs, expected.numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize("family", READS_IMAGES)

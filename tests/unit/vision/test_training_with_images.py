@@ -11,7 +11,7 @@ from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.families import READS_IMAGES
 from tinkercloud_testing.peft_twin import PeftTwin
 from tinkercloud_testing.trainers import assert_close, gradient_of
-from tinkercloud_testing.vision import examples_of, reference_logits
+from tinkercloud_testing.vision import an_example, examples_of, gemma_image, reference_logits
 from tinkercloud_worker.engine.batch import Batch, Example
 from tinkercloud_worker.engine.trainer import TrainingPass
 from tinkercloud_worker.model.base_model import TorchBaseModel
@@ -49,6 +49,22 @@ def test_logprobs_of_packs_with_images_equal_transformers(family: str) -> None:
     for logprobs, theirs in zip(output.logprobs, expected, strict=True):
         np.testing.assert_allclose(logprobs, theirs, atol=1e-5)
     assert output.metrics["tokens:sum"] == sum(len(example.tokens) for example in examples)
+
+
+def test_images_of_gemma_3_without_a_token_between_them_see_each_other() -> None:
+    """transformers knows runs of placeholders only. Those of Qwen-VL have positions for each."""
+    model = READS_IMAGES["Gemma 3"]()
+    pair = [gemma_image(2, seed=1), gemma_image(6, seed=2)]
+    apart = [gemma_image(2, seed=1), gemma_image(7, seed=2)]
+    examples = [an_example(14, pair, seed=1), an_example(14, apart, seed=1)]
+    with torch.no_grad():
+        expected = [reference_logprobs(model, example).numpy() for example in examples]
+
+    trainer = a_trainer(TorchBaseModel(READS_IMAGES["Gemma 3"]()))
+    output = trainer.forward("m", a_batch(examples, forward_only=True), lambda: None)
+
+    for logprobs, theirs in zip(output.logprobs, expected, strict=True):
+        np.testing.assert_allclose(logprobs, theirs, atol=1e-5)
 
 
 def twin_logprobs(twin: PeftTwin, example: Example) -> torch.Tensor:

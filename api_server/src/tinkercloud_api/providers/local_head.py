@@ -21,9 +21,11 @@ import shutil
 import signal
 import socket
 import sys
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
+from pathlib import Path
 from typing import IO
 
 import aiohttp
@@ -169,7 +171,7 @@ class LocalHead:
                 env=_head_environment(),
             )
             lock.truncate(0)
-            lock.write(str(process.pid))
+            lock.write(f"{process.pid} {_checksum(process.pid)}")
             return process
 
     def _keep_log(self) -> None:
@@ -304,13 +306,17 @@ class LocalHead:
             await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
 
     def _running_pid(self) -> int | None:
-        """Return the process id of the head, started by any server, or None if there is none."""
+        """Return the process id of the head, started by any server, or None if there is none.
+
+        Raises:
+            HeadFailed: the file that says it is damaged.
+        """
         with self._lock_file() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 lock.seek(0)
-                return int(lock.read() or 0) or None
+                return _pid_in(lock.read(), Path(lock.name))
         return None
 
     async def _get(self, endpoint: HeadEndpoint, path: str) -> bytes:
@@ -362,6 +368,28 @@ class LocalHead:
         with os.fdopen(descriptor, "w") as file:
             file.write(content)
         temporary.replace(self._folder / name)
+
+
+def _checksum(pid: int) -> str:
+    return f"{zlib.crc32(str(pid).encode()):08x}"
+
+
+def _pid_in(content: str, file: Path) -> int | None:
+    """Return the process id in a lock file; None if the head has just taken the lock.
+
+    Raises:
+        HeadFailed: the file is damaged. Another process would be stopped in place of the head.
+    """
+    pid, _, checksum = content.partition(" ")
+    # Releases without checksums wrote the number alone.
+    if pid.isdecimal() and checksum in {"", _checksum(int(pid))}:
+        return int(pid)
+    if not content:
+        return None
+    raise HeadFailed(
+        f"{file} is damaged: it should have the process id of the running session head, but has"
+        f" {content[:80]!r}; end the processes that hold this file (fuser {file}), and start again"
+    )
 
 
 def _slug(name: str) -> str:

@@ -1,8 +1,9 @@
 """Imports adapters of Hugging Face PEFT as training checkpoints, in three steps.
 
 `start` checks the configuration and reserves room, `receive` streams `adapter_model.safetensors`
-into the store and checks its header before the first tensor, and `finish` writes the manifest. An
-upload that is not finished before it expires is deleted.
+into the store and checks its header before the first tensor, and each value. `finish` compares it
+with its configuration and its base model, and writes the manifest. An upload that is not finished
+before it expires is deleted.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated, Any
 
 import orjson
@@ -21,8 +23,11 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Upload, now
 from tinkercloud_api.projects import Projects
 from tinkercloud_api.training_runs import TrainingRuns
+from tinkercloud_api.transfers.base_weights import read_base
 from tinkercloud_api.transfers.stored_runs import StoredRuns, is_open
-from tinkercloud_protocol import peft
+from tinkercloud_protocol import adapter_fit, peft
+from tinkercloud_protocol.adapter_file import AdapterFile
+from tinkercloud_protocol.adapter_fit import BaseWeights
 from tinkercloud_protocol.checkpoints import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -40,6 +45,8 @@ from tinkercloud_protocol.wire import Name, TtlSeconds, UserMetadata, WireModel
 
 _LIFETIME = timedelta(hours=1)
 """Time to send the file and to finish."""
+_PART_BYTES = 1 << 20
+"""Bytes that are checked at a time, in a thread."""
 _CHUNK_SECONDS = 60.0
 """Maximum time between two parts of a body."""
 MAX_CONFIG_BYTES = 64 << 10
@@ -239,7 +246,8 @@ class Imports:
 
         Raises:
             NotFound: the upload does not exist for this principal.
-            InvalidRequest: it has expired, or a file was not received.
+            InvalidRequest: it has expired, a file was not received, or the adapter does not fit its
+                configuration or its base model.
         """
         upload = await self._visible(upload_id, caller)
         manifest = CheckpointManifest.model_validate(upload.manifest)
@@ -252,6 +260,7 @@ class Imports:
             raise InvalidRequest(
                 f"upload {upload_id!r}: {missing[0]} is missing; PUT it before finishing"
             )
+        await self._check_fit(upload, manifest)
         config = orjson.dumps(upload.adapter_config, option=orjson.OPT_INDENT_2)
         await self.stored_runs.objects.create(manifest.key_of(ADAPTER_CONFIG), config)
         stored = StoredFile(size_bytes=len(config), sha256=hashlib.sha256(config).hexdigest())
@@ -265,6 +274,19 @@ class Imports:
         )
         spec = ModelSpec(owner=complete.owner, lora=complete.lora)
         return await self.stored_runs.complete(upload_id, complete, spec)
+
+    async def _check_fit(self, upload: Upload, manifest: CheckpointManifest) -> None:
+        served = self.training_runs.served(manifest.base_model)
+        folder = Path(served.local_path) if served.local_path else None
+        base = await asyncio.to_thread(read_base, folder) if folder else BaseWeights()
+        objects, key = self.stored_runs.objects, manifest.key_of(ADAPTER_WEIGHTS)
+        size = await objects.read_start(key, peft.LENGTH_BYTES)
+        start = size and await objects.read_start(key, peft.header_bytes(size))
+        if not start:
+            raise InvalidRequest(
+                f"upload {upload.id!r}: {ADAPTER_WEIGHTS} is gone from the store; PUT it again"
+            )
+        await asyncio.to_thread(adapter_fit.check, start, upload.adapter_config, base)
 
     async def abort(self, upload_id: str, caller: Principal) -> None:
         """Delete an upload and what was received.
@@ -329,39 +351,47 @@ class _Body:
     def __init__(self, chunks: AsyncIterator[bytes], expected: int, rank: int) -> None:
         self._chunks = chunks
         self._expected = expected
-        self._rank = rank
+        self._file = AdapterFile(expected, rank)
         self.size = 0
         """Bytes received."""
         self.digest = hashlib.sha256()
         """SHA-256 of what was received."""
-        self.lora = LoraConfig(rank=rank)
+
+    @property
+    def lora(self) -> LoraConfig | None:
         """Configuration of the adapter, once the header was read."""
+        return self._file.lora
 
     async def checked(self) -> AsyncIterator[bytes]:
-        """Yield the file; the header is yielded only after it was checked.
+        """Yield the file; each part is yielded only after it was checked.
 
         Raises:
-            InvalidRequest: the file is not a LoRA adapter of the declared size and rank.
+            InvalidRequest: the file is not a LoRA adapter of the declared size and rank, or a value
+                is not finite.
         """
-        start, header = bytearray(), None
-        async for chunk in self._received():
-            if header is None or start:
-                start += chunk
-                if header is None and len(start) >= peft.LENGTH_BYTES:
-                    header = peft.header_bytes(bytes(start[: peft.LENGTH_BYTES]))
-                if header is not None and len(start) >= header:
-                    self.lora = await asyncio.to_thread(
-                        peft.read_header, bytes(start[:header]), self._expected, self._rank
-                    )
-                    yield bytes(start)
-                    start.clear()
-            else:
-                yield chunk
-        if self.size != self._expected or start or header is None:
+        async for part in self._parts():
+            if checked := await asyncio.to_thread(self._check, part):
+                yield checked
+        if self.size != self._expected or self.lora is None:
             raise InvalidRequest(
                 f"{ADAPTER_WEIGHTS}: received {self.size} bytes of {self._expected}; send the file"
                 " again"
             )
+
+    def _check(self, part: bytes) -> bytes:
+        self.digest.update(part)
+        return self._file.add(part)
+
+    async def _parts(self) -> AsyncIterator[bytes]:
+        """Yield what is received in parts that are worth a thread."""
+        part = bytearray()
+        async for chunk in self._received():
+            part += chunk
+            if len(part) >= _PART_BYTES:
+                yield bytes(part)
+                part.clear()
+        if part:
+            yield bytes(part)
 
     async def _received(self) -> AsyncIterator[bytes]:
         while True:
@@ -379,5 +409,4 @@ class _Body:
                 raise InvalidRequest(
                     f"{ADAPTER_WEIGHTS}: larger than the {self._expected} bytes of size_bytes"
                 )
-            self.digest.update(chunk)
             yield chunk

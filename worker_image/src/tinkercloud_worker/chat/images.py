@@ -1,18 +1,29 @@
 """Images in conversations: OpenAI's parts of type `image_url`, and where they are in a prompt.
 
+The model gets what people see when they open the file.
+
 https://platform.openai.com/docs/guides/images-vision
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.images import image_chunk_at
+from tinkercloud_protocol.images import ImagePart, image_chunk_at
 from tinkercloud_protocol.sampling import Chunk, ModelInput
 
 Content = str | Sequence[dict[str, Any]] | None
 """The content of a message: text, or parts."""
 _KIND = "image_url"
+
+
+class SeenInput(ModelInput):
+    """A prompt whose images are read as people see them."""
+
+    def images(self) -> tuple[ImagePart, ...]:
+        """See `ModelInput`."""
+        return tuple(replace(image, as_seen=True) for image in super().images())
 
 
 def images_of(content: Content, where: str) -> list[Chunk]:
@@ -100,4 +111,4 @@ def model_input(tokens: Sequence[int], images: Sequence[Chunk], placeholder: int
     for place, image in zip(places, images, strict=True):
         chunks += [Chunk(tokens=list(tokens[done:place])), image]
         done = place + 1
-    return ModelInput(chunks=[*chunks, Chunk(tokens=list(tokens[done:]))])
+    return SeenInput(chunks=[*chunks, Chunk(tokens=list(tokens[done:]))])

@@ -6,10 +6,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import orjson
-
 from tinkercloud_protocol import journals
-from tinkercloud_protocol.journals import JournalManifest
+from tinkercloud_protocol.checkpoints import decode_manifest, encode_manifest
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.journals import Deaths, JournalManifest
 from tinkercloud_protocol.paths import suspended_prefix
 from tinkercloud_worker.journal import records
 from tinkercloud_worker.journal.records import Record
@@ -68,7 +68,8 @@ class JournalFolder:
         self._folder.mkdir(parents=True, exist_ok=True)
         staged = self._folder / f"manifest.{uuid.uuid4().hex}"
         with staged.open("wb") as file:
-            file.write(manifest.model_dump_json(indent=2).encode())
+            # A manifest that an earlier release wrote gets a checksum too.
+            file.write(encode_manifest(manifest.model_copy(update={"format_version": 2})))
             file.flush()
             os.fsync(file.fileno())
         staged.replace(journals.manifest_path(self.root, self.run_id))
@@ -94,11 +95,15 @@ class JournalFolder:
         shutil.rmtree(self.root / suspended_prefix(self.run_id), ignore_errors=True)
 
     def deaths(self) -> dict[int, int]:
-        """Return how many heads ended while they repeated a request, by the request's number."""
+        """Return how many heads ended while they repeated a request, by the request's number.
+
+        A damaged file says nothing, nor does one of a release without checksums: then all start
+        from 0.
+        """
         try:
-            read = orjson.loads((self._folder / _DEATHS).read_bytes())
-            return {int(seq_id): int(count) for seq_id, count in read.items()}
-        except (FileNotFoundError, ValueError, AttributeError, TypeError):
+            content = (self._folder / _DEATHS).read_bytes()
+            return decode_manifest(Deaths, content, _DEATHS).deaths
+        except (FileNotFoundError, InvalidRequest):
             return {}
 
     def write_deaths(self, deaths: Mapping[int, int]) -> None:
@@ -111,7 +116,7 @@ class JournalFolder:
             path.unlink(missing_ok=True)
             return
         staged = path.with_suffix(f".{uuid.uuid4().hex}")
-        staged.write_bytes(orjson.dumps(deaths, option=orjson.OPT_NON_STR_KEYS))
+        staged.write_bytes(encode_manifest(Deaths(deaths=dict(deaths))))
         staged.replace(path)
 
     def create(self, number: int) -> Segment:

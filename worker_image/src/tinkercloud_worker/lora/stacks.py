@@ -337,11 +337,13 @@ class _Places:
         if self.padded_M is None or self.rows_M is None:
             self.gathered(total_N).baddbmm_(left_GLr, right)
             return
-        own_M = torch.bmm(left_GLr, right).flatten(0, 1).index_select(0, self.padded_M)
+        # The sum is rounded once, as for an adapter alone, and not the product before it.
+        sum_GL = self.gathered(total_N).baddbmm_(left_GLr, right)
+        own_M = sum_GL.flatten(0, 1).index_select(0, self.padded_M)
         if self.span is not None:
-            total_N[self.span].add_(own_M)
+            total_N[self.span].copy_(own_M)
         else:
-            total_N.index_add_(0, self.rows_M, own_M)
+            total_N.index_copy_(0, self.rows_M, own_M)
 
 
 class _Rounded:

@@ -23,7 +23,7 @@ from mbridge.models.llama import LLaMABridge
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
@@ -152,6 +152,10 @@ def load(path: str, dtype: torch.dtype, parallelism: Parallelism, device: Device
             tensor.fill_(math.nan)
         try:
             bridge.load_weights([model.module], path)
+        except SafetensorError as error:
+            raise UnsupportedModelError(
+                f"{path}: a weight file can't be read ({error}); download the model again"
+            ) from error
         except (KeyError, ValueError) as error:
             raise UnsupportedModelError(
                 f"{path}: the megatron trainer did not find some weights ({error}); it expects the"

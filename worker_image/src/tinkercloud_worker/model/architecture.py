@@ -27,9 +27,11 @@ from transformers.models.auto.auto_factory import _get_model_class
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
+from tinkercloud_protocol.context_length import context_length
 from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.lora.adapters import Group, Target
 from tinkercloud_worker.lora.experts import find_experts
+from tinkercloud_worker.lora.parameters import MAMBA_OUTPUT
 from tinkercloud_worker.vision.tower import VisionTower, split_tower
 
 BUILDING = threading.Lock()
@@ -173,11 +175,27 @@ def blank_model_with_towers(config: Any) -> PreTrainedModel:  # noqa: ANN401 - t
         UnsupportedModelError: transformers has no language model of this configuration.
     """
     kind, own_config = model_class(config)
-    with torch.device("meta"):
-        # Any other dtype would temporarily become torch's default for all threads.
-        model: PreTrainedModel = kind._from_config(own_config, dtype=torch.float32)
+    try:
+        with torch.device("meta"):
+            # Any other dtype would temporarily become torch's default for all threads.
+            model: PreTrainedModel = kind._from_config(own_config, dtype=torch.float32)
+    except AssertionError as error:
+        raise contradiction(str(config.name_or_path), error) from error
     model.eval()
     return model
+
+
+def contradiction(path: str, error: AssertionError) -> UnsupportedModelError:
+    """Return the error for a configuration whose fields contradict each other.
+
+    Args:
+        path: the folder.
+        error: what torch or transformers says.
+    """
+    return UnsupportedModelError(
+        f"{path}: the model that config.json describes can't be built: {error}. Correct config.json"
+        " (for padding_idx: pad_token_id must be below vocab_size, or null)"
+    )
 
 
 def keep_text(model: PreTrainedModel) -> None:
@@ -282,7 +300,9 @@ def logits_factor(config: Any) -> float:  # noqa: ANN401 - transformers' configu
 def max_context_length(config: Any) -> int:  # noqa: ANN401 - transformers' configurations have no common type
     """Return the maximum context length of a model's configuration, in tokens."""
     text = config.get_text_config()
-    return int(getattr(text, "max_position_embeddings", 0) or 1 << 20)
+    # Not all families have these names in their dictionaries.
+    names = ("max_position_embeddings", "model_type", "rope_parameters")
+    return context_length({name: getattr(text, name, None) for name in names})
 
 
 def rotary_switch(config: Any) -> int | None:  # noqa: ANN401 - transformers' configurations have no common type
@@ -351,7 +371,8 @@ def find_targets(model: PreTrainedModel, backbone_name: str, lm_head_name: str) 
     """Return the LoRA targets of a model, in the order of its modules.
 
     Targets are the same as in Tinker: all linear layers except routers; in latent attention (MLA)
-    the down-projections but not the up-projections. Layers that do not compute what their class
+    the down-projections but not the up-projections; in Mamba models whose `out_proj` PEFT refuses,
+    all but that. Layers that do not compute what their class
     name says, and weights that are read without calling their layer, are also excluded.
 
     Args:
@@ -364,13 +385,14 @@ def find_targets(model: PreTrainedModel, backbone_name: str, lm_head_name: str) 
     """
     targets: list[Target] = []
     experts = {each.name: each.targets for each in find_experts(model)}
+    kind = model.config.model_type
     for name, module in model.named_modules():
         shape = _linear_shape(module)
         if name in experts:
             targets.extend(experts[name])
         elif name == lm_head_name and shape:
             targets.append(Target(name, *shape, group="unembed"))
-        elif shape and name.startswith(f"{backbone_name}.") and _is_in_a_layer(name):
+        elif shape and name.startswith(f"{backbone_name}.") and _is_in_a_layer(name, kind):
             targets.append(Target(name, *shape, group=_group(name)))
     if not any(target.group == "unembed" for target in targets):
         raise UnsupportedModelError(f"{type(model).__name__} has no linear LM head")
@@ -396,13 +418,19 @@ _NOT_ADAPTED = frozenset({"q_b_proj", "kv_b_proj", "dt_proj"})
 """Leaf names of other excluded layers; Mamba reads the weight of `dt_proj` without calling it."""
 
 
-def _is_in_a_layer(name: str) -> bool:
+_MAMBA_TYPES = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
+"""Values of `model_type` for which PEFT refuses adapters of `out_proj`, since fused kernels read
+its weight without calling it."""
+
+
+def _is_in_a_layer(name: str, model_type: str) -> bool:
     """Whether a module is an adaptable part of one of the numbered layers."""
     parts = name.split(".")
     return (
         any(part.isdigit() for part in parts)
         and _ROUTERS.isdisjoint(parts)
         and parts[-1] not in _NOT_ADAPTED
+        and not (parts[-1] == MAMBA_OUTPUT and model_type in _MAMBA_TYPES)
     )
 
 

@@ -15,7 +15,7 @@ from tinkercloud_worker.model.architecture import (
     model_class,
     read_config,
 )
-from tinkercloud_worker.model.quantized import QuantizedFolder, block_size
+from tinkercloud_worker.model.quantized import QuantizedFolder, block_size, check_format
 from tinkercloud_worker.model.weights_check import (
     check_finite,
     check_weights,
@@ -33,8 +33,9 @@ def load_pretrained(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
     Raises:
         UnsupportedModelError: transformers has no language model of this configuration, the weights
-            do not match it, or they are in an unsupported float8 format.
+            do not match it, or they are in an unsupported quantized format.
     """
+    check_format(path, read_config(path))
     check_weights(path)
     model = _load(path, dtype)
     if model.config.model_type not in IMAGE_MODEL_TYPES:

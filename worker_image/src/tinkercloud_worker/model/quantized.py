@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tinkercloud_worker.model.architecture import UnsupportedModelError
@@ -23,6 +23,9 @@ from tinkercloud_worker.model.weight_files import (
 )
 
 _SCALE = "_scale_inv"
+
+_READ = frozenset({"fp8", "mxfp4"})
+"""Values of `quant_method` whose weights are read: float8 in blocks, and the experts of gpt-oss."""
 
 Block = tuple[int, int]
 """Rows and columns of a matrix that share one scale."""
@@ -48,6 +51,28 @@ def block_size(config: Any) -> Block | None:  # noqa: ANN401 - transformers' con
         )
     rows, columns = block
     return rows, columns
+
+
+def check_format(path: str, config: Any) -> None:  # noqa: ANN401 - as above
+    """Check that this engine reads the format of a model's quantized weights, if they are.
+
+    Inference servers may read others.
+
+    Args:
+        path: the folder, for the message.
+        config: the configuration of the Hugging Face model.
+
+    Raises:
+        UnsupportedModelError: it does not.
+    """
+    quantization = getattr(config, "quantization_config", None) or {}
+    method = quantization.get("quant_method")
+    if quantization and method not in _READ:
+        raise UnsupportedModelError(
+            f"{path}: config.json has quantization_config with quant_method {method!r}, but of"
+            " quantized weights only block float8 (fp8) and the MXFP4 of gpt-oss can be trained"
+            " on; use a bfloat16 copy of the model"
+        )
 
 
 def dequantized(values: Tensor, scales: Tensor, block: Block) -> Tensor:
@@ -149,8 +174,13 @@ class QuantizedFolder:
                 raise UnsupportedModelError(
                     f"{path}: float8 weights must be in safetensors files, not {file.name}"
                 )
-            with safe_open(file, framework="pt") as tensors:
-                self._files |= dict.fromkeys(tensors.keys(), file)
+            try:
+                with safe_open(file, framework="pt") as tensors:
+                    self._files |= dict.fromkeys(tensors.keys(), file)
+            except SafetensorError as error:
+                raise UnsupportedModelError(
+                    f"{file} can't be read ({error}); download it again"
+                ) from error
 
     @property
     def names(self) -> list[str]:

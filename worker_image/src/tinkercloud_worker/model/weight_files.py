@@ -40,6 +40,10 @@ class UnreadableWeights(Exception):
     """Weight files are missing or damaged; the message names the file and the reason."""
 
 
+class OtherFormat(UnreadableWeights):
+    """The weights are in a format that can be converted; the message says how."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor of a safetensors file."""
@@ -77,6 +81,7 @@ def weight_files(path: str) -> Sequence[Path]:
         path: the folder.
 
     Raises:
+        OtherFormat: there is only a GGUF file.
         UnreadableWeights: there are no weight files, some are missing, or there are two sets of
             them.
     """
@@ -96,6 +101,11 @@ def weight_files(path: str) -> Sequence[Path]:
         return [folder / _PICKLED]
     if (folder / _PICKLED_INDEX).is_file():
         return _indexed(folder / _PICKLED_INDEX)
+    if packed := sorted(folder.glob("*.gguf")):
+        raise OtherFormat(
+            "the weights are in a GGUF file only; convert it to another folder with python -m"
+            f" tinkercloud_worker.convert_gguf {packed[0]} FOLDER, and serve that one"
+        )
     raise UnreadableWeights(
         f"neither {_SINGLE} nor {_INDEX} exists; weight files must have the names that"
         " save_pretrained of transformers writes"

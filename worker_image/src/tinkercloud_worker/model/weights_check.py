@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_worker.model.architecture import (
     BUILDING,
     UnsupportedModelError,
+    blank_model_with_towers,
+    contradiction,
     keep_text,
     model_class,
     read_config,
@@ -27,6 +30,7 @@ from tinkercloud_worker.model.architecture import (
 )
 from tinkercloud_worker.model.quantized import block_size, files_read, unquantized
 from tinkercloud_worker.model.weight_files import (
+    OtherFormat,
     StoredTensor,
     UnreadableWeights,
     described_tensors,
@@ -36,10 +40,7 @@ from tinkercloud_worker.model.weight_files import (
 )
 
 _PLAIN = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-_PACKED = frozenset(
-    {torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu}
-)
-"""Dtypes of weights that are meaningful only with scales."""
+"""Dtypes of weights whose values need nothing else to be understood."""
 
 _DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids|masked_bias|attn\.bias)$")
 """Tensors in old files that models compute by themselves."""
@@ -226,9 +227,12 @@ def load_checked(
         )
     except torch.OutOfMemoryError:
         raise
+    except AssertionError as error:
+        raise contradiction(path, error) from error
+    except SafetensorError as error:
+        raise _refusal(path, [f"a file can't be read ({_in_one_line(error)})"]) from error
     except RuntimeError as error:
-        reason = " ".join(str(error).split())[:_LONGEST_REASON]
-        wrong = f"transformers can't convert the weights ({reason})"
+        wrong = f"transformers can't convert the weights ({_in_one_line(error)})"
         raise _refusal(path, [wrong]) from error
     removed = tower_prefixes(model)
     if any(name.startswith(removed) for name in _lost(info)):
@@ -241,6 +245,10 @@ def load_checked(
     )
     _refuse(path, differences(compared, expected))
     return model
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:_LONGEST_REASON]
 
 
 def _lost(info: Mapping[str, Any]) -> list[str]:
@@ -281,6 +289,8 @@ def check_weights(path: str) -> None:
     block = block_size(config)
     try:
         tensors = described_tensors(files_read(path, config))
+    except OtherFormat as error:
+        raise UnsupportedModelError(f"{path}: {error}") from error
     except UnreadableWeights as error:
         raise _refusal(path, [str(error)]) from error
     if block is not None:
@@ -289,10 +299,10 @@ def check_weights(path: str) -> None:
     elif getattr(config, "quantization_config", None):
         _refuse(path, _unpaired(tensors))
         return
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    wrong = wrong_experts(shapes) + _packed(tensors)
-    _refuse(path, wrong)
     config.__dict__.pop("quantization_config", None)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    wrong = wrong_experts(shapes) + _not_float(tensors, config)
+    _refuse(path, wrong)
     _compare(path, config, tensors)
 
 
@@ -307,11 +317,30 @@ def _unpaired(names: Collection[str]) -> list[str]:
     return [f"missing in the files: {listed(lost)}"] if lost else []
 
 
-def _packed(tensors: Mapping[str, Tensor]) -> list[str]:
-    packed = [f"{name} ({each.dtype})" for name, each in tensors.items() if each.dtype in _PACKED]
-    if not packed:
+def _not_float(tensors: Mapping[str, Tensor], config: Any) -> list[str]:  # noqa: ANN401 - as above
+    """Return what is wrong with weights of other dtypes than `_PLAIN`, whose values are not known.
+
+    Tensors that the text model does not use may have any dtype, and so may those that are no
+    numbers in the model either, such as tables of indexes.
+    """
+    other = {name: each.dtype for name, each in tensors.items() if each.dtype not in _PLAIN}
+    for name in _explained(other, expected_of(config)):
+        del other[name]
+    if other:
+        with BUILDING:
+            own = blank_model_with_towers(config).state_dict()
+        for name in [name for name in other if name in own]:
+            if own[name].dtype == other[name]:
+                del other[name]
+    if not other:
         return []
-    return [f"quantized, but config.json has no quantization_config: {listed(packed)}"]
+    named = [f"{name} ({dtype})" for name, dtype in other.items()]
+    accepted = ", ".join(sorted(str(dtype) for dtype in _PLAIN))
+    return [
+        f"weights must have one of the dtypes {accepted}, and config.json has no"
+        f" quantization_config that says what others mean: {listed(named)}; use a copy of the model"
+        " in bfloat16"
+    ]
 
 
 def _compare(path: str, config: Any, tensors: dict[str, Tensor]) -> None:  # noqa: ANN401 - as above

@@ -18,7 +18,7 @@ from tinkercloud_worker.torch_sampler.scoring import PromptScorer
 from tinkercloud_worker.torch_sampler.unbatched import UnbatchedDecoding
 from tinkercloud_worker.torch_sampler.versions import Version
 from tinkercloud_worker.vision.prepared import PreparedPrompt
-from tinkercloud_worker.vision.spans import around, end_of
+from tinkercloud_worker.vision.spans import around
 
 
 @dataclass(slots=True, eq=False)
@@ -64,11 +64,11 @@ class Job:
         """Return the number of prompt tokens to prefill next.
 
         Args:
-            most: their maximum number; the last image of a chunk may exceed it.
+            most: their maximum number; the last images of a chunk may exceed it.
         """
         stop = min(self.prefilled + most, len(self.request.prompt))
-        image = around(self.request.images, stop)
-        return (stop if image is None else end_of(image)) - self.prefilled
+        block = around(self.request.images, stop)
+        return (stop if block is None else block.stop) - self.prefilled
 
     @property
     def failure(self) -> Exception | None:

@@ -26,15 +26,16 @@ class PrefixStore:
     def find(self, version: Version, prompt: PreparedPrompt, at_most: int) -> tuple[int, KeyValues]:
         """Return the longest cached prefix of a prompt: its length and its keys and values.
 
-        A prefix has all tokens of an image or none.
+        A prefix has all tokens of a block of images or none.
         """
         best, best_key = 0, None
         with self._lock:
             for key, (cached, _) in self._entries.items():
                 if key[0] is version:
                     length = min(common_length(cached, prompt), at_most)
-                    image = around(prompt.images, length)
-                    length = length if image is None else image.start
+                    for images in (prompt.images, cached.images):
+                        block = around(images, length)
+                        length = length if block is None else block.start
                     if length > best:
                         best, best_key = length, key
             if best_key is None:

@@ -7,6 +7,7 @@ last earlier request has ended.
 
 import logging
 import threading
+import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from tinkercloud_worker.lora.segments import ActiveWeights
 
 log = logging.getLogger(__name__)
 
+_PART_BYTES = 4 << 20
+
 
 @dataclass(slots=True, eq=False)
 class Version:
@@ -37,6 +40,8 @@ class Version:
     size_bytes: int
     file: Path
     """The file they are spilled to."""
+    checksum: int = 0
+    """CRC-32 of the file, once it is written."""
     is_apart: bool = False
     """Whether the weights are so large, or not finite, that a product shared with other adapters
     would change the others' results."""
@@ -130,13 +135,13 @@ class Versions:
         """Return a version's weights, reading them back if they were spilled.
 
         Raises:
-            OSError: the file can't be read, or spilling another version failed.
+            OSError: the file can't be read, or is damaged, or spilling another version failed.
         """
         with self._lock:
             self._by_use.move_to_end(version)
             if version.in_memory is not None or not version.is_written:
                 return version.in_memory
-        active = self._active(load_file(version.file), version.lora)
+        active = self._active(_read(version), version.lora)
         with self._lock:
             version.in_memory = active
         self.spill()
@@ -146,13 +151,13 @@ class Versions:
         """Return the weights of a version. Spilled weights stay spilled.
 
         Raises:
-            OSError: the file can't be read.
+            OSError: the file can't be read, or is damaged.
         """
         with self._lock:
             active = version.in_memory
             if active is None and not version.is_written:
                 return None
-        tensors = load_file(version.file) if active is None else active.tensors
+        tensors = _read(version) if active is None else active.tensors
         return WeightsSnapshot(version.lora, tensors)
 
     def spill(self) -> None:
@@ -190,6 +195,7 @@ class Versions:
         if active is not None and not version.is_written:
             self._scratch_dir.mkdir(parents=True, exist_ok=True)
             save_file(dict(active.tensors), version.file)
+            version.checksum = _checksum(version.file)
         with self._lock:
             version.in_memory, version.is_written = None, True
 
@@ -202,6 +208,27 @@ class Versions:
         # In float32 each adapter has its own product.
         is_adapter = active.lora_scale is not None and self._dtype != torch.float32
         return is_adapter and not can_share_batch(active.tensors.values())
+
+
+def _read(version: Version) -> dict[str, Tensor]:
+    """Return spilled weights.
+
+    Raises:
+        OSError: the file can't be read, or is not what was written.
+    """
+    if _checksum(version.file) != version.checksum:
+        raise OSError(
+            f"the file {version.file} with the weights of a sampler is damaged; save them again"
+        )
+    return load_file(version.file)
+
+
+def _checksum(file: Path) -> int:
+    checksum = 0
+    with file.open("rb") as content:
+        while part := content.read(_PART_BYTES):
+            checksum = zlib.crc32(part, checksum)
+    return checksum
 
 
 def _delete(file: Path) -> None:

@@ -14,6 +14,7 @@ import mmap
 import shutil
 import tempfile
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -40,7 +41,9 @@ _PART = 1 << 22
 """Elements that are written at a time."""
 
 Content = Callable[[], Tensor]
-"""Returns the content of a vector that was paged out. It may be called again after a failure."""
+"""Returns the content of a vector that was paged out. It may be called again after a failure.
+
+Raises OSError if the content can't be read, or is not what was kept."""
 Missing = Callable[[int], int]
 """Returns by how many bytes the device falls short of a requested size; 0 or less if it fits."""
 
@@ -123,20 +126,23 @@ class DiskFiles:
         if free < vector.nbytes:
             raise OSError(f"{vector.nbytes} bytes do not fit in {free} bytes of {self._folder}")
         file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - open while it is needed
-        dtype = vector.dtype
+        dtype, checksum = vector.dtype, 0
         try:
             for part in torch.split(vector, _PART):
                 # A storage that NumPy has seen can't be freed any more, so it gets a copy.
-                file.write(part.clone().numpy().data.cast("B"))
+                written = part.clone().numpy().data.cast("B")
+                file.write(written)
+                checksum = zlib.crc32(written, checksum)
             file.flush()
         except BaseException:
             file.close()
             raise
 
         def content() -> Tensor:
-            return torch.frombuffer(
-                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=dtype
-            )
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            if zlib.crc32(mapped) != checksum:
+                raise OSError(f"a model that was kept on the disk ({self._folder}) is damaged")
+            return torch.frombuffer(mapped, dtype=dtype)
 
         self._left -= vector.nbytes
         weakref.finalize(content, self._free, file, vector.nbytes)

@@ -24,7 +24,7 @@ class PreparedImage:
     fingerprint: bytes
     """Equal for images with equal pixels."""
     encoded: bytes
-    """The file, for engines that decode it themselves."""
+    """A file of the same pixels, for engines that decode it themselves."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

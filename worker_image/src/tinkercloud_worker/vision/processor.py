@@ -1,11 +1,10 @@
-"""Decodes images, and cuts them into the patches that a model's vision tower reads.
+"""Cuts decoded images into the patches that a model's vision tower reads.
 
 The model's own processor of transformers does the arithmetic, so that counts and pixels are those
 of the client, which uses the same one.
 """
 
 import hashlib
-import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from transformers import AutoConfig, AutoImageProcessor
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.images import IMAGE_MODEL_TYPES, ImagePart
 from tinkercloud_protocol.tensors import FloatArray, Int32Array
+from tinkercloud_worker.vision.decoding import decode
 from tinkercloud_worker.vision.prepared import PreparedImage, PreparedPrompt
 
 
@@ -25,6 +25,9 @@ class ImageReader(Protocol):
 
     def num_tokens(self, width: int, height: int) -> int:
         """Return the number of tokens of an image of this size in pixels.
+
+        It is the same for an image that is turned by 90 degrees, which may happen when it is
+        decoded.
 
         Raises:
             ValueError: the family reads no images of this size.
@@ -146,7 +149,8 @@ class ImageProcessor:
         )
 
     def _prepared(self, image: ImagePart, index: int, start: int) -> PreparedImage:
-        pixels, grid = self._reader.read(_decoded(image, index))
+        decoded, file = decode(image, f"image {index}")
+        pixels, grid = self._reader.read(decoded)
         pixels = np.ascontiguousarray(pixels)
         known = repr((pixels.shape, grid)).encode()
         return PreparedImage(
@@ -155,31 +159,8 @@ class ImageProcessor:
             pixels=pixels,
             grid=grid,
             fingerprint=hashlib.blake2b(known + pixels.tobytes(), digest_size=16).digest(),
-            encoded=image.data,
+            encoded=file,
         )
-
-
-def _decoded(image: ImagePart, index: int) -> Image.Image:
-    """Return an image in RGB.
-
-    Raises:
-        InvalidRequest: it is damaged, or its size is not that of its header.
-    """
-    try:
-        with Image.open(io.BytesIO(image.data), formats=[image.format.upper()]) as opened:
-            size = opened.size
-            decoded = opened.convert("RGB") if size == image.size else None
-    except MemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - decoders raise anything for damaged files
-        raise InvalidRequest(
-            f"image {index}: the {image.format} file can't be decoded: {error}"
-        ) from None
-    if decoded is None:
-        raise InvalidRequest(
-            f"image {index}: the file has {size} pixels, but its header states {image.size}"
-        )
-    return decoded
 
 
 def load_processor(path: str) -> ImageProcessor | None:

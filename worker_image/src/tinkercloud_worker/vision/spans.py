@@ -21,7 +21,7 @@ class Span:
     start: int
     stop: int
     images: Images
-    """All images of the sequence; a pass computes all of an image or nothing of it."""
+    """All images of the sequence; a pass computes all of a block of them or nothing of it."""
 
 
 def rows_of(spans: Sequence[Span]) -> Iterator[tuple[int, PreparedImage]]:
@@ -39,9 +39,23 @@ def end_of(image: PreparedImage) -> int:
     return image.start + image.count
 
 
-def around(images: Images, position: int) -> PreparedImage | None:
-    """Return the image with placeholders on both sides of a position."""
-    return next((each for each in images if each.start < position < end_of(each)), None)
+def blocks(images: Images) -> list[range]:
+    """Return the positions of images; those without a token between them are one block.
+
+    The tokens of a block see each other (Gemma 3), as in transformers, which knows runs of
+    placeholders only.
+    """
+    found: list[range] = []
+    for image in images:
+        is_next = bool(found) and found[-1].stop == image.start
+        start = found.pop().start if is_next else image.start
+        found.append(range(start, end_of(image)))
+    return found
+
+
+def around(images: Images, position: int) -> range | None:
+    """Return the block of images with placeholders on both sides of a position."""
+    return next((each for each in blocks(images) if each.start < position < each.stop), None)
 
 
 def rope_positions(length: int, images: Images, merge: int) -> npt.NDArray[np.int64]:
@@ -89,19 +103,19 @@ def _text(first: int, count: int) -> npt.NDArray[np.int64]:
 
 
 def visible(span: Span, window: int | None) -> npt.NDArray[np.bool_]:
-    """Return which keys each row sees, [R, L], where the tokens of an image see each other.
+    """Return which keys each row sees, [R, L], where the tokens of a block see each other.
 
     Args:
         span: the part of a sequence that a pass computes.
         window: number of positions visible to each, including itself; None for all before it.
     """
-    image_of_L = np.full(span.stop, -1)
-    for number, image in enumerate(span.images):
-        image_of_L[image.start : end_of(image)] = number
-    image_of_R = image_of_L[span.start :, None]
+    block_of_L = np.full(span.stop, -1)
+    for number, block in enumerate(blocks(span.images)):
+        block_of_L[block.start : block.stop] = number
+    block_of_R = block_of_L[span.start :, None]
     query_R1, key_L = np.arange(span.start, span.stop)[:, None], np.arange(span.stop)
     seen: npt.NDArray[np.bool_] = (key_L <= query_R1) | (
-        (image_of_R == image_of_L) & (image_of_R >= 0)
+        (block_of_R == block_of_L) & (block_of_R >= 0)
     )
     if window is not None:
         seen &= key_L > query_R1 - window

@@ -1,0 +1,52 @@
+"""Reads the names and shapes of a base model's weights, if its folder is on this machine."""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tinkercloud_protocol.adapter_fit import BaseWeights
+from tinkercloud_protocol.peft import LENGTH_BYTES, MAX_HEADER_BYTES
+
+_WEIGHT = ".weight"
+_MATRIX = 2
+"""Number of dimensions."""
+
+
+@lru_cache(maxsize=64)
+def read_base(folder: Path) -> BaseWeights:
+    """Return what a model's folder says about its weights. Blocks.
+
+    Nothing is known of what can't be read: the head names the problem when it loads the model.
+    """
+    return BaseWeights(_num_layers(folder / "config.json"), _shapes(folder))
+
+
+def _num_layers(config: Path) -> int | None:
+    try:
+        content = json.loads(config.read_bytes())
+        text = content.get("text_config") or content
+        number = text.get("num_hidden_layers", text.get("n_layer"))
+    except (OSError, ValueError, AttributeError):
+        return None
+    return number if type(number) is int else None
+
+
+def _shapes(folder: Path) -> dict[str, list[int]]:
+    shapes: dict[str, list[int]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, entry in _header(file).items():
+            shape = entry.get("shape") if isinstance(entry, dict) else None
+            if isinstance(shape, list) and len(shape) == _MATRIX and name.endswith(_WEIGHT):
+                shapes[name.removesuffix(_WEIGHT)] = shape
+    return shapes
+
+
+def _header(file: Path) -> dict[str, Any]:
+    try:
+        with file.open("rb") as content:
+            size = int.from_bytes(content.read(LENGTH_BYTES), "little")
+            header = json.loads(content.read(size)) if size <= MAX_HEADER_BYTES else {}
+    except (OSError, ValueError):
+        return {}
+    return header if isinstance(header, dict) else {}

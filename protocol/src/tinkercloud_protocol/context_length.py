@@ -1,0 +1,39 @@
+"""The context length of a model, from the fields of its `config.json`.
+
+Model cards extend a model by a factor in `rope_scaling` and leave `max_position_embeddings` as it
+was. vLLM and SGLang then derive the longer context; so does this. Other types, such as `llama3` and
+`longrope`, state the extended length in `max_position_embeddings`, and so do Gemma 3 and others
+that scale some layers only. With `dynamic`, positions beyond the original length would differ for
+each length of a sequence, so that cached keys become wrong: it stays at the original length.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+UNLIMITED = 1 << 20
+"""Tokens of a model whose configuration states no limit."""
+_EXTENDED = frozenset({"linear", "yarn"})
+_STATE_THE_EXTENDED_LENGTH = ("gemma",)
+"""Starts of `model_type` whose `max_position_embeddings` includes the factor."""
+
+
+def context_length(config: Mapping[str, Any]) -> int:
+    """Return the maximum context length of a text model, in tokens.
+
+    Args:
+        config: the configuration of the text model: `max_position_embeddings`, `model_type`, and
+            `rope_scaling` (or `rope_parameters`, as transformers 5 writes it).
+    """
+    positions = config.get("max_position_embeddings")
+    if type(positions) is not int or positions <= 0:
+        return UNLIMITED
+    scaling = config.get("rope_scaling") or config.get("rope_parameters")
+    is_stated = str(config.get("model_type")).startswith(_STATE_THE_EXTENDED_LENGTH)
+    if not isinstance(scaling, Mapping) or is_stated:
+        return positions
+    kind = scaling.get("rope_type", scaling.get("type"))
+    factor = scaling.get("factor")
+    if kind not in _EXTENDED or type(factor) not in {int, float}:
+        return positions
+    original = scaling.get("original_max_position_embeddings") or positions
+    return max(positions, int(original * factor))

@@ -1,0 +1,247 @@
+"""One changed bit in a file that is read back is refused by name, or changes no value.
+
+`FLIPS=all` tries every bit of every byte; otherwise one bit of each byte is tried.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from obstore.store import LocalStore
+
+from tinkercloud_api.providers import local_head
+from tinkercloud_api.providers.base import HeadFailed
+from tinkercloud_protocol import journals, shared_journals
+from tinkercloud_protocol.checkpoints import (
+    CheckpointManifest,
+    ImportedAdapter,
+    StoredFile,
+    SuspendedManifest,
+    decode_manifest,
+    encode_manifest,
+)
+from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.journals import JournalManifest, manifest_path
+from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.paths import CheckpointPath
+from tinkercloud_protocol.shared_journals import Base, Header
+from tinkercloud_worker.checkpoints.store import CheckpointStore
+from tinkercloud_worker.journal import records
+from tinkercloud_worker.journal.folder import JournalFolder
+from tinkercloud_worker.journal.records import Entry, Record
+
+RUN = "s:train:0"
+SPEC = ModelSpec(owner="anna", lora=LoraConfig(rank=8, seed=7, train_mlp=False))
+JOURNAL = JournalManifest(
+    run_id=RUN,
+    generations=["g1", "g2"],
+    base_model="tiny",
+    base_fingerprint="0123-4567",
+    spec=SPEC,
+    initial_seed=7,
+)
+FILES = {"adapter_model.safetensors": StoredFile(size_bytes=9, sha256="0" * 64)}
+MOMENT = datetime(2026, 11, 28, tzinfo=UTC)
+CHECKPOINT = CheckpointManifest(
+    format_version=3,
+    tinker_path=f"tinker://{RUN}/weights/a",
+    owner="anna",
+    base_model="tiny",
+    lora=SPEC.lora,
+    step=3,
+    created_at=MOMENT,
+    expires_at=MOMENT,
+    imported=ImportedAdapter(scale=0.25),
+    files=FILES,
+)
+SUSPENDED = SuspendedManifest(
+    run_id=RUN,
+    generation="g2",
+    continues=["g1"],
+    owner="anna",
+    base_model="tiny",
+    lora=SPEC.lora,
+    created_at=MOMENT,
+    data_prefix="a",
+    files=FILES,
+)
+ENTRY = Entry(seq_id=3, path="/optim_step", role="step", digest="00ff", size=9, read=("a", "b"))
+RECORDS = [Record(0, ENTRY, b"body\1"), Record(1, ENTRY, b"\0\1"), Record(2, ENTRY, b"end\1")]
+HEADER = Header(
+    manifest=JOURNAL, start_index=0, next_index=3, base=Base(snapshot=SUSPENDED, first_index=0)
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file: its content, and how it is read."""
+
+    content: bytes
+    read: Callable[[bytes], object]
+
+
+def read_journal_manifest(folder: Path) -> Kind:
+    JournalFolder(folder, RUN).write_manifest(JOURNAL)
+    path = manifest_path(folder, RUN)
+
+    def read(content: bytes) -> object:
+        path.write_bytes(content)
+        return journals.read_manifest(folder, RUN)
+
+    return Kind(path.read_bytes(), read)
+
+
+def read_deaths(folder: Path) -> Kind:
+    journal = JournalFolder(folder, RUN)
+    journal.write_manifest(JOURNAL)
+    journal.write_deaths({12: 1, 3: 2})
+    path = manifest_path(folder, RUN).with_name("deaths.json")
+
+    def read(content: bytes) -> object:
+        path.write_bytes(content)
+        return journal.deaths() or refuse()
+
+    return Kind(path.read_bytes(), read)
+
+
+def refuse() -> object:
+    """Say that a damaged file was noticed; no deaths are known then."""
+    raise InvalidRequest("deaths.json is ignored")
+
+
+def read_segment(folder: Path) -> Kind:
+    journal = JournalFolder(folder, RUN)
+    segment = journal.create(1)
+    segment.write(b"".join(map(records.encode, RECORDS)))
+    segment.close()
+    [path] = folder.rglob("*.log")
+
+    def read(content: bytes) -> object:
+        path.write_bytes(content)
+        return journal.read()
+
+    return Kind(path.read_bytes(), read)
+
+
+def read_shared_object(folder: Path) -> Kind:
+    def read(content: bytes) -> object:
+        header, rest = shared_journals.decode(content, "object 1")
+        return header, records.decode(rest, "object 1")
+
+    return Kind(
+        shared_journals.encode(HEADER, b"".join(map(records.encode, RECORDS))),
+        read,
+    )
+
+
+def read_lock(folder: Path) -> Kind:
+    def read(content: bytes) -> object:
+        try:
+            return local_head._pid_in(content.decode(errors="replace"), folder)
+        except HeadFailed as error:
+            raise InvalidRequest(str(error)) from None
+
+    return Kind(f"4321 {local_head._checksum(4321)}".encode(), read)
+
+
+KINDS: dict[str, Callable[[Path], Kind]] = {
+    "manifest of a journal": read_journal_manifest,
+    "deaths.json": read_deaths,
+    "lock of a local head": read_lock,
+    "segment of a journal": read_segment,
+    "object of a shared journal": read_shared_object,
+    "manifest of a checkpoint": lambda _: Kind(
+        encode_manifest(CHECKPOINT),
+        lambda content: decode_manifest(CheckpointManifest, content, "it"),
+    ),
+    "manifest of a suspended state": lambda _: Kind(
+        encode_manifest(SUSPENDED),
+        lambda content: decode_manifest(SuspendedManifest, content, "it"),
+    ),
+}
+
+
+def flips(content: bytes) -> Iterator[bytes]:
+    for place in range(len(content)):
+        for bit in range(8) if os.environ.get("FLIPS") == "all" else [place % 8]:
+            changed = bytearray(content)
+            changed[place] ^= 1 << bit
+            yield bytes(changed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_changed_bit_is_refused_or_changes_no_value(kind: str, tmp_path: Path) -> None:
+    file = KINDS[kind](tmp_path)
+    expected = file.read(file.content)
+    refused = 0
+
+    for content in flips(file.content):
+        try:
+            assert file.read(content) == expected
+        except InvalidRequest:
+            refused += 1
+
+    # White space between the fields has no meaning, nor has the name of a checksum of a format
+    # that may lack it.
+    assert refused > 0.8 * len(file.content)
+
+
+def test_every_changed_digit_of_a_seed_is_refused(tmp_path: Path) -> None:
+    file = read_journal_manifest(tmp_path)
+    assert b'"initial_seed": 7' in file.content
+
+    with pytest.raises(InvalidRequest, match=r"can't be continued: its journal .* its checksum"):
+        file.read(file.content.replace(b'"initial_seed": 7', b'"initial_seed": 6'))
+
+
+def test_a_manifest_without_its_checksum_is_read_only_in_the_format_that_had_none(
+    tmp_path: Path,
+) -> None:
+    file = read_journal_manifest(tmp_path)
+    fields: dict[str, Any] = orjson.loads(file.content)
+    del fields["checksum"]
+
+    with pytest.raises(InvalidRequest, match="it lacks its checksum"):
+        file.read(orjson.dumps(fields))
+    earlier = file.read(orjson.dumps({**fields, "format_version": 1}))
+
+    assert earlier == JOURNAL.model_copy(update={"format_version": 1})
+    assert isinstance(earlier, JournalManifest)
+    JournalFolder(tmp_path, RUN).write_manifest(earlier)
+    assert journals.read_manifest(tmp_path, RUN) == JOURNAL
+
+
+def test_an_imported_checkpoint_without_its_checksum_is_damaged() -> None:
+    fields = orjson.loads(encode_manifest(CHECKPOINT))
+    del fields["checksum"]
+
+    with pytest.raises(InvalidRequest, match="it lacks its checksum"):
+        decode_manifest(CheckpointManifest, orjson.dumps(fields), "it")
+    old = orjson.dumps({**fields, "format_version": 1, "imported": None})
+    assert decode_manifest(CheckpointManifest, old, "it").step == 3
+
+
+async def test_every_changed_byte_of_a_file_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    contents = {"adapter_model.safetensors": bytes(range(64)), "trainer_state.json": b'{"step":3}'}
+    store = CheckpointStore(LocalStore(tmp_path))
+    path = CheckpointPath.parse(CHECKPOINT.tinker_path)
+    manifest = await store.write(CHECKPOINT, contents, overwrite=False)
+
+    for name, content in contents.items():
+        file = tmp_path / manifest.key_of(name)
+        for changed in flips(content):
+            file.write_bytes(changed)
+            with pytest.raises(InvalidRequest, match=f"its file {name} is damaged"):
+                await store.read(path)
+        file.write_bytes(content)
+
+    _, found = await store.read(path)
+    assert {name: bytes(content) for name, content in found.items()} == contents
+    shutil.rmtree(tmp_path)
