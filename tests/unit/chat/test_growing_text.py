@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
-from tinkercloud_worker.chat.text import ChatText, GrowingText, UntilStop
+from tinkercloud_worker.chat.text import ChatText, ShownText, UntilStop
 from tinkercloud_worker.chat.tool_calls import ToolCall, ToolCallParser
 
 TOKENIZER = byte_tokenizer()
@@ -16,7 +16,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
 
 
 def grown(tokens: list[int], prompt: list[int]) -> list[str]:
-    text = GrowingText(ChatText(TOKENIZER), prompt)
+    text = ShownText(ChatText(TOKENIZER), prompt, ends=(), stops=())
     return [*map(text.add, tokens), text.finish()]
 
 
@@ -45,28 +45,26 @@ def test_special_tokens_have_no_text() -> None:
     assert "".join(grown([*TOKENIZER.encode("é"), EOS_TOKEN_ID], [])) == "é"
 
 
-class Watched(ChatText):
-    """A decoder that remembers how many tokens it had to decode at most."""
-
-    most = 0
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        self.most = max(self.most, len(tokens))
-        return super().decode(tokens)
-
-
 @given(st.text("aé ", max_size=9), st.text("b ", max_size=9), st.integers(0, 100))
 def test_repeated_special_tokens_are_not_decoded_again_and_again(
     before: str, after: str, repeats: int
 ) -> None:
     tokens = [*TOKENIZER.encode(before), *[EOS_TOKEN_ID] * repeats, *TOKENIZER.encode(after)]
-    decoder = Watched(TOKENIZER)
-    text = GrowingText(decoder, [])
+    most = 0
+    text = ChatText(TOKENIZER)
+    decode = text.decode_all
 
-    parts = [*map(text.add, tokens), text.finish()]
+    def watched(tokens: Sequence[int]) -> str:
+        nonlocal most
+        most = max(most, len(tokens))
+        return decode(tokens)
+
+    text.decode_all = watched
+    shown = ShownText(text, [], ends=(), stops=())
+    parts = [*map(shown.add, tokens), shown.finish()]
 
     assert "".join(parts) == before + after
-    assert decoder.most < 40
+    assert most < 40
 
 
 @given(
@@ -88,7 +86,7 @@ def test_a_call_is_found_however_its_text_arrives(cuts: list[int]) -> None:
     calls = [part for part in parts if isinstance(part, ToolCall)]
 
     assert "".join(part for part in parts if isinstance(part, str)) == "Let me see.ok"
-    assert [(call.name, call.arguments) for call in calls] == [("add", {"a": 2})]
+    assert [(call.name, call.arguments_json) for call in calls] == [("add", '{"a": 2}')]
 
 
 @pytest.mark.parametrize(

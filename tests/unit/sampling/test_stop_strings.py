@@ -14,8 +14,9 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from tinkercloud_protocol.tensors import SampledSequence, TopLogprobs
 from tinkercloud_testing.engines import a_sampling_request
 from tinkercloud_testing.models import byte_tokenizer
+from tinkercloud_worker.engine.growing_text import Decode, decoder_of
 from tinkercloud_worker.engine.sampler import StopRules
-from tinkercloud_worker.engine.stopping import Decode, StopStringSearch, cut_at_stop, decoder_of
+from tinkercloud_worker.engine.stopping import StopStringSearch, cut_at_stop
 
 TEXTS = [
     "The quick brown fox\n\nHuman: jumps over the lazy dog. ### User:",
