@@ -20,7 +20,7 @@ INCOMPLETE = "\ufffd"
 """Decoded text of bytes that do not form a (complete) character."""
 _CHARACTER_TOKENS = 4
 """Maximum number of tokens of one character, which has at most four bytes in UTF-8."""
-_CONTEXT_TOKENS = 2 * _CHARACTER_TOKENS
+_CONTEXT_TOKENS = 3 * _CHARACTER_TOKENS
 _MAX_HELD_TOKENS = 8
 """Tokens without a complete character after which their text is certain anyway."""
 
@@ -58,7 +58,8 @@ class GrowingText:
         self._newest.append(token)
         added = self._added()
         new = _after(self._passed, added)
-        if added.endswith(INCOMPLETE) and len(self._newest) <= _MAX_HELD_TOKENS:
+        num_held = len(self._newest) - self._num_begun
+        if added.endswith(INCOMPLETE) and num_held <= _MAX_HELD_TOKENS:
             certain = new.rstrip(INCOMPLETE)
             self.pending = new[len(certain) :]
             if certain:
@@ -85,6 +86,7 @@ class GrowingText:
         """
         self._context, self._newest = split_at_character(tokens, self._decode)
         self._context_text = self._decode(self._context)
+        self._num_begun = len(self._newest)
         self._passed = self._added()
 
     def _added(self) -> str:
@@ -103,7 +105,8 @@ def split_at_character(tokens: Sequence[int], decode: Decode) -> tuple[list[int]
     Returns:
         Tokens of some complete characters, as context of what follows, and the tokens after them.
     """
-    for rest in range(_CHARACTER_TOKENS):
+    # More than one character, because U+FFFD may also be what the text says.
+    for rest in range(min(_CONTEXT_TOKENS, len(tokens))):
         end = len(tokens) - rest
         for count in range(1, min(_CONTEXT_TOKENS, end + 1)):
             context = list(tokens[end - count : end])
