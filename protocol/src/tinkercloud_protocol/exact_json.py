@@ -12,7 +12,7 @@ from tinkercloud_protocol.errors import InvalidRequest
 
 _MAX_DIGITS = 4000
 """Python converts longer integers only if its limit for them is raised."""
-_HALVES = re.compile("[\ud800-\udfff]")
+SURROGATE = re.compile("[\ud800-\udfff]")
 """Halves of surrogate pairs, which JSON can escape, but UTF-8 can't encode."""
 
 
@@ -88,11 +88,6 @@ def has_half(content: object) -> bool:
             waiting += [*value, *value.values()]
         elif isinstance(value, list):
             waiting += value
-        elif isinstance(value, str) and _HALVES.search(value):
+        elif isinstance(value, str) and SURROGATE.search(value):
             return True
     return False
-
-
-def escape_halves(text: str) -> str:
-    """Return a text with halves of surrogate pairs as JSON writes them."""
-    return _HALVES.sub(lambda half: f"\\u{ord(half[0]):04x}", text)

@@ -1,15 +1,15 @@
 """Values of requests that chat templates would write in another way.
 
-Templates of transformers receive plain JSON values, so 1e400 becomes Infinity. While a template is
-rendered, such a number is therefore another one, an integer of many digits, which is replaced in
-the rendered text.
+Templates of transformers receive plain JSON values, so 1e400 becomes Infinity, and half of a
+surrogate pair is no text. While a template is rendered, integers of many digits and names stand for
+them, which are replaced in the rendered text.
 """
 
 import re
 import secrets
 from typing import Any
 
-from tinkercloud_protocol.exact_json import ExactNumber, escape_halves
+from tinkercloud_protocol.exact_json import SURROGATE, ExactNumber
 
 _INDEX_DIGITS = 8
 
@@ -30,7 +30,7 @@ class ExactValues:
             self._literals.append(value.literal)
             return int(f"{self._prefix}{len(self._literals) - 1:0{_INDEX_DIGITS}}")
         if isinstance(value, str):
-            return escape_halves(value)
+            return SURROGATE.sub(lambda half: f"{self.mark}{ord(half[0]):04x}", value)
         if isinstance(value, dict):
             return {self.held(name): self.held(each) for name, each in value.items()}
         if isinstance(value, list | tuple):
@@ -39,5 +39,6 @@ class ExactValues:
 
     def restored(self, text: str) -> str:
         """Return a rendered text with the exact values."""
+        text = re.sub(f"{self.mark}(d[0-9a-f]{{3}})", r"\\u\1", text)
         pattern = rf"{self._prefix}(\d{{{_INDEX_DIGITS}}})"
         return re.sub(pattern, lambda found: self._literals[int(found[1])], text)
