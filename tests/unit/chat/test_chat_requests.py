@@ -86,6 +86,118 @@ def test_the_last_assistant_message_of_anthropic_is_continued() -> None:
     assert text.decode(read_messages(body).ask(text).prompts[0]) == "[hi][My"
 
 
+NUMBERS = "[123456789012345678901234, -0, 1e400, 1E5, 0.10, 1.5, 7, %s]" % ("8" * 4100)
+"""Numbers that a reader and writer of JSON may change, and others."""
+SCHEMA = f'{{"type": "object", "properties": {{"a": {{"enum": {NUMBERS}}}}}}}'
+WITH_TOOLS = (
+    "{% for tool in tools or [] %}<tool_call>{{ tool.function.parameters | tojson }}{% endfor %}"
+    "{% for m in messages %}[{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.arguments | tojson }}{{ c.function.arguments.a }}{% endfor %}]{% endfor %}"
+)
+
+
+def test_numbers_keep_their_digits_from_openais_requests_to_the_prompt() -> None:
+    text = a_text(WITH_TOOLS)
+    arguments = json.dumps(f'{{"a": {NUMBERS}, "s": "\\ud800"}}')
+    body = (
+        '{"model": "m", "temperature": 0.70, "tools": [{"type": "function", "function":'
+        f' {{"name": "f", "parameters": {SCHEMA}}}}}], "messages": [{{"role": "assistant",'
+        f' "tool_calls": [{{"function": {{"name": "f", "arguments": {arguments}}}}}]}}]}}'
+    )
+
+    asked = read_chat(body.encode()).ask(text)
+
+    assert asked.params.temperature == 0.7
+    assert text.decode(asked.prompts[0]) == (
+        f'<tool_call>{SCHEMA}[{{"a": {NUMBERS}, "s": "\\ud800"}}{NUMBERS}]'
+    )
+
+
+def test_numbers_keep_their_digits_from_anthropics_requests_to_the_prompt() -> None:
+    text = a_text(WITH_TOOLS)
+    body = (
+        f'{{"model": "m", "max_tokens": 5, "tools": [{{"name": "f", "input_schema": {SCHEMA}}}],'
+        ' "messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f",'
+        f' "id": "t", "input": {{"a": {NUMBERS}}}}}]}}]}}'
+    )
+
+    prompt = text.decode(read_messages(body.encode()).ask(text).prompts[0])
+
+    assert prompt == f'<tool_call>{SCHEMA}[{{"a": {NUMBERS}}}{NUMBERS}]'
+
+
+@pytest.mark.parametrize("arguments", ["", " \n", "{}"])
+def test_a_call_of_the_history_without_arguments_has_none(arguments: str) -> None:
+    calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+    messages = [{"role": "assistant", "content": "", "tool_calls": calls}]
+
+    assert rendered(a_text(WITH_TOOLS), messages=messages) == "[{}]"
+
+
+@pytest.mark.parametrize(
+    "arguments", ['"Beijing"', "not json", "[1]", "7", "null", "{} {}", '{"a": NaN}', "[" * 5000]
+)
+def test_arguments_of_the_history_that_are_no_object_are_refused_by_name(arguments: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    wrong = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call, wrong]},
+    ]
+
+    with pytest.raises(InvalidRequest, match=r"^messages\.1\.tool_calls\.1\.function\.arguments: "):
+        rendered(a_text(WITH_TOOLS), messages=messages)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model": NaN}',
+        b'{"model": "m", "max_tokens": -Infinity}',
+        b'{"model": "\\ud800"}',
+        b'{"model": "m", "\\udc00": 1}',
+        b'{"model": "\xff"}',
+        b'{"model": "m"} {}',
+        b'{"model": 01}',
+        b"[" * 100_000,
+    ],
+)
+def test_a_body_that_is_no_json_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match=r"^the request body is not valid JSON: "):
+        read_chat(body)
+
+
+PREFILLS = ["My", "x ", "x\n\n", " x", "  x \t", "", " ", "a<b>{{ c }}", "x\n y "]
+
+
+@pytest.mark.parametrize("prefill", PREFILLS)
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}[{{ m.role + '\n' }}{{ m.content }}]{% endfor %}",
+        "{% for m in messages %}[{{ m.role + '\n' }}{{ m.content | trim }}]{% endfor %}",
+    ],
+)
+def test_a_message_that_is_continued_keeps_all_its_white_space(template: str, prefill: str) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": prefill}]
+    body = orjson.dumps({"model": "m", "max_tokens": 5, "messages": messages})
+    text = a_text(template)
+
+    prompt = text.decode(read_messages(body).ask(text).prompts[0])
+
+    assert prompt == f"[user\nhi][assistant\n{prefill}"
+
+
+@pytest.mark.parametrize("content", ["{{ m.content | upper }}", "text", "{{ m.content[:4] }}"])
+def test_a_template_that_changes_the_message_to_continue_is_an_error(content: str) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "My text"}]
+    body = orjson.dumps({"model": "m", "max_tokens": 5, "messages": messages})
+    text = a_text("{% for m in messages %}" + content + "{% endfor %}")
+
+    with pytest.raises(InvalidRequest, match="last message, which is to be continued"):
+        read_messages(body).ask(text)
+
+
 @given(st.dictionaries(_NAMES, _JSON, max_size=6))
 @pytest.mark.parametrize("read", [read_chat, read_completion, read_messages])
 def test_any_json_is_read_or_refused(read: Any, content: dict[str, Any]) -> None:

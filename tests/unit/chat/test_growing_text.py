@@ -4,19 +4,21 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
-from tinkercloud_worker.chat.text import ChatText, GrowingText, UntilStop
+from tinkercloud_testing.text_tokenizers import OF_BYTES, TEXTS, TOKENIZERS, a_tokenizer, encode
+from tinkercloud_worker.chat.text import ChatText, ShownText, UntilStop
 from tinkercloud_worker.chat.tool_calls import ToolCall, ToolCallParser
+from tinkercloud_worker.engine.growing_text import GrowingText, decoder_of
 
 TOKENIZER = byte_tokenizer()
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
 
 
 def grown(tokens: list[int], prompt: list[int]) -> list[str]:
-    text = GrowingText(ChatText(TOKENIZER), prompt)
+    text = ShownText(ChatText(TOKENIZER), prompt, ends=(), stops=())
     return [*map(text.add, tokens), text.finish()]
 
 
@@ -41,18 +43,45 @@ def test_bytes_that_are_no_text_are_not_kept_back_for_long(tokens: list[int]) ->
     assert all(any(parts[at : at + 9]) for at in range(max(len(tokens) - 8, 0)))
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_a_text_is_what_its_tokens_add_to_the_prompt_in_any_tokenizer(
+    name: str, data: st.DataObject
+) -> None:
+    prompt, text = (data.draw(st.sampled_from(TEXTS)) for _ in range(2))
+    tokens = [*encode(name, prompt), *encode(name, " " + text)]
+    split = data.draw(st.integers(1, len(tokens) - 1))
+    decode = decoder_of(a_tokenizer(name))
+
+    growing = GrowingText(decode, tokens[:split])
+    grown = "".join(map(growing.add, tokens[split:])) + growing.finish()
+
+    # A token may be the end of a character and the beginning of the next; with byte fallback,
+    # an incomplete character makes those before it incomplete.
+    before = [decode(tokens[:count]) for count in range(split + 1)]
+    complete = max((each for each in before if not each.endswith("\ufffd")), key=len)
+    assert max(before[-1].rstrip("\ufffd"), complete, key=len) + grown == decode(tokens)
+
+
+@pytest.mark.parametrize("name", ["SentencePiece BPE with byte fallback", *OF_BYTES])
+@pytest.mark.parametrize("prompt", ["世", "a 世", "世\ufffd世", "x🧬🧬", "世界", "é"])
+@pytest.mark.parametrize("begun", [1, 2, 3])
+def test_a_text_begins_with_the_character_that_it_completes(
+    name: str, prompt: str, begun: int
+) -> None:
+    tokens = encode(name, prompt)
+    begun = min(begun, len(encode(name, prompt[-1])) - 1)
+    split = len(tokens) - begun
+    growing = GrowingText(decoder_of(a_tokenizer(name)), tokens[:split])
+
+    parts = [growing.add(token) for token in [*tokens[split:], *encode(name, "界")]]
+
+    assert "".join(parts) + growing.finish() == (prompt[-1] if begun else "") + "界"
+
+
 def test_special_tokens_have_no_text() -> None:
     assert "".join(grown([*TOKENIZER.encode("é"), EOS_TOKEN_ID], [])) == "é"
-
-
-class Watched(ChatText):
-    """A decoder that remembers how many tokens it had to decode at most."""
-
-    most = 0
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        self.most = max(self.most, len(tokens))
-        return super().decode(tokens)
 
 
 @given(st.text("aé ", max_size=9), st.text("b ", max_size=9), st.integers(0, 100))
@@ -60,13 +89,21 @@ def test_repeated_special_tokens_are_not_decoded_again_and_again(
     before: str, after: str, repeats: int
 ) -> None:
     tokens = [*TOKENIZER.encode(before), *[EOS_TOKEN_ID] * repeats, *TOKENIZER.encode(after)]
-    decoder = Watched(TOKENIZER)
-    text = GrowingText(decoder, [])
+    most = 0
+    text = ChatText(TOKENIZER)
+    decode = text.decode_all
 
-    parts = [*map(text.add, tokens), text.finish()]
+    def watched(tokens: Sequence[int]) -> str:
+        nonlocal most
+        most = max(most, len(tokens))
+        return decode(tokens)
+
+    text.decode_all = watched
+    shown = ShownText(text, [], ends=(), stops=())
+    parts = [*map(shown.add, tokens), shown.finish()]
 
     assert "".join(parts) == before + after
-    assert decoder.most < 40
+    assert most < 40
 
 
 @given(
@@ -88,7 +125,7 @@ def test_a_call_is_found_however_its_text_arrives(cuts: list[int]) -> None:
     calls = [part for part in parts if isinstance(part, ToolCall)]
 
     assert "".join(part for part in parts if isinstance(part, str)) == "Let me see.ok"
-    assert [(call.name, call.arguments) for call in calls] == [("add", {"a": 2})]
+    assert [(call.name, call.arguments_json) for call in calls] == [("add", '{"a": 2}')]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import HeadConfig, InferenceConfig
 from tinkercloud_worker.device import accelerator
+from tinkercloud_worker.engine.growing_text import decoder_of
 from tinkercloud_worker.engine.sampler import Sampler
-from tinkercloud_worker.engine.stopping import decoder_of
 from tinkercloud_worker.engine.thread import EngineThread, NoBackground
 from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot
 from tinkercloud_worker.engine.usage import UsageMeter

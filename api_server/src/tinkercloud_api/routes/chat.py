@@ -19,6 +19,7 @@ from tinkercloud_api.routes.call import Call, wait_for_head
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.asgi import respond
 from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.exact_json import read_body
 from tinkercloud_protocol.sampling import NamedWeights
 
 _SMALL_BODY_BYTES = 64 << 10
@@ -131,10 +132,7 @@ async def _forward_to_sampler(call: Call, forwarded: Call, sampler_id: str, body
 
 
 def _model_in(body: bytes) -> str:
-    try:
-        content = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
+    content = read_body(body)
     name = content.get("model") if isinstance(content, dict) else None
     if not isinstance(name, str) or not 0 < len(name) <= 1024 or "\0" in name:
         raise InvalidRequest("model: required, and must be the name of a model")

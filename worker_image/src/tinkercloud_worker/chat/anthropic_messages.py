@@ -278,7 +278,7 @@ class MessageAnswer:
         """Return the end of the stream."""
         delta = {
             "stop_reason": _reason(self._choice),
-            "stop_sequence": self._choice.found_stop,
+            "stop_sequence": _stop_sequence(self._choice),
         }
         return _event("message_delta", delta=delta, usage=_usage(counts)) + _event("message_stop")
 
@@ -286,7 +286,7 @@ class MessageAnswer:
         """Return the whole answer."""
         [choice] = choices
         reason, usage = _reason(choice), _usage(counts)
-        return orjson.dumps(self._message(self._blocks, reason, choice.found_stop, usage))
+        return orjson.dumps(self._message(self._blocks, reason, _stop_sequence(choice), usage))
 
     def _message(
         self,
@@ -308,7 +308,8 @@ class MessageAnswer:
 
 
 def _tool_use(call: ToolCall) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
+    arguments = orjson.Fragment(call.arguments_json)
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
 
 def _reason(choice: Choice) -> str:
@@ -317,6 +318,10 @@ def _reason(choice: Choice) -> str:
     if choice.has_calls:
         return "tool_use"
     return "stop_sequence" if choice.found_stop is not None else "end_turn"
+
+
+def _stop_sequence(choice: Choice) -> str | None:
+    return choice.found_stop if _reason(choice) == "stop_sequence" else None
 
 
 def _usage(counts: Counts) -> dict[str, int]:

@@ -8,9 +8,10 @@ import orjson
 from pydantic import ValidationError
 
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.exact_json import read_body
 from tinkercloud_protocol.sampling import Chunk, SamplingParams
 from tinkercloud_protocol.wire import WireModel, describe
-from tinkercloud_worker.chat.text import ChatText, GrowingText, UntilStop
+from tinkercloud_worker.chat.text import ChatText, ShownText
 from tinkercloud_worker.chat.tool_calls import ToolCall, ToolCallParser
 from tinkercloud_worker.engine.sampler import SampledToken
 
@@ -64,21 +65,17 @@ class Choice:
     has_calls: bool = False
     is_complete: bool = False
     """Whether a stop rule ended it, after `finish`; False for one that reached its length."""
-    _growing: GrowingText = field(init=False)
-    _until: UntilStop = field(init=False)
+    _shown: ShownText = field(init=False)
     _parser: ToolCallParser | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self._growing = GrowingText(self.text, self.prompt)
-        self._until = UntilStop(self.stops)
+        self._shown = ShownText(self.text, self.prompt, self.ends, self.stops)
         self._parser = ToolCallParser() if self.parses_tools else None
 
     def add(self, token: SampledToken) -> list[str | ToolCall]:
         """Append a token; return the text and the calls that have become certain."""
         self.tokens.append(token)
-        if token.token in self.ends:
-            return []
-        return self._parsed(self._until.add(self._growing.add(token.token)))
+        return self._parsed(self._shown.add(token.token))
 
     def finish(self, *, is_complete: bool) -> list[str | ToolCall]:
         """Return the rest of the text and the calls.
@@ -87,8 +84,7 @@ class Choice:
             is_complete: whether a stop rule ended the sample.
         """
         self.is_complete = is_complete
-        parts = self._parsed(self._until.add(self._growing.finish()))
-        parts += self._parsed(self._until.finish())
+        parts = self._parsed(self._shown.finish())
         if self._parser is not None:
             parts += self._marked(self._parser.finish())
         return parts
@@ -102,7 +98,7 @@ class Choice:
     @property
     def found_stop(self) -> str | None:
         """The stop string that ended it; None if something else did."""
-        return self._until.found
+        return self._shown.found_stop
 
     def _parsed(self, text: str) -> list[str | ToolCall]:
         if self._parser is None or not text:
@@ -120,10 +116,7 @@ def read_object(body: bytes) -> dict[str, Any]:
     Raises:
         InvalidRequest: the body is something else.
     """
-    try:
-        content = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
+    content = read_body(body)
     if not isinstance(content, dict):
         raise InvalidRequest("the request body must be a JSON object")
     return {name: value for name, value in content.items() if value is not None}

@@ -6,11 +6,12 @@ https://platform.openai.com/docs/api-reference/completions/create
 
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import Field
 
+from tinkercloud_protocol import exact_json
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.sampling import SamplingParams
+from tinkercloud_protocol.shown import shown
 from tinkercloud_protocol.wire import Items, Name, WireModel
 from tinkercloud_worker.chat.conversation import (
     MAX_CHOICES,
@@ -109,7 +110,8 @@ class Message(WireModel):
         """Return the message as chat templates of transformers receive it.
 
         Raises:
-            InvalidRequest: it has content other than text and images.
+            InvalidRequest: it has content other than text and images, or a call whose arguments
+                are no JSON object.
         """
         role = "system" if self.role == "developer" else self.role
         content = content_for_template(self.content, f"messages.{index}.content")
@@ -124,21 +126,28 @@ class Message(WireModel):
                     "type": "function",
                     "function": {
                         "name": call.function.name,
-                        "arguments": _arguments(call.function.arguments),
+                        "arguments": _arguments(
+                            call.function.arguments,
+                            f"messages.{index}.tool_calls.{number}.function.arguments",
+                        ),
                     },
                 }
-                for call in self.tool_calls
+                for number, call in enumerate(self.tool_calls)
             ]
         return message
 
 
-def _arguments(text: str) -> Any:  # noqa: ANN401 - what the JSON holds
-    """Return the arguments of a call as templates expect them: an object, if they are JSON."""
+def _arguments(text: str, where: str) -> dict[str, Any]:
+    """Return the arguments of a call as templates expect them. Clients also send "" for none."""
+    if not text.strip():
+        return {}
     try:
-        content = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return text
-    return content if isinstance(content, dict) else text
+        content = exact_json.read(text)
+    except ValueError as error:
+        raise InvalidRequest(f"{where}: must be a JSON object in a string: {error}") from None
+    if not isinstance(content, dict):
+        raise InvalidRequest(f"{where}: must be a JSON object in a string, got {shown(content)}")
+    return content
 
 
 class _Function(WireModel):

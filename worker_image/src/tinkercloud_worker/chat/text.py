@@ -1,21 +1,30 @@
-"""The served model's tokenizer and chat template: conversations to tokens, tokens to text."""
+"""The served model's tokenizer and chat template: conversations to tokens, tokens to text.
 
-from collections.abc import Mapping, Sequence
+A sample has one text, in which special tokens are written out (`engine.growing_text`). Stop strings
+are searched in it, by samplers and here. What a client receives is this text up to a stop string,
+without hidden tokens: those that end a turn, and special ones other than marks of the model's
+output.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_worker.chat.exact_values import ExactValues
+from tinkercloud_worker.engine.growing_text import GrowingText, decoder_of
 
-_INCOMPLETE = "\ufffd"
-"""Decoded text of bytes that do not form a (complete) character."""
-_MAX_HELD_TOKENS = 8
-"""Tokens without a complete character after which their text is returned anyway."""
-_CONTEXT_TOKENS = 4
-"""Tokens before a text that are decoded with it: decoders treat the first token differently."""
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>")
 """Tokens with which the templates of public families end a turn."""
 HERMES_CALL = "<tool_call>"
+_MARKS = re.compile("think|thought|reason|channel|tool.?call", re.IGNORECASE)
+"""Names of special tokens that mark reasoning, channels and tool calls in a model's output."""
+_CHANNEL = "<|channel|>"
+_CHANNEL_MARKS = frozenset({"<|start|>", "<|message|>", "<|constrain|>", "<|end|>"})
+"""Further marks in the output of models with channels (OpenAI's Harmony format)."""
 
 
 class ChatText:
@@ -23,23 +32,30 @@ class ChatText:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        template = tokenizer.chat_template
-        self._template = template if isinstance(template, str) else ""
-        self._has_template = bool(template)
+        self._templates = _templates_of(tokenizer)
         ids: dict[str, int] = tokenizer.get_vocab()
         self.turn_ends = frozenset(
-            ids[mark] for mark in _TURN_ENDS if mark in self._template and mark in ids
+            ids[mark]
+            for mark in _TURN_ENDS
+            if mark in ids and any(mark in template for template in self._templates.values())
         )
         """Tokens that end a turn, in addition to the model's end tokens."""
+        self.hidden = _hidden_of(tokenizer)
+        """Special tokens that clients do not see."""
+        self.decode_all = decoder_of(tokenizer)
+        """Decodes tokens to the text in which stop strings are searched."""
 
     @property
     def calls_tools(self) -> bool:
         """Whether the template has tools, called in Hermes' format (also that of Qwen 2.5 and 3).
 
-        Others that use the same tag write parameters as XML.
+        Others that use the same tag write parameters as XML. Tokenizers that can't write the tag
+        as it is make no calls that could be found.
         """
-        template = self._template
-        return "tools" in template and HERMES_CALL in template and "<function=" not in template
+        template = self._templates.get("tool_use", self._templates.get("default", ""))
+        is_hermes = "tools" in template and HERMES_CALL in template and "<function=" not in template
+        tag = self._tokenizer.encode(HERMES_CALL, add_special_tokens=False)
+        return is_hermes and self.decode(tag) == HERMES_CALL
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text to continue, with those that begin a text of the model."""
@@ -64,7 +80,7 @@ class ChatText:
         Raises:
             InvalidRequest: the model has no template, or its template rejects the conversation.
         """
-        if not self._has_template:
+        if not self._templates:
             raise InvalidRequest(
                 "messages: this model has no chat template; use completions with a prompt"
             )
@@ -73,105 +89,160 @@ class ChatText:
                 "tools: not supported for this model: only templates with tool calls in Hermes'"
                 f" format ({HERMES_CALL} with JSON) are; send a request without tools"
             )
+        exact = ExactValues()
         try:
-            tokens: Any = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
+            rendered: Any = self._tokenizer.apply_chat_template(
+                exact.held(_marked(messages, exact.mark) if continues_last else messages),
+                tools=exact.held(tools) or None,
                 add_generation_prompt=not continues_last,
-                continue_final_message=continues_last,
-                tokenize=True,
-                return_dict=False,
+                tokenize=False,
                 **options,
             )
+            if continues_last:
+                rendered = _continued(rendered, exact.mark, str(messages[-1]["content"]))
+            text = exact.restored(rendered)
         except Exception as error:  # noqa: BLE001 - a template may fail in any way on odd input
             raise InvalidRequest(
                 f"messages: the model's chat template rejects this conversation: {error}"
             ) from None
-        return [int(token) for token in tokens]
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens without special ones."""
-        return str(
-            self._tokenizer.decode(
-                list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        )
+        """Return the text of tokens without hidden ones."""
+        return self.decode_all([token for token in tokens if token not in self.hidden])
 
     def name(self, token: int) -> str:
         """Return the text of a single token, also of a special one."""
         return str(self._tokenizer.decode([token], skip_special_tokens=False))
 
 
-class GrowingText:
-    """Decodes a sequence token by token, and returns complete characters only."""
+class ShownText:
+    """The text of a sample that a client receives, token by token."""
 
-    def __init__(self, text: ChatText, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, text: ChatText, prompt: Sequence[int], ends: Collection[int], stops: Sequence[str]
+    ) -> None:
         """Start before the first token.
 
         Args:
-            text: the decoder.
-            prompt: tokens before the sequence.
+            text: the model's text.
+            prompt: tokens before the sample.
+            ends: tokens that end it, which are hidden.
+            stops: stop strings.
         """
-        self._decode = text.decode
-        self._window = list(prompt[-_CONTEXT_TOKENS:])
-        self._settled = len(self._window)
-        """Number of tokens of the window whose text was returned, or belongs to the prompt."""
+        self._growing = GrowingText(text.decode_all, prompt)
+        self._hidden = text.hidden.union(ends)
+        self._until = UntilStop(stops)
+
+    @property
+    def found_stop(self) -> str | None:
+        """The stop string that ended it; None if something else did."""
+        return self._until.found
 
     def add(self, token: int) -> str:
         """Append a token; return the text that has become certain."""
-        self._window.append(token)
-        return self._take(is_last=len(self._window) - self._settled >= _MAX_HELD_TOKENS)
+        if token not in self._hidden:
+            return self._until.add(self._growing.add(token))
+        before = self._until.add(self._growing.finish())
+        mark = self._growing.add(token) + self._growing.finish()
+        return before + self._until.add_hidden(mark)
 
     def finish(self) -> str:
         """Return the rest of the text, which may end with an incomplete character."""
-        return self._take(is_last=True)
-
-    def _take(self, *, is_last: bool) -> str:
-        before = self._decode(self._window[: self._settled])
-        whole = self._decode(self._window)
-        if len(whole) <= len(before) and is_last:
-            # Special tokens have no text. If they stayed in the window, a model that repeats one
-            # would have all of them decoded again at each.
-            del self._window[self._settled :]
-        if len(whole) <= len(before) or (whole.endswith(_INCOMPLETE) and not is_last):
-            return ""
-        self._window = self._window[max(self._settled - _CONTEXT_TOKENS, 0) :]
-        # These tokens are the context of the next ones.
-        self._settled = len(self._window)
-        return whole[len(before) :]
+        return self._until.add(self._growing.finish()) + self._until.finish()
 
 
 class UntilStop:
-    """Passes a text on until a stop string, which is removed. Holds back what may become one."""
+    """Passes a text on until a stop string, which is removed. Holds back what may become one.
+
+    A stop string may lie in hidden text, which is never passed on. Of several, the one counts that
+    is complete first, and of those the longest: so the text does not depend on its tokens.
+    """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = [string for string in strings if string]
         self._held = ""
+        self._is_shown: list[bool] = []
+        """For each held character."""
         self.found: str | None = None
         """The stop string that was found; further text is dropped."""
 
     def add(self, text: str) -> str:
         """Append text; return what certainly lies before any stop string."""
+        return self._append(text, is_shown=True)
+
+    def add_hidden(self, text: str) -> str:
+        """Append text that is searched, but not passed on; return what has become certain."""
+        return self._append(text, is_shown=False)
+
+    def _append(self, text: str, *, is_shown: bool) -> str:
         if self.found is not None:
             return ""
+        self._is_shown += [is_shown] * len(text)
         self._held += text
-        starts = [(self._held.find(each), each) for each in self._strings if each in self._held]
-        if starts:
-            start, self.found = min(starts)
-            passed, self._held = self._held[:start], ""
-            return passed
+        ends = [
+            (start + len(each), start)
+            for each in self._strings
+            if (start := self._held.find(each)) >= 0
+        ]
+        if ends:
+            end, start = min(ends)
+            self.found = self._held[start:end]
+            return self._passed(start)
         keep = max((suffix_length(self._held, each) for each in self._strings), default=0)
-        split = len(self._held) - keep
-        passed, self._held = self._held[:split], self._held[split:]
-        return passed
+        return self._passed(len(self._held) - keep)
 
     def finish(self) -> str:
         """Return the text that was held back."""
-        rest, self._held = self._held, ""
-        return rest
+        return "" if self.found is not None else self._passed(len(self._held))
+
+    def _passed(self, length: int) -> str:
+        """Remove the beginning of the held text; return what is shown of it."""
+        shown = "".join(compress(self._held[:length], self._is_shown))
+        self._held, self._is_shown = self._held[length:], self._is_shown[length:]
+        return shown
 
 
 def suffix_length(text: str, mark: str) -> int:
     """Return the length of the longest end of a text that `mark` begins with, but is longer."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
+
+
+def _templates_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the chat templates of a tokenizer by name; a single one is "default"."""
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        return {str(name): str(each) for name, each in template.items()}
+    return {"default": str(template)} if template else {}
+
+
+def _hidden_of(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the special tokens of a tokenizer that are no marks of the model's output."""
+    added = tokenizer.added_tokens_decoder.items()
+    special = {token: str(mark.content) for token, mark in added if mark.special}
+    names = tokenizer.convert_ids_to_tokens(tokenizer.all_special_ids)
+    special |= dict(zip(tokenizer.all_special_ids, names, strict=True))
+    further = _CHANNEL_MARKS if _CHANNEL in special.values() else frozenset()
+    return frozenset(
+        token for token, name in special.items() if not (_MARKS.search(name) or name in further)
+    )
+
+
+def _marked(messages: Sequence[Mapping[str, Any]], mark: str) -> list[Mapping[str, Any]]:
+    """Return messages with a mark at the end of the last one's text, which is to be continued."""
+    last = messages[-1]
+    return [*messages[:-1], {**last, "content": str(last["content"]) + mark}]
+
+
+def _continued(rendered: str, mark: str, content: str) -> str:
+    """Return a rendered conversation up to the mark, with all white space of the last message.
+
+    Raises:
+        ValueError: the template does not render the message as it is.
+    """
+    before, found, _ = rendered.rpartition(mark)
+    stripped = content.lstrip()
+    if not found or not before.endswith(stripped):
+        raise ValueError("it changes or leaves out the last message, which is to be continued")
+    return before.removesuffix(content if before.endswith(content) else stripped) + content

@@ -18,8 +18,9 @@ from tinkercloud_protocol.errors import InvalidRequest, NotFound, WireError
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import SamplerConfig
 from tinkercloud_protocol.tensors import PromptScores
+from tinkercloud_worker.engine.growing_text import Decode
 from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
-from tinkercloud_worker.engine.stopping import Decode, cut_at_stop
+from tinkercloud_worker.engine.stopping import cut_at_stop
 from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
 from tinkercloud_worker.inference.client import (
     AdaptersDisabled,

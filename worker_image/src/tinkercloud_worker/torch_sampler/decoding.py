@@ -19,8 +19,9 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.tensors import SampledSequence, TopLogprobs
 from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.engine.growing_text import decoder_of
 from tinkercloud_worker.engine.sampler import SampledToken, SamplingRequest
-from tinkercloud_worker.engine.stopping import StopStringSearch, decoder_of
+from tinkercloud_worker.engine.stopping import StopStringSearch
 from tinkercloud_worker.lora.segments import ActiveWeights, WeightSegment
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_sampler.cache import (
