@@ -18,6 +18,8 @@ ModelT = TypeVar("ModelT", bound=WireModel)
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
+MAX_MESSAGES = 1 << 12
+"""Messages of a conversation. Templates loop over them, some several times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class Asked:
     prompts: Sequence[Sequence[int]]
     """Token ids of each prompt, at least one prompt. An image is one placeholder."""
     params: SamplingParams
+    prompt_field: str = "messages"
+    """The field of the request that the prompts are from."""
     images: tuple[Chunk, ...] = ()
     """The images of the only prompt, in order."""
     stops: tuple[str, ...] = ()

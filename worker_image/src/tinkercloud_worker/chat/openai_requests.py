@@ -7,13 +7,14 @@ https://platform.openai.com/docs/api-reference/completions/create
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Field
+from pydantic import BeforeValidator, Field, StringConstraints
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.sampling import SamplingParams
-from tinkercloud_protocol.wire import Items, Name, WireModel
+from tinkercloud_protocol.wire import Items, Name, WireModel, few_entries
 from tinkercloud_worker.chat.conversation import (
     MAX_CHOICES,
+    MAX_MESSAGES,
     MAX_TOP_LOGPROBS,
     Asked,
     read_fields,
@@ -154,16 +155,29 @@ class Tool(WireModel):
     function: _Function
 
 
+TemplateOptions = Annotated[
+    dict[
+        Annotated[str, StringConstraints(max_length=128)],
+        Annotated[str, StringConstraints(max_length=1 << 14)]
+        | bool
+        | Annotated[int, Field(ge=-(2**31), lt=2**31)]
+        | Annotated[float, Field(ge=-(2**31), lt=2**31)],
+    ],
+    BeforeValidator(few_entries),
+]
+"""Variables of a chat template, which may print them or count to them."""
+
+
 class ChatCompletionRequest(_Sampling):
     """POST chat/completions."""
 
-    messages: Annotated[Items[Message], Field(min_length=1, max_length=1 << 14)]
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     tools: Annotated[Items[Tool], Field(max_length=1024)] = []  # noqa: RUF012 - pydantic copies it
     tool_choice: Literal["auto", "none"] = "auto"
-    chat_template_kwargs: dict[str, str | bool | int | float] = {}  # noqa: RUF012 - as above
+    chat_template_kwargs: TemplateOptions = {}  # noqa: RUF012 - as above
     """Not OpenAI's: variables of the chat template, such as `enable_thinking`."""
 
     def ask(self, text: ChatText) -> Asked:
@@ -243,6 +257,7 @@ class CompletionRequest(_Sampling):
             model=self.model,
             prompts=prompts,
             params=self.params(self.max_tokens or 16),
+            prompt_field="prompt",
             stops=self.stops,
             num_choices=self.n,
             top_logprobs=self.logprobs or 0,

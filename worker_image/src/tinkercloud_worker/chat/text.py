@@ -1,11 +1,14 @@
 """The served model's tokenizer and chat template: conversations to tokens, tokens to text."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_worker.chat.prompt_limits import check_text
+from tinkercloud_worker.chat.token_bytes import TokenBytes
 
 _INCOMPLETE = "\ufffd"
 """Decoded text of bytes that do not form a (complete) character."""
@@ -15,14 +18,25 @@ _CONTEXT_TOKENS = 4
 """Tokens before a text that are decoded with it: decoders treat the first token differently."""
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>")
 """Tokens with which the templates of public families end a turn."""
+_SHOWN_CHARACTERS = 1000
+"""Maximum length of a template's error in ours."""
 HERMES_CALL = "<tool_call>"
 
 
 class ChatText:
     """The tokenizer of a model, for conversations and completions. Thread-safe."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int = sys.maxsize) -> None:
+        """Prepare the text of a model.
+
+        Args:
+            tokenizer: its tokenizer.
+            max_tokens: its context length; longer prompts are refused.
+        """
         self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self.bytes_of = TokenBytes(tokenizer).of
+        """Returns the bytes of a token; None if its tokenizer does not define them."""
         template = tokenizer.chat_template
         self._template = template if isinstance(template, str) else ""
         self._has_template = bool(template)
@@ -42,8 +56,16 @@ class ChatText:
         return "tools" in template and HERMES_CALL in template and "<function=" not in template
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text to continue, with those that begin a text of the model."""
+        """Return the tokens of a text to continue, with those that begin a text of the model.
+
+        Raises:
+            ContextLengthExceeded: the text is certainly too long.
+        """
+        check_text(text, self._max_tokens, self._count, "prompt")
         return list(self._tokenizer.encode(text))
+
+    def _count(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False))
 
     def render(
         self,
@@ -63,6 +85,7 @@ class ChatText:
 
         Raises:
             InvalidRequest: the model has no template, or its template rejects the conversation.
+            ContextLengthExceeded: the conversation is certainly too long.
         """
         if not self._has_template:
             raise InvalidRequest(
@@ -74,20 +97,22 @@ class ChatText:
                 f" format ({HERMES_CALL} with JSON) are; send a request without tools"
             )
         try:
-            tokens: Any = self._tokenizer.apply_chat_template(
+            rendered: Any = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=not continues_last,
                 continue_final_message=continues_last,
-                tokenize=True,
-                return_dict=False,
+                tokenize=False,
                 **options,
             )
         except Exception as error:  # noqa: BLE001 - a template may fail in any way on odd input
+            # Some of transformers' messages contain the whole conversation.
+            why = str(error)[:_SHOWN_CHARACTERS]
             raise InvalidRequest(
-                f"messages: the model's chat template rejects this conversation: {error}"
+                f"messages: the model's chat template rejects this conversation: {why}"
             ) from None
-        return [int(token) for token in tokens]
+        check_text(rendered, self._max_tokens, self._count, "messages")
+        return list(self._tokenizer.encode(rendered, add_special_tokens=False))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens without special ones."""

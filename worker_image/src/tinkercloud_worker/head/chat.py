@@ -8,16 +8,23 @@ samples.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import orjson
 import structlog
 
 from tinkercloud_protocol import chat_errors, routes
 from tinkercloud_protocol.asgi import Receive, Send, respond
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable, WireError
+from tinkercloud_protocol.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    NotFound,
+    Unavailable,
+    WireError,
+)
 from tinkercloud_protocol.futures import JSON, PROTOBUF
 from tinkercloud_protocol.json_results import sample_as_json
 from tinkercloud_protocol.sampling import Chunk, ModelInput, SampleRequest
@@ -26,16 +33,20 @@ from tinkercloud_worker.chat.anthropic_messages import MessageAnswer
 from tinkercloud_worker.chat.conversation import Asked, Choice, Counts, read_object
 from tinkercloud_worker.chat.images import model_input
 from tinkercloud_worker.chat.openai_answers import ChatAnswer, CompletionAnswer
+from tinkercloud_worker.chat.prompt_limits import check_body
 from tinkercloud_worker.chat.recorded import SEPARATOR, RecordedSessions, Turn, datums
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.chat.tool_calls import ToolCall
 from tinkercloud_worker.engine.sampler import SampledToken
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.http import Request
+from tinkercloud_worker.head.prompt_work import PromptWork
 from tinkercloud_worker.head.requests import Prepared
 from tinkercloud_worker.head.service import HeadService
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 _EVENTS = "text/event-stream; charset=utf-8"
 _CHAT, _DATUMS, _DELETE = "v1/chat/completions", "datums", "delete"
@@ -178,6 +189,7 @@ class HeadChat:
 
     def __init__(self) -> None:
         self._recorded = RecordedSessions()
+        self._work = PromptWork()
 
     async def serve(
         self, request: Request, receive: Receive, send: Send, service: HeadService, backend: Backend
@@ -193,27 +205,31 @@ class HeadChat:
         """
         sending = _Sending(send, request.path)
         try:
-            body = await request.body(routes.MAX_CHAT_BODY_BYTES)
-            work = asyncio.create_task(self._answer(request, body, sending, service, backend))
-            gone = asyncio.create_task(_disconnected(receive))
-            try:
-                await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if work.done():
-                    await work
-            finally:
-                gone.cancel()
-                work.cancel()
-                await asyncio.gather(gone, work, return_exceptions=True)
+            async with AsyncExitStack() as room:
+                owner = service.owner_of(request.headers[routes.TARGET_HEADER])
+                size = request.body_bytes(routes.MAX_CHAT_BODY_BYTES)
+                await room.enter_async_context(self._work.room(owner, size))
+                body = _Body(await request.body(routes.MAX_CHAT_BODY_BYTES), room)
+                work = asyncio.create_task(self._answer(request, body, sending, service, backend))
+                gone = asyncio.create_task(_disconnected(receive))
+                try:
+                    await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+                    if work.done():
+                        await work
+                finally:
+                    gone.cancel()
+                    work.cancel()
+                    await asyncio.gather(gone, work, return_exceptions=True)
         except WireError as error:
-            await sending.fail(error.status, error.message)
+            await sending.fail(error)
         except Exception:
             log.exception("unexpected error in a chat request", path=request.path)
-            await sending.fail(500, chat_errors.INTERNAL_ERROR)
+            await sending.fail(WireError(chat_errors.INTERNAL_ERROR))
 
     async def _answer(
         self,
         request: Request,
-        body: bytes,
+        body: "_Body",
         sending: "_Sending",
         service: HeadService,
         backend: Backend,
@@ -222,25 +238,26 @@ class HeadChat:
         if text is None:
             raise InvalidRequest("this session head has no tokenizer for text; use asample")
         target = request.headers[routes.TARGET_HEADER]
+        owner = service.owner_of(target)
         if request.path == routes.ANTHROPIC_COUNT_TOKENS:
-            counted = anthropic_messages.read_count_tokens
-            tokens = await asyncio.to_thread(lambda: counted(body).tokens(text))
-            await sending.whole(orjson.dumps({"input_tokens": len(tokens)}))
+            num_tokens = await self._read(owner, body, partial(_count_tokens, text))
+            await sending.whole(orjson.dumps({"input_tokens": num_tokens}))
             return
         if request.path == routes.OPENAI_SESSIONS:
-            model = str(read_object(body).get("model"))
-            name = self._recorded.create(target, service.owner_of(target), model)
+            model = await self._read(owner, body, _model_of)
+            name = self._recorded.create(target, owner, model)
             created = {"id": name, "object": "recorded_session", "model": model}
             await sending.whole(orjson.dumps(created))
             return
         recorded, action = _recorded_in(request.path, target)
         if action in {_DATUMS, _DELETE} and recorded is not None:
-            await sending.whole(await self._read(recorded, action))
+            await sending.whole(await self._turns(owner, recorded, action))
             return
         path = routes.OPENAI_CHAT if action == _CHAT else request.path
         if path not in _FORMATS:
             raise NotFound(f"a session head does not serve {request.path}")
-        asked, answer, choices = await asyncio.to_thread(_ask, path, body, text, backend)
+        ask = partial(_ask, path, text, backend)
+        asked, answer, choices = await self._read(owner, body, ask)
         if recorded is not None:
             if asked.images:
                 raise InvalidRequest(
@@ -251,14 +268,23 @@ class HeadChat:
         run = Run(asked, answer, choices, recorded=recorded)
         await self._run(run, target, sending, service, backend)
 
-    async def _read(self, recorded: str, action: str) -> bytes:
+    async def _read(self, owner: str, body: "_Body", read: Callable[[bytes], T]) -> T:
+        """Read a body when it is its owner's turn, and free it."""
+        found = await self._work.run(owner, partial(read, body.take()))
+        await body.room.aclose()
+        return found
+
+    async def _turns(self, owner: str, recorded: str, action: str) -> bytes:
         if action == _DELETE:
             self._recorded.delete(recorded)
             return b"{}"
         turns = self._recorded.turns(recorded)
-        data = await asyncio.to_thread(datums, turns)
-        content = {"id": recorded, "num_turns": len(turns), "data": data}
-        return await asyncio.to_thread(orjson.dumps, content)
+
+        def content() -> bytes:
+            found = {"id": recorded, "num_turns": len(turns), "data": datums(turns)}
+            return orjson.dumps(found)
+
+        return await self._work.run(owner, content)
 
     def _record(self, run: Run, recorded: str) -> None:
         for choice in run.choices:
@@ -320,15 +346,30 @@ def _recorded_in(path: str, target: str) -> tuple[str | None, str]:
 
 
 def _ask(
-    path: str, body: bytes, text: ChatText, backend: Backend
+    path: str, text: ChatText, backend: Backend, body: bytes
 ) -> tuple[Asked, Answer, list[Choice]]:
     """Read a request, and begin its choices. Runs in a thread: there may be many thousands.
 
     Raises:
-        InvalidRequest: the request is invalid.
+        InvalidRequest: the request is invalid, or a prompt is too long.
     """
+    check_body(body)
     asked, answer = _FORMATS[path](body, text)
+    most = backend.trainer.limits.max_context_length
+    for prompt in asked.prompts:
+        if len(prompt) > most:
+            raise ContextLengthExceeded(asked.prompt_field, len(prompt), most)
     return asked, answer, _choices(asked, text, backend)
+
+
+def _count_tokens(text: ChatText, body: bytes) -> int:
+    check_body(body)
+    return len(anthropic_messages.read_count_tokens(body).tokens(text))
+
+
+def _model_of(body: bytes) -> str:
+    check_body(body)
+    return str(read_object(body).get("model"))
 
 
 def _choices(asked: Asked, text: ChatText, backend: Backend) -> list[Choice]:
@@ -356,6 +397,9 @@ def _prepared(
         parts = prompt.images()
         backend.images.check([("messages", parts)])
         length = backend.images.length(prompt.num_tokens, parts, "messages")
+    if length > backend.trainer.limits.max_context_length:
+        most = backend.trainer.limits.max_context_length
+        raise ContextLengthExceeded(asked.prompt_field, length, most)
     run.num_prompt_tokens += length
     room = max(backend.trainer.limits.max_context_length - length + 1, 1)
     limit = asked.params.max_tokens
@@ -409,6 +453,19 @@ async def _put_result(run: Run, index: int, request_id: str, service: HeadServic
 
 
 @dataclass(slots=True)
+class _Body:
+    """The body of a request, and the room that its owner has for it."""
+
+    content: bytes
+    room: AsyncExitStack
+
+    def take(self) -> bytes:
+        """Return the body, without keeping it here."""
+        content, self.content = self.content, b""
+        return content
+
+
+@dataclass(slots=True)
 class _Sending:
     """The answer on the connection; an error after its beginning becomes its last event."""
 
@@ -434,12 +491,12 @@ class _Sending:
         self.has_started = True
         await respond(self.send, body, content_type=JSON)
 
-    async def fail(self, status: int, message: str) -> None:
+    async def fail(self, error: WireError) -> None:
         """Send an error."""
-        body = orjson.dumps(chat_errors.error_object(self.path, status, message))
+        body = chat_errors.error_bytes(self.path, error)
         if not self.has_started:
-            headers = {"retry-after": "1"} if status in {429, 503} else {}
-            await respond(self.send, body, status=status, headers=headers)
+            headers = {"retry-after": "1"} if error.status in {429, 503} else {}
+            await respond(self.send, body, status=error.status, headers=headers)
             return
         event = b"event: error\n" if self.path.startswith(chat_errors.ANTHROPIC) else b""
         await self.last(event + b"data: " + body + b"\n\n")
