@@ -114,13 +114,13 @@ class TokenSampler:
         """
         uniforms = [uniform(s.request.seed, s.index, s.position + 1) for s in sequences]
         tokens_B = sample_tokens(logits_BV, [s.sampling_params for s in sequences], uniforms)
-        scored_BV = self._scored(logits_BV, sequences)
-        chosen_B = scored_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
-        logprobs_B = chosen_B - scored_BV.logsumexp(1)
+        # One formula for all, as clients compare a token's logprob with those of the likeliest.
+        logprobs_BV = torch.log_softmax(self._scored(logits_BV, sequences), 1)
+        logprobs_B = logprobs_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
         # Both in one transfer: float64 represents either exactly.
         tokens, logprobs = torch.stack([tokens_B.double(), logprobs_B.double()]).tolist()
         tops = [
-            torch.topk(torch.log_softmax(scored_BV[row], 0), sequence.request.top_logprobs)
+            torch.topk(logprobs_BV[row], sequence.request.top_logprobs)
             if sequence.request.top_logprobs
             else None
             for row, sequence in enumerate(sequences)
