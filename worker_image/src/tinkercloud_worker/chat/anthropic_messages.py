@@ -238,6 +238,9 @@ class MessageAnswer:
             else:
                 self._blocks.append({"type": "text", "text": part})
 
+    def keep_prompt(self, index: int, text: str, scored: Sequence[object]) -> None:
+        """Do nothing: messages do not repeat their prompt."""
+
     def begin(self, num_choices: int) -> bytes:
         """Return the beginning of the stream."""
         del num_choices

@@ -42,6 +42,17 @@ class Asked:
     top_logprobs: int = 0
     streams: bool = False
     parses_tools: bool = False
+    echoed: Sequence[str] | None = None
+    """The text of each prompt, which the answer begins with; None if it does not."""
+    scores_prompts: bool = False
+    """Whether the answer has the logprobs of the prompts."""
+    samples_nothing: bool = False
+    """Whether the one token that is sampled for each choice is left out of the answer."""
+
+    @property
+    def is_reported_whole(self) -> bool:
+        """Whether tokens wait for the end of the sample: those of prompts come with it."""
+        return self.echoed is not None or self.samples_nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from tinkercloud_worker.chat import anthropic_messages, openai_requests
 from tinkercloud_worker.chat.anthropic_messages import MessageAnswer
 from tinkercloud_worker.chat.conversation import Asked, Choice, Counts, read_object
 from tinkercloud_worker.chat.images import model_input
-from tinkercloud_worker.chat.openai_answers import ChatAnswer, CompletionAnswer
+from tinkercloud_worker.chat.openai_answers import ChatAnswer, CompletionAnswer, ScoredToken
 from tinkercloud_worker.chat.prompt_limits import check_body
 from tinkercloud_worker.chat.recorded import SEPARATOR, RecordedSessions, Turn, datums
 from tinkercloud_worker.chat.text import ChatText
@@ -61,11 +61,17 @@ class Answer(Protocol):
     def keep(self, index: int, parts: Sequence[str | ToolCall]) -> None:
         """Keep parts of a choice for the whole answer."""
 
+    def keep_prompt(self, index: int, text: str, scored: Sequence[ScoredToken]) -> None:
+        """Keep the prompt of a choice for the whole answer, and its tokens if they were scored."""
+
     def begin(self, num_choices: int) -> bytes:
         """Return the beginning of the stream."""
 
     def add(
-        self, index: int, parts: Sequence[str | ToolCall], tokens: Sequence[SampledToken]
+        self,
+        index: int,
+        parts: Sequence[str | ToolCall],
+        tokens: Sequence[SampledToken | ScoredToken],
     ) -> bytes:
         """Return the newest parts of a choice."""
 
@@ -144,15 +150,24 @@ class Run:
         self.num_finished += 1
         self.cached += event["prompt_cache_hit_tokens"]
         stream: list[bytes] = []
+        skips = self.asked.samples_nothing
         for index, sequence in enumerate(event["sequences"], first):
             choice = self.choices[index]
+            if self.asked.echoed is not None:
+                stream.append(self._echo(index, self.asked.echoed[prompt], event))
             unreported = _unreported(sequence, index - first, len(choice.tokens))
-            stream += [self._add(index, token) for token in unreported]
-            parts = choice.finish(is_complete=sequence["stop_reason"] == "stop")
+            stream += [self._add(index, token) for token in unreported if not skips]
+            parts = choice.finish(is_complete=sequence["stop_reason"] == "stop" and not skips)
             self.answer.keep(index, parts)
             if self.asked.streams:
                 stream += [self.answer.add(index, parts, ()), self.answer.finish(index, choice)]
         return b"".join(stream)
+
+    def _echo(self, index: int, text: str, result: dict[str, Any]) -> bytes:
+        scores = self.asked.scores_prompts
+        scored = _scored(self.choices[index].prompt, result) if scores else ()
+        self.answer.keep_prompt(index, text, scored)
+        return self.answer.add(index, [text], scored) if self.asked.streams else b""
 
     def _add(self, index: int, token: SampledToken) -> bytes:
         choice = self.choices[index]
@@ -178,6 +193,13 @@ def _unreported(sequence: dict[str, Any], index: int, num_reported: int) -> list
         SampledToken(index, tokens[at], logprobs[at], _columns(tables[at]))
         for at in range(num_reported, len(tokens))
     ]
+
+
+def _scored(prompt: Sequence[int], result: dict[str, Any]) -> list[ScoredToken]:
+    """Return the tokens of a prompt with their logprobs; the first has none."""
+    tables = result.get("topk_prompt_logprobs") or [None] * len(prompt)
+    scores = zip(prompt, result["prompt_logprobs"], tables, strict=True)
+    return [ScoredToken(token, logprob, _columns(table)) for token, logprob, table in scores]
 
 
 def _columns(row: list[list[Any]] | None) -> tuple[Sequence[int], Sequence[float]] | None:
@@ -412,6 +434,8 @@ def _prepared(
         num_samples=asked.num_choices,
         sampling_params=params,
         topk_sample_logprobs=asked.top_logprobs,
+        prompt_logprobs=asked.scores_prompts,
+        topk_prompt_logprobs=asked.top_logprobs if asked.scores_prompts else 0,
     )
     try:
         return service.prepare(sample)
@@ -429,7 +453,8 @@ def _listening(prepared: Prepared, run: Run, index: int) -> Prepared:
     validated = prepared.validated
     ends = frozenset(run.choices[0].ends)
     stop = replace(validated.stop, token_ids=validated.stop.token_ids | ends)
-    return replace(prepared, validated=replace(validated, stop=stop, on_token=report))
+    on_token = None if run.asked.is_reported_whole else report
+    return replace(prepared, validated=replace(validated, stop=stop, on_token=on_token))
 
 
 async def _put_result(run: Run, index: int, request_id: str, service: HeadService) -> None:
