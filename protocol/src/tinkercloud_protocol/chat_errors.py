@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from tinkercloud_protocol.errors import WireError
+from tinkercloud_protocol.errors import ContextLengthExceeded, WireError
 
 OPENAI = "/oai/"
 ANTHROPIC = "/anthropic/"
@@ -28,27 +28,34 @@ _ANTHROPIC_TYPES = {
 INTERNAL_ERROR = "internal error; see the server log for details"
 
 
-def error_object(path: str, status: int, message: str) -> dict[str, Any]:
+def error_object(path: str, error: WireError) -> dict[str, Any]:
     """Return the body of an error as the clients of a path expect it.
+
+    Clients that shorten a conversation which is too long look for the code
+    `context_length_exceeded` or for the words of each API.
 
     Args:
         path: path of the request, which starts with one of `PREFIXES`.
-        status: the HTTP status.
-        message: the message; its text before a colon, if it is one word, names the parameter.
+        error: the error; the text of its message before a colon, if it is one word, names the
+            parameter.
     """
+    is_too_long = isinstance(error, ContextLengthExceeded)
     if path.startswith(ANTHROPIC):
-        kind = _ANTHROPIC_TYPES.get(status, "api_error")
+        kind = _ANTHROPIC_TYPES.get(error.status, "api_error")
+        message = error.message
+        if isinstance(error, ContextLengthExceeded):
+            message = f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum"
         return {"type": "error", "error": {"type": kind, "message": message}}
-    default = "server_error" if status >= 500 else "invalid_request_error"
-    name, colon, _ = message.partition(":")
+    default = "server_error" if error.status >= 500 else "invalid_request_error"
+    name, colon, _ = error.message.partition(":")
     param = name if colon and " " not in name else None
-    code = _OPENAI_CODES.get(status)
-    if status == 404:
+    code = "context_length_exceeded" if is_too_long else _OPENAI_CODES.get(error.status)
+    if error.status == 404:
         code = "model_not_found" if param == "model" else "not_found"
-    kind = _OPENAI_TYPES.get(status, default)
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    kind = _OPENAI_TYPES.get(error.status, default)
+    return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
 
 
 def error_bytes(path: str, error: WireError) -> bytes:
     """Return the body of an error in JSON; see `error_object`."""
-    return orjson.dumps(error_object(path, error.status, error.message))
+    return orjson.dumps(error_object(path, error))

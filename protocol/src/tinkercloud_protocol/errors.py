@@ -43,6 +43,25 @@ class InvalidRequest(WireError):
     category = "user"
 
 
+class ContextLengthExceeded(InvalidRequest):
+    """A prompt has more tokens than the model reads."""
+
+    def __init__(self, field: str, num_tokens: int | str, max_tokens: int) -> None:
+        """Create the error.
+
+        Args:
+            field: the field of the request that has the prompt.
+            num_tokens: its number of tokens; text such as "at least 9000" if it was not counted.
+            max_tokens: the context length of the model.
+        """
+        super().__init__(
+            f"{field}: {num_tokens} tokens exceed this model's maximum context length of"
+            f" {max_tokens} tokens; shorten the prompt"
+        )
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
+
+
 class Unauthenticated(WireError):
     """The request has no API key, or one that is unknown or revoked."""
 

@@ -5,9 +5,11 @@ from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 from pydantic import (
+    BeforeValidator,
     Field,
     JsonValue,
     SerializerFunctionWrapHandler,
+    StringConstraints,
     ValidationError,
     model_serializer,
     model_validator,
@@ -127,7 +129,45 @@ class ModelInput(WireModel):
         return tuple(found)
 
 
-class SamplingParams(WireModel):
+_BIAS_ENTRIES = 1024
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+def _few_biases(biases: object) -> object:
+    # Checked before the entries, because each error would be kept in memory.
+    if isinstance(biases, dict) and len(biases) > _BIAS_ENTRIES:
+        raise ValueError(f"has {len(biases)} entries; at most {_BIAS_ENTRIES} are accepted")
+    return biases
+
+
+class LogitParams(WireModel):
+    """How a sequence's logits are changed before a token is sampled.
+
+    The changes come in this order, before the temperature: biases, repetition penalty, the other
+    penalties. The logprobs that are returned are those of the unchanged logits.
+    """
+
+    frequency_penalty: _Penalty = 0.0
+    """Subtracted from a token's logit for each time that it was sampled in this sequence."""
+    presence_penalty: _Penalty = 0.0
+    """Subtracted from the logits of tokens that were sampled in this sequence."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
+    """Divides the positive logits of tokens that are in the prompt or were sampled, and multiplies
+    the negative ones."""
+    logit_bias: Annotated[
+        dict[
+            Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")],
+            Annotated[float, Field(ge=-100, le=100)],
+        ],
+        BeforeValidator(_few_biases),
+    ] = {}  # noqa: RUF012 - pydantic copies it
+    """Added to the logits of these token ids, which JSON writes in quotes."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Sample only tokens that are at least this likely, relative to the likeliest; after the
+    temperature, and before top_k and top_p."""
+
+
+class SamplingParams(LogitParams):
     """How to sample a sequence."""
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -145,6 +185,16 @@ class SamplingParams(WireModel):
     """Sample from the k most likely tokens; -1 and 0 mean all."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the most likely tokens that together have this probability."""
+
+    @model_serializer(mode="wrap")
+    def _without_unused_changes(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the fields without unused changes: digests must not depend on new ones."""
+        unused = {
+            name
+            for name, field in LogitParams.model_fields.items()
+            if getattr(self, name) == field.default
+        }
+        return {name: value for name, value in serialize(self).items() if name not in unused}
 
 
 class WireTensor(WireModel):

@@ -47,7 +47,12 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=256), Storable]
 Uri = Annotated[str, StringConstraints(min_length=1, max_length=1024), Storable]
 
 
-def _few_entries(entries: object) -> object:
+def few_entries(entries: object) -> object:
+    """Return a value unless it is an object with too many entries (a validator).
+
+    Raises:
+        ValueError: it has more than `MAX_METADATA_ENTRIES`.
+    """
     # Checked before the entries, because each error would be kept in memory.
     if isinstance(entries, dict) and len(entries) > MAX_METADATA_ENTRIES:
         raise ValueError(f"has {len(entries)} entries; at most {MAX_METADATA_ENTRIES} are accepted")
@@ -69,7 +74,7 @@ UserMetadata = Annotated[
         Annotated[str, StringConstraints(max_length=128)],
         Annotated[str, StringConstraints(max_length=4096), BeforeValidator(_as_text)],
     ],
-    BeforeValidator(_few_entries),
+    BeforeValidator(few_entries),
 ]
 """Values may be any JSON. Values other than text are stored as JSON text."""
 TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 366 * 24 * 3600)]

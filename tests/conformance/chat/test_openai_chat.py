@@ -169,8 +169,8 @@ def test_a_model_in_training_answers_with_its_current_weights_while_it_trains(
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"logit_bias": {"5": 3}}, "logit_bias"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"logit_bias": {"1000000": 3}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"extra_body": {"guided_regex": ".*"}}, "guided_regex"),

@@ -1,10 +1,12 @@
 """Sampling and scoring: requests to engines, and results equal to the torch sampler's."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_testing.engines import Engine, a_sampling_request
 from tinkercloud_testing.sglang import (
     FakeSglang,
@@ -17,7 +19,12 @@ from tinkercloud_testing.sglang_sampling import (
     assert_same,
     publish,
 )
-from tinkercloud_worker.engine.sampler import PromptLogprobParams, StopRules
+from tinkercloud_worker.engine.sampler import (
+    LogitChanges,
+    PromptLogprobParams,
+    SamplingRequest,
+    StopRules,
+)
 from tinkercloud_worker.inference.client import ServerError
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.sglang import scoring
@@ -53,6 +60,47 @@ async def test_samples_stops_seeds_and_prompt_scores_equal_the_torch_sampler(
 
     for their, our in zip(theirs, ours, strict=True):
         assert_same(their, our)
+
+
+async def test_penalties_and_biases_change_samples_but_not_their_logprobs(
+    engine: Engine, sampler: InferenceSampler
+) -> None:
+    await publish(engine, sampler, "one", an_adapter(engine, 1))
+    changes = [
+        LogitChanges(frequency_penalty=1.5, presence_penalty=0.5),
+        LogitChanges(bias=((40, 6.0), (41, -100.0))),
+    ]
+    requests = [
+        replace(
+            a_sampling_request(PROMPTS[0], seed=9, num_samples=2, top_logprobs=3, max_tokens=20),
+            changes=change,
+        )
+        for change in changes
+    ]
+    requests.append(replace(a_sampling_request(PROMPTS[0], seed=9), min_p=0.3))
+
+    for request in requests:
+        theirs = await sampler.sample("one", request)
+        for index, sequence in enumerate(theirs.sequences):
+            alone = replace(request, seed=request.seed + index, num_samples=1)
+            ours = await engine.sampler.sample("one", alone)
+            assert_same(replace(theirs, sequences=[sequence]), ours)
+
+
+@pytest.mark.parametrize(
+    ("request_", "name"),
+    [
+        (replace(a_sampling_request([1]), changes=LogitChanges(repetition_penalty=1.1)), "repetit"),
+        (replace(a_sampling_request([1], top_p=0.9), min_p=0.1), "min_p"),
+    ],
+)
+async def test_what_sglang_means_differently_is_refused_by_name(
+    engine: Engine, sampler: InferenceSampler, request_: SamplingRequest, name: str
+) -> None:
+    await publish(engine, sampler, "base", None)
+
+    with pytest.raises(InvalidRequest, match=name):
+        await sampler.sample("base", request_)
 
 
 @pytest.mark.parametrize("cells", [1, 40, 1000])

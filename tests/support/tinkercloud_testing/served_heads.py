@@ -103,8 +103,10 @@ class ServedHead:
 
 
 @asynccontextmanager
-async def a_served_head(folder: Path, limits: Limits | None = None) -> AsyncIterator[ServedHead]:
-    """Serve a head of the tiny model."""
+async def a_served_head(
+    folder: Path, limits: Limits | None = None, chat_template: str | None = None
+) -> AsyncIterator[ServedHead]:
+    """Serve a head of the tiny model, which has a chat template if one is given."""
     limits = limits or Limits()
     config = HeadConfig(
         head="h",
@@ -117,6 +119,8 @@ async def a_served_head(folder: Path, limits: Limits | None = None) -> AsyncIter
     )
     token_file = folder / "token"
     token_file.write_text(TOKEN)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = chat_template
     with an_engine(tiny_llama(), folder / "scratch") as engine:
         store = CheckpointStore(open_store(config.checkpoint_root))
         backend = Backend(
@@ -126,7 +130,7 @@ async def a_served_head(folder: Path, limits: Limits | None = None) -> AsyncIter
             engine.thread,
             store,
             frozenset(),
-            text=ChatText(byte_tokenizer()),
+            text=ChatText(tokenizer, engine.trainer.limits.max_context_length),
         )
         lifecycle = Lifecycle(config.timings, lambda: backend)
         app = HeadApp(lifecycle, limits, HeadToken(token_file), config.generation)

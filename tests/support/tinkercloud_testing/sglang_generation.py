@@ -5,14 +5,22 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
-from tinkercloud_protocol.tensors import PromptScores, SampledSequence, TopLogprobs
+from tinkercloud_protocol.tensors import FloatArray, PromptScores, SampledSequence, TopLogprobs
 from tinkercloud_testing.engines import Engine
 from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
 from tinkercloud_testing.sglang_definitions import SAMPLING, definition
 from tinkercloud_testing.sglang_parts import finish_reasons
 from tinkercloud_testing.sglang_stops import ended
-from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingRequest, StopRules
+from tinkercloud_worker.engine.sampler import (
+    UNCHANGED,
+    LogitChanges,
+    PromptLogprobParams,
+    SamplingRequest,
+    StopRules,
+)
+from tinkercloud_worker.torch_sampler.logit_changes import ChangedLogits
 
 Json = dict[str, Any]
 
@@ -42,6 +50,8 @@ async def generated(
         sequence = SampledSequence([], [], stopped=False)
     elif tempered:
         sequence = await _tempered(engine, version, request, sequence)
+    elif request.changes != UNCHANGED:
+        sequence = await _changed(engine, version, request, sequence)
     over_string = ended(params, sequence.tokens, byte_tokenizer())
     if over_string is not None:
         sequence = _first(sequence, over_string[0])
@@ -88,15 +98,39 @@ async def _tempered(
     engine: Engine, version: str, request: SamplingRequest, sequence: SampledSequence
 ) -> SampledSequence:
     """Return logprobs at the sampling temperature, as SGLang does by default."""
+    scored = await _all_logprobs(engine, version, request, sequence)
+    return _with_logprobs(sequence, scored / request.temperature)
+
+
+async def _changed(
+    engine: Engine, version: str, request: SamplingRequest, sequence: SampledSequence
+) -> SampledSequence:
+    """Return logprobs after penalties and biases, which SGLang applies to the logits in place."""
+    scored = torch.from_numpy(await _all_logprobs(engine, version, request, sequence))
+    changed = ChangedLogits(request.changes, request.prompt.tolist(), scored[0])
+    rows = []
+    for row, token in zip(scored, sequence.tokens, strict=True):
+        rows.append(changed.of(row))
+        changed.add(token)
+    return _with_logprobs(sequence, torch.stack(rows).numpy())
+
+
+async def _all_logprobs(
+    engine: Engine, version: str, request: SamplingRequest, sequence: SampledSequence
+) -> FloatArray:
+    """Return the model's logprobs of all tokens at each position of a sample."""
     text = [*request.prompt.tolist(), *sequence.tokens]
     every = list(range(engine.trainer.limits.vocab_size))
     targets = np.tile(np.asarray(every, np.int64), (len(text) - 1, 1))
     asked = _plain_request(text, PromptLogprobParams(targets=targets))
     scored = (await engine.sampler.sample(version, asked)).prompt.targets
     assert scored is not None
-    scaled = scored[len(request.prompt) - 1 :] / request.temperature
-    tempered = scaled - np.log(np.exp(scaled).sum(1, keepdims=True))
-    picked = [float(tempered[i, token]) for i, token in enumerate(sequence.tokens)]
+    return scored[len(request.prompt) - 1 :]
+
+
+def _with_logprobs(sequence: SampledSequence, logits: FloatArray) -> SampledSequence:
+    logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    picked = [float(logprobs[i, token]) for i, token in enumerate(sequence.tokens)]
     return replace(sequence, logprobs=picked)
 
 
@@ -115,6 +149,12 @@ def _request(asked: Any, index: int, params: Any) -> SamplingRequest:
         stop=StopRules(ends, ()),
         top_logprobs=asked.top_logprobs_num,
         prompt_logprobs=_prompt_logprobs(asked, index),
+        changes=LogitChanges(
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            bias=tuple((int(key), value) for key, value in (params.logit_bias or {}).items()),
+        ),
+        min_p=params.min_p,
     )
 
 

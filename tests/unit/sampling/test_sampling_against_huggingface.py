@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -303,3 +304,35 @@ async def test_an_older_version_keeps_its_weights_even_after_being_spilled(tmp_p
     assert list(tmp_path.iterdir())
     assert after.sequences[0].tokens == before.sequences[0].tokens
     assert new.sequences[0].tokens != before.sequences[0].tokens
+
+
+@pytest.mark.parametrize("sampled_logprobs", ["model", "tempered"])
+async def test_a_logprob_is_bit_for_bit_that_of_the_same_token_among_the_likeliest(
+    sampled_logprobs: Literal["model", "tempered"], tmp_path: Path
+) -> None:
+    config = SamplerConfig(sampled_logprobs=sampled_logprobs)
+    with an_engine(tiny_qwen3(), tmp_path, config) as engine:
+        await engine.sampler.publish("base", None)
+        request = a_sampling_request(
+            PROMPTS[1],
+            num_samples=3,
+            max_tokens=20,
+            temperature=0.7,
+            stop=NEVER,
+            top_logprobs=100,
+            prompt_logprobs=PromptLogprobParams(logprobs_from=1, top_k=100),
+        )
+        result = await engine.sampler.sample("base", request)
+
+    assert result.prompt.logprobs is not None
+    scored = [(each.tokens, each.logprobs, each.top, 0) for each in result.sequences]
+    scored.append((PROMPTS[1], list(result.prompt.logprobs), result.prompt.top, 1))
+    compared = 0
+    for tokens, logprobs, top, first in scored:
+        assert top is not None
+        for place in range(first, len(tokens)):
+            [same] = np.flatnonzero(top.token_ids[place] == tokens[place])[:1].tolist() or [None]
+            if same is not None:
+                compared += 1
+                assert np.float32(logprobs[place]) == top.logprobs[place][same]
+    assert compared > 30

@@ -81,7 +81,7 @@ def build_backend(config: HeadConfig) -> Backend:
         end_tokens=end_tokens(config.model.path, tokenizer),
         base_fingerprint=_served_fingerprint(config, trainer),
         usage=usage,
-        text=ChatText(tokenizer),
+        text=ChatText(tokenizer, taken),
         images=build_images(config, base, trainer),
         image_work=ImageWork(config.limits.max_request_pixels),
         engine_scaler=sampler.scaler if isinstance(sampler, InferenceSampler) else None,

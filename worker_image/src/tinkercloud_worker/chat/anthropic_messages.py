@@ -14,7 +14,14 @@ from pydantic import Field
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.sampling import SamplingParams
 from tinkercloud_protocol.wire import Items, Name, WireModel
-from tinkercloud_worker.chat.conversation import Asked, Choice, Counts, read_fields, read_object
+from tinkercloud_worker.chat.conversation import (
+    MAX_MESSAGES,
+    Asked,
+    Choice,
+    Counts,
+    read_fields,
+    read_object,
+)
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.chat.tool_calls import ToolCall
 
@@ -63,7 +70,7 @@ class CountTokensRequest(WireModel):
     """POST messages/count_tokens."""
 
     model: Annotated[str, Field(min_length=1, max_length=1024)]
-    messages: Annotated[Items[Message], Field(min_length=1, max_length=1 << 14)]
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: _Blocks | None = None
     tools: Annotated[Items[Tool], Field(max_length=1024)] = []  # noqa: RUF012 - pydantic copies it
     tool_choice: _ToolChoice | None = None
@@ -230,6 +237,9 @@ class MessageAnswer:
                 self._blocks[-1]["text"] += part
             else:
                 self._blocks.append({"type": "text", "text": part})
+
+    def keep_prompt(self, index: int, text: str, scored: Sequence[object]) -> None:
+        """Do nothing: messages do not repeat their prompt."""
 
     def begin(self, num_choices: int) -> bytes:
         """Return the beginning of the stream."""

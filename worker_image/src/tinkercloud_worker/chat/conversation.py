@@ -19,6 +19,8 @@ ModelT = TypeVar("ModelT", bound=WireModel)
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
+MAX_MESSAGES = 1 << 12
+"""Messages of a conversation. Templates loop over them, some several times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class Asked:
     prompts: Sequence[Sequence[int]]
     """Token ids of each prompt, at least one prompt. An image is one placeholder."""
     params: SamplingParams
+    prompt_field: str = "messages"
+    """The field of the request that the prompts are from."""
     images: tuple[Chunk, ...] = ()
     """The images of the only prompt, in order."""
     stops: tuple[str, ...] = ()
@@ -39,6 +43,17 @@ class Asked:
     top_logprobs: int = 0
     streams: bool = False
     parses_tools: bool = False
+    echoed: Sequence[str] | None = None
+    """The text of each prompt, which the answer begins with; None if it does not."""
+    scores_prompts: bool = False
+    """Whether the answer has the logprobs of the prompts."""
+    samples_nothing: bool = False
+    """Whether the one token that is sampled for each choice is left out of the answer."""
+
+    @property
+    def is_reported_whole(self) -> bool:
+        """Whether tokens wait for the end of the sample: those of prompts come with it."""
+        return self.echoed is not None or self.samples_nothing
 
 
 @dataclass(frozen=True, slots=True)

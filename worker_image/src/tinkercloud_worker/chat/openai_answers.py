@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -15,6 +16,17 @@ from tinkercloud_worker.engine.sampler import SampledToken
 
 DONE = b"data: [DONE]\n\n"
 Part = str | ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of an echoed prompt, or a sampled one."""
+
+    token: int
+    logprob: float | None
+    """None for the first token of a prompt."""
+    top: tuple[Sequence[int], Sequence[float]] | None
+    """The most likely tokens at its position and their logprobs, if they were asked for."""
 
 
 def _event(content: Mapping[str, Any]) -> bytes:
@@ -71,6 +83,9 @@ class _Answer:
         """Keep parts of a choice for the whole answer."""
         self._parts.setdefault(index, []).extend(parts)
 
+    def keep_prompt(self, index: int, text: str, scored: Sequence[ScoredToken]) -> None:
+        """Keep the prompt of a choice for the whole answer; only completions repeat it."""
+
     def _kept_text(self, index: int) -> str:
         return "".join(part for part in self._parts.get(index, []) if isinstance(part, str))
 
@@ -96,7 +111,9 @@ class ChatAnswer(_Answer):
         delta = {"role": "assistant", "content": ""}
         return b"".join(self._choice(index, delta) for index in range(num_choices))
 
-    def add(self, index: int, parts: Sequence[Part], tokens: Sequence[SampledToken]) -> bytes:
+    def add(
+        self, index: int, parts: Sequence[Part], tokens: Sequence[SampledToken | ScoredToken]
+    ) -> bytes:
         """Return chunks with the newest parts of a choice, and the tokens since the last chunk."""
         deltas = [self._delta(index, part) for part in parts]
         if not deltas and self._has_logprobs and tokens:
@@ -122,7 +139,7 @@ class ChatAnswer(_Answer):
         index: int,
         delta: Mapping[str, Any],
         *,
-        tokens: Sequence[SampledToken] = (),
+        tokens: Sequence[SampledToken | ScoredToken] = (),
         reason: str | None = None,
     ) -> bytes:
         logprobs = self._logprobs(tokens) if tokens else None
@@ -146,7 +163,7 @@ class ChatAnswer(_Answer):
             "finish_reason": _reason(choice),
         }
 
-    def _logprobs(self, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: Sequence[SampledToken | ScoredToken]) -> dict[str, Any] | None:
         if not self._has_logprobs:
             return None
         content = []
@@ -156,11 +173,15 @@ class ChatAnswer(_Answer):
             content.append({**self._entry(token.token, token.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        name = self._text.name(token)
-        # A part of a character has no bytes of its own in the decoded text.
-        encoded = None if "\ufffd" in name else list(name.encode())
-        return {"token": name, "logprob": logprob, "bytes": encoded}
+    def _entry(self, token: int, logprob: float | None) -> dict[str, Any]:
+        name, encoded = self._text.name(token), self._text.bytes_of(token)
+        if encoded is None and "\ufffd" not in name:
+            encoded = name.encode()
+        return {
+            "token": name,
+            "logprob": logprob,
+            "bytes": None if encoded is None else list(encoded),
+        }
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
@@ -175,56 +196,103 @@ class CompletionAnswer(_Answer):
 
     def __init__(self, request: CompletionRequest, asked: Asked, text: ChatText) -> None:
         super().__init__(asked, text, includes_usage=request.stream_options.include_usage)
-        self._top = request.logprobs
+        self._has_logprobs = request.logprobs is not None
         self._offsets: dict[int, int] = {}
+        self._echoed: dict[int, Sequence[ScoredToken]] = {}
 
     def begin(self, num_choices: int) -> bytes:
         """Return the beginning of the stream, which is empty."""
         del num_choices
         return b""
 
-    def add(self, index: int, parts: Sequence[Part], tokens: Sequence[SampledToken]) -> bytes:
+    def keep_prompt(self, index: int, text: str, scored: Sequence[ScoredToken]) -> None:
+        """Keep the prompt of a choice, and its tokens if they were scored."""
+        self.keep(index, [text])
+        self._echoed[index] = scored
+
+    def add(
+        self, index: int, parts: Sequence[Part], tokens: Sequence[SampledToken | ScoredToken]
+    ) -> bytes:
         """Return a chunk with the newest text of a choice, and the tokens since the last chunk."""
         text = "".join(part for part in parts if isinstance(part, str))
-        if not text and (self._top is None or not tokens):
+        if not text and not (self._has_logprobs and tokens):
             return b""
         return self._chunk([self._choice(index, text, tokens, None)])
 
     def finish(self, index: int, choice: Choice) -> bytes:
         """Return the chunk that says why a choice ended."""
-        return self._chunk([self._choice(index, "", (), _reason(choice))])
+        return self._chunk(
+            [self._choice(index, "", self._unlisted(index, choice), _reason(choice))]
+        )
 
     def whole(self, choices: Sequence[Choice], counts: Counts) -> bytes:
         """Return the whole answer."""
-        contents = [
-            self._choice(index, self._kept_text(index), choice.shown, _reason(choice))
-            for index, choice in enumerate(choices)
-        ]
+        contents = []
+        for index, choice in enumerate(choices):
+            tokens = [*self._echoed.get(index, ()), *choice.shown, *self._unlisted(index, choice)]
+            content = self._choice(index, self._kept_text(index), tokens, _reason(choice))
+            contents.append(content)
         return self._whole(contents, counts)
 
+    def _unlisted(self, index: int, choice: Choice) -> Sequence[SampledToken]:
+        """Return the token that ended a choice, if it is listed: after an echoed prompt.
+
+        Evaluations cut the sampled token off by its number.
+        """
+        return choice.tokens[len(choice.shown) :] if index in self._echoed else ()
+
     def _choice(
-        self, index: int, text: str, tokens: Sequence[SampledToken], reason: str | None
+        self,
+        index: int,
+        text: str,
+        tokens: Sequence[SampledToken | ScoredToken],
+        reason: str | None,
     ) -> dict[str, Any]:
-        logprobs = self._logprobs(index, tokens) if tokens else None
+        logprobs = self._logprobs(index, tokens) if tokens and self._has_logprobs else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def _logprobs(self, index: int, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
-        if self._top is None:
-            return None
+    def _logprobs(self, index: int, tokens: Sequence[SampledToken | ScoredToken]) -> dict[str, Any]:
         names, tops, offsets = [], [], []
         for token in tokens:
-            name = self._text.name(token.token)
-            offset = self._offsets.get(index, 0)
-            self._offsets[index] = offset + len(name)
-            names.append(name)
-            offsets.append(offset)
-            ids, logprobs = token.top or ((), ())
-            pairs = zip(map(self._text.name, ids), logprobs, strict=True)
-            # Of several tokens with the same text, such as parts of characters, the likeliest.
-            tops.append(dict(reversed(list(pairs))))
+            names.append(self._name(token.token))
+            offsets.append(self._offset(index, token.token))
+            tops.append(self._likeliest(token))
         return {
             "tokens": names,
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": tops if self._top else None,
+            "top_logprobs": tops,
             "text_offset": offsets,
         }
+
+    def _likeliest(self, token: SampledToken | ScoredToken) -> dict[str, float] | None:
+        """Return the most likely tokens at a position, and its own; None where nothing is scored.
+
+        Of several tokens with the same text, the likeliest.
+        """
+        if token.logprob is None:
+            return None
+        ids, logprobs = token.top or ((), ())
+        pairs = zip(map(self._name, ids), logprobs, strict=True)
+        return {self._name(token.token): token.logprob} | dict(reversed(list(pairs)))
+
+    def _name(self, token: int) -> str:
+        """Return the text of a token; that of a part of a character names its bytes."""
+        name, encoded = self._text.name(token), self._text.bytes_of(token)
+        if "\ufffd" not in name or encoded is None:
+            return name
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in encoded)
+
+    def _offset(self, index: int, token: int) -> int:
+        """Return where a token of a choice begins, in characters of the text.
+
+        The parts of a character begin with it. Special tokens have no text.
+        """
+        offset = self._offsets.get(index, 0)
+        encoded = self._text.bytes_of(token)
+        if encoded is None:
+            encoded = self._text.name(token).encode()
+        if not self._text.decode([token]):
+            encoded = b""
+        continues = encoded[:1] and encoded[0] & 0xC0 == 0x80
+        self._offsets[index] = offset + sum(byte & 0xC0 != 0x80 for byte in encoded)
+        return offset - 1 if continues and offset else offset

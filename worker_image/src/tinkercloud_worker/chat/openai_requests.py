@@ -6,15 +6,16 @@ https://platform.openai.com/docs/api-reference/completions/create
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, StringConstraints
 
 from tinkercloud_protocol import exact_json
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.sampling import SamplingParams
+from tinkercloud_protocol.sampling import LogitParams, SamplingParams
 from tinkercloud_protocol.shown import shown
-from tinkercloud_protocol.wire import Items, Name, WireModel
+from tinkercloud_protocol.wire import Items, Name, WireModel, few_entries
 from tinkercloud_worker.chat.conversation import (
     MAX_CHOICES,
+    MAX_MESSAGES,
     MAX_TOP_LOGPROBS,
     Asked,
     read_fields,
@@ -31,18 +32,16 @@ IGNORED = frozenset(
 )
 """Fields that do not change the answer of this server."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
     "functions": ([],),
-    "echo": (False,),
     "best_of": (1,),
     "suffix": ("",),
 }
 _MAX_PROMPTS = 128
+_MAX_ECHOED_VALUES = 1 << 21
+"""Logprobs of prompts in one answer, about 40 bytes each."""
 
 
 class StreamOptions(WireModel):
@@ -51,8 +50,11 @@ class StreamOptions(WireModel):
     include_usage: bool = False
 
 
-class _Sampling(WireModel):
-    """The fields that both kinds of request have."""
+class _Sampling(LogitParams):
+    """The fields that both kinds of request have.
+
+    Those of `LogitParams` are OpenAI's, except `min_p` and `repetition_penalty`.
+    """
 
     model: Annotated[str, Field(min_length=1, max_length=1024)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -82,6 +84,7 @@ class _Sampling(WireModel):
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
+            **{name: getattr(self, name) for name in LogitParams.model_fields},
         )
 
 
@@ -163,16 +166,29 @@ class Tool(WireModel):
     function: _Function
 
 
+TemplateOptions = Annotated[
+    dict[
+        Annotated[str, StringConstraints(max_length=128)],
+        Annotated[str, StringConstraints(max_length=1 << 14)]
+        | bool
+        | Annotated[int, Field(ge=-(2**31), lt=2**31)]
+        | Annotated[float, Field(ge=-(2**31), lt=2**31)],
+    ],
+    BeforeValidator(few_entries),
+]
+"""Variables of a chat template, which may print them or count to them."""
+
+
 class ChatCompletionRequest(_Sampling):
     """POST chat/completions."""
 
-    messages: Annotated[Items[Message], Field(min_length=1, max_length=1 << 14)]
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     tools: Annotated[Items[Tool], Field(max_length=1024)] = []  # noqa: RUF012 - pydantic copies it
     tool_choice: Literal["auto", "none"] = "auto"
-    chat_template_kwargs: dict[str, str | bool | int | float] = {}  # noqa: RUF012 - as above
+    chat_template_kwargs: TemplateOptions = {}  # noqa: RUF012 - as above
     """Not OpenAI's: variables of the chat template, such as `enable_thinking`."""
 
     def ask(self, text: ChatText) -> Asked:
@@ -235,7 +251,11 @@ class CompletionRequest(_Sampling):
     """POST completions."""
 
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """0 samples nothing, which only makes sense with `echo`."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool = False
+    """Whether the prompt comes before the sample, with its own logprobs if there are any."""
 
     def ask(self, text: ChatText) -> Asked:
         """Return what is asked, with the prompts as tokens.
@@ -243,20 +263,39 @@ class CompletionRequest(_Sampling):
         Raises:
             InvalidRequest: there are no prompts or too many.
         """
-        prompts = [self._tokens(prompt, text) for prompt in self._prompts()]
+        given = self._prompts()
+        prompts = [self._tokens(prompt, text) for prompt in given]
         if not prompts or not all(prompts):
             raise InvalidRequest("prompt: must not be empty; send at least one token")
         if len(prompts) > _MAX_PROMPTS:
             raise InvalidRequest(f"prompt: at most {_MAX_PROMPTS} prompts, got {len(prompts)}")
+        echoed = [each if isinstance(each, str) else text.decode(each) for each in given]
+        scores_prompts = self.echo and self.logprobs is not None
+        if scores_prompts:
+            self._check_size(sum(map(len, prompts)))
+        most = 16 if self.max_tokens is None else self.max_tokens
         return Asked(
             model=self.model,
             prompts=prompts,
-            params=self.params(self.max_tokens or 16),
+            params=self.params(max(most, 1)),
+            prompt_field="prompt",
             stops=self.stops,
             num_choices=self.n,
             top_logprobs=self.logprobs or 0,
             streams=self.stream,
+            echoed=echoed if self.echo else None,
+            scores_prompts=scores_prompts,
+            samples_nothing=most == 0,
         )
+
+    def _check_size(self, num_tokens: int) -> None:
+        values = self.n * num_tokens * ((self.logprobs or 0) + 1)
+        if values > _MAX_ECHOED_VALUES:
+            raise InvalidRequest(
+                f"prompt: echo with logprobs has {values} logprobs for these prompts; at most"
+                f" {_MAX_ECHOED_VALUES} are returned. Send fewer or shorter prompts, or lower n or"
+                " logprobs"
+            )
 
     def _prompts(self) -> list[str | list[int]]:
         prompt = self.prompt

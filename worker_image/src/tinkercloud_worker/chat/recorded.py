@@ -20,6 +20,8 @@ IDLE_SECONDS = 24 * 3600.0
 """Sessions expire this long after their last use."""
 SEPARATOR = "~"
 """Between the sampling session and the rest of the name of a recorded session."""
+_FACTOR, _BITS = 0x9E3779B97F4A7C15, (1 << 61) - 1
+"""Of the digests of tokens, which only save comparisons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,8 @@ class _Sequence:
     logprobs: list[float] = field(default_factory=list)
     mask: list[float] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
+    digest: int = 0
+    """Of its tokens."""
 
     def is_prefix_of(self, prompt: Sequence[int]) -> bool:
         return list(prompt[: len(self.tokens)]) == self.tokens
@@ -141,6 +145,36 @@ class _Sequence:
         self.logprobs += [*[0.0] * len(given), *turn.logprobs]
         self.mask += [*[0.0] * len(given), *[1.0] * len(turn.tokens)]
         self.turns.append(index)
+        for token in (*given, *turn.tokens):
+            self.digest = (self.digest * _FACTOR + token) & _BITS
+
+
+class _Sequences:
+    """The sequences so far, found by their tokens in time proportional to a prompt."""
+
+    def __init__(self) -> None:
+        self.all: list[_Sequence] = []
+        self._by_digest: dict[int, list[int]] = {}
+
+    def add(self, index: int, turn: Turn) -> None:
+        """Add a turn to the latest sequence that its prompt begins with, or to a new one."""
+        place = self._continued(turn.prompt)
+        if place is None:
+            place = len(self.all)
+            self.all.append(_Sequence())
+        else:
+            self._by_digest[self.all[place].digest].remove(place)
+        self.all[place].extend(index, turn)
+        self._by_digest.setdefault(self.all[place].digest, []).append(place)
+
+    def _continued(self, prompt: Sequence[int]) -> int | None:
+        found, digest = set(), 0
+        for token in prompt:
+            digest = (digest * _FACTOR + token) & _BITS
+            if digest in self._by_digest:
+                found.update(self._by_digest[digest])
+        fitting = (at for at in sorted(found, reverse=True) if self.all[at].is_prefix_of(prompt))
+        return next(fitting, None)
 
 
 def datums(turns: Sequence[Turn]) -> list[dict[str, Any]]:
@@ -154,15 +188,10 @@ def datums(turns: Sequence[Turn]) -> list[dict[str, Any]]:
         `loss_fn_inputs`, tensors of shape [N]: `target_tokens` (int64), `logprobs` and `mask`
         (float32; 1 where the target was sampled, elsewhere both are 0).
     """
-    sequences: list[_Sequence] = []
+    sequences = _Sequences()
     for index, turn in enumerate(turns):
-        earlier = (each for each in reversed(sequences) if each.is_prefix_of(turn.prompt))
-        sequence = next(earlier, None)
-        if sequence is None:
-            sequence = _Sequence()
-            sequences.append(sequence)
-        sequence.extend(index, turn)
-    return [_datum(sequence) for sequence in sequences]
+        sequences.add(index, turn)
+    return [_datum(sequence) for sequence in sequences.all]
 
 
 def _datum(sequence: _Sequence) -> dict[str, Any]:

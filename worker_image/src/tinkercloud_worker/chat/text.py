@@ -7,6 +7,7 @@ output.
 """
 
 import re
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 from typing import Any
@@ -15,10 +16,14 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker.chat.exact_values import ExactValues
+from tinkercloud_worker.chat.prompt_limits import check_text
+from tinkercloud_worker.chat.token_bytes import TokenBytes
 from tinkercloud_worker.engine.growing_text import GrowingText, decoder_of
 
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>")
 """Tokens with which the templates of public families end a turn."""
+_SHOWN_CHARACTERS = 1000
+"""Maximum length of a template's error in ours."""
 HERMES_CALL = "<tool_call>"
 _MARKS = re.compile("think|thought|reason|channel|tool.?call", re.IGNORECASE)
 """Names of special tokens that mark reasoning, channels and tool calls in a model's output."""
@@ -30,8 +35,17 @@ _CHANNEL_MARKS = frozenset({"<|start|>", "<|message|>", "<|constrain|>", "<|end|
 class ChatText:
     """The tokenizer of a model, for conversations and completions. Thread-safe."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int = sys.maxsize) -> None:
+        """Prepare the text of a model.
+
+        Args:
+            tokenizer: its tokenizer.
+            max_tokens: its context length; longer prompts are refused.
+        """
         self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        self.bytes_of = TokenBytes(tokenizer).of
+        """Returns the bytes of a token; None if its tokenizer does not define them."""
         self._templates = _templates_of(tokenizer)
         ids: dict[str, int] = tokenizer.get_vocab()
         self.turn_ends = frozenset(
@@ -58,8 +72,16 @@ class ChatText:
         return is_hermes and self.decode(tag) == HERMES_CALL
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text to continue, with those that begin a text of the model."""
+        """Return the tokens of a text to continue, with those that begin a text of the model.
+
+        Raises:
+            ContextLengthExceeded: the text is certainly too long.
+        """
+        check_text(text, self._max_tokens, self._count, "prompt")
         return list(self._tokenizer.encode(text))
+
+    def _count(self, text: str) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=False))
 
     def render(
         self,
@@ -79,6 +101,7 @@ class ChatText:
 
         Raises:
             InvalidRequest: the model has no template, or its template rejects the conversation.
+            ContextLengthExceeded: the conversation is certainly too long.
         """
         if not self._templates:
             raise InvalidRequest(
@@ -102,9 +125,12 @@ class ChatText:
                 rendered = _continued(rendered, exact.mark, str(messages[-1]["content"]))
             text = exact.restored(rendered)
         except Exception as error:  # noqa: BLE001 - a template may fail in any way on odd input
+            # Some of transformers' messages contain the whole conversation.
+            why = str(error)[:_SHOWN_CHARACTERS]
             raise InvalidRequest(
-                f"messages: the model's chat template rejects this conversation: {error}"
+                f"messages: the model's chat template rejects this conversation: {why}"
             ) from None
+        check_text(text, self._max_tokens, self._count, "messages")
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, tokens: Sequence[int]) -> str:

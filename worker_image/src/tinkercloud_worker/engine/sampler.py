@@ -38,6 +38,20 @@ class StopRules:
     strings: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class LogitChanges:
+    """How logits are changed before a token is sampled; see `sampling.LogitParams`."""
+
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()
+    """Token ids and what is added to their logits."""
+
+
+UNCHANGED = LogitChanges()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptLogprobParams:
     """Which logprobs of the prompt, a sequence of P tokens, a request asks for."""
@@ -86,6 +100,9 @@ class SamplingRequest:
     on_token: Callable[[SampledToken], None] | None = None
     """Called for each token as soon as it is sampled, from any thread; samplers that receive whole
     sequences never call it."""
+    changes: LogitChanges = UNCHANGED
+    min_p: float = 0.0
+    """Minimum probability of a token, relative to the likeliest; 0 for all."""
     images: tuple[PreparedImage, ...] = ()
     """The images of the prompt, whose placeholder tokens it contains."""
 

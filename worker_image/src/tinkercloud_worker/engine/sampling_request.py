@@ -16,7 +16,12 @@ from tinkercloud_protocol.sampling import (
 from tinkercloud_protocol.tensors import Int32Array, densify
 from tinkercloud_worker.engine.batch import ModelLimits, check_length
 from tinkercloud_worker.engine.prompt_images import TEXT_ONLY, PromptImages
-from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingRequest, StopRules
+from tinkercloud_worker.engine.sampler import (
+    LogitChanges,
+    PromptLogprobParams,
+    SamplingRequest,
+    StopRules,
+)
 
 _SEED_MASK = (1 << 63) - 1
 
@@ -92,6 +97,24 @@ def prepare(
         stop=stop,
         top_logprobs=request.topk_sample_logprobs,
         prompt_logprobs=prompt_logprobs,
+        changes=_changes(params, limits.vocab_size),
+        min_p=params.min_p,
+    )
+
+
+def _changes(params: SamplingParams, vocab_size: int) -> LogitChanges:
+    bias = tuple((int(token), value) for token, value in params.logit_bias.items())
+    for token, _ in bias:
+        if token >= vocab_size:
+            raise InvalidRequest(
+                f"sampling_params.logit_bias: token ids must be in 0..{vocab_size - 1} (the"
+                f" model's vocabulary), got {token}"
+            )
+    return LogitChanges(
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        repetition_penalty=params.repetition_penalty,
+        bias=bias,
     )
 
 

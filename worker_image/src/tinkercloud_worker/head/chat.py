@@ -8,16 +8,23 @@ samples.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import orjson
 import structlog
 
 from tinkercloud_protocol import chat_errors, routes
 from tinkercloud_protocol.asgi import Receive, Send, respond
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable, WireError
+from tinkercloud_protocol.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    NotFound,
+    Unavailable,
+    WireError,
+)
 from tinkercloud_protocol.futures import JSON, PROTOBUF
 from tinkercloud_protocol.json_results import sample_as_json
 from tinkercloud_protocol.sampling import Chunk, ModelInput, SampleRequest
@@ -25,17 +32,21 @@ from tinkercloud_worker.chat import anthropic_messages, openai_requests
 from tinkercloud_worker.chat.anthropic_messages import MessageAnswer
 from tinkercloud_worker.chat.conversation import Asked, Choice, Counts, read_object
 from tinkercloud_worker.chat.images import model_input
-from tinkercloud_worker.chat.openai_answers import ChatAnswer, CompletionAnswer
+from tinkercloud_worker.chat.openai_answers import ChatAnswer, CompletionAnswer, ScoredToken
+from tinkercloud_worker.chat.prompt_limits import check_body
 from tinkercloud_worker.chat.recorded import SEPARATOR, RecordedSessions, Turn, datums
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.chat.tool_calls import ToolCall
 from tinkercloud_worker.engine.sampler import SampledToken
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.http import Request
+from tinkercloud_worker.head.prompt_work import PromptWork
 from tinkercloud_worker.head.requests import Prepared
 from tinkercloud_worker.head.service import HeadService
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 _EVENTS = "text/event-stream; charset=utf-8"
 _CHAT, _DATUMS, _DELETE = "v1/chat/completions", "datums", "delete"
@@ -50,11 +61,17 @@ class Answer(Protocol):
     def keep(self, index: int, parts: Sequence[str | ToolCall]) -> None:
         """Keep parts of a choice for the whole answer."""
 
+    def keep_prompt(self, index: int, text: str, scored: Sequence[ScoredToken]) -> None:
+        """Keep the prompt of a choice for the whole answer, and its tokens if they were scored."""
+
     def begin(self, num_choices: int) -> bytes:
         """Return the beginning of the stream."""
 
     def add(
-        self, index: int, parts: Sequence[str | ToolCall], tokens: Sequence[SampledToken]
+        self,
+        index: int,
+        parts: Sequence[str | ToolCall],
+        tokens: Sequence[SampledToken | ScoredToken],
     ) -> bytes:
         """Return the newest parts of a choice."""
 
@@ -133,15 +150,24 @@ class Run:
         self.num_finished += 1
         self.cached += event["prompt_cache_hit_tokens"]
         stream: list[bytes] = []
+        skips = self.asked.samples_nothing
         for index, sequence in enumerate(event["sequences"], first):
             choice = self.choices[index]
+            if self.asked.echoed is not None:
+                stream.append(self._echo(index, self.asked.echoed[prompt], event))
             unreported = _unreported(sequence, index - first, len(choice.tokens))
-            stream += [self._add(index, token) for token in unreported]
-            parts = choice.finish(is_complete=sequence["stop_reason"] == "stop")
+            stream += [self._add(index, token) for token in unreported if not skips]
+            parts = choice.finish(is_complete=sequence["stop_reason"] == "stop" and not skips)
             self.answer.keep(index, parts)
             if self.asked.streams:
                 stream += [self.answer.add(index, parts, ()), self.answer.finish(index, choice)]
         return b"".join(stream)
+
+    def _echo(self, index: int, text: str, result: dict[str, Any]) -> bytes:
+        scores = self.asked.scores_prompts
+        scored = _scored(self.choices[index].prompt, result) if scores else ()
+        self.answer.keep_prompt(index, text, scored)
+        return self.answer.add(index, [text], scored) if self.asked.streams else b""
 
     def _add(self, index: int, token: SampledToken) -> bytes:
         choice = self.choices[index]
@@ -169,6 +195,13 @@ def _unreported(sequence: dict[str, Any], index: int, num_reported: int) -> list
     ]
 
 
+def _scored(prompt: Sequence[int], result: dict[str, Any]) -> list[ScoredToken]:
+    """Return the tokens of a prompt with their logprobs; the first has none."""
+    tables = result.get("topk_prompt_logprobs") or [None] * len(prompt)
+    scores = zip(prompt, result["prompt_logprobs"], tables, strict=True)
+    return [ScoredToken(token, logprob, _columns(table)) for token, logprob, table in scores]
+
+
 def _columns(row: list[list[Any]] | None) -> tuple[Sequence[int], Sequence[float]] | None:
     return ([pair[0] for pair in row], [pair[1] for pair in row]) if row else None
 
@@ -178,6 +211,7 @@ class HeadChat:
 
     def __init__(self) -> None:
         self._recorded = RecordedSessions()
+        self._work = PromptWork()
 
     async def serve(
         self, request: Request, receive: Receive, send: Send, service: HeadService, backend: Backend
@@ -193,27 +227,31 @@ class HeadChat:
         """
         sending = _Sending(send, request.path)
         try:
-            body = await request.body(routes.MAX_CHAT_BODY_BYTES)
-            work = asyncio.create_task(self._answer(request, body, sending, service, backend))
-            gone = asyncio.create_task(_disconnected(receive))
-            try:
-                await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if work.done():
-                    await work
-            finally:
-                gone.cancel()
-                work.cancel()
-                await asyncio.gather(gone, work, return_exceptions=True)
+            async with AsyncExitStack() as room:
+                owner = service.owner_of(request.headers[routes.TARGET_HEADER])
+                size = request.body_bytes(routes.MAX_CHAT_BODY_BYTES)
+                await room.enter_async_context(self._work.room(owner, size))
+                body = _Body(await request.body(routes.MAX_CHAT_BODY_BYTES), room)
+                work = asyncio.create_task(self._answer(request, body, sending, service, backend))
+                gone = asyncio.create_task(_disconnected(receive))
+                try:
+                    await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+                    if work.done():
+                        await work
+                finally:
+                    gone.cancel()
+                    work.cancel()
+                    await asyncio.gather(gone, work, return_exceptions=True)
         except WireError as error:
-            await sending.fail(error.status, error.message)
+            await sending.fail(error)
         except Exception:
             log.exception("unexpected error in a chat request", path=request.path)
-            await sending.fail(500, chat_errors.INTERNAL_ERROR)
+            await sending.fail(WireError(chat_errors.INTERNAL_ERROR))
 
     async def _answer(
         self,
         request: Request,
-        body: bytes,
+        body: "_Body",
         sending: "_Sending",
         service: HeadService,
         backend: Backend,
@@ -222,25 +260,26 @@ class HeadChat:
         if text is None:
             raise InvalidRequest("this session head has no tokenizer for text; use asample")
         target = request.headers[routes.TARGET_HEADER]
+        owner = service.owner_of(target)
         if request.path == routes.ANTHROPIC_COUNT_TOKENS:
-            counted = anthropic_messages.read_count_tokens
-            tokens = await asyncio.to_thread(lambda: counted(body).tokens(text))
-            await sending.whole(orjson.dumps({"input_tokens": len(tokens)}))
+            num_tokens = await self._read(owner, body, partial(_count_tokens, text))
+            await sending.whole(orjson.dumps({"input_tokens": num_tokens}))
             return
         if request.path == routes.OPENAI_SESSIONS:
-            model = str(read_object(body).get("model"))
-            name = self._recorded.create(target, service.owner_of(target), model)
+            model = await self._read(owner, body, _model_of)
+            name = self._recorded.create(target, owner, model)
             created = {"id": name, "object": "recorded_session", "model": model}
             await sending.whole(orjson.dumps(created))
             return
         recorded, action = _recorded_in(request.path, target)
         if action in {_DATUMS, _DELETE} and recorded is not None:
-            await sending.whole(await self._read(recorded, action))
+            await sending.whole(await self._turns(owner, recorded, action))
             return
         path = routes.OPENAI_CHAT if action == _CHAT else request.path
         if path not in _FORMATS:
             raise NotFound(f"a session head does not serve {request.path}")
-        asked, answer, choices = await asyncio.to_thread(_ask, path, body, text, backend)
+        ask = partial(_ask, path, text, backend)
+        asked, answer, choices = await self._read(owner, body, ask)
         if recorded is not None:
             if asked.images:
                 raise InvalidRequest(
@@ -251,14 +290,23 @@ class HeadChat:
         run = Run(asked, answer, choices, recorded=recorded)
         await self._run(run, target, sending, service, backend)
 
-    async def _read(self, recorded: str, action: str) -> bytes:
+    async def _read(self, owner: str, body: "_Body", read: Callable[[bytes], T]) -> T:
+        """Read a body when it is its owner's turn, and free it."""
+        found = await self._work.run(owner, partial(read, body.take()))
+        await body.room.aclose()
+        return found
+
+    async def _turns(self, owner: str, recorded: str, action: str) -> bytes:
         if action == _DELETE:
             self._recorded.delete(recorded)
             return b"{}"
         turns = self._recorded.turns(recorded)
-        data = await asyncio.to_thread(datums, turns)
-        content = {"id": recorded, "num_turns": len(turns), "data": data}
-        return await asyncio.to_thread(orjson.dumps, content)
+
+        def content() -> bytes:
+            found = {"id": recorded, "num_turns": len(turns), "data": datums(turns)}
+            return orjson.dumps(found)
+
+        return await self._work.run(owner, content)
 
     def _record(self, run: Run, recorded: str) -> None:
         for choice in run.choices:
@@ -320,15 +368,30 @@ def _recorded_in(path: str, target: str) -> tuple[str | None, str]:
 
 
 def _ask(
-    path: str, body: bytes, text: ChatText, backend: Backend
+    path: str, text: ChatText, backend: Backend, body: bytes
 ) -> tuple[Asked, Answer, list[Choice]]:
     """Read a request, and begin its choices. Runs in a thread: there may be many thousands.
 
     Raises:
-        InvalidRequest: the request is invalid.
+        InvalidRequest: the request is invalid, or a prompt is too long.
     """
+    check_body(body)
     asked, answer = _FORMATS[path](body, text)
+    most = backend.trainer.limits.max_context_length
+    for prompt in asked.prompts:
+        if len(prompt) > most:
+            raise ContextLengthExceeded(asked.prompt_field, len(prompt), most)
     return asked, answer, _choices(asked, text, backend)
+
+
+def _count_tokens(text: ChatText, body: bytes) -> int:
+    check_body(body)
+    return len(anthropic_messages.read_count_tokens(body).tokens(text))
+
+
+def _model_of(body: bytes) -> str:
+    check_body(body)
+    return str(read_object(body).get("model"))
 
 
 def _choices(asked: Asked, text: ChatText, backend: Backend) -> list[Choice]:
@@ -356,6 +419,9 @@ def _prepared(
         parts = prompt.images()
         backend.images.check([("messages", parts)])
         length = backend.images.length(prompt.num_tokens, parts, "messages")
+    if length > backend.trainer.limits.max_context_length:
+        most = backend.trainer.limits.max_context_length
+        raise ContextLengthExceeded(asked.prompt_field, length, most)
     run.num_prompt_tokens += length
     room = max(backend.trainer.limits.max_context_length - length + 1, 1)
     limit = asked.params.max_tokens
@@ -368,6 +434,8 @@ def _prepared(
         num_samples=asked.num_choices,
         sampling_params=params,
         topk_sample_logprobs=asked.top_logprobs,
+        prompt_logprobs=asked.scores_prompts,
+        topk_prompt_logprobs=asked.top_logprobs if asked.scores_prompts else 0,
     )
     try:
         return service.prepare(sample)
@@ -385,7 +453,8 @@ def _listening(prepared: Prepared, run: Run, index: int) -> Prepared:
     validated = prepared.validated
     ends = frozenset(run.choices[0].ends)
     stop = replace(validated.stop, token_ids=validated.stop.token_ids | ends)
-    return replace(prepared, validated=replace(validated, stop=stop, on_token=report))
+    on_token = None if run.asked.is_reported_whole else report
+    return replace(prepared, validated=replace(validated, stop=stop, on_token=on_token))
 
 
 async def _put_result(run: Run, index: int, request_id: str, service: HeadService) -> None:
@@ -406,6 +475,19 @@ async def _put_result(run: Run, index: int, request_id: str, service: HeadServic
     except WireError as error:
         event = error
     run.events.put_nowait((index, event))
+
+
+@dataclass(slots=True)
+class _Body:
+    """The body of a request, and the room that its owner has for it."""
+
+    content: bytes
+    room: AsyncExitStack
+
+    def take(self) -> bytes:
+        """Return the body, without keeping it here."""
+        content, self.content = self.content, b""
+        return content
 
 
 @dataclass(slots=True)
@@ -434,12 +516,12 @@ class _Sending:
         self.has_started = True
         await respond(self.send, body, content_type=JSON)
 
-    async def fail(self, status: int, message: str) -> None:
+    async def fail(self, error: WireError) -> None:
         """Send an error."""
-        body = orjson.dumps(chat_errors.error_object(self.path, status, message))
+        body = chat_errors.error_bytes(self.path, error)
         if not self.has_started:
-            headers = {"retry-after": "1"} if status in {429, 503} else {}
-            await respond(self.send, body, status=status, headers=headers)
+            headers = {"retry-after": "1"} if error.status in {429, 503} else {}
+            await respond(self.send, body, status=error.status, headers=headers)
             return
         event = b"event: error\n" if self.path.startswith(chat_errors.ANTHROPIC) else b""
         await self.last(event + b"data: " + body + b"\n\n")

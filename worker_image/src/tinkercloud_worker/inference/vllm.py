@@ -121,6 +121,7 @@ class VllmDialect:
             "include_stop_str_in_output": True,
             "logprobs": request.top_logprobs,
         }
+        body |= _changes(request)
         answer = await self.client.generate(_COMPLETIONS, body)
         choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
         sequences = [self._sequence(choice, request.top_logprobs) for choice in choices]
@@ -206,6 +207,21 @@ class VllmDialect:
             if top_k
             else None,
         )
+
+
+def _changes(request: SamplingRequest) -> dict[str, Any]:
+    """Return penalties and biases, whose meaning and order here are vLLM's.
+
+    The logprobs of vLLM's default (`--logprobs-mode raw_logprobs`) are those before them.
+    """
+    changes = request.changes
+    return {
+        "min_p": request.min_p,
+        "repetition_penalty": changes.repetition_penalty,
+        "presence_penalty": changes.presence_penalty,
+        "frequency_penalty": changes.frequency_penalty,
+        "logit_bias": {str(token): value for token, value in changes.bias},
+    }
 
 
 def _load_error(refused: InvalidRequest | ServerError) -> Exception:

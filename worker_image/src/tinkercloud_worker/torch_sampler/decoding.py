@@ -20,7 +20,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from tinkercloud_protocol.tensors import SampledSequence, TopLogprobs
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.growing_text import decoder_of
-from tinkercloud_worker.engine.sampler import SampledToken, SamplingRequest
+from tinkercloud_worker.engine.sampler import UNCHANGED, SampledToken, SamplingRequest
 from tinkercloud_worker.engine.stopping import StopStringSearch
 from tinkercloud_worker.lora.segments import ActiveWeights, WeightSegment
 from tinkercloud_worker.model.base_model import TorchBaseModel
@@ -33,6 +33,7 @@ from tinkercloud_worker.torch_sampler.cache import (
     SlotCache,
 )
 from tinkercloud_worker.torch_sampler.graphs import CapturedSteps, GraphCapturer
+from tinkercloud_worker.torch_sampler.logit_changes import ChangedLogits
 from tinkercloud_worker.torch_sampler.masks import rows_at
 from tinkercloud_worker.torch_sampler.sampling import SamplingParams, sample_tokens, uniform
 from tinkercloud_worker.vision.prepared import PreparedPrompt
@@ -57,12 +58,14 @@ class RunningSequence:
     """Why it can't be continued."""
     search: StopStringSearch | None = None
     """The search for its stop strings, after its first token."""
+    changed: ChangedLogits | None = None
+    """Its penalties and biases, if it has any, after its first token."""
 
     @property
     def sampling_params(self) -> SamplingParams:
         """How its tokens are sampled."""
         request = self.request
-        return SamplingParams(request.temperature, request.top_k, request.top_p)
+        return SamplingParams(request.temperature, request.top_k, request.top_p, request.min_p)
 
     @property
     def position(self) -> int:
@@ -114,14 +117,15 @@ class TokenSampler:
         determined, that one ends with the error.
         """
         uniforms = [uniform(s.request.seed, s.index, s.position + 1) for s in sequences]
-        tokens_B = sample_tokens(logits_BV, [s.sampling_params for s in sequences], uniforms)
-        scored_BV = self._scored(logits_BV, sequences)
-        chosen_B = scored_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
-        logprobs_B = chosen_B - scored_BV.logsumexp(1)
+        params = [sequence.sampling_params for sequence in sequences]
+        tokens_B = sample_tokens(_changed(logits_BV, sequences), params, uniforms)
+        # One formula for all, as clients compare a token's logprob with those of the likeliest.
+        logprobs_BV = torch.log_softmax(self._scored(logits_BV, sequences), 1)
+        logprobs_B = logprobs_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
         # Both in one transfer: float64 represents either exactly.
         tokens, logprobs = torch.stack([tokens_B.double(), logprobs_B.double()]).tolist()
         tops = [
-            torch.topk(torch.log_softmax(scored_BV[row], 0), sequence.request.top_logprobs)
+            torch.topk(logprobs_BV[row], sequence.request.top_logprobs)
             if sequence.request.top_logprobs
             else None
             for row, sequence in enumerate(sequences)
@@ -129,6 +133,8 @@ class TokenSampler:
         for row, (sequence, top) in enumerate(zip(sequences, tops, strict=True)):
             sequence.tokens.append(int(tokens[row]))
             sequence.logprobs.append(logprobs[row])
+            if sequence.changed is not None:
+                sequence.changed.add(sequence.tokens[-1])
             if top is not None:
                 sequence.top.append((top.indices, top.values))
             _report(sequence, top)
@@ -147,6 +153,22 @@ class TokenSampler:
         if sequence.search is None:
             sequence.search = StopStringSearch(strings, self._decode, request.prompt.tolist())
         return sequence.search.completes(token)
+
+
+def _changed(logits_BV: Tensor, sequences: Sequence[RunningSequence]) -> Tensor:
+    """Return the logits with the penalties and biases of those sequences that have any."""
+    rows = [row for row, each in enumerate(sequences) if each.request.changes != UNCHANGED]
+    if not rows:
+        return logits_BV
+    changed_BV = logits_BV.clone()
+    for row in rows:
+        sequence, request = sequences[row], sequences[row].request
+        if sequence.changed is None:
+            sequence.changed = ChangedLogits(
+                request.changes, request.prompt.tolist(), logits_BV[row]
+            )
+        changed_BV[row] = sequence.changed.of(logits_BV[row])
+    return changed_BV
 
 
 def _report(sequence: RunningSequence, top: "torch.return_types.topk | None") -> None:

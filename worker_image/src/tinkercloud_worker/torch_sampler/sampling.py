@@ -7,6 +7,7 @@ therefore does not depend on what else runs in the batch.
 Shape legend: B rows, V vocabulary, k candidate tokens.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,16 +23,12 @@ class SamplingParams:
     temperature: float
     top_k: int
     top_p: float
+    min_p: float = 0.0
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always chosen."""
         return self.temperature == 0.0
-
-    @property
-    def is_filtered(self) -> bool:
-        """Whether unlikely tokens are excluded."""
-        return self.top_k > 0 or self.top_p < 1.0
 
 
 def uniform(seed: int, sample: int, position: int, candidate: int = 0) -> float:
@@ -51,11 +48,14 @@ def uniform(seed: int, sample: int, position: int, candidate: int = 0) -> float:
 def filter_logits(logits_BV: Tensor, params: SamplingParams) -> Tensor:
     """Return temperature-scaled logits with excluded tokens at minus infinity, for any rows.
 
-    The order is temperature, top-k, top-p, as in transformers and vLLM. The most likely token is
-    never excluded.
+    The order is temperature, min-p, top-k, top-p, as in vLLM. The most likely token is never
+    excluded.
     """
     scaled_BV = logits_BV / params.temperature
-    if not params.is_filtered:
+    if params.min_p > 0.0:
+        least_B1 = scaled_BV.amax(-1, keepdim=True) + math.log(params.min_p)
+        scaled_BV = scaled_BV.masked_fill(scaled_BV < least_B1, -torch.inf)
+    if params.top_k <= 0 and params.top_p >= 1.0:
         return scaled_BV
     vocab_size = scaled_BV.shape[-1]
     ranked_Bk, order_Bk = torch.topk(scaled_BV, min(params.top_k or vocab_size, vocab_size))

@@ -6,12 +6,22 @@ fine-tuned mixture models: without modules of experts), with SGLANG_RETURN_ORIGI
 `--enable-deterministic-inference` (otherwise seeds have no effect).
 """
 
+import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.tensors import PromptScores, SampledSequence
-from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult, StopRules
+from tinkercloud_protocol.tensors import PromptScores, SampledSequence, TopLogprobs
+from tinkercloud_worker.engine.sampler import (
+    UNCHANGED,
+    PromptLogprobParams,
+    SamplingRequest,
+    SamplingResult,
+    StopRules,
+)
 from tinkercloud_worker.inference.client import InferenceClient, Json, NotThere, ServerError
 from tinkercloud_worker.inference.dialect import (
     SEED_MASK,
@@ -82,6 +92,7 @@ class SglangDialect:
         The prompt is repeated in a batch, since the samples of SGLang's own `n` share one seed.
         """
         _check_stops(request.stop)
+        _check_changes(request)
         seeds = [(request.seed + k) & SEED_MASK for k in range(request.num_samples)]
         body = {
             **prompt_fields(request),
@@ -93,11 +104,33 @@ class SglangDialect:
         items = await self._generate(body, adapter)
         for item in items:
             check_prompt(request, item["meta_info"], self.client.url)
+        sequences = [self._sequence(item, request.top_logprobs) for item in items]
+        if request.changes != UNCHANGED:
+            scoring = [self._unchanged(each, request, adapter) for each in sequences]
+            sequences = await asyncio.gather(*scoring)
         return SamplingResult(
-            [self._sequence(item, request.top_logprobs) for item in items],
+            sequences,
             # The minimum is that of the first one computed; the others may reuse its cache entries.
             PromptScores(cached_tokens=min(cached_tokens(item["meta_info"]) for item in items)),
         )
+
+    async def _unchanged(
+        self, sequence: SampledSequence, request: SamplingRequest, adapter: str | None
+    ) -> SampledSequence:
+        """Return a sample with the model's own logprobs.
+
+        SGLang changes the logits in place before it computes any logprobs.
+        """
+        length = len(request.prompt)
+        asked = PromptLogprobParams(logprobs_from=length, top_k=request.top_logprobs)
+        tokens = np.asarray(sequence.tokens, np.int32)
+        whole = np.concatenate([request.prompt, tokens])
+        scores = await self.score(replace(request, prompt=whole, prompt_logprobs=asked), adapter)
+        assert scores.logprobs is not None  # noqa: S101 - asked for
+        top = scores.top
+        if top is not None:
+            top = TopLogprobs(top.token_ids[length:], top.logprobs[length:])
+        return replace(sequence, logprobs=scores.logprobs[length:].tolist(), top=top)
 
     async def score(self, request: SamplingRequest, adapter: str | None) -> PromptScores:
         """See `Dialect.score`. A long prompt is scored in parts: see `scoring`."""
@@ -167,6 +200,30 @@ def _check_stops(stop: StopRules) -> None:
         )
 
 
+def _check_changes(request: SamplingRequest) -> None:
+    """Check that SGLang changes logits as the other samplers do.
+
+    Its repetition penalty ignores the prompt, and its min_p comes after top_p.
+    """
+    if request.changes != UNCHANGED and request.images:
+        raise InvalidRequest(
+            "sampling_params.frequency_penalty, presence_penalty, logit_bias: not supported for"
+            " prompts with images, because this model's sampler is SGLang; leave them out, or use"
+            " a sampler with backend torch"
+        )
+    for name, is_used in (
+        ("repetition_penalty", request.changes.repetition_penalty != 1.0),
+        ("min_p", request.min_p > 0 and request.top_p < 1),
+    ):
+        if is_used:
+            with_top_p = " together with top_p" if name == "min_p" else ""
+            raise InvalidRequest(
+                f"sampling_params.{name}: not supported{with_top_p}, because this model's sampler"
+                " is SGLang, where it means something else; leave it out, or use a sampler with"
+                " backend torch"
+            )
+
+
 def lookback_patterns(strings: Sequence[str]) -> list[str]:
     """Return patterns that match nothing, and make SGLang search far enough back for stop strings.
 
@@ -185,10 +242,11 @@ def _sampling_params(request: SamplingRequest, seed: int) -> dict[str, Any]:
         "temperature": request.temperature,
         "top_k": bounded_top_k(request.top_k) or -1,
         "top_p": request.top_p,
-        "min_p": 0.0,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
+        "min_p": request.min_p,
+        "frequency_penalty": request.changes.frequency_penalty,
+        "presence_penalty": request.changes.presence_penalty,
         "repetition_penalty": 1.0,
+        "logit_bias": {str(token): value for token, value in request.changes.bias} or None,
         "sampling_seed": seed,
         "stop": list(request.stop.strings),
         "stop_regex": lookback_patterns(request.stop.strings),
