@@ -2,13 +2,15 @@
 
 `start` checks the configuration and reserves room, `receive` streams `adapter_model.safetensors`
 into the store and checks its header before the first tensor, and `finish` writes the manifest. An
-upload that is not finished before it expires is deleted.
+upload that is not finished before it expires is deleted, and one whose content is refused at once:
+the owner may have few of them.
 """
 
 import asyncio
 import hashlib
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Annotated, Any
@@ -44,6 +46,10 @@ _CHUNK_SECONDS = 60.0
 """Maximum time between two parts of a body."""
 MAX_CONFIG_BYTES = 64 << 10
 """Maximum size of `adapter_config.json`."""
+
+
+class Refused(InvalidRequest):
+    """The content of an upload can't be imported, however often it is sent."""
 
 
 class StartUpload(WireModel):
@@ -173,7 +179,8 @@ class Imports:
 
         Raises:
             NotFound: the upload does not exist for this principal.
-            InvalidRequest: it is not open, or the file is not a LoRA adapter that can be imported.
+            InvalidRequest: it is not open, or the file was not received completely.
+            Refused: the file is not a LoRA adapter that can be imported; the upload has ended.
         """
         upload = await self._open(upload_id, caller)
         if upload_id in self._receiving:
@@ -184,6 +191,9 @@ class Imports:
         try:
             size = upload.size_bytes or await self._reserve_room(upload, length)
             await self._receive(upload, chunks, size)
+        except Refused as error:
+            await self._end(upload)
+            raise Refused(f"{error.message}; this upload has ended: start another one") from None
         finally:
             self._receiving.discard(upload_id)
 
@@ -273,9 +283,15 @@ class Imports:
             NotFound: the upload does not exist for this principal.
             InvalidRequest: it is finished or has expired.
         """
-        upload = await self._open(upload_id, caller)
+        await self._end(await self._open(upload_id, caller))
+
+    async def unfinished(self, caller: Principal) -> Sequence[Upload]:
+        """Return the open uploads of the caller's owner, oldest first."""
+        return await self.catalog.open_uploads(caller.owner)
+
+    async def _end(self, upload: Upload) -> None:
         manifest = CheckpointManifest.model_validate(upload.manifest)
-        await self.catalog.forget_upload(upload_id)
+        await self.catalog.forget_upload(upload.id)
         await self.stored_runs.objects.delete_folder(manifest.path.prefix)
 
     async def _visible(self, upload_id: str, caller: Principal) -> Upload:
@@ -323,6 +339,15 @@ def _storable(config: dict[str, Any]) -> dict[str, Any]:
     return stored
 
 
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Mark errors as errors of the content."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise Refused(error.message) from None
+
+
 class _Body:
     """The file of an upload, which is checked while it is received."""
 
@@ -347,12 +372,15 @@ class _Body:
         async for chunk in self._received():
             if header is None or start:
                 start += chunk
-                if header is None and len(start) >= peft.LENGTH_BYTES:
-                    header = peft.header_bytes(bytes(start[: peft.LENGTH_BYTES]))
-                if header is not None and len(start) >= header:
-                    self.lora = await asyncio.to_thread(
-                        peft.read_header, bytes(start[:header]), self._expected, self._rank
-                    )
+                with _refusals():
+                    if header is None and len(start) >= peft.LENGTH_BYTES:
+                        header = peft.header_bytes(bytes(start[: peft.LENGTH_BYTES]))
+                    is_complete = header is not None and len(start) >= header
+                    if header is not None and is_complete:
+                        self.lora = await asyncio.to_thread(
+                            peft.read_header, bytes(start[:header]), self._expected, self._rank
+                        )
+                if is_complete:
                     yield bytes(start)
                     start.clear()
             else:
@@ -376,7 +404,7 @@ class _Body:
                 return
             self.size += len(chunk)
             if self.size > self._expected:
-                raise InvalidRequest(
+                raise Refused(
                     f"{ADAPTER_WEIGHTS}: larger than the {self._expected} bytes of size_bytes"
                 )
             self.digest.update(chunk)
