@@ -239,7 +239,10 @@ def test_an_adapter_that_does_not_fit_is_refused_and_not_listed(
     tensors[next(iter(tensors))][0, 0] = float("nan")
     save_file(tensors, broken / WEIGHTS)
 
-    for folder, message in ((larger, "for a weight of shape [64, 64]"), (broken, "NaN or infinite")):
+    for folder, message in (
+        (larger, "for a weight of shape [64, 64]"),
+        (broken, "NaN or infinite"),
+    ):
         refused = checkpoints(server, "import", folder, "--base-model", "tiny/llama", key=key)
 
         assert message in refused.stderr
@@ -280,18 +283,25 @@ def test_a_wrong_file_is_rejected_and_nothing_of_it_is_visible(
     server: Server, folder: Path
 ) -> None:
     key = server.new_key("clumsy")
-    started = server.post("checkpoints/uploads", a_start(folder), key=key).json()
-    upload, content = started["upload_id"], (folder / WEIGHTS).read_bytes()
+    content = (folder / WEIGHTS).read_bytes()
     wrong = {
         b"PK\3\4" * 4: "not a safetensors file",
-        content[:-1]: "received",
         content + b"x": "larger than",
         content.replace(b"lora_A", b"lora_C"): "not a LoRA matrix",
     }
 
-    for body, message in wrong.items():
-        answer = put(server, upload, body, key=key)
+    # More of them than uploads that the owner may have.
+    for body, message in [*wrong.items()] * 2:
+        refused = server.post("checkpoints/uploads", a_start(folder), key=key).json()["upload_id"]
+        answer = put(server, refused, body, key=key)
         assert (answer.status, message in answer.detail) == (400, True), answer.body
+        assert "this upload has ended" in answer.detail
+        assert put(server, refused, content, key=key).status == 404
+    assert json.loads(checkpoints(server, "uploads", "--json", key=key).stdout) == []
+    started = server.post("checkpoints/uploads", a_start(folder), key=key).json()
+    upload = started["upload_id"]
+    cut = put(server, upload, content[:-1], key=key)
+    assert (cut.status, "send the file again" in cut.detail) == (400, True)
     early = server.post(f"checkpoints/uploads/{upload}/finish", {}, key=key)
 
     assert "adapter_model.safetensors is missing" in early.detail
@@ -326,7 +336,11 @@ def test_uploads_of_one_owner_are_few_and_hidden_from_others(
     assert server.request("DELETE", f"{UPLOADS}/{uploads[0]}", key=other).status == 404
     assert server.request("DELETE", f"{UPLOADS}/{uploads[0]}", key=flood).status == 200
     assert server.post("checkpoints/uploads", a_start(folder), key=flood).status == 200
-    unknown = server.request("PUT", f"{UPLOADS}/{uploads[1]}/x.bin", b"x", key=flood)
+    left = checkpoints(server, "uploads", "--delete", uploads[1], "--json", key=flood)
+    listed = [each["upload_id"] for each in json.loads(left.stdout)]
+    assert (len(listed), set(uploads[2:]) - set(listed)) == (3, set())
+    assert json.loads(checkpoints(server, "uploads", "--json", key=other).stdout)[0]["name"]
+    unknown = server.request("PUT", f"{UPLOADS}/{uploads[2]}/x.bin", b"x", key=flood)
     assert (unknown.status, WEIGHTS in unknown.detail) == (404, True)
 
 

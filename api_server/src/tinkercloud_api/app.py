@@ -39,6 +39,7 @@ from tinkercloud_api.catalog.usage import UsageLedger
 from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.context import Context
 from tinkercloud_api.custom_losses import CustomLosses
+from tinkercloud_api.deliveries import Deliveries
 from tinkercloud_api.direct_sessions import DirectSessions
 from tinkercloud_api.head_client import open_client
 from tinkercloud_api.head_locator import HeadLocator
@@ -199,6 +200,7 @@ async def running_context(
         authenticator=authenticator,
         own_url=own_url,
     )
+    proxy = Proxy(client)
     training_runs = TrainingRuns(catalog, provider, checkpoints, locator, programs.halt_models)
     context = Context(
         settings=settings,
@@ -209,7 +211,8 @@ async def running_context(
         downloads=await _downloads(settings, catalog, checkpoints, objects),
         locator=locator,
         training_runs=training_runs,
-        proxy=Proxy(client),
+        proxy=proxy,
+        deliveries=Deliveries(checkpoints.deferred, locator, provider, proxy, tenants),
         activity=activity,
         shared_heads=_shared_heads(settings, catalog, provider, activity, client),
         long_polls=LongPolls(),
@@ -280,8 +283,9 @@ def _shared_heads(
 async def _started(context: Context, admission: RunAdmission) -> AsyncIterator[None]:
     """Run the provider, the programs and the periodic tasks for the duration of the context."""
     await context.provider.start(context.usage.record)
+    await context.deliveries.start()
     await context.programs.start()
-    loops = [_run_housekeeping(context), _suspend_inactive(context), admission.follow()]
+    loops = [_run_housekeeping(context), _care_for_heads(context), admission.follow()]
     tasks = [asyncio.create_task(loop) for loop in loops]
     try:
         yield
@@ -289,6 +293,7 @@ async def _started(context: Context, admission: RunAdmission) -> AsyncIterator[N
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await context.deliveries.stop()
         await context.programs.stop()
         await context.provider.stop()
         await _report_lost(context.locator)
@@ -439,13 +444,17 @@ def _inactivity_period(settings: Settings) -> timedelta:
     return timedelta(seconds=min(_INACTIVITY_SECONDS, settings.session_silence_seconds))
 
 
-async def _suspend_inactive(context: Context) -> None:
-    """Periodically suspend the models of inactive clients; a separate task, as writing is slow."""
+async def _care_for_heads(context: Context) -> None:
+    """Periodically suspend the models of inactive clients, and drop those that no run claims.
+
+    A separate task, because heads write whole models meanwhile.
+    """
     period = _inactivity_period(context.settings).total_seconds()
     while True:
-        try:
-            await context.shared_heads.suspend_inactive(now())
-        except Exception:
-            metrics.HOUSEKEEPING_ERRORS.inc()
-            log.exception("failed to suspend models of inactive clients; will retry")
+        for task in (context.shared_heads.suspend_inactive, context.shared_heads.drop_orphans):
+            try:
+                await task(now())
+            except Exception:
+                metrics.HOUSEKEEPING_ERRORS.inc()
+                log.exception("care for the models of shared heads failed; will retry")
         await asyncio.sleep(period)

@@ -25,6 +25,7 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Checkpoint
 from tinkercloud_api.catalog.visibility import EVERYTHING, Visibility
 from tinkercloud_api.checkpoint_rows import has_timed_out, info, name_of, path_of
+from tinkercloud_api.deferred_requests import DeferredRequests
 from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_api.shared_journals import SharedJournals
 from tinkercloud_api.storage_quota import StorageQuota
@@ -61,6 +62,7 @@ class Checkpoints:
         self._quota = quota or StorageQuota(catalog, Tenants())
         self._objects = ObjectStoreClient(store)
         self.journals = SharedJournals(self._objects)
+        self.deferred = DeferredRequests(self._objects)
         self._writable_until = 0.0
 
     async def ping(self) -> None:

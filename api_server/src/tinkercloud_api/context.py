@@ -14,6 +14,7 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.usage import UsageLedger
 from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.custom_losses import CustomLosses
+from tinkercloud_api.deliveries import Deliveries
 from tinkercloud_api.direct_sessions import DirectSessions
 from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.http import key_of
@@ -54,6 +55,7 @@ class Context:
     stored_runs: StoredRuns
     copies: Copies
     imports: Imports
+    deliveries: Deliveries
     direct_sessions: DirectSessions
     sampling_sessions: SamplingSessions
     usage: UsageLedger

@@ -341,18 +341,22 @@ class HeadLocator:
         found = self._provider.find(sampler.placement)
         return found if found is not None else await self._provider.acquire(sampler.placement)
 
+    async def head_of(self, target: str) -> HeadEndpoint:
+        """Return the head of a run or sampling session, as for a request that was accepted."""
+        sampler = await self._sampler(target)
+        return await (self.head_of_run if sampler is None else self.head_of_sampler)(target)
+
     async def head_after(self, target: str, refused: HeadEndpoint) -> HeadEndpoint:
         """Return the head of a run or sampling session that another one has refused to serve."""
         sampler = await self._sampler(target)
-        find = self.head_of_run if sampler is None else self.head_of_sampler
-        endpoint = await find(target)
+        endpoint = await self.head_of(target)
         if endpoint == refused:
             # What is known of the run is older than its move.
             run_id = sampler.run_id if sampler is not None else target
             known = self._runs.get(run_id or "") or sampler
             assert known is not None  # noqa: S101 - `find` has looked it up
             await self._provider.changed(known.placement)
-            endpoint = await find(target)
+            endpoint = await self.head_of(target)
         return endpoint
 
     async def run_of_sampler(self, sampler_id: str) -> str | None:
@@ -414,6 +418,7 @@ class HeadLocator:
             await self._calls.delete(endpoint, f"{routes.HEAD_MODELS}/{run_id}", unresponsive)
         await self._checkpoints.delete_state(run_id, run.generation)
         await self._checkpoints.journals.delete(run_id)
+        await self._checkpoints.deferred.remove_all(run_id)
         if (folder := self._provider.journals(run.placement)) is not None:
             await asyncio.to_thread(shutil.rmtree, run_folder(folder, run_id), ignore_errors=True)
 

@@ -143,12 +143,7 @@ class HotPaths:
         address = (scope.get("client") or ("",))[0]
         if key is None or authenticator.has_known(key):
             return await authenticator.principal(key)
-        self._throttle.check(address)
-        try:
-            return await authenticator.principal(key)
-        except Unauthenticated:
-            self._throttle.record_failure(address)
-            raise
+        return await self._throttle.holder(address, lambda: authenticator.principal(key))
 
     def _handler(self, scope: Scope) -> Handler | None:
         """Return the handler of a hot path, or None for requests that the application serves."""

@@ -9,6 +9,7 @@ issuer are accepted, who may log in, and which owner an account is.
 """
 
 import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -17,8 +18,9 @@ from typing import Any
 import httpx2
 import structlog
 from authlib.common.errors import AuthlibBaseError
-from authlib.integrations.starlette_client import OAuth
-from joserfc.errors import JoseError
+from authlib.integrations.starlette_client import OAuth, StarletteOAuth2App
+from joserfc.errors import BadSignatureError, JoseError
+from joserfc.jwk import KeySet
 from pydantic import TypeAdapter, ValidationError
 from starlette.requests import Request
 from starlette.responses import RedirectResponse
@@ -41,6 +43,8 @@ that is signed with a shared secret, is not."""
 _LEEWAY_SECONDS = 30
 """How far the clocks of the provider and of this server may differ."""
 _TIMEOUT_SECONDS = 10.0
+_REFETCH_SECONDS = 60.0
+"""Minimum time between two refetches of the provider's keys because of a wrong signature."""
 _KEY_NAME = "login"
 _LOGOUT = "logout."
 """How the state of a logout starts. Authlib accepts a state only if the browser's signed cookie has
@@ -102,6 +106,39 @@ def most(roles: list[Role]) -> Role:
     return next(role for role in roles if all(least(role, other) is other for other in roles))
 
 
+class ProviderClient(StarletteOAuth2App):  # type: ignore[misc]  # Authlib has no types
+    """Authlib's client, which notices a new key under the id of an old one, or without an id.
+
+    Authlib fetches the provider's keys again for an unknown key id only.
+    """
+
+    _refetched_at = -_REFETCH_SECONDS
+
+    async def fetch_jwk_set(self, force: bool = False) -> Mapping[str, Any]:  # noqa: FBT001, FBT002 - Authlib's
+        """Return the provider's keys, without those that cannot be read (RFC 7517, section 5)."""
+        found = await super().fetch_jwk_set(force=force)
+        return {**found, "keys": [key for key in found.get("keys", []) if _is_readable(key)]}
+
+    async def parse_id_token(self, token: Any, nonce: str, **options: Any) -> Any:  # noqa: ANN401 - Authlib has no types
+        """Return the claims of an ID token; if its signature is wrong, try the keys of today."""
+        try:
+            return await super().parse_id_token(token, nonce, **options)
+        except BadSignatureError:
+            if time.monotonic() - self._refetched_at < _REFETCH_SECONDS:
+                raise
+        self._refetched_at = time.monotonic()
+        await super().fetch_jwk_set(force=True)
+        return await super().parse_id_token(token, nonce, **options)
+
+
+def _is_readable(key: Any) -> bool:  # noqa: ANN401 - any JSON
+    try:
+        KeySet.import_key_set({"keys": [key]})
+    except (JoseError, LookupError, TypeError, ValueError, AttributeError):
+        return False
+    return True
+
+
 class Logins:
     """Logs accounts in. Belongs to one event loop."""
 
@@ -118,6 +155,7 @@ class Logins:
         self._oauth = OAuth()
         self._oauth.register(
             _PROVIDER,
+            client_cls=ProviderClient,
             server_metadata_url=f"{issuer}/.well-known/openid-configuration",
             client_id=settings.client_id,
             client_secret=settings.client_secret_file.read_text().strip(),

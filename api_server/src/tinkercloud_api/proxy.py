@@ -12,11 +12,12 @@ from tinkercloud_api.head_client import HeadResponse, HeadUnreachable
 from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.asgi import Send, respond
-from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.errors import Unavailable, WireError
 
 log = structlog.get_logger(__name__)
 
-_FORWARDED = ("content-type", "content-encoding", "accept", routes.IDEMPOTENCY_HEADER)
+FORWARDED_HEADERS = ("content-type", "content-encoding", "accept", routes.IDEMPOTENCY_HEADER)
+"""Headers of clients that heads read."""
 _RETURNED = frozenset({b"content-type", b"content-length", b"retry-after"})
 _TO_HEAD = metrics.PROXY_BYTES.labels("to_head")
 _FROM_HEAD = metrics.PROXY_BYTES.labels("from_head")
@@ -41,7 +42,7 @@ class Proxy:
         target: str,
         headers: Mapping[str, str],
         body: bytes | AsyncIterator[bytes],
-        replace: Mapping[int, tuple[int, bytes]] | None = None,
+        replace: Mapping[int, tuple[int, bytes] | WireError] | None = None,
         refusal: str | None = None,
         extra: Mapping[str, str] | None = None,
         timeout_seconds: float,
@@ -55,7 +56,8 @@ class Proxy:
             target: the model or sampling session whose ownership was checked.
             headers: headers of the client's request; only those that heads read are forwarded.
             body: the whole body, or its chunks as they arrive.
-            replace: responses to substitute, by the head's status: a status and a JSON body.
+            replace: responses to substitute, by the head's status: a status and a JSON body, or an
+                error to raise.
             refusal: why the head must reject the request, at its position in its model's sequence;
                 None for a request to execute.
             extra: headers of ours for the head (`routes`).
@@ -74,7 +76,7 @@ class Proxy:
         }
         if refusal is not None:
             fields[routes.REFUSAL_HEADER] = quote(refusal)
-        fields.update({name: headers[name] for name in _FORWARDED if name in headers})
+        fields.update({name: headers[name] for name in FORWARDED_HEADERS if name in headers})
         if not isinstance(body, bytes) and "content-length" in headers:
             fields["content-length"] = headers["content-length"]
         with metrics.PROXY_REQUESTS.track_inprogress():
@@ -83,6 +85,8 @@ class Proxy:
                     metrics.PROXY_ERRORS.labels("replaced").inc()
                     raise StaleEndpoint("the session head was replaced; send the request again")
                 substitute = (replace or {}).get(response.status)
+                if isinstance(substitute, WireError):
+                    raise substitute
                 if substitute is not None:
                     await respond(send, substitute[1], status=substitute[0])
                 else:

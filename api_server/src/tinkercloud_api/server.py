@@ -10,6 +10,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import structlog
 import uvicorn
@@ -90,6 +91,7 @@ def run(settings: Settings) -> None:
             access_log=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=_GRACE_SECONDS,
+            **proxy_options(settings),
         )
         server = _Server(config, app)
         signal.signal(signal.SIGHUP, server.restart)
@@ -98,6 +100,13 @@ def run(settings: Settings) -> None:
         log.info("restarting")
         listener.close()
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - ourselves
+
+
+def proxy_options(settings: Settings) -> dict[str, Any]:
+    """Return uvicorn's options for the proxies that may name the address of a client."""
+    trusted = [str(network) for network in settings.trusted_proxies]
+    # Otherwise uvicorn trusts this machine, or the variable FORWARDED_ALLOW_IPS.
+    return {"proxy_headers": bool(trusted), "forwarded_allow_ips": trusted}
 
 
 def _provider(settings: Settings) -> SessionProvider:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, Field, IPvAnyNetwork, SecretStr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
@@ -125,6 +125,10 @@ class Settings(BaseSettings):
     public_url: PublicUrl | None = None
     """Address of the server for clients, such as `https://tinker.example.com`. The URLs of
     downloads start with it. Default: the address to which a client sent its request."""
+    trusted_proxies: list[IPvAnyNetwork] = Field(default=[], examples=[["10.0.0.0/8"]])
+    """Addresses or networks of the proxies in front of the server. Only their X-Forwarded-For names
+    the address of a client, which the audit log records and by which unknown keys are limited.
+    Default: none, so that the address is that of the connection."""
     max_connections: Annotated[int, Field(gt=0)] | None = None
     """Maximum number of concurrent client connections. Further connections receive status 503. Each
     request that waits for a result occupies a connection. Default: derived from the limit on open

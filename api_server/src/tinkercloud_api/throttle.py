@@ -1,15 +1,26 @@
-"""Rate limit for unknown API keys: each address has a burst allowance, then one try a second."""
+"""Rate limit for unknown API keys: each address has a burst allowance, then one try a second.
 
+A valid key always passes, since all clients behind a proxy may have one address: every key is
+looked up, for addresses over their limit a few at a time.
+"""
+
+import asyncio
 import ipaddress
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
-from tinkercloud_protocol.errors import Overloaded
+from tinkercloud_api.auth import Principal
+from tinkercloud_protocol.errors import Overloaded, Unauthenticated
+
+LookUp = Callable[[], Awaitable[Principal]]
+"""Returns the holder of a key, or raises Unauthenticated."""
 
 _ATTEMPTS = 20
 """Burst of failed attempts that an address may make."""
 _ATTEMPTS_PER_SECOND = 1.0
+_CONCURRENT = 2
+"""Concurrent lookups for all addresses that have made too many failed attempts."""
 _MAX_ADDRESSES = 10_000
 """Limit of remembered addresses; the least recent one is dropped first."""
 
@@ -21,18 +32,42 @@ class Throttle:
         self._clock = clock
         self._tried: OrderedDict[str, tuple[float, float]] = OrderedDict()
         """Current number of attempts and its time, by address."""
+        self._lookups = asyncio.Semaphore(_CONCURRENT)
 
-    def check(self, address: str) -> None:
-        """Check that an address may try another key.
+    async def holder(self, address: str, look_up: LookUp) -> Principal:
+        """Return the holder of a key that this process does not know yet.
+
+        Args:
+            address: address of the client.
+            look_up: looks it up.
 
         Raises:
-            Overloaded: the address has made too many failed attempts.
+            Unauthenticated: the key is unknown.
+            Overloaded: it is unknown, and so were too many others from this address.
         """
-        if self._count(_network(address)) > _ATTEMPTS - 1:
-            raise Overloaded(
-                "too many unknown API keys from this address; correct TINKER_API_KEY and try"
-                " again later"
-            )
+        if not self.is_over(address):
+            return await self._counted(address, look_up)
+        async with self._lookups:
+            try:
+                return await self._counted(address, look_up)
+            except Unauthenticated:
+                raise Overloaded(
+                    "too many unknown API keys from this address; correct TINKER_API_KEY and try"
+                    " again later"
+                ) from None
+
+    async def _counted(
+        self, address: str, look_up: Callable[[], Awaitable[Principal]]
+    ) -> Principal:
+        try:
+            return await look_up()
+        except Unauthenticated:
+            self.record_failure(address)
+            raise
+
+    def is_over(self, address: str) -> bool:
+        """Whether an address has made too many failed attempts."""
+        return self._count(_network(address)) > _ATTEMPTS - 1
 
     def record_failure(self, address: str) -> None:
         """Count a failed attempt.

@@ -107,6 +107,12 @@ def peek_json(body: bytes, key: str) -> str:
     raise InvalidRequest(f"{key}: required, and must be a string")
 
 
+def peek_number(body: bytes, key: str) -> int | None:
+    """Return the first value of `key` in a JSON body that is a whole number of up to ten digits."""
+    found = re.search(b'"' + key.encode() + rb'"\s*:\s*(\d{1,10})(?=\s*[,}])', body)
+    return int(found[1]) if found else None
+
+
 def peek_json_place(beginning: bytes) -> bytes:
     """Return a JSON body with the model_id and the seq_id at the beginning of another one.
 

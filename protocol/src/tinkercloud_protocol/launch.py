@@ -304,7 +304,7 @@ class Limits(ImageLimits, _Config):
     """Maximum total size of an owner's queued requests in bytes: waiting training requests of all
     models, and waiting or running sampling requests. Each request counts with its encoded or
     decoded size, whichever is larger. Further requests receive status 429, and the SDK backs
-    off."""
+    off. An API server has the same limit for an owner's requests to heads that are not ready."""
     max_result_bytes: Annotated[int, Field(ge=1)] = 512 << 20
     """Maximum total size of an owner's results in bytes. When it is exceeded, results that were
     read are deleted first, then the oldest unread samples. A request for a deleted sample receives
@@ -342,8 +342,8 @@ class Timings(_Config):
     """Durations in seconds."""
 
     long_poll_seconds: Annotated[float, Field(gt=0)] = 20.0
-    """How long, in seconds, a retrieve_future request waits for a result. The SDK times out after
-    45 seconds."""
+    """How long, in seconds, a retrieve_future request waits for a result, and a submission for its
+    head. The SDK times out after 45 seconds."""
     gap_seconds: Annotated[float, Field(gt=0)] = 360.0
     """How long, in seconds, the head waits for a missing seq_id. The SDK retries a request for up
     to 300 seconds."""

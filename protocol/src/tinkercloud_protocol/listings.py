@@ -328,6 +328,27 @@ class UploadStarted(Answer):
     """When the upload is abandoned."""
 
 
+class UnfinishedUpload(Answer):
+    """An entry of GET checkpoints/uploads (no SDK call)."""
+
+    upload_id: str
+    base_model: str
+    name: str
+    """Name of the checkpoint that it is to become."""
+    size_bytes: int
+    """Declared size of its file; 0 if it is not known yet."""
+    is_received: bool
+    """Whether the file was received."""
+    expires: datetime
+    """When it is abandoned."""
+
+
+class UnfinishedUploads(Answer):
+    """GET checkpoints/uploads (no SDK call)."""
+
+    uploads: list[UnfinishedUpload]
+
+
 class UploadTarget(Answer):
     """Where to PUT a file of an upload."""
 

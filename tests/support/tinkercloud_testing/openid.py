@@ -27,6 +27,8 @@ class Provider:
     """Whether all requests fail."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Replaces parts of what the provider says of itself."""
+    keys: list[dict[str, Any]] | None = None
+    """Replaces the keys that the provider shows."""
     key: RSAKey | None = None
     challenges: list[str] = field(default_factory=list)
     """PKCE challenges of the authorization requests."""
@@ -78,6 +80,8 @@ def a_provider(users: dict[str, dict[str, object]]) -> Iterator[Provider]:
         if isinstance(content, dict) and "id_token" in content:
             content["id_token"] = provider.falsify(provider, content["id_token"])
             answer.set_data(json.dumps(content))
+        if provider.keys is not None and "keys" in (content or {}):
+            answer.set_data(json.dumps({"keys": provider.keys}))
         if flask.request.path.startswith("/.well-known"):
             answer.set_data(json.dumps({**(content or {}), **provider.metadata}))
         return answer

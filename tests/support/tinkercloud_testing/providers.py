@@ -1,5 +1,6 @@
 """Providers of session heads that tests control."""
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -84,3 +85,22 @@ class OneHead:
     def invalidate(self, endpoint: HeadEndpoint) -> None: ...
 
     async def release(self, _placement: Placement) -> None: ...
+
+
+class LoadingHead(OneHead):
+    """A provider whose head loads until the test says that it is ready."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ready = asyncio.Event()
+
+    def find(self, _placement: Placement) -> HeadEndpoint | None:
+        return self.endpoint if self.ready.is_set() else None
+
+    async def acquire(self, _placement: Placement) -> HeadEndpoint:
+        await self.ready.wait()
+        assert self.endpoint is not None
+        return self.endpoint
+
+    def pending(self, _placement: Placement) -> Pending:
+        return Pending("paused_capacity", "the model is loading")

@@ -10,6 +10,7 @@ from pathlib import Path
 import aiohttp
 import orjson
 import uvicorn
+from starlette.types import ASGIApp
 
 from tinkercloud_protocol import futures, routes
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Limits, ModelSpec, SamplerSpec
@@ -33,8 +34,8 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def served(app: HeadApp) -> AsyncIterator[str]:
-    """Serve a head on a free port; yield its URL."""
+async def served(app: ASGIApp) -> AsyncIterator[str]:
+    """Serve a head, or an API server, on a free port; yield its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = _Server(uvicorn.Config(app, log_config=None))
     serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -57,6 +57,18 @@ async def add_run(catalog: Catalog, session_id: str, owner: str) -> str:
     return run_id
 
 
+async def test_a_project_gets_an_id_although_sessions_without_a_project_exist(
+    catalog: Catalog,
+) -> None:
+    await catalog.add_session(a_session("s", "me", None))
+
+    first = await catalog.add_project(None, "Vision", "me")
+    second = await catalog.add_project(None, "Vision", "me")
+
+    assert first.id.startswith("proj-")
+    assert second.id not in {first.id, None}
+
+
 async def test_rows_name_the_project_of_their_session(catalog: Catalog) -> None:
     await catalog.add_project("p", "P", "ann")
     await catalog.add_session(a_session("s", "ann", "p"))

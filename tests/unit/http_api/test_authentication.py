@@ -8,17 +8,21 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from fastapi import FastAPI
+from pydantic import ValidationError
 
 from tinkercloud_api import errors, hot_paths, throttle
 from tinkercloud_api.app import running_context
-from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.auth import Principal, Role, hash_key, new_key
 from tinkercloud_api.hot_paths import HotPaths
 from tinkercloud_api.http import DISCARD_WITHOUT_KEY
 from tinkercloud_api.routes import health, runs, sessions
+from tinkercloud_api.server import proxy_options
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol import routes
-from tinkercloud_protocol.errors import Overloaded
+from tinkercloud_protocol.asgi import Receive, Scope, Send, respond
+from tinkercloud_protocol.errors import Overloaded, Unauthenticated
 from tinkercloud_testing.providers import OneHead
 
 KEY = "tml-a-valid-key-of-these-tests"
@@ -107,43 +111,96 @@ async def test_little_of_a_body_is_read_without_a_key(asgi: HotPaths, path: str)
     assert upload.taken <= DISCARD_WITHOUT_KEY.max_bytes + (1 << 20)
 
 
-async def test_an_address_that_guesses_keys_causes_few_lookups(
-    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+async def test_an_address_that_guesses_keys_does_not_lock_out_valid_ones(
+    client: httpx.AsyncClient, asgi: HotPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(throttle, "_ATTEMPTS_PER_SECOND", 0.0)
-    looked_up = []
-    real = Catalog.key
-
-    async def counted(catalog: Catalog, key_hash: str) -> Any:
-        looked_up.append(key_hash)
-        return await real(catalog, key_hash)
-
-    monkeypatch.setattr(Catalog, "key", counted)
     path = "/api/v1/training_runs"
-    assert (await client.get(path, headers={"x-api-key": KEY})).status_code == 200
 
     guesses = [await client.get(path, headers={"x-api-key": f"tml-{i}"}) for i in range(40)]
-    after = await client.get(path, headers={"x-api-key": KEY})
+    another = new_key()
+    await asgi._server().catalog.add_key(
+        key_hash=hash_key(another), name="new", owner="new", role=Role.USER
+    )
+    valid = [await client.get(path, headers={"x-api-key": key}) for key in (KEY, another)]
 
     assert [guess.status_code for guess in guesses] == [401] * 20 + [429] * 20
     assert guesses[-1].headers["retry-after"] == "1"
-    assert len(looked_up) == 21
-    assert after.status_code == 200
+    assert [answer.status_code for answer in valid] == [200, 200]
+
+
+async def test_guesses_from_addresses_over_the_limit_are_looked_up_a_few_at_a_time() -> None:
+    counts, running, most = throttle.Throttle(), 0, 0
+
+    async def look_up() -> Principal:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        raise Unauthenticated("unknown")
+
+    async def guess(address: str) -> None:
+        with pytest.raises((Unauthenticated, Overloaded)):
+            await counts.holder(address, look_up)
+
+    addresses = ["10.0.0.1", "10.0.0.2"]
+    for address in addresses * 20:
+        await guess(address)
+    assert all(map(counts.is_over, addresses))
+    most = 0
+    await asyncio.gather(*[guess(address) for address in addresses * 20])
+
+    assert most == throttle._CONCURRENT
 
 
 def test_an_address_may_retry_later_and_others_at_once() -> None:
     now = [0.0]
     counts = throttle.Throttle(lambda: now[0])
     for _ in range(20):
-        counts.check("2001:db8::1")
+        assert not counts.is_over("2001:db8::1")
         counts.record_failure("2001:db8::1")
 
-    with pytest.raises(Overloaded):
-        counts.check("2001:db8::ffff")
-    counts.check("2001:db8:0:1::1")
-    counts.check("10.0.0.1")
+    assert counts.is_over("2001:db8::ffff")
+    assert not counts.is_over("2001:db8:0:1::1")
+    assert not counts.is_over("10.0.0.1")
     now[0] = 1.0
-    counts.check("2001:db8::1")
+    assert not counts.is_over("2001:db8::1")
+
+
+@pytest.mark.parametrize(
+    ("trusted", "address"),
+    [
+        ([], "127.0.0.1"),
+        (["127.0.0.0/8"], "192.0.2.7"),
+        (["127.0.0.1", "192.0.2.0/24"], "203.0.113.9"),
+        (["10.0.0.0/8", "fd00::/8"], "127.0.0.1"),
+    ],
+)
+async def test_only_trusted_proxies_name_the_address_of_a_client(
+    monkeypatch: pytest.MonkeyPatch, trusted: list[str], address: str
+) -> None:
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
+    seen = []
+
+    async def app(scope: Scope, _receive: Receive, send: Send) -> None:
+        seen.append(scope["client"][0])
+        await respond(send, b"{}")
+
+    settings = Settings.model_validate({"trusted_proxies": trusted})
+    config = uvicorn.Config(app, lifespan="off", **proxy_options(settings))
+    config.load()
+    transport = httpx.ASGITransport(app=config.loaded_app, client=("127.0.0.1", 5))
+    async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+        await client.get("/", headers={"x-forwarded-for": "203.0.113.9, 192.0.2.7"})
+
+    assert seen == [address]
+
+
+@pytest.mark.parametrize("wrong", ["*", "10.0.0.1/8", "proxy.example.com"])
+def test_a_trusted_proxy_is_an_address_or_a_network(wrong: str) -> None:
+    with pytest.raises(ValidationError, match="trusted_proxies"):
+        Settings.model_validate({"trusted_proxies": [wrong]})
 
 
 def test_a_limited_number_of_addresses_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

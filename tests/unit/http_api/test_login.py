@@ -1,16 +1,24 @@
 """Who an account is, from the claims of its ID token; and settings that would be unsafe."""
 
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from authlib.integrations.starlette_client import OAuth
+from joserfc import jwt
+from joserfc.errors import BadSignatureError
+from joserfc.jwk import RSAKey
 from pydantic import ValidationError
 
+from tinkercloud_api import login
 from tinkercloud_api.auth import Role
-from tinkercloud_api.login import identify
+from tinkercloud_api.login import ProviderClient, identify
 from tinkercloud_api.login_settings import OidcSettings
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol.errors import Forbidden
+from tinkercloud_testing.openid import a_provider
 
 SETTINGS: dict[str, Any] = {
     "issuer": "https://id.example.com",
@@ -79,3 +87,49 @@ def test_unsafe_settings_are_refused(changes: dict[str, object], message: str) -
 def test_a_login_needs_a_safe_address_of_the_server(public_url: str | None) -> None:
     with pytest.raises(ValidationError, match="public_url"):
         Settings(oidc=OidcSettings(**SETTINGS), public_url=public_url)
+
+
+def a_token(issuer: str, key: RSAKey, header: dict[str, str]) -> dict[str, str]:
+    """Return an answer with an ID token that a key has signed."""
+    until = int(time.time()) + 600
+    claims = {
+        "iss": issuer,
+        "sub": "1",
+        "aud": "me",
+        "exp": until,
+        "iat": until - 600,
+        "nonce": "n",
+    }
+    return {"id_token": jwt.encode({"alg": "RS256", **header}, claims, key)}
+
+
+@pytest.mark.parametrize("names", [{"kid": "the-only-one"}, {}], ids=["same id", "no id"])
+async def test_a_new_key_of_the_provider_is_noticed_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch, names: dict[str, str]
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(login, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    old, new, newest = (RSAKey.generate_key(2048, names, auto_kid=False) for _ in range(3))
+    unreadable = [{"kty": "EC", "crv": "brainpoolP256r1", "x": "AA", "y": "AA"}, {"kty": 5}, "x"]
+    with a_provider({}) as provider:
+        client = OAuth().register(
+            "provider",
+            client_cls=ProviderClient,
+            client_id="me",
+            server_metadata_url=f"{provider.issuer}/.well-known/openid-configuration",
+        )
+
+        async def subject(key: RSAKey) -> str:
+            token = a_token(provider.issuer, key, names)
+            return str((await client.parse_id_token(token, "n"))["sub"])
+
+        for key in (old, new):
+            provider.keys = [*unreadable, key.as_dict(private=False)]
+            assert await subject(key) == "1"
+        provider.keys = [newest.as_dict(private=False)]
+        with pytest.raises(BadSignatureError):
+            await subject(newest)
+        clock.now += 61
+        assert await subject(newest) == "1"
+        with pytest.raises(BadSignatureError):
+            await subject(old)

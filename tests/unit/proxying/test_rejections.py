@@ -21,6 +21,7 @@ from tinkercloud_api.routes.call import Call
 from tinkercloud_api.tenants import Tenants
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, NotFound
+from tinkercloud_protocol.launch import Timings
 from tinkercloud_worker.head import requests
 
 MODEL = "s:train:0"
@@ -32,7 +33,9 @@ class Server:
     """A server on which the caller has no checkpoints, with one head for all runs."""
 
     def __init__(self, session: aiohttp.ClientSession, port: int) -> None:
-        self.settings = SimpleNamespace(limits=SimpleNamespace(max_body_bytes=1 << 20))
+        self.settings = SimpleNamespace(
+            limits=SimpleNamespace(max_body_bytes=1 << 20), timings=Timings()
+        )
         self.activity = SimpleNamespace(touch=lambda _model: None)
         self.checkpoints = self.locator = self.authenticator = self
         self.proxy = Proxy(session)

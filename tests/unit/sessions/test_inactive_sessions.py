@@ -1,5 +1,6 @@
 """The server suspends the models of inactive clients, and no others."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -8,13 +9,16 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from tinkercloud_api import shared_heads
 from tinkercloud_api.activity import Activity
+from tinkercloud_api.app import running_context
 from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import Session, TrainingRun, now
 from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.providers.base import HeadEndpoint
+from tinkercloud_api.settings import Settings
 from tinkercloud_api.shared_heads import SharedHeads
 from tinkercloud_api.training_runs import TrainingRuns
 from tinkercloud_protocol.errors import StateLost
@@ -26,6 +30,7 @@ from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.providers import OneHead
 from tinkercloud_testing.served_heads import TOKEN, served
+from tinkercloud_testing.waiting import PATIENCE_SECONDS
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
@@ -278,3 +283,17 @@ async def test_a_run_that_gets_a_place_meanwhile_is_not_dropped(world: World) ->
     world.provider.placed = frozenset({"b:train:0"})
 
     assert len(await sweep(server, start + timedelta(minutes=6), timedelta(minutes=8))) == 2
+
+
+async def test_a_running_server_drops_models_that_no_run_claims(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_heads, "_ORPHANED_AFTER", timedelta(0))
+    world.provider.placed = frozenset({"b:train:0"})
+    settings = Settings(state_dir=tmp_path / "server", session_silence_seconds=0.1)
+
+    async with running_context(settings, world.provider) as server:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while "a:train:0" in await server.shared_heads.models():  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.01)
+        assert set(await server.shared_heads.models()) == {"b:train:0"}

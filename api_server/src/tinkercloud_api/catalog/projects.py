@@ -65,12 +65,15 @@ class ProjectStatements(Statements):
         """
         async with self._writing() as db:
             await change_rights(db)
-            known = await db.get(Project, project_id) if project_id is not None else None
-            if known is not None and (known.name, known.created_by) == (name, owner):
-                return known
-            is_label = select(Session.id).where(Session.project_id == project_id).limit(1)
-            if known is not None or await db.scalar(is_label) is not None:
-                raise InvalidRequest(f"project_id: {project_id!r} is already used; choose another")
+            if project_id is not None:
+                known = await db.get(Project, project_id)
+                if known is not None and (known.name, known.created_by) == (name, owner):
+                    return known
+                is_label = select(Session.id).where(Session.project_id == project_id).limit(1)
+                if known is not None or await db.scalar(is_label) is not None:
+                    raise InvalidRequest(
+                        f"project_id: {project_id!r} is already used; choose another"
+                    )
             own = select(func.count()).where(ProjectMember.owner == owner)
             if (await db.scalar(own) or 0) >= MAX_PROJECTS:
                 raise InvalidRequest(

@@ -34,6 +34,15 @@ class UploadStatements(Statements):
         """Return an upload, which may have expired."""
         return await self._one(select(Upload).where(Upload.id == upload_id))
 
+    async def open_uploads(self, owner: str) -> Sequence[Upload]:
+        """Return an owner's uploads that are not finished and have not expired, oldest first."""
+        query = select(Upload).where(
+            Upload.owner == owner, Upload.is_finished.is_(False), Upload.expires_at > now()
+        )
+        # The ids of copies, which are in the same table, are ids of runs and have colons.
+        of_files = query.where(Upload.id.not_like("%:%"))
+        return await self._all(of_files.order_by(Upload.expires_at, Upload.id))
+
     async def size_of_uploads(self, owner: str) -> int:
         """Return the total declared bytes of an owner's open uploads."""
         query = select(func.sum(Upload.size_bytes)).where(

@@ -24,6 +24,7 @@ app = typer.Typer(
 _COMPLETE = "checkpoint_complete"
 """Empty file at the end of a complete archive."""
 _PART_BYTES = 1 << 20
+_UPLOAD_COLUMNS = ["upload_id", "name", "base_model", "size_bytes", "is_received", "expires"]
 _COLUMNS = ["path", "type", "base model", "bytes", "saved", "expires", "public"]
 
 PathArgument = Annotated[
@@ -158,10 +159,32 @@ def import_adapter(
         request("PUT", base_url, api_key, f"{target}/{ADAPTER_WEIGHTS}", folder / ADAPTER_WEIGHTS)
         finished = request("POST", base_url, api_key, f"{target}/finish", {})
     except typer.Exit:
-        # It frees what the upload occupies before it expires; its own failure does not matter.
-        request("DELETE", base_url, api_key, target)
+        # Others of the owner would wait until it expires. The server ends some by itself.
+        unfinished = request("GET", base_url, api_key, "checkpoints/uploads")["uploads"]
+        if any(each["upload_id"] == upload["upload_id"] for each in unfinished):
+            request("DELETE", base_url, api_key, target)
         raise
     typer.echo(finished["tinker_path"])
+
+
+@app.command("uploads")
+def list_uploads(
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    *,
+    delete: Annotated[
+        list[str] | None,
+        typer.Option(metavar="UPLOAD", help="Id of an upload to delete first. Can be repeated."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List unfinished uploads of adapters, oldest first."""
+    for upload_id in delete or []:
+        request("DELETE", base_url, api_key, f"checkpoints/uploads/{quote(upload_id)}")
+    found: list[dict[str, Any]] = request("GET", base_url, api_key, "checkpoints/uploads")[
+        "uploads"
+    ]
+    show(found, _UPLOAD_COLUMNS, as_json=as_json)
 
 
 def _config_of(folder: Path) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Programs as child processes of this server.
 
 A program has a process group, a folder and a bounded log of its own, limits on memory, files and
-threads, and an environment without any variable of the server. It ends with the server, even one
-that is killed; the next server starts it again. A program that fails is restarted with exponential
-backoff, a limited number of times.
+threads, and an environment without any variable of the server. When it ends, its launcher ends all
+that it has started. It ends with the server, even one that is killed; the next server starts it
+again. A program that fails is restarted with exponential backoff, a limited number of times.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import BinaryIO
 
 import structlog
 
@@ -33,6 +34,8 @@ _LOG_BYTES = 1 << 20
 _READ_BYTES = 64 << 10
 _STOP_SECONDS = 10.0
 """Time for a program to exit after SIGTERM, before it is killed."""
+_KILL_SECONDS = 5.0
+"""Time for the launcher to end what a killed program has left, and for the rest of its output."""
 _MAX_BACKOFF_SECONDS = 60.0
 _OPEN_FILES = 1024
 _NICENESS = 5
@@ -139,31 +142,43 @@ class _LocalProgram:
             "file_bytes": self._settings.file_bytes,
             "open_files": _OPEN_FILES,
             "niceness": _NICENESS,
+            "stop_seconds": _STOP_SECONDS,
             "parent_pid": os.getpid(),
         }
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-I", str(_LAUNCHER), json.dumps(bounds)),
-            *self._command(),
-            cwd=work,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-            env=dict(_environment(self._launch, work)),
-        )
+        # With a pipe of asyncio, `wait` would return only when nobody holds the pipe any more.
+        read_end, write_end = os.pipe()
+        with os.fdopen(read_end, "rb") as output:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    *("-I", str(_LAUNCHER), json.dumps(bounds)),
+                    *self._command(),
+                    cwd=work,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=write_end,
+                    stderr=asyncio.subprocess.STDOUT,
+                    start_new_session=True,
+                    env=dict(_environment(self._launch, work)),
+                )
+            finally:
+                os.close(write_end)
+            log.info("program started", program_id=self._launch.program_id, pid=process.pid)
+            return await self._wait_for(process, output)
+
+    async def _wait_for(self, process: asyncio.subprocess.Process, output: BinaryIO) -> int:
+        """Wait for a process and record its output; return its exit code."""
         attempt = self._attempt = _Attempt(process)
-        log.info("program started", program_id=self._launch.program_id, pid=process.pid)
-        reader = asyncio.create_task(self._read_output(process))
+        reader = asyncio.create_task(self._read(output))
         try:
             return await process.wait()
         except asyncio.CancelledError:
             await _stop(attempt)
             raise
         finally:
-            # Child processes that outlive it would hold the pipe open.
             attempt.signal_group(signal.SIGKILL)
-            await reader
+            # A process that has escaped its launcher would hold the pipe open.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(reader, _KILL_SECONDS)
             self._attempt = None
 
     def _command(self) -> list[str]:
@@ -173,10 +188,16 @@ class _LocalProgram:
         file.write_text(self._launch.source or "")
         return [sys.executable, "-u", str(file), *self._launch.args]
 
-    async def _read_output(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None  # noqa: S101 - a pipe was asked for
-        while output := await process.stdout.read(_READ_BYTES):
-            self._log.write(output)
+    async def _read(self, output: BinaryIO) -> None:
+        stream = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), output
+        )
+        try:
+            while part := await stream.read(_READ_BYTES):
+                self._log.write(part)
+        finally:
+            transport.close()
 
 
 class LocalPrograms:
@@ -251,9 +272,11 @@ class LocalPrograms:
 
 
 async def _stop(attempt: _Attempt) -> None:
-    attempt.signal_group(signal.SIGTERM)
+    # The launcher passes it on, and kills what does not end in time.
+    with contextlib.suppress(ProcessLookupError):
+        attempt.process.terminate()
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_STOP_SECONDS):
+        async with asyncio.timeout(_STOP_SECONDS + _KILL_SECONDS):
             await attempt.process.wait()
     attempt.signal_group(signal.SIGKILL)
     await attempt.process.wait()

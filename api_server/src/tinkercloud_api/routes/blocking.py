@@ -12,15 +12,23 @@ import orjson
 
 from tinkercloud_api.routes import futures, sampling
 from tinkercloud_api.routes.answers import ResultAnswer
-from tinkercloud_api.routes.call import Call
+from tinkercloud_api.routes.call import Call, wait_for_head
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.asgi import Message
 from tinkercloud_protocol.errors import Unavailable
 
 
 async def sample(call: Call) -> None:
-    """Sample, wait for the result and respond with it."""
-    routed = await sampling.route_sample(call)
+    """Sample, wait for the result and respond with it.
+
+    Raises:
+        Unavailable: the head is not ready; the message states the reason.
+    """
+    routed, locator = await sampling.route_sample(call), call.server.locator
+    endpoint = await wait_for_head(
+        locator.head_of_sampler(routed.sampler_id),
+        lambda: locator.sampler_pending(routed.sampler_id),
+    )
     response: list[Message] = []
 
     async def keep(message: Message) -> None:
@@ -29,7 +37,7 @@ async def sample(call: Call) -> None:
     asked = call.of_own(routes.ASAMPLE, routed.body, keep)
     if (key := call.request.headers.get(routes.IDEMPOTENCY_HEADER)) is not None:
         asked.request.headers[routes.IDEMPOTENCY_HEADER] = key
-    await asked.forward(routed.endpoint, routed.sampler_id, routed.body, extra=routed.extra)
+    await asked.forward(endpoint, routed.sampler_id, routed.body, extra=routed.extra)
     if asked.status != HTTPStatus.OK:
         for message in response:
             await call.send(message)

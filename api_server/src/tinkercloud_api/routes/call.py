@@ -9,23 +9,39 @@ from urllib.parse import quote
 
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.context import Context
+from tinkercloud_api.deferred_requests import Deferred
 from tinkercloud_api.http import HotRequest
 from tinkercloud_api.providers.base import HeadEndpoint, Pending
-from tinkercloud_api.proxy import StaleEndpoint
-from tinkercloud_protocol.asgi import Message, Send
-from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_api.proxy import FORWARDED_HEADERS, StaleEndpoint
+from tinkercloud_protocol import envelope, futures
+from tinkercloud_protocol.asgi import Message, Send, decompress, respond
+from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, Unavailable, WireError
 from tinkercloud_protocol.futures import JSON
+from tinkercloud_protocol.ids import RequestId, SamplingSessionId
 
 SMALL_BODY_BYTES = 1 << 20
 """Limit of bodies that name a request, and of what is parsed on the event loop."""
 _WAIT_SECONDS = 45.0
-"""How long a request waits for a head that is starting: less than the SDK's own 60 s."""
+"""How long a request that can't be deferred waits for a head that is starting: less than the SDK's
+own 60 s."""
 _RESPONSE_SECONDS = 60.0
 """How long a head that has received a whole request may take to respond. Long operations return
 futures, and the SDK waits no longer than this."""
 _MAX_MOVES = 2
 """How often one request follows its target to another head."""
 _MOVING = Pending("active", "the run is being moved to another session head; send it again")
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a submission goes: to a head, or to the store until the head of its target is ready."""
+
+    target: str
+    """The model or sampling session, after the caller's right to it was checked."""
+    endpoint: HeadEndpoint | None
+    """The head; None if it was not ready within a long poll."""
+    reason: str = ""
+    """Why the head is not ready."""
 
 
 @dataclass(slots=True)
@@ -48,13 +64,77 @@ class Call:
         self.status = message.get("status", self.status)
         await self.raw_send(message)
 
+    async def submit(
+        self,
+        destination: Destination,
+        body: bytes | AsyncIterator[bytes],
+        *,
+        refusal: str | None = None,
+        extra: Mapping[str, str] | None = None,
+    ) -> None:
+        """Forward a submission to the head of its target, or promise its result until then.
+
+        The SDK repeats a submission for five minutes only, whatever the status of the response, but
+        polls for a promised result without a limit.
+
+        Raises:
+            Unavailable: the head is not ready, and the request has no number to promise its result
+                by; the message states the reason.
+            Overloaded: too many bytes of this owner's requests wait for heads.
+        """
+        if destination.endpoint is not None:
+            target = destination.target
+            await self.forward(destination.endpoint, target, body, refusal=refusal, extra=extra)
+            return
+        limits, deferred = self.server.settings.limits, self.server.checkpoints.deferred
+        declared = self.request.headers.get("content-length", "")
+        num_bytes = int(declared) if declared.isdigit() else limits.max_body_bytes
+        owner = self.principal.owner
+        with deferred.room(owner, num_bytes, limits.max_queued_bytes):
+            content = body if isinstance(body, bytes) else await _whole(body, limits.max_body_bytes)
+            request_id, promise = await asyncio.to_thread(self._promise, destination, content)
+            await deferred.add(
+                Deferred(
+                    target=destination.target,
+                    seq_id=request_id.seq_id,
+                    owner=owner,
+                    path=quote(self.request.path),
+                    headers={
+                        name: self.request.headers[name]
+                        for name in FORWARDED_HEADERS
+                        if name in self.request.headers
+                    },
+                    extra=dict(extra or {}),
+                    body=content,
+                    refusal=refusal,
+                )
+            )
+        self.server.deliveries.begin(destination.target)
+        await respond(self.send, promise)
+
+    def _promise(self, destination: Destination, body: bytes) -> tuple[RequestId, bytes]:
+        """Return the id of a submission and the response with which a head would accept it.
+
+        Raises:
+            Unavailable: only the head can number the request.
+        """
+        seq_id, num_samples = _numbers(self.request.headers, body)
+        try:
+            request_id = RequestId.parse(f"{destination.target}:{seq_id}")
+        except InvalidRequest:
+            raise Unavailable(destination.reason) from None
+        if isinstance(request_id.target, SamplingSessionId):
+            samples = request_id.sequence_ids(num_samples)
+            return request_id, futures.sample_promise(str(request_id), samples)
+        return request_id, futures.promise(str(request_id), model_id=destination.target)
+
     async def forward(
         self,
         endpoint: HeadEndpoint,
         target: str,
         body: bytes | AsyncIterator[bytes],
         *,
-        replace: Mapping[int, tuple[int, bytes]] | None = None,
+        replace: Mapping[int, tuple[int, bytes] | WireError] | None = None,
         refusal: str | None = None,
         extra: Mapping[str, str] | None = None,
         timeout_seconds: float = _RESPONSE_SECONDS,
@@ -87,7 +167,7 @@ class Call:
         target: str,
         body: bytes | AsyncIterator[bytes],
         *,
-        replace: Mapping[int, tuple[int, bytes]] | None = None,
+        replace: Mapping[int, tuple[int, bytes] | WireError] | None = None,
         refusal: str | None = None,
         extra: Mapping[str, str] | None = None,
         timeout_seconds: float = _RESPONSE_SECONDS,
@@ -130,17 +210,29 @@ class Call:
 Handler = Callable[[Call], Awaitable[None]]
 
 
-async def head_for_run(call: Call, model_id: str) -> HeadEndpoint:
-    """Return the head of a model that the caller owns.
+async def head_for_run(call: Call, model_id: str) -> Destination:
+    """Return where a submission for a model goes.
 
     Raises:
         NotFound: the model does not exist for this caller.
-        Unavailable: its head is not ready yet; the message states the reason.
+        HeadFailed: its head failed to start; the message states the reason.
     """
-    await call.server.locator.authorize_run(model_id, call.principal)
-    call.server.activity.touch(model_id)
     locator = call.server.locator
-    return await wait_for_head(locator.head_of_run(model_id), lambda: locator.run_pending(model_id))
+    await locator.authorize_run(model_id, call.principal)
+    call.server.activity.touch(model_id)
+    head = locator.head_of_run(model_id)
+    return await find_head(call, model_id, head, lambda: locator.run_pending(model_id))
+
+
+async def find_head(
+    call: Call, target: str, head: Awaitable[HeadEndpoint], why: Callable[[], Pending]
+) -> Destination:
+    """Wait for the head of a submission, for as long as a long poll."""
+    try:
+        async with asyncio.timeout(call.server.settings.timings.long_poll_seconds):
+            return Destination(target, await head)
+    except TimeoutError:
+        return Destination(target, None, why().reason)
 
 
 async def wait_for_head(head: Awaitable[HeadEndpoint], why: Callable[[], Pending]) -> HeadEndpoint:
@@ -154,3 +246,28 @@ async def wait_for_head(head: Awaitable[HeadEndpoint], why: Callable[[], Pending
             return await head
     except TimeoutError:
         raise Unavailable(why().reason) from None
+
+
+async def _whole(chunks: AsyncIterator[bytes], max_bytes: int) -> bytes:
+    """Read a body to its end.
+
+    Raises:
+        BodyTooLarge: it is longer than `max_bytes`.
+    """
+    body = bytearray()
+    async for chunk in chunks:
+        body += chunk
+        if len(body) > max_bytes:
+            raise BodyTooLarge(
+                f"request body: larger than {max_bytes} bytes; send less data per request"
+            )
+    return bytes(body)
+
+
+def _numbers(headers: Mapping[str, str], body: bytes) -> tuple[object, int]:
+    """Return the seq_id of a submission, None if it has none, and its number of samples."""
+    if not futures.is_json(headers.get("content-type", "")):
+        is_compressed = headers.get("content-encoding") == "zstd"
+        plain = decompress(body, envelope.PREFIX_BYTES) if is_compressed else body
+        return envelope.peek_training(plain[: envelope.PREFIX_BYTES]).seq_id or None, 1
+    return envelope.peek_number(body, "seq_id"), envelope.peek_number(body, "num_samples") or 1

@@ -1,7 +1,9 @@
 """Futures: retrieving the result of a request by long polling, and cancelling it."""
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from functools import partial
 
 import orjson
 
@@ -12,7 +14,14 @@ from tinkercloud_api.routes.call import SMALL_BODY_BYTES, Call
 from tinkercloud_protocol import batched_futures, futures, routes
 from tinkercloud_protocol.asgi import respond
 from tinkercloud_protocol.batched_futures import Cursor, RetrieveFuturesRequest
-from tinkercloud_protocol.errors import Forbidden, InvalidRequest, NotFound, Unavailable, WireError
+from tinkercloud_protocol.errors import (
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    Unavailable,
+    WireError,
+)
 from tinkercloud_protocol.ids import RequestId, SamplingSessionId
 from tinkercloud_protocol.sampling import RetrieveFutureRequest
 from tinkercloud_protocol.wire import parse_json
@@ -28,6 +37,10 @@ _POLL_BODY_BYTES = 8 << 20
 """Limit of a poll for many samples, which names the results that the client has received."""
 _LOOKUP_SECONDS = 2.0
 """How long a request that does not wait for a result waits for the head's address."""
+
+
+class _Unknown(WireError):
+    """The head does not know the request of a poll."""
 
 
 async def retrieve_future(call: Call) -> None:
@@ -78,44 +91,92 @@ async def _retrieve_training(
     may_change = await locator.authorize_run(target, call.principal)
     call.server.activity.touch(target)
     try:
-        endpoint = await _wait_while_polling(locator.head_of_run(target), seconds)
+        head = _after_deliveries(call, target, locator.head_of_run(target))
+        endpoint = await _wait_while_polling(head, seconds)
     except TimeoutError:
         await _respond_pending(call, request_id, locator.run_pending(target))
         return
     except WireError as error:
-        await respond(call.send, futures.failed_with(error).body)
+        await _respond_failed(call, request_id, error)
         return
-    await call.forward_once(
+    poll = partial(
+        call.forward_once,
         endpoint,
         target,
         body,
         extra=_waiting(call, seconds) | _reading(may_change),
         timeout_seconds=_poll_seconds(call),
     )
+    await _forward_poll(call, request_id, poll, {})
 
 
 async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes, seconds: float) -> None:
     target, locator = str(request_id.target), call.server.locator
     may_change = await locator.authorize_sampler(target, call.principal)
     try:
-        endpoint = await _wait_while_polling(locator.head_of_sample(target), seconds)
+        head = _after_deliveries(call, target, locator.head_of_sample(target))
+        endpoint = await _wait_while_polling(head, seconds)
     except TimeoutError:
         await _respond_pending(call, request_id, locator.sampler_pending(target))
         return
     except WireError as error:
-        await respond(call.send, futures.failed_with(error).body)
+        await _respond_failed(call, request_id, error)
         return
     # A head that does not know the request is not the one that received it. On 410 the SDK sends
     # the sampling request again.
-    replace = {404: _GONE} if await locator.can_sample_again(target) else None
-    await call.forward_once(
+    replace = {404: _GONE} if await locator.can_sample_again(target) else {}
+    poll = partial(
+        call.forward_once,
         endpoint,
         target,
         body,
-        replace=replace,
         extra=_waiting(call, seconds) | _reading(may_change),
         timeout_seconds=_poll_seconds(call),
     )
+    await _forward_poll(call, request_id, poll, replace)
+
+
+async def _forward_poll(
+    call: Call,
+    request_id: RequestId,
+    poll: Callable[..., Awaitable[None]],
+    replace: Mapping[int, tuple[int, bytes]],
+) -> None:
+    """Forward a poll; deliver the request first if it is still deferred.
+
+    Args:
+        call: the poll.
+        request_id: the request whose result it waits for.
+        poll: forwards the poll, with responses to substitute (`Proxy.forward`).
+        replace: responses to substitute if the head does not know the request.
+    """
+    try:
+        await poll(replace={404: _Unknown(""), 410: _Unknown("")})
+    except _Unknown:
+        # Another server may have deferred it, or a process that has ended since.
+        try:
+            is_delivered = await call.server.deliveries.deliver(str(request_id.target))
+        except Overloaded as error:
+            raise Unavailable(error.message) from None
+        if is_delivered:
+            pending = futures.pending(str(request_id))
+            await respond(call.send, pending, status=futures.PENDING_STATUS)
+        else:
+            await poll(replace=replace)
+
+
+async def _after_deliveries(call: Call, target: str, head: Awaitable[HeadEndpoint]) -> HeadEndpoint:
+    """Return the head of a target once it has the requests that this process has deferred."""
+    endpoint = await head
+    await call.server.deliveries.finished(target)
+    return endpoint
+
+
+async def _respond_failed(call: Call, request_id: RequestId, error: WireError) -> None:
+    """Report a permanent failure of a request, which then must not run."""
+    with suppress(Unavailable):
+        await call.server.checkpoints.deferred.remove(str(request_id.target), request_id.seq_id)
+    await respond(call.send, futures.failed_with(error).body)
 
 
 async def retrieve_futures(call: Call) -> None:
@@ -170,6 +231,8 @@ async def cancel_future(call: Call) -> None:
         raise InvalidRequest("request_id: only sampling requests can be cancelled")
     target = str(request_id.target)
     await call.server.locator.authorize_sampler(target, call.principal)
+    with suppress(Unavailable):
+        await call.server.checkpoints.deferred.remove(target, request_id.seq_id)
     try:
         async with asyncio.timeout(_RETRY_SECONDS):
             endpoint = await call.server.locator.head_of_sample(target)

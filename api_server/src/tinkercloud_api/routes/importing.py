@@ -16,11 +16,17 @@ from tinkercloud_api.transfers.copies import CopyWeightsRequest
 from tinkercloud_api.transfers.imports import MAX_CONFIG_BYTES, StartExternalUpload, StartUpload
 from tinkercloud_api.transfers.signed_urls import InvalidSignature
 from tinkercloud_protocol.asgi import Scope, check_encoding, respond
-from tinkercloud_protocol.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from tinkercloud_protocol.checkpoints import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    CheckpointManifest,
+)
 from tinkercloud_protocol.errors import NotFound
 from tinkercloud_protocol.listings import (
     CopyWeightsAnswer,
     ExternalUploadStarted,
+    UnfinishedUpload,
+    UnfinishedUploads,
     UploadFinished,
     UploadStarted,
     UploadTarget,
@@ -66,6 +72,24 @@ async def start_upload(request: StartUpload, server: Server, caller: Caller) -> 
     upload = await server.imports.start(request, caller)
     urls = {ADAPTER_WEIGHTS: f"{UPLOADS}{upload.id}/{ADAPTER_WEIGHTS}"}
     return UploadStarted(upload_id=upload.id, urls=urls, expires=upload.expires_at)
+
+
+@router.get("/checkpoints/uploads")
+async def list_uploads(server: Server, caller: Caller) -> UnfinishedUploads:
+    """List the caller's unfinished uploads, which count in the owner's limit."""
+    found = []
+    for upload in await server.imports.unfinished(caller):
+        manifest = CheckpointManifest.model_validate(upload.manifest)
+        entry = UnfinishedUpload(
+            upload_id=upload.id,
+            base_model=manifest.base_model,
+            name=manifest.path.name,
+            size_bytes=upload.size_bytes,
+            is_received=bool(manifest.files),
+            expires=upload.expires_at,
+        )
+        found.append(entry)
+    return UnfinishedUploads(uploads=found)
 
 
 @router.post("/checkpoints/uploads/{upload_id}/finish")

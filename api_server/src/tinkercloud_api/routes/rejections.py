@@ -58,8 +58,8 @@ async def forward_rejection(call: Call, body: bytes, error: WireError) -> None:
     if not envelope.names_place(envelope.peek_json_place(body)):
         raise error
     model_id = envelope.peek_json(body, "model_id")
-    endpoint = await head_for_run(call, model_id)
-    await call.forward(endpoint, model_id, body, refusal=error.message[:_MAX_REASON_CHARACTERS])
+    destination = await head_for_run(call, model_id)
+    await call.submit(destination, body, refusal=error.message[:_MAX_REASON_CHARACTERS])
 
 
 def sequence_position(request: LoadWeightsRequest | SaveRequest) -> bytes:

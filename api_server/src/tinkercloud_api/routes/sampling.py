@@ -4,8 +4,7 @@ import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tinkercloud_api.providers.base import HeadEndpoint
-from tinkercloud_api.routes.call import SMALL_BODY_BYTES, Call, wait_for_head
+from tinkercloud_api.routes.call import SMALL_BODY_BYTES, Call, find_head
 from tinkercloud_protocol import envelope, routes
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.sampling import NamedWeights
@@ -15,10 +14,9 @@ _WEIGHTS = tuple(NamedWeights.model_fields)
 
 @dataclass(frozen=True, slots=True)
 class RoutedSample:
-    """A sampling request and the head that executes it."""
+    """A sampling request and the sampling session that executes it."""
 
     sampler_id: str
-    endpoint: HeadEndpoint
     body: bytes
     extra: dict[str, str]
     """Headers for the head: the weights that the server has resolved, if it did."""
@@ -26,17 +24,20 @@ class RoutedSample:
 
 async def asample(call: Call) -> None:
     """Forward a sampling request to a head that serves its sampling session."""
-    sample = await route_sample(call)
-    await call.forward(sample.endpoint, sample.sampler_id, sample.body, extra=sample.extra)
+    sample, locator = await route_sample(call), call.server.locator
+    head = locator.head_of_sampler(sample.sampler_id)
+    destination = await find_head(
+        call, sample.sampler_id, head, lambda: locator.sampler_pending(sample.sampler_id)
+    )
+    await call.submit(destination, sample.body, extra=sample.extra)
 
 
 async def route_sample(call: Call) -> RoutedSample:
-    """Find the sampling session and the head of a request, which may name weights instead.
+    """Find the sampling session of a request, which may name weights instead.
 
     Raises:
         NotFound: the sampling session or the weights do not exist for this caller.
         InvalidRequest: the request names neither, or both a model and other weights.
-        Unavailable: the head is not ready; the message states the reason.
     """
     body = await call.request.body(call.server.settings.limits.max_body_bytes)
     locator = call.server.locator
@@ -50,11 +51,8 @@ async def route_sample(call: Call) -> RoutedSample:
     await locator.authorize_sampler(sampler_id, call.principal)
     if (run_id := await locator.run_of_sampler(sampler_id)) is not None:
         call.server.activity.touch(run_id)
-    endpoint = await wait_for_head(
-        locator.head_of_sampler(sampler_id), lambda: locator.sampler_pending(sampler_id)
-    )
     extra = {routes.WEIGHTS_HEADER: named.as_header()} if named is not None else {}
-    return RoutedSample(sampler_id, endpoint, body, extra)
+    return RoutedSample(sampler_id, body, extra)
 
 
 def _named(body: bytes) -> NamedWeights:

@@ -14,8 +14,13 @@ import orjson
 
 from tinkercloud_api.catalog.tables import SamplingSession
 from tinkercloud_api.http import chain, read_prefix
-from tinkercloud_api.providers.base import HeadEndpoint
-from tinkercloud_api.routes.call import SMALL_BODY_BYTES, Call, Handler, head_for_run
+from tinkercloud_api.routes.call import (
+    SMALL_BODY_BYTES,
+    Call,
+    Destination,
+    Handler,
+    head_for_run,
+)
 from tinkercloud_api.routes.rejections import (
     RequestT,
     SaveRequest,
@@ -52,36 +57,36 @@ async def forward_backward(call: Call) -> None:
         is_plain = encoding != "zstd"
         plain = prefix if is_plain else decompress(prefix, envelope.PREFIX_BYTES)
         model_id = envelope.peek_training(plain[: envelope.PREFIX_BYTES]).model_id
-        endpoint = await head_for_run(call, model_id)
-        await call.forward(endpoint, model_id, chain(prefix, chunks))
+        destination = await head_for_run(call, model_id)
+        await call.submit(destination, chain(prefix, chunks))
 
 
 async def forward_in_order(call: Call, body: bytes) -> None:
     """Forward a JSON request to the head of its model."""
     model_id = envelope.peek_json(body, "model_id")
-    await call.forward(await head_for_run(call, model_id), model_id, body)
+    await call.submit(await head_for_run(call, model_id), body)
 
 
 async def save_weights(call: Call, body: bytes) -> None:
     """Forward a save request and record the checkpoint that it may create."""
     model_id = envelope.peek_json(body, "model_id")
-    endpoint = await head_for_run(call, model_id)
+    destination = await head_for_run(call, model_id)
     request = await _parse_or_none(SaveWeightsRequest, body)
     if request is not None and request.model_id == model_id:
         if request.path is None and request.seq_id is None:
             unnamed = CheckpointPath(model_id, CheckpointKind.TRAINING, _UNNAMED)
-            await _forward_unnamed_save(call, endpoint, body, unnamed)
+            await _forward_unnamed_save(call, destination, body, unnamed)
             return
         path = _path_or_none(model_id, CheckpointKind.TRAINING, request.name())
-        await _forward_save(call, endpoint, request, body, path)
+        await _forward_save(call, destination, request, body, path)
         return
-    await call.forward(endpoint, model_id, body)
+    await call.submit(destination, body)
 
 
 async def save_weights_for_sampler(call: Call, body: bytes) -> None:
     """Forward a save for sampling and record the checkpoint or sampling session it may create."""
     model_id = envelope.peek_json(body, "model_id")
-    endpoint = await head_for_run(call, model_id)
+    destination = await head_for_run(call, model_id)
     request = await _parse_or_none(SaveWeightsForSamplerRequest, body)
     if request is not None and request.model_id == model_id:
         index, name = request.sampling_session_seq_id, request.name()
@@ -93,25 +98,25 @@ async def save_weights_for_sampler(call: Call, body: bytes) -> None:
                 return
         elif request.path is None and request.seq_id is None:
             unnamed = CheckpointPath(model_id, CheckpointKind.SAMPLER, _UNNAMED)
-            await _forward_unnamed_save(call, endpoint, body, unnamed)
+            await _forward_unnamed_save(call, destination, body, unnamed)
             return
         elif name is not None:
             path = _path_or_none(model_id, CheckpointKind.SAMPLER, name)
-            await _forward_save(call, endpoint, request, body, path)
+            await _forward_save(call, destination, request, body, path)
             return
-    await call.forward(endpoint, model_id, body)
+    await call.submit(destination, body)
 
 
 async def save_weights_external(call: Call, body: bytes) -> None:
     """Forward a save for other programs and record the checkpoint that it may create."""
     model_id = envelope.peek_json(body, "model_id")
-    endpoint = await head_for_run(call, model_id)
+    destination = await head_for_run(call, model_id)
     request = await _parse_or_none(SaveWeightsExternalRequest, body)
     if request is not None and request.model_id == model_id:
         path = _path_or_none(model_id, CheckpointKind.EXTERNAL, request.path)
-        await _forward_save(call, endpoint, request, body, path)
+        await _forward_save(call, destination, request, body, path)
         return
-    await call.forward(endpoint, model_id, body)
+    await call.submit(destination, body)
 
 
 async def load_weights(call: Call, body: bytes) -> None:
@@ -147,7 +152,7 @@ async def load_weights(call: Call, body: bytes) -> None:
             .model_dump_json(exclude_none=True)
             .encode()
         )
-    await call.forward(await head_for_run(call, request.model_id), request.model_id, body)
+    await call.submit(await head_for_run(call, request.model_id), body)
 
 
 def in_order(handle: Callable[[Call, bytes], Awaitable[None]]) -> Handler:
@@ -170,7 +175,7 @@ def in_order(handle: Callable[[Call, bytes], Awaitable[None]]) -> Handler:
 
 async def _forward_save(
     call: Call,
-    endpoint: HeadEndpoint,
+    destination: Destination,
     request: SaveRequest,
     body: bytes,
     path: CheckpointPath | None,
@@ -178,7 +183,7 @@ async def _forward_save(
     """Forward a save request; `path` is None if the head is going to reject the request."""
 
     async def forward() -> int | None:
-        await call.forward(endpoint, request.model_id, body)
+        await call.submit(destination, body)
         return call.status
 
     if path is None:
@@ -194,7 +199,7 @@ async def _forward_save(
 
 
 async def _forward_unnamed_save(
-    call: Call, endpoint: HeadEndpoint, body: bytes, unnamed: CheckpointPath
+    call: Call, destination: Destination, body: bytes, unnamed: CheckpointPath
 ) -> None:
     """Forward a save request without a name and without the number that its name derives from.
 
@@ -212,7 +217,7 @@ async def _forward_unnamed_save(
         response.append(message)
 
     asked = replace(call, raw_send=keep)
-    await asked.forward(endpoint, unnamed.run_id, body)
+    await asked.submit(destination, body)
     if asked.status == HTTPStatus.OK:
         promise = orjson.loads(b"".join(message.get("body", b"") for message in response))
         name = default_name(RequestId.parse(promise["request_id"]).seq_id)

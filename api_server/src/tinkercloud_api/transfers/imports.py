@@ -3,13 +3,15 @@
 `start` checks the configuration and reserves room, `receive` streams `adapter_model.safetensors`
 into the store and checks its header before the first tensor, and each value. `finish` compares it
 with its configuration and its base model, and writes the manifest. An upload that is not finished
-before it expires is deleted.
+before it expires is deleted, and one whose content is refused at once: the owner may have few of
+them.
 """
 
 import asyncio
 import hashlib
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -51,6 +53,10 @@ _CHUNK_SECONDS = 60.0
 """Maximum time between two parts of a body."""
 MAX_CONFIG_BYTES = 64 << 10
 """Maximum size of `adapter_config.json`."""
+
+
+class Refused(InvalidRequest):
+    """The content of an upload can't be imported, however often it is sent."""
 
 
 class StartUpload(WireModel):
@@ -180,7 +186,8 @@ class Imports:
 
         Raises:
             NotFound: the upload does not exist for this principal.
-            InvalidRequest: it is not open, or the file is not a LoRA adapter that can be imported.
+            InvalidRequest: it is not open, or the file was not received completely.
+            Refused: the file is not a LoRA adapter that can be imported; the upload has ended.
         """
         upload = await self._open(upload_id, caller)
         if upload_id in self._receiving:
@@ -191,6 +198,8 @@ class Imports:
         try:
             size = upload.size_bytes or await self._reserve_room(upload, length)
             await self._receive(upload, chunks, size)
+        except Refused as error:
+            raise await self._ended(upload, error) from None
         finally:
             self._receiving.discard(upload_id)
 
@@ -246,8 +255,9 @@ class Imports:
 
         Raises:
             NotFound: the upload does not exist for this principal.
-            InvalidRequest: it has expired, a file was not received, or the adapter does not fit its
-                configuration or its base model.
+            InvalidRequest: it has expired, or a file was not received.
+            Refused: the adapter does not fit its configuration or its base model; the upload has
+                ended.
         """
         upload = await self._visible(upload_id, caller)
         manifest = CheckpointManifest.model_validate(upload.manifest)
@@ -260,7 +270,10 @@ class Imports:
             raise InvalidRequest(
                 f"upload {upload_id!r}: {missing[0]} is missing; PUT it before finishing"
             )
-        await self._check_fit(upload, manifest)
+        try:
+            await self._check_fit(upload, manifest)
+        except Refused as error:
+            raise await self._ended(upload, error) from None
         config = orjson.dumps(upload.adapter_config, option=orjson.OPT_INDENT_2)
         await self.stored_runs.objects.create(manifest.key_of(ADAPTER_CONFIG), config)
         stored = StoredFile(size_bytes=len(config), sha256=hashlib.sha256(config).hexdigest())
@@ -286,7 +299,8 @@ class Imports:
             raise InvalidRequest(
                 f"upload {upload.id!r}: {ADAPTER_WEIGHTS} is gone from the store; PUT it again"
             )
-        await asyncio.to_thread(adapter_fit.check, start, upload.adapter_config, base)
+        with _refusals():
+            await asyncio.to_thread(adapter_fit.check, start, upload.adapter_config, base)
 
     async def abort(self, upload_id: str, caller: Principal) -> None:
         """Delete an upload and what was received.
@@ -295,9 +309,19 @@ class Imports:
             NotFound: the upload does not exist for this principal.
             InvalidRequest: it is finished or has expired.
         """
-        upload = await self._open(upload_id, caller)
+        await self._end(await self._open(upload_id, caller))
+
+    async def unfinished(self, caller: Principal) -> Sequence[Upload]:
+        """Return the open uploads of the caller's owner, oldest first."""
+        return await self.catalog.open_uploads(caller.owner)
+
+    async def _ended(self, upload: Upload, error: Refused) -> Refused:
+        await self._end(upload)
+        return Refused(f"{error.message}; this upload has ended: start another one")
+
+    async def _end(self, upload: Upload) -> None:
         manifest = CheckpointManifest.model_validate(upload.manifest)
-        await self.catalog.forget_upload(upload_id)
+        await self.catalog.forget_upload(upload.id)
         await self.stored_runs.objects.delete_folder(manifest.path.prefix)
 
     async def _visible(self, upload_id: str, caller: Principal) -> Upload:
@@ -345,6 +369,15 @@ def _storable(config: dict[str, Any]) -> dict[str, Any]:
     return stored
 
 
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Mark errors as errors of the content."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise Refused(error.message) from None
+
+
 class _Body:
     """The file of an upload, which is checked while it is received."""
 
@@ -370,7 +403,9 @@ class _Body:
                 is not finite.
         """
         async for part in self._parts():
-            if checked := await asyncio.to_thread(self._check, part):
+            with _refusals():
+                checked = await asyncio.to_thread(self._check, part)
+            if checked:
                 yield checked
         if self.size != self._expected or self.lora is None:
             raise InvalidRequest(
@@ -406,7 +441,7 @@ class _Body:
                 return
             self.size += len(chunk)
             if self.size > self._expected:
-                raise InvalidRequest(
+                raise Refused(
                     f"{ADAPTER_WEIGHTS}: larger than the {self._expected} bytes of size_bytes"
                 )
             yield chunk

@@ -49,7 +49,8 @@ class StoredRuns:
         if not await self.catalog.add_upload(upload, MAX_OPEN):
             raise Overloaded(
                 f"{upload.owner!r} has {MAX_OPEN} unfinished uploads and copies, which is the"
-                " maximum; finish or delete one, or wait until it expires"
+                " maximum; finish or delete one (`tinkercloud checkpoints uploads` lists them), or"
+                " wait until it expires"
             )
 
     async def complete(self, upload_id: str, manifest: CheckpointManifest, spec: ModelSpec) -> str:

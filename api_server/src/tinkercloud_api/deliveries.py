@@ -1,0 +1,157 @@
+"""Delivers deferred requests to session heads as soon as these are ready."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+
+import orjson
+import structlog
+
+from tinkercloud_api.deferred_requests import Deferred, DeferredRequests
+from tinkercloud_api.head_locator import HeadLocator
+from tinkercloud_api.providers.base import HeadEndpoint, HeadFailed, SessionProvider
+from tinkercloud_api.proxy import Proxy, StaleEndpoint
+from tinkercloud_api.tenants import Tenants
+from tinkercloud_protocol.asgi import Message
+from tinkercloud_protocol.errors import Overloaded, StateLost, Unavailable, WireError
+from tinkercloud_protocol.futures import JSON
+
+log = structlog.get_logger(__name__)
+
+_RESPONSE_SECONDS = 60.0
+_MAX_PAUSE_SECONDS = 60.0
+_REASON_CHARACTERS = 2000
+
+
+class Deliveries:
+    """Tasks that deliver the deferred requests, one task for each target. Of one event loop."""
+
+    def __init__(
+        self,
+        deferred: DeferredRequests,
+        locator: HeadLocator,
+        provider: SessionProvider,
+        proxy: Proxy,
+        tenants: Tenants,
+    ) -> None:
+        self._deferred = deferred
+        self._locator = locator
+        self._provider = provider
+        self._proxy = proxy
+        self._tenants = tenants
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._due: set[str] = set()
+        """Targets that have requests which their task has not seen yet."""
+
+    async def start(self) -> None:
+        """Begin to deliver what an earlier process has left in the store."""
+        try:
+            targets = await self._deferred.targets()
+        except Unavailable as error:
+            # A poll for a result delivers the request as well.
+            log.warning("cannot list deferred requests", reason=error.message)
+            return
+        for target in targets:
+            self.begin(target)
+
+    async def stop(self) -> None:
+        """End all tasks; the requests stay in the store."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def begin(self, target: str) -> None:
+        """Deliver the requests of a target in the background, once it has a head."""
+        self._due.add(target)
+        if target not in self._tasks:
+            self._tasks[target] = asyncio.create_task(self._run(target))
+
+    async def finished(self, target: str) -> None:
+        """Wait until this process has delivered the requests of a target."""
+        if (task := self._tasks.get(target)) is not None:
+            await asyncio.wait({task})
+
+    async def deliver(self, target: str) -> bool:
+        """Deliver what any process has stored for a target; return whether that was anything.
+
+        Raises:
+            Unavailable: the head or the store does not respond.
+            Overloaded: the head's queue of the owner is full.
+            WireError: no head can ever serve the target.
+        """
+        if requests := await self._deferred.of_target(target):
+            await self._send(requests, await self._locator.head_of(target))
+        return bool(requests)
+
+    async def _run(self, target: str) -> None:
+        failures = 0
+        try:
+            while target in self._due:
+                self._due.discard(target)
+                try:
+                    await self._deliver_when_ready(target)
+                except (Unavailable, Overloaded, HeadFailed) as error:
+                    failures += 1
+                    self._due.add(target)
+                    log.info("deferred requests wait", target=target, reason=error.message)
+                    await asyncio.sleep(min(2.0 ** (failures - 1), _MAX_PAUSE_SECONDS))
+        finally:
+            del self._tasks[target]
+
+    async def _deliver_when_ready(self, target: str) -> None:
+        try:
+            await self.deliver(target)
+        except (Unavailable, Overloaded, HeadFailed):
+            raise
+        except WireError as error:
+            # Polls for the results report the same.
+            log.info("dropping deferred requests", target=target, reason=error.message)
+            await self._deferred.remove_all(target)
+
+    async def _send(self, requests: Sequence[Deferred], endpoint: HeadEndpoint) -> None:
+        for request in requests:
+            status, answer = await self._post(request, endpoint, request.body, request.refusal)
+            if status == Overloaded.status:
+                raise Overloaded(_detail(answer))
+            if status >= 500:
+                raise Unavailable(_detail(answer))
+            is_rejected = 400 <= status < 500 and status != StateLost.status
+            if is_rejected and ":train:" in request.target:
+                # Without it the model's sequence would have a gap.
+                place = {"model_id": request.target, "seq_id": request.seq_id}
+                reason = _detail(answer)[:_REASON_CHARACTERS]
+                await self._post(request, endpoint, orjson.dumps(place), reason)
+            await self._deferred.remove(request.target, request.seq_id)
+
+    async def _post(
+        self, request: Deferred, endpoint: HeadEndpoint, body: bytes, refusal: str | None
+    ) -> tuple[int, bytes]:
+        messages: list[Message] = []
+
+        async def collect(message: Message) -> None:
+            messages.append(message)
+
+        headers = request.headers if body is request.body else {"content-type": JSON}
+        try:
+            await self._proxy.forward(
+                collect,
+                endpoint,
+                request.path,
+                target=request.target,
+                headers=headers,
+                body=body,
+                refusal=refusal,
+                extra={**self._tenants.headers(request.owner), **request.extra},
+                timeout_seconds=_RESPONSE_SECONDS,
+            )
+        except StaleEndpoint:
+            self._provider.invalidate(endpoint)
+            raise
+        return messages[0]["status"], b"".join(each.get("body", b"") for each in messages)
+
+
+def _detail(answer: bytes) -> str:
+    with suppress(ValueError, KeyError, TypeError):
+        return str(orjson.loads(answer)["detail"])
+    return "the session head rejected the request"

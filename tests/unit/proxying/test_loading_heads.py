@@ -1,0 +1,241 @@
+"""Clients wait for a head that takes longer to load than the SDK repeats a submission."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+import tinker
+from tinker import types
+from tinker.lib import internal_client_holder, queue_state_logger
+
+from tinkercloud_api.app import Application
+from tinkercloud_api.deferred_requests import Deferred, DeferredRequests
+from tinkercloud_api.object_store import ObjectStoreClient
+from tinkercloud_api.providers.base import HeadEndpoint
+from tinkercloud_api.settings import Settings
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.errors import InvalidRequest, Overloaded
+from tinkercloud_protocol.launch import Limits, Timings
+from tinkercloud_protocol.object_store import open_store
+from tinkercloud_testing.bare_heads import until
+from tinkercloud_testing.providers import LoadingHead
+from tinkercloud_testing.sdk_clients import SdkClients
+from tinkercloud_testing.sdk_steps import ADAM, a_datum, step
+from tinkercloud_testing.served_heads import TOKEN, a_served_head, served
+
+KEY = "tml-of-those-who-wait-for-heads"
+HURRY = 10_000
+"""How much faster the SDK's clock runs: its five minutes are 0.03 s."""
+
+
+@dataclass
+class World:
+    """An API server, its head, and the clients."""
+
+    settings: Settings
+    provider: LoadingHead
+    url: str = ""
+    clients: SdkClients = field(default_factory=SdkClients)
+
+    async def training_client(self) -> tinker.TrainingClient:
+        """Create a model, once the head is ready."""
+        service = await asyncio.to_thread(self.clients.make, self.url, KEY)
+        create = service.create_lora_training_client
+        return await asyncio.to_thread(lambda: create("tiny", rank=2, seed=1).result())
+
+    def stored(self) -> list[Path]:
+        """Return the deferred requests."""
+        folder = self.settings.state_dir.parent / "store" / "deferred"
+        return [path for path in folder.rglob("*") if path.is_file()]
+
+
+@asynccontextmanager
+async def serving(world: World) -> AsyncIterator[None]:
+    """Run the API server."""
+    application = Application(world.settings, world.provider)
+    async with served(application) as world.url:
+        yield
+
+
+@pytest.fixture
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    settings = Settings(
+        state_dir=tmp_path / "state",
+        checkpoint_root=(tmp_path / "store").as_uri(),
+        bootstrap_key=KEY,
+        timings=Timings(long_poll_seconds=0.05),
+    )
+    world = World(settings, LoadingHead())
+    async with a_served_head(tmp_path) as head:
+        world.provider.endpoint = HeadEndpoint(head.url, TOKEN, "g1")
+        fast = SimpleNamespace(time=lambda: time.time() * HURRY, monotonic=time.monotonic)
+        monkeypatch.setattr(internal_client_holder, "time", fast)
+        monkeypatch.setattr(queue_state_logger, "PAUSE_GRACE_PERIOD", 0)
+        yield world
+        world.clients.close()
+
+
+async def test_a_training_loop_waits_for_a_head_that_loads_longer_than_the_sdk_repeats_requests(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "tinker")
+    world.provider.ready.set()
+    async with serving(world):
+        training = await world.training_client()
+        uninterrupted = await world.training_client()
+        expected = [await asyncio.to_thread(step, uninterrupted) for _ in range(3)]
+        first = await asyncio.to_thread(step, training)
+        world.provider.ready.clear()
+
+        second = training.forward_backward([a_datum()], "cross_entropy")
+        optim = training.optim_step(ADAM)
+        state = training.save_state("here")
+        named = training.save_weights_for_sampler("there")
+        loaded = training.load_state("tinker://nowhere/weights/missing")
+        third = training.forward_backward([a_datum()], "cross_entropy")
+        await until(lambda: len(world.stored()) == 6)
+        await until(lambda: "the model is loading" in caplog.text)
+        assert not any(each.future().done() for each in (optim, state, named, loaded))
+        world.provider.ready.set()
+
+        await asyncio.to_thread(optim.result)
+        losses = [first] + [
+            (await asyncio.to_thread(each.result)).metrics["loss:sum"] for each in (second, third)
+        ]
+        assert losses == expected
+        assert (await asyncio.to_thread(state.result)).path.endswith("/here")
+        assert (await asyncio.to_thread(named.result)).path.endswith("/there")
+        with pytest.raises(tinker.RequestFailedError, match="model_id 'nowhere' is malformed"):
+            await asyncio.to_thread(loaded.result)
+        listed = await asyncio.to_thread(
+            lambda: (
+                tinker.RestClient(base_url=world.url, api_key=KEY)
+                .list_checkpoints(training.model_id)
+                .result()
+            )
+        )
+        assert sorted(each.checkpoint_type for each in listed.checkpoints) == [
+            "sampler",
+            "training",
+        ]
+        await until(lambda: not world.stored())
+
+
+async def test_samples_and_new_models_wait_for_a_head_that_loads(world: World) -> None:
+    async with serving(world):
+        service = await asyncio.to_thread(world.clients.make, world.url, KEY)
+        sampler = await asyncio.to_thread(
+            lambda: service.create_sampling_client(base_model="tiny").result()
+        )
+        prompt, params = types.ModelInput.from_ints([5, 6]), types.SamplingParams(max_tokens=3)
+        samples = [sampler.sample(prompt, 2, params) for _ in range(5)]
+        creating = asyncio.create_task(world.training_client())
+        await until(lambda: len(world.stored()) == 5)
+        world.provider.ready.set()
+
+        answers = [await asyncio.to_thread(each.result) for each in samples]
+        assert [len(each.sequences) for each in answers] == [2] * 5
+        assert (await creating).model_id
+
+
+async def test_what_a_stopped_server_has_promised_is_delivered_by_the_next(world: World) -> None:
+    world.provider.ready.set()
+    async with serving(world):
+        training = await world.training_client()
+        world.provider.ready.clear()
+        body = {"model_id": training.model_id, "seq_id": 1, "adam_params": {}}
+        promise = await post(world, routes.OPTIM_STEP, body)
+    assert promise == (200, {"request_id": f"{training.model_id}:1", "model_id": training.model_id})
+
+    world.provider.ready.set()
+    async with serving(world):
+        poll = {"request_id": f"{training.model_id}:1"}
+        while (answer := await post(world, routes.RETRIEVE_FUTURE, poll))[0] == 408:
+            pass
+    assert answer[0] == 200
+    assert "error" not in answer[1]
+
+
+async def test_a_request_that_only_the_head_can_number_gets_503_with_the_reason(
+    world: World,
+) -> None:
+    world.provider.ready.set()
+    async with serving(world):
+        training = await world.training_client()
+        world.provider.ready.clear()
+
+        body = {"model_id": training.model_id, "adam_params": {}}
+        assert await post(world, routes.OPTIM_STEP, body) == (
+            503,
+            {"detail": "the model is loading"},
+        )
+
+
+async def post(world: World, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    headers = {routes.API_KEY_HEADER: KEY}
+    async with (
+        aiohttp.ClientSession(headers=headers) as client,
+        client.post(world.url + path, json=body) as answer,
+    ):
+        return answer.status, await answer.json()
+
+
+def a_request(seq_id: int, body: bytes = b"{}") -> Deferred:
+    return Deferred("s:train:0", seq_id, "me", "/p", {"accept": "x"}, {"ours": "y"}, body)
+
+
+@pytest.fixture
+def deferred(tmp_path: Path) -> DeferredRequests:
+    return DeferredRequests(ObjectStoreClient(open_store(tmp_path.as_uri())))
+
+
+async def test_deferred_requests_come_back_in_order_and_damaged_ones_do_not(
+    tmp_path: Path, deferred: DeferredRequests
+) -> None:
+    for seq_id in (10, 9, 11):
+        await deferred.add(a_request(seq_id, b"{%d}" % seq_id))
+    damaged = tmp_path / "deferred/s:train:0" / f"{11:020d}"
+    content = bytearray(damaged.read_bytes())
+    content[-2] ^= 1
+    damaged.write_bytes(content)
+
+    assert await deferred.of_target("s:train:0") == [a_request(9, b"{9}"), a_request(10, b"{10}")]
+    assert not damaged.exists()
+
+
+async def test_the_deferred_requests_of_an_owner_have_a_limit_of_bytes(
+    deferred: DeferredRequests,
+) -> None:
+    limit = Limits(max_queued_bytes=10_000).max_queued_bytes
+    for seq_id in (1, 2):
+        with deferred.room("me", 3000, limit):
+            await deferred.add(a_request(seq_id))
+
+    with (
+        pytest.raises(Overloaded, match="8192 bytes of requests of owner 'me'"),
+        deferred.room("me", 3000, limit),
+    ):
+        pass
+    with deferred.room("another", 3000, limit):
+        pass
+    await deferred.remove("s:train:0", 1)
+    with deferred.room("me", 3000, limit):
+        pass
+
+
+async def test_a_number_is_not_promised_twice_for_different_requests(
+    deferred: DeferredRequests,
+) -> None:
+    await deferred.add(a_request(1))
+    await deferred.add(a_request(1))
+
+    with pytest.raises(InvalidRequest, match="seq_id: 1 was already used"):
+        await deferred.add(a_request(1, b"other"))
