@@ -27,11 +27,11 @@ Shapes: R rows (positions of all data of a request, one after another), K target
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.tensors import FloatArray
@@ -197,7 +197,7 @@ class _Computed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: FunctionCtx,
         _lp_RK: Tensor,
         losses_D: Tensor,
         gradient_RK: Tensor,
@@ -207,9 +207,11 @@ class _Computed(torch.autograd.Function):
         return losses_D.clone()
 
     @staticmethod
-    def backward(ctx: Any, *of_losses: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(  # type: ignore[override]
+        ctx: BackwardCFunction, of_losses_D: Tensor
+    ) -> tuple[Tensor, None, None, None]:
         gradient_RK, datum_of_row = ctx.saved_tensors
-        factors_R = of_losses[0].to(gradient_RK.dtype)[datum_of_row]
+        factors_R = of_losses_D.to(gradient_RK.dtype)[datum_of_row]
         return gradient_RK * factors_R.unsqueeze(1), None, None, None
 
 

@@ -1,8 +1,9 @@
 """The processes that compute custom losses, and the nursery that starts them.
 
 The nursery imports torch, and with the first process what it needs beyond that. Then it does
-nothing else than fork: another process is ready in milliseconds. It ends when the head closes its socket, however the head ends, and its children end
-with it. It also reports how a child has ended, which only a parent learns.
+nothing else than fork: another process is ready in milliseconds. It ends when the head closes its
+socket, however the head ends, and its children end with it. It also reports how a child has ended,
+which only a parent learns.
 
 `python -m tinkercloud_worker.custom_losses.child FD` runs a nursery on a socket.
 """

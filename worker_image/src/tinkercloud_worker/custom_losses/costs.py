@@ -144,7 +144,13 @@ class _Meter(TorchDispatchMode):
         self._check()
         return result
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload[..., Value],
+        types: Sequence[type],
+        args: tuple[Value, ...] = (),
+        kwargs: Mapping[str, Value] | None = None,
+    ) -> Value:
         """Run an operation of torch, and count it."""
         given = [tensor for value in (args, *(kwargs or {}).values()) for tensor in _tensors(value)]
         known = {tensor.untyped_storage()._cdata for tensor in given}
@@ -163,7 +169,7 @@ class _Meter(TorchDispatchMode):
         self._check()
         return result
 
-    def _note(self, storage: Any) -> None:
+    def _note(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self._storages:
             self._storages.add(storage._cdata)
             self._alive += storage.nbytes()

@@ -1,6 +1,7 @@
 """The head's side of the nursery: processes that compute losses, and how they have ended."""
 
 import json
+import math
 import os
 import resource
 import signal
@@ -104,10 +105,9 @@ class Nursery:
         Raises:
             NurseryLost: the nursery has ended, and the process with it.
         """
-        status: int = self._ask({"end": pid}, [])["status"]
-        return status
+        return self._ask({"end": pid}, [])["status"]
 
-    def _ask(self, message: dict[str, Any], files: list[int]) -> Any:
+    def _ask(self, message: dict[str, Any], files: list[int]) -> dict[str, int]:
         with self._lock:
             try:
                 self._control.settimeout(_START_SECONDS)
@@ -117,7 +117,8 @@ class Nursery:
                 raise NurseryLost(str(error)) from error
         if not answer:
             raise NurseryLost("it has closed its socket")
-        return json.loads(answer)
+        found: dict[str, int] = json.loads(answer)
+        return found
 
     def close(self) -> None:
         """End the nursery and all of its processes. Idempotent."""
@@ -150,7 +151,7 @@ class LossChild:
     @property
     def is_alive(self) -> bool:
         """Whether a process without a task still exists."""
-        self._channel.setblocking(False)
+        self._channel.settimeout(0)
         try:
             self._channel.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -193,7 +194,7 @@ class LossChild:
     def _checked(self, name: str, answer: bytes, limits: TaskLimits, max_bytes: int) -> float:
         kind, seconds = child.ANSWER.unpack_from(answer)
         if kind == child.DONE:
-            return min(max(seconds, 0.0), limits.cpu_seconds) if seconds == seconds else 0.0
+            return 0.0 if math.isnan(seconds) else min(max(seconds, 0.0), limits.cpu_seconds)
         if kind == child.FAILED:
             text = answer[child.ANSWER.size :].decode(errors="replace")
             raise InvalidRequest("".join(c if c.isprintable() else " " for c in text))

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -176,7 +176,7 @@ class LossProcesses:
     def _take_turn(self, owner: str, task: _Waiting) -> None:
         try:
             child = self._child_of(owner)
-        except Exception as error:  # noqa: BLE001 - the waiting caller gets it
+        except Exception as error:
             log.exception("a process for custom losses could not be started")
             task.fail(_cannot_start(error))
             self._end_turn(owner, None)
