@@ -1,5 +1,6 @@
 """A custom loss computed by the head adds the gradient that a trainer's own computation adds."""
 
+from concurrent.futures import wait
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,12 @@ from tinkercloud_testing.data import a_request
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.trainers import assert_close, gradient_of
 from tinkercloud_testing.uploaded_losses import processes, uploaded
+from tinkercloud_worker.custom_losses import uploaded as uploaded_loss
 from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
 from tinkercloud_worker.engine import custom_passes
 from tinkercloud_worker.engine.batch import Batch, prepare_custom
-from tinkercloud_worker.engine.thread import run_through
-from tinkercloud_worker.engine.trainer import LossOutput
+from tinkercloud_worker.engine.thread import Pause, run_through
+from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -97,3 +99,34 @@ def test_a_loss_that_fails_for_one_datum_reaches_no_backward_pass() -> None:
 
     with pytest.raises(InvalidRequest, match="out of bounds"):
         completed(custom_passes.forward_backward(batch, batch.uploaded, score, never))
+
+
+def mixed(logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    return (logprobs.exp() * logprobs).sum(), {"custom/length:sum": logprobs.detach().exp().sum()}
+
+
+def test_a_loss_that_takes_long_leaves_the_trainer_free_and_has_the_same_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_once, later = a_trainer(), a_trainer()
+    request = a_request([a_datum(length) for length in (40, 5, 60)], "custom")
+    batches = [prepared(request, uploaded(mixed), trainer) for trainer in (at_once, later)]
+    expected = at_once.forward_backward("m", batches[0], lambda: None)
+
+    monkeypatch.setattr(uploaded_loss, "_PATIENCE_SECONDS", 0.0)
+    pieces = later.pieces(TrainingPass("m", batches[1]), lambda: None)
+    pauses = []
+    while True:
+        try:
+            step = next(pieces)
+        except StopIteration as stop:
+            found = stop.value
+            break
+        if isinstance(step, Pause):
+            pauses.append(step.tokens)
+            wait([step.until])
+
+    assert pauses
+    assert found.metrics == expected.metrics
+    assert_close(gradient_of(later), gradient_of(at_once), rtol=0.0, atol=0.0)
+    assert batches[0].custom_metrics() == batches[1].custom_metrics()

@@ -49,7 +49,7 @@ class Nursery:
 
     def __init__(self, control: socket.socket, pid: int) -> None:
         self._control = control
-        self._pid = pid
+        self.pid = pid
         self._lock = threading.Lock()
 
     @classmethod
@@ -124,7 +124,7 @@ class Nursery:
         """End the nursery and all of its processes. Idempotent."""
         self._control.close()
         with suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
+            os.waitpid(self.pid, 0)
 
 
 def _leave_files(control: int) -> None:
