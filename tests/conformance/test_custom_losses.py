@@ -135,3 +135,43 @@ def test_code_is_not_accepted(server: Server, client: tinker.ServiceClient) -> N
 
     assert answer.status == 400
     assert "is not allowed in a custom loss" in answer.detail
+
+
+def divided(logprobs: Any, x: Any, y: Any) -> Any:
+    """A loss that ends its process where the quotient of two integers overflows."""
+    return logprobs.sum() + torch.div(x, y, rounding_mode="trunc").sum(), {}
+
+
+def step(training: tinker.TrainingClient) -> float:
+    """Run a step; return its loss."""
+    loss = training.forward_backward([a_datum()], "cross_entropy").result().metrics["loss:sum"]
+    training.optim_step(STEP).result()
+    return loss
+
+
+def test_a_loss_that_ends_its_process_fails_its_future_and_others_train_on_in_the_same_head(
+    server: Server, client: tinker.ServiceClient
+) -> None:
+    handle = client.create_custom_loss(
+        divided, input_ranks={"logprobs": 1, "x": 1, "y": 1}
+    ).result()
+    training, undisturbed = a_model(client), a_model(client)
+    expected = [step(undisturbed) for _ in range(3)]
+    pids = server.head_pids()
+    least, ones = np.full(4, -(2**63), np.int64), np.ones(4, np.int64)
+    with server.client(server.new_key("another-owner")) as another:
+        theirs = a_model(another)
+        losses = [step(theirs)]
+        for _ in range(2):
+            deadly = training.forward_backward_custom([a_datum(x=least, y=-ones)], handle)
+            losses.append(step(theirs))
+
+            with pytest.raises(tinker.TinkerError, match=r"custom loss 'divided'.*SIGFPE.*integer"):
+                deadly.result()
+
+    assert losses == expected
+    assert server.head_pids() == pids
+    # The owner continues too, with the same loss.
+    right = training.forward_backward_custom([a_datum(x=ones, y=ones)], handle).result()
+    training.optim_step(STEP).result()
+    assert np.isfinite(right.metrics["loss:sum"])

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.loss_operations import ATTRIBUTES, DTYPES, METHODS, canonical
+from tinkercloud_protocol.loss_operations import ATTRIBUTES, DTYPES, METHODS, TEXTS, canonical
 from tinkercloud_protocol.wire import Items, Name, WireModel, parse_json
 
 MAX_NODES = 512
@@ -31,6 +31,7 @@ Json = Any
 
 _INPUT_NAME = re.compile(r"[a-z_][a-z0-9_]{0,63}")
 _METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
+_CUDA = re.compile(r"cuda:[0-9]{1,3}")
 _WRAPPERS = ("ref", "tuple", "dict", "slice", "ellipsis", "float", "dtype", "device", "layout")
 
 
@@ -219,8 +220,13 @@ def _parts(value: Json, known: set[str], where: str) -> list[Any]:
             return []
         case int() if abs(value) <= _MAX_INTEGER:
             return []
-        case str() if len(value) <= 64:
-            return []
+        case str():
+            if value in TEXTS or value in ATTRIBUTES or _CUDA.fullmatch(value):
+                return []
+            raise InvalidRequest(
+                f"{where}: the text {value[:80]!r} is not allowed as an argument; allowed are"
+                f" {', '.join(sorted(TEXTS))} (norms: a number, or 'fro')"
+            )
     raise InvalidRequest(f"{where}: argument {str(value)[:80]!r} is too large")
 
 

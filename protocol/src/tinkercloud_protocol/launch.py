@@ -17,6 +17,7 @@ from tinkercloud_protocol.durability import DurabilityConfig
 from tinkercloud_protocol.engine_scaling import EngineScaling
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.image_limits import ImageLimits
+from tinkercloud_protocol.loss_limits import LossLimits
 from tinkercloud_protocol.training import OptimizerConfig
 
 
@@ -290,7 +291,7 @@ def check_gpu_of_trainer(trainer: TrainerConfig, sampler: SamplerConfig) -> None
             )
 
 
-class Limits(ImageLimits, _Config):
+class Limits(ImageLimits, LossLimits, _Config):
     """Upper bounds on what a client may request."""
 
     max_lora_rank: Annotated[int, Field(ge=1)] = 256

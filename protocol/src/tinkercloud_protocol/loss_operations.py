@@ -67,6 +67,12 @@ ATTRIBUTES = frozenset({"shape", "dtype", "device", "ndim", "T", "mT", "values",
 DTYPES = _names(
     "float float32 float64 double float16 half bfloat16 int64 long int32 int int16 int8 uint8 bool"
 )
+TEXTS = _names(
+    """
+    none mean sum batchmean trunc floor tanh fro constant reflect replicate circular ij xy cpu cuda
+    """
+)
+"""Texts that may be arguments, whose cost is what the shapes show. `nuc` of norms is not."""
 _NAMESPACES = {
     "torch.nn.functional.": ("functional", FUNCTIONAL),
     "torch._C._nn.": ("functional", FUNCTIONAL),

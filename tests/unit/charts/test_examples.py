@@ -1,6 +1,7 @@
 """Examples of custom resources: each is acceptable, and says what it wants."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest

@@ -17,7 +17,9 @@ from tinkercloud_protocol.ids import ModelId
 from tinkercloud_protocol.tensors import ForwardBackwardRequest
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_testing.waiting import reached
+from tinkercloud_worker.custom_losses.nursery import LossEnded
 from tinkercloud_worker.head.attempts import Attempts, RepeatTurns
+from tinkercloud_worker.head.durable_run import DurableRun
 from tinkercloud_worker.head.operations import Operations
 from tinkercloud_worker.journal.folder import JournalFolder
 
@@ -204,3 +206,66 @@ async def test_a_suspect_that_has_run_is_cleared_before_the_turn_of_another_one(
         attempts.close()
 
     assert written == [{}]
+
+
+async def test_a_loss_that_was_ended_is_computed_by_no_later_head_and_fails_with_the_same_answer(
+    pod: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, run = list[int](), Operations.forward_backward
+
+    async def run_or_fail(self: Operations, request: ForwardBackwardRequest) -> Result:
+        if request.seq_id == 3:
+            computed.append(3)
+            raise LossEnded("custom loss 'x': ended by SIGFPE")
+        return await run(self, request)
+
+    monkeypatch.setattr(Operations, "forward_backward", run_or_fail)
+    # The head is killed before a snapshot has the outcome.
+    monkeypatch.setattr(DurableRun, "note_change", lambda _self: None)
+    with pod.head() as head:
+        await start(head)
+        first = await head.answer(3), await head.answer(4)
+        head.add(5)
+        loss = await head.loss(5)
+    for _ in range(2):
+        with pod.head() as head:
+            await pod.resume(head)
+            assert (await head.answer(3), await head.answer(4)) == first
+            assert await head.loss(5) == loss
+
+    assert b'"category":"user"' in first[0]
+    assert b"SIGFPE" in first[0]
+    assert computed == [3]
+
+
+async def test_the_outcome_of_a_request_that_waited_in_a_snapshot_replaces_it(
+    pod: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, run = list[int](), Operations.forward_backward
+    may_fail = asyncio.Event()
+
+    async def run_or_fail(self: Operations, request: ForwardBackwardRequest) -> Result:
+        if request.seq_id == 1:
+            await may_fail.wait()
+        if request.seq_id == 3:
+            computed.append(3)
+            raise LossEnded("custom loss 'x': ended by SIGFPE")
+        return await run(self, request)
+
+    monkeypatch.setattr(Operations, "forward_backward", run_or_fail)
+    with pod.head() as head:
+        await head.begin()
+        head.add(1)
+        head.apply(2)
+        head.add(3)
+        await head.confirmed()
+        # Taken before request 3 runs, which waits in it.
+        head.service.durability.of(str(MODEL)).note_change()  # type: ignore[union-attr]
+        monkeypatch.setattr(DurableRun, "note_change", lambda _self: None)
+        may_fail.set()
+        first = await head.answer(3)
+    with pod.head() as head:
+        await pod.resume(head)
+        assert await head.answer(3) == first
+
+    assert computed == [3]

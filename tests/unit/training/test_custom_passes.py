@@ -1,35 +1,36 @@
 """A custom loss computed by the head adds the gradient that a trainer's own computation adds."""
 
+from concurrent.futures import wait
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 from torch import Tensor
 
-from tinkercloud_protocol.custom_losses import CustomLoss
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.tensors import Datum
+from tinkercloud_protocol.tensors import Datum, ForwardBackwardRequest
 from tinkercloud_testing.data import a_request
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.trainers import assert_close, gradient_of
+from tinkercloud_testing.uploaded_losses import processes, uploaded
+from tinkercloud_worker.custom_losses import uploaded as uploaded_loss
+from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
 from tinkercloud_worker.engine import custom_passes
 from tinkercloud_worker.engine.batch import Batch, prepare_custom
-from tinkercloud_worker.engine.trainer import LossOutput
+from tinkercloud_worker.engine.thread import Pause, run_through
+from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
+# The first loss waits until a process that computes losses has imported torch.
+pytestmark = pytest.mark.timeout(180)
 
-def uploaded(fn: Any, **ranks: int) -> bytes:
-    """Return a function as the SDK uploads it."""
-    all_ranks: Any = {"logprobs": 1, **ranks}
-    handle = trace_loss(fn, all_ranks, "s")
-    inputs = [{"name": each.name, "rank": each.rank} for each in handle.inputs]
-    graph = encode_graph(handle).model_dump()
-    loss = CustomLoss.model_validate({"name": "test", "inputs": inputs, "graph": graph})
-    return loss.model_dump_json().encode()
+
+def prepared(request: ForwardBackwardRequest, definition: bytes, trainer: TorchTrainer) -> Batch:
+    loss = UploadedLoss(processes(), "owner", definition)
+    return prepare_custom(request, loss, trainer.limits)
 
 
 def curved(logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -51,6 +52,10 @@ def a_trainer() -> TorchTrainer:
     return trainer
 
 
+def completed(pieces: Any) -> LossOutput:
+    return run_through(pieces, lambda: None)
+
+
 def passes(trainer: TorchTrainer) -> tuple[custom_passes.Pass, custom_passes.Pass]:
     """Return a forward pass and one that adds to the gradient."""
 
@@ -66,14 +71,16 @@ def passes(trainer: TorchTrainer) -> tuple[custom_passes.Pass, custom_passes.Pas
 def test_the_linear_loss_has_the_value_and_the_gradient_of_the_custom_one() -> None:
     here, there = a_trainer(), a_trainer()
     data = [a_datum(length) for length in (5, 9)]
-    batch = prepare_custom(a_request(data, "custom"), uploaded(curved), here.limits)
+    batch = prepared(a_request(data, "custom"), uploaded(curved), here)
     score, run = passes(here)
 
-    ours = custom_passes.forward_backward(batch, score, run)
+    assert batch.uploaded is not None
+    ours = completed(custom_passes.forward_backward(batch, batch.uploaded, score, run))
     theirs = there.forward_backward("m", batch, lambda: None)
 
     assert ours.metrics["loss:sum"] == pytest.approx(theirs.metrics["loss:sum"], rel=1e-6)
-    assert custom_passes.forward(batch, score).metrics["loss:sum"] == ours.metrics["loss:sum"]
+    scored = completed(custom_passes.forward(batch, batch.uploaded, score))
+    assert scored.metrics["loss:sum"] == ours.metrics["loss:sum"]
     for found, expected in zip(ours.logprobs, theirs.logprobs, strict=True):
         np.testing.assert_array_equal(found, expected)
     assert_close(gradient_of(here), gradient_of(there), rtol=1e-5)
@@ -83,11 +90,43 @@ def test_a_loss_that_fails_for_one_datum_reaches_no_backward_pass() -> None:
     trainer = a_trainer()
     data = [a_datum(5, places=np.array([place])) for place in (1, 99)]
     request = a_request(data, "custom")
-    batch = prepare_custom(request, uploaded(picked, places=1), trainer.limits)
+    batch = prepared(request, uploaded(picked), trainer)
+    assert batch.uploaded is not None
     score, _ = passes(trainer)
 
     def never(_batch: Batch) -> LossOutput:
         raise AssertionError("the ranks ran a loss that fails")
 
     with pytest.raises(InvalidRequest, match="out of bounds"):
-        custom_passes.forward_backward(batch, score, never)
+        completed(custom_passes.forward_backward(batch, batch.uploaded, score, never))
+
+
+def mixed(logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    return (logprobs.exp() * logprobs).sum(), {"custom/length:sum": logprobs.detach().exp().sum()}
+
+
+def test_a_loss_that_takes_long_leaves_the_trainer_free_and_has_the_same_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_once, later = a_trainer(), a_trainer()
+    request = a_request([a_datum(length) for length in (40, 5, 60)], "custom")
+    batches = [prepared(request, uploaded(mixed), trainer) for trainer in (at_once, later)]
+    expected = at_once.forward_backward("m", batches[0], lambda: None)
+
+    monkeypatch.setattr(uploaded_loss, "_PATIENCE_SECONDS", 0.0)
+    pieces = later.pieces(TrainingPass("m", batches[1]), lambda: None)
+    pauses = []
+    while True:
+        try:
+            step = next(pieces)
+        except StopIteration as stop:
+            found = stop.value
+            break
+        if isinstance(step, Pause):
+            pauses.append(step.tokens)
+            wait([step.until])
+
+    assert pauses
+    assert found.metrics == expected.metrics
+    assert_close(gradient_of(later), gradient_of(at_once), rtol=0.0, atol=0.0)
+    assert batches[0].custom_metrics() == batches[1].custom_metrics()

@@ -3,13 +3,20 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from tinkercloud_worker.engine import thread as engine_thread
 from tinkercloud_worker.engine.fair_queue import Share
-from tinkercloud_worker.engine.thread import EngineThread, NoBackground, PieceLimit, Unshared
+from tinkercloud_worker.engine.thread import (
+    EngineThread,
+    NoBackground,
+    Pause,
+    PieceLimit,
+    Unshared,
+)
 
 BAD = -1
 PATIENCE_SECONDS = 60
@@ -365,3 +372,41 @@ async def test_what_waits_says_how_much_runs_before_it(thread: EngineThread) -> 
         "waiting for its turn to compute: 1 requests with 3 tokens run before it",
         None,
     ]
+
+
+class Pausing(Pieces):
+    """Waits at each question mark for something outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside = Future[None]()
+
+    def pieces(self, item: str, _limit: PieceLimit) -> Generator[int | Pause, None, str]:  # type: ignore[override]
+        for letter in item:
+            if letter == "?":
+                yield Pause(self.outside)
+            self.ran += letter
+        return item
+
+
+async def test_others_compute_while_a_job_waits_for_something_outside(
+    thread: EngineThread,
+) -> None:
+    pausing = Pausing()
+    waiting = text(thread, pausing, "a?b", "one")()
+    others = [text(thread, pausing, letters, "two")() for letters in ("c", "d")]
+
+    assert await asyncio.gather(*others) == ["c", "d"]
+    assert not waiting.done()
+    assert pausing.ran == "acd"
+
+    pausing.outside.set_result(None)
+    assert await waiting == "a?b"
+    assert pausing.ran == "acd?b"
+
+
+async def test_a_job_whose_pause_is_over_already_continues(thread: EngineThread) -> None:
+    pausing = Pausing()
+    pausing.outside.set_exception(ValueError("bad"))
+
+    assert await text(thread, pausing, "a?b", "one")() == "a?b"

@@ -31,11 +31,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.tensors import FloatArray
-from tinkercloud_worker import custom_losses
-from tinkercloud_worker.custom_losses import DatumInputs
+from tinkercloud_worker.custom_losses.inputs import DatumInputs
+from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
 
 REQUIRED = None
 """The default of an input or setting that is required."""
@@ -191,22 +192,55 @@ LOSSES: Mapping[str, Loss] = {
 }
 
 
-def custom(definition: bytes) -> Loss:
-    """Return an uploaded loss, which is computed on the CPU for each datum.
+class _Computed(torch.autograd.Function):
+    """Losses that another process has computed, with their derivatives."""
 
-    The CPU reports a wrong index as an error; a GPU would fail for all of its processes' requests.
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        _lp_RK: Tensor,
+        losses_D: Tensor,
+        gradient_RK: Tensor,
+        datum_of_row: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(gradient_RK, datum_of_row)
+        return losses_D.clone()
 
-    Args:
-        definition: the stored loss, see `custom_losses`.
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: BackwardCFunction, of_losses_D: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        gradient_RK, datum_of_row = ctx.saved_tensors
+        factors_R = of_losses_D.to(gradient_RK.dtype)[datum_of_row]
+        return gradient_RK * factors_R.unsqueeze(1), None, None, None
+
+
+def custom(uploaded: UploadedLoss) -> Loss:
+    """Return an uploaded loss, which is computed on the CPU for each datum, in another process.
+
+    Its function raises LossIsComputing if that takes long.
     """
 
     def run(lp_RK: Tensor, inputs: LossInputs) -> Tensor:
         lengths = torch.bincount(inputs.datum_of_row, minlength=inputs.num_data).tolist()
+        rows = torch.split(lp_RK.detach().cpu(), lengths)
         parts = [
-            rows[:, : (datum.logprobs_shape[1:] or (1,))[0]].reshape(datum.logprobs_shape)
-            for rows, datum in zip(torch.split(lp_RK.cpu(), lengths), inputs.data, strict=True)
+            rows_NK[:, : (datum.logprobs_shape[1:] or (1,))[0]].reshape(datum.logprobs_shape)
+            for rows_NK, datum in zip(rows, inputs.data, strict=True)
         ]
-        return custom_losses.losses_of_data(definition, parts, inputs.data)[0]
+        values = uploaded.values([part.numpy() for part in parts], inputs.data)
+        gradient_RK = torch.zeros(lp_RK.shape)
+        for rows_NK, each in zip(torch.split(gradient_RK, lengths), values.gradients, strict=True):
+            gradient = torch.from_numpy(each).reshape(len(rows_NK), -1)
+            rows_NK[:, : gradient.shape[1]] = gradient
+        device = lp_RK.device
+        result: Tensor = _Computed.apply(
+            lp_RK,
+            torch.from_numpy(values.losses).to(device),
+            gradient_RK.to(device),
+            inputs.datum_of_row,
+        )
+        return result
 
     return Loss(run, inputs={}, config={}, accepts_many_targets=True, is_token_local=False)
 

@@ -28,6 +28,8 @@ from tinkercloud_worker.build_sampler import build_sampler, check_model
 from tinkercloud_worker.build_trainer import build_trainer, build_weight_host
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.checkpoints.store import CheckpointStore
+from tinkercloud_worker.custom_losses.nursery import Nursery
+from tinkercloud_worker.custom_losses.processes import LossProcesses
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.engine.usage import UsageMeter
@@ -45,10 +47,14 @@ from tinkercloud_worker.model.fingerprint import fingerprint_of
 log = structlog.get_logger(__name__)
 
 
-def build_backend(config: HeadConfig) -> Backend:
+def build_backend(config: HeadConfig, nursery: Nursery | None = None) -> Backend:
     """Assemble the engine according to the configuration.
 
     The head loads the base model only if it trains or samples in its own process.
+
+    Args:
+        config: the configuration.
+        nursery: starts the processes of custom losses; None: the first loss starts it.
     """
     check_model(config)
     base = cache(partial(load_base, config))
@@ -84,6 +90,7 @@ def build_backend(config: HeadConfig) -> Backend:
         text=ChatText(tokenizer, taken),
         images=build_images(config, base, trainer),
         image_work=ImageWork(config.limits.max_request_pixels),
+        losses=LossProcesses(config.limits, nursery),
         engine_scaler=sampler.scaler if isinstance(sampler, InferenceSampler) else None,
     )
 
@@ -125,9 +132,9 @@ def load_base(config: HeadConfig) -> TorchBaseModel:
     )
 
 
-def _build_backend_or_write_reason(config: HeadConfig) -> Backend:
+def _build_backend_or_write_reason(config: HeadConfig, nursery: Nursery) -> Backend:
     try:
-        return build_backend(config)
+        return build_backend(config, nursery)
     except Exception as error:
         if config.reason_file is not None:
             line = " ".join(f"{type(error).__name__}: {error}".split())
@@ -184,12 +191,12 @@ def _would_lose_journals(config: HeadConfig) -> bool:
         return True
 
 
-async def serve(config: HeadConfig) -> None:
+async def serve(config: HeadConfig, nursery: Nursery) -> None:
     """Serve until a stop signal, or until no API server holds a lease any more."""
     token = HeadToken(Path(config.token_file))
     lifecycle = Lifecycle(
         config.timings,
-        lambda: _build_backend_or_write_reason(config),
+        lambda: _build_backend_or_write_reason(config, nursery),
         lambda: _would_lose_journals(config),
     )
     app = HeadApp(lifecycle, config.limits, token, config.generation)
@@ -206,6 +213,9 @@ async def serve(config: HeadConfig) -> None:
 
 def main() -> None:
     """Run the head; its configuration file is the only argument."""
+    # While there are neither threads nor secrets here: what a loss does to its process must not
+    # reach the head.
+    nursery = Nursery.forked()
     logs.configure()
     descriptors.raise_limit()
     config = HeadConfig.model_validate_json(Path(sys.argv[1]).read_bytes())
@@ -214,4 +224,4 @@ def main() -> None:
     structlog.contextvars.bind_contextvars(head=config.head, generation=config.generation)
     uvicorn_loop = uvicorn.Config(app="", loop="auto").get_loop_factory()
     with asyncio.Runner(loop_factory=uvicorn_loop) as runner:
-        runner.run(serve(config))
+        runner.run(serve(config, nursery))

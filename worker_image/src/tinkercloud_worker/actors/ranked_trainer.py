@@ -13,8 +13,8 @@ models can be saved without another group, for which the cluster may lack resour
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar, cast
@@ -35,9 +35,11 @@ from tinkercloud_worker.actors.shared_passes import (
     parts_of_ranks,
 )
 from tinkercloud_worker.actors.shares import Shares
+from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
 from tinkercloud_worker.engine import custom_passes
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.engine.ranks import Membership
+from tinkercloud_worker.engine.thread import Pieces, run_through
 from tinkercloud_worker.engine.trainer import (
     Gradient,
     GradientLost,
@@ -167,24 +169,55 @@ class RankedTrainer:
 
     def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
         """See `Trainer.forward`."""
-        return custom_passes.forward(
-            batch, lambda each: self._pass("forward", model_id, each, yield_point)
-        )
+        if batch.uploaded is not None:
+            return run_through(self.custom_pieces(model_id, batch, batch.uploaded), yield_point)
+        return self._pass("forward", model_id, batch, yield_point)
 
     def forward_backward(
         self, model_id: str, batch: Batch, yield_point: Callable[[], None]
     ) -> LossOutput:
         """See `Trainer.forward_backward`."""
+        if batch.uploaded is not None:
+            return run_through(self.custom_pieces(model_id, batch, batch.uploaded), yield_point)
+        self._report_lost_gradient(model_id)
+        with self._forgetting_gradient(model_id):
+            return self._adding_pass(model_id, batch, yield_point)
+
+    def custom_pieces(
+        self, model_id: str, batch: Batch, uploaded: UploadedLoss
+    ) -> Pieces[LossOutput]:
+        """Run a pass with an uploaded loss (`engine.custom_passes`), in one piece with a pause.
+
+        Raises:
+            GradientLost: a rank was lost meanwhile; the model continues without a gradient.
+        """
+
+        def score(linear: Batch) -> LossOutput:
+            return self._pass("forward", model_id, linear, _nothing)
+
+        if batch.forward_only:
+            return (yield from custom_passes.forward(batch, uploaded, score))
         self._report_lost_gradient(model_id)
 
         def run(linear: Batch) -> LossOutput:
-            self._unapplied.add(model_id)
-            return self._pass("forward_backward", model_id, linear, yield_point)
+            # A rank may have been lost during the pause.
+            self._report_lost_gradient(model_id)
+            return self._adding_pass(model_id, linear, _nothing)
 
+        with self._forgetting_gradient(model_id):
+            return (yield from custom_passes.forward_backward(batch, uploaded, score, run))
+
+    def _adding_pass(
+        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
+    ) -> LossOutput:
+        self._unapplied.add(model_id)
+        return self._pass("forward_backward", model_id, batch, yield_point)
+
+    @contextmanager
+    def _forgetting_gradient(self, model_id: str) -> Iterator[None]:
+        """Forget the gradient of a model if it is lost within the context."""
         try:
-            return custom_passes.forward_backward(
-                batch, lambda each: self._pass("forward", model_id, each, yield_point), run
-            )
+            yield
         except GradientLost:
             self._forget_gradient(model_id)
             raise
@@ -192,11 +225,8 @@ class RankedTrainer:
     def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
         """See `Trainer.optim_step`. If a rank is lost, it is done either nowhere or everywhere."""
         self._report_lost_gradient(model_id)
-        try:
+        with self._forgetting_gradient(model_id):
             self._bring_in(model_id)
-        except GradientLost:
-            self._forget_gradient(model_id)
-            raise
         self._unapplied.discard(model_id)
         self._model_command(model_id, lambda group: group.call("sum_gradient", model_id))
         metrics = self._model_command(

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from tinkercloud_protocol.hyperparameters import AdamParams
 from tinkercloud_worker.actors.batch_shards import assign_examples, merge_outputs, select_examples
+from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
 from tinkercloud_worker.engine.batch import Batch, padded_lengths
 from tinkercloud_worker.engine.ranks import Membership
 from tinkercloud_worker.engine.thread import PieceLimit, Pieces
@@ -105,6 +106,11 @@ class SharingTrainer(Protocol):
     ) -> LossOutput:
         """See `engine.trainer.Trainer`."""
 
+    def custom_pieces(
+        self, model_id: str, batch: Batch, uploaded: UploadedLoss
+    ) -> Pieces[LossOutput]:
+        """Run a pass with an uploaded loss."""
+
     def shared_pass(
         self, items: Sequence[TrainingPass], shards: Sequence[Shards]
     ) -> list[LossOutput]:
@@ -136,7 +142,7 @@ class _Part:
         lengths = _lengths(batch, multiple)
         # A replica may not get the widest targets, and could not join them with those of others.
         is_regular = len({example.targets.shape[1] for example in batch.examples}) == 1
-        can_share = batch.definition is None and batch.loss.is_token_local and is_regular
+        can_share = batch.uploaded is None and batch.loss.is_token_local and is_regular
         kind = (batch.forward_only, batch.num_targets) if can_share else None
         return cls(kind, sum(lengths), max(lengths))
 
@@ -210,6 +216,8 @@ class RankedPasses:
         """
         self._joined = []
         batch = item.batch
+        if batch.uploaded is not None:
+            return (yield from self._trainer.custom_pieces(item.model_id, batch, batch.uploaded))
         compute = self._trainer.forward if batch.forward_only else self._trainer.forward_backward
         shards: list[range] = []
         outputs: list[LossOutput] = []
@@ -228,7 +236,7 @@ class RankedPasses:
         """Return where a piece ends that begins with an example: as late as the limit permits."""
         memberships = self._trainer.memberships()
         may_differ = all(membership.max_shared_tokens for membership in memberships)
-        most = limit() if may_differ and batch.definition is None else None
+        most = limit() if may_differ else None
         if most is None:
             return len(batch.examples)
         at_once = max(most, *(membership.efficient_tokens for membership in memberships))

@@ -22,8 +22,9 @@ from tinkercloud_protocol.tensors import (
     Int32Array,
     nonfinite_names,
 )
-from tinkercloud_worker import custom_losses, losses
-from tinkercloud_worker.custom_losses import DatumInputs
+from tinkercloud_worker import losses
+from tinkercloud_worker.custom_losses.inputs import DatumInputs, inputs_of
+from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
 from tinkercloud_worker.engine.prompt_images import TEXT_ONLY, PromptImages
 from tinkercloud_worker.vision.prepared import PreparedImage, PreparedPrompt
 
@@ -56,15 +57,18 @@ class Batch:
     forward_only: bool
     unused: Mapping[str, int] = field(default_factory=dict)
     """Inputs without effect, with the number of examples that have them."""
-    definition: bytes | None = None
-    """The uploaded loss, as it is stored; None for others."""
+    uploaded: UploadedLoss | None = None
+    """The uploaded loss; None for others."""
 
     @property
     def loss(self) -> losses.Loss:
         """The loss."""
-        return (
-            losses.find(self.loss_fn) if self.definition is None else losses.custom(self.definition)
-        )
+        return losses.find(self.loss_fn) if self.uploaded is None else losses.custom(self.uploaded)
+
+    @property
+    def custom_data(self) -> list[DatumInputs]:
+        """The inputs of the uploaded loss for each example; none for other losses."""
+        return [example.custom for example in self.examples if example.custom is not None]
 
     @property
     def num_tokens(self) -> int:
@@ -96,21 +100,14 @@ class Batch:
         Args:
             logprobs: for each example, float32 [N], as trainers return them.
         """
-        if self.definition is not None or not losses.compares_policies(self.loss_fn):
+        if self.uploaded is not None or not losses.compares_policies(self.loss_fn):
             return {}
         inputs = [example.inputs for example in self.examples]
         return {"ppo_kl:mean": losses.ppo_kl(logprobs, inputs)}
 
-    def custom_metrics(self, logprobs: Sequence[FloatArray]) -> dict[str, float]:
-        """Return the metrics of an uploaded loss; none for others.
-
-        Args:
-            logprobs: for each example, float32 [N] or [N, K], as trainers return them.
-        """
-        if self.definition is None:
-            return {}
-        data = [example.custom for example in self.examples if example.custom is not None]
-        return custom_losses.metrics_of(self.definition, logprobs, data)
+    def custom_metrics(self) -> dict[str, float]:
+        """Return the metrics of an uploaded loss, once it was computed; none for others."""
+        return {} if self.uploaded is None else self.uploaded.metrics(self.custom_data)
 
     def elementwise_loss(self, logprobs: Sequence[FloatArray]) -> Sequence[FloatArray]:
         """Return the loss of every target.
@@ -282,32 +279,32 @@ def _targets(
 
 def prepare_custom(
     request: ForwardBackwardRequest,
-    definition: bytes,
+    uploaded: UploadedLoss,
     limits: ModelLimits,
     images: PromptImages = TEXT_ONLY,
 ) -> Batch:
-    """Validate a request with an uploaded loss, and what the loss will cost.
+    """Validate a request with an uploaded loss, and what the loss will cost. It blocks.
 
     Args:
         request: the request; inputs that the loss does not read have no effect.
-        definition: the loss, as it is stored.
+        uploaded: the loss.
         limits: limits of the model.
         images: how the model reads images.
 
     Raises:
         InvalidRequest: a value is invalid, or the loss does not fit the data or costs too much.
+        LossEnded: to examine the loss took too much.
     """
     if not request.data:
         raise InvalidRequest("data: at least one datum is required")
-    inputs = custom_losses.compiled(definition).inputs
     prompts, examples = _Prompts(request.data, limits, images), []
     for index, datum in enumerate(request.data):
         targets = prompts.targets(index, request.loss_fn, many=True)
-        values = custom_losses.inputs_of(inputs, datum, f"data[{index}]")
+        values = inputs_of(uploaded.inputs, datum, f"data[{index}]")
         examples.append(Example(datum.tokens, _as_columns(targets), {}, targets.ndim == 1, values))
-    custom_losses.check_cost(definition, [e.custom for e in examples if e.custom is not None])
+    uploaded.check_cost([e.custom for e in examples if e.custom is not None])
     decoded = prompts.decoded(examples)
-    return Batch(decoded, request.loss_fn, request.forward_only, definition=definition)
+    return Batch(decoded, request.loss_fn, request.forward_only, uploaded=uploaded)
 
 
 def check_length(length: int, limits: ModelLimits, where: str) -> None:

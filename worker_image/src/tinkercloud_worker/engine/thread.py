@@ -20,6 +20,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -39,10 +40,39 @@ Tokens: TypeAlias = Mapping[Payer, int]
 """Tokens that were computed for each."""
 YieldPoint = Callable[[], None]
 """Called by a long job wherever background steps may run."""
-Pieces: TypeAlias = Generator[int, None, T]
-"""A job in pieces: it yields the tokens of each piece but the last, and returns its result."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pause:
+    """What a job yields that can't continue before something has happened elsewhere."""
+
+    until: "Future[Any]"
+    tokens: int = 0
+    """Tokens that were computed in vain."""
+
+
+Pieces: TypeAlias = Generator[int | Pause, None, T]
+"""A job in pieces: it yields the tokens of each piece but the last, and returns its result.
+
+Instead of tokens it may yield a pause, after which it continues.
+"""
 PieceLimit: TypeAlias = Callable[[], int | None]
 """Returns the most tokens that the next piece of a job should have; None: as many as if alone."""
+
+
+def run_through(pieces: "Pieces[T]", yield_point: YieldPoint) -> T:
+    """Run all pieces of a job, with a yield point after each; return its result."""
+    while True:
+        try:
+            done = next(pieces)
+        except StopIteration as stop:
+            yield_point()
+            result: T = stop.value
+            return result
+        if isinstance(done, Pause):
+            wait([done.until])
+        yield_point()
+
 
 _FOLLOWING_SECONDS = 0.004
 """How long the thread waits for the request that follows a finished one."""
@@ -70,7 +100,7 @@ class Batcher(Protocol[ItemT_contra, T_co]):
         those fail that fail alone.
         """
 
-    def pieces(self, item: ItemT_contra, limit: PieceLimit) -> Generator[int, None, T_co]:
+    def pieces(self, item: ItemT_contra, limit: PieceLimit) -> Generator[int | Pause, None, T_co]:
         """Run one item by itself. Items of other models may run between two pieces.
 
         Args:
@@ -94,7 +124,7 @@ class Unshared(Generic[ItemT, T]):
         """Run the items; see `Batcher.run_batch`. Only ever called with one."""
         return self.batcher.run_batch(items, yield_point)
 
-    def pieces(self, item: ItemT, _limit: PieceLimit) -> Generator[int, None, T]:
+    def pieces(self, item: ItemT, _limit: PieceLimit) -> Pieces[T]:
         """See `Batcher.pieces`: always the pieces of an item that is alone."""
         return self.batcher.pieces(item, lambda: None)
 
@@ -416,7 +446,7 @@ class EngineThread:
         try:
             if job.pieces is None:
                 job.pieces = job.batcher.pieces(job.item, lambda: self._piece_limit(job))
-            tokens = next(job.pieces)
+            done = next(job.pieces)
         except StopIteration as stop:
             self._charge(job, job.left)
             job.resolve(stop.value, None)
@@ -424,8 +454,12 @@ class EngineThread:
             self._charge(job, job.left)
             job.resolve(None, error)
         else:
-            self._charge(job, tokens)
-            job.left -= tokens
+            if isinstance(done, Pause):
+                self._charge(job, done.tokens)
+                done.until.add_done_callback(lambda _: self._put_back(job))
+                return
+            self._charge(job, done)
+            job.left -= done
             self._put_back(job)
 
     def _piece_limit(self, job: _Job) -> int | None:
@@ -446,6 +480,7 @@ class EngineThread:
                 self._short.appendleft(job)
             else:
                 self._queue.put_back(job.share, job)
+            self._wake.notify()
 
     def _run_background(self) -> None:
         self._last_report = self._now()

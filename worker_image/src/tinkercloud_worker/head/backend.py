@@ -4,9 +4,11 @@ import os
 from dataclasses import dataclass, field
 
 from tinkercloud_protocol.launch import HeadConfig
+from tinkercloud_protocol.loss_limits import LossLimits
 from tinkercloud_protocol.owner_limits import OwnerLimits
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.checkpoints.store import CheckpointStore
+from tinkercloud_worker.custom_losses.processes import LossProcesses
 from tinkercloud_worker.engine.prompt_images import TEXT_ONLY, PromptImages
 from tinkercloud_worker.engine.sampler import EngineScaler, Sampler
 from tinkercloud_worker.engine.thread import EngineThread
@@ -45,6 +47,9 @@ class Backend:
     """How the served model reads images."""
     image_work: ImageWork = field(default_factory=ImageWork)
     """Decodes them."""
+
+    losses: LossProcesses = field(default_factory=lambda: LossProcesses(LossLimits()))
+    """Compute the losses that clients upload."""
 
     def set_owner_limits(self, limits: OwnerLimits) -> None:
         """Apply the current limits of an owner, also to requests that wait."""

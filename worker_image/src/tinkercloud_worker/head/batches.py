@@ -30,11 +30,11 @@ def encode_output(request: ForwardBackwardRequest, batch: Batch, output: LossOut
     """Return the body of the result of a batch."""
     outputs = {"logprobs": output.logprobs}
     # An uploaded loss has one value for each datum, not for each target.
-    is_elementwise = batch.definition is None
+    is_elementwise = batch.uploaded is None
     if is_elementwise and (request.wants_losses or request.loss_fn == "cross_entropy"):
         outputs["elementwise_loss"] = batch.elementwise_loss(output.logprobs)
     metrics = {
-        **batch.custom_metrics(output.logprobs),
+        **batch.custom_metrics(),
         **batch.reported_metrics(output.metrics),
         **batch.policy_metrics(output.logprobs),
         **balance_metrics(output.expert_tokens),

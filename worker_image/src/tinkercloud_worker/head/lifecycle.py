@@ -290,6 +290,7 @@ class Lifecycle:
             self._loading.cancel()
         if self._service is not None and self._backend is not None:
             self._service.close()
+            await asyncio.to_thread(self._backend.losses.close)
             await self._backend.sampler.close()
             await asyncio.to_thread(self._backend.thread.stop)
 

@@ -25,6 +25,7 @@ from tinkercloud_protocol.training import (
     SaveWeightsRequest,
 )
 from tinkercloud_worker.checkpoints import encryption, formats
+from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
 from tinkercloud_worker.engine.batch import Batch, prepare, prepare_custom
 from tinkercloud_worker.engine.fair_queue import Share
 from tinkercloud_worker.engine.thread import Unshared, YieldPoint
@@ -166,7 +167,8 @@ class Operations:
         limits, images = self._backend.trainer.limits, self._backend.images
         if request.loss_fn == "custom":
             definition = await self._losses.definition(request.loss_fn_config)
-            return partial(prepare_custom, request, definition, limits, images)
+            uploaded = UploadedLoss(self._backend.losses, self._spec.owner, definition)
+            return partial(prepare_custom, request, uploaded, limits, images)
         return partial(prepare, request, limits, images)
 
     async def optim_step(self, request: OptimStepRequest) -> Result:

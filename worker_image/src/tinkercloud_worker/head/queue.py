@@ -16,7 +16,7 @@ Rules beyond order:
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 import structlog
@@ -31,6 +31,7 @@ from tinkercloud_protocol.errors import (
 )
 from tinkercloud_protocol.futures import Result, failed, failed_with
 from tinkercloud_protocol.ids import ModelId, RequestId
+from tinkercloud_worker.custom_losses.nursery import LossEnded
 from tinkercloud_worker.engine.trainer import GradientLost
 from tinkercloud_worker.head.between_requests import WorkBetween
 from tinkercloud_worker.head.failures import error_message, to_result, too_much, with_advice
@@ -392,6 +393,9 @@ class ModelQueue:
                 # Repeated by another head, it might succeed, although its client has been informed
                 # of the failure: keep the outcome.
                 self.log.note_change()
+            if isinstance(error, LossEnded):
+                # No head may compute it once more, even if it is asked before that is kept.
+                self.log.append(replace(queued, operation=refusal(error, queued.operation.role)))
             if queued.operation.role == "gradient":
                 self._failure = self._failure or (request_id, error_message(result))
                 await self._invalidate_gradient(request_id)

@@ -51,19 +51,23 @@ def repeated(
         model: the model.
         records: the journal; it may start before the state was copied.
         next_seq_id: number of the next request of the state.
-        known: numbers of the requests that wait in the state.
+        known: numbers of the requests that wait in the state. Only their outcomes are returned.
     """
-    found = []
+    found = dict[int, QueuedRequest]()
     for record in records:
         entry = record.entry
-        if entry.seq_id < next_seq_id or entry.seq_id in known:
+        # The outcome of a request follows it, if no head may compute it once more.
+        is_outcome = entry.path == REFUSED
+        if entry.seq_id < next_seq_id or (entry.seq_id in known and not is_outcome):
             continue
         operation = restored_operation(model, entry.seq_id, entry.path, entry.role, record.body)
         digest = bytes.fromhex(entry.digest)
-        found.append(QueuedRequest(entry.seq_id, operation, digest, entry.size, entry.knows_of))
+        found[entry.seq_id] = QueuedRequest(
+            entry.seq_id, operation, digest, entry.size, entry.knows_of
+        )
         if entry.key is not None:
             model.given_numbers.record(entry.seq_id, entry.key)
-    return found
+    return list(found.values())
 
 
 def mark_read(results: Results, records: Sequence[Record]) -> None:

@@ -408,8 +408,9 @@ class Suspension:
         state = head.state
         for key, seq_id in state.keys.items():
             model.given_numbers.record(seq_id, key)
-        waiting += later
-        model.queue.restore(QueueSnapshot(state.next_seq_id, waiting, state.failure))
+        # The outcome of a request that waited in the state may be among the later ones.
+        requests = list({each.seq_id: each for each in (*waiting, *later)}.values())
+        model.queue.restore(QueueSnapshot(state.next_seq_id, requests, state.failure))
 
 
 async def _write_training(model: LiveModel, base_model: str, writer: StateWriter) -> str | None:

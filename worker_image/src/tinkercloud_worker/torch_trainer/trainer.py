@@ -19,11 +19,12 @@ from typing_extensions import override
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_worker import losses
+from tinkercloud_worker.custom_losses.uploaded import LossIsComputing
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import Batch, ModelLimits, capped_context_length
 from tinkercloud_worker.engine.memory_report import BYTES_PER_PARAMETER
-from tinkercloud_worker.engine.thread import Batcher, PieceLimit, Pieces
+from tinkercloud_worker.engine.thread import Batcher, Pause, PieceLimit, Pieces, run_through
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.lora.parameters import (
@@ -151,13 +152,13 @@ class TorchTrainer(AdamTrainer):
 
     @override
     def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
-        return _run_through(self._pieces(model_id, batch, self._evaluate), yield_point)
+        return run_through(self._pieces(model_id, batch, self._evaluate), yield_point)
 
     @override
     def forward_backward(
         self, model_id: str, batch: Batch, yield_point: Callable[[], None]
     ) -> LossOutput:
-        return _run_through(self._pieces(model_id, batch, self._run), yield_point)
+        return run_through(self._pieces(model_id, batch, self._run), yield_point)
 
     def pieces(self, item: TrainingPass, limit: PieceLimit) -> Pieces[LossOutput]:
         """See `engine.thread.Batcher`: a pass in micro-batches.
@@ -177,11 +178,24 @@ class TorchTrainer(AdamTrainer):
         for pack in self._limited(self._packs(batch), limit):
             if before:
                 yield before
-            # Looked up for each piece: between two of them the model may be paged out.
-            (results,) = compute([(self._models[model_id], pack)], [batch.loss])
+            results = yield from self._computed(model_id, batch, compute, pack)
             output.add(pack, *results)
             before = len(pack.sequences.ids_R)
         return output.finish(batch)
+
+    def _computed(
+        self, model_id: str, batch: Batch, compute: Compute, pack: Pack
+    ) -> Pieces[tuple[Tensor, Tensor, Tensor | None]]:
+        """Run a pack; a custom loss that takes long is waited for without its activations."""
+        while True:
+            try:
+                # Looked up each time: meanwhile the model may be paged out.
+                (results,) = compute([(self._models[model_id], pack)], [batch.loss])
+            except LossIsComputing as error:
+                pause = Pause(error.done, len(pack.sequences.ids_R))
+            else:
+                return results
+            yield pause
 
     @property
     def batcher(self) -> Batcher[TrainingPass, LossOutput]:
@@ -336,18 +350,6 @@ class TorchTrainer(AdamTrainer):
         weight, bias = self._base.lm_head_of(tensors)
         gradients = gradient_of(weight), None if bias is None else gradient_of(bias)
         return LMHead(self._base.lm_head(tensors), (), gradients, self._base.logits_cap)
-
-
-def _run_through(pieces: Pieces[LossOutput], yield_point: Callable[[], None]) -> LossOutput:
-    """Run all pieces of a pass, with a yield point after each."""
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as stop:
-            yield_point()
-            output: LossOutput = stop.value
-            return output
-        yield_point()
 
 
 class TorchTrainerWithSampler(TorchTrainer):

@@ -1,0 +1,9 @@
+"""The losses that clients upload (`tinkercloud_protocol.custom_losses`).
+
+- `uploaded`: an uploaded loss in a request, as trainers see it.
+- `processes`: computes losses in processes of their own, in turn for their owners.
+- `nursery`, `child`: starts such a process, and what runs in it.
+- `messages`: how both exchange tensors.
+- `costs`, `graphs`: what a loss will cost, and its interpreter. Both run in the process only.
+- `inputs`: the inputs of a loss.
+"""
