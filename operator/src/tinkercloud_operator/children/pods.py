@@ -36,8 +36,8 @@ OUTLIVE_HEAD: Json = {
         "exec": {
             "command": [
                 *("/bin/bash", "-c"),
-                f'head=$(getent hosts "${RAY_HEAD_VARIABLE}"); head=${{head%% *}}; '
-                'while [ "$head" ] && (: < "/dev/tcp/$head/6379") 2> /dev/null; do sleep 1; done',
+                f'head=$(getent hosts "${RAY_HEAD_VARIABLE}" || echo "${RAY_HEAD_VARIABLE}"); '
+                'while (: < "/dev/tcp/${head%% *}/6379") 2> /dev/null; do sleep 1; done',
             ]
         }
     }
@@ -47,7 +47,7 @@ a node is drained, all pods are asked to stop at the same time. The name is reso
 may be that of a new head, which does not need these containers."""
 
 CLEAR_SHARED_MEMORY = (
-    'if [ "$(< /proc/1/comm)" = pause ]; then'
+    'if [ "$(< /proc/1/comm)" = pause ] && hash grep find; then'
     " for file in /dev/shm/{torch_,psm_,nccl-,cuda.shm.}*; do"
     ' name=${file##*/}; [ -f "$file" ] && [ -O "$file" ]'
     ' && ! grep -qsF "/$name" /proc/[0-9]*/maps'

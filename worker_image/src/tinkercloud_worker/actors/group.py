@@ -45,7 +45,7 @@ _SETTINGS = {
     # for its cluster state store (GCS) the limit is half a minute.
     "RAY_worker_register_timeout_seconds": "600",
     "RAY_gcs_server_port_wait_time_s": "120",
-    # Ray would kill ranks when the machine's memory is nearly used up, whoever uses it, and counts
+    # Ray would kill ranks when the machine's memory is nearly used up, by any process, and counts
     # the page cache of model files.
     "RAY_memory_monitor_refresh_ms": "0",
 }
