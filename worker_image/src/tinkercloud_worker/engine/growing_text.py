@@ -51,6 +51,15 @@ class GrowingText:
         self._decode = decode
         self.pending = ""
         """Text that follows what was returned, but may still become another character."""
+        self._context: list[int] = []
+        """Tokens whose text is complete."""
+        self._context_text = ""
+        self._newest: list[int] = []
+        """The tokens since."""
+        self._num_begun = 0
+        """How many of those were there before the last text that was certain, or in the prompt."""
+        self._passed = ""
+        """Text of the newest tokens that was returned, or belongs to the prompt."""
         self._continue_after(prompt)
 
     def add(self, token: int) -> str:
