@@ -95,11 +95,11 @@ def test_a_stop_string_ends_a_recorded_turn_where_it_ends_its_text(chat_server: 
     assert sum(datum["loss_fn_inputs"]["mask"]["data"]) == answer["usage"]["completion_tokens"] == 3
 
 
-@pytest.mark.parametrize("begun", [1, 2])
+@pytest.mark.parametrize("started", [1, 2])
 def test_a_completion_begins_with_the_character_that_its_prompt_begins(
-    openai_client: openai.OpenAI, begun: int
+    openai_client: openai.OpenAI, started: int
 ) -> None:
-    prompt: Any = byte_tokenizer().encode("w世")[: 1 + begun]
+    prompt: Any = byte_tokenizer().encode("w世")[: 1 + started]
     fields: Any = {"model": SAYING_MODEL, "prompt": prompt, "temperature": 0}
 
     whole = openai_client.completions.create(**fields)

@@ -92,14 +92,14 @@ def test_tool_calls_are_found_whether_their_tags_are_special_or_not(
     tokens = tokenizer.encode(f"Sure.\n{CALL}<|im_end|>")
 
     [choice] = openai_says(text, tokens, streams=streams, tools=True)
-    [untold] = openai_says(text, tokens, streams=streams)
+    [unasked] = openai_says(text, tokens, streams=streams)
     message = anthropic_says(text, tokens, streams=streams, tools=True)
 
     assert (choice.text, choice.reason) == ("Sure.", "tool_calls")
     assert choice.calls == message.calls == [("lookup", '{"order_id": 7}')]
     assert message.blocks == ("text", "tool_use")
     assert message.reason == "tool_use"
-    assert (untold.text, untold.reason) == (f"Sure.\n{CALL}", "stop")
+    assert (unasked.text, unasked.reason) == (f"Sure.\n{CALL}", "stop")
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -170,14 +170,14 @@ def test_templates_of_models_with_several_are_used_by_their_names() -> None:
 @pytest.mark.parametrize(
     "prompt", ["世", "a世", "世\ufffd世", "x🧬", "世界", "\ufffd\ufffd世", "é"]
 )
-@pytest.mark.parametrize("begun", [1, 2, 3])
+@pytest.mark.parametrize("started", [1, 2, 3])
 def test_a_completion_begins_with_the_character_that_it_completes(
-    prompt: str, begun: int, streams: bool
+    prompt: str, started: int, streams: bool
 ) -> None:
     tokens = TOKENIZER.encode(prompt)
-    begun = min(begun, len(prompt[-1].encode()) - 1)
-    rest = [*tokens[len(tokens) - begun :], *TOKENIZER.encode("界!"), EOS_TOKEN_ID]
-    given = tokens[: len(tokens) - begun]
+    started = min(started, len(prompt[-1].encode()) - 1)
+    rest = [*tokens[len(tokens) - started :], *TOKENIZER.encode("界!"), EOS_TOKEN_ID]
+    given = tokens[: len(tokens) - started]
 
     [completion] = completion_says(TEXT, rest, streams=streams, prompt=given)
 
