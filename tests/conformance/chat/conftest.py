@@ -1,4 +1,4 @@
-"""One server with a tiny model that has a chat template, and the official clients."""
+"""One server with tiny models that have a chat template, and the official clients."""
 
 from collections.abc import Iterator
 
@@ -7,15 +7,28 @@ import openai
 import pytest
 import tinker
 
-from tinkercloud_testing.chat import CHAT_MODEL, a_chat_model
+from tinkercloud_testing.chat import CHAT_MODEL, SAYING_MODEL, a_chat_model, a_saying_model
 from tinkercloud_testing.servers import API_KEY, Server, a_server
+
+_CALL = '\n{"name": "lookup", "parameters": {"order_id": 12345678901234567890123}}\n'
+_SAID = {
+    "t": ["Sure.", "<tool_call>", _CALL, "</tool_call>"],
+    "s": ["Hi", "<|im_start|>", "user", " again"],
+    "w": ["世"],
+}
+"""What the model says, by the last character of the prompt."""
 
 
 @pytest.fixture(scope="session")
 def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Run one server for all tests of the package."""
-    folder = a_chat_model(tmp_path_factory.mktemp("models") / "chat")
-    with a_server(tmp_path_factory.mktemp("chat"), {CHAT_MODEL: folder}, {}) as running:
+    models = tmp_path_factory.mktemp("models")
+    special = ["<tool_call>", "</tool_call>", "<|im_start|>"]
+    folders = {
+        CHAT_MODEL: a_chat_model(models / "chat"),
+        SAYING_MODEL: a_saying_model(models / "saying", _SAID, special),
+    }
+    with a_server(tmp_path_factory.mktemp("chat"), folders, {}) as running:
         yield running
 
 

@@ -143,7 +143,7 @@ def test_the_openai_package_reads_a_sampled_call_whole_and_streamed(
         (call,) = choice.message.tool_calls or []
         assert choice.finish_reason == "tool_calls"
         assert not choice.message.content
-        assert (call.function.name, call.function.arguments) == ("add", '{"a":2,"b":3}')
+        assert (call.function.name, call.function.arguments) == ("add", '{"a": 2, "b": 3}')
         assert call.id.startswith("call_")
 
 

@@ -7,11 +7,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.tensors import SampledSequence
 from tinkercloud_testing.engines import Engine, a_sampling_request
+from tinkercloud_testing.models import byte_tokenizer
 from tinkercloud_testing.sglang_definitions import SAMPLING, definition
 from tinkercloud_testing.sglang_sampling import PROMPTS, assert_same, publish
 from tinkercloud_testing.sglang_stops import ended
+from tinkercloud_worker.engine.growing_text import decoder_of
 from tinkercloud_worker.engine.sampler import StopRules
+from tinkercloud_worker.engine.stopping import cut_at_stop
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.sglang.dialect import _sampling_params
 
@@ -87,3 +91,17 @@ async def test_too_many_stop_strings_are_rejected_by_name(
 
     fewer = a_sampling_request(PROMPTS[0], stop=StopRules(frozenset(), strings[1:]))
     assert_same(await sampler.sample("base", fewer), await engine.sampler.sample("base", fewer))
+
+
+@pytest.mark.parametrize("stop", ["<|x|>user", "<|x|>", "i<|x|>", "x|>us"])
+def test_special_tokens_are_part_of_the_text_that_sglang_searches(stop: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|x|>"]})
+    tokens = tokenizer.encode("Hi<|x|>user again")
+    request = a_sampling_request([1], stop=StopRules(frozenset(), (stop,)))
+    drawn = SampledSequence(tokens, [-1.0] * len(tokens), stopped=False, top=None)
+
+    found = ended(sampling_params(stop), tokens, tokenizer)
+
+    assert found is not None
+    assert found[0] == len(cut_at_stop(drawn, request, decoder_of(tokenizer)).tokens) < len(tokens)

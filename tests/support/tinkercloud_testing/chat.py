@@ -1,10 +1,17 @@
-"""A tiny model with a chat template."""
+"""Tiny models with a chat template: a random one, and one that says given texts."""
 
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
-from tinkercloud_testing.models import byte_tokenizer, save, tiny_llama
+import torch
+from tokenizers import AddedToken
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer, save, tiny_llama
 
 CHAT_MODEL = "tiny/chat"
+SAYING_MODEL = "tiny/saying"
 _TEMPLATE = """
 {%- if tools %}{{ '<tools>' }}{%- for tool in tools %}{{ tool | tojson }}{%- endfor %}
 {{- 'Answer with <tool_call>.' }}{%- endif %}
@@ -13,6 +20,7 @@ _TEMPLATE = """
 {{- '<tool_call>' + call.function | tojson + '</tool_call>' }}{%- endfor %}
 {{- '\\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{ 'assistant: ' }}{%- endif %}"""
+_SAYING_TEMPLATE = _TEMPLATE.replace("'assistant: '", "messages[-1].content[-1]")
 
 
 def a_chat_model(folder: Path) -> Path:
@@ -20,5 +28,55 @@ def a_chat_model(folder: Path) -> Path:
     save(tiny_llama(), folder)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = _TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def a_saying_model(
+    folder: Path, texts: Mapping[str, Sequence[str]], special: Sequence[str]
+) -> Path:
+    """Write a model that says given texts at temperature 0, and return its folder.
+
+    Each token has one successor. What it says is chosen by the last character of the prompt, which
+    in a chat is that of the last message.
+
+    Args:
+        folder: where to write it.
+        texts: by the last character of the prompt, the tokens of the text, each in one text only;
+            single characters are the tokens of their bytes.
+        special: those that are special tokens.
+    """
+    tokenizer = byte_tokenizer()
+    pieces = [piece for text in texts.values() for piece in text if len(piece) > 1]
+    tokenizer.add_tokens(
+        [AddedToken(each, special=each in special, normalized=False) for each in pieces]
+    )
+    tokenizer.chat_template = _SAYING_TEMPLATE
+    size = len(tokenizer)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=size,
+            hidden_size=size + size % 2,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            max_position_embeddings=512,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=EOS_TOKEN_ID,
+            pad_token_id=None,
+        )
+    )
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.zero_().fill_diagonal_(1)
+        model.lm_head.weight.zero_()
+        for start, text in texts.items():
+            chain = tokenizer.encode(start + "".join(text))
+            for token, following in pairwise([*chain, EOS_TOKEN_ID]):
+                model.lm_head.weight[following, token] = 1
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -41,7 +41,7 @@ def a_text(
     """Return the text of a model with special tokens, and its tokenizer of bytes.
 
     Args:
-        special: special tokens besides `SPECIAL`.
+        special: special tokens in addition to `SPECIAL`.
         template: its chat template, or several by name.
     """
     tokenizer = byte_tokenizer()

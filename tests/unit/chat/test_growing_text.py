@@ -66,18 +66,18 @@ def test_a_text_is_what_its_tokens_add_to_the_prompt_in_any_tokenizer(
 
 @pytest.mark.parametrize("name", ["SentencePiece BPE with byte fallback", *OF_BYTES])
 @pytest.mark.parametrize("prompt", ["世", "a 世", "世\ufffd世", "x🧬🧬", "世界", "é"])
-@pytest.mark.parametrize("begun", [1, 2, 3])
+@pytest.mark.parametrize("started", [1, 2, 3])
 def test_a_text_begins_with_the_character_that_it_completes(
-    name: str, prompt: str, begun: int
+    name: str, prompt: str, started: int
 ) -> None:
     tokens = encode(name, prompt)
-    begun = min(begun, len(encode(name, prompt[-1])) - 1)
-    split = len(tokens) - begun
+    started = min(started, len(encode(name, prompt[-1])) - 1)
+    split = len(tokens) - started
     growing = GrowingText(decoder_of(a_tokenizer(name)), tokens[:split])
 
     parts = [growing.add(token) for token in [*tokens[split:], *encode(name, "界")]]
 
-    assert "".join(parts) + growing.finish() == (prompt[-1] if begun else "") + "界"
+    assert "".join(parts) + growing.finish() == (prompt[-1] if started else "") + "界"
 
 
 def test_special_tokens_have_no_text() -> None:

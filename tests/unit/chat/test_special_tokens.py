@@ -1,12 +1,18 @@
 """Special tokens and stop strings: one text for samplers and answers, whole and streamed."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 from tokenizers import normalizers
+from transformers import AutoTokenizer
 
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_testing.models import EOS_TOKEN_ID
 from tinkercloud_testing.said import a_text as a_chat_text
 from tinkercloud_testing.said import anthropic_says, completion_says, openai_says
+from tinkercloud_worker.chat.text import ChatText
 
 TEXT, TOKENIZER = a_chat_text()
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"order_id": 7}}\n</tool_call>'
@@ -86,14 +92,14 @@ def test_tool_calls_are_found_whether_their_tags_are_special_or_not(
     tokens = tokenizer.encode(f"Sure.\n{CALL}<|im_end|>")
 
     [choice] = openai_says(text, tokens, streams=streams, tools=True)
-    [untold] = openai_says(text, tokens, streams=streams)
+    [unasked] = openai_says(text, tokens, streams=streams)
     message = anthropic_says(text, tokens, streams=streams, tools=True)
 
     assert (choice.text, choice.reason) == ("Sure.", "tool_calls")
     assert choice.calls == message.calls == [("lookup", '{"order_id": 7}')]
     assert message.blocks == ("text", "tool_use")
     assert message.reason == "tool_use"
-    assert (untold.text, untold.reason) == (f"Sure.\n{CALL}", "stop")
+    assert (unasked.text, unasked.reason) == (f"Sure.\n{CALL}", "stop")
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -164,15 +170,35 @@ def test_templates_of_models_with_several_are_used_by_their_names() -> None:
 @pytest.mark.parametrize(
     "prompt", ["世", "a世", "世\ufffd世", "x🧬", "世界", "\ufffd\ufffd世", "é"]
 )
-@pytest.mark.parametrize("begun", [1, 2, 3])
+@pytest.mark.parametrize("started", [1, 2, 3])
 def test_a_completion_begins_with_the_character_that_it_completes(
-    prompt: str, begun: int, streams: bool
+    prompt: str, started: int, streams: bool
 ) -> None:
     tokens = TOKENIZER.encode(prompt)
-    begun = min(begun, len(prompt[-1].encode()) - 1)
-    rest = [*tokens[len(tokens) - begun :], *TOKENIZER.encode("界!"), EOS_TOKEN_ID]
-    given = tokens[: len(tokens) - begun]
+    started = min(started, len(prompt[-1].encode()) - 1)
+    rest = [*tokens[len(tokens) - started :], *TOKENIZER.encode("界!"), EOS_TOKEN_ID]
+    given = tokens[: len(tokens) - started]
 
     [completion] = completion_says(TEXT, rest, streams=streams, prompt=given)
 
     assert completion.text == prompt[-1] + "界!"
+
+
+@pytest.mark.parametrize("form", ["a list", "files"])
+def test_named_templates_of_a_models_folder_are_found(tmp_path: Path, form: str) -> None:
+    tools = "{% for tool in tools %}<tool_call>{{ tool.function.name }}{% endfor %}<|im_end|>"
+    _, tokenizer = a_chat_text(template={"default": "plain", "tool_use": tools})
+    tokenizer.save_pretrained(tmp_path)
+    if form == "a list":
+        file = tmp_path / "tokenizer_config.json"
+        named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": tools}]
+        file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": named}))
+        (tmp_path / "chat_template.jinja").unlink()
+        shutil.rmtree(tmp_path / "additional_chat_templates")
+    text = ChatText(AutoTokenizer.from_pretrained(tmp_path))
+    tool = {"type": "function", "function": {"name": "add"}}
+
+    prompt = text.render([{"role": "user", "content": "hi"}], [tool], {})
+
+    assert text.decode(prompt) == "<tool_call>add"
+    assert text.turn_ends == frozenset(TOKENIZER.encode("<|im_end|>"))

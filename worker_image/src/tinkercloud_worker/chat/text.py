@@ -110,7 +110,8 @@ class ChatText:
         if tools and not self.calls_tools:
             raise InvalidRequest(
                 "tools: not supported for this model: only templates with tool calls in Hermes'"
-                f" format ({HERMES_CALL} with JSON) are; send a request without tools"
+                f" format ({HERMES_CALL} with JSON) are, and tokenizers that keep this tag; send a"
+                " request without tools"
             )
         exact = ExactValues()
         try:

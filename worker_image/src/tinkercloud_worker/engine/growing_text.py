@@ -51,6 +51,15 @@ class GrowingText:
         self._decode = decode
         self.pending = ""
         """Text that follows what was returned, but may still become another character."""
+        self._context: list[int] = []
+        """Tokens whose text is complete."""
+        self._context_text = ""
+        self._newest: list[int] = []
+        """The tokens since."""
+        self._num_started = 0
+        """How many of those come from the prompt, or from before the last certain text."""
+        self._passed = ""
+        """Text of the newest tokens that was returned, or belongs to the prompt."""
         self._continue_after(prompt)
 
     def add(self, token: int) -> str:
@@ -58,7 +67,7 @@ class GrowingText:
         self._newest.append(token)
         added = self._added()
         new = _after(self._passed, added)
-        num_held = len(self._newest) - self._num_begun
+        num_held = len(self._newest) - self._num_started
         if added.endswith(INCOMPLETE) and num_held <= _MAX_HELD_TOKENS:
             certain = new.rstrip(INCOMPLETE)
             self.pending = new[len(certain) :]
@@ -86,7 +95,7 @@ class GrowingText:
         """
         self._context, self._newest = split_at_character(tokens, self._decode)
         self._context_text = self._decode(self._context)
-        self._num_begun = len(self._newest)
+        self._num_started = len(self._newest)
         self._passed = self._added()
 
     def _added(self) -> str:

@@ -77,6 +77,6 @@ def _stopped_after(tokens: Sequence[int], request: SamplingRequest, decode: Deco
 
 def _may_contain(tokens: Sequence[int], request: SamplingRequest, decode: Decode) -> bool:
     """Return whether the text may contain a stop string; false positives are possible."""
-    context, begun = split_at_character(request.prompt.tolist(), decode)
-    text = decode([*context, *begun, *tokens])
+    context, started = split_at_character(request.prompt.tolist(), decode)
+    text = decode([*context, *started, *tokens])
     return INCOMPLETE in text or any(string in text for string in request.stop.strings)
