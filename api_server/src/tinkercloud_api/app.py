@@ -11,7 +11,7 @@
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
@@ -93,6 +93,7 @@ from tinkercloud_api.transfers.downloads import Downloads
 from tinkercloud_api.transfers.imports import Imports
 from tinkercloud_api.transfers.stored_runs import StoredRuns
 from tinkercloud_protocol.asgi import Receive, Scope, Send
+from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.futures import QueueState
 from tinkercloud_protocol.object_store import open_store
 
@@ -293,11 +294,19 @@ async def _started(context: Context, admission: RunAdmission) -> AsyncIterator[N
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await context.deliveries.stop()
-        await context.programs.stop()
-        await context.provider.stop()
-        await _report_lost(context.locator)
-        await context.activity.write()
+        await _finish("stop deliveries", context.deliveries.stop())
+        await _finish("stop the programs", context.programs.stop())
+        await _finish("stop the session heads", context.provider.stop())
+        await _finish("find out which runs were saved", _report_lost(context.locator))
+        await _finish("record when sessions and keys were used", context.activity.write())
+
+
+async def _finish(what: str, step: Awaitable[None]) -> None:
+    """Await a step of the shutdown. The next one runs even if it fails, as on a full disk."""
+    try:
+        await step
+    except (WireError, OSError) as error:
+        log.warning("a step of the shutdown failed", step=what, reason=str(error))
 
 
 def _stored_runs(

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import shutil
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from datetime import datetime, timedelta
 
 import aiohttp
@@ -29,7 +29,7 @@ from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.claims import Claims
 from tinkercloud_api.head_calls import HEAD_CALL_SECONDS, HeadCalls
 from tinkercloud_api.known_runs import KnownRun, KnownSampler
-from tinkercloud_api.lost_runs import lost_message, why_deleted
+from tinkercloud_api.lost_runs import lost_message, remains, why_deleted
 from tinkercloud_api.providers.base import HeadEndpoint, Pending, Placement, SessionProvider
 from tinkercloud_api.providers.session_options import SessionOptions
 from tinkercloud_api.run_admission import RunAdmission
@@ -214,11 +214,16 @@ class HeadLocator:
             raise StateLost(await lost_message(self._checkpoints, run_id))
         if lost is not None and self._provider.has_ended(run.placement, lost):
             # Report a lost run without waiting for another head, which may take long to start.
-            await self._require_suspended(run_id, run, lost)
+            async with self._naming_what_remains(run_id):
+                await self._require_suspended(run_id, run, lost)
         endpoint = await self._provider.acquire(run.placement)
         if endpoint.generation == lost:
             return endpoint
-        await self._create_on(endpoint, run_id, run, lost)
+        if lost is None:
+            await self._create_on(endpoint, run_id, run, lost)
+        else:
+            async with self._naming_what_remains(run_id):
+                await self._create_on(endpoint, run_id, run, lost)
         if not await self._catalog.set_generation(run_id, endpoint.generation, after=lost):
             if await self._catalog.deleted_runs([run_id]):
                 # The run may have been deleted before it was created on the head.
@@ -233,6 +238,20 @@ class HeadLocator:
         if lost is not None:
             log.info("training run resumed", run_id=run_id, generation=endpoint.generation)
         return endpoint
+
+    @contextlib.asynccontextmanager
+    async def _naming_what_remains(self, run_id: str) -> AsyncIterator[None]:
+        """Add the checkpoint to resume from to errors of a run that can't be resumed.
+
+        Its saved state may be damaged, or that of another model.
+        """
+        try:
+            yield
+        except (StateLost, InvalidRequest) as error:
+            if "create_training_client_from_state" in error.message:
+                raise
+            what_remains = await remains(self._checkpoints, run_id)
+            raise type(error)(f"{error.message}; {what_remains}") from error
 
     async def _create_on(
         self, endpoint: HeadEndpoint, run_id: str, run: KnownRun, lost: str | None

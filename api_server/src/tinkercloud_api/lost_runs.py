@@ -23,13 +23,24 @@ async def why_deleted(catalog: Catalog, run_id: str) -> str:
 
 async def lost_message(checkpoints: Checkpoints, run_id: str) -> str:
     """Return how much of a run was lost with its head, and how to resume it."""
+    what_remains = await remains(checkpoints, run_id)
+    return (
+        f"training run {run_id} is lost: its session head stopped without saving it, and"
+        f" {what_remains}"
+    )
+
+
+async def remains(checkpoints: Checkpoints, run_id: str) -> str:
+    """Return what remains of a run that can't continue, and how to resume it.
+
+    Its latest checkpoint may be an automatic one, which is listed from now on.
+    """
     await checkpoints.discover(run_id)
     await checkpoints.keep_autosaves(run_id)
     saved = latest(await checkpoints.of_run(run_id), CheckpointKind.TRAINING)
-    loss = "it has no checkpoint, so all of its training is lost"
-    if saved is not None:
-        loss = (
-            "all training since its last checkpoint is lost; resume with"
-            f" create_training_client_from_state_with_optimizer({saved.tinker_path!r})"
-        )
-    return f"training run {run_id} is lost: its session head stopped without saving it, and {loss}"
+    if saved is None:
+        return "it has no checkpoint, so all of its training is lost"
+    return (
+        "all training since its last checkpoint is lost; resume with"
+        f" create_training_client_from_state_with_optimizer({saved.tinker_path!r})"
+    )

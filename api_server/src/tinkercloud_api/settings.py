@@ -6,6 +6,7 @@ Sources, in order of precedence: command-line arguments, environment variables
 Unknown settings are errors in every source, so that a misspelled setting is not silently ignored.
 """
 
+import difflib
 import importlib
 import inspect
 import json
@@ -476,7 +477,18 @@ def _unknown(path: str) -> str:
     file = os.environ.get(CONFIG_FILE_VARIABLE)
     where = f"{path} in {file}" if file else path
     name = f"environment variable {variable}" if variable else where
-    return f"{name} is not a known setting; see docs/operate/configuration.md for all settings"
+    near = _nearest(path)
+    shown = _variable(near) if near and variable else near
+    advice = f"did you mean {shown}? See" if shown else "see"
+    return f"{name} is not a known setting; {advice} docs/operate/configuration.md for all settings"
+
+
+def _nearest(path: str) -> str | None:
+    """Return the setting whose name is most like an unknown one; None if there is none like it."""
+    group, dot, _ = path.rpartition(".")
+    table = _table_of(_field(group)) if group else Settings
+    names = [f"{group}{dot}{name}" for name in (table.model_fields if table else ())]
+    return next(iter(difflib.get_close_matches(path, names, 1)), None)
 
 
 def _json_errors() -> Iterator[str]:

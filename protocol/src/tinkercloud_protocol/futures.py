@@ -82,7 +82,12 @@ def pending(
 
 def finished(answer: dict[str, object]) -> Result:
     """Return a JSON result. It must not have the key `error`, which the SDK reads as failure."""
-    return Result(orjson.dumps(answer), JSON)
+    return _kept(answer)
+
+
+def _kept(content: dict[str, object]) -> Result:
+    # A copy: the bytes of orjson occupy 4 KiB however short they are, and results are kept.
+    return Result(bytes(memoryview(orjson.dumps(content))), JSON)
 
 
 def metadata_of(result: Result) -> Result:
@@ -95,7 +100,7 @@ def metadata_of(result: Result) -> Result:
 
 def failed(message: str, category: Category) -> Result:
     """Return a terminal failure; the SDK raises RequestFailedError and never retries it."""
-    return Result(orjson.dumps({"error": message, "category": category}), JSON)
+    return _kept({"error": message, "category": category})
 
 
 def failed_with(error: WireError) -> Result:

@@ -18,8 +18,8 @@ from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.providers.base import HeadEndpoint, Placement
 from tinkercloud_api.training_runs import TrainingRuns
-from tinkercloud_protocol.checkpoints import CheckpointManifest, encode_manifest
-from tinkercloud_protocol.errors import StateLost, Unavailable
+from tinkercloud_protocol.checkpoints import CheckpointManifest, encode_manifest, suspended_key
+from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.paths import CheckpointPath, evicted_prefix
@@ -65,8 +65,12 @@ class HeadStub:
     concurrent_calls: int = 0
     max_concurrent_calls: int = 0
     is_failing: bool = False
+    damage: str | None = None
+    """Why no model can be resumed, if so."""
 
     async def put(self, request: web.Request) -> web.Response:
+        if self.damage is not None:
+            return web.json_response({"detail": self.damage}, status=400)
         self.models.add(request.match_info["id"])
         return web.json_response({})
 
@@ -313,5 +317,42 @@ async def test_automatic_checkpoints_that_a_killed_head_has_left_are_listed_in_t
 
     await world.locator.release_leftovers(datetime.now(UTC) + timedelta(days=1))
 
+    [listed] = await world.checkpoints.of_run(run_id)
+    assert listed.tinker_path == str(path)
+
+
+@pytest.mark.parametrize("found_by", ["the head", "the server"])
+async def test_the_error_of_damaged_state_names_the_automatic_checkpoint(
+    world: World, tmp_path: Path, found_by: str
+) -> None:
+    run_id = await world.begin(0)
+    await world.catalog.set_generation(run_id, "g0", after=None)
+    path = CheckpointPath.of_autosave(run_id, 3)
+    manifest = CheckpointManifest(
+        tinker_path=str(path),
+        owner="me",
+        base_model="tiny",
+        lora=None,
+        step=3,
+        created_at=datetime.now(UTC),
+        files={},
+    )
+    await open_store((tmp_path / "store").as_uri()).put_async(
+        path.manifest_key, encode_manifest(manifest)
+    )
+    if found_by == "the server":
+        file = tmp_path / "store" / suspended_key(run_id)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{")
+    else:
+        # The server only knows that there may be a journal.
+        world.head.damage = "the record at byte 7 is damaged"
+        world.provider.may_have_journals = lambda _placement: True  # type: ignore[method-assign]
+    world.provider.is_loaded.set()
+
+    with pytest.raises((InvalidRequest, StateLost)) as error:
+        await world.locator.head_of_run(run_id)
+
+    assert f"create_training_client_from_state_with_optimizer('{path}')" in str(error.value)
     [listed] = await world.checkpoints.of_run(run_id)
     assert listed.tinker_path == str(path)

@@ -121,10 +121,13 @@ async def test_an_answer_to_a_made_up_cursor_is_short_and_leads_to_a_valid_one(
     results = a_store()
     sample(results, 0)
 
+    sizes = []
     for _ in range(30):
         completions, cursor = await poll(results, cursor, seconds=0)
-        assert len(completions) <= 512
-    assert completions == []
+        sizes.append(len(completions))
+
+    assert max(sizes) <= 512
+    assert sizes[-1] == 0
 
 
 async def test_a_first_poll_at_a_head_without_samples_of_the_client_is_answered_likewise() -> None:

@@ -1,10 +1,12 @@
 """Results wake their waiters and are kept for a time and within limits."""
 
 import asyncio
+import tracemalloc
 from typing import Any
 
 import pytest
 
+from tinkercloud_protocol import futures
 from tinkercloud_protocol.errors import NotFound
 from tinkercloud_protocol.futures import JSON, Result
 from tinkercloud_protocol.launch import Timings
@@ -34,6 +36,21 @@ def a_store(
 
 def a_result(size: int = 1) -> Result:
     return Result(b"x" * size, JSON)
+
+
+def test_a_small_result_takes_little_memory_while_it_is_kept() -> None:
+    results, number = a_store(Clock(), 10**6), 500
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for index in range(number):
+            results.open(f"s:train:0:{index}", b"", "me")
+            results.finish(f"s:train:0:{index}", futures.finished({"metrics": {"step": index}}))
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert (after - before) / number < 1000
 
 
 async def test_a_result_wakes_its_waiter() -> None:

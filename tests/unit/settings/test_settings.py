@@ -73,6 +73,25 @@ def test_an_unknown_key_in_the_file_is_rejected(
 
 
 @pytest.mark.parametrize(
+    ("variable", "near"),
+    [
+        ("TINKERCLOUD_MODLES", "did you mean TINKERCLOUD_MODELS?"),
+        ("TINKERCLOUD_LIMITS__MAX_LORA_RNK", "did you mean TINKERCLOUD_LIMITS__MAX_LORA_RANK?"),
+        ("TINKERCLOUD_XYZZY", "see docs/operate/configuration.md"),
+    ],
+)
+def test_an_unknown_variable_is_rejected_with_the_most_similar_setting(
+    monkeypatch: pytest.MonkeyPatch, variable: str, near: str
+) -> None:
+    monkeypatch.setenv(variable, "1")
+
+    with pytest.raises(InvalidSettingsError) as error:
+        load_settings()
+
+    assert f"environment variable {variable} is not a known setting; {near}" in str(error.value)
+
+
+@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("missing.toml", None, "No such file"),

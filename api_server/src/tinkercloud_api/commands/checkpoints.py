@@ -56,10 +56,10 @@ def _row(checkpoint: dict[str, Any]) -> dict[str, object]:
     return {
         "path": checkpoint["tinker_path"],
         "type": checkpoint["checkpoint_type"],
-        "base model": checkpoint.get("base_model", ""),
+        "base model": checkpoint.get("base_model") or "",
         "bytes": checkpoint["size_bytes"],
         "saved": checkpoint["time"],
-        "expires": checkpoint.get("expires_at", "never"),
+        "expires": checkpoint.get("expires_at") or "never",
         "public": "yes" if checkpoint["public"] else "no",
     }
 

@@ -62,7 +62,7 @@ def change_catalog(
     """
 
     async def recorded(catalog: Catalog, log: AuditLog) -> T:
-        details = {
+        details: dict[str, object] = {
             "method": "COMMAND",
             "path": " ".join(["tinkercloud", *map(str, change.arguments)]),
             "status": "no response yet",

@@ -69,6 +69,11 @@ def show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: boo
 def server_url(base_url: str | None) -> str:
     """Return the URL of the server that a command calls, without a slash at its end."""
     if base_url is not None:
+        if not base_url.lower().startswith(("http://", "https://")):
+            fail(
+                f"--base-url or TINKER_BASE_URL: {base_url!r} is no URL; it starts with http:// or"
+                f" https://, such as http://{base_url.rpartition('/')[2] or '127.0.0.1:8000'}"
+            )
         return base_url.rstrip("/")
     running = state_folder.running_server(read_settings().state_dir)
     return ((running.url if running is not None else None) or DEFAULT_URL).rstrip("/")

@@ -30,6 +30,11 @@ _DELIVERY_SECONDS = 120.0
 its longest backoff (30), with a margin."""
 
 
+_FINISHED = asyncio.Event()
+"""The event of all finished requests, since one of its own takes more memory than most results."""
+_FINISHED.set()
+
+
 @dataclass(frozen=True, slots=True)
 class ExportedResult:
     """A result to be kept by another process."""
@@ -162,6 +167,7 @@ class Results:
             return
         entry.result = result
         entry.finished.set()
+        entry.finished = _FINISHED
         self.completions.finish(request_id, result)
         owned = self._owned.setdefault(entry.owner, _Owned())
         owned.num_bytes += entry.size

@@ -13,6 +13,11 @@ MAX_SPANS = 5000
 """Spans that are kept of one session, the latest ones."""
 MAX_SESSIONS = 256
 """Sessions whose spans are kept: those that finished a request last."""
+MAX_ALL_SPANS = 100_000
+"""Spans that are kept of all sessions, about 20 MB."""
+
+_Row = tuple[str, str, float, float, float]
+"""The fields of a `Span`, which would take several times as much memory."""
 
 
 class SpanRecorder:
@@ -25,7 +30,8 @@ class SpanRecorder:
             clock: returns the time in seconds from 1970-01-01 in UTC.
         """
         self._clock = clock
-        self._sessions: OrderedDict[str, deque[Span]] = OrderedDict()
+        self._sessions: OrderedDict[str, deque[_Row]] = OrderedDict()
+        self._num_spans = 0
 
     def timed(
         self, target: str, name: str, work: Callable[[], Awaitable[T]]
@@ -44,18 +50,23 @@ class SpanRecorder:
             try:
                 return await work()
             finally:
-                times = {"accepted": accepted, "started": started, "finished": self._clock()}
-                self._add(Span(target=target, name=name, **times))
+                self._add((target, name, accepted, started, self._clock()))
 
         return run
 
     def of_session(self, session_id: str) -> list[Span]:
         """Return the spans of a session, in the order in which they finished."""
-        return list(self._sessions.get(session_id, ()))
+        return [
+            Span(target=target, name=name, accepted=accepted, started=started, finished=finished)
+            for target, name, accepted, started, finished in self._sessions.get(session_id, ())
+        ]
 
-    def _add(self, span: Span) -> None:
-        session_id = span.target.partition(":")[0]
-        self._sessions.setdefault(session_id, deque(maxlen=MAX_SPANS)).append(span)
+    def _add(self, row: _Row) -> None:
+        session_id = row[0].partition(":")[0]
+        rows = self._sessions.setdefault(session_id, deque(maxlen=MAX_SPANS))
+        self._num_spans += len(rows) < MAX_SPANS
+        rows.append(row)
         self._sessions.move_to_end(session_id)
-        if len(self._sessions) > MAX_SESSIONS:
-            self._sessions.popitem(last=False)
+        while len(self._sessions) > MAX_SESSIONS or self._num_spans > MAX_ALL_SPANS:
+            _, oldest = self._sessions.popitem(last=False)
+            self._num_spans -= len(oldest)
