@@ -65,7 +65,7 @@ def layer(number: int, name: str = "self_attn.q_proj") -> str:
 
 
 def received(content: bytes, size: int) -> bytes:
-    """Return what of a file may be stored if it arrives in parts of a size."""
+    """Return the bytes of a file that may be stored if it arrives in parts of this size."""
     file = AdapterFile(len(content), RANK)
     return b"".join(file.add(content[at : at + size]) for at in range(0, len(content), size))
 
