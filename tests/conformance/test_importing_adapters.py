@@ -239,10 +239,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_not_listed(
     tensors[next(iter(tensors))][0, 0] = float("nan")
     save_file(tensors, broken / WEIGHTS)
 
-    for folder, message in (
-        (larger, "for a weight of shape [64, 64]"),
-        (broken, "NaN or infinite"),
-    ):
+    for folder, message in ((larger, "of shape [64, 64]"), (broken, "NaN or infinite")):
         refused = checkpoints(server, "import", folder, "--base-model", "tiny/llama", key=key)
 
         assert message in refused.stderr

@@ -33,7 +33,9 @@ def context_length(config: Mapping[str, Any]) -> int:
         return positions
     kind = scaling.get("rope_type", scaling.get("type"))
     factor = scaling.get("factor")
-    if kind not in _EXTENDED or type(factor) not in {int, float}:
-        return positions
     original = scaling.get("original_max_position_embeddings") or positions
+    if kind not in _EXTENDED:
+        return positions
+    if not isinstance(factor, int | float) or not isinstance(original, int):
+        return positions
     return max(positions, int(original * factor))

@@ -73,7 +73,8 @@ SUSPENDED = SuspendedManifest(
     files=FILES,
 )
 ENTRY = Entry(seq_id=3, path="/optim_step", role="step", digest="00ff", size=9, read=("a", "b"))
-RECORDS = [Record(0, ENTRY, b"body\1"), Record(1, ENTRY, b"\0\1"), Record(2, ENTRY, b"end\1")]
+# A last record that differs and ends with a zero looks like one that was not completely written.
+RECORDS = [Record(0, ENTRY, b"body\1"), Record(1, ENTRY, b"\0\1"), Record(2, ENTRY, b"end\3")]
 HEADER = Header(
     manifest=JOURNAL, start_index=0, next_index=3, base=Base(snapshot=SUSPENDED, first_index=0)
 )

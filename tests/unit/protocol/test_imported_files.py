@@ -46,15 +46,17 @@ def test_the_largest_value_is_finite_and_the_next_is_not(dtype: str, value: floa
     assert is_finite(content, dtype) == bool(np.isfinite(value))
 
 
-def an_adapter(*modules: str, columns: int = 6, rows: int = 4, **changes: float) -> bytes:
-    """Return a file with adapters of these modules; `changes` set single values by their place."""
+def an_adapter(
+    *modules: str, columns: int = 6, rows: int = 4, changes: Mapping[int, float] | None = None
+) -> bytes:
+    """Return a file with adapters of these modules, with other last values of some tensors."""
     tensors = {}
     for number, module in enumerate(modules):
         dtype = list(DTYPES.values())[number % 3]
         for half, shape in (("A", (RANK, columns)), ("B", (rows, RANK))):
             tensors[f"base_model.model.{module}.lora_{half}.weight"] = torch.ones(shape).to(dtype)
-    for place, value in changes.items():
-        tensors[list(tensors)[int(place[1:])]].view(-1)[-1] = value
+    for place, value in (changes or {}).items():
+        tensors[list(tensors)[place]].view(-1)[-1] = value
     return save(tensors)
 
 
@@ -63,7 +65,7 @@ def layer(number: int, name: str = "self_attn.q_proj") -> str:
 
 
 def received(content: bytes, size: int) -> bytes:
-    """Return what of a file may be stored if it arrives in parts of a size."""
+    """Return the bytes of a file that may be stored if it arrives in parts of this size."""
     file = AdapterFile(len(content), RANK)
     return b"".join(file.add(content[at : at + size]) for at in range(0, len(content), size))
 
@@ -81,7 +83,7 @@ def test_a_file_in_parts_of_any_size_is_stored_as_it_is(size: int) -> None:
 def test_a_value_that_is_not_finite_is_refused_with_its_tensor(
     size: int, place: int, value: float
 ) -> None:
-    content = an_adapter(layer(0), layer(1), layer(2), **{f"t{place}": value})
+    content = an_adapter(layer(0), layer(1), layer(2), changes={place: value})
 
     with pytest.raises(InvalidRequest, match=r"'base_model.*' has values that are NaN or infinite"):
         received(content, size)
@@ -168,15 +170,15 @@ def test_adapters_that_peft_writes_fit_the_model_that_they_are_of(
     make: Any, tmp_path: Path
 ) -> None:
     base = read_base(save_model(make(), tmp_path / "base"))
-    for number, fields in enumerate(
-        [
-            {"target_modules": ["q_proj", "o_proj"]},
-            {"target_modules": "all-linear" if make is tiny_llama else ["k_proj", "o_proj"]},
-            {"target_modules": ["k_proj"], "layers_to_transform": [1]},
-            {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["v_proj"]},
-            {"target_modules": ["lm_head", "q_proj"]},
-        ]
-    ):
+    cases: list[dict[str, Any]] = [
+        {"target_modules": ["q_proj", "o_proj"]},
+        {"target_modules": "all-linear" if make is tiny_llama else ["k_proj", "o_proj"]},
+        {"target_modules": ["k_proj"], "layers_to_transform": [1]},
+        {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["v_proj"]},
+        {"target_modules": ["lm_head", "q_proj"]},
+    ]
+
+    for number, fields in enumerate(cases):
         folder = write_adapter(make(), tmp_path / str(number), **fields)
         config = json.loads((folder / "adapter_config.json").read_text())
         peft.read_config(config)

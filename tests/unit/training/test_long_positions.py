@@ -97,7 +97,9 @@ def a_model(**rope: Any) -> LlamaForCausalLM:
         rope_parameters={"rope_theta": 10000.0, **rope},
         initializer_range=0.2,
     )
-    return LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config)
+    model.eval()
+    return model
 
 
 @pytest.mark.parametrize(

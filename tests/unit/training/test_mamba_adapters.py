@@ -37,7 +37,9 @@ def mamba2() -> Mamba2ForCausalLM:
         chunk_size=16,
         initializer_range=0.2,
     )
-    return Mamba2ForCausalLM(config).eval()
+    model = Mamba2ForCausalLM(config)
+    model.eval()
+    return model
 
 
 MAKERS: dict[str, Callable[[], Any]] = {

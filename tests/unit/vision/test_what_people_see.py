@@ -163,7 +163,7 @@ def interlaced_colors_of_16_bits() -> tuple[bytes, Image.Image]:
     return png_of_16_bits(high.astype(np.uint16) << 8 | low), rgb(strokes())
 
 
-def png_of_16_bits(values: np.ndarray[Any, np.dtype[np.uint16]], *extra: bytes) -> bytes:
+def png_of_16_bits(values: npt.NDArray[np.integer[Any]], *extra: bytes) -> bytes:
     """Return a PNG file of 16-bit values [H, W] or [H, W, 3], which Pillow can't write."""
     kind = 0 if values.ndim == 2 else 2
     rows = values.astype(">u2").reshape(len(values), -1)

@@ -80,7 +80,7 @@ class _Mirrored:
 
 
 def _mirrored(server: Server, repo: str, revision: str) -> _Mirrored | Response:
-    """Return the files of a model, or the answer that there is no such model or revision."""
+    """Return the files of a model, or the answer that the model or the revision is unknown."""
     model = _find(server, repo)
     if model is None or model.local_path is None:
         return _missing("RepoNotFound")

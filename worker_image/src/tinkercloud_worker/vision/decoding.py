@@ -64,7 +64,7 @@ def _decoded(opened: Image.Image, image: ImagePart) -> tuple[Image.Image, bytes]
         shown = _scaled(opened)
         if orientation in _TURNS:
             shown = shown.transpose(_TURNS[orientation])
-    decoded = Image.fromarray(convert_to_rgb(shown, return_numpy=True))
+    decoded = Image.fromarray(np.asarray(convert_to_rgb(shown, return_numpy=True)))
     if is_plain and orientation not in _TURNS:
         return decoded, image.data
     file = io.BytesIO()
