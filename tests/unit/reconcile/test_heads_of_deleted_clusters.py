@@ -80,7 +80,7 @@ def test_a_head_that_never_started_has_nothing_to_save() -> None:
     assert starts_pods(reconcile(with_head(ending_head(is_started=False)), SETTINGS))
 
 
-def test_a_head_on_a_lost_node_does_not_block_the_session_for_ever() -> None:
+def test_a_head_on_a_lost_node_does_not_block_the_session_forever() -> None:
     end = NOON + GRACE + timedelta(minutes=1)
     before = reconcile(with_head(ending_head(), now=end - timedelta(seconds=1)), SETTINGS)
     after = reconcile(with_head(ending_head(), now=end), SETTINGS)
