@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 
 from tinkercloud_testing.simulation.broken_operators import BROKEN
 from tinkercloud_testing.simulation.histories import Outcome, run_history
-from tinkercloud_testing.simulation.scripts import DISTURBANCES, run_script
+from tinkercloud_testing.simulation.scripts import DISTURBANCES, SHAPES, run_script
 
 MOST = int(os.environ.get("TINKERCLOUD_TEST_BROKEN_HISTORIES", "0"))
 """How many histories may pass before one must show it."""
@@ -28,7 +29,7 @@ def test_a_history_shows_that_the_operator_is_broken(broken: str) -> None:
 
 
 def histories() -> Iterator[Outcome]:
-    for disturbance in DISTURBANCES:
-        yield run_script(disturbance, "ranks", knows_owners=True)
+    for shape, disturbance in product(SHAPES, DISTURBANCES):
+        yield run_script(disturbance, shape, knows_owners=True)
     for seed in range(MOST):
         yield run_history(seed, 25)

@@ -223,6 +223,9 @@ def _pools(world: World) -> Iterator[str]:
         if len(clusters) < pool.get("minClusters", 0) and not _is_closed(base_model):
             yield f"pool {spec['modelName']} has {len(clusters)} clusters, fewer than minClusters"
         empty = [each for each in clusters if not load[each["metadata"]["name"]]]
+        for cluster in empty:
+            if cluster["metadata"].get("annotations", {}).get(labels.DRAIN) == "true":
+                yield f"{cluster['metadata']['name']} is drained and empty, and not deleted"
         if len(clusters) > pool.get("maxClusters", 1) and empty:
             yield f"pool {spec['modelName']} has {len(clusters)} clusters, and {len(empty)} empty"
     for session in world.server.all("TrainingSession"):

@@ -69,8 +69,8 @@ def base_models(rng: Random) -> list[Json]:
         "scaleUpAfterSeconds": rng.choice([0, 30]),
         "scaleDownAfterSeconds": rng.choice([60, 600]),
     }
-    shared = {"sharing": "Shared", "pool": pool, "trainer": TRAINERS | {"replicas": 1}}
-    limits = {"limits": {"maxSessionsPerOwner": 3}} if rng.random() < 0.3 else {}
+    shared: Json = {"sharing": "Shared", "pool": pool, "trainer": TRAINERS | {"replicas": 1}}
+    limits: Json = {"limits": {"maxSessionsPerOwner": 3}} if rng.random() < 0.3 else {}
     return [
         a_base_model_manifest("alone", modelName="Sim/Alone", **common, **limits),
         a_base_model_manifest("ranks", modelName="Sim/Ranks", trainer=ranks, **common),

@@ -3,8 +3,10 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
+from tinkercloud_crds import labels
 from tinkercloud_testing.sessions import TRAINERS, a_base_model_manifest
 from tinkercloud_testing.simulation.api_server import Json
+from tinkercloud_testing.simulation.checks import violations
 from tinkercloud_testing.simulation.clients import Client, Run
 from tinkercloud_testing.simulation.heads import HeadSpeed
 from tinkercloud_testing.simulation.histories import Outcome, run, settle_and_check
@@ -14,7 +16,7 @@ from tinkercloud_testing.simulation.world import World
 SHAPES: Mapping[str, Json] = {
     "a head alone": {},
     "ranks": {"trainer": TRAINERS},
-    "a pool": {"sharing": "Shared", "pool": {"slotsPerCluster": 2}},
+    "a pool": {"sharing": "Shared", "pool": {"slotsPerCluster": 2, "maxClusters": 2}},
     "a spare": {"warmSpares": 1},
 }
 SLOW = HeadSpeed(load=10.0, save=100.0, step=0.5)
@@ -36,6 +38,32 @@ async def _suspend_while_the_store_is_away(world: World, serving: str) -> None:
     world.end_outage()
     await asyncio.sleep(300.0)
     world.server.update("TrainingSession", serving, {"spec": {"suspend": False}})
+
+
+async def _suspend_the_session_for_a_while(world: World, serving: str) -> None:
+    """Suspend the session itself; a spare that serves it has to end, a cluster of a pool stays."""
+    assert world.server.find("RayCluster", serving) is not None
+    world.server.update("TrainingSession", "one", {"spec": {"suspend": True}})
+    await asyncio.sleep(600.0)
+    world.violations += violations(world)
+    world.server.update("TrainingSession", "one", {"spec": {"suspend": False}})
+
+
+async def _delete_the_secret(world: World, serving: str) -> None:
+    world.server.delete("Secret", f"{serving}-token")
+
+
+async def _start_more_runs_than_slots(world: World, serving: str) -> None:
+    is_shared = serving.startswith("pool")
+    for number in range(4):
+        world.add_client(Run(f"more-{number}", "bob", "Sim/Model", is_shared=is_shared))
+
+
+async def _drain_the_cluster(world: World, serving: str) -> None:
+    """Ask for the sessions of a pool's cluster to be moved; other sessions ignore it."""
+    drained = {"metadata": {"annotations": {labels.DRAIN: "true"}}}
+    world.server.update("TrainingSession", serving, drained)
+    await asyncio.sleep(300.0)
 
 
 async def _kill_the_operator_while_the_head_saves(world: World, serving: str) -> None:
@@ -62,6 +90,10 @@ DISTURBANCES: Mapping[str, Disturbance] = {
     for each in (
         _delete_the_raycluster,
         _suspend_while_the_store_is_away,
+        _suspend_the_session_for_a_while,
+        _delete_the_secret,
+        _start_more_runs_than_slots,
+        _drain_the_cluster,
         _kill_the_operator_while_the_head_saves,
         _drain_every_node,
     )
@@ -86,6 +118,8 @@ def run_script(disturbance: str, shape: str, *, knows_owners: bool) -> Outcome:
             await until(lambda: any(it.is_ready for it in world.nodes.heads.values()), 120.0)
         client = world.add_client(Run("one", "ada", "Sim/Model", is_shared=shape == "a pool"))
         await _train(world, client, 23)
+        if world.violations:
+            return
         [serving] = [head for head in world.nodes.heads.values() if head.models]
         await DISTURBANCES[disturbance](world, serving.session)
         await _train(world, client, client.steps + 7)

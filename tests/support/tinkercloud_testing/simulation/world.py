@@ -109,8 +109,8 @@ class World:
         if session is None or "deletionTimestamp" in session["metadata"]:
             return
         stops = condition(session, ConditionType.SUSPENDED)
-        is_unlimited = stops.get("reason") == Reason.SUSPENDING
-        if is_unlimited and "failing" not in session["status"]:
+        is_limited = stops.get("reason") == Reason.DISRUPTED or "failing" in session["status"]
+        if not is_limited and "poolCluster" not in session["spec"]:
             self.nodes.to_be_saved.add(cluster["uid"])
 
     # What others do.
