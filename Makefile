@@ -151,8 +151,9 @@ bench-gpu: .venv/.installed ## check and measure the engine on this machine's GP
 rlve: .venv/.installed ## train a small model on an RLVE environment and draw the curve (by hand; 10 minutes on two cores)
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests/support $(BIN)/python -m benchmarks.rlve
 
-fuzz: .venv/.installed ## send servers 100,000 requests that no program would send (by hand; at most two hours)
+fuzz: .venv/.installed ## send servers 100,000 requests that no program would send, and time the operations of losses (by hand; at most two hours)
 	@$(BIN)/python tools/fuzz.py --cases 100000 --minutes 60
+	@TINKERCLOUD_TEST_LOSS_SECONDS=1 $(BIN)/pytest -q tests/unit/losses/test_loss_costs.py
 
 test-recipes: .venv/.installed ## run two steps of each kind of training program of tinker-cookbook (by hand; minutes)
 	@$(BIN)/pytest tests/recipes

@@ -227,6 +227,8 @@ def _parts(value: Json, known: set[str], where: str) -> list[Any]:
                 f"{where}: the text {value[:80]!r} is not allowed as an argument; allowed are"
                 f" {', '.join(sorted(TEXTS))} (norms: a number, or 'fro')"
             )
+        case _:
+            pass
     raise InvalidRequest(f"{where}: argument {str(value)[:80]!r} is too large")
 
 

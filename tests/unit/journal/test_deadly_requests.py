@@ -242,13 +242,14 @@ async def test_the_outcome_of_a_request_that_waited_in_a_snapshot_replaces_it(
     pod: Pod, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed, run = list[int](), Operations.forward_backward
-    may_fail = asyncio.Event()
+    may_begin, may_fail = asyncio.Event(), asyncio.Event()
 
     async def run_or_fail(self: Operations, request: ForwardBackwardRequest) -> Result:
         if request.seq_id == 1:
-            await may_fail.wait()
+            await may_begin.wait()
         if request.seq_id == 3:
             computed.append(3)
+            await may_fail.wait()
             raise LossEnded("custom loss 'x': ended by SIGFPE")
         return await run(self, request)
 
@@ -259,8 +260,12 @@ async def test_the_outcome_of_a_request_that_waited_in_a_snapshot_replaces_it(
         head.apply(2)
         head.add(3)
         await head.confirmed()
-        # Taken before request 3 runs, which waits in it.
-        head.service.durability.of(str(MODEL)).note_change()  # type: ignore[union-attr]
+        journal = head.service.durability.of(str(MODEL))
+        assert journal is not None
+        # The snapshot is taken before request 3 runs, which waits in it.
+        journal.note_change()
+        may_begin.set()
+        await journal.change_kept()
         monkeypatch.setattr(DurableRun, "note_change", lambda _self: None)
         may_fail.set()
         first = await head.answer(3)

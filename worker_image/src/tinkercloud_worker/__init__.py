@@ -19,6 +19,7 @@ Shared packages and modules:
 - `training`: optimizer, micro-batches and gradient sums that all trainers share.
 - `device`: accelerators, memory, kernels and packing.
 - `losses`: the loss functions.
+- `custom_losses`: the losses that clients upload, computed in processes of their own.
 - `logs`, `metrics`: logging and Prometheus metrics.
 
 Assembly: `__main__` starts `run_head`, which uses `build_trainer` and `build_sampler`. The other

@@ -61,9 +61,10 @@ def serve(control: socket.socket) -> None:
 
 
 def _prepare() -> None:
-    # The head decides when these processes end; a terminal sends its signals to all.
+    # These processes end with the head, which may still need them while it stops. Terminals and
+    # service managers send their signals to all of its processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):
         os.nice(_NICENESS)

@@ -74,7 +74,7 @@ def check_cost(definition: bytes, shapes: Mapping[DatumShape, int], max_bytes: i
 def import_all() -> None:
     """Import what torch imports at its first operation on tensors without data: for seconds."""
     values = torch.empty(2, device="meta", requires_grad=True)
-    with _Meter("", DatumShape((2,), ()), 1 << 20):
+    with Meter("", DatumShape((2,), ()), 1 << 20):
         torch.where(values > 0, values.exp(), 0.0).sum()
 
 
@@ -94,7 +94,7 @@ def _sample(shapes: Sequence[DatumShape], num_nodes: int) -> Sequence[DatumShape
 def _cost(definition: bytes, shape: DatumShape, max_bytes: int) -> int:
     """Return the number of elements that a loss computes for a datum of this shape."""
     loss = compiled(definition)
-    meter = _Meter(loss.name, shape, max_bytes)
+    meter = Meter(loss.name, shape, max_bytes)
     empty = {
         name: torch.empty(size, dtype=_dtype(np.dtype(kind)), device="meta")
         for name, size, kind in shape.values
@@ -114,7 +114,7 @@ def _cost(definition: bytes, shape: DatumShape, max_bytes: int) -> int:
     return meter.elements
 
 
-class _Meter(TorchDispatchMode):
+class Meter(TorchDispatchMode):
     """Counts the elements that operations compute, and the bytes that exist at the same time.
 
     It raises InvalidRequest once a datum costs too much.
@@ -128,6 +128,8 @@ class _Meter(TorchDispatchMode):
         self._measured = 0
         """Elements by torch's own operations."""
         self._alive = 0
+        self.peak_bytes = 0
+        """The most bytes of tensors that existed at the same time."""
         self._storages: set[int] = set()
 
     @property
@@ -173,6 +175,7 @@ class _Meter(TorchDispatchMode):
         if storage._cdata not in self._storages:
             self._storages.add(storage._cdata)
             self._alive += storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self._alive)
             weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
 
     def _forget(self, address: int, size: int) -> None:
