@@ -38,7 +38,6 @@ def check(settings: Settings, folders: Mapping[str, str]) -> None:
         CannotServeError: a setting can't work.
     """
     _check_store(settings)
-    _check_metrics_port(settings)
     if settings.provider == "local":
         check_device(settings)
         for name, folder in folders.items():
@@ -56,7 +55,12 @@ def _check_store(settings: Settings) -> None:
         ) from None
 
 
-def _check_metrics_port(settings: Settings) -> None:
+def check_metrics_port(settings: Settings) -> None:
+    """Check that the port for metrics is available.
+
+    Raises:
+        CannotServeError: it is not.
+    """
     if settings.metrics_port is None:
         return
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET

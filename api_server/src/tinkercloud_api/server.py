@@ -86,6 +86,7 @@ def run(settings: Settings) -> None:
     listener = _listen(settings)
     app.own_url = _url(settings, listener.getsockname()[1])
     with _exclusive(settings, app.own_url):
+        preflight.check_metrics_port(settings)
         asyncio.run(_print_welcome(settings, listener.getsockname()[1]))
         config = uvicorn.Config(
             app,

@@ -9,7 +9,13 @@ import pytest
 
 from tinkercloud_api import preflight
 from tinkercloud_api.models import ModelNotFoundError, resolve
-from tinkercloud_api.preflight import CannotServeError, check, check_device, check_weights
+from tinkercloud_api.preflight import (
+    CannotServeError,
+    check,
+    check_device,
+    check_metrics_port,
+    check_weights,
+)
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol.launch import TrainerConfig
 
@@ -109,4 +115,4 @@ def test_a_port_for_metrics_that_is_taken_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(CannotServeError, match=f"metrics_port: cannot listen on .*:{port}"):
-            check(Settings(state_dir=tmp_path, metrics_port=port), {})
+            check_metrics_port(Settings(state_dir=tmp_path, metrics_port=port))
