@@ -2,8 +2,10 @@
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -265,16 +267,85 @@ def log(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return server.log
 
 
-def test_readiness_is_reported_in_the_terminal_of_the_server(
+def test_a_model_that_cannot_be_loaded_is_reported_once_in_the_terminal_of_the_server(
     log: str, model_folder: Path, tmp_path: Path
 ) -> None:
-    absent = {"TINKERCLOUD_TRAINER__DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""}
-    with a_server(tmp_path / "failed", {MODEL: model_folder}, absent) as failed:
+    broken = tmp_path / "broken"
+    shutil.copytree(model_folder, broken)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "model_type": "no-such-model"}))
+    with a_server(tmp_path / "failed", {MODEL: broken}) as failed:
         wait_until(lambda: "session head failed to start" in failed.log, "its failure")
 
     assert "the model is ready" in log
     assert "the model is ready" not in failed.log
-    assert "trainer.device is 'cuda', but this head has no GPU" in failed.log
+    assert "failed to load the engine" in failed.log
+    assert "killed" not in failed.log
+    assert failed.log.count("session head started") == 1
+
+
+def cut(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-1])
+
+
+MISTAKES: Mapping[str, tuple[dict[str, str], list[str], Callable[[Path], object], str]] = {
+    "no GPU": (
+        {"TINKERCLOUD_TRAINER__DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""},
+        [],
+        lambda _: None,
+        "trainer.device: is 'cuda', but this machine has no GPU",
+    ),
+    "truncated weights": ({}, [], cut, "is truncated or damaged; download it again"),
+    "unknown store": (
+        {"TINKERCLOUD_CHECKPOINT_ROOT": "s4://bucket/x"},
+        [],
+        lambda _: None,
+        "checkpoint_root: got 's4://bucket/x'; expected a folder, or a URL",
+    ),
+    "address of another machine": (
+        {},
+        ["--host", "192.0.2.9"],
+        lambda _: None,
+        "choose an address of this machine with --host",
+    ),
+    "alias without a name": (
+        {},
+        ["--alias", "x:m"],
+        lambda _: None,
+        "--alias 'x:m': expected ALIAS=NAME",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_settings_is_found_before_the_server_says_that_it_serves(
+    model_folder: Path, tmp_path: Path, mistake: str
+) -> None:
+    settings, arguments, change, message = MISTAKES[mistake]
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    change(folder)
+    server = Server({}, tmp_path / "state", settings)
+    environment = {k: v for k, v in server.environment().items() if "BOOTSTRAP" not in k}
+
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "tinkercloud_api", "serve"),
+            *(f"--model={MODEL}={folder}", "--port=0", *arguments),
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert result.returncode in {1, 2}
+    assert message in " ".join(result.stderr.split())
+    for word in ("Traceback", "Serving", "tml-"):
+        assert word not in result.stderr + result.stdout
+    assert result.stderr.count("error:") == 1
+    assert not (server.state_dir / "catalog.db").exists()
 
 
 def test_a_graceful_stop_logs_no_error_and_no_token(

@@ -13,7 +13,12 @@ WITHOUT_OBJECT = frozenset(
     {
         # They list objects of the caller, or create one.
         *("GET /api/v1/sessions", "GET /api/v1/session_usage", "GET /api/v1/usage"),
-        *("GET /api/v1/checkpoints", "GET /api/v1/programs", "GET /api/v1/projects"),
+        *(
+            "GET /api/v1/checkpoints",
+            "GET /api/v1/checkpoints/uploads",
+            "GET /api/v1/programs",
+            "GET /api/v1/projects",
+        ),
         *("POST /api/v1/projects", "GET /api/v1/audit", "GET /api/v1/billing/usage/events"),
         *("GET /oai/api/v1/models", "POST /api/v1/cleanup_futures"),
         # They concern the caller's own key.

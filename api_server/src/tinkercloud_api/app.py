@@ -194,12 +194,7 @@ async def running_context(
     stored_runs = _stored_runs(settings, catalog, checkpoints, objects)
     authenticator = Authenticator(catalog, activity.use_key, await _tokens(catalog))
     programs = _programs(
-        settings,
-        provider,
-        engine=engine,
-        catalog=catalog,
-        authenticator=authenticator,
-        own_url=own_url,
+        settings, provider, engine=engine, catalog=catalog, authenticator=authenticator, url=own_url
     )
     proxy = Proxy(client)
     training_runs = TrainingRuns(catalog, provider, checkpoints, locator, programs.halt_models)
@@ -284,7 +279,7 @@ def _shared_heads(
 async def _started(context: Context, admission: RunAdmission) -> AsyncIterator[None]:
     """Run the provider, the programs and the periodic tasks for the duration of the context."""
     await context.provider.start(context.usage.record)
-    await context.deliveries.start()
+    context.deliveries.start()
     await context.programs.start()
     loops = [_run_housekeeping(context), _care_for_heads(context), admission.follow()]
     tasks = [asyncio.create_task(loop) for loop in loops]
@@ -342,7 +337,7 @@ def _programs(
     engine: AsyncEngine,
     catalog: Catalog,
     authenticator: Authenticator,
-    own_url: str,
+    url: str,
 ) -> Programs:
     return Programs(
         records=ProgramCatalog(engine),
@@ -350,7 +345,7 @@ def _programs(
         authenticator=authenticator,
         runner=_program_runner(settings, provider),
         settings=settings,
-        server_url=own_url,
+        server_url=url,
     )
 
 

@@ -116,11 +116,17 @@ def serve(
     state_dir: StateDir = None,
 ) -> None:
     """Serve the Tinker API. Session heads run as child processes or as Kubernetes pods."""
-    models = {}
+    models, aliases = {}, {}
     for entry in model or []:
         name, _, where = entry.partition("=")
+        if not name:
+            fail(f"--model {entry!r}: expected NAME=FOLDER or NAME")
         models[name] = where or name
-    aliases = dict(entry.partition("=")[::2] for entry in alias or [])
+    for entry in alias or []:
+        other, _, name = entry.partition("=")
+        if not other or not name:
+            fail(f"--alias {entry!r}: expected ALIAS=NAME, where NAME is a model to serve")
+        aliases[other] = name
     settings = read_settings(
         host=host,
         port=port,
@@ -131,6 +137,7 @@ def serve(
     # The server takes a second to load, which other commands need not.
     from tinkercloud_api import server  # noqa: PLC0415
     from tinkercloud_api.models import ModelNotFoundError  # noqa: PLC0415
+    from tinkercloud_api.preflight import CannotServeError  # noqa: PLC0415
 
     logs.configure(settings)
     try:
@@ -140,6 +147,7 @@ def serve(
         state_folder.StateFolderError,
         CatalogUnreachableError,
         ModelNotFoundError,
+        CannotServeError,
     ) as error:
         fail(str(error))
 

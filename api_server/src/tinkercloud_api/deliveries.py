@@ -20,6 +20,8 @@ log = structlog.get_logger(__name__)
 
 _RESPONSE_SECONDS = 60.0
 _MAX_PAUSE_SECONDS = 60.0
+_DELIVERY_SECONDS = 2.0
+"""How long polls for results of other requests wait for a delivery that fails."""
 _REASON_CHARACTERS = 2000
 
 
@@ -39,12 +41,16 @@ class Deliveries:
         self._provider = provider
         self._proxy = proxy
         self._tenants = tenants
+        self._starting: asyncio.Task[None] | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._due: set[str] = set()
         """Targets that have requests which their task has not seen yet."""
 
-    async def start(self) -> None:
-        """Begin to deliver what an earlier process has left in the store."""
+    def start(self) -> None:
+        """Begin to deliver what an earlier process has left in the store, in the background."""
+        self._starting = asyncio.create_task(self._deliver_leftovers())
+
+    async def _deliver_leftovers(self) -> None:
         try:
             targets = await self._deferred.targets()
         except Unavailable as error:
@@ -56,7 +62,9 @@ class Deliveries:
 
     async def stop(self) -> None:
         """End all tasks; the requests stay in the store."""
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values()]
+        if self._starting is not None:
+            tasks.append(self._starting)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -68,9 +76,9 @@ class Deliveries:
             self._tasks[target] = asyncio.create_task(self._run(target))
 
     async def finished(self, target: str) -> None:
-        """Wait until this process has delivered the requests of a target."""
+        """Wait a moment for this process to deliver the requests of a target."""
         if (task := self._tasks.get(target)) is not None:
-            await asyncio.wait({task})
+            await asyncio.wait({task}, timeout=_DELIVERY_SECONDS)
 
     async def deliver(self, target: str) -> bool:
         """Deliver what any process has stored for a target; return whether that was anything.

@@ -1,21 +1,24 @@
 """The checks of `tinkercloud doctor`."""
 
+import asyncio
 import contextlib
 import importlib.util
 import json
 import os
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import obstore
 
-from tinkercloud_api import state_folder
+from tinkercloud_api import preflight, state_folder
 from tinkercloud_api.catalog.database import CatalogUnreachableError, described, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.head_client import open_client
 from tinkercloud_api.models import ModelNotFoundError, resolve
+from tinkercloud_api.providers.head_progress import resident_bytes, weight_bytes
 from tinkercloud_api.settings import Settings
 from tinkercloud_crds import labels
 from tinkercloud_kube.client import Client
@@ -26,6 +29,14 @@ from tinkercloud_protocol.launch import HeadStatus
 from tinkercloud_protocol.object_store import open_store
 
 _LOW_DISK_BYTES = 5 << 30
+_DESCRIBE_GPU = """
+import torch
+name = torch.cuda.get_device_name()
+free, total = (number / 1e9 for number in torch.cuda.mem_get_info())
+built = f"torch {torch.__version__} for CUDA {torch.version.cuda}"
+print(f"{name}, {free:.1f} of {total:.1f} GB free, {built}")
+"""
+"""Prints the GPU; without one that works, it fails with the reason as its last line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +62,7 @@ async def examine(settings: Settings) -> list[CheckResult]:
     findings.append(await _checkpoints(settings))
     if not on_cluster:
         findings += [_kept(settings), _heads(settings), await _durability(settings)]
+        findings += [await _device(settings), _room(settings)]
     findings += [_model(name, where) for name, where in settings.models.items()]
     findings.append(await _server(settings))
     return findings
@@ -109,6 +121,50 @@ def _heads(settings: Settings) -> CheckResult:
     return CheckResult("memory", is_good=True, detail="; ".join([detail, *running]))
 
 
+async def _device(settings: Settings) -> CheckResult:
+    """Report whether torch finds the GPU that heads are to use."""
+    device = settings.trainer.device
+    try:
+        preflight.check_device(settings)
+    except preflight.CannotServeError as error:
+        return CheckResult("device", is_good=False, detail=str(error))
+    if device == "cpu":
+        detail = f"cpu (trainer.device), {os.cpu_count()} cores"
+        return CheckResult("device", is_good=True, detail=detail)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-c", _DESCRIBE_GPU),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await process.communicate()
+    described = next(reversed(output.decode(errors="replace").splitlines()), "no output")
+    return CheckResult("device", is_good=process.returncode == 0, detail=described)
+
+
+def _room(settings: Settings) -> CheckResult:
+    """Compare the memory that is free with the weights that heads load into it."""
+    needed = 0
+    for name, where in settings.models.items():
+        with contextlib.suppress(ModelNotFoundError):
+            needed += weight_bytes(Path(resolve(name, where).local_path or ""))
+    free = _available_bytes()
+    detail = f"{_gigabytes(free)} free; the weights of the models have {_gigabytes(needed)}"
+    is_running = any(settings.state_dir.glob("heads/*/head.json"))
+    is_good = is_running or settings.trainer.device != "cpu" or needed <= free
+    if not is_good:
+        detail += ": too little; serve fewer or smaller models"
+    return CheckResult("room for models", is_good=is_good, detail=detail)
+
+
+def _available_bytes() -> int:
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        line = next(each for each in lines if each.startswith("MemAvailable:"))
+        return int(line.split()[1]) << 10
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 async def _durability(settings: Settings) -> CheckResult:
     """Report whether the models of running heads would survive a killed head."""
     async with open_client() as client:
@@ -155,11 +211,9 @@ def _size(folder: Path) -> int:
 def _resident_bytes(record: Path) -> int | None:
     """Return the memory of the head that a record names, or None if it is not running."""
     try:
-        pid = int(json.loads(record.read_text())["pid"])
-        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+        return resident_bytes(int(json.loads(record.read_text())["pid"]))
     except (OSError, ValueError, KeyError):
         return None
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _gigabytes(size: int) -> str:
@@ -221,7 +275,8 @@ async def _checkpoints(settings: Settings) -> CheckResult:
 def _model(name: str, where: str) -> CheckResult:
     try:
         model = resolve(name, where)
-    except ModelNotFoundError as error:
+        preflight.check_weights(name, Path(model.local_path or ""))
+    except (ModelNotFoundError, preflight.CannotServeError) as error:
         return CheckResult(f"model {name}", is_good=False, detail=str(error))
     return CheckResult(f"model {name}", is_good=True, detail=str(model.local_path))
 

@@ -76,7 +76,14 @@ def resolve(name: str, where: str) -> ServedModel:
         raise ModelNotFoundError(
             f"model {name!r}: {folder} has no config.json; pass a folder in Hugging Face format"
         )
-    content = json.loads(config.read_text())
+    try:
+        content = json.loads(config.read_bytes())
+    except ValueError as error:
+        raise ModelNotFoundError(
+            f"model {name!r}: {config} is damaged ({error}); download the model again"
+        ) from None
+    if not isinstance(content, dict):
+        raise ModelNotFoundError(f"model {name!r}: {config} is no JSON object; download it again")
     text = content.get("text_config") or content
     return ServedModel(
         name=name,

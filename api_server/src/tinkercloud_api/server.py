@@ -1,6 +1,7 @@
 """Runs the API server in this process until a signal stops or restarts it."""
 
 import asyncio
+import errno
 import getpass
 import os
 import shlex
@@ -16,7 +17,7 @@ import structlog
 import uvicorn
 from obstore.exceptions import BaseError
 
-from tinkercloud_api import connections, state_folder
+from tinkercloud_api import connections, preflight, state_folder
 from tinkercloud_api.app import Application
 from tinkercloud_api.auth import Role, hash_key, new_key
 from tinkercloud_api.catalog.database import migrate, open_database
@@ -74,13 +75,18 @@ def run(settings: Settings) -> None:
         StateFolderError: the state folder is unusable, or another server uses it.
         CatalogUnreachableError: the catalog does not respond.
         ModelNotFoundError: a configured model is not on this machine.
+        CannotServeError: another setting can't work.
     """
     os.umask(0o077)
     bound = settings.max_connections or connections.default_bound(descriptors.raise_limit())
-    app = Application(settings, _provider(settings))
+    provider = _provider(settings)
+    served = provider.models() if settings.provider == "local" else []
+    preflight.check(settings, {each.name: each.local_path or "" for each in served})
+    app = Application(settings, provider)
     listener = _listen(settings)
     app.own_url = _url(settings, listener.getsockname()[1])
     with _exclusive(settings, app.own_url):
+        preflight.check_metrics_port(settings)
         asyncio.run(_print_welcome(settings, listener.getsockname()[1]))
         config = uvicorn.Config(
             app,
@@ -142,9 +148,11 @@ def _listen(settings: Settings) -> socket.socket:
     try:
         listener.bind((settings.host, settings.port))
     except OSError as error:
+        what = "another port with --port or TINKERCLOUD_PORT"
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            what = "an address of this machine with --host or TINKERCLOUD_HOST"
         raise PortTakenError(
-            f"cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose another"
-            " port with --port or TINKERCLOUD_PORT"
+            f"cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose {what}"
         ) from None
     listener.listen(2048)
     return listener
@@ -210,6 +218,8 @@ def _welcome(settings: Settings, port: int, key: str | None) -> str:
     url = _url(settings, port)
     model = next(iter(settings.models), None)
     lines = [f"Serving {', '.join(settings.models) or 'no models'} at {url}", ""]
+    if model is None:
+        lines += ["To serve one, start with --model NAME=FOLDER, or set TINKERCLOUD_MODELS.", ""]
     if key is not None:
         lines += ["Created an API key. It is shown only once and stored as a hash:", ""]
     else:

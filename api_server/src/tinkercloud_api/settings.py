@@ -11,6 +11,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -60,6 +61,8 @@ _ENVIRONMENT_OPTIONS = {"sslrootcert", "sslcert", "sslkey", "sslcrl"}
 """Options of libpq that asyncpg reads from environment variables only."""
 _SQLALCHEMY_OPTIONS = {"prepared_statement_cache_size"}
 """URL options that SQLAlchemy consumes and does not pass to the driver."""
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):(?=/)")
+_STORES = frozenset({"file", "s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss"})
 _HEAD_BODY_BYTES = Limits().max_body_bytes
 """Body size limit of session heads on Kubernetes."""
 _USED_ON_KUBERNETES = {"limits.max_body_bytes", "timings.long_poll_seconds"}
@@ -141,8 +144,9 @@ class Settings(BaseSettings):
     with `?ssl=require` for an encrypted connection, or `sqlite+aiosqlite:///FILE`. Default: an
     SQLite file in `state_dir`."""
     checkpoint_root: str | None = None
-    """URL of the object store for checkpoints: file:///..., s3://..., gs://... or az://....
-    Default: a folder in `state_dir`. Credentials come from the store's usual variables."""
+    """Where checkpoints are: a folder, or the URL of an object store: s3://..., gs://... or
+    az://.... Default: a folder in `state_dir`. Credentials come from the store's usual
+    variables."""
     max_checkpoint_bytes_per_owner: Annotated[int, Field(ge=0)] | None = None
     """Maximum total size, in bytes, of the checkpoints of one owner. When the limit is reached,
     checkpoints with new names are rejected. Default: no limit."""
@@ -237,6 +241,7 @@ class Settings(BaseSettings):
             _check_key(self.bootstrap_key.get_secret_value())
         if self.database_url is not None:
             _check_database_url(self.database_url.get_secret_value())
+        _check_checkpoint_root(self.checkpoint_root)
         self.downloads.check_key()
         if self.oidc is not None:
             self.oidc.check_public_url(self.public_url)
@@ -286,7 +291,24 @@ class Settings(BaseSettings):
     @property
     def checkpoint_url(self) -> str:
         """URL of the object store for checkpoints."""
-        return self.checkpoint_root or (self.state_dir.absolute() / "checkpoints").as_uri()
+        root = self.checkpoint_root
+        if root is None:
+            return (self.state_dir.absolute() / "checkpoints").as_uri()
+        return root if _SCHEME.match(root) else Path(root).expanduser().absolute().as_uri()
+
+
+def _check_checkpoint_root(root: str | None) -> None:
+    """Check that checkpoints have a place that this release knows.
+
+    Raises:
+        ValueError: the message names the field and what is accepted.
+    """
+    found = _SCHEME.match(root or "")
+    if root == "" or (found is not None and found[1].lower() not in _STORES):
+        raise ValueError(
+            f"checkpoint_root: got {root!r}; expected a folder, or a URL that starts with file:///,"
+            " s3://, gs:// or az://"
+        )
 
 
 def _check_key(key: str) -> None:

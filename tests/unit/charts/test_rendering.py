@@ -140,6 +140,8 @@ def test_the_api_server_knows_every_setting_it_gets(
     settings = ApiSettings()
 
     assert settings.provider == "kubernetes"
+    named = [str(network) for network in settings.trusted_proxies]
+    assert named == (["10.0.0.0/8", "fd00::/8"] if case.stem == "production" else [])
     assert {name.removeprefix("TINKERCLOUD_").split("__")[0].lower() for name in given} <= set(
         ApiSettings.model_fields
     )

@@ -105,12 +105,16 @@ def a_token(issuer: str, key: RSAKey, header: dict[str, str]) -> dict[str, str]:
 
 @pytest.mark.parametrize("names", [{"kid": "the-only-one"}, {}], ids=["same id", "no id"])
 async def test_a_new_key_of_the_provider_is_noticed_once_a_minute(
-    monkeypatch: pytest.MonkeyPatch, names: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch, names: Any
 ) -> None:
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(login, "time", SimpleNamespace(monotonic=lambda: clock.now))
     old, new, newest = (RSAKey.generate_key(2048, names, auto_kid=False) for _ in range(3))
-    unreadable = [{"kty": "EC", "crv": "brainpoolP256r1", "x": "AA", "y": "AA"}, {"kty": 5}, "x"]
+    unreadable: list[Any] = [
+        {"kty": "EC", "crv": "brainpoolP256r1", "x": "AA", "y": "AA"},
+        {"kty": 5},
+        "x",
+    ]
     with a_provider({}) as provider:
         client = OAuth().register(
             "provider",

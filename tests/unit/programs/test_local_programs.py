@@ -27,7 +27,7 @@ if os.fork() == 0:
 while not os.path.exists("PID"):
     time.sleep(0.01)
 """
-"""A program that leaves a daemon behind, which holds its output open, and then goes on."""
+"""A program that leaves a daemon behind, which holds its output open, and then continues."""
 
 
 @dataclass

@@ -167,7 +167,11 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle a stop signal (called by uvicorn's signal handler)."""
         self._loop.call_soon_threadsafe(self._lifecycle.begin_stop)
-        super().handle_exit(sig, frame)
+        if self._lifecycle.has_failed:
+            # uvicorn would end the process by the signal, as if somebody had killed it.
+            self.should_exit = True
+        else:
+            super().handle_exit(sig, frame)
 
 
 def listening_socket(listen: Listen) -> socket.socket:
@@ -191,8 +195,12 @@ def _would_lose_journals(config: HeadConfig) -> bool:
         return True
 
 
-async def serve(config: HeadConfig, nursery: Nursery) -> None:
-    """Serve until a stop signal, or until no API server holds a lease any more."""
+async def serve(config: HeadConfig, nursery: Nursery) -> bool:
+    """Serve until a stop signal, or until no API server holds a lease any more.
+
+    Returns:
+        Whether the engine was loaded, or could still be.
+    """
     token = HeadToken(Path(config.token_file))
     lifecycle = Lifecycle(
         config.timings,
@@ -209,10 +217,14 @@ async def serve(config: HeadConfig, nursery: Nursery) -> None:
         timeout_graceful_shutdown=int(config.timings.stop_seconds) + 5,
     )
     await _Server(settings, lifecycle).serve(sockets=[listening_socket(config.listen)])
+    return not lifecycle.has_failed
 
 
 def main() -> None:
-    """Run the head; its configuration file is the only argument."""
+    """Run the head; its configuration file is the only argument.
+
+    The exit status is 1 if the engine could not be loaded.
+    """
     # While there are neither threads nor secrets here: what a loss does to its process must not
     # reach the head.
     nursery = Nursery.forked()
@@ -224,4 +236,5 @@ def main() -> None:
     structlog.contextvars.bind_contextvars(head=config.head, generation=config.generation)
     uvicorn_loop = uvicorn.Config(app="", loop="auto").get_loop_factory()
     with asyncio.Runner(loop_factory=uvicorn_loop) as runner:
-        runner.run(serve(config, nursery))
+        if not runner.run(serve(config, nursery)):
+            sys.exit(1)

@@ -87,6 +87,8 @@ class LocalProvider:
     def pending(self, placement: Placement) -> Pending:
         """See `SessionProvider.pending`."""
         reason = f"the session head of {placement.base_model!r} is loading the model"
+        if (head := self._heads.get(placement.base_model)) is not None:
+            reason = f"{reason}, {head.progress()}"
         return Pending("paused_capacity", reason)
 
     def shared_heads(self) -> list[HeadEndpoint]:

@@ -21,6 +21,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -39,6 +40,7 @@ from tinkercloud_api.providers.base import (
     ServedModel,
 )
 from tinkercloud_api.providers.head_lease import hold_lease
+from tinkercloud_api.providers.head_progress import describe, weight_bytes
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, HeadStatus, Listen
@@ -50,6 +52,9 @@ _LEASE_RETRY_SECONDS = 0.2
 _STOP_MARGIN_SECONDS = 10.0
 """Time for a head to exit after its own shutdown timeout, before it is killed."""
 _LOG_TAIL_BYTES = 4096
+_PROGRESS_SECONDS = 15.0
+"""How often a server logs that a head is still loading."""
+_IS_ERROR = re.compile(r'"level": "(error|critical)"|Error\b')
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,8 @@ class LocalHead:
         self._lease: asyncio.Task[None] | None = None
         self._is_stopping = False
         self._backoff = Backoff()
+        self._started_at = time.monotonic()
+        self._weight_bytes = weight_bytes(Path(model.local_path)) if model.local_path else 0
         self.unsaved = self._folder / "unsaved"
         """Folder for suspended runs that the head could not upload to the checkpoint store."""
         self.journals = self._folder / "journals"
@@ -146,8 +153,15 @@ class LocalHead:
             (self._folder / "config.json").write_text(config.model_dump_json(indent=2))
             self._process = await self._spawn(listener.fileno())
         endpoint = HeadEndpoint(url, token, generation)
-        log.info("session head started", model=self._model.name, pid=self._process.pid)
-        await self._wait_until_ready(endpoint, self._process)
+        log.info(
+            "session head started; loading the model", model=self._model.name, pid=self._process.pid
+        )
+        self._started_at = time.monotonic()
+        reporting = asyncio.create_task(self._report_progress())
+        try:
+            await self._wait_until_ready(endpoint, self._process)
+        finally:
+            reporting.cancel()
         self._adopted(endpoint)
         record = _Record(self._process.pid, url, generation)
         self._write_secret("head.json", json.dumps(asdict(record)))
@@ -231,21 +245,47 @@ class LocalHead:
         if process.returncode is None:
             process.kill()
             await process.wait()
-        what = "exited" if done else f"was not ready within {seconds:.0f} s"
-        message = (
-            f"the session head of {self._model.name!r} failed to start because it {what}:"
-            f" {self._failure_reason()}"
-        )
-        # A negative exit code means that the process was killed by somebody else.
-        raise (_Killed if done and (process.returncode or 0) < 0 else HeadFailed)(message)
+        failed = f"the session head of {self._model.name!r} failed to start"
+        if not done:
+            raise HeadFailed(
+                f"{failed} because it was not ready within {seconds:.0f} s: it has loaded"
+                f" {self.progress()}; if the machine is busy or the model large, raise"
+                " TINKERCLOUD_HEAD_START_SECONDS"
+            )
+        reason, code = self._failure_reason(), process.returncode or 0
+        if reason is None and code < 0:
+            number = signal.Signals(-code).name
+            raise _Killed(
+                f"{failed} because it was killed by {number}, as the system does if memory is short"
+                f" ({self._folder / 'head.log'})"
+            )
+        raise HeadFailed(f"{failed} because it exited: {reason or self._last_line(code)}")
 
-    def _failure_reason(self) -> str:
+    def _failure_reason(self) -> str | None:
+        """Return why the head has ended itself; None if it has not said so."""
         with contextlib.suppress(FileNotFoundError):
-            return self._reason.read_text().strip()
+            return self._reason.read_text().strip() or None
+        errors = [each for each in self._log_lines() if _IS_ERROR.search(each)]
+        return errors[-1][:500] if errors else None
+
+    def _last_line(self, code: int) -> str:
+        lines = self._log_lines()
+        return f"status {code}, and its log ends with {(lines or ['nothing'])[-1][:500]}"
+
+    def _log_lines(self) -> list[str]:
         tail = (self._folder / "head.log").read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
-        lines = [line for line in tail.splitlines() if line.strip()]
-        errors = [line for line in lines if '"level": "error"' in line or "Error" in line]
-        return (errors or lines or ["its log is empty"])[-1][:500]
+        return [line for line in tail.splitlines() if line.strip()]
+
+    def progress(self) -> str:
+        """Describe how far the head is that loads."""
+        pid = self._process.pid if self._process is not None else None
+        return describe(time.monotonic() - self._started_at, pid, self._weight_bytes)
+
+    async def _report_progress(self) -> None:
+        """Log how far the head is, from time to time, until it is ready."""
+        while True:
+            await asyncio.sleep(_PROGRESS_SECONDS)
+            log.info("the model is loading", model=self._model.name, progress=self.progress())
 
     async def adopt(self) -> None:
         """Take over a head that a previous server left running, or stop it."""

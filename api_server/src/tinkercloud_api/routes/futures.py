@@ -166,7 +166,7 @@ async def _forward_poll(
 
 
 async def _after_deliveries(call: Call, target: str, head: Awaitable[HeadEndpoint]) -> HeadEndpoint:
-    """Return the head of a target once it has the requests that this process has deferred."""
+    """Return the head of a target, if possible once it has what this process has deferred."""
     endpoint = await head
     await call.server.deliveries.finished(target)
     return endpoint

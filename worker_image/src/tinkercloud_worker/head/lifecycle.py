@@ -74,6 +74,8 @@ class Lifecycle:
         self._orphan_timer: asyncio.TimerHandle | None = None
         self._loading: asyncio.Task[None] | None = None
         self._draining: asyncio.Task[None] | None = None
+        self.has_failed = False
+        """Whether the engine could not be loaded, so that the process ends itself."""
         self.drained = asyncio.Event()
         """Set when all models are suspended or lost; long waits end then."""
 
@@ -108,6 +110,7 @@ class Lifecycle:
             backend = await asyncio.to_thread(self._build)
         except Exception:
             log.exception("failed to load the engine")
+            self.has_failed = True
             _stop_process()
             return
         self._backend = backend

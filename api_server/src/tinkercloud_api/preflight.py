@@ -1,0 +1,155 @@
+"""Finds mistakes in the settings before a server says that it serves.
+
+Everything here takes less than a second: of weights only the headers are read. What only loading a
+model can show is reported by its session head.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from obstore.exceptions import BaseError
+
+from tinkercloud_api.settings import Settings
+from tinkercloud_protocol.object_store import open_store
+
+_LENGTH_BYTES = 8
+_LONGEST_HEADER = 100_000_000
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
+"""Device files of GPUs: NVIDIA's, those of WSL, and AMD's."""
+
+
+class CannotServeError(Exception):
+    """The settings can't work on this machine; the message names the setting and what to do."""
+
+
+def check(settings: Settings, folders: Mapping[str, str]) -> None:
+    """Check what a server needs before it starts.
+
+    Args:
+        settings: the settings.
+        folders: folder of each model to serve on this machine, by its name.
+
+    Raises:
+        CannotServeError: a setting can't work.
+    """
+    _check_store(settings)
+    if settings.provider == "local":
+        check_device(settings)
+        for name, folder in folders.items():
+            check_weights(name, Path(folder))
+
+
+def _check_store(settings: Settings) -> None:
+    try:
+        open_store(settings.checkpoint_url)
+    except (BaseError, OSError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CannotServeError(
+            f"checkpoint_root: cannot open {settings.checkpoint_url!r} ({reason}); set it to a"
+            " folder, or to a URL that starts with file:///, s3://, gs:// or az://"
+        ) from None
+
+
+def check_metrics_port(settings: Settings) -> None:
+    """Check that the port for metrics is available.
+
+    Raises:
+        CannotServeError: it is not.
+    """
+    if settings.metrics_port is None:
+        return
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.metrics_port))
+        except OSError as error:
+            raise CannotServeError(
+                f"metrics_port: cannot listen on {settings.host}:{settings.metrics_port}"
+                f" ({error.strerror}); choose another port with TINKERCLOUD_METRICS_PORT"
+            ) from None
+
+
+def check_device(settings: Settings) -> None:
+    """Check that heads of this machine find the GPU that they are to use.
+
+    Raises:
+        CannotServeError: there is none.
+    """
+    device = settings.trainer.device
+    if device == "cpu" or settings.trainer.ranks or settings.trainer.backend == "none":
+        return
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and hidden.strip() in {"", "-1"}:
+        why = f"CUDA_VISIBLE_DEVICES is {hidden!r}"
+    elif not any(Path(file).exists() for file in _GPU_FILES):
+        why = f"none of {', '.join(_GPU_FILES)} exists"
+    else:
+        return
+    raise CannotServeError(
+        f"trainer.device: is {device!r}, but this machine has no GPU that torch can use ({why});"
+        " install the driver, or set TINKERCLOUD_TRAINER__DEVICE=cpu"
+    )
+
+
+def check_weights(name: str, folder: Path) -> None:
+    """Check that the weights of a model are there and complete, by their headers.
+
+    Raises:
+        CannotServeError: they are not.
+    """
+    for file in _weight_files(name, folder):
+        if not file.is_file():
+            raise CannotServeError(
+                f"model {name!r}: {file} is missing; download the model again, with its weights"
+            )
+        if file.suffix == ".safetensors" and (fault := _fault(file)) is not None:
+            raise CannotServeError(f"model {name!r}: {file} {fault}; download it again")
+
+
+def _weight_files(name: str, folder: Path) -> Iterator[Path]:
+    for index in (_INDEX, _PICKLED_INDEX):
+        if (folder / index).is_file():
+            try:
+                listed = json.loads((folder / index).read_bytes())["weight_map"].values()
+                yield from sorted({folder / str(file) for file in listed})
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CannotServeError(
+                    f"model {name!r}: {folder / index} is damaged ({error}); download it again"
+                ) from None
+            return
+    for single in (_SINGLE, _PICKLED):
+        if (folder / single).is_file():
+            yield folder / single
+            return
+    gguf = next(folder.glob("*.gguf"), None)
+    hint = "download the model again, with its weights"
+    if gguf is not None:
+        hint = f"convert {gguf.name} with `python -m tinkercloud_worker.convert_gguf`"
+    raise CannotServeError(
+        f"model {name!r}: {folder} has no weights: neither {_SINGLE} nor {_INDEX} exists; {hint}"
+    )
+
+
+def _fault(file: Path) -> str | None:
+    """Return what is wrong with a safetensors file, None for nothing."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
+        if size < _LENGTH_BYTES or not 0 < length <= _LONGEST_HEADER:
+            return "is not a safetensors file"
+        header = opened.read(length)
+    try:
+        entries = json.loads(header)
+        ends = [entry["data_offsets"][1] for key, entry in entries.items() if key != "__metadata__"]
+        expected = _LENGTH_BYTES + length + max(ends, default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return "is truncated or damaged: its header cannot be read"
+    if size != expected:
+        return f"has {size} bytes, but {expected} by its header: it is truncated or damaged"
+    return None

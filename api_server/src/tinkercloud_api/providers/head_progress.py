@@ -1,0 +1,32 @@
+"""How far a session head of this machine is that loads its model."""
+
+import os
+from pathlib import Path
+
+
+def weight_bytes(folder: Path) -> int:
+    """Return the size of all weight files of a model."""
+    files = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    return sum(file.stat().st_size for file in files)
+
+
+def resident_bytes(pid: int) -> int | None:
+    """Return the memory of a process in bytes; None if it is not running, or not on Linux."""
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    except OSError:
+        return None
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def describe(seconds: float, pid: int | None, num_bytes: int) -> str:
+    """Describe a head that has been loading for some seconds.
+
+    Args:
+        seconds: time since its start.
+        pid: its process, if there is one.
+        num_bytes: size of the model's weights.
+    """
+    memory = resident_bytes(pid) if pid is not None else None
+    has = f", {memory / 1e9:.1f} GB in memory" if memory is not None else ""
+    return f"for {seconds:.0f} s{has}; its weights have {num_bytes / 1e9:.1f} GB"

@@ -1,0 +1,118 @@
+"""Settings that can't work are found before a server starts."""
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tinkercloud_api import preflight
+from tinkercloud_api.models import ModelNotFoundError, resolve
+from tinkercloud_api.preflight import (
+    CannotServeError,
+    check,
+    check_device,
+    check_metrics_port,
+    check_weights,
+)
+from tinkercloud_api.settings import Settings
+from tinkercloud_protocol.launch import TrainerConfig
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def a_file(values: int) -> bytes:
+    """Return a safetensors file with some bytes of one tensor."""
+    entry = {"dtype": "U8", "shape": [values], "data_offsets": [0, values]}
+    header = json.dumps({"__metadata__": {"format": "pt"}, "w": entry}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(values)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / SINGLE).write_bytes(a_file(100))
+    check_weights("m", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: f.write_bytes(a_file(100)[:-1]), "truncated or damaged"),
+        (lambda f: f.write_bytes(a_file(100) + b"x"), "truncated or damaged"),
+        (lambda f: f.write_bytes(a_file(100)[:20]), "its header cannot be read"),
+        (lambda f: f.write_bytes(b""), "is not a safetensors file"),
+        (lambda f: f.write_bytes(b"version https://git-lfs"), "is not a safetensors file"),
+        (lambda f: f.unlink(), f"has no weights: neither {SINGLE} nor"),
+        (lambda f: f.rename(f.with_suffix(".gguf")), "convert model.gguf with `python -m"),
+    ],
+)
+def test_weights_that_are_not_complete_are_named(
+    folder: Path, change: Callable[[Path], object], message: str
+) -> None:
+    change(folder / SINGLE)
+
+    with pytest.raises(CannotServeError, match="model 'm'") as raised:
+        check_weights("m", folder)
+
+    assert message in str(raised.value)
+
+
+def test_each_file_of_an_index_must_be_complete(folder: Path) -> None:
+    (folder / SINGLE).rename(folder / "a.safetensors")
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": {"v": "a.safetensors", "w": "b.safetensors"}})
+    )
+    with pytest.raises(CannotServeError, match=r"b\.safetensors is missing"):
+        check_weights("m", folder)
+    (folder / "b.safetensors").write_bytes(a_file(5))
+    check_weights("m", folder)
+    (folder / INDEX).write_text("{}")
+    with pytest.raises(CannotServeError, match="is damaged"):
+        check_weights("m", folder)
+
+
+@pytest.mark.parametrize(("content", "message"), [("{", "is damaged"), ("[]", "is no JSON object")])
+def test_a_damaged_configuration_is_named(folder: Path, content: str, message: str) -> None:
+    (folder / "config.json").write_text(content)
+
+    with pytest.raises(ModelNotFoundError, match=f"model 'm': .*config.json {message}"):
+        resolve("m", str(folder))
+
+
+def test_a_device_is_needed_only_where_a_head_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_GPU_FILES", ("/dev/no-such-gpu",))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    check_device(Settings())
+    on_gpu = Settings(trainer=TrainerConfig(device="cuda"))
+    with pytest.raises(CannotServeError, match="none of /dev/no-such-gpu exists"):
+        check_device(on_gpu)
+
+    monkeypatch.setattr(preflight, "_GPU_FILES", ("/dev/null",))
+    check_device(on_gpu)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    with pytest.raises(CannotServeError, match="CUDA_VISIBLE_DEVICES is '-1'"):
+        check_device(on_gpu)
+
+
+def test_a_folder_is_a_place_for_checkpoints(tmp_path: Path) -> None:
+    settings = Settings(state_dir=tmp_path, checkpoint_root=str(tmp_path / "a b"))
+
+    check(settings, {})
+
+    assert settings.checkpoint_url == (tmp_path / "a b").as_uri()
+    assert (tmp_path / "a b").is_dir()
+
+
+@pytest.mark.parametrize("root", ["file://relative/x", "s3://"])
+def test_a_store_that_cannot_be_opened_is_named(tmp_path: Path, root: str) -> None:
+    with pytest.raises(CannotServeError, match="checkpoint_root: cannot open"):
+        check(Settings(state_dir=tmp_path, checkpoint_root=root), {})
+
+
+def test_a_port_for_metrics_that_is_taken_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CannotServeError, match=f"metrics_port: cannot listen on .*:{port}"):
+            check_metrics_port(Settings(state_dir=tmp_path, metrics_port=port))
