@@ -5,6 +5,9 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+import structlog
+
+from tinkercloud_protocol import request_ids
 from tinkercloud_protocol.timeline import Span
 
 T = TypeVar("T")
@@ -38,6 +41,7 @@ class SpanRecorder:
             work: executes it when it is its turn.
         """
         accepted = self._clock()
+        request = structlog.contextvars.get_contextvars().get(request_ids.LOG_FIELD)
 
         async def run() -> T:
             started = self._clock()
@@ -45,7 +49,7 @@ class SpanRecorder:
                 return await work()
             finally:
                 times = {"accepted": accepted, "started": started, "finished": self._clock()}
-                self._add(Span(target=target, name=name, **times))
+                self._add(Span(target=target, name=name, request=request, **times))
 
         return run
 
