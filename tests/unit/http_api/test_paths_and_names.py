@@ -61,7 +61,7 @@ async def test_a_wrong_method_is_405_and_the_right_ones_are_named(
     assert {"DELETE", "GET"} <= set(several.headers["allow"].split(", "))
 
 
-async def test_first_guesses_at_urls_are_told_the_right_one(client: httpx.AsyncClient) -> None:
+async def test_first_guesses_at_urls_name_the_right_one(client: httpx.AsyncClient) -> None:
     for method, path, words in (
         ("POST", "/v1/chat/completions", routes.OPENAI),
         ("GET", "/v1/models", routes.OPENAI),
