@@ -45,7 +45,12 @@ from tinkercloud_api.head_client import open_client
 from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.hot_paths import HANDLERS, HotPaths
 from tinkercloud_api.long_polls import LongPolls
-from tinkercloud_api.middleware import BodyLimitMiddleware, MetricsMiddleware, metrics_server
+from tinkercloud_api.middleware import (
+    BodyLimitMiddleware,
+    MetricsMiddleware,
+    RequestIdMiddleware,
+    metrics_server,
+)
 from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_api.openapi import describe
 from tinkercloud_api.programs import Programs
@@ -148,9 +153,8 @@ class Application:
             api.router.routes += [Route(path, self._login) for path in login_pages.PATHS]
         api.add_middleware(BodyLimitMiddleware, max_bytes=JSON_BODY_BYTES)
         errors.install(api)
-        self._asgi = MetricsMiddleware(
-            HotPaths(api, self._running, api.routes), {*HANDLERS, *chat.PATHS}
-        )
+        served = HotPaths(api, self._running, api.routes)
+        self._asgi = RequestIdMiddleware(MetricsMiddleware(served, {*HANDLERS, *chat.PATHS}))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event (the ASGI entry point)."""

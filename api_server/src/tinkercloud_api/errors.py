@@ -1,13 +1,19 @@
 """Exception handlers of the JSON routes; the hot paths handle theirs in `hot_paths`."""
 
+from collections.abc import Iterable, Iterator
+
 import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match
+from starlette.types import Scope
 
-from tinkercloud_protocol.errors import WireError
+from tinkercloud_protocol import routes
+from tinkercloud_protocol.asgi import error_headers
+from tinkercloud_protocol.errors import MethodNotAllowed, WireError
 from tinkercloud_protocol.wire import describe, sentences
 
 log = structlog.get_logger(__name__)
@@ -23,8 +29,7 @@ def install(app: FastAPI) -> None:
 
 async def _wire_error(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, WireError)  # noqa: S101 - registered for this class
-    headers = {"retry-after": "1"} if error.status in {429, 503} else None
-    return JSONResponse({"detail": error.message}, error.status, headers)
+    return JSONResponse({"detail": error.message}, error.status, error_headers(error))
 
 
 async def _invalid(_request: Request, error: Exception) -> JSONResponse:
@@ -40,11 +45,16 @@ async def _invalid(_request: Request, error: Exception) -> JSONResponse:
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)  # noqa: S101 - registered for this class
-    if error.status_code in {404, 405}:
-        # A path that is served with another method is an unknown call as well.
+    if error.status_code == 405:
+        # The framework's own error only has the methods of the first route at this path.
+        allowed = allowed_methods(request.app.routes, request.scope)
+        return await _wire_error(
+            request, MethodNotAllowed(request.method, request.url.path, allowed)
+        )
+    if error.status_code == 404:
         detail = (
             f"{request.method} {request.url.path} is not supported by this server;"
-            " docs/use/sdk.md lists the supported calls"
+            f" {_instead(request.url.path)}"
         )
         return JSONResponse({"detail": detail}, 404)
     detail = error.detail
@@ -53,6 +63,39 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     elif isinstance(error.__cause__, UnicodeDecodeError):
         detail = "request body: not UTF-8; send uncompressed JSON in UTF-8"
     return JSONResponse({"detail": detail}, error.status_code, error.headers)
+
+
+def allowed_methods(served: Iterable[BaseRoute], scope: Scope) -> set[str]:
+    """Return the methods with which a path is served; none if it is unknown."""
+    return {
+        method
+        for route in _flat(served)
+        if route.matches(scope)[0] is not Match.NONE
+        for method in getattr(route, "methods", None) or ()
+    }
+
+
+def _flat(served: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
+    """Yield routes, and those of included routers, which FastAPI keeps apart."""
+    for route in served:
+        router = getattr(route, "original_router", None)
+        yield from [route] if router is None else _flat(router.routes)
+
+
+def _instead(path: str) -> str:
+    """Return what to use instead of a path that people try first."""
+    if path == "/login":
+        return "logins are off: an operator turns them on with TINKERCLOUD_OIDC"
+    if path == "/metrics":
+        return "metrics have a port of their own, TINKERCLOUD_METRICS_PORT"
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return f"the base URL of Anthropic's clients is {routes.ANTHROPIC}"
+    if path == "/v1" or path.startswith("/v1/"):
+        return (
+            f"the base URL of OpenAI's clients is {routes.OPENAI}, that of Anthropic's"
+            f" {routes.ANTHROPIC}"
+        )
+    return "docs/use/sdk.md lists the supported calls, and /openapi.json describes them"
 
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:

@@ -4,14 +4,16 @@ Plain ASGI, without FastAPI: bodies are read only as far as routing needs them. 
 ownership of the run or sampling session are checked before anything is sent to a head.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import structlog
-from starlette.routing import BaseRoute, Match
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.context import Context
+from tinkercloud_api.errors import allowed_methods
 from tinkercloud_api.http import (
     DISCARD,
     DISCARD_WITHOUT_KEY,
@@ -24,12 +26,12 @@ from tinkercloud_api.http import (
 from tinkercloud_api.routes import blocking, chat, importing, sampling, training
 from tinkercloud_api.routes import futures as future_routes
 from tinkercloud_api.routes.call import Call, Handler
-from tinkercloud_api.routes.rejections import reject_unknown_call
+from tinkercloud_api.routes.rejections import reject_in_sequence, reject_unknown_call
 from tinkercloud_api.throttle import Throttle
 from tinkercloud_api.transfers import upload_urls
 from tinkercloud_protocol import chat_errors, futures, routes
-from tinkercloud_protocol.asgi import Receive, Scope, Send, respond
-from tinkercloud_protocol.errors import Unauthenticated, WireError
+from tinkercloud_protocol.asgi import Receive, Scope, Send, error_headers, respond
+from tinkercloud_protocol.errors import MethodNotAllowed, Unauthenticated, WireError
 
 log = structlog.get_logger(__name__)
 
@@ -40,7 +42,6 @@ _WITH_KEY = (routes.PREFIX, *chat_errors.PREFIXES)
 """Prefixes of the paths that need a key."""
 _UPLOADS = (importing.UPLOADS, upload_urls.PREFIX)
 """Prefixes of the paths to which files are uploaded, with a key or by a signed URL."""
-_INTERNAL_ERROR = b'{"detail": "internal error; see the server log for details"}'
 
 HANDLERS: Mapping[str, Handler] = {
     routes.FORWARD_BACKWARD: training.forward_backward,
@@ -121,7 +122,7 @@ class HotPaths:
             log.exception("unexpected error while handling a request", path=call.request.path)
             if call.has_answered:
                 raise
-            await respond(send, _INTERNAL_ERROR, status=500)
+            await _respond_error(scope, send, WireError(chat_errors.INTERNAL_ERROR))
 
     async def _authenticate(self, scope: Scope) -> Principal | None:
         """Return the caller, or None for paths that need no key, without reading the body.
@@ -152,13 +153,22 @@ class HotPaths:
             return chat.serve
         if scope["method"] == "PUT" and path.startswith(_UPLOADS):
             return importing.receive_file
-        if scope["method"] != "POST":
+        if path in HANDLERS:
+            return HANDLERS[path] if scope["method"] == "POST" else _reject_method
+        if scope["method"] != "POST" or not path.startswith(routes.PREFIX):
             return None
-        handler = HANDLERS.get(path)
-        if handler is None and path.startswith(routes.PREFIX):
-            is_served = any(route.matches(scope)[0] is Match.FULL for route in self._routed)
-            handler = None if is_served else reject_unknown_call
-        return handler
+        allowed = allowed_methods(self._routed, scope)
+        if "POST" in allowed:
+            return None
+        return partial(_reject_post, allowed=allowed) if allowed else reject_unknown_call
+
+
+async def _reject_method(call: Call) -> None:
+    raise MethodNotAllowed(call.request.method, call.request.path, ["POST"])
+
+
+async def _reject_post(call: Call, allowed: Collection[str]) -> None:
+    await reject_in_sequence(call, MethodNotAllowed("POST", call.request.path, allowed))
 
 
 async def _respond_error(
@@ -169,9 +179,8 @@ async def _respond_error(
     if not path.startswith(chat_errors.PREFIXES):
         await respond_error(send, error, headers)
         return
-    retry = {"retry-after": "1"} if error.status in {429, 503} else {}
-    body = chat_errors.error_bytes(path, error)
-    await respond(send, body, status=error.status, headers={**retry, **(headers or {})})
+    body, fields = chat_errors.error_bytes(path, error), error_headers(error)
+    await respond(send, body, status=error.status, headers={**fields, **(headers or {})})
 
 
 def _declare_json(scope: Scope) -> None:

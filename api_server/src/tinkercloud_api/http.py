@@ -150,7 +150,5 @@ async def respond_error(
     send: Send, error: WireError, headers: Mapping[str, str] | None = None
 ) -> None:
     """Send the response to an error."""
-    retry = {"retry-after": "1"} if error.status in {429, 503} else {}
-    await asgi.respond(
-        send, asgi.error_body(error), status=error.status, headers={**retry, **(headers or {})}
-    )
+    fields = {**asgi.error_headers(error), **(headers or {})}
+    await asgi.respond(send, asgi.error_body(error), status=error.status, headers=fields)

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from time import perf_counter
 from typing import Any
 
+import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp
 
 from tinkercloud_api import metrics
 from tinkercloud_api.http import respond_error
+from tinkercloud_protocol import chat_errors, request_ids
 from tinkercloud_protocol.asgi import Receive, Scope, Send, check_encoding
 from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest
 
@@ -65,8 +67,34 @@ class BodyLimitMiddleware:
         return f"request body: larger than {self._max_bytes} bytes; send less data per request"
 
 
+class RequestIdMiddleware:
+    """Names each request, in its response and in log lines. This is the outermost middleware."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection event."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(request_ids.HEADER.encode(), b"")
+        name = request_ids.name_of(given.decode("latin-1"))
+        named = [(request_ids.HEADER.encode(), name.encode())]
+        if scope["path"].startswith(chat_errors.ANTHROPIC):
+            named.append((request_ids.ANTHROPIC_HEADER.encode(), name.encode()))
+
+        async def send_named(message: Any) -> None:  # noqa: ANN401 - any ASGI message
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *named]}
+            await send(message)
+
+        with structlog.contextvars.bound_contextvars(**{request_ids.LOG_FIELD: name}):
+            await self._app(scope, receive, send_named)
+
+
 class MetricsMiddleware:
-    """Counts and times requests by route and status. This is the outermost middleware."""
+    """Counts and times requests by route and status."""
 
     def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
         """Wrap an application.

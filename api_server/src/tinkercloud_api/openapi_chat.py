@@ -18,6 +18,8 @@ _SUMMARIES = {
     ("post", _SESSION + "/v1/chat/completions"): "Create a chat completion, and record it",
     ("get", _SESSION + "/datums"): "Return recorded turns as training data",
     ("delete", _SESSION): "Delete a recorded session",
+    ("get", routes.ANTHROPIC_MODELS): "List base models and the caller's checkpoints",
+    ("get", routes.ANTHROPIC_MODELS + "/{model}"): "Look up a model",
     ("post", routes.ANTHROPIC_MESSAGES): "Create a message",
     ("post", routes.ANTHROPIC_COUNT_TOKENS): "Count the tokens of a message",
 }

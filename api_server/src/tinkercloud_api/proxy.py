@@ -10,7 +10,7 @@ import structlog
 from tinkercloud_api import head_client, metrics
 from tinkercloud_api.head_client import HeadResponse, HeadUnreachable
 from tinkercloud_api.providers.base import HeadEndpoint
-from tinkercloud_protocol import routes
+from tinkercloud_protocol import request_ids, routes
 from tinkercloud_protocol.asgi import Send, respond
 from tinkercloud_protocol.errors import Unavailable, WireError
 
@@ -18,7 +18,7 @@ log = structlog.get_logger(__name__)
 
 FORWARDED_HEADERS = ("content-type", "content-encoding", "accept", routes.IDEMPOTENCY_HEADER)
 """Headers of clients that heads read."""
-_RETURNED = frozenset({b"content-type", b"content-length", b"retry-after"})
+_RETURNED = frozenset({b"allow", b"content-type", b"content-length", b"retry-after"})
 _TO_HEAD = metrics.PROXY_BYTES.labels("to_head")
 _FROM_HEAD = metrics.PROXY_BYTES.labels("from_head")
 
@@ -76,6 +76,9 @@ class Proxy:
         }
         if refusal is not None:
             fields[routes.REFUSAL_HEADER] = quote(refusal)
+        named = structlog.contextvars.get_contextvars().get(request_ids.LOG_FIELD)
+        if named is not None:
+            fields[request_ids.HEADER] = named
         fields.update({name: headers[name] for name in FORWARDED_HEADERS if name in headers})
         if not isinstance(body, bytes) and "content-length" in headers:
             fields["content-length"] = headers["content-length"]

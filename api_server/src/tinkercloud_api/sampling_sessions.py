@@ -107,8 +107,11 @@ class SamplingSessions:
             return sampler_id
         return await self.create(session.id, weights.index, named, principal)
 
-    async def check(self, named: NamedWeights, principal: Principal) -> None:
+    async def check(self, named: NamedWeights, principal: Principal) -> datetime | None:
         """Check that a principal may sample weights, without creating anything.
+
+        Returns:
+            When they were saved; None if they are no checkpoint.
 
         Raises:
             NotFound: the model or the checkpoint does not exist for this principal.
@@ -116,8 +119,8 @@ class SamplingSessions:
         """
         if named.model_id is not None:
             await self.locator.authorize_run(str(ModelId.parse(named.model_id)), principal)
-        else:
-            await self._resolve(named, principal)
+            return None
+        return (await self._resolve(named, principal)).saved_at
 
     async def _shared_session(self, principal: Principal) -> Session:
         session = await self.catalog.open_session(principal.owner, _CLIENT)

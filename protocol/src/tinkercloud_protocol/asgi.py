@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import zstandard
 
-from tinkercloud_protocol.errors import InvalidRequest, WireError
+from tinkercloud_protocol.errors import InvalidRequest, MethodNotAllowed, WireError
 from tinkercloud_protocol.futures import JSON
 
 Message = MutableMapping[str, Any]
@@ -26,6 +26,7 @@ class Request:
         self._receive = receive
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.query: str = scope.get("query_string", b"").decode("latin-1")
         self.headers: dict[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
@@ -75,6 +76,12 @@ def decompress(compressed: bytes, max_bytes: int) -> bytes:
         raise InvalidRequest(
             f"request body: not valid zstd ({error}); compress it again, or send it uncompressed"
         ) from None
+
+
+def error_headers(error: WireError) -> dict[str, str]:
+    """Return the headers of the answer that an error becomes, which depend on its kind."""
+    headers = {"retry-after": "1"} if error.status in {429, 503} else {}
+    return headers | ({"allow": error.allowed} if isinstance(error, MethodNotAllowed) else {})
 
 
 def error_body(error: WireError) -> bytes:

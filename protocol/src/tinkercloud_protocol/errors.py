@@ -4,6 +4,7 @@
     ├── InvalidRequest        400     raises BadRequestError at once
     ├── Unauthenticated       401     raises AuthenticationError at once
     ├── NotFound              404     raises NotFoundError at once
+    ├── MethodNotAllowed      405     raises at once
     ├── StateLost             410     raises at once (training); see below for sampling
     ├── ResultGone            410     never on submission; see below
     ├── BodyTooLarge          413     raises at once
@@ -20,6 +21,7 @@ gone and which can be sampled again; a sample that cannot becomes a failed futur
 Messages name the field, the value received, the accepted values and what to do.
 """
 
+from collections.abc import Collection
 from typing import ClassVar, Literal
 
 Category = Literal["user", "server", "unknown"]
@@ -81,6 +83,26 @@ class NotFound(WireError):
 
     status = 404
     category = "user"
+
+
+class MethodNotAllowed(WireError):
+    """The path is served, but not with this method."""
+
+    status = 405
+    category = "user"
+
+    def __init__(self, method: str, path: str, allowed: Collection[str]) -> None:
+        """Create the error.
+
+        Args:
+            method: the method of the request.
+            path: its path.
+            allowed: the methods that are served at this path.
+        """
+        self.allowed = ", ".join(sorted(allowed))
+        super().__init__(
+            f"{method} {path[:256]} is not supported by this server; send {self.allowed}"
+        )
 
 
 class StateLost(WireError):

@@ -34,6 +34,7 @@ OPENAI_SESSIONS = "/oai/sessions"
 <id>/datums, and, at heads, <id>/delete."""
 ANTHROPIC = "/anthropic/api"
 """Base URL of clients of Anthropic's API, which append /v1/messages."""
+ANTHROPIC_MODELS = f"{ANTHROPIC}/v1/models"
 ANTHROPIC_MESSAGES = f"{ANTHROPIC}/v1/messages"
 ANTHROPIC_COUNT_TOKENS = f"{ANTHROPIC_MESSAGES}/count_tokens"
 MAX_CHAT_BODY_BYTES = 16 << 20

@@ -15,6 +15,8 @@ class Span(BaseModel):
     """The model or sampling session."""
     name: str
     """What was requested, such as `forward_backward` or `sample`."""
+    request: str | None = None
+    """The HTTP request, `request_ids`; None for one that another head had accepted."""
     accepted: float
     started: float
     """When it was its turn."""

@@ -36,7 +36,9 @@ def test_unsupported_calls_are_named(run: Run) -> None:
     answers = {
         "GET /api/v1/a_listing_of_next_year": 404,
         "POST /api/v1/a_call_of_next_year": 404,
-        "GET /api/v1/optim_step": 404,
+        "GET /api/v1/optim_step": 405,
+        "POST /api/v1/training_runs": 405,
+        "DELETE /api/v1/create_session": 405,
     }
 
     for what, status in answers.items():
@@ -45,6 +47,7 @@ def test_unsupported_calls_are_named(run: Run) -> None:
 
         assert answer.status == status
         assert f"{what} is not supported by this server" in answer.detail
+        assert (answer.headers.get("allow") is not None) == (status == 405)
 
 
 def test_a_character_that_databases_cannot_store_is_rejected_by_name(run: Run) -> None:

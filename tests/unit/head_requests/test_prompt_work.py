@@ -24,8 +24,8 @@ HERS, HIS = "a:sample:0", "b:sample:0"
 
 def a_chat(content: str, **fields: Any) -> bytes:
     messages = [{"role": "user", "content": content}]
-    content = {"model": "m", "messages": messages, "max_tokens": 2, **fields}
-    return orjson.dumps({name: value for name, value in content.items() if value is not None})
+    body = {"model": "m", "messages": messages, "max_tokens": 2, **fields}
+    return orjson.dumps({name: value for name, value in body.items() if value is not None})
 
 
 def error_of(answer: Answer) -> Mapping[str, Any]:
@@ -43,7 +43,7 @@ async def owners(head: ServedHead) -> None:
 
 
 async def test_six_prompts_of_seven_megabytes_are_refused_without_keeping_their_tokens(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with a_served_head(tmp_path, chat_template=TEMPLATE) as head:
         await owners(head)
@@ -51,9 +51,12 @@ async def test_six_prompts_of_seven_megabytes_are_refused_without_keeping_their_
         assert text is not None
         encoded: list[int] = []
         encode = text._tokenizer.encode
-        text._tokenizer.encode = lambda text, **options: (  # type: ignore[method-assign]
-            encoded.append(len(text)) or encode(text, **options)  # type: ignore[func-returns-value]
-        )
+
+        def watched(text: str, **options: Any) -> Any:
+            encoded.append(len(text))
+            return encode(text, **options)
+
+        monkeypatch.setattr(text._tokenizer, "encode", watched)
         flood = [
             asyncio.create_task(head.send(path, a_chat(LONG), HERS))
             for path in (routes.OPENAI_CHAT, routes.ANTHROPIC_MESSAGES) * 3

@@ -81,7 +81,7 @@ async def test_requests_with_different_changes_in_one_batch_choose_what_each_ask
         np.testing.assert_allclose(sequence.top.logprobs, top, atol=1e-4)
 
 
-async def test_samples_without_changes_are_the_same_beside_others_that_have_some(
+async def test_samples_without_changes_are_the_same_alongside_others_that_have_some(
     tmp_path: Path,
 ) -> None:
     with an_engine(tiny_llama(), tmp_path) as engine:
@@ -89,11 +89,11 @@ async def test_samples_without_changes_are_the_same_beside_others_that_have_some
         plain = a_sampling_request(PROMPT, max_tokens=12, seed=3, stop=NEVER, top_logprobs=3)
         others = [a_request(changes, seed=4) for changes in CHANGES.values()]
         alone = await engine.sampler.sample("adapter", plain)
-        beside, *_ = await asyncio.gather(
+        together, *_ = await asyncio.gather(
             *[engine.sampler.sample("adapter", each) for each in (plain, *others)]
         )
 
-    assert beside.sequences[0].tokens == alone.sequences[0].tokens
+    assert together.sequences[0].tokens == alone.sequences[0].tokens
 
 
 async def test_a_bias_forbids_or_forces_a_token(tmp_path: Path) -> None:

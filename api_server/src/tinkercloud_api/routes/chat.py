@@ -6,36 +6,37 @@ below the prefixes are answered with 404.
 """
 
 import asyncio
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 import orjson
 
 from tinkercloud_api.auth import Principal
 from tinkercloud_api.catalog.statements import Page
+from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.context import Context
 from tinkercloud_api.model_names import model_of
-from tinkercloud_api.routes.call import Call, wait_for_head
+from tinkercloud_api.routes.call import Call, Handler, wait_for_head
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.asgi import respond
-from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.errors import InvalidRequest, MethodNotAllowed, NotFound
 from tinkercloud_protocol.exact_json import read_body
 from tinkercloud_protocol.sampling import NamedWeights
 
 _SMALL_BODY_BYTES = 64 << 10
 _MAX_CHECKPOINTS = 1000
 """Checkpoints in the list of models, the latest first."""
-PATHS = (
-    routes.OPENAI_CHAT,
-    routes.OPENAI_COMPLETIONS,
-    routes.OPENAI_MODELS,
-    routes.OPENAI_SESSIONS,
-    routes.ANTHROPIC_MESSAGES,
-    routes.ANTHROPIC_COUNT_TOKENS,
-)
 _RECORDED = {("POST", "v1/chat/completions"), ("GET", "datums"), ("DELETE", "")}
 """Methods, and what follows the name of a recorded session in the path."""
-_FORWARDED = frozenset(PATHS) - {routes.OPENAI_MODELS}
+_SERVER = "tinkercloud"
+"""Owner of base models."""
+_WEIGHTS_FIELD = re.compile(r"^(base_model|model_path|model_id|model):? ")
+"""How messages about weights begin that name a field."""
 
 
 async def serve(call: Call) -> None:
@@ -43,26 +44,35 @@ async def serve(call: Call) -> None:
 
     Raises:
         NotFound: the path or the model does not exist for this caller.
+        MethodNotAllowed: the path has other methods.
         InvalidRequest: the body names no model, or names one in a wrong form.
         Unavailable: the head is not ready; the message states the reason.
     """
-    request = call.request
-    if request.method == "POST" and request.path in _FORWARDED:
-        await _forward(call)
-    elif request.path.startswith(routes.OPENAI_SESSIONS + "/"):
-        await _serve_recorded(call)
-    elif request.method == "GET" and request.path == routes.OPENAI_MODELS:
-        models = await _models(call.server, call.principal)
-        await respond(call.send, orjson.dumps({"object": "list", "data": models}))
-    elif request.method == "GET" and request.path.startswith(routes.OPENAI_MODELS + "/"):
-        name = unquote(request.path.removeprefix(routes.OPENAI_MODELS + "/"))
-        await call.server.sampling_sessions.check(weights_of(name, call.server), call.principal)
-        await respond(call.send, orjson.dumps(_model(name)))
-    else:
+    method, path = call.request.method, call.request.path
+    handlers = _handlers(path)
+    if not handlers:
         raise NotFound(
-            f"{request.method} {request.path} is not supported by this server;"
-            " docs/use/openai.md lists the supported calls"
+            f"{method} {path[:256]} is not supported by this server; docs/use/openai.md lists the"
+            " supported calls"
         )
+    if method not in handlers:
+        raise MethodNotAllowed(method, path, handlers)
+    await handlers[method](call)
+
+
+def _handlers(path: str) -> Mapping[str, Handler]:
+    """Return the handler of each method that is served at a path; none if it is unknown."""
+    for models, look_up in (
+        (routes.OPENAI_MODELS, _openai_model),
+        (routes.ANTHROPIC_MODELS, _anthropic_model),
+    ):
+        if path.startswith(models + "/"):
+            return {"GET": look_up}
+    if path.startswith(routes.OPENAI_SESSIONS + "/"):
+        name, _, action = path.removeprefix(routes.OPENAI_SESSIONS + "/").partition("/")
+        served = {method for method, each in _RECORDED if each == action and "~" in name}
+        return dict.fromkeys(served, _serve_recorded)
+    return _BY_PATH.get(path, {})
 
 
 async def _forward(call: Call) -> None:
@@ -70,29 +80,34 @@ async def _forward(call: Call) -> None:
     body = await call.request.body(routes.MAX_CHAT_BODY_BYTES)
     is_small = len(body) < _SMALL_BODY_BYTES
     name = _model_in(body) if is_small else await asyncio.to_thread(_model_in, body)
-    sampler_id = await server.sampling_sessions.of(weights_of(name, server), call.principal)
+    with _named_model():
+        sampler_id = await server.sampling_sessions.of(weights_of(name, server), call.principal)
     await _forward_to_sampler(call, call, sampler_id, body)
+
+
+@contextmanager
+def _named_model() -> Iterator[None]:
+    """Let errors about the weights name the field that clients of these endpoints send."""
+    try:
+        yield
+    except (InvalidRequest, NotFound) as error:
+        message = _WEIGHTS_FIELD.sub("", error.message)
+        raise type(error)(f"model: {message}") from None
 
 
 async def _serve_recorded(call: Call) -> None:
     """Forward a call of a recorded session, whose name starts with its sampling session.
 
     Raises:
-        NotFound: the path or the session does not exist for this caller.
+        NotFound: the session does not exist for this caller.
     """
     method, path = call.request.method, call.request.path
-    name, _, action = path.removeprefix(routes.OPENAI_SESSIONS + "/").partition("/")
-    sampler_id, separator, _ = name.partition("~")
-    if not separator or (method, action) not in _RECORDED:
-        raise NotFound(
-            f"{method} {path[:256]} is not supported by this server; docs/use/openai.md lists the"
-            " supported calls"
-        )
+    name = path.removeprefix(routes.OPENAI_SESSIONS + "/").partition("/")[0]
     body = await call.request.body(routes.MAX_CHAT_BODY_BYTES)
     target = call
     if method == "DELETE":
         target = call.of_own(f"{path}/delete", body, call.send)
-    await _forward_to_sampler(call, target, sampler_id, body)
+    await _forward_to_sampler(call, target, name.partition("~")[0], body)
 
 
 async def _forward_to_sampler(call: Call, forwarded: Call, sampler_id: str, body: bytes) -> None:
@@ -163,17 +178,126 @@ def weights_of(name: str, server: Context) -> NamedWeights:
     return NamedWeights.read({"base_model": base})
 
 
-def _model(name: str, created: int = 0, owner: str = "tinkercloud") -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": created, "owned_by": owner}
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A model that can be sampled."""
+
+    name: str
+    owner: str
+    created: datetime
+
+    def for_openai(self) -> dict[str, Any]:
+        created = int(self.created.timestamp())
+        return {"id": self.name, "object": "model", "created": created, "owned_by": self.owner}
+
+    def for_anthropic(self) -> dict[str, Any]:
+        created = self.created.isoformat(timespec="seconds").replace("+00:00", "Z")
+        return {
+            "type": "model",
+            "id": self.name,
+            "display_name": self.name,
+            "created_at": created,
+        }
 
 
-async def _models(server: Context, principal: Principal) -> list[dict[str, Any]]:
+_STARTED = now().replace(microsecond=0)
+"""Since when base models and models in training are served by this process."""
+
+
+async def _openai_models(call: Call) -> None:
+    models = [model.for_openai() for model in await _models(call.server, call.principal)]
+    await respond(call.send, orjson.dumps({"object": "list", "data": models}))
+
+
+async def _openai_model(call: Call) -> None:
+    model = await _looked_up(call, routes.OPENAI_MODELS)
+    await respond(call.send, orjson.dumps(model.for_openai()))
+
+
+async def _anthropic_models(call: Call) -> None:
+    """Return a page of models, as https://docs.anthropic.com/en/api/models-list describes it."""
+    page = _page_of(await _models(call.server, call.principal), parse_qs(call.request.query))
+    await respond(call.send, orjson.dumps(page))
+
+
+async def _anthropic_model(call: Call) -> None:
+    model = await _looked_up(call, routes.ANTHROPIC_MODELS)
+    await respond(call.send, orjson.dumps(model.for_anthropic()))
+
+
+def _page_of(models: Sequence[_Model], query: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return a page of models.
+
+    Args:
+        models: all models.
+        query: `limit`, 1 to 1000 (20); `after_id` or `before_id`, the name of a model.
+
+    Raises:
+        InvalidRequest: one of them has another value.
+    """
+    names = [model.name for model in models]
+    limit = query.get("limit", ["20"])[0]
+    if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:9]) <= _MAX_CHECKPOINTS:
+        raise InvalidRequest(f"limit: must be 1 to {_MAX_CHECKPOINTS}, got {limit[:40]!r}")
+    size, start, stop = int(limit), 0, len(names)
+    for field in ("after_id", "before_id"):
+        name = query.get(field, [""])[0]
+        if name and name not in names:
+            raise InvalidRequest(f"{field}: {name[:256]!r} is not among the models")
+        if name and field == "after_id":
+            start = names.index(name) + 1
+        elif name:
+            stop = names.index(name)
+            start = max(start, stop - size)
+    shown = models[start : min(start + size, stop)]
+    goes_back = bool(query.get("before_id"))
+    return {
+        "data": [model.for_anthropic() for model in shown],
+        "first_id": shown[0].name if shown else None,
+        "last_id": shown[-1].name if shown else None,
+        "has_more": start > 0 if goes_back else start + len(shown) < stop,
+    }
+
+
+async def _looked_up(call: Call, models: str) -> _Model:
+    """Return the model that a path below a list of models names.
+
+    Raises:
+        NotFound: it does not exist for this caller.
+        InvalidRequest: its name is malformed.
+    """
+    server, name = call.server, unquote(call.request.path.removeprefix(models + "/"))
+    with _named_model():
+        saved_at = await server.sampling_sessions.check(weights_of(name, server), call.principal)
+    if saved_at is None:
+        return _Model(name, _SERVER, _STARTED)
+    return _Model(name, call.principal.owner, saved_at)
+
+
+async def _models(server: Context, principal: Principal) -> list[_Model]:
     """Return the base models with their aliases, and the caller's checkpoints for sampling."""
-    served = [_model(name) for model in server.provider.models() for name in model.names]
+    names = [name for model in server.provider.models() for name in model.names]
     page = Page(offset=0, limit=_MAX_CHECKPOINTS)
     saved, _ = await server.checkpoints.page(principal.visible("accessible"), page)
-    return served + [
-        _model(info.tinker_path, int(info.time.timestamp()), principal.owner)
+    return [_Model(name, _SERVER, _STARTED) for name in names] + [
+        _Model(info.tinker_path, principal.owner, info.time)
         for info in saved
         if info.checkpoint_type == "sampler" and info.damage is None
     ]
+
+
+_BY_PATH: Mapping[str, Mapping[str, Handler]] = {
+    **{
+        path: {"POST": _forward}
+        for path in (
+            routes.OPENAI_CHAT,
+            routes.OPENAI_COMPLETIONS,
+            routes.OPENAI_SESSIONS,
+            routes.ANTHROPIC_MESSAGES,
+            routes.ANTHROPIC_COUNT_TOKENS,
+        )
+    },
+    routes.OPENAI_MODELS: {"GET": _openai_models},
+    routes.ANTHROPIC_MODELS: {"GET": _anthropic_models},
+}
+PATHS = tuple(_BY_PATH)

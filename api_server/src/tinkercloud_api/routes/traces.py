@@ -77,5 +77,7 @@ def _events(span: Span, number: int, track: int) -> Iterator[dict[str, object]]:
         # Perfetto draws events with a global `id` apart from their process.
         own = {"local": hex(number)}
         common: dict[str, object] = {"cat": name, "name": name, "id2": own, "pid": track}
+        if span.request is not None:
+            common["args"] = {"request_id": span.request}
         for phase, moment in (("b", start), ("e", max(start, end))):
             yield {**common, "ph": phase, "tid": 0, "ts": round(moment * _MICROSECONDS)}

@@ -229,7 +229,8 @@ class CompletionAnswer(_Answer):
         """Return the whole answer."""
         contents = []
         for index, choice in enumerate(choices):
-            tokens = [*self._echoed.get(index, ()), *choice.shown, *self._unlisted(index, choice)]
+            tokens: list[SampledToken | ScoredToken] = list(self._echoed.get(index, ()))
+            tokens += [*choice.shown, *self._unlisted(index, choice)]
             content = self._choice(index, self._kept_text(index), tokens, _reason(choice))
             contents.append(content)
         return self._whole(contents, counts)

@@ -21,7 +21,7 @@ IDLE_SECONDS = 24 * 3600.0
 SEPARATOR = "~"
 """Between the sampling session and the rest of the name of a recorded session."""
 _FACTOR, _BITS = 0x9E3779B97F4A7C15, (1 << 61) - 1
-"""Of the digests of tokens, which only save comparisons."""
+"""How digests of tokens are computed, which only save comparisons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class _Sequence:
     mask: list[float] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
     digest: int = 0
-    """Of its tokens."""
+    """Digest of its tokens."""
 
     def is_prefix_of(self, prompt: Sequence[int]) -> bool:
         return list(prompt[: len(self.tokens)]) == self.tokens

@@ -17,13 +17,14 @@ from urllib.parse import unquote
 import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from tinkercloud_protocol import chat_errors, envelope, futures, routes
+from tinkercloud_protocol import chat_errors, envelope, futures, request_ids, routes
 from tinkercloud_protocol.asgi import Receive, Scope, Send
 from tinkercloud_protocol.batched_futures import RetrieveFuturesRequest
 from tinkercloud_protocol.engine_scaling import Engines
 from tinkercloud_protocol.errors import (
     BodyTooLarge,
     InvalidRequest,
+    MethodNotAllowed,
     NotFound,
     Unauthenticated,
     WireError,
@@ -123,6 +124,12 @@ class HeadApp:
             await self._lifespan(receive, send)
             return
         request = Request(scope, receive)
+        name = request.headers.get(request_ids.HEADER)
+        named = {request_ids.LOG_FIELD: name} if name else {}
+        with structlog.contextvars.bound_contextvars(**named):
+            await self._serve(request, receive, send)
+
+    async def _serve(self, request: Request, receive: Receive, send: Send) -> None:
         if (request.method, request.path) == ("GET", routes.HEAD_LEASE):
             await self._lease(request, receive, send)
             return
@@ -146,6 +153,9 @@ class HeadApp:
         if request.method == "POST" and routes.REFUSAL_HEADER in request.headers:
             handler = self._refused
         if handler is None:
+            paths = {request.path, "/" + request.path.split("/", 2)[1]}
+            if allowed := {method for method, path in self._routes if path in paths}:
+                raise MethodNotAllowed(request.method, request.path, allowed)
             raise NotFound(f"a session head does not serve {request.method} {request.path}")
         if request.path not in _UNAUTHENTICATED:
             self._authenticate(request)

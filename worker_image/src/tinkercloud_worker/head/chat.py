@@ -17,7 +17,7 @@ import orjson
 import structlog
 
 from tinkercloud_protocol import chat_errors, routes
-from tinkercloud_protocol.asgi import Receive, Send, respond
+from tinkercloud_protocol.asgi import Receive, Send, error_headers, respond
 from tinkercloud_protocol.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -520,7 +520,7 @@ class _Sending:
         """Send an error."""
         body = chat_errors.error_bytes(self.path, error)
         if not self.has_started:
-            headers = {"retry-after": "1"} if error.status in {429, 503} else {}
+            headers = error_headers(error)
             await respond(self.send, body, status=error.status, headers=headers)
             return
         event = b"event: error\n" if self.path.startswith(chat_errors.ANTHROPIC) else b""

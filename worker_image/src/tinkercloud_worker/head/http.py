@@ -37,7 +37,8 @@ class Response:
 
 def error_response(error: WireError) -> Response:
     """Return the answer that an error becomes."""
-    headers = {"retry-after": "1"} if error.status == 429 else {}
+    # After a 503, clients wait longer from try to try, as a head takes its time to start.
+    headers = asgi.error_headers(error) if error.status != 503 else {}
     return Response(asgi.error_body(error), error.status, headers=headers)
 
 

@@ -5,6 +5,9 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+import structlog
+
+from tinkercloud_protocol import request_ids
 from tinkercloud_protocol.timeline import Span
 
 T = TypeVar("T")
@@ -16,7 +19,7 @@ MAX_SESSIONS = 256
 MAX_ALL_SPANS = 100_000
 """Spans that are kept of all sessions, about 20 MB."""
 
-_Row = tuple[str, str, float, float, float]
+_Row = tuple[str, str, float, float, float, str | None]
 """The fields of a `Span`, which would take several times as much memory."""
 
 
@@ -44,21 +47,31 @@ class SpanRecorder:
             work: executes it when it is its turn.
         """
         accepted = self._clock()
+        request = structlog.contextvars.get_contextvars().get(request_ids.LOG_FIELD)
 
         async def run() -> T:
             started = self._clock()
             try:
                 return await work()
             finally:
-                self._add((target, name, accepted, started, self._clock()))
+                self._add((target, name, accepted, started, self._clock(), request))
 
         return run
 
     def of_session(self, session_id: str) -> list[Span]:
         """Return the spans of a session, in the order in which they finished."""
         return [
-            Span(target=target, name=name, accepted=accepted, started=started, finished=finished)
-            for target, name, accepted, started, finished in self._sessions.get(session_id, ())
+            Span(
+                target=target,
+                name=name,
+                accepted=accepted,
+                started=started,
+                finished=finished,
+                request=request,
+            )
+            for target, name, accepted, started, finished, request in self._sessions.get(
+                session_id, ()
+            )
         ]
 
     def _add(self, row: _Row) -> None:

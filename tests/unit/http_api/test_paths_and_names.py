@@ -1,0 +1,147 @@
+"""Wrong methods, first guesses at URLs, models for Anthropic's clients, and names of requests."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import structlog
+from structlog.testing import capture_logs
+
+from tinkercloud_api.app import Application
+from tinkercloud_api.settings import Settings
+from tinkercloud_protocol import request_ids, routes
+from tinkercloud_testing.providers import OneHead
+
+KEY = "tml-a-valid-key-of-these-tests"
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """Return a client of a whole server, which runs in this process."""
+    app = Application(Settings(state_dir=tmp_path, bootstrap_key=KEY), OneHead())
+    received: asyncio.Queue[Any] = asyncio.Queue()
+    sent: asyncio.Queue[Any] = asyncio.Queue()
+    received.put_nowait({"type": "lifespan.startup"})
+    running = asyncio.create_task(app({"type": "lifespan"}, received.get, sent.put))
+    assert (await sent.get())["type"] == "lifespan.startup.complete"
+    transport, headers = httpx.ASGITransport(app=app), {"x-api-key": KEY}
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://t", headers=headers
+    ) as client:
+        yield client
+    received.put_nowait({"type": "lifespan.shutdown"})
+    await running
+
+
+async def test_a_wrong_method_is_405_and_the_right_ones_are_named(
+    client: httpx.AsyncClient,
+) -> None:
+    for method, path, allowed in (
+        ("GET", routes.FORWARD_BACKWARD, "POST"),
+        ("POST", "/api/v1/training_runs", "GET"),
+        ("DELETE", "/api/v1/create_session", "POST"),
+        ("OPTIONS", "/healthz", "GET"),
+        ("PUT", "/openapi.json", "GET, HEAD"),
+        ("GET", routes.OPENAI_CHAT, "POST"),
+        ("POST", routes.OPENAI_MODELS, "GET"),
+        ("DELETE", routes.ANTHROPIC_MODELS + "/m", "GET"),
+        ("OPTIONS", routes.ANTHROPIC_MESSAGES, "POST"),
+        ("GET", routes.OPENAI_SESSIONS + "/s:sample:0~a/v1/chat/completions", "POST"),
+    ):
+        answer = await client.request(method, path)
+
+        assert (path, answer.status_code) == (path, 405)
+        assert answer.headers["allow"] == allowed
+        assert f"{method} {path} is not supported by this server" in answer.text
+    several = await client.put("/api/v1/projects/p")
+    assert {"DELETE", "GET"} <= set(several.headers["allow"].split(", "))
+
+
+async def test_first_guesses_at_urls_name_the_right_one(client: httpx.AsyncClient) -> None:
+    for method, path, words in (
+        ("POST", "/v1/chat/completions", routes.OPENAI),
+        ("GET", "/v1/models", routes.OPENAI),
+        ("POST", "/v1/messages", routes.ANTHROPIC),
+        ("GET", "/login", "TINKERCLOUD_OIDC"),
+        ("GET", "/metrics", "TINKERCLOUD_METRICS_PORT"),
+        ("GET", "/docs", "/openapi.json"),
+    ):
+        answer = await client.request(method, path)
+
+        assert answer.status_code == 404
+        assert words in answer.json()["detail"]
+
+
+async def test_models_have_the_schema_of_anthropic(client: httpx.AsyncClient) -> None:
+    listed = (await client.get(routes.ANTHROPIC_MODELS)).json()
+    [model] = listed["data"]
+    one = (await client.get(f"{routes.ANTHROPIC_MODELS}/{model['id']}")).json()
+    openai = (await client.get(routes.OPENAI_MODELS)).json()["data"]
+
+    assert one == model
+    assert model["type"] == "model"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", model["created_at"])
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == (
+        *(model["id"], model["id"]),
+        False,
+    )
+    assert openai[0]["id"] == model["id"]
+    assert openai[0]["created"] > 1.7e9
+
+
+async def test_wrong_pages_of_models_are_refused_by_name(client: httpx.AsyncClient) -> None:
+    for query in ("limit=0", "limit=x", "limit=1001", "after_id=unknown"):
+        answer = await client.get(f"{routes.ANTHROPIC_MODELS}?{query}")
+
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith(query.partition("=")[0])
+
+
+async def test_an_unknown_model_is_an_error_of_the_field_model(client: httpx.AsyncClient) -> None:
+    unknown = "tinker://s:train:0/sampler_weights/a"
+    for name in ("unknown", f"unknown;{unknown}", unknown, "tinker://x", "s:train:0"):
+        answer = await client.post(routes.OPENAI_CHAT, json={"model": name})
+        error: dict[str, Any] = answer.json()["error"]
+
+        assert answer.status_code in {400, 404}
+        assert error["param"] == "model"
+        assert error["code"] == ("model_not_found" if answer.status_code == 404 else None)
+
+
+async def test_every_answer_names_its_request(client: httpx.AsyncClient) -> None:
+    for path, key, status in (
+        (routes.OPENAI_MODELS, KEY, 200),
+        (routes.ANTHROPIC_MODELS, KEY, 200),
+        (routes.ANTHROPIC_MODELS, "wrong", 401),
+        ("/livez", KEY, 200),
+        ("/api/v1/nothing", KEY, 404),
+    ):
+        answer = await client.get(path, headers={"x-api-key": key})
+        name = answer.headers[request_ids.HEADER]
+
+        assert answer.status_code == status
+        assert re.fullmatch(r"req_[0-9a-f]{32}", name)
+        is_anthropic = path.startswith(routes.ANTHROPIC)
+        assert answer.headers.get(request_ids.ANTHROPIC_HEADER) == (name if is_anthropic else None)
+    kept = await client.get("/livez", headers={request_ids.HEADER: "my-id_1.2"})
+    assert kept.headers[request_ids.HEADER] == "my-id_1.2"
+
+
+@pytest.mark.parametrize("given", ["", "a b", "x" * 129, "\xe9", "a\nb", "a\n"])
+def test_a_name_of_the_client_with_other_characters_is_ignored(given: str) -> None:
+    assert request_ids.name_of(given).startswith("req_")
+
+
+def test_log_lines_name_the_request() -> None:
+    processors = [structlog.contextvars.merge_contextvars]
+    with (
+        structlog.contextvars.bound_contextvars(**{request_ids.LOG_FIELD: "req_1"}),
+        capture_logs(processors=processors) as lines,
+    ):
+        structlog.get_logger().info("said")
+
+    assert lines[0][request_ids.LOG_FIELD] == "req_1"
