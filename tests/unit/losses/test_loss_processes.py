@@ -16,6 +16,7 @@ import torch
 
 from tinkercloud_protocol.custom_losses import MAX_NODES, CustomLoss
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.loss_limits import LossLimits
 from tinkercloud_testing import uploaded_losses
 from tinkercloud_testing.uploaded_losses import (
     Node,
@@ -32,7 +33,7 @@ from tinkercloud_testing.uploaded_losses import (
 )
 from tinkercloud_testing.waiting import wait_until
 from tinkercloud_worker.custom_losses.inputs import DatumInputs
-from tinkercloud_worker.custom_losses.nursery import LossEnded
+from tinkercloud_worker.custom_losses.nursery import LossEnded, Nursery
 from tinkercloud_worker.custom_losses.processes import LossProcesses
 from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
 
@@ -278,8 +279,8 @@ def test_a_head_that_is_killed_leaves_neither_processes_nor_memory() -> None:
 
 
 def test_a_nursery_that_was_killed_is_replaced() -> None:
-    nursery = uploaded_losses.Nursery.started()
-    those = LossProcesses(uploaded_losses.LossLimits(), nursery)
+    nursery = Nursery.started()
+    those = LossProcesses(LossLimits(), nursery)
     definition = uploaded(lambda logprobs: (logprobs.sum(), {}))
     try:
         os.kill(nursery.pid, signal.SIGKILL)

@@ -19,7 +19,7 @@ from tinkercloud_worker.custom_losses import uploaded as uploaded_loss
 from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
 from tinkercloud_worker.engine import custom_passes
 from tinkercloud_worker.engine.batch import Batch, prepare_custom
-from tinkercloud_worker.engine.thread import Pause, run_through
+from tinkercloud_worker.engine.thread import Pause, Pieces, run_through
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -52,7 +52,7 @@ def a_trainer() -> TorchTrainer:
     return trainer
 
 
-def completed(pieces: Any) -> LossOutput:
+def completed(pieces: Pieces[LossOutput]) -> LossOutput:
     return run_through(pieces, lambda: None)
 
 
@@ -116,15 +116,16 @@ def test_a_loss_that_takes_long_leaves_the_trainer_free_and_has_the_same_gradien
     monkeypatch.setattr(uploaded_loss, "_PATIENCE_SECONDS", 0.0)
     pieces = later.pieces(TrainingPass("m", batches[1]), lambda: None)
     pauses = []
-    while True:
+    found: LossOutput | None = None
+    while found is None:
         try:
             step = next(pieces)
         except StopIteration as stop:
             found = stop.value
-            break
-        if isinstance(step, Pause):
-            pauses.append(step.tokens)
-            wait([step.until])
+        else:
+            if isinstance(step, Pause):
+                pauses.append(step.tokens)
+                wait([step.until])
 
     assert pauses
     assert found.metrics == expected.metrics

@@ -207,10 +207,9 @@ class _Computed(torch.autograd.Function):
         return losses_D.clone()
 
     @staticmethod
-    def backward(  # type: ignore[override]
-        ctx: BackwardCFunction, of_losses_D: Tensor
-    ) -> tuple[Tensor, None, None, None]:
-        gradient_RK, datum_of_row = ctx.saved_tensors
+    def backward(ctx: BackwardCFunction, of_losses_D: Tensor) -> tuple[Tensor, None, None, None]:
+        saved: tuple[Tensor, ...] = ctx.saved_tensors
+        gradient_RK, datum_of_row = saved
         factors_R = of_losses_D.to(gradient_RK.dtype)[datum_of_row]
         return gradient_RK * factors_R.unsqueeze(1), None, None, None
 
@@ -234,7 +233,7 @@ def custom(uploaded: UploadedLoss) -> Loss:
             gradient = torch.from_numpy(each).reshape(len(rows_NK), -1)
             rows_NK[:, : gradient.shape[1]] = gradient
         device = lp_RK.device
-        result: Tensor = _Computed.apply(
+        result: Tensor = _Computed.apply(  # type: ignore[no-untyped-call]
             lp_RK,
             torch.from_numpy(values.losses).to(device),
             gradient_RK.to(device),

@@ -114,14 +114,14 @@ def _cost(definition: bytes, shape: DatumShape, max_bytes: int) -> int:
     return meter.elements
 
 
-class Meter(TorchDispatchMode):
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
     """Counts the elements that operations compute, and the bytes that exist at the same time.
 
     It raises InvalidRequest once a datum costs too much.
     """
 
     def __init__(self, name: str, shape: DatumShape, max_bytes: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._name, self._shape, self._max_bytes = name, shape, max_bytes
         self._of_nodes = 0
         """Elements by the results of nodes."""

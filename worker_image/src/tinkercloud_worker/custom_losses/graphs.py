@@ -183,6 +183,8 @@ def _names_in(value: Value) -> Iterator[str]:
                 yield from _names_in(each)
         case dict():
             yield from _names_in(list(value.values()))
+        case _:
+            pass
 
 
 @lru_cache(maxsize=256)
