@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+from tinkercloud_operator.children.secret_marker import has_secret
 from tinkercloud_operator.decide import pools as pool_plans
 from tinkercloud_operator.decide import reconcile as sessions
 from tinkercloud_operator.decide import spares as spare_plans
@@ -77,12 +78,10 @@ def _takes_a_failed_save_for_a_save() -> Break:
 
 
 def _ignores_lost_secrets() -> Break:
-    known = store.has_secret
+    def ignoring(session: str, children: Mapping[ChildKey, Any]) -> bool:
+        return has_secret(session, children) or ChildKey("RayCluster", session) in children
 
-    def has_secret(session: str, children: Mapping[ChildKey, Any]) -> bool:
-        return known(session, children) or ChildKey("RayCluster", session) in children
-
-    return patch.object(store, "has_secret", has_secret)
+    return patch.object(store, "has_secret", ignoring)
 
 
 def _leaves_clusters_of_pools() -> Break:
