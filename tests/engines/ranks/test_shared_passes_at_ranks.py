@@ -18,9 +18,11 @@ from tinkercloud_testing.data import a_request, counting_every_token, random_dat
 from tinkercloud_testing.models import save, tiny_llama, tiny_qwen3_moe
 from tinkercloud_testing.ranks import BATCH_TOKENS, MeasuredTrainer, MortalTrainer, TrainerOf
 from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, together
+from tinkercloud_testing.uploaded_losses import processes, uploaded
 from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksLost
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.build_trainer import torch_rank
+from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.ranks import SharedPassFailed
 from tinkercloud_worker.engine.thread import EngineThread, NoBackground, Pieces
@@ -309,7 +311,8 @@ def test_what_cannot_share_a_pass_runs_alone(ranked: RankedTrainer) -> None:
     assert not can_batch([first], TrainingPass("middle", prepare(sequence_loss, ranked.limits)))
     custom = a_pass(ranked, "middle", [1]).batch
     assert can_batch([first], TrainingPass("middle", custom))
-    custom = replace(custom, definition=b"{}")
+    definition = uploaded(lambda logprobs: (logprobs.sum(), {}))
+    custom = replace(custom, uploaded=UploadedLoss(processes(), "owner", definition))
     assert not can_batch([first], TrainingPass("middle", custom))
     assert not can_batch([TrainingPass("middle", custom)], first)
     ranked.remove_model("whole")
