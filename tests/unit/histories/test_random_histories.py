@@ -12,7 +12,7 @@ import pytest
 from tinkercloud_testing.simulation.events import EVENTS
 from tinkercloud_testing.simulation.histories import run_history
 
-SEEDS = range(20)
+SEEDS = range(16)
 EVENTS_EACH = 18
 
 PRINT_TRACE = """

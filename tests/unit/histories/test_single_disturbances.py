@@ -5,7 +5,7 @@ import pytest
 from tinkercloud_testing.simulation.scripts import DISTURBANCES, SHAPES, run_script
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", sorted(SHAPES.keys() - {"a head alone"}))
 @pytest.mark.parametrize("disturbance", DISTURBANCES)
 def test_no_step_is_lost_by_one_disturbance(disturbance: str, shape: str) -> None:
     outcome = run_script(disturbance, shape, knows_owners=True)
