@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,39 @@ def test_the_make_targets_of_the_readme_exist() -> None:
 
     assert mentioned
     assert mentioned <= defined
+
+
+PRODUCT = [path for path in PROGRAMS if "src" in path.relative_to(ROOT).parts]
+
+
+def called_by_frameworks(tree: ast.Module) -> set[ast.stmt]:
+    """Return the functions that a decorator or a base class may have called by their name."""
+    inherited = {
+        statement
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.bases
+        for statement in node.body
+    }
+    return inherited | {
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.decorator_list
+    }
+
+
+def test_no_function_of_the_product_is_named_by_tests_only() -> None:
+    texts = {path: path.read_text() for path in PRODUCT}
+    words = Counter(word for text in texts.values() for word in re.findall(r"\w+", text))
+    unused = []
+    for path, text in texts.items():
+        tree = ast.parse(text)
+        exempt = called_by_frameworks(tree)
+        unused += [
+            f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and not (node.name.startswith("__") or node in exempt)
+            and words[node.name] == 1
+        ]
+
+    assert unused == [], "a caller was lost, or the function is not needed"

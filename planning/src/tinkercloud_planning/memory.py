@@ -260,16 +260,6 @@ def kv_bytes_per_token(architecture: Architecture, tensor: int) -> int:
     return architecture.layers * heads * cached.width * _WEIGHT_BYTES
 
 
-def adapter_parameters(architecture: Architecture, rank: int) -> int:
-    """Return the number of elements of a LoRA adapter of all layers and the output embedding.
-
-    Experts have one rank, and share the matrices that touch hidden states. `_stages` divides the
-    same widths over ranks; tests compare this total with adapters of PEFT and of Tinker.
-    """
-    own = (_own_width(matrix, Layout()) for matrix in _adapted(architecture))
-    return rank * (_undivided_width(architecture) + sum(own))
-
-
 def _adapted(architecture: Architecture) -> Iterator[Matrix]:
     yield _head(architecture)
     for layer in [*architecture.leading, *[architecture.repeated] * architecture.repeats]:

@@ -22,10 +22,11 @@ from tinkercloud_planning.architecture import Architecture, UnknownArchitecture
 from tinkercloud_planning.families import read
 from tinkercloud_planning.gpus import MEMORY_GIB, Fleet, UnknownGpus, gpu, parse
 from tinkercloud_planning.layouts import engine_sizes, layouts
-from tinkercloud_planning.memory import adapter_parameters, kv_bytes_per_token, training
+from tinkercloud_planning.memory import kv_bytes_per_token, training
 from tinkercloud_planning.plan import ModelPlan, plan
 from tinkercloud_planning.refusal import DoesNotFit, fewest_gpus
 from tinkercloud_planning.search import Demand, divide, micro_batch_tokens
+from tinkercloud_testing.planned_adapters import adapter_parameters
 
 pytestmark = pytest.mark.timeout(120)
 
