@@ -108,14 +108,15 @@ class LossProcesses:
         with self._lock:
             return {owner: child.pid for owner, child in self._owners.idle.items()}
 
-    def check_cost(self, owner: str, name: str, task: CostTask, allowed: Allowance) -> None:
-        """Check the cost of a loss. It blocks.
+    def check_cost(
+        self, owner: str, name: str, task: CostTask, allowed: Allowance
+    ) -> "Future[None]":
+        """Check the cost of a loss.
 
-        Raises:
-            InvalidRequest: it costs too much, or does not fit the shapes.
-            LossEnded: the check was ended.
+        The future raises InvalidRequest if it costs too much or does not fit the shapes, and
+        LossEnded if the check was ended.
         """
-        self._submit(owner, name, task, allowed, lambda _: None).result()
+        return self._submit(owner, name, task, allowed, lambda _: None)
 
     def compute(
         self, owner: str, name: str, task: LossTask, allowed: Allowance
@@ -136,6 +137,8 @@ class LossProcesses:
         read: Callable[[TaskMemory], T],
     ) -> "Future[T]":
         done = Future[T]()
+        # It can't be cancelled: the thread that computes the task sets its result.
+        done.set_running_or_notify_cancel()
 
         def run(child: LossChild) -> None:
             try:

@@ -54,16 +54,16 @@ class UploadedLoss:
         """What it reads, `logprobs` first."""
         return self._loss.inputs
 
-    def check_cost(self, data: Sequence[DatumInputs]) -> None:
-        """Check the shapes and the cost for all data of the request. It blocks.
+    def check_cost(self, data: Sequence[DatumInputs]) -> "Future[None]":
+        """Check the shapes and the cost for all data of the request.
 
-        Raises:
-            InvalidRequest: it does not fit, or costs too much.
-            LossEnded: the check was ended.
+        The check waits until the owner's other losses are computed. The future raises
+        InvalidRequest if the loss does not fit or costs too much, and LossEnded if the check was
+        ended.
         """
         limit = self._processes.limits.max_loss_bytes // 2
         task = CostTask(self._definition, Counter(datum.shape for datum in data), limit)
-        self._processes.check_cost(self._owner, self._loss.name, task, self._allowed)
+        return self._processes.check_cost(self._owner, self._loss.name, task, self._allowed)
 
     def values(self, logprobs: Sequence[FloatArray], data: Sequence[DatumInputs]) -> LossValues:
         """Return the losses of some data, and their derivatives.

@@ -140,6 +140,9 @@ class Operations:
         runs_here, job = is_small(request), await self._preparation(request)
         images = self._backend.image_work
         batch = job() if runs_here else await images.run(len(request.images), job)
+        if batch.uploaded is not None:
+            # No thread waits for it: those are needed for the requests of all owners.
+            await asyncio.wrap_future(batch.uploaded.check_cost(batch.custom_data))
         is_new = request.seq_id > self.repeated_until
         if is_new:
             self._backend.token_limits.spend(self._spec.owner, batch.num_tokens)
