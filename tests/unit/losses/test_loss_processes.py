@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import psutil
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tinkercloud_protocol.custom_losses import MAX_NODES, CustomLoss
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.errors import InvalidRequest, Unavailable
 from tinkercloud_protocol.loss_limits import LossLimits
 from tinkercloud_testing import uploaded_losses
 from tinkercloud_testing.uploaded_losses import (
@@ -33,7 +33,12 @@ from tinkercloud_testing.uploaded_losses import (
 )
 from tinkercloud_testing.waiting import wait_until
 from tinkercloud_worker.custom_losses.inputs import DatumInputs
-from tinkercloud_worker.custom_losses.nursery import LossEnded, Nursery
+from tinkercloud_worker.custom_losses.nursery import (
+    LossChild,
+    LossEnded,
+    Nursery,
+    NurseryLost,
+)
 from tinkercloud_worker.custom_losses.processes import LossProcesses
 from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
 
@@ -286,6 +291,73 @@ def test_a_nursery_that_was_killed_is_replaced() -> None:
         os.kill(nursery.pid, signal.SIGKILL)
 
         assert float(on(those, definition, LOGPROBS)[0]) == -6.0
+    finally:
+        those.close()
+
+
+def a_sum(those: LossProcesses) -> float:
+    """Return the loss of `LOGPROBS` that sums them."""
+    return float(on(those, uploaded(lambda logprobs: (logprobs.sum(), {})), LOGPROBS)[0])
+
+
+def test_an_owner_whose_process_could_not_be_replaced_gets_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    those = LossProcesses(LossLimits(), uploaded_losses.nursery())
+
+    def fail() -> NoReturn:
+        raise ValueError("an answer of the nursery that is none")
+
+    monkeypatch.setattr(those, "_started", fail)
+    with pytest.raises(Unavailable, match="an answer of the nursery"):
+        a_sum(those)
+    monkeypatch.undo()
+    # The next one ends its process.
+    find = those._child_of
+
+    def found(owner: str) -> LossChild:
+        child = find(owner)
+        os.kill(child.pid, signal.SIGKILL)
+        monkeypatch.setattr(those, "_started", fail)
+        return child
+
+    monkeypatch.setattr(those, "_child_of", found)
+    with pytest.raises(LossEnded, match="SIGKILL"):
+        a_sum(those)
+    monkeypatch.undo()
+
+    assert a_sum(those) == -6.0
+
+
+def test_a_task_for_which_no_thread_starts_fails_and_the_owners_next_one_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    those = LossProcesses(LossLimits(), uploaded_losses.nursery())
+
+    def fail(_thread: threading.Thread) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        with pytest.raises(Unavailable, match="can't start new thread"):
+            a_sum(those)
+
+    assert a_sum(those) == -6.0
+
+
+def test_a_late_answer_of_the_nursery_is_not_that_to_the_next_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late = Nursery.started()
+    those = LossProcesses(LossLimits(), late)
+    try:
+        a_sum(those)
+        with monkeypatch.context() as patched:
+            patched.setattr("tinkercloud_worker.custom_losses.nursery._START_SECONDS", 0.0)
+            with pytest.raises(NurseryLost):
+                late.start(1, 1 << 26)
+        with pytest.raises(NurseryLost):
+            late.start(1, 1 << 26)
     finally:
         those.close()
 

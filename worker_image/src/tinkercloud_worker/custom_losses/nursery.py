@@ -114,6 +114,8 @@ class Nursery:
                 socket.send_fds(self._control, [json.dumps(message).encode()], files)
                 answer = self._control.recv(child.MAX_MESSAGE_BYTES)
             except OSError as error:
+                # A late answer would be taken for that to the next question.
+                self._control.close()
                 raise NurseryLost(str(error)) from error
         if not answer:
             raise NurseryLost("it has closed its socket")
@@ -151,8 +153,8 @@ class LossChild:
     @property
     def is_alive(self) -> bool:
         """Whether a process without a task still exists."""
-        self._channel.settimeout(0)
         try:
+            self._channel.settimeout(0)
             self._channel.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return True

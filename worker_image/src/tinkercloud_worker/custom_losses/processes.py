@@ -174,24 +174,35 @@ class LossProcesses:
             turn = self._owners.next()
             if turn is None:
                 return
-            threading.Thread(target=self._take_turn, args=turn, name="loss", daemon=True).start()
+            thread = threading.Thread(target=self._take_turn, args=turn, name="loss", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                log.exception("a thread for custom losses could not be started")
+                owner, task = turn
+                self._owners.running.discard(owner)
+                task.fail(_cannot_start(error))
 
     def _take_turn(self, owner: str, task: _Waiting) -> None:
+        child = None
         try:
             child = self._child_of(owner)
         except Exception as error:
             log.exception("a process for custom losses could not be started")
             task.fail(_cannot_start(error))
-            self._end_turn(owner, None)
-            return
-        task.run(child)
-        # The owner's next loss need not wait for another one.
-        self._end_turn(owner, child if not child.is_closed else self._replacement())
+        else:
+            task.run(child)
+            if child.is_closed:
+                # The owner's next loss need not wait for another one.
+                child = self._replacement()
+        finally:
+            self._end_turn(owner, child)
 
     def _replacement(self) -> LossChild | None:
         try:
             return self._started()
-        except (NurseryLost, OSError):
+        except Exception:
+            log.exception("a process for custom losses could not be replaced")
             return None
 
     def _end_turn(self, owner: str, child: LossChild | None) -> None:
