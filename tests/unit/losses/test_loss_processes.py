@@ -362,6 +362,51 @@ def test_a_late_answer_of_the_nursery_is_not_that_to_the_next_question(
         those.close()
 
 
+def test_the_end_of_the_nursery_is_no_fault_of_the_loss_that_ran() -> None:
+    nursery = Nursery.started()
+    limits = LossLimits(max_loss_seconds=150, max_loss_cpu_seconds=300)
+    those = LossProcesses(limits, nursery)
+    try:
+        thread, errors = started(those, "slow")
+        (slow,) = awaited(lambda: busy(nursery.pid))
+        scores = [Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in (slow.pid, nursery.pid)]
+        os.kill(nursery.pid, signal.SIGKILL)
+        thread.join()
+    finally:
+        those.close()
+
+    assert [type(error) for error in errors] == [Unavailable]
+    assert scores == ["1000\n", "900\n"]
+
+
+def test_a_task_that_runs_while_its_processes_are_closed_starts_no_nursery(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    those = LossProcesses(LossLimits(), Nursery.started())
+    find, nurseries = those._child_of, list[Nursery]()
+    monkeypatch.setattr(Nursery, "started", lambda: nurseries.append(uploaded_losses.nursery()))
+
+    def closed(owner: str) -> LossChild:
+        those.close()
+        return find(owner)
+
+    monkeypatch.setattr(those, "_child_of", closed)
+    with pytest.raises(Unavailable, match="stopping"):
+        a_sum(those)
+
+    assert not nurseries
+
+
+def test_a_nursery_that_hangs_is_ended() -> None:
+    nursery = Nursery.started()
+    os.kill(nursery.pid, signal.SIGSTOP)
+
+    nursery.close()
+    nursery.close()
+
+    assert not psutil.pid_exists(nursery.pid)
+
+
 A_SUM = a_method("s", "sum", ref("logprobs"))
 REFUSED: dict[str, Sequence[Node]] = {
     "an integer": [a_method("n", "argmax", ref("logprobs"))],

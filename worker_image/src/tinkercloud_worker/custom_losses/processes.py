@@ -233,11 +233,14 @@ class LossProcesses:
         """Start a process, and a nursery if there is none.
 
         Raises:
-            NurseryLost: two nurseries have ended.
+            NurseryLost: two nurseries have ended, or this object is closed.
             OSError: the machine can't start it.
         """
         threads, most = torch.get_num_threads(), self.limits.max_loss_bytes
         with self._starting:
+            if self._is_closed:
+                # The next nursery would have nobody who ends it.
+                raise NurseryLost("this session head is stopping")
             if self._nursery is not None:
                 try:
                     return self._nursery.start(threads, most)
