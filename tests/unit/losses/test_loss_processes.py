@@ -32,6 +32,7 @@ from tinkercloud_testing.uploaded_losses import (
     uploaded,
 )
 from tinkercloud_testing.waiting import wait_until
+from tinkercloud_worker.custom_losses import processes as loss_processes
 from tinkercloud_worker.custom_losses.inputs import DatumInputs
 from tinkercloud_worker.custom_losses.nursery import (
     LossChild,
@@ -171,6 +172,18 @@ def test_a_loss_beyond_a_limit_is_ended_and_names_the_limit(
 
     loss, _, _ = on(those, uploaded(lambda logprobs: (logprobs.sum(), {})), LOGPROBS)
     assert float(loss) == -6.0
+
+
+def test_a_process_has_no_more_threads_than_its_cpu_time_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def threads(head: int, **limits: float) -> int:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: head)
+        return loss_processes._num_threads(LossLimits.model_validate(limits))
+
+    assert (threads(2), threads(64)) == (2, 3)
+    assert threads(64, max_loss_cpu_seconds=1) == 1
+    assert threads(64, max_loss_cpu_seconds=640) == 32
 
 
 def test_the_limits_are_those_of_a_request_and_not_of_its_parts() -> None:

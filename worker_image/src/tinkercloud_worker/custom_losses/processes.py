@@ -236,7 +236,7 @@ class LossProcesses:
             NurseryLost: two nurseries have ended, or this object is closed.
             OSError: the machine can't start it.
         """
-        threads, most = torch.get_num_threads(), self.limits.max_loss_bytes
+        threads, most = _num_threads(self.limits), self.limits.max_loss_bytes
         with self._starting:
             if self._is_closed:
                 # The next nursery would have nobody who ends it.
@@ -263,6 +263,15 @@ class LossProcesses:
             if self._nursery is not None:
                 self._nursery.close()
                 self._nursery = None
+
+
+def _num_threads(limits: Limits) -> int:
+    """Return the threads of a process: those of the head, but no more than both limits allow.
+
+    With more, a loss within the limit of time could exceed that of CPU time, on large hosts only.
+    """
+    allowed = int(limits.max_loss_cpu_seconds // limits.max_loss_seconds)
+    return max(1, min(torch.get_num_threads(), allowed))
 
 
 def _stopping() -> Unavailable:
