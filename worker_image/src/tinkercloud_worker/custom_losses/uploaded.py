@@ -5,7 +5,7 @@ Shape legend: N positions of a datum, K targets per position.
 
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
@@ -32,20 +32,25 @@ class LossIsComputing(Exception):
 class UploadedLoss:
     """A loss, and what its request may still take. One thread at a time uses it."""
 
-    def __init__(self, processes: LossProcesses, owner: str, definition: bytes) -> None:
+    def __init__(
+        self, processes: LossProcesses, owner: str, definition: bytes, allowance: float = 1.0
+    ) -> None:
         """Start nothing.
 
         Args:
             processes: compute the loss.
             owner: whose loss it is.
             definition: the loss, as it is stored; it was checked.
+            allowance: factor of the limits of time.
         """
         self._processes = processes
         self._owner = owner
         self._definition = definition
         self._loss = compiled(definition)
         limits = processes.limits
-        self._allowed = Allowance(limits.max_loss_seconds, limits.max_loss_cpu_seconds)
+        self._allowed = Allowance(
+            limits.max_loss_seconds * allowance, limits.max_loss_cpu_seconds * allowance
+        )
         self._computing: tuple[Sequence[DatumInputs], Future[LossValues]] | None = None
         self._metrics: dict[DatumInputs, npt.NDArray[np.float64]] = {}
 
@@ -82,10 +87,10 @@ class UploadedLoss:
             done = self._processes.compute(self._owner, self._loss.name, task, self._allowed)
             self._computing = data, done
         done = self._computing[1]
-        try:
-            values = done.result(_PATIENCE_SECONDS)
-        except TimeoutError:
-            raise LossIsComputing(done) from None
+        wait([done], _PATIENCE_SECONDS)
+        if not done.done():
+            raise LossIsComputing(done)
+        values = done.result()
         self._computing = None
         self._metrics.update(zip(data, values.metrics, strict=True))
         return values
