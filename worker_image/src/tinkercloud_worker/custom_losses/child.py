@@ -145,7 +145,8 @@ def _work(channel: socket.socket) -> None:
         used = _cpu_seconds()
         _limit_cpu(used + cpu_seconds)
         kind, text = _answered(files[0])
-        channel.send(ANSWER.pack(kind, _cpu_seconds() - used) + text.encode(errors="replace")[:1000])
+        reason = text.encode(errors="replace")[:1000]
+        channel.send(ANSWER.pack(kind, _cpu_seconds() - used) + reason)
 
 
 def _cpu_seconds() -> float:
