@@ -131,7 +131,7 @@ def on(
     """Return loss, gradient and metrics of one datum, computed by certain processes."""
     loss = UploadedLoss(those, "owner", definition)
     data = [DatumInputs(tuple(logprobs.shape), inputs)]
-    loss.check_cost(data)
+    loss.check_cost(data).result()
     values = computed(loss, [logprobs], data)
     metrics = loss.metrics(data)
     return Tensor(values.losses)[0], Tensor(values.gradients[0]), metrics

@@ -244,3 +244,17 @@ def test_the_work_of_the_check_does_not_grow_with_the_number_of_shapes() -> None
     costs.check_cost(definition, {DatumShape((n,), ()): 1 for n in range(100, 600)}, 1 << 29)
 
     assert costs._cost.cache_info().misses - before <= 5
+
+
+def test_shapes_with_equally_many_elements_are_all_counted() -> None:
+    definition = stored(of_nodes(*squares(1), *total("q1"), inputs={"logprobs": 1, "x": 1}))
+    kinds = ["<f4", "<i8"]
+    shapes = [DatumShape((600 - n,), (("x", (n,), kind),)) for n in range(10, 20) for kind in kinds]
+    each = max(costs._cost(definition, shape, 1 << 29) for shape in shapes)
+    count = costs.MAX_BATCH_ELEMENTS // each // len(shapes)
+
+    costs.check_cost(definition, dict.fromkeys(shapes, count), 1 << 29)
+    small = DatumShape((1,), (("x", (1,), "<f4"),))
+    for order in (shapes, shapes[::-1]):
+        with pytest.raises(InvalidRequest, match="computes more than"):
+            costs.check_cost(definition, dict.fromkeys([small, *order], 2 * count), 1 << 29)

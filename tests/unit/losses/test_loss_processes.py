@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import psutil
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tinkercloud_protocol.custom_losses import MAX_NODES, CustomLoss
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.errors import InvalidRequest, Unavailable
 from tinkercloud_protocol.loss_limits import LossLimits
 from tinkercloud_testing import uploaded_losses
 from tinkercloud_testing.uploaded_losses import (
@@ -32,8 +32,14 @@ from tinkercloud_testing.uploaded_losses import (
     uploaded,
 )
 from tinkercloud_testing.waiting import wait_until
+from tinkercloud_worker.custom_losses import processes as loss_processes
 from tinkercloud_worker.custom_losses.inputs import DatumInputs
-from tinkercloud_worker.custom_losses.nursery import LossEnded, Nursery
+from tinkercloud_worker.custom_losses.nursery import (
+    LossChild,
+    LossEnded,
+    Nursery,
+    NurseryLost,
+)
 from tinkercloud_worker.custom_losses.processes import LossProcesses
 from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
 
@@ -168,6 +174,18 @@ def test_a_loss_beyond_a_limit_is_ended_and_names_the_limit(
     assert float(loss) == -6.0
 
 
+def test_a_process_has_no_more_threads_than_its_cpu_time_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def threads(head: int, **limits: float) -> int:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: head)
+        return loss_processes._num_threads(LossLimits.model_validate(limits))
+
+    assert (threads(2), threads(64)) == (2, 3)
+    assert threads(64, max_loss_cpu_seconds=1) == 1
+    assert threads(64, max_loss_cpu_seconds=640) == 32
+
+
 def test_the_limits_are_those_of_a_request_and_not_of_its_parts() -> None:
     those = uploaded_losses.processes(max_loss_seconds=0.3)
     loss = UploadedLoss(those, "owner", uploaded(lambda logprobs: (logprobs.exp().sum(), {})))
@@ -288,6 +306,118 @@ def test_a_nursery_that_was_killed_is_replaced() -> None:
         assert float(on(those, definition, LOGPROBS)[0]) == -6.0
     finally:
         those.close()
+
+
+def a_sum(those: LossProcesses) -> float:
+    """Return the loss of `LOGPROBS` that sums them."""
+    return float(on(those, uploaded(lambda logprobs: (logprobs.sum(), {})), LOGPROBS)[0])
+
+
+def test_an_owner_whose_process_could_not_be_replaced_gets_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    those = LossProcesses(LossLimits(), uploaded_losses.nursery())
+
+    def fail() -> NoReturn:
+        raise ValueError("an answer of the nursery that is none")
+
+    monkeypatch.setattr(those, "_started", fail)
+    with pytest.raises(Unavailable, match="an answer of the nursery"):
+        a_sum(those)
+    monkeypatch.undo()
+    # The next one ends its process.
+    find = those._child_of
+
+    def found(owner: str) -> LossChild:
+        child = find(owner)
+        os.kill(child.pid, signal.SIGKILL)
+        monkeypatch.setattr(those, "_started", fail)
+        return child
+
+    monkeypatch.setattr(those, "_child_of", found)
+    with pytest.raises(LossEnded, match="SIGKILL"):
+        a_sum(those)
+    monkeypatch.undo()
+
+    assert a_sum(those) == -6.0
+
+
+def test_a_task_for_which_no_thread_starts_fails_and_the_owners_next_one_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    those = LossProcesses(LossLimits(), uploaded_losses.nursery())
+
+    def fail(_thread: threading.Thread) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        with pytest.raises(Unavailable, match="can't start new thread"):
+            a_sum(those)
+
+    assert a_sum(those) == -6.0
+
+
+def test_a_late_answer_of_the_nursery_is_not_that_to_the_next_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late = Nursery.started()
+    those = LossProcesses(LossLimits(), late)
+    try:
+        a_sum(those)
+        with monkeypatch.context() as patched:
+            patched.setattr("tinkercloud_worker.custom_losses.nursery._START_SECONDS", 0.0)
+            with pytest.raises(NurseryLost):
+                late.start(1, 1 << 26)
+        with pytest.raises(NurseryLost):
+            late.start(1, 1 << 26)
+    finally:
+        those.close()
+
+
+def test_the_end_of_the_nursery_is_no_fault_of_the_loss_that_ran() -> None:
+    nursery = Nursery.started()
+    limits = LossLimits(max_loss_seconds=150, max_loss_cpu_seconds=300)
+    those = LossProcesses(limits, nursery)
+    try:
+        thread, errors = started(those, "slow")
+        (slow,) = awaited(lambda: busy(nursery.pid))
+        scores = [Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in (slow.pid, nursery.pid)]
+        os.kill(nursery.pid, signal.SIGKILL)
+        thread.join()
+    finally:
+        those.close()
+
+    assert [type(error) for error in errors] == [Unavailable]
+    assert scores == ["1000\n", "900\n"]
+
+
+def test_a_task_that_runs_while_its_processes_are_closed_starts_no_nursery(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    those = LossProcesses(LossLimits(), Nursery.started())
+    find, nurseries = those._child_of, list[Nursery]()
+    monkeypatch.setattr(Nursery, "started", lambda: nurseries.append(uploaded_losses.nursery()))
+
+    def closed(owner: str) -> LossChild:
+        those.close()
+        return find(owner)
+
+    monkeypatch.setattr(those, "_child_of", closed)
+    with pytest.raises(Unavailable, match="stopping"):
+        a_sum(those)
+
+    assert not nurseries
+
+
+def test_a_nursery_that_hangs_is_ended() -> None:
+    nursery = Nursery.started()
+    os.kill(nursery.pid, signal.SIGSTOP)
+
+    nursery.close()
+    nursery.close()
+
+    assert not psutil.pid_exists(nursery.pid)
 
 
 A_SUM = a_method("s", "sum", ref("logprobs"))

@@ -17,6 +17,7 @@ import signal
 import socket
 import struct
 import sys
+import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -37,6 +38,9 @@ DONE, FAILED, OUT_OF_MEMORY = 0, 1, 2
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 5
 """The engine of the head goes first."""
+_OOM_SCORE, _OOM_SCORE_OF_NURSERY = 1000, 900
+"""If the kernel ends one process for lack of memory, it ends a loss; else the nursery, and not the
+head with all models."""
 
 
 def serve(control: socket.socket) -> None:
@@ -65,12 +69,18 @@ def _prepare() -> None:
     # service managers send their signals to all of its processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A head may have been started with this signal ignored; the kernel would then forget how
+    # processes ended.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):
         os.nice(_NICENESS)
-    # If memory is short, one loss ends, and not the head with all models.
+    _set_oom_score(_OOM_SCORE_OF_NURSERY)
+
+
+def _set_oom_score(score: int) -> None:
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123 - procfs
-        file.write("1000")
+        file.write(str(score))
 
 
 def _start(control: socket.socket, channel: socket.socket, config: Mapping[str, Any]) -> int:
@@ -97,9 +107,15 @@ def _run_and_exit(channel: socket.socket, config: Mapping[str, Any], nursery: in
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == nursery:
+            _set_oom_score(_OOM_SCORE)
             _limit(config["threads"], config["max_bytes"])
             _work(channel)
             status = 0
+    except ConnectionError:
+        # The head has closed the channel, and has the process ended.
+        status = 0
+    except BaseException:  # noqa: BLE001 - `os._exit` would hide it
+        traceback.print_exc()
     finally:
         # Without what a nursery or a head would do at its end.
         os._exit(status)
@@ -129,7 +145,8 @@ def _work(channel: socket.socket) -> None:
         used = _cpu_seconds()
         _limit_cpu(used + cpu_seconds)
         kind, text = _answered(files[0])
-        channel.send(ANSWER.pack(kind, _cpu_seconds() - used) + text.encode()[:1000])
+        reason = text.encode(errors="replace")[:1000]
+        channel.send(ANSWER.pack(kind, _cpu_seconds() - used) + reason)
 
 
 def _cpu_seconds() -> float:

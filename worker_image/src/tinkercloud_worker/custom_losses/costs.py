@@ -57,8 +57,10 @@ def check_cost(definition: bytes, shapes: Mapping[DatumShape, int], max_bytes: i
     """
     loss = compiled(definition)
     total, cost = 0, 0
-    examined = set(_sample(sorted(shapes, key=_size), loss.num_nodes))
-    for shape in sorted(shapes, key=_size, reverse=True):
+    ordered = sorted(shapes, key=_size)
+    examined = set(_sample(ordered, loss.num_nodes))
+    # The last one was examined, so that none counts as nothing.
+    for shape in reversed(ordered):
         if shape in examined:
             cost = _cost(definition, shape, max_bytes)
         total += cost * shapes[shape]
@@ -78,8 +80,8 @@ def import_all() -> None:
         torch.where(values > 0, values.exp(), 0.0).sum()
 
 
-def _size(shape: DatumShape) -> tuple[int, DatumShape]:
-    return shape.num_elements, shape
+def _size(shape: DatumShape) -> int:
+    return shape.num_elements
 
 
 def _sample(shapes: Sequence[DatumShape], num_nodes: int) -> Sequence[DatumShape]:

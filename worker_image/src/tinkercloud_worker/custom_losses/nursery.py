@@ -9,11 +9,14 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
-from tinkercloud_protocol.errors import InvalidRequest, WireError
+from tinkercloud_protocol.errors import InvalidRequest, Unavailable, WireError
 from tinkercloud_worker.custom_losses import child
 from tinkercloud_worker.custom_losses.messages import TaskMemory
 
@@ -47,9 +50,17 @@ class TaskLimits:
 class Nursery:
     """Starts processes, and says how they ended. Thread-safe."""
 
-    def __init__(self, control: socket.socket, pid: int) -> None:
+    def __init__(self, control: socket.socket, pid: int, end: Callable[[], None]) -> None:
+        """Make the head's side of a nursery.
+
+        Args:
+            control: a socket to the nursery.
+            pid: its process.
+            end: ends the process, also one that hangs. It is called once.
+        """
         self._control = control
         self.pid = pid
+        self._end: Callable[[], None] | None = end
         self._lock = threading.Lock()
 
     @classmethod
@@ -62,10 +73,12 @@ class Nursery:
             try:
                 _leave_files(theirs.fileno())
                 child.serve(theirs)
+            except BaseException:  # noqa: BLE001 - `os._exit` would hide it
+                traceback.print_exc()
             finally:
                 os._exit(0)
         theirs.close()
-        return cls(ours, pid)
+        return cls(ours, pid, partial(_end_fork, pid))
 
     @classmethod
     def started(cls) -> Self:
@@ -77,7 +90,7 @@ class Nursery:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-        return cls(ours, process.pid)
+        return cls(ours, process.pid, partial(_end_program, process))
 
     def start(self, threads: int, max_bytes: int) -> "LossChild":
         """Start a process.
@@ -114,6 +127,8 @@ class Nursery:
                 socket.send_fds(self._control, [json.dumps(message).encode()], files)
                 answer = self._control.recv(child.MAX_MESSAGE_BYTES)
             except OSError as error:
+                # A late answer would be taken for that to the next question.
+                self._control.close()
                 raise NurseryLost(str(error)) from error
         if not answer:
             raise NurseryLost("it has closed its socket")
@@ -123,8 +138,22 @@ class Nursery:
     def close(self) -> None:
         """End the nursery and all of its processes. Idempotent."""
         self._control.close()
-        with suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+        # Once only: the number may belong to another process later.
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+
+def _end_fork(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+def _end_program(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
 
 
 def _leave_files(control: int) -> None:
@@ -132,7 +161,9 @@ def _leave_files(control: int) -> None:
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     os.closerange(3, control)
     os.closerange(control + 1, most)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
 
 
 class LossChild:
@@ -151,8 +182,8 @@ class LossChild:
     @property
     def is_alive(self) -> bool:
         """Whether a process without a task still exists."""
-        self._channel.settimeout(0)
         try:
+            self._channel.settimeout(0)
             self._channel.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return True
@@ -172,6 +203,7 @@ class LossChild:
         Raises:
             InvalidRequest: an operation of the loss failed. The process can be used again.
             LossEnded: the process has ended.
+            Unavailable: the nursery has ended, and all processes with it.
         """
         self._channel.settimeout(limits.seconds)
         try:
@@ -205,12 +237,18 @@ class LossChild:
         )
 
     def _death(self) -> str:
-        """Return how the process, which has ended, has ended."""
+        """Return how the process, which has ended, has ended.
+
+        Raises:
+            Unavailable: the nursery has ended, so that nothing speaks against this loss.
+        """
         self._channel.close()
         try:
             status = self._nursery.end(self.pid)
-        except NurseryLost:
-            status = -signal.SIGKILL
+        except NurseryLost as error:
+            raise Unavailable(
+                "the processes that compute custom losses have ended; send the step's data again"
+            ) from error
         return f"the process that computed it {_in_words(status)}"
 
     def close(self) -> None:

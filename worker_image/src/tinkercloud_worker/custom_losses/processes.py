@@ -108,14 +108,15 @@ class LossProcesses:
         with self._lock:
             return {owner: child.pid for owner, child in self._owners.idle.items()}
 
-    def check_cost(self, owner: str, name: str, task: CostTask, allowed: Allowance) -> None:
-        """Check the cost of a loss. It blocks.
+    def check_cost(
+        self, owner: str, name: str, task: CostTask, allowed: Allowance
+    ) -> "Future[None]":
+        """Check the cost of a loss.
 
-        Raises:
-            InvalidRequest: it costs too much, or does not fit the shapes.
-            LossEnded: the check was ended.
+        The future raises InvalidRequest if it costs too much or does not fit the shapes, and
+        LossEnded if the check was ended.
         """
-        self._submit(owner, name, task, allowed, lambda _: None).result()
+        return self._submit(owner, name, task, allowed, lambda _: None)
 
     def compute(
         self, owner: str, name: str, task: LossTask, allowed: Allowance
@@ -136,6 +137,8 @@ class LossProcesses:
         read: Callable[[TaskMemory], T],
     ) -> "Future[T]":
         done = Future[T]()
+        # It can't be cancelled: the thread that computes the task sets its result.
+        done.set_running_or_notify_cancel()
 
         def run(child: LossChild) -> None:
             try:
@@ -171,24 +174,35 @@ class LossProcesses:
             turn = self._owners.next()
             if turn is None:
                 return
-            threading.Thread(target=self._take_turn, args=turn, name="loss", daemon=True).start()
+            thread = threading.Thread(target=self._take_turn, args=turn, name="loss", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                log.exception("a thread for custom losses could not be started")
+                owner, task = turn
+                self._owners.running.discard(owner)
+                task.fail(_cannot_start(error))
 
     def _take_turn(self, owner: str, task: _Waiting) -> None:
+        child = None
         try:
             child = self._child_of(owner)
         except Exception as error:
             log.exception("a process for custom losses could not be started")
             task.fail(_cannot_start(error))
-            self._end_turn(owner, None)
-            return
-        task.run(child)
-        # The owner's next loss need not wait for another one.
-        self._end_turn(owner, child if not child.is_closed else self._replacement())
+        else:
+            task.run(child)
+            if child.is_closed:
+                # The owner's next loss need not wait for another one.
+                child = self._replacement()
+        finally:
+            self._end_turn(owner, child)
 
     def _replacement(self) -> LossChild | None:
         try:
             return self._started()
-        except (NurseryLost, OSError):
+        except Exception:
+            log.exception("a process for custom losses could not be replaced")
             return None
 
     def _end_turn(self, owner: str, child: LossChild | None) -> None:
@@ -219,11 +233,14 @@ class LossProcesses:
         """Start a process, and a nursery if there is none.
 
         Raises:
-            NurseryLost: two nurseries have ended.
+            NurseryLost: two nurseries have ended, or this object is closed.
             OSError: the machine can't start it.
         """
-        threads, most = torch.get_num_threads(), self.limits.max_loss_bytes
+        threads, most = _num_threads(self.limits), self.limits.max_loss_bytes
         with self._starting:
+            if self._is_closed:
+                # The next nursery would have nobody who ends it.
+                raise NurseryLost("this session head is stopping")
             if self._nursery is not None:
                 try:
                     return self._nursery.start(threads, most)
@@ -246,6 +263,15 @@ class LossProcesses:
             if self._nursery is not None:
                 self._nursery.close()
                 self._nursery = None
+
+
+def _num_threads(limits: Limits) -> int:
+    """Return the threads of a process: those of the head, but no more than both limits allow.
+
+    With more, a loss within the limit of time could exceed that of CPU time, on large hosts only.
+    """
+    allowed = int(limits.max_loss_cpu_seconds // limits.max_loss_seconds)
+    return max(1, min(torch.get_num_threads(), allowed))
 
 
 def _stopping() -> Unavailable:

@@ -5,7 +5,7 @@ Shape legend: N positions of a datum, K targets per position.
 
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
@@ -32,20 +32,25 @@ class LossIsComputing(Exception):
 class UploadedLoss:
     """A loss, and what its request may still take. One thread at a time uses it."""
 
-    def __init__(self, processes: LossProcesses, owner: str, definition: bytes) -> None:
+    def __init__(
+        self, processes: LossProcesses, owner: str, definition: bytes, allowance: float = 1.0
+    ) -> None:
         """Start nothing.
 
         Args:
             processes: compute the loss.
             owner: whose loss it is.
             definition: the loss, as it is stored; it was checked.
+            allowance: factor of the limits of time.
         """
         self._processes = processes
         self._owner = owner
         self._definition = definition
         self._loss = compiled(definition)
         limits = processes.limits
-        self._allowed = Allowance(limits.max_loss_seconds, limits.max_loss_cpu_seconds)
+        self._allowed = Allowance(
+            limits.max_loss_seconds * allowance, limits.max_loss_cpu_seconds * allowance
+        )
         self._computing: tuple[Sequence[DatumInputs], Future[LossValues]] | None = None
         self._metrics: dict[DatumInputs, npt.NDArray[np.float64]] = {}
 
@@ -54,16 +59,16 @@ class UploadedLoss:
         """What it reads, `logprobs` first."""
         return self._loss.inputs
 
-    def check_cost(self, data: Sequence[DatumInputs]) -> None:
-        """Check the shapes and the cost for all data of the request. It blocks.
+    def check_cost(self, data: Sequence[DatumInputs]) -> "Future[None]":
+        """Check the shapes and the cost for all data of the request.
 
-        Raises:
-            InvalidRequest: it does not fit, or costs too much.
-            LossEnded: the check was ended.
+        The check waits until the owner's other losses are computed. The future raises
+        InvalidRequest if the loss does not fit or costs too much, and LossEnded if the check was
+        ended.
         """
         limit = self._processes.limits.max_loss_bytes // 2
         task = CostTask(self._definition, Counter(datum.shape for datum in data), limit)
-        self._processes.check_cost(self._owner, self._loss.name, task, self._allowed)
+        return self._processes.check_cost(self._owner, self._loss.name, task, self._allowed)
 
     def values(self, logprobs: Sequence[FloatArray], data: Sequence[DatumInputs]) -> LossValues:
         """Return the losses of some data, and their derivatives.
@@ -82,10 +87,10 @@ class UploadedLoss:
             done = self._processes.compute(self._owner, self._loss.name, task, self._allowed)
             self._computing = data, done
         done = self._computing[1]
-        try:
-            values = done.result(_PATIENCE_SECONDS)
-        except TimeoutError:
-            raise LossIsComputing(done) from None
+        wait([done], _PATIENCE_SECONDS)
+        if not done.done():
+            raise LossIsComputing(done)
+        values = done.result()
         self._computing = None
         self._metrics.update(zip(data, values.metrics, strict=True))
         return values

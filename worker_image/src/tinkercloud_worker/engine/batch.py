@@ -283,7 +283,7 @@ def prepare_custom(
     limits: ModelLimits,
     images: PromptImages = TEXT_ONLY,
 ) -> Batch:
-    """Validate a request with an uploaded loss, and what the loss will cost. It blocks.
+    """Validate a request with an uploaded loss, but not what the loss will cost.
 
     Args:
         request: the request; inputs that the loss does not read have no effect.
@@ -292,8 +292,7 @@ def prepare_custom(
         images: how the model reads images.
 
     Raises:
-        InvalidRequest: a value is invalid, or the loss does not fit the data or costs too much.
-        LossEnded: to examine the loss took too much.
+        InvalidRequest: a value is invalid, or the inputs are not those of the loss.
     """
     if not request.data:
         raise InvalidRequest("data: at least one datum is required")
@@ -302,7 +301,6 @@ def prepare_custom(
         targets = prompts.targets(index, request.loss_fn, many=True)
         values = inputs_of(uploaded.inputs, datum, f"data[{index}]")
         examples.append(Example(datum.tokens, _as_columns(targets), {}, targets.ndim == 1, values))
-    uploaded.check_cost([e.custom for e in examples if e.custom is not None])
     decoded = prompts.decoded(examples)
     return Batch(decoded, request.loss_fn, request.forward_only, uploaded=uploaded)
 

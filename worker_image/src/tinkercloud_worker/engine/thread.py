@@ -161,6 +161,8 @@ class _Job:
     """What is left of it, once it has started."""
     runs_alone: bool = False
     """Whether a pass that it shared has failed."""
+    is_paused: bool = False
+    """Whether it waits for something outside the queue (`Pause`)."""
 
     @property
     def can_join(self) -> bool:
@@ -456,6 +458,7 @@ class EngineThread:
         else:
             if isinstance(done, Pause):
                 self._charge(job, done.tokens)
+                job.is_paused = True
                 done.until.add_done_callback(lambda _: self._put_back(job))
                 return
             self._charge(job, done)
@@ -476,6 +479,7 @@ class EngineThread:
 
     def _put_back(self, job: _Job) -> None:
         with self._wake:
+            job.is_paused = False
             if job.share is None:
                 self._short.appendleft(job)
             else:
@@ -512,7 +516,8 @@ class EngineThread:
                 jobs = self._running = self._next_jobs()
             if jobs:
                 self._do_timed(jobs)
-                self._await_following(jobs)
+                # A paused job has not ended: nothing follows it yet.
+                self._await_following([job for job in jobs if not job.is_paused])
             # Jobs reference their results, which can be as large as a model: free them now.
             self._running = ()
             del jobs

@@ -47,7 +47,6 @@ class Backend:
     """How the served model reads images."""
     image_work: ImageWork = field(default_factory=ImageWork)
     """Decodes them."""
-
     losses: LossProcesses = field(default_factory=lambda: LossProcesses(LossLimits()))
     """Compute the losses that clients upload."""
 

@@ -56,6 +56,10 @@ _STEP_TOKENS = 8
 """Tokens that an optimizer step counts as, between owners that wait for their turn: those that an
 8B model computes in the time of a step of rank 32."""
 
+_REPEATED_LOSS_ALLOWANCE = 5.0
+"""How much longer than the limits a custom loss may take that a journal repeats: it succeeded in
+time before, and now all owners' losses are repeated at once."""
+
 T = TypeVar("T")
 Outcome = Result | Awaitable[Result]
 
@@ -140,6 +144,9 @@ class Operations:
         runs_here, job = is_small(request), await self._preparation(request)
         images = self._backend.image_work
         batch = job() if runs_here else await images.run(len(request.images), job)
+        if batch.uploaded is not None:
+            # No thread waits for it: those are needed for the requests of all owners.
+            await asyncio.wrap_future(batch.uploaded.check_cost(batch.custom_data))
         is_new = request.seq_id > self.repeated_until
         if is_new:
             self._backend.token_limits.spend(self._spec.owner, batch.num_tokens)
@@ -167,7 +174,9 @@ class Operations:
         limits, images = self._backend.trainer.limits, self._backend.images
         if request.loss_fn == "custom":
             definition = await self._losses.definition(request.loss_fn_config)
-            uploaded = UploadedLoss(self._backend.losses, self._spec.owner, definition)
+            is_repeated = request.seq_id <= self.repeated_until
+            allowance = _REPEATED_LOSS_ALLOWANCE if is_repeated else 1.0
+            uploaded = UploadedLoss(self._backend.losses, self._spec.owner, definition, allowance)
             return partial(prepare_custom, request, uploaded, limits, images)
         return partial(prepare, request, limits, images)
 

@@ -7,6 +7,7 @@ from tinkercloud_protocol import custom_losses
 from tinkercloud_protocol.custom_losses import CustomLossId
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_worker.checkpoints.store import CheckpointStore
+from tinkercloud_worker.custom_losses.graphs import compiled
 
 
 class SessionLosses:
@@ -43,6 +44,12 @@ class SessionLosses:
                 " create it with create_custom_loss in the session of the model"
             )
         if loss_id not in self._known:
-            await asyncio.to_thread(custom_losses.read, found)
+            await asyncio.to_thread(_check, found)
             self._known[loss_id] = found
         return found
+
+
+def _check(definition: bytes) -> None:
+    """Check a stored loss, and compile it, which takes time only once."""
+    custom_losses.read(definition)
+    compiled(definition)
