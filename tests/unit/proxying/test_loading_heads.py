@@ -179,6 +179,28 @@ async def test_a_request_that_only_the_head_can_number_gets_503_with_the_reason(
         )
 
 
+async def test_a_request_for_more_samples_than_a_head_accepts_is_not_promised(
+    world: World,
+) -> None:
+    async with serving(world):
+        service = await asyncio.to_thread(world.clients.make, world.url, KEY)
+        client = await asyncio.to_thread(
+            lambda: service.create_sampling_client(base_model="tiny").result()
+        )
+        body = {
+            "sampling_session_id": client._sampling_session_id,
+            "seq_id": 1,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
+            "num_samples": 1025,
+        }
+
+        status, answer = await post(world, routes.ASAMPLE, body)
+        assert (status, answer) == (400, {"detail": "num_samples: must be 1 to 1024, got 1025"})
+        assert not world.stored()
+        status, answer = await post(world, routes.ASAMPLE, body | {"num_samples": 1024})
+        assert status == 200, answer
+
+
 async def post(world: World, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     headers = {routes.API_KEY_HEADER: KEY}
     async with (

@@ -18,6 +18,7 @@ from tinkercloud_protocol.asgi import Message, Send, decompress, respond
 from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, Unavailable, WireError
 from tinkercloud_protocol.futures import JSON
 from tinkercloud_protocol.ids import RequestId, SamplingSessionId
+from tinkercloud_protocol.sampling import MAX_SAMPLES
 
 SMALL_BODY_BYTES = 1 << 20
 """Limit of bodies that name a request, and of what is parsed on the event loop."""
@@ -80,6 +81,8 @@ class Call:
         Raises:
             Unavailable: the head is not ready, and the request has no number to promise its result
                 by; the message states the reason.
+            InvalidRequest: it asks for more samples than a head accepts, or its number was already
+                used for another request.
             Overloaded: too many bytes of this owner's requests wait for heads.
         """
         if destination.endpoint is not None:
@@ -117,6 +120,7 @@ class Call:
 
         Raises:
             Unavailable: only the head can number the request.
+            InvalidRequest: it asks for more samples than a head accepts.
         """
         seq_id, num_samples = _numbers(self.request.headers, body)
         try:
@@ -124,6 +128,9 @@ class Call:
         except InvalidRequest:
             raise Unavailable(destination.reason) from None
         if isinstance(request_id.target, SamplingSessionId):
+            if num_samples > MAX_SAMPLES:
+                # Each sample has an id in the promise.
+                raise InvalidRequest(f"num_samples: must be 1 to {MAX_SAMPLES}, got {num_samples}")
             samples = request_id.sequence_ids(num_samples)
             return request_id, futures.sample_promise(str(request_id), samples)
         return request_id, futures.promise(str(request_id), model_id=destination.target)
