@@ -268,7 +268,7 @@ async def _whole(chunks: AsyncIterator[bytes], max_bytes: int) -> bytes:
             raise BodyTooLarge(
                 f"request body: larger than {max_bytes} bytes; send less data per request"
             )
-    return bytes(body)
+    return await asyncio.to_thread(bytes, body)
 
 
 def _numbers(headers: Mapping[str, str], body: bytes) -> tuple[object, int]:
