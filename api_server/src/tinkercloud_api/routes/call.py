@@ -11,6 +11,7 @@ from tinkercloud_api.auth import Principal
 from tinkercloud_api.context import Context
 from tinkercloud_api.deferred_requests import Deferred
 from tinkercloud_api.http import HotRequest
+from tinkercloud_api.long_polls import ShuttingDown
 from tinkercloud_api.providers.base import HeadEndpoint, Pending
 from tinkercloud_api.proxy import FORWARDED_HEADERS, StaleEndpoint
 from tinkercloud_protocol import envelope, futures
@@ -227,18 +228,26 @@ async def head_for_run(call: Call, model_id: str) -> Destination:
     locator = call.server.locator
     await locator.authorize_run(model_id, call.principal)
     call.server.activity.touch(model_id)
-    head = locator.head_of_run(model_id)
-    return await find_head(call, model_id, head, lambda: locator.run_pending(model_id))
+    return await find_head(
+        call,
+        model_id,
+        lambda: locator.head_of_run(model_id),
+        lambda: locator.run_pending(model_id),
+    )
 
 
 async def find_head(
-    call: Call, target: str, head: Awaitable[HeadEndpoint], why: Callable[[], Pending]
+    call: Call,
+    target: str,
+    head: Callable[[], Awaitable[HeadEndpoint]],
+    why: Callable[[], Pending],
 ) -> Destination:
-    """Wait for the head of a submission, for as long as a long poll."""
+    """Wait for the head of a submission, for as long as a long poll, or until the server stops."""
     try:
-        async with asyncio.timeout(call.server.settings.timings.long_poll_seconds):
-            return Destination(target, await head)
-    except TimeoutError:
+        with call.server.long_polls.track():
+            async with asyncio.timeout(call.server.settings.timings.long_poll_seconds):
+                return Destination(target, await head())
+    except (TimeoutError, ShuttingDown):
         return Destination(target, None, why().reason)
 
 
