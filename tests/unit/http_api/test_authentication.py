@@ -204,6 +204,16 @@ def test_a_trusted_proxy_is_an_address_or_a_network(wrong: str) -> None:
         Settings.model_validate({"trusted_proxies": [wrong]})
 
 
+def test_clients_with_ipv4_are_counted_one_by_one_on_a_socket_of_both_protocols() -> None:
+    counts = throttle.Throttle(lambda: 0.0)
+    for _ in range(throttle._ATTEMPTS):
+        counts.record_failure("::ffff:10.0.0.1")
+
+    assert counts.is_over("::ffff:10.0.0.1")
+    assert counts.is_over("10.0.0.1")
+    assert not counts.is_over("::ffff:10.0.0.2")
+
+
 def test_a_limited_number_of_addresses_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(throttle, "_MAX_ADDRESSES", 3)
     counts = throttle.Throttle()
