@@ -76,7 +76,9 @@ async def test_first_guesses_at_urls_name_the_right_one(client: httpx.AsyncClien
         assert words in answer.json()["detail"]
 
 
-@pytest.mark.parametrize("limit", ["00000000" + "5" * 4400, "000000005000", "1001", "0", "٣", "-1", ""])
+@pytest.mark.parametrize(
+    "limit", ["00000000" + "5" * 4400, "000000005000", "1001", "0", "٣", "-1", ""]
+)
 async def test_a_limit_of_models_out_of_range_is_named(
     client: httpx.AsyncClient, limit: str
 ) -> None:

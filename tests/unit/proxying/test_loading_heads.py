@@ -196,6 +196,24 @@ async def test_a_request_for_more_samples_than_a_head_accepts_is_not_promised(
         assert status == 200, answer
 
 
+async def test_a_submission_that_waits_for_a_head_is_promised_when_the_server_stops(
+    world: World,
+) -> None:
+    world.provider.ready.set()
+    world.settings = world.settings.model_copy(update={"timings": Timings(long_poll_seconds=500.0)})
+    application = Application(world.settings, world.provider)
+    async with served(application) as world.url:
+        model_id = (await world.training_client()).model_id
+        polls = application._running().long_polls
+        world.provider.ready.clear()
+        steps = asyncio.create_task(defer_steps(world, model_id, [1]))
+        await until(lambda: len(polls) == 1)
+        polls.shut_down()
+
+        await steps
+        assert len(world.stored()) == 1
+
+
 async def test_promised_requests_outlast_a_cluster_that_rejects_their_head_for_a_time(
     world: World,
 ) -> None:
