@@ -7,17 +7,19 @@ the body as it was received. Any replica, and the next process, can deliver it
 (`deliveries.Deliveries`). Requests are keyed by (target, seq_id), so a second delivery is harmless.
 """
 
+import asyncio
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import orjson
 import structlog
 
 from tinkercloud_api.object_store import ObjectStoreClient
 from tinkercloud_protocol.errors import InvalidRequest, Overloaded
+from tinkercloud_protocol.futures import JSON
 
 log = structlog.get_logger(__name__)
 
@@ -25,6 +27,7 @@ FOLDER = "deferred"
 _MIN_BYTES = 4096
 """What a request counts at least: its object, and the poll that waits for its result."""
 _CHECKSUM_BYTES = 9
+_REASON_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,24 @@ class Deferred:
     def num_bytes(self) -> int:
         """What the request counts in its owner's limit."""
         return max(len(self.body), _MIN_BYTES)
+
+    @property
+    def is_in_sequence(self) -> bool:
+        """Whether later requests wait for this one: those of a model do, samples do not."""
+        return ":train:" in self.target
+
+    def refused(self, reason: str) -> "Deferred":
+        """Return what has the head reject the request at its position.
+
+        Without it the model's sequence would have a gap.
+        """
+        place = {"model_id": self.target, "seq_id": self.seq_id}
+        return replace(
+            self,
+            headers={"content-type": JSON},
+            body=orjson.dumps(place),
+            refusal=reason[:_REASON_CHARACTERS],
+        )
 
     def encode(self) -> bytes:
         """Return the content of the object."""
@@ -124,9 +145,13 @@ class DeferredRequests:
         Raises:
             InvalidRequest: its sequence number belongs to a request with other content.
         """
-        if not await self._objects.create(request.key, request.encode()):
-            content = await self._objects.read(request.key)
-            if content is not None and Deferred.decode(content).body != request.body:
+        encoded = await asyncio.to_thread(request.encode)
+        if not await self._objects.create(request.key, encoded):
+            stored = await self._read(request.key)
+            if stored is None:
+                # It was damaged, or has just been delivered, and a second delivery is harmless.
+                await self._objects.create(request.key, encoded)
+            elif stored.body != request.body:
                 raise InvalidRequest(
                     f"seq_id: {request.seq_id} was already used for another request; use the next"
                     " unused number"
@@ -135,23 +160,56 @@ class DeferredRequests:
             self._sizes[request.key] = (request.owner, request.num_bytes)
             self._bytes[request.owner] += request.num_bytes
 
-    async def of_target(self, target: str) -> Sequence[Deferred]:
-        """Return the requests of a target, in their order; damaged ones are deleted."""
-        found = []
-        for key in sorted(await self._objects.keys(f"{FOLDER}/{target}/")):
-            content = await self._objects.read(key)
-            if content is None:
-                continue
-            try:
-                found.append(Deferred.decode(content))
-            except InvalidRequest as error:
-                log.error("deleting a deferred request", key=key, reason=error.message)  # noqa: TRY400 - nothing is wrong here
-                await self._remove(key)
-        return found
+    async def has_any(self, target: str) -> bool:
+        """Return whether a target has requests."""
+        return bool(await self._keys(target))
+
+    async def of_target(self, target: str) -> AsyncIterator[Deferred]:
+        """Read the requests of a target one by one, in their order; damaged ones are deleted."""
+        for key in await self._keys(target):
+            if (request := await self._read(key)) is not None:
+                yield request
+
+    async def _keys(self, target: str) -> list[str]:
+        """Return the keys of a target's requests in their order."""
+        folder = f"{FOLDER}/{target}/"
+        counted = [key for key in self._sizes if key.startswith(folder)]
+        # A killed process may leave a file of another name (`ObjectStoreClient.create`).
+        found = [key for key in await self._objects.keys(folder) if key[len(folder) :].isdecimal()]
+        for key in set(counted).difference(found):
+            # Another replica has delivered it.
+            self._uncount(key)
+        return sorted(found)
+
+    async def _read(self, key: str) -> Deferred | None:
+        """Read a request; None if it is missing or damaged, in which case it is deleted."""
+        content = await self._objects.read(key)
+        if content is None:
+            return None
+        try:
+            return await asyncio.to_thread(Deferred.decode, content)
+        except InvalidRequest as error:
+            log.error("deleting a deferred request", key=key, reason=error.message)  # noqa: TRY400 - nothing is wrong here
+            await self._remove(key)
+            return None
 
     async def targets(self) -> Sequence[str]:
         """Return the models and sampling sessions that have deferred requests."""
         return await self._objects.folders(f"{FOLDER}/")
+
+    async def refuse(self, target: str, seq_id: int, reason: str) -> None:
+        """Have the head reject a request at its position, instead of executing it.
+
+        A missing request is not an error. A sample, for which no other request waits, is deleted.
+        """
+        key = key_of(target, seq_id)
+        request = await self._read(key)
+        if request is None or request.refusal is not None:
+            return
+        if request.is_in_sequence:
+            await self._objects.replace(key, request.refused(reason).encode())
+        else:
+            await self._remove(key)
 
     async def remove(self, target: str, seq_id: int) -> None:
         """Delete a request. A missing one is not an error."""
@@ -164,5 +222,9 @@ class DeferredRequests:
 
     async def _remove(self, key: str) -> None:
         await self._objects.delete(key)
-        owner, num_bytes = self._sizes.pop(key, ("", 0))
-        self._bytes[owner] -= num_bytes
+        self._uncount(key)
+
+    def _uncount(self, key: str) -> None:
+        if (size := self._sizes.pop(key, None)) is not None:
+            owner, num_bytes = size
+            self._bytes[owner] -= num_bytes

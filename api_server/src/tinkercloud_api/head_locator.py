@@ -36,7 +36,7 @@ from tinkercloud_api.run_admission import RunAdmission
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable
 from tinkercloud_protocol.futures import QueueState
-from tinkercloud_protocol.ids import SamplingSessionId, model_of_sampler
+from tinkercloud_protocol.ids import ModelId, SamplingSessionId, model_of_sampler
 from tinkercloud_protocol.journals import has_journal, run_folder
 from tinkercloud_protocol.launch import ModelSpec, SamplerSpec
 
@@ -397,7 +397,9 @@ class HeadLocator:
 
     def sampler_pending(self, sampler_id: str) -> Pending:
         """Return why the head of a sampling session is not ready yet."""
-        return self._provider.pending(self._samplers[sampler_id].placement)
+        if (sampler := self._samplers.get(sampler_id)) is None:
+            return Pending("active", f"sampling session {sampler_id} was deleted")
+        return self._provider.pending(sampler.placement)
 
     async def release(
         self, runs: Sequence[TrainingRun], samplers: Sequence[SamplingSession]
@@ -437,14 +439,15 @@ class HeadLocator:
             await self._calls.delete(endpoint, f"{routes.HEAD_MODELS}/{run_id}", unresponsive)
         await self._checkpoints.delete_state(run_id, run.generation)
         await self._checkpoints.journals.delete(run_id)
-        await self._checkpoints.deferred.remove_all(run_id)
+        for target in (run_id, str(SamplingSessionId.of_current_weights(ModelId.parse(run_id)))):
+            await self._checkpoints.deferred.remove_all(target)
         if (folder := self._provider.journals(run.placement)) is not None:
             await asyncio.to_thread(shutil.rmtree, run_folder(folder, run_id), ignore_errors=True)
 
     async def _remove_samplers(
         self, samplers: Sequence[SamplingSession], unresponsive: set[HeadEndpoint]
     ) -> None:
-        """Remove sampling sessions from their heads.
+        """Remove sampling sessions from their heads, and their deferred requests.
 
         On a shared head, the sampling sessions of a run's unsaved weights outlive the run.
         """
@@ -459,6 +462,8 @@ class HeadLocator:
                 if endpoint is not None and endpoint not in unresponsive:
                     path = f"{routes.HEAD_SAMPLERS}/{row.id}"
                     await _attempt(row.id, self._calls.delete(endpoint, path, unresponsive))
+                await _attempt(row.id, self._checkpoints.deferred.remove_all(row.id))
+                self._samplers.pop(row.id, None)
 
         await asyncio.gather(*[remove(row) for row in samplers])
 

@@ -1,6 +1,6 @@
-"""Long polls that are waiting for a result, and how they end when the server shuts down.
+"""Requests that wait for a head or a result, and how they end when the server shuts down.
 
-A long poll lasts many seconds; shutting down must not take that long.
+They wait as long as a long poll, many seconds; shutting down must not take that long.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ class ShuttingDown(Exception):
 
 
 class LongPolls:
-    """Tasks that are waiting for a result. Belongs to one event loop."""
+    """Tasks that are waiting for a head or a result. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -21,7 +21,7 @@ HTTP_SECONDS = Histogram(
     ["route"],
     buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
 )
-LONG_POLLS = Gauge("tinkercloud_long_polls", "Long polls that are waiting for a result")
+LONG_POLLS = Gauge("tinkercloud_long_polls", "Requests that are waiting for a head or a result")
 WAITING_RUNS = Gauge(
     "tinkercloud_waiting_runs",
     "Training runs for which this replica is waiting for a session head",

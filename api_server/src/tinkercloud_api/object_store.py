@@ -156,6 +156,12 @@ class ObjectStoreClient:
                 return False
         return True
 
+    async def replace(self, key: str, content: bytes) -> None:
+        """Write a small object atomically, whether or not it exists."""
+        with _translate_errors():
+            await obstore.put_async(self._store, key, content)
+            await self._synchronize(key)
+
     async def _synchronize(self, key: str) -> None:
         """Write a file of a local folder, and the folders that lead to it, to the disk."""
         if isinstance(self._store, LocalStore):

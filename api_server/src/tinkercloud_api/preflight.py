@@ -7,7 +7,7 @@ model can show is reported by its session head.
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from obstore.exceptions import BaseError
@@ -40,8 +40,11 @@ def check(settings: Settings, folders: Mapping[str, str]) -> None:
     _check_store(settings)
     if settings.provider == "local":
         check_device(settings)
+        # Heads that neither train nor sample themselves can serve a folder without weights.
+        is_needed = settings.trainer.backend != "none" or settings.sampler.backend == "torch"
         for name, folder in folders.items():
-            check_weights(name, Path(folder))
+            if is_needed or _has_weights(Path(folder)):
+                check_weights(name, Path(folder))
 
 
 def _check_store(settings: Settings) -> None:
@@ -103,29 +106,30 @@ def check_weights(name: str, folder: Path) -> None:
     Raises:
         CannotServeError: they are not.
     """
-    for file in _weight_files(name, folder):
-        if not file.is_file():
-            raise CannotServeError(
-                f"model {name!r}: {file} is missing; download the model again, with its weights"
-            )
-        if file.suffix == ".safetensors" and (fault := _fault(file)) is not None:
-            raise CannotServeError(f"model {name!r}: {file} {fault}; download it again")
+    try:
+        for file in _weight_files(name, folder):
+            if not file.is_file():
+                raise CannotServeError(
+                    f"model {name!r}: {file} is missing; download the model again, with its weights"
+                )
+            if file.suffix == ".safetensors" and (fault := _fault(file)) is not None:
+                raise CannotServeError(f"model {name!r}: {file} {fault}; download it again")
+    except OSError as error:
+        raise CannotServeError(
+            f"model {name!r}: cannot read {error.filename or folder} ({error.strerror}); allow the"
+            " user of the server to read the model's folder and its files"
+        ) from None
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors")) or any(folder.glob("pytorch_model*.bin"))
 
 
 def _weight_files(name: str, folder: Path) -> Iterator[Path]:
-    for index in (_INDEX, _PICKLED_INDEX):
-        if (folder / index).is_file():
-            try:
-                listed = json.loads((folder / index).read_bytes())["weight_map"].values()
-                yield from sorted({folder / str(file) for file in listed})
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CannotServeError(
-                    f"model {name!r}: {folder / index} is damaged ({error}); download it again"
-                ) from None
-            return
-    for single in (_SINGLE, _PICKLED):
-        if (folder / single).is_file():
-            yield folder / single
+    # In the order in which heads select them.
+    for file in map(folder.joinpath, (_INDEX, _SINGLE, _PICKLED, _PICKLED_INDEX)):
+        if file.is_file():
+            yield from _indexed(name, file) if file.suffix == ".json" else [file]
             return
     gguf = next(folder.glob("*.gguf"), None)
     hint = "download the model again, with its weights"
@@ -134,6 +138,16 @@ def _weight_files(name: str, folder: Path) -> Iterator[Path]:
     raise CannotServeError(
         f"model {name!r}: {folder} has no weights: neither {_SINGLE} nor {_INDEX} exists; {hint}"
     )
+
+
+def _indexed(name: str, index: Path) -> Sequence[Path]:
+    try:
+        listed = json.loads(index.read_bytes())["weight_map"].values()
+        return sorted({index.with_name(Path(file).name) for file in listed})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CannotServeError(
+            f"model {name!r}: {index} is damaged ({error}); download it again"
+        ) from None
 
 
 def _fault(file: Path) -> str | None:

@@ -110,7 +110,14 @@ def run(settings: Settings) -> None:
 
 def proxy_options(settings: Settings) -> dict[str, Any]:
     """Return uvicorn's options for the proxies that may name the address of a client."""
-    trusted = [str(network) for network in settings.trusted_proxies]
+    networks = settings.trusted_proxies
+    trusted = [str(network) for network in networks]
+    # How a socket of both protocols (--host ::) names peers with IPv4 addresses.
+    trusted += [
+        f"::ffff:{network.network_address}/{96 + network.prefixlen}"
+        for network in networks
+        if network.version == 4
+    ]
     # Otherwise uvicorn trusts this machine, or the variable FORWARDED_ALLOW_IPS.
     return {"proxy_headers": bool(trusted), "forwarded_allow_ips": trusted}
 

@@ -94,4 +94,7 @@ def _network(address: str) -> str:
         return address
     if parsed.version == 4:
         return address
+    if parsed.ipv4_mapped is not None:
+        # A socket of both protocols (--host ::) names peers so.
+        return str(parsed.ipv4_mapped)
     return str(ipaddress.ip_network((parsed, 64), strict=False))

@@ -28,6 +28,8 @@ from tinkercloud_protocol.images import (
 from tinkercloud_protocol.wire import Items, Name, Uri, WireModel, describe, parse_json
 
 MAX_TOP_LOGPROBS = MAX_TOKENS_AT_A_POSITION
+MAX_SAMPLES = 1024
+"""Maximum number of samples of one request."""
 MAX_CHUNKS = 1 << 16
 MAX_VALUES = 1 << 22
 """Maximum number of prompt tokens and tensor values per request. Parsing JSON blocks all other
@@ -228,7 +230,7 @@ class SampleRequest(WireModel):
     seq_id: Annotated[int, Field(ge=0, lt=2**63)] = Field(default_factory=_random_sample_number)
     """Number of the request in its sampling session. If absent, a random one."""
     prompt: ModelInput
-    num_samples: Annotated[int, Field(ge=1, le=1024)] = 1
+    num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     sampling_params: SamplingParams = SamplingParams()
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None

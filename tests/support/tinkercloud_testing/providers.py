@@ -11,6 +11,7 @@ from tinkercloud_api.providers.base import (
     RecordUsage,
     ServedModel,
 )
+from tinkercloud_protocol.errors import WireError
 from tinkercloud_protocol.launch import ModelSpec
 
 
@@ -93,12 +94,18 @@ class LoadingHead(OneHead):
     def __init__(self) -> None:
         super().__init__()
         self.ready = asyncio.Event()
+        self.failure: WireError | None = None
+        """Why the head can't start."""
+        self.num_failures = 0
 
     def find(self, _placement: Placement) -> HeadEndpoint | None:
-        return self.endpoint if self.ready.is_set() else None
+        return self.endpoint if self.ready.is_set() and self.failure is None else None
 
     async def acquire(self, _placement: Placement) -> HeadEndpoint:
         await self.ready.wait()
+        if self.failure is not None:
+            self.num_failures += 1
+            raise self.failure
         assert self.endpoint is not None
         return self.endpoint
 

@@ -168,17 +168,18 @@ def test_an_address_may_retry_later_and_others_at_once() -> None:
     assert not counts.is_over("2001:db8::1")
 
 
+@pytest.mark.parametrize("peer", ["127.0.0.1", "::ffff:127.0.0.1"])
 @pytest.mark.parametrize(
     ("trusted", "address"),
     [
-        ([], "127.0.0.1"),
+        ([], None),
         (["127.0.0.0/8"], "192.0.2.7"),
         (["127.0.0.1", "192.0.2.0/24"], "203.0.113.9"),
-        (["10.0.0.0/8", "fd00::/8"], "127.0.0.1"),
+        (["10.0.0.0/8", "fd00::/8"], None),
     ],
 )
 async def test_only_trusted_proxies_name_the_address_of_a_client(
-    monkeypatch: pytest.MonkeyPatch, trusted: list[str], address: str
+    monkeypatch: pytest.MonkeyPatch, peer: str, trusted: list[str], address: str | None
 ) -> None:
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
     seen = []
@@ -190,17 +191,27 @@ async def test_only_trusted_proxies_name_the_address_of_a_client(
     settings = Settings.model_validate({"trusted_proxies": trusted})
     config = uvicorn.Config(app, lifespan="off", **proxy_options(settings))
     config.load()
-    transport = httpx.ASGITransport(app=config.loaded_app, client=("127.0.0.1", 5))
+    transport = httpx.ASGITransport(app=config.loaded_app, client=(peer, 5))
     async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
         await client.get("/", headers={"x-forwarded-for": "203.0.113.9, 192.0.2.7"})
 
-    assert seen == [address]
+    assert seen == [address or peer]
 
 
 @pytest.mark.parametrize("wrong", ["*", "10.0.0.1/8", "proxy.example.com"])
 def test_a_trusted_proxy_is_an_address_or_a_network(wrong: str) -> None:
     with pytest.raises(ValidationError, match="trusted_proxies"):
         Settings.model_validate({"trusted_proxies": [wrong]})
+
+
+def test_clients_with_ipv4_are_counted_one_by_one_on_a_socket_of_both_protocols() -> None:
+    counts = throttle.Throttle(lambda: 0.0)
+    for _ in range(throttle._ATTEMPTS):
+        counts.record_failure("::ffff:10.0.0.1")
+
+    assert counts.is_over("::ffff:10.0.0.1")
+    assert counts.is_over("10.0.0.1")
+    assert not counts.is_over("::ffff:10.0.0.2")
 
 
 def test_a_limited_number_of_addresses_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

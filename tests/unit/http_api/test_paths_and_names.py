@@ -76,6 +76,21 @@ async def test_first_guesses_at_urls_name_the_right_one(client: httpx.AsyncClien
         assert words in answer.json()["detail"]
 
 
+@pytest.mark.parametrize(
+    "limit", ["00000000" + "5" * 4400, "000000005000", "1001", "0", "٣", "-1", ""]
+)
+async def test_a_limit_of_models_out_of_range_is_named(
+    client: httpx.AsyncClient, limit: str
+) -> None:
+    answer = await client.get(routes.ANTHROPIC_MODELS, params={"limit": limit, "x": ""})
+
+    if limit:
+        assert answer.status_code == 400
+        assert "limit: must be 1 to 1000" in answer.text
+    else:
+        assert answer.status_code == 200
+
+
 async def test_models_have_the_schema_of_anthropic(client: httpx.AsyncClient) -> None:
     listed = (await client.get(routes.ANTHROPIC_MODELS)).json()
     [model] = listed["data"]

@@ -19,7 +19,8 @@ from tinker.lib import internal_client_holder, queue_state_logger
 from tinkercloud_api.app import Application
 from tinkercloud_api.deferred_requests import Deferred, DeferredRequests
 from tinkercloud_api.object_store import ObjectStoreClient
-from tinkercloud_api.providers.base import HeadEndpoint
+from tinkercloud_api.providers.base import HeadEndpoint, HeadFailed
+from tinkercloud_api.providers.cluster_errors import ClusterRejected
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import InvalidRequest, Overloaded
@@ -153,13 +154,12 @@ async def test_what_a_stopped_server_has_promised_is_delivered_by_the_next(world
         world.provider.ready.clear()
         body = {"model_id": training.model_id, "seq_id": 1, "adam_params": {}}
         promise = await post(world, routes.OPTIM_STEP, body)
-    assert promise == (200, {"request_id": f"{training.model_id}:1", "model_id": training.model_id})
+    assert promise[0] == 200
+    assert promise[1]["request_id"] == f"{training.model_id}:1"
 
     world.provider.ready.set()
     async with serving(world):
-        poll = {"request_id": f"{training.model_id}:1"}
-        while (answer := await post(world, routes.RETRIEVE_FUTURE, poll))[0] == 408:
-            pass
+        answer = await result_of(world, f"{training.model_id}:1")
     assert answer[0] == 200
     assert "error" not in answer[1]
 
@@ -177,6 +177,123 @@ async def test_a_request_that_only_the_head_can_number_gets_503_with_the_reason(
             503,
             {"detail": "the model is loading"},
         )
+
+
+async def test_a_request_for_more_samples_than_a_head_accepts_is_not_promised(
+    world: World,
+) -> None:
+    async with serving(world):
+        service = await asyncio.to_thread(world.clients.make, world.url, KEY)
+        client = await asyncio.to_thread(
+            lambda: service.create_sampling_client(base_model="tiny").result()
+        )
+        body = a_sample(client._sampling_session_id, 1) | {"num_samples": 1025}
+
+        status, answer = await post(world, routes.ASAMPLE, body)
+        assert (status, answer) == (400, {"detail": "num_samples: must be 1 to 1024, got 1025"})
+        assert not world.stored()
+        status, answer = await post(world, routes.ASAMPLE, body | {"num_samples": 1024})
+        assert status == 200, answer
+
+
+async def test_a_submission_that_waits_for_a_head_is_promised_when_the_server_stops(
+    world: World,
+) -> None:
+    world.provider.ready.set()
+    world.settings = world.settings.model_copy(update={"timings": Timings(long_poll_seconds=500.0)})
+    application = Application(world.settings, world.provider)
+    async with served(application) as world.url:
+        model_id = (await world.training_client()).model_id
+        polls = application._running().long_polls
+        world.provider.ready.clear()
+        steps = asyncio.create_task(defer_steps(world, model_id, [1]))
+        await until(lambda: len(polls) == 1)
+        polls.shut_down()
+
+        await steps
+        assert len(world.stored()) == 1
+
+
+async def test_promised_requests_outlast_a_cluster_that_rejects_their_head_for_a_time(
+    world: World,
+) -> None:
+    world.provider.ready.set()
+    async with serving(world):
+        model_id = (await world.training_client()).model_id
+        await defer_steps(world, model_id, [1])
+        world.provider.failure = ClusterRejected("exceeded quota")
+        world.provider.ready.set()
+        await until(lambda: world.provider.num_failures > 0)
+        world.provider.failure = None
+
+        answer = await result_of(world, f"{model_id}:1")
+    assert answer[0] == 200
+    assert "error" not in answer[1]
+
+
+async def test_a_request_whose_failure_was_reported_does_not_run_and_leaves_no_gap(
+    world: World,
+) -> None:
+    world.provider.ready.set()
+    async with serving(world):
+        model_id = (await world.training_client()).model_id
+        await defer_steps(world, model_id, [1, 2])
+        world.provider.failure = HeadFailed("no memory is left")
+        world.provider.ready.set()
+        reported = await result_of(world, f"{model_id}:1")
+        assert "no memory is left" in reported[1]["error"]
+        assert len(world.stored()) == 2
+        world.provider.failure = None
+
+        following = await result_of(world, f"{model_id}:2")
+        assert following[0] == 200
+        assert "error" not in following[1]
+        rejected = await result_of(world, f"{model_id}:1")
+        assert "no memory is left" in rejected[1]["error"]
+
+
+async def test_a_sample_that_is_cancelled_while_the_head_loads_is_not_sampled(
+    world: World,
+) -> None:
+    async with serving(world):
+        service = await asyncio.to_thread(world.clients.make, world.url, KEY)
+        client = await asyncio.to_thread(
+            lambda: service.create_sampling_client(base_model="tiny").result()
+        )
+        sampler_id = client._sampling_session_id
+        for seq_id in (1, 2):
+            assert (await post(world, routes.ASAMPLE, a_sample(sampler_id, seq_id)))[0] == 200
+        await post(world, routes.CANCEL_FUTURE, {"request_id": f"{sampler_id}:1"})
+        assert len(world.stored()) == 1
+        world.provider.ready.set()
+
+        assert (await result_of(world, f"{sampler_id}:2"))[0] == 200
+        assert (await result_of(world, f"{sampler_id}:1"))[0] == 410
+
+
+def a_sample(sampler_id: str, seq_id: int) -> dict[str, Any]:
+    return {
+        "sampling_session_id": sampler_id,
+        "seq_id": seq_id,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]},
+        "sampling_params": {"max_tokens": 1},
+    }
+
+
+async def defer_steps(world: World, model_id: str, seq_ids: list[int]) -> None:
+    """Send optimizer steps while the head is loading."""
+    world.provider.ready.clear()
+    for seq_id in seq_ids:
+        body = {"model_id": model_id, "seq_id": seq_id, "adam_params": {}}
+        assert (await post(world, routes.OPTIM_STEP, body))[0] == 200
+
+
+async def result_of(world: World, request_id: str) -> tuple[int, dict[str, Any]]:
+    """Poll until there is a result."""
+    poll = {"request_id": request_id}
+    while (answer := await post(world, routes.RETRIEVE_FUTURE, poll))[0] == 408:
+        pass
+    return answer
 
 
 async def post(world: World, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -207,8 +324,55 @@ async def test_deferred_requests_come_back_in_order_and_damaged_ones_do_not(
     content[-2] ^= 1
     damaged.write_bytes(content)
 
-    assert await deferred.of_target("s:train:0") == [a_request(9, b"{9}"), a_request(10, b"{10}")]
+    found = [request async for request in deferred.of_target("s:train:0")]
+    assert found == [a_request(9, b"{9}"), a_request(10, b"{10}")]
     assert not damaged.exists()
+
+
+async def test_a_file_that_a_killed_process_was_writing_is_no_request(
+    tmp_path: Path, deferred: DeferredRequests
+) -> None:
+    await deferred.add(a_request(1))
+    whole = tmp_path / "deferred/s:train:0" / f"{1:020d}"
+    whole.rename(whole.with_name(f"{whole.name}.{'ab' * 16}"))
+
+    assert not await deferred.has_any("s:train:0")
+    assert [request async for request in deferred.of_target("s:train:0")] == []
+    await deferred.remove_all("s:train:0")
+    assert not any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+async def test_a_request_is_read_only_when_it_is_its_turn(deferred: DeferredRequests) -> None:
+    for seq_id in (1, 2, 3):
+        await deferred.add(a_request(seq_id))
+    requests = deferred.of_target("s:train:0")
+
+    assert (await anext(requests)).seq_id == 1
+    await deferred.remove("s:train:0", 2)
+    assert [request.seq_id async for request in requests] == [3]
+
+
+async def test_a_damaged_request_is_replaced_when_it_is_sent_again(
+    tmp_path: Path, deferred: DeferredRequests
+) -> None:
+    await deferred.add(a_request(1))
+    (tmp_path / a_request(1).key).write_bytes(b"damaged")
+
+    await deferred.add(a_request(1))
+
+    assert [each async for each in deferred.of_target("s:train:0")] == [a_request(1)]
+
+
+async def test_requests_that_another_replica_has_delivered_do_not_count(
+    tmp_path: Path, deferred: DeferredRequests
+) -> None:
+    await deferred.add(a_request(1))
+    other = DeferredRequests(ObjectStoreClient(open_store(tmp_path.as_uri())))
+    await other.remove("s:train:0", 1)
+
+    assert not await deferred.has_any("s:train:0")
+    with deferred.room("me", 4096, 4096):
+        pass
 
 
 async def test_the_deferred_requests_of_an_owner_have_a_limit_of_bytes(

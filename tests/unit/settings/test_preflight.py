@@ -1,5 +1,6 @@
 """Settings that can't work are found before a server starts."""
 
+import errno
 import json
 import socket
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from tinkercloud_api.preflight import (
     check_weights,
 )
 from tinkercloud_api.settings import Settings
-from tinkercloud_protocol.launch import TrainerConfig
+from tinkercloud_protocol.launch import InferenceConfig, SamplerConfig, TrainerConfig
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -71,6 +72,50 @@ def test_each_file_of_an_index_must_be_complete(folder: Path) -> None:
     (folder / INDEX).write_text("{}")
     with pytest.raises(CannotServeError, match="is damaged"):
         check_weights("m", folder)
+
+
+def test_weights_are_selected_in_the_order_of_heads(folder: Path) -> None:
+    pickled = json.dumps({"weight_map": {"w": "pytorch_model-1.bin"}})
+    (folder / "pytorch_model.bin.index.json").write_text(pickled)
+    check_weights("m", folder)
+    (folder / SINGLE).unlink()
+    with pytest.raises(CannotServeError, match=r"pytorch_model-1\.bin is missing"):
+        check_weights("m", folder)
+    (folder / "pytorch_model.bin").touch()
+    check_weights("m", folder)
+    (folder / "a.safetensors").write_bytes(a_file(1))
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"w": "elsewhere/a.safetensors"}}))
+    check_weights("m", folder)
+
+
+def test_weights_that_cannot_be_read_are_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: Path, *_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(file))
+
+    monkeypatch.setattr(Path, "open", refuse)
+
+    with pytest.raises(CannotServeError, match=r"cannot read .*model\.safetensors .*denied"):
+        check_weights("m", folder)
+
+
+def test_a_folder_needs_weights_only_where_a_head_computes(tmp_path: Path) -> None:
+    empty = {"m": str(tmp_path)}
+    elsewhere = Settings(
+        state_dir=tmp_path,
+        checkpoint_root=str(tmp_path / "store"),
+        trainer=TrainerConfig(backend="none"),
+        sampler=SamplerConfig(
+            backend="external", inference=InferenceConfig(urls=("http://127.0.0.1:1",))
+        ),
+    )
+    check(elsewhere, empty)
+    with pytest.raises(CannotServeError, match="has no weights"):
+        check(elsewhere.model_copy(update={"sampler": SamplerConfig()}), empty)
+    (tmp_path / SINGLE).write_bytes(a_file(1)[:-1])
+    with pytest.raises(CannotServeError, match="truncated"):
+        check(elsewhere, empty)
 
 
 @pytest.mark.parametrize(("content", "message"), [("{", "is damaged"), ("[]", "is no JSON object")])

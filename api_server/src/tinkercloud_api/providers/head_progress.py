@@ -5,9 +5,12 @@ from pathlib import Path
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the size of all weight files of a model."""
-    files = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
-    return sum(file.stat().st_size for file in files)
+    """Return the size of the weight files of a model that a head loads."""
+    # Some folders have the same weights in a second format.
+    files = [
+        file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated")
+    ]
+    return sum(file.stat().st_size for file in files or folder.glob("pytorch_model*.bin"))
 
 
 def resident_bytes(pid: int) -> int | None:

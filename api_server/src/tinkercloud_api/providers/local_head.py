@@ -252,7 +252,10 @@ class LocalHead:
                 f" {self.progress()}; if the machine is busy or the model large, raise"
                 " TINKERCLOUD_HEAD_START_SECONDS"
             )
-        reason, code = self._failure_reason(), process.returncode or 0
+        reason, code = self._stated_reason(), process.returncode or 0
+        if reason is None and code != -signal.SIGKILL:
+            # A killed head has no time to log why.
+            reason = self._logged_error()
         if reason is None and code < 0:
             number = signal.Signals(-code).name
             raise _Killed(
@@ -261,10 +264,14 @@ class LocalHead:
             )
         raise HeadFailed(f"{failed} because it exited: {reason or self._last_line(code)}")
 
-    def _failure_reason(self) -> str | None:
+    def _stated_reason(self) -> str | None:
         """Return why the head has ended itself; None if it has not said so."""
         with contextlib.suppress(FileNotFoundError):
             return self._reason.read_text().strip() or None
+        return None
+
+    def _logged_error(self) -> str | None:
+        """Return the last error that the head has logged, if any."""
         errors = [each for each in self._log_lines() if _IS_ERROR.search(each)]
         return errors[-1][:500] if errors else None
 

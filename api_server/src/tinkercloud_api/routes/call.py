@@ -11,6 +11,7 @@ from tinkercloud_api.auth import Principal
 from tinkercloud_api.context import Context
 from tinkercloud_api.deferred_requests import Deferred
 from tinkercloud_api.http import HotRequest
+from tinkercloud_api.long_polls import ShuttingDown
 from tinkercloud_api.providers.base import HeadEndpoint, Pending
 from tinkercloud_api.proxy import FORWARDED_HEADERS, StaleEndpoint
 from tinkercloud_protocol import envelope, futures
@@ -18,6 +19,7 @@ from tinkercloud_protocol.asgi import Message, Send, decompress, respond
 from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, Unavailable, WireError
 from tinkercloud_protocol.futures import JSON
 from tinkercloud_protocol.ids import RequestId, SamplingSessionId
+from tinkercloud_protocol.sampling import MAX_SAMPLES
 
 SMALL_BODY_BYTES = 1 << 20
 """Limit of bodies that name a request, and of what is parsed on the event loop."""
@@ -80,6 +82,8 @@ class Call:
         Raises:
             Unavailable: the head is not ready, and the request has no number to promise its result
                 by; the message states the reason.
+            InvalidRequest: it asks for more samples than a head accepts, or its number was already
+                used for another request.
             Overloaded: too many bytes of this owner's requests wait for heads.
         """
         if destination.endpoint is not None:
@@ -117,6 +121,7 @@ class Call:
 
         Raises:
             Unavailable: only the head can number the request.
+            InvalidRequest: it asks for more samples than a head accepts.
         """
         seq_id, num_samples = _numbers(self.request.headers, body)
         try:
@@ -124,6 +129,9 @@ class Call:
         except InvalidRequest:
             raise Unavailable(destination.reason) from None
         if isinstance(request_id.target, SamplingSessionId):
+            if num_samples > MAX_SAMPLES:
+                # Each sample has an id in the promise.
+                raise InvalidRequest(f"num_samples: must be 1 to {MAX_SAMPLES}, got {num_samples}")
             samples = request_id.sequence_ids(num_samples)
             return request_id, futures.sample_promise(str(request_id), samples)
         return request_id, futures.promise(str(request_id), model_id=destination.target)
@@ -220,18 +228,26 @@ async def head_for_run(call: Call, model_id: str) -> Destination:
     locator = call.server.locator
     await locator.authorize_run(model_id, call.principal)
     call.server.activity.touch(model_id)
-    head = locator.head_of_run(model_id)
-    return await find_head(call, model_id, head, lambda: locator.run_pending(model_id))
+    return await find_head(
+        call,
+        model_id,
+        lambda: locator.head_of_run(model_id),
+        lambda: locator.run_pending(model_id),
+    )
 
 
 async def find_head(
-    call: Call, target: str, head: Awaitable[HeadEndpoint], why: Callable[[], Pending]
+    call: Call,
+    target: str,
+    head: Callable[[], Awaitable[HeadEndpoint]],
+    why: Callable[[], Pending],
 ) -> Destination:
-    """Wait for the head of a submission, for as long as a long poll."""
+    """Wait for the head of a submission, for as long as a long poll, or until the server stops."""
     try:
-        async with asyncio.timeout(call.server.settings.timings.long_poll_seconds):
-            return Destination(target, await head)
-    except TimeoutError:
+        with call.server.long_polls.track():
+            async with asyncio.timeout(call.server.settings.timings.long_poll_seconds):
+                return Destination(target, await head())
+    except (TimeoutError, ShuttingDown):
         return Destination(target, None, why().reason)
 
 
@@ -261,7 +277,7 @@ async def _whole(chunks: AsyncIterator[bytes], max_bytes: int) -> bytes:
             raise BodyTooLarge(
                 f"request body: larger than {max_bytes} bytes; send less data per request"
             )
-    return bytes(body)
+    return await asyncio.to_thread(bytes, body)
 
 
 def _numbers(headers: Mapping[str, str], body: bytes) -> tuple[object, int]:

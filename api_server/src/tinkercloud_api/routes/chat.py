@@ -237,7 +237,8 @@ def _page_of(models: Sequence[_Model], query: Mapping[str, Sequence[str]]) -> di
     """
     names = [model.name for model in models]
     limit = query.get("limit", ["20"])[0]
-    if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:9]) <= _MAX_CHECKPOINTS:
+    is_number = limit.isascii() and limit.isdecimal() and len(limit) <= len(str(_MAX_CHECKPOINTS))
+    if not is_number or not 1 <= int(limit) <= _MAX_CHECKPOINTS:
         raise InvalidRequest(f"limit: must be 1 to {_MAX_CHECKPOINTS}, got {limit[:40]!r}")
     size, start, stop = int(limit), 0, len(names)
     for field in ("after_id", "before_id"):

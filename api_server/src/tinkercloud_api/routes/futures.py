@@ -7,6 +7,7 @@ from functools import partial
 
 import orjson
 
+from tinkercloud_api.deliveries import may_pass
 from tinkercloud_api.long_polls import ShuttingDown
 from tinkercloud_api.providers.base import HeadEndpoint, Pending
 from tinkercloud_api.routes import custom_losses, unloading
@@ -18,7 +19,6 @@ from tinkercloud_protocol.errors import (
     Forbidden,
     InvalidRequest,
     NotFound,
-    Overloaded,
     Unavailable,
     WireError,
 )
@@ -97,7 +97,9 @@ async def _retrieve_training(
         await _respond_pending(call, request_id, locator.run_pending(target))
         return
     except WireError as error:
-        await _respond_failed(call, request_id, error)
+        if may_change:
+            await _withdraw(call, request_id, error)
+        await respond(call.send, futures.failed_with(error).body)
         return
     poll = partial(
         call.forward_once,
@@ -120,7 +122,9 @@ async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes, secon
         await _respond_pending(call, request_id, locator.sampler_pending(target))
         return
     except WireError as error:
-        await _respond_failed(call, request_id, error)
+        if may_change:
+            await _withdraw(call, request_id, error)
+        await respond(call.send, futures.failed_with(error).body)
         return
     # A head that does not know the request is not the one that received it. On 410 the SDK sends
     # the sampling request again.
@@ -156,8 +160,10 @@ async def _forward_poll(
         # Another server may have deferred it, or a process that has ended since.
         try:
             is_delivered = await call.server.deliveries.deliver(str(request_id.target))
-        except Overloaded as error:
-            raise Unavailable(error.message) from None
+        except WireError as error:
+            if may_pass(error):
+                raise Unavailable(error.message) from None
+            raise
         if is_delivered:
             pending = futures.pending(str(request_id))
             await respond(call.send, pending, status=futures.PENDING_STATUS)
@@ -172,11 +178,18 @@ async def _after_deliveries(call: Call, target: str, head: Awaitable[HeadEndpoin
     return endpoint
 
 
-async def _respond_failed(call: Call, request_id: RequestId, error: WireError) -> None:
-    """Report a permanent failure of a request, which then must not run."""
+async def _withdraw(call: Call, request_id: RequestId, error: WireError) -> None:
+    """Withdraw a deferred request whose failure is reported: it must not run later.
+
+    If a later head can serve the model, that head rejects the request at its position. Without it,
+    the requests after it would wait.
+    """
+    deferred, target = call.server.checkpoints.deferred, str(request_id.target)
     with suppress(Unavailable):
-        await call.server.checkpoints.deferred.remove(str(request_id.target), request_id.seq_id)
-    await respond(call.send, futures.failed_with(error).body)
+        if may_pass(error):
+            await deferred.refuse(target, request_id.seq_id, error.message)
+        else:
+            await deferred.remove(target, request_id.seq_id)
 
 
 async def retrieve_futures(call: Call) -> None:

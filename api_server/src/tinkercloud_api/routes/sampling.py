@@ -25,9 +25,11 @@ class RoutedSample:
 async def asample(call: Call) -> None:
     """Forward a sampling request to a head that serves its sampling session."""
     sample, locator = await route_sample(call), call.server.locator
-    head = locator.head_of_sampler(sample.sampler_id)
     destination = await find_head(
-        call, sample.sampler_id, head, lambda: locator.sampler_pending(sample.sampler_id)
+        call,
+        sample.sampler_id,
+        lambda: locator.head_of_sampler(sample.sampler_id),
+        lambda: locator.sampler_pending(sample.sampler_id),
     )
     await call.submit(destination, sample.body, extra=sample.extra)
 

@@ -1,0 +1,58 @@
+"""Why the head of a local server has failed to start."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tinkercloud_api.providers.base import HeadEndpoint, HeadFailed, ServedModel
+from tinkercloud_api.providers.local_head import LocalHead, _Killed
+from tinkercloud_api.settings import Settings
+from tinkercloud_protocol.usage import UsageReport
+
+UNREACHABLE = HeadEndpoint("http://127.0.0.1:1", "", "g1")
+LOGGED = "UserWarning: KeyError: 'rope_scaling' is ignored\nloading\n"
+
+
+async def ignore(_report: UsageReport) -> None: ...
+
+
+@pytest.fixture
+async def head(tmp_path: Path) -> AsyncIterator[LocalHead]:
+    async with aiohttp.ClientSession() as client:
+        head = LocalHead(ServedModel("m", 8), Settings(state_dir=tmp_path), client, ignore)
+        head._folder.mkdir(parents=True)
+        (head._folder / "head.log").write_text(LOGGED)
+        yield head
+
+
+async def end(head: LocalHead, how: str) -> None:
+    """Wait for a process of a head that ends itself."""
+    code = f"import os, signal; {how}"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
+    await process.wait()
+    await head._wait_until_ready(UNREACHABLE, process)
+
+
+async def test_the_log_of_a_killed_head_does_not_say_why_it_ended(head: LocalHead) -> None:
+    with pytest.raises(_Killed, match="killed by SIGKILL, as the system does if memory is short"):
+        await end(head, "os.kill(os.getpid(), signal.SIGKILL)")
+
+
+async def test_a_reason_that_a_head_has_written_is_reported_even_if_it_was_killed(
+    head: LocalHead,
+) -> None:
+    (head._folder / "reason").write_text("the GPU is lost")
+
+    with pytest.raises(HeadFailed, match="because it exited: the GPU is lost") as raised:
+        await end(head, "os.kill(os.getpid(), signal.SIGKILL)")
+
+    assert not isinstance(raised.value, _Killed)
+
+
+async def test_the_last_error_in_its_log_is_why_a_head_exited(head: LocalHead) -> None:
+    with pytest.raises(HeadFailed, match="because it exited: UserWarning: KeyError"):
+        await end(head, "os._exit(1)")
