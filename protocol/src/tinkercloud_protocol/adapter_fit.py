@@ -18,6 +18,7 @@ _HALF = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 _INDEX = re.compile(r"(?:^|.*?\.)(?P<kind>[^.]*)\.(?P<number>\d+)\.")
 """The first number in a module's name, and what it counts."""
+_KEYS_AND_VALUES = (".k_proj", ".v_proj")
 _EXPERTS = ".experts."
 """Part of the names of experts, which base models and adapters stack in different ways."""
 
@@ -29,6 +30,9 @@ class BaseWeights:
     num_layers: int | None = None
     shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Shapes of the matrices in its files, by the name of their module."""
+    num_kv_shared_layers: int = 0
+    """How many last layers use the keys and values of earlier ones. Files may have projections for
+    them (Gemma 3n and 4), but the model has no such modules."""
 
 
 def check(start: bytes, config: Mapping[str, Any], base: BaseWeights) -> None:
@@ -115,6 +119,8 @@ def _check_layers(modules: Set[str], config: Mapping[str, Any], base: BaseWeight
         number = _LAYER.search(module)
         # Files may have layers for multi-token prediction behind the others.
         is_of_model = number is not None and int(number[1]) < base.num_layers
+        if number and int(number[1]) >= base.num_layers - base.num_kv_shared_layers:
+            is_of_model = is_of_model and not module.endswith(_KEYS_AND_VALUES)
         if is_of_model and _kind(module) in adapted and _is_selected(module, config):
             raise InvalidRequest(
                 f"{_FILE}: {module!r} has no adapter, although target_modules of"

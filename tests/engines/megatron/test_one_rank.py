@@ -100,6 +100,23 @@ def pair(
     return megatron, torch_trainer
 
 
+@pytest.mark.parametrize("rope", [YARN, {"rope_type": "linear", "factor": 4.0}])
+def test_examples_as_long_as_scaled_positions_allow_are_those_of_the_torch_trainer(
+    alone: timedelta, tmp_path: Path, rope: dict[str, Any]
+) -> None:
+    def make() -> PreTrainedModel:
+        model = tiny_llama(rope=rope)
+        model.config.max_position_embeddings = 16
+        return model
+
+    megatron, torch_trainer = pair(make, tmp_path)
+    data = random_data([64])
+
+    assert megatron.limits.max_context_length == torch_trainer.limits.max_context_length == 64
+    [got], [expected] = run(megatron, data).logprobs, run(torch_trainer, data).logprobs
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers_and_pefts(
     alone: timedelta, tmp_path: Path, name: str

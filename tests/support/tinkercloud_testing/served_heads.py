@@ -124,6 +124,7 @@ async def a_served_head(
     tokenizer.chat_template = chat_template
     with an_engine(tiny_llama(), folder / "scratch") as engine:
         store = CheckpointStore(open_store(config.checkpoint_root))
+        limits_of_model = engine.trainer.limits
         backend = Backend(
             config,
             engine.trainer,
@@ -131,7 +132,9 @@ async def a_served_head(
             engine.thread,
             store,
             frozenset(),
-            text=ChatText(tokenizer, engine.trainer.limits.max_context_length),
+            text=ChatText(
+                tokenizer, limits_of_model.max_context_length, limits_of_model.vocab_size
+            ),
         )
         lifecycle = Lifecycle(config.timings, lambda: backend)
         app = HeadApp(lifecycle, limits, HeadToken(token_file), config.generation)

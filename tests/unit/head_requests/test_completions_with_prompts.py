@@ -171,6 +171,22 @@ async def test_an_echo_with_too_many_logprobs_is_refused(tmp_path: Path) -> None
     assert orjson.loads(answer.body)["error"]["param"] == "prompt"
 
 
+async def test_tokens_outside_the_vocabulary_are_refused_with_the_range(tmp_path: Path) -> None:
+    async with a_served_head(tmp_path) as head:
+        await head.sampler(SESSION)
+        last = head.backend.trainer.limits.vocab_size - 1
+        for token in (-1, last + 1, 1 << 31, 1 << 32):
+            for echo in (False, True):
+                for prompt in ([5, token], [[5], [token]]):
+                    body = orjson.dumps({"model": "m", "prompt": prompt, "echo": echo})
+                    answer = await head.send(routes.OPENAI_COMPLETIONS, body, SESSION)
+                    error = orjson.loads(answer.body)["error"]
+
+                    assert (answer.status, error["param"]) == (400, "prompt")
+                    assert f"must be in 0..{last}" in error["message"]
+                    assert str(token) in error["message"]
+
+
 async def test_a_prompt_that_is_too_long_names_the_context_length(tmp_path: Path) -> None:
     async with a_served_head(tmp_path) as head:
         await head.sampler(SESSION)

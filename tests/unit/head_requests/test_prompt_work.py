@@ -144,6 +144,18 @@ async def test_a_job_whose_caller_has_gone_is_not_started() -> None:
     assert sorted(started) == ["a2", "b1"]
 
 
+async def test_a_job_starts_if_the_caller_before_it_leaves_while_the_running_one_ends() -> None:
+    work = PromptWork(threads=1)
+    async with work._turn("me"):
+        gone = asyncio.create_task(work.run("me", lambda: 1))
+        waiting = asyncio.create_task(work.run("me", lambda: 2))
+        await asyncio.sleep(0)
+        gone.cancel()
+
+    assert await asyncio.wait_for(waiting, 60) == 2
+    assert gone.cancelled()
+
+
 async def test_owners_take_turns() -> None:
     work, proceed = PromptWork(threads=1), threading.Event()
     order: list[str] = []

@@ -10,13 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save
+from safetensors.torch import save, save_file
 
 from tinkercloud_api.transfers.base_weights import read_base
 from tinkercloud_protocol import adapter_fit, peft
 from tinkercloud_protocol.adapter_file import AdapterFile, is_finite
 from tinkercloud_protocol.adapter_fit import BaseWeights
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_testing.families import ONE_BY_ONE
 from tinkercloud_testing.models import save as save_model
 from tinkercloud_testing.models import tiny_llama, tiny_qwen3_moe
 from tinkercloud_testing.peft_adapters import WEIGHTS, write_adapter
@@ -187,3 +188,28 @@ def test_adapters_that_peft_writes_fit_the_model_that_they_are_of(
 
     assert base.num_layers == 2
     assert layer(1) in base.shapes
+
+
+@pytest.mark.parametrize("family", ["shared keys, Gemma 3n", "shared keys, Gemma 4"])
+def test_layers_that_share_keys_and_values_need_no_adapters_of_the_projections_in_their_files(
+    family: str, tmp_path: Path
+) -> None:
+    folder = save_model(ONE_BY_ONE[family](), tmp_path / "base")
+    ignored = {
+        layer(number, f"self_attn.{name}.weight"): torch.ones(16, 32)
+        for number in (2, 3)
+        for name in ("k_proj", "v_proj")
+    }
+    save_file(ignored, folder / "shared.safetensors")
+    base = read_base(folder)
+    adapter = write_adapter(
+        ONE_BY_ONE[family](), tmp_path / "adapter", target_modules=["q_proj", "k_proj", "v_proj"]
+    )
+    config = json.loads((adapter / "adapter_config.json").read_text())
+
+    check((adapter / WEIGHTS).read_bytes(), config, base)
+    assert base.num_kv_shared_layers == 2
+    assert ignored.keys() <= {f"{name}.weight" for name in base.shapes}
+    missing = an_adapter(layer(0), columns=32, rows=32)
+    with pytest.raises(InvalidRequest, match=r"layers.1.self_attn.q_proj' has no adapter"):
+        check(missing, config, base)

@@ -9,6 +9,7 @@ from tinkercloud_protocol.adapter_fit import BaseWeights
 from tinkercloud_protocol.peft import LENGTH_BYTES, MAX_HEADER_BYTES
 
 _WEIGHT = ".weight"
+_KV_SHARED = "num_kv_shared_layers"
 _MATRIX = 2
 """Number of dimensions."""
 
@@ -19,17 +20,22 @@ def read_base(folder: Path) -> BaseWeights:
 
     Nothing is known of what can't be read: the head names the problem when it loads the model.
     """
-    return BaseWeights(_num_layers(folder / "config.json"), _shapes(folder))
+    text = _text_config(folder / "config.json")
+    number, shared = text.get("num_hidden_layers", text.get("n_layer")), _KV_SHARED
+    return BaseWeights(
+        number if type(number) is int else None,
+        _shapes(folder),
+        text[shared] if type(text.get(shared)) is int else 0,
+    )
 
 
-def _num_layers(config: Path) -> int | None:
+def _text_config(config: Path) -> dict[str, Any]:
     try:
         content = json.loads(config.read_bytes())
         text = content.get("text_config") or content
-        number = text.get("num_hidden_layers", text.get("n_layer"))
     except (OSError, ValueError, AttributeError):
-        return None
-    return number if type(number) is int else None
+        return {}
+    return text if isinstance(text, dict) else {}
 
 
 def _shapes(folder: Path) -> dict[str, list[int]]:

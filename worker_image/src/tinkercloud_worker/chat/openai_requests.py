@@ -261,9 +261,12 @@ class CompletionRequest(_Sampling):
         """Return what is asked, with the prompts as tokens.
 
         Raises:
-            InvalidRequest: there are no prompts or too many.
+            InvalidRequest: there are no prompts or too many, or a token is not of the vocabulary.
         """
         given = self._prompts()
+        for prompt in given:
+            if not isinstance(prompt, str):
+                text.check_tokens(prompt, "prompt")
         prompts = [self._tokens(prompt, text) for prompt in given]
         if not prompts or not all(prompts):
             raise InvalidRequest("prompt: must not be empty; send at least one token")

@@ -35,15 +35,22 @@ _CHANNEL_MARKS = frozenset({"<|start|>", "<|message|>", "<|constrain|>", "<|end|
 class ChatText:
     """The tokenizer of a model, for conversations and completions. Thread-safe."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int = sys.maxsize) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_tokens: int = sys.maxsize,
+        vocab_size: int = 1 << 31,
+    ) -> None:
         """Prepare the text of a model.
 
         Args:
             tokenizer: its tokenizer.
             max_tokens: its context length; longer prompts are refused.
+            vocab_size: of the model; other token ids in prompts are refused.
         """
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
+        self._vocab_size = vocab_size
         self.bytes_of = TokenBytes(tokenizer).of
         """Returns the bytes of a token; None if its tokenizer does not define them."""
         self._templates = _templates_of(tokenizer)
@@ -79,6 +86,19 @@ class ChatText:
         """
         check_text(text, self._max_tokens, self._count, "prompt")
         return list(self._tokenizer.encode(text))
+
+    def check_tokens(self, tokens: Sequence[int], field: str) -> None:
+        """Check the tokens of a client, before they are decoded: tokenizers fail on other numbers.
+
+        Raises:
+            InvalidRequest: one is outside the vocabulary of the model.
+        """
+        outside = next((each for each in tokens if not 0 <= each < self._vocab_size), None)
+        if outside is not None:
+            raise InvalidRequest(
+                f"{field}: token ids must be in 0..{self._vocab_size - 1} (the model's vocabulary),"
+                f" got {str(outside)[:40]}"
+            )
 
     def _count(self, text: str) -> int:
         return len(self._tokenizer.encode(text, add_special_tokens=False))

@@ -97,14 +97,17 @@ class PromptWork:
             if owner in self._running:
                 continue
             line = self._waiting.pop(owner)
-            admitted = line.popleft()
+            # Callers may be cancelled, but not have left the line yet.
+            while line and line[0].done():
+                line.popleft()
+            if not line:
+                continue
+            self._num_free -= 1
+            self._running.add(owner)
+            line.popleft().set_result(None)
             if line:
                 # Its next job comes after those of all owners that wait now.
                 self._waiting[owner] = line
-            if not admitted.done():
-                self._num_free -= 1
-                self._running.add(owner)
-                admitted.set_result(None)
 
     def _forget(self, owner: str, admitted: "asyncio.Future[None]") -> None:
         line = self._waiting.get(owner)

@@ -47,6 +47,7 @@ from tinkercloud_worker.model.architecture import (
     check_tied,
     find_targets,
     is_tied,
+    max_context_length,
     read_config,
 )
 from tinkercloud_worker.model.fingerprint import fingerprint_of
@@ -321,7 +322,7 @@ def check(config: Any, parallelism: Parallelism) -> None:  # noqa: ANN401 - tran
         )
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
-    narrow = window is not None and window < config.max_position_embeddings
+    narrow = window is not None and window < max_context_length(config)
     if ("sliding_attention" in kinds) if kinds else narrow:
         raise UnsupportedModelError(
             f"sliding_attention (window {window}) is not supported by the megatron trainer; use"
@@ -357,7 +358,7 @@ def _bridge(config: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401 - mbridge h
     # mbridge reads the rotary settings from their former place in the configuration.
     bridge._get_gptmodel_args = lambda: {
         "vocab_size": config.vocab_size,
-        "max_sequence_length": config.max_position_embeddings,
+        "max_sequence_length": max_context_length(config),
         "position_embedding_type": "rope",
         "rotary_base": config.rope_parameters["rope_theta"],
     }

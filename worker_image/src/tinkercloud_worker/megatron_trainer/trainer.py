@@ -56,6 +56,7 @@ from tinkercloud_worker.megatron_trainer.router_counts import RouterCounts
 from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDivision
 from tinkercloud_worker.megatron_trainer.sharded_adapter import ShardedAdapter, divide
 from tinkercloud_worker.megatron_trainer.sharded_model import MegatronShardedModel
+from tinkercloud_worker.model import architecture
 from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.training.collate import Pack, PassOutput, pack_all
 from tinkercloud_worker.training.device_memory import DeviceMemory
@@ -98,7 +99,7 @@ class MegatronTrainer(ReplicatedTrainer, SharingRank):
             memory: as in the torch trainer.
         """
         config: Any = base.hf_config
-        longest = capped_context_length(max_context_length, config.max_position_embeddings)
+        longest = capped_context_length(max_context_length, architecture.max_context_length(config))
         limits = ModelLimits(config.vocab_size, longest)
         super().__init__(limits, base.module.config.params_dtype, memory)
         self._base = base
