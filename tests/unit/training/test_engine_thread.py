@@ -405,6 +405,23 @@ async def test_others_compute_while_a_job_waits_for_something_outside(
     assert pausing.ran == "acd?b"
 
 
+async def test_a_paused_job_has_not_ended(
+    thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = list[str]()
+    monkeypatch.setattr(thread._neighbours, "note_end", ended.append)
+    pausing = Pausing()
+    waiting = text(thread, pausing, "a?b", "one")()
+    assert await text(thread, pausing, "c", "two")() == "c"
+    await thread.run_lightweight(lambda: None)
+    assert "one" not in ended
+
+    pausing.outside.set_result(None)
+    await waiting
+    await thread.run_lightweight(lambda: None)
+    assert "one" in ended
+
+
 async def test_a_job_whose_pause_is_over_already_continues(thread: EngineThread) -> None:
     pausing = Pausing()
     pausing.outside.set_exception(ValueError("bad"))

@@ -162,8 +162,9 @@ def _leave_files(control: int) -> None:
     os.closerange(3, control)
     os.closerange(control + 1, most)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    if nothing != 0:
+        os.dup2(nothing, 0)
+        os.close(nothing)
 
 
 class LossChild:
