@@ -15,11 +15,13 @@ from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import SamplingSession, Session, TrainingRun
 from tinkercloud_api.checkpoints import Checkpoints
+from tinkercloud_api.deferred_requests import Deferred
 from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.providers.base import HeadEndpoint, Placement
 from tinkercloud_api.training_runs import TrainingRuns
 from tinkercloud_protocol.checkpoints import CheckpointManifest, encode_manifest, suspended_key
 from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable
+from tinkercloud_protocol.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.paths import CheckpointPath, evicted_prefix
@@ -189,6 +191,23 @@ async def test_the_copy_of_a_journal_is_deleted_with_its_run_and_no_other(
     await world.runs.finish_session("s", "success", None)
 
     assert [file.exists() for file in files] == [False, True]
+
+
+async def test_deferred_requests_are_deleted_with_their_session_and_no_others(
+    world: World,
+) -> None:
+    run_id = await world.begin(0)
+    await world.sample_from(None, 1)
+    current = str(SamplingSessionId.of_current_weights(ModelId.parse(run_id)))
+    deferred, other = world.checkpoints.deferred, "other:train:0"
+    for target in (run_id, current, "s:sample:1", other):
+        await deferred.add(Deferred(target, 1, "me", "/p", {}, {}, b"{}"))
+    assert await world.locator.is_sampler("s:sample:1")
+
+    await world.runs.finish_session("s", "success", None)
+
+    assert await deferred.targets() == [other]
+    assert world.locator.sampler_pending("s:sample:1").reason.endswith("was deleted")
 
 
 async def test_evicted_weights_are_deleted_with_their_run_and_no_others(

@@ -15,6 +15,7 @@ from tinkercloud_api.context import Context
 from tinkercloud_api.head_client import open_client
 from tinkercloud_api.hot_paths import HANDLERS
 from tinkercloud_api.http import HotRequest
+from tinkercloud_api.long_polls import LongPolls
 from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_api.proxy import Proxy
 from tinkercloud_api.routes.call import Call
@@ -40,6 +41,7 @@ class Server:
         self.checkpoints = self.locator = self.authenticator = self
         self.proxy = Proxy(session)
         self.tenants = Tenants()
+        self.long_polls = LongPolls()
         self._route = HeadEndpoint(f"http://127.0.0.1:{port}", "token", "g1")
 
     async def manifest(self, *_: object) -> None:
