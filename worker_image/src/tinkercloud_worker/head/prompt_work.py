@@ -141,8 +141,8 @@ def _watched(stop: threading.Event, max_steps: int) -> Iterator[None]:
             raise _Stopped
         if left < 0:
             raise InvalidRequest(
-                "messages: the model's chat template takes too many steps for this conversation;"
-                " send fewer messages"
+                "the request body: takes too many steps to turn it into tokens; send fewer or"
+                " shorter messages or prompts"
             )
 
     earlier = sys.getprofile()
