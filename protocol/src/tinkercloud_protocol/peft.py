@@ -65,7 +65,7 @@ _WITHOUT_EFFECT = frozenset(
 
 ms-swift writes those of its training: `lora_dtype`, `lorap_emb_lr` and `lorap_lr_ratio`.
 """
-_NEUTRAL = (None, False, "", [], {}, {"ephemeral_gpu_offload": False})
+_NEUTRAL: tuple[Any, ...] = (None, False, "", [], {}, {"ephemeral_gpu_offload": False})
 """Values with which other fields have no effect; the last one is the default of
 `runtime_config`."""
 _KEEPS_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")

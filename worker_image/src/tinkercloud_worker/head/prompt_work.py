@@ -99,7 +99,7 @@ class PromptWork:
             line = self._waiting.pop(owner)
             # Callers may be cancelled, but not have left the line yet.
             while line and line[0].done():
-                line.popleft()
+                del line[0]
             if not line:
                 continue
             self._num_free -= 1
