@@ -243,8 +243,8 @@ class BaseModelSpec(Part):
     source: ModelSource
     """Where the weights come from."""
     max_context_length: Annotated[int, Field(ge=16, le=MAX_TOKENS)]
-    """Maximum length of a sequence, in tokens. The model's own `max_position_embeddings` applies if
-    it is lower."""
+    """Maximum length of a sequence, in tokens. The model's own limit applies if it is lower:
+    `max_position_embeddings`, extended by the factor of `rope_scaling`."""
     tokenizer: Text | None = None
     """Model ID from which clients load the tokenizer. Defaults to `modelName`."""
     head: HeadShape

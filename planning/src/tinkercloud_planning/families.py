@@ -85,7 +85,7 @@ def _assembled(
             f"first_k_dense_replace: {dense_layers} leaves none of the {layers} layers a mixture"
         )
     leading = (_layer(attention, dense, hidden, norms),) * dense_layers if dense else ()
-    longest = fields.size("max_position_embeddings")
+    longest = supported.longest(fields)
     return Architecture(
         model_type=str(fields.config["model_type"]),
         hidden_size=hidden,

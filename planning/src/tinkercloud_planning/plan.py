@@ -234,8 +234,8 @@ def plan(
     if not 16 <= sequence_length <= longest:
         raise DoesNotFit(
             f"sequence_length: {sequence_length}; this model accepts 16 to {longest} tokens"
-            f" (max_position_embeddings or, if smaller, its sliding_window, because engines attend"
-            f" to whole sequences; at most {MAX_TOKENS})"
+            f" (max_position_embeddings, extended by rope_scaling, or, if smaller, its"
+            f" sliding_window, because engines attend to whole sequences; at most {MAX_TOKENS})"
         )
     if lora_rank is None and slots > 1:
         raise DoesNotFit(

@@ -7,6 +7,7 @@ test verifies; the checks for SGLang follow the source code of release 0.5.23.
 
 from tinkercloud_planning.architecture import UnknownArchitecture
 from tinkercloud_planning.blocks import Fields
+from tinkercloud_protocol.context_length import context_length
 
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 BY_HAND = (
@@ -96,6 +97,16 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and value > 0
 
 
+def longest(fields: Fields) -> int:
+    """Return the context length in tokens, extended by `rope_scaling`, whatever the windows are.
+
+    Raises:
+        UnknownArchitecture: `max_position_embeddings` is missing or invalid.
+    """
+    fields.size("max_position_embeddings")
+    return context_length(fields.config)
+
+
 def window(fields: Fields) -> int | None:
     """Return the window of the narrowest layer in tokens; None if no layer has a window."""
     family = fields.config.get("model_type")
@@ -120,7 +131,7 @@ def _some_layers_have_windows(fields: Fields) -> bool:
 def _narrow(fields: Fields, absent: int | None) -> int | None:
     """Return the window if it is shorter than the longest sequence; see `_width` for arguments."""
     width = _width(fields, absent)
-    return width if width and width < fields.size("max_position_embeddings") else None
+    return width if width and width < longest(fields) else None
 
 
 def _width(fields: Fields, absent: int | None) -> int | None:

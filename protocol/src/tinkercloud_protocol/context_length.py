@@ -38,4 +38,7 @@ def context_length(config: Mapping[str, Any]) -> int:
         return positions
     if not isinstance(factor, int | float) or not isinstance(original, int):
         return positions
-    return max(positions, int(original * factor))
+    try:
+        return max(positions, int(original * factor))
+    except (OverflowError, ValueError):
+        return positions

@@ -297,8 +297,8 @@ class Limits(ImageLimits, LossLimits, _Config):
     max_lora_rank: Annotated[int, Field(ge=1)] = 256
     """Maximum rank of an adapter."""
     max_context_length: Annotated[int, Field(ge=1)] | None = None
-    """Maximum length of a sequence, in tokens. Defaults to the model's own
-    `max_position_embeddings`, which is also the upper bound."""
+    """Maximum length of a sequence, in tokens. Defaults to the model's own limit, which is also
+    the upper bound: `max_position_embeddings`, extended by the factor of `rope_scaling`."""
     max_body_bytes: Annotated[int, Field(ge=1)] = 64 << 20
     """Maximum size of a request body in bytes, before and after decompression."""
     max_queued_bytes: Annotated[int, Field(ge=1)] = 512 << 20

@@ -46,6 +46,9 @@ _WITHOUT_EFFECT = frozenset(
         "loftq_config",
         "lora_alpha",
         "lora_dropout",
+        "lora_dtype",
+        "lorap_emb_lr",
+        "lorap_lr_ratio",
         "megatron_config",
         "megatron_core",
         "peft_type",
@@ -58,7 +61,13 @@ _WITHOUT_EFFECT = frozenset(
         "use_rslora",
     }
 )
-"""Fields that are checked one by one, or that do not change what a saved adapter computes."""
+"""Fields that are checked one by one, or that do not change what a saved adapter computes.
+
+ms-swift writes those of its training: `lora_dtype`, `lorap_emb_lr` and `lorap_lr_ratio`.
+"""
+_NEUTRAL: tuple[Any, ...] = (None, False, "", [], {}, {"ephemeral_gpu_offload": False})
+"""Values with which other fields have no effect; the last one is the default of
+`runtime_config`."""
 _KEEPS_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base weights unchanged."""
 _OTHER_TENSORS = (
@@ -148,7 +157,7 @@ def read_config(content: Mapping[str, Any]) -> AdapterConfig:
     if content.get("bias", "none") != "none":
         raise _refused("bias", content["bias"], "trained biases are not supported; use 'none'")
     for name, value in sorted(content.items()):
-        if name not in _WITHOUT_EFFECT and value not in (None, False, "", [], {}):
+        if name not in _WITHOUT_EFFECT and value not in _NEUTRAL:
             raise _refused(name, value, "it is not supported; import a plain LoRA adapter")
     try:
         fields = _Fields.model_validate(content)

@@ -1,5 +1,8 @@
 """The bytes of tokens, also of those that are a part of a character."""
 
+from typing import Any
+
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +10,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from tinkercloud_testing.models import byte_tokenizer
+from tinkercloud_worker.chat import openai_requests
+from tinkercloud_worker.chat.openai_answers import CompletionAnswer, ScoredToken
+from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.chat.token_bytes import TokenBytes
 
 
@@ -58,3 +64,41 @@ def test_a_tokenizer_of_words_defines_no_bytes() -> None:
 
     assert bytes_of(0) is None
     assert bytes_of(5) is None
+
+
+SENTENCEPIECE = a_sentencepiece_tokenizer()
+BOS = SENTENCEPIECE.bos_token_id
+
+
+@pytest.mark.parametrize(
+    ("prompt", "offsets"),
+    [
+        ("a a", [0, 1]),
+        (" a", [0, 0]),
+        ([BOS, "\u2581a", "b", "\u2581", "\u2581a"], [0, 0, 1, 2, 3]),
+        (["\u2581", "\u2581a", "<0xC3>", "<0xB1>", "b"], [0, 0, 2, 2, 3]),
+        (["b", "\u2581a"], [0, 1]),
+        ([BOS], [0]),
+    ],
+)
+def test_the_offsets_of_an_echoed_prompt_lead_to_its_tokens_in_the_text(
+    prompt: str | list[int | str], offsets: list[int]
+) -> None:
+    text = ChatText(SENTENCEPIECE)
+    if isinstance(prompt, list):
+        names = SENTENCEPIECE.convert_tokens_to_ids
+        given: Any = [each if isinstance(each, int) else names(each) for each in prompt]
+    else:
+        given = prompt
+    body = {"model": "m", "prompt": given, "echo": True, "logprobs": 0, "max_tokens": 1}
+    request = openai_requests.read_completion(orjson.dumps(body))
+    asked = request.ask(text)
+    answer = CompletionAnswer(request, asked, text)
+    scored = [ScoredToken(token, None, None) for token in asked.prompts[0]]
+    assert asked.echoed is not None
+
+    answer.keep_prompt(0, asked.echoed[0], scored)
+    event = orjson.loads(answer.add(0, asked.echoed, scored).removeprefix(b"data: "))
+
+    found = event["choices"][0]["logprobs"]["text_offset"]
+    assert found == offsets

@@ -12,6 +12,7 @@ import pytest
 
 from tinkercloud_protocol import routes
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_testing.models import byte_tokenizer
 from tinkercloud_testing.served_heads import TOKEN, Answer, ServedHead, a_served_head
 from tinkercloud_testing.waiting import wait_until
 from tinkercloud_worker.chat.text import ChatText
@@ -125,6 +126,15 @@ async def test_a_job_with_too_many_steps_fails() -> None:
     with pytest.raises(InvalidRequest, match="too many steps"):
         await work.run("me", lambda: [chr(number) for number in range(1000)])
     assert await work.run("me", lambda: 5) == 5
+
+
+async def test_a_template_with_too_many_steps_is_not_said_to_reject_the_conversation() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for i in range(999) %}{{ i | string }}{% endfor %}"
+    text, work = ChatText(tokenizer), PromptWork(max_steps=100)
+
+    with pytest.raises(InvalidRequest, match=r"^the request body: takes too many steps"):
+        await work.run("me", lambda: text.render([{"role": "user", "content": "hi"}], [], {}))
 
 
 async def test_a_job_whose_caller_has_gone_is_not_started() -> None:

@@ -61,11 +61,26 @@ def test_the_factor_of_an_adapter_is_pefts(rank: int, alpha: int, is_stabilized:
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        # As ms-swift writes them.
+        {"lora_dtype": "bfloat16", "lorap_lr_ratio": 16.0, "lorap_emb_lr": 1e-6},
+        {"lora_dtype": None, "lorap_lr_ratio": None, "lorap_emb_lr": 1e-6},
+        {"runtime_config": {"ephemeral_gpu_offload": False}},
+    ],
+)
+def test_fields_that_change_nothing_are_accepted(fields: dict[str, Any]) -> None:
+    assert peft.read_config({**PLAIN, **fields}) == peft.read_config(PLAIN)
+
+
+@pytest.mark.parametrize(
     "field",
     [
         {"peft_type": "IA3"},
         {"task_type": "SEQ_CLS"},
         {"bias": "lora_only"},
+        {"bias": ["none"]},
+        {"runtime_config": {"ephemeral_gpu_offload": True}},
         {"use_dora": True},
         {"modules_to_save": ["lm_head"]},
         {"rank_pattern": {"q_proj": 8}},

@@ -89,6 +89,16 @@ CONFIG: Json = {
 }
 
 
+EXTENDED: Json = CONFIG | {
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+    }
+}
+"""As Qwen's model cards extend the model."""
+
+
 def planned(config: str = json.dumps(CONFIG), gpu: str = "H100", length: int = 32768) -> Json:
     trainer = {**TRAINERS, "planning": {"gpu": gpu, "config": config}}
     spec = a_base_model_manifest(trainer=trainer, maxContextLength=length)["spec"]
@@ -104,8 +114,9 @@ def planned(config: str = json.dumps(CONFIG), gpu: str = "H100", length: int = 3
         (planned("[]"), "expected the JSON object"),
         (planned('{"model_type": "bert"}'), "model_type: 'bert'"),
         (planned(length=32769), "maxContextLength is 32769"),
+        (planned(json.dumps(EXTENDED), length=131073), "at most 131072 tokens"),
     ],
-    ids=["GPU", "no JSON", "deep", "no object", "model", "length"],
+    ids=["GPU", "no JSON", "deep", "no object", "model", "length", "extended length"],
 )
 def test_a_base_model_that_cannot_be_planned_is_stalled_with_the_reason(
     manifest: Json, expected: str
@@ -122,8 +133,11 @@ def test_a_base_model_that_cannot_be_planned_is_stalled_with_the_reason(
     assert isinstance(resolve(a_session(), parsing.base_model(manifest), 0), Rejection)
 
 
-def test_a_base_model_that_can_be_planned_is_ready() -> None:
-    status = base_model_status(planned(), planned(), [], NOON)
+@pytest.mark.parametrize(
+    "manifest", [planned(), planned(json.dumps(EXTENDED), length=131072)], ids=["own", "extended"]
+)
+def test_a_base_model_that_can_be_planned_is_ready(manifest: Json) -> None:
+    status = base_model_status(manifest, manifest, [], NOON)
 
     assert reasons(status)["Ready"] == ("True", Reason.ACCEPTED)
 

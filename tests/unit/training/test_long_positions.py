@@ -78,6 +78,8 @@ QWEN25 = {"model_type": "qwen2", "max_position_embeddings": 32768}
         (QWEN25 | {"rope_scaling": {**YARN, "factor": "4"}}, 32768),
         (QWEN25 | {"rope_scaling": "yarn"}, 32768),
         ({}, 1 << 20),
+        ({**QWEN25, "rope_scaling": {**YARN, "factor": float("nan")}}, 32768),
+        ({**QWEN25, "rope_scaling": {**YARN, "factor": float("inf")}}, 32768),
         ({"max_position_embeddings": None}, 1 << 20),
     ],
 )

@@ -14,12 +14,21 @@ _MATRIX = 2
 """Number of dimensions."""
 
 
-@lru_cache(maxsize=64)
 def read_base(folder: Path) -> BaseWeights:
     """Return what a model's folder says about its weights. Blocks.
 
     Nothing is known of what can't be read: the head names the problem when it loads the model.
     """
+    try:
+        changed = (folder / "config.json").stat().st_mtime_ns
+    except OSError:
+        changed = None
+    return _read(folder, changed)
+
+
+@lru_cache(maxsize=64)
+def _read(folder: Path, _changed: int | None) -> BaseWeights:
+    """Read a folder once for each time at which its configuration was written."""
     text = _text_config(folder / "config.json")
     number, shared = text.get("num_hidden_layers", text.get("n_layer")), _KV_SHARED
     return BaseWeights(

@@ -261,8 +261,11 @@ class Watched:
         return {str(name): head for name, head in found.items() if head is not None}
 
     def _ending_head(self, gone: str, now: datetime) -> Pod | None:
-        """Return the running head of a session that is gone; its RayCluster may be known still."""
-        pods = pods_of(self._children.get(gone, {}), are_scaled=False)
+        """Return the running head of a session that is gone; its RayCluster may be known still.
+
+        A head without a RayCluster as its owner was orphaned: nothing deletes it.
+        """
+        pods = pods_of(_without_orphans(self._children.get(gone, {})), are_scaled=False)
         return ending_head((replace(pod, is_terminating=True) for pod in pods), now)
 
     def members_of(self, cluster: Manifest) -> list[str]:
@@ -478,6 +481,16 @@ def _without_pods(children: Mapping[ChildKey, Manifest]) -> dict[ChildKey, Manif
     """Return the children that are not pods."""
     kinds = {"Pod", _PROGRAM_POD}
     return {key: item for key, item in children.items() if key.kind not in kinds}
+
+
+def _without_orphans(children: Mapping[ChildKey, Manifest]) -> dict[ChildKey, Manifest]:
+    """Return the children without pods that no RayCluster owns."""
+    return {
+        key: item
+        for key, item in children.items()
+        if key.kind != "Pod"
+        or any(each["kind"] == "RayCluster" for each in item["metadata"].get("ownerReferences", []))
+    }
 
 
 def _program_pods(children: Mapping[ChildKey, Manifest]) -> tuple[ProgramPod, ...]:

@@ -116,7 +116,7 @@ def _read(planning: Planning, sequence_length: int) -> _PlanningInput:
     if sequence_length > described.max_context_length:
         raise ValueError(
             f"config: the BaseModel's maxContextLength is {sequence_length}, but the model supports"
-            f" at most {described.max_context_length} tokens (max_position_embeddings); lower"
-            " maxContextLength"
+            f" at most {described.max_context_length} tokens (max_position_embeddings, extended by"
+            " rope_scaling); lower maxContextLength"
         )
     return _PlanningInput(described, kind)

@@ -209,6 +209,9 @@ class CompletionAnswer(_Answer):
         """Keep the prompt of a choice, and its tokens if they were scored."""
         self.keep(index, [text])
         self._echoed[index] = scored
+        # SentencePiece decodes a text without the space that it puts before the first word.
+        given = b"".join(self._encoded(each.token) for each in scored)
+        self._offsets[index] = min(_num_spaces(text.encode()) - _num_spaces(given), 0)
 
     def add(
         self, index: int, parts: Sequence[Part], tokens: Sequence[SampledToken | ScoredToken]
@@ -288,12 +291,19 @@ class CompletionAnswer(_Answer):
 
         The parts of a character begin with it. Special tokens have no text.
         """
-        offset = self._offsets.get(index, 0)
-        encoded = self._text.bytes_of(token)
-        if encoded is None:
-            encoded = self._text.name(token).encode()
-        if not self._text.decode([token]):
-            encoded = b""
+        offset, encoded = self._offsets.get(index, 0), self._encoded(token)
         continues = encoded[:1] and encoded[0] & 0xC0 == 0x80
         self._offsets[index] = offset + sum(byte & 0xC0 != 0x80 for byte in encoded)
-        return offset - 1 if continues and offset else offset
+        return max(offset - 1 if continues else offset, 0)
+
+    def _encoded(self, token: int) -> bytes:
+        """Return what a token adds to the bytes of the text."""
+        if token in self._text.hidden:
+            return b""
+        encoded = self._text.bytes_of(token)
+        return self._text.name(token).encode() if encoded is None else encoded
+
+
+def _num_spaces(encoded: bytes) -> int:
+    """Return with how many spaces a text begins."""
+    return len(encoded) - len(encoded.lstrip(b" "))

@@ -145,6 +145,8 @@ class ChatText:
             if continues_last:
                 rendered = _continued(rendered, exact.mark, str(messages[-1]["content"]))
             text = exact.restored(rendered)
+        except InvalidRequest:
+            raise
         except Exception as error:  # noqa: BLE001 - a template may fail in any way on odd input
             # Some of transformers' messages contain the whole conversation.
             why = str(error)[:_SHOWN_CHARACTERS]

@@ -99,7 +99,7 @@ class PromptWork:
             line = self._waiting.pop(owner)
             # Callers may be cancelled, but not have left the line yet.
             while line and line[0].done():
-                line.popleft()
+                del line[0]
             if not line:
                 continue
             self._num_free -= 1
@@ -141,8 +141,8 @@ def _watched(stop: threading.Event, max_steps: int) -> Iterator[None]:
             raise _Stopped
         if left < 0:
             raise InvalidRequest(
-                "messages: the model's chat template takes too many steps for this conversation;"
-                " send fewer messages"
+                "the request body: takes too many steps to turn it into tokens; send fewer or"
+                " shorter messages or prompts"
             )
 
     earlier = sys.getprofile()
