@@ -189,7 +189,7 @@ async def test_only_trusted_proxies_name_the_address_of_a_client(
         await respond(send, b"{}")
 
     settings = Settings.model_validate({"trusted_proxies": trusted})
-    config = uvicorn.Config(app, lifespan="off", **proxy_options(settings))
+    config = uvicorn.Config(app, lifespan="off", log_config=None, **proxy_options(settings))
     config.load()
     transport = httpx.ASGITransport(app=config.loaded_app, client=(peer, 5))
     async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:

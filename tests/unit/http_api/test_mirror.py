@@ -59,7 +59,7 @@ async def endpoint(folder: Path, tmp_path: Path) -> AsyncIterator[str]:
         errors.install(api)
         api.state.context = known
         listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(api, log_level="error"))
+        server = uvicorn.Server(uvicorn.Config(api, log_config=None))
         # Connections that come before it has started wait in the listener's queue.
         serving = asyncio.create_task(server.serve([listener]))
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/hf"

@@ -313,9 +313,8 @@ async def test_a_suspended_model_and_its_samplers_keep_their_owner(head: Head, k
 IMAGE = {"type": "image", "format": "png", "data": b64encode(picture(4, 4)).decode()}
 
 
-@pytest.mark.parametrize("path", [routes.ASAMPLE, routes.OPENAI_COMPLETIONS])
 async def test_a_prompt_is_not_prepared_before_its_model_is_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Images that were decoded already would be in memory for as long as they wait for it."""
     session = "s:sample:1"
@@ -326,22 +325,19 @@ async def test_a_prompt_is_not_prepared_before_its_model_is_in_memory(
         await head.result(f"{NAME}:1")
         await head.send(f"{routes.HEAD_SUSPEND_MODEL}/{NAME}", b"", NAME)
         wrong = {
-            routes.ASAMPLE: {
-                "sampling_session_id": session,
-                "seq_id": 0,
-                "prompt": {"chunks": [IMAGE]},
-                "sampling_params": {"max_tokens": 1},
-            },
-            routes.OPENAI_COMPLETIONS: {"model": "m", "prompt": "a" * 100_000, "max_tokens": 1},
-        }[path]
+            "sampling_session_id": session,
+            "seq_id": 0,
+            "prompt": {"chunks": [IMAGE]},
+            "sampling_params": {"max_tokens": 1},
+        }
 
         async def fail(*_: object) -> None:
             raise Unavailable("the store is away")
 
         monkeypatch.setattr(CheckpointStore, "read_file", fail)
-        waits = await head.send(path, orjson.dumps(wrong), session)
+        waits = await head.send(routes.ASAMPLE, orjson.dumps(wrong), session)
         monkeypatch.undo()
-        rejected = await head.send(path, orjson.dumps(wrong), session)
+        rejected = await head.send(routes.ASAMPLE, orjson.dumps(wrong), session)
 
     assert (waits.status, rejected.status) == (503, 400), (waits.body, rejected.body)
 
