@@ -1,5 +1,7 @@
 """kill -9 during a training loop: no client hangs, no saved state is lost, training resumes."""
 
+import json
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -202,10 +204,12 @@ def test_a_restart_keeps_keys_runs_checkpoints_and_trained_weights(server: Serve
     assert step(resumed) == step(training)
 
 
-def test_a_model_that_cannot_be_loaded_fails_with_the_reason(tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "config.json").write_text('{"model_type": "llama", "architectures": ["Nonsense"]}')
+def test_a_model_that_cannot_be_loaded_fails_with_the_reason(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    broken = shutil.copytree(model_folder, tmp_path / "broken")
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "model_type": "no-such-model"}))
     with (
         a_server(tmp_path / "state", {"broken": broken}) as server,
         pytest.raises(tinker.RequestFailedError, match="failed to start"),

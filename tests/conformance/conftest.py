@@ -44,7 +44,9 @@ def server(
 ) -> Iterator[Server]:
     """Run one server for all tests of the session."""
     state_dir = tmp_path_factory.mktemp("state")
-    with a_server(state_dir, {MODEL: model_folder}, TRAINERS[trainer]) as running:
+    # Tests name other addresses of clients as a proxy does.
+    proxies = {"TINKERCLOUD_TRUSTED_PROXIES": '["127.0.0.1"]'}
+    with a_server(state_dir, {MODEL: model_folder}, {**TRAINERS[trainer], **proxies}) as running:
         yield running
 
 

@@ -457,10 +457,8 @@ def test_a_key_may_be_a_bearer_token(server: Server) -> None:
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        *[("GET", f"/api/v1/{call}") for call in ("create_model", "sample", "asample", "nothing")],
-        *[("PUT", "/api/v1/optim_step"), ("DELETE", "/api/v1/health"), ("GET", "/nothing")],
+        *[("GET", "/api/v1/nothing"), ("GET", "/nothing")],
         *[("POST", "/api/v1/create_session/"), ("GET", "/api/v1/sessions/")],
-        *[("PATCH", "/api/v1/retrieve_future/x"), ("OPTIONS", "/api/v1/create_model")],
     ],
 )
 def test_unknown_calls_are_not_found_with_a_reason(server: Server, method: str, path: str) -> None:
@@ -468,6 +466,23 @@ def test_unknown_calls_are_not_found_with_a_reason(server: Server, method: str, 
 
     assert answer.status == 404
     assert f"{method} {path} is not supported" in answer.detail
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        *[("GET", f"/api/v1/{call}", "POST") for call in ("create_model", "sample", "asample")],
+        *[("PUT", "/api/v1/optim_step", "POST"), ("OPTIONS", "/api/v1/create_model", "POST")],
+        *[("DELETE", "/api/v1/health", "GET"), ("PATCH", "/api/v1/retrieve_future/x", "GET")],
+    ],
+)
+def test_a_call_with_another_method_names_the_right_one(
+    server: Server, method: str, path: str, allowed: str
+) -> None:
+    answer = server.request(method, path)
+
+    assert answer.status == 405
+    assert allowed in answer.headers["allow"]
 
 
 def test_a_json_body_needs_no_content_type(server: Server) -> None:

@@ -20,7 +20,8 @@ WITHOUT_OBJECT = frozenset(
             "GET /api/v1/projects",
         ),
         *("POST /api/v1/projects", "GET /api/v1/audit", "GET /api/v1/billing/usage/events"),
-        *("GET /oai/api/v1/models", "POST /api/v1/cleanup_futures"),
+        *("GET /oai/api/v1/models", "GET /anthropic/api/v1/models"),
+        "POST /api/v1/cleanup_futures",
         # They concern the caller's own key.
         *("POST /api/v1/auth/token", "GET /api/v1/auth/apikey/me", "DELETE /api/v1/auth/apikey/me"),
         # They are the same for everybody.

@@ -97,7 +97,8 @@ def processes_of(server: Server, module: str) -> list[psutil.Process]:
 
 
 def saved_step(program: Any) -> int:
-    return int(program["progress"].get("state", {}).get("step", 0))
+    state = program["progress"]["state"] or {}
+    return int(state.get("step", 0))
 
 
 def test_rlve_trains_a_model_that_its_client_samples_meanwhile(own_server: Server) -> None:

@@ -81,6 +81,7 @@ def run(settings: Settings) -> None:
     bound = settings.max_connections or connections.default_bound(descriptors.raise_limit())
     provider = _provider(settings)
     served = provider.models() if settings.provider == "local" else []
+    _make_state_folder(settings)
     preflight.check(settings, {each.name: each.local_path or "" for each in served})
     app = Application(settings, provider)
     listener = _listen(settings)
@@ -136,14 +137,17 @@ def _url(settings: Settings, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def _make_state_folder(settings: Settings) -> None:
+    """Make the state folder; on Kubernetes a server needs one only if it contains the catalog."""
+    if settings.database_url is None or settings.provider == "local":
+        state_folder.make(settings.state_dir)
+
+
 def _exclusive(settings: Settings, url: str) -> AbstractContextManager[object]:
     """Return a context in which no other server uses the state folder.
 
-    On Kubernetes a server needs no state folder unless it contains the catalog, and then its volume
-    prevents a second pod.
+    On Kubernetes the volume with the catalog prevents a second pod.
     """
-    if settings.database_url is None or settings.provider == "local":
-        state_folder.make(settings.state_dir)
     if settings.provider == "kubernetes":
         return nullcontext()
     return state_folder.StateFolderLock(settings.state_dir, url)

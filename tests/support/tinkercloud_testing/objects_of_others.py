@@ -85,6 +85,7 @@ def reads(of: Names) -> list[Call]:
         Call("GET /api/v1/programs/{program_id}"),
         Call("GET /api/v1/programs/{program_id}/logs"),
         Call("GET /oai/api/v1/models/{model}", other={"model": of["sampled_path"]}),
+        Call("GET /anthropic/api/v1/models/{model}", other={"model": of["sampled_path"]}),
         Call("POST /oai/api/v1/chat/completions", chat),
         Call("POST /oai/api/v1/completions", {**chat, "prompt": "x"}),
         Call("POST /anthropic/api/v1/messages", chat),
@@ -154,7 +155,12 @@ def changes(of: Names) -> list[Call]:
         Call("POST /api/v1/copy_weights", {"source_path": of["path"]}),
         Call("POST /api/v1/copy_weights", {"source_path": of["path"], **into}),
         Call(f"POST {upload}", {**UPLOAD, **project}),
-        Call(f"PUT {upload}/{{upload_id}}/adapter_model.safetensors", {}),
+        # A file that is refused ends its upload.
+        Call(
+            f"PUT {upload}/{{upload_id}}/adapter_model.safetensors",
+            {},
+            other={"upload_id": of["refused_upload_id"]},
+        ),
         Call(f"POST {upload}/{{upload_id}}/finish"),
         Call(f"POST {external}_start", {**lora, **into}),
         Call(f"POST {external}_finish", {"upload_id": of["upload_id"]}),
@@ -224,6 +230,7 @@ def objects_of(
         "project_id": server.new_project("theirs"),
         "owner": "bootstrap",
         "upload_id": create(server, "/api/v1/checkpoints/uploads", UPLOAD)["upload_id"],
+        "refused_upload_id": create(server, "/api/v1/checkpoints/uploads", UPLOAD)["upload_id"],
         "program_id": create(server, "/api/v1/programs", program)["program_id"],
     }
 
