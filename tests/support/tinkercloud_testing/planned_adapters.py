@@ -6,7 +6,7 @@ from tinkercloud_planning.layouts import Layout
 from tinkercloud_planning.memory import training
 
 _TRAINED_BYTES = 16
-"""Of one number: its value, its gradient and two moments in float32."""
+"""The value of one number, its gradient and two moments, in float32."""
 
 
 def adapter_parameters(architecture: Architecture, rank: int) -> int:
