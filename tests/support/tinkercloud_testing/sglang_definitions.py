@@ -11,6 +11,7 @@ import email
 import io
 import ipaddress
 import logging
+import os
 import pickle
 import socket
 import subprocess
@@ -70,7 +71,9 @@ _PLAIN = {"int": int, "str": str, "float": float, "bool": bool}
 
 def sglang_sources() -> Path:
     """Return a folder with the files of SGLang's wheel that define its API."""
-    folder = cache_folder() / f"sglang-{SGLANG}"
+    # Pods of engines set XDG_CACHE_HOME, so the image of the fake engine names its folder.
+    named = os.environ.get("TINKERCLOUD_TEST_SGLANG_SOURCES")
+    folder = Path(named) if named else cache_folder() / f"sglang-{SGLANG}"
     if all((folder / file).exists() for file in _FILES):
         return folder
     folder.mkdir(parents=True, exist_ok=True)

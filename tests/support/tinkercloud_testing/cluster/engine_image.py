@@ -41,7 +41,11 @@ if __name__ == "__main__":
 def engine_image() -> Image:
     """Return the image of the worker with the fake SGLang as an additional layer."""
     worker = program_image("worker")
-    environment = {**worker.environment, "PYTHONPATH": _MODULES, "XDG_CACHE_HOME": _CACHE}
+    environment = {
+        **worker.environment,
+        "PYTHONPATH": _MODULES,
+        "TINKERCLOUD_TEST_SGLANG_SOURCES": f"{_CACHE}/{sglang_sources().name}",
+    }
     return dataclasses.replace(
         worker,
         name=_NAME,
@@ -141,7 +145,7 @@ def _fake() -> Layer:
         add_bytes(tar, f"{_MODULES}/sglang/__init__.py", b"")
         add_bytes(tar, f"{_MODULES}/sglang/launch_server.py", _START)
         add_tree(tar, _TESTING, f"{_MODULES}/tinkercloud_testing", without={"cluster"})
-        add_tree(tar, sources, f"{_CACHE}/tinkercloud/{sources.name}", without={"wheel"})
+        add_tree(tar, sources, f"{_CACHE}/{sources.name}", without={"wheel"})
 
     layers = LayerCache(layer_folder())
-    return layers.layer(f"engine 2 {content.hexdigest()}", fill)
+    return layers.layer(f"engine 3 {content.hexdigest()}", fill)

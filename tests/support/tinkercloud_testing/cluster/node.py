@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tinkercloud_testing.cluster import node_config
 from tinkercloud_testing.cluster.control_plane import POD_RANGE, SERVICE_RANGE, ControlPlane
 from tinkercloud_testing.cluster.dns import dns_image, install_dns
@@ -240,12 +242,14 @@ def _socket(folder: Path) -> Path:
 def head_process(pod: dict[str, Any]) -> int:
     """Return the process id on this machine of the head in a pod."""
     uid = pod["metadata"]["uid"]
-    [found] = [
-        int(process.name)
+    parents = {
+        int(process.name): psutil.Process(int(process.name)).ppid()
         for process in Path("/proc").glob("[0-9]*")
         if _is_head(process) and uid in (process / "cgroup").read_text()
-    ]
-    return found
+    }
+    # Its processes of custom losses are forks with the same command.
+    [head] = [pid for pid, parent in parents.items() if parent not in parents]
+    return head
 
 
 def _is_head(process: Path) -> bool:
