@@ -1,4 +1,4 @@
-"""The bytes of tokens, also of those that are a part of a character."""
+"""The bytes of tokens, including tokens that are only part of a character."""
 
 from typing import Any
 

@@ -45,7 +45,7 @@ def session_of(pod: Mapping[str, Any]) -> str:
 
 @dataclass
 class Machine:
-    """A node's hardware, and what runs on it, whatever the API server says."""
+    """A node's hardware and the processes on it, independent of the API server."""
 
     name: str
     gpus: int
