@@ -253,6 +253,11 @@ def test_owners_take_turns_if_there_are_more_of_them_than_processes() -> None:
     assert awaited(lambda: list(those.pids)) == ["owner 2"]
 
 
+def has_ended(pid: int) -> bool:
+    process = psutil.Process(pid)
+    return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() == 1
+
+
 def test_an_idle_process_that_was_killed_is_replaced() -> None:
     those = uploaded_losses.processes(max_loss_seconds=19)
     definition = uploaded(lambda logprobs: (logprobs.sum(), {}))
@@ -260,7 +265,8 @@ def test_an_idle_process_that_was_killed_is_replaced() -> None:
     (pid,) = awaited(lambda: list(those.pids.values()))
 
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "its end")
+    # Its socket is open until the last of its threads has ended.
+    wait_until(lambda: has_ended(pid), "its end")
 
     assert float(on(those, definition, LOGPROBS)[0]) == -6.0
 

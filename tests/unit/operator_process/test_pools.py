@@ -239,6 +239,7 @@ async def test_a_run_of_a_deleted_cluster_gets_a_place_when_its_head_has_ended(
             "uid": "uid-of-head",
             "resourceVersion": "1",
             "labels": {labels.SESSION_LABEL: "pool-a", labels.COMPONENT_LABEL: "head"},
+            "ownerReferences": [{"kind": "RayCluster", "name": "pool-a", "uid": "uid-of-cluster"}],
         },
         "spec": {},
         "status": {"containerStatuses": [{"name": "head", "started": True, "ready": False}]},
