@@ -2,12 +2,14 @@
 # All images, one target each. From the root of the repository:
 #   docker build --target operator --tag tinkercloud-operator:0.1.0 .
 # Targets: api-server, operator, programs, worker (NVIDIA GPUs), worker-cpu.
-# For a release, by digest: docs/operate/installation.md says how.
+# For a release, by digest: docs/operate/installation.md says how. Labels of the version and the commit come from the command
+# line: they would change the layers that follow them.
 ARG BASE=python:3.11-slim-bookworm
 ARG RUNTIME=${BASE}
 
 FROM ${BASE} AS workspace
 COPY tools/uv-requirements.txt /tmp/
+COPY tools/images/separate_own.sh /usr/local/bin/
 RUN pip install --no-cache-dir --require-hashes --requirement /tmp/uv-requirements.txt
 ENV PYC_INVALIDATION_MODE=UNCHECKED_HASH \
     UV_CACHE_DIR=/var/cache/uv \
@@ -16,7 +18,6 @@ ENV PYC_INVALIDATION_MODE=UNCHECKED_HASH \
     UV_NO_DEFAULT_GROUPS=1 \
     UV_PROJECT_ENVIRONMENT=/opt/tinkercloud \
     UV_PYTHON_DOWNLOADS=never
-SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 WORKDIR /src
 COPY pyproject.toml uv.lock ./
 COPY api_server/pyproject.toml api_server/
@@ -28,81 +29,77 @@ COPY programs/pyproject.toml programs/
 COPY protocol/pyproject.toml protocol/
 COPY worker_image/pyproject.toml worker_image/
 
-# In each build stage, the dependencies are installed first because they seldom change. uv's records of when our packages
-# were built are removed, so that a commit gives the same image in every build.
-FROM workspace AS build-api-server
+# The dependencies of an image are a layer of their own, which stays the same until uv.lock changes: an upgrade downloads
+# only our packages, which `separate_own.sh` copies out of the environment.
+FROM workspace AS deps-api-server
 RUN --mount=type=cache,target=/var/cache/uv \
     uv sync --frozen --package tinkercloud-api --extra postgres --extra sdk --no-install-workspace
+
+FROM deps-api-server AS build-api-server
 COPY protocol/src protocol/src
 COPY crds/src crds/src
 COPY kube/src kube/src
 COPY planning/src planning/src
 COPY api_server/src api_server/src
 RUN --mount=type=cache,target=/var/cache/uv \
-    uv sync --frozen --package tinkercloud-api --extra postgres --extra sdk --no-editable
-RUN sed -i '/uv_cache.json/d' /opt/tinkercloud/lib/python*/site-packages/tinkercloud_*.dist-info/RECORD \
-    && rm /opt/tinkercloud/lib/python*/site-packages/tinkercloud_*.dist-info/uv_cache.json
+    separate_own.sh uv sync --frozen --package tinkercloud-api --extra postgres --extra sdk --no-editable
 
-FROM workspace AS build-operator
+FROM workspace AS deps-operator
 RUN --mount=type=cache,target=/var/cache/uv \
     uv sync --frozen --package tinkercloud-operator --no-install-workspace
+
+FROM deps-operator AS build-operator
 COPY protocol/src protocol/src
 COPY crds/src crds/src
 COPY kube/src kube/src
 COPY planning/src planning/src
 COPY operator/src operator/src
 RUN --mount=type=cache,target=/var/cache/uv \
-    uv sync --frozen --package tinkercloud-operator --no-editable
-RUN sed -i '/uv_cache.json/d' /opt/tinkercloud/lib/python*/site-packages/tinkercloud_*.dist-info/RECORD \
-    && rm /opt/tinkercloud/lib/python*/site-packages/tinkercloud_*.dist-info/uv_cache.json
+    separate_own.sh uv sync --frozen --package tinkercloud-operator --no-editable
 
-FROM workspace AS build-programs
+FROM workspace AS deps-programs
 RUN --mount=type=cache,target=/var/cache/uv \
     uv sync --frozen --package tinkercloud-programs --no-install-workspace
+
+FROM deps-programs AS build-programs
 COPY protocol/src protocol/src
 COPY programs/src programs/src
 RUN --mount=type=cache,target=/var/cache/uv \
-    uv sync --frozen --package tinkercloud-programs --no-editable
-RUN sed -i '/uv_cache.json/d' /opt/tinkercloud/lib/python*/site-packages/tinkercloud_*.dist-info/RECORD \
-    && rm /opt/tinkercloud/lib/python*/site-packages/tinkercloud_*.dist-info/uv_cache.json
+    separate_own.sh uv sync --frozen --package tinkercloud-programs --no-editable
 
-FROM workspace AS build-worker
+FROM workspace AS deps-worker
 RUN --mount=type=cache,target=/var/cache/uv \
     uv sync --frozen --package tinkercloud-worker --no-install-workspace --extra gpu --extra megatron
+
+FROM deps-worker AS build-worker
 COPY protocol/src protocol/src
 COPY worker_image/src worker_image/src
 RUN --mount=type=cache,target=/var/cache/uv \
-    uv sync --frozen --package tinkercloud-worker --no-editable --extra gpu --extra megatron
-RUN sed -i '/uv_cache.json/d' /opt/tinkercloud/lib/python*/site-packages/tinkercloud_*.dist-info/RECORD \
-    && rm /opt/tinkercloud/lib/python*/site-packages/tinkercloud_*.dist-info/uv_cache.json
+    separate_own.sh uv sync --frozen --package tinkercloud-worker --no-editable --extra gpu --extra megatron
 
-FROM workspace AS build-worker-cpu
-# The locked torch is the CUDA build, with gigabytes of libraries that a CPU never loads: the CPU build of the same
-# version takes its place.
+FROM workspace AS deps-worker-cpu
+COPY tools/images/sync_on_cpu.sh tools/images/drop_idle_cuda.py /usr/local/bin/
+# Where the CPU build of torch comes from, and its SHA-256: see sync_on_cpu.sh.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-# SHA-256 of its file, as the index lists it next to the file's name. Without it, the index is trusted.
 ARG TORCH_SHA256=
 RUN --mount=type=cache,target=/var/cache/uv \
-    sed -n 's/^name = "\(nvidia-.*\|cuda-.*\|triton\|torch\)"$/--no-install-package \1/p' uv.lock \
-      | xargs uv sync --frozen --package tinkercloud-worker --no-install-workspace --extra megatron \
-    && sed -n '/^name = "torch"$/{n;s/version = "\(.*\)"/torch==\1+cpu/p}' uv.lock \
-      | sed "s/\$/${TORCH_SHA256:+ --hash=sha256:${TORCH_SHA256}}/" > /tmp/torch-cpu.txt \
-    && uv pip install --python /opt/tinkercloud --no-deps --index-url "${TORCH_INDEX}" \
-      ${TORCH_SHA256:+--require-hashes} --requirement /tmp/torch-cpu.txt
+    sync_on_cpu.sh --package tinkercloud-worker --no-install-workspace --extra megatron
+
+FROM deps-worker-cpu AS build-worker-cpu
 COPY protocol/src protocol/src
 COPY worker_image/src worker_image/src
 RUN --mount=type=cache,target=/var/cache/uv \
-    uv pip install --python /opt/tinkercloud --no-deps ./protocol ./worker_image
-RUN sed -i '/uv_cache.json/d' /opt/tinkercloud/lib/python*/site-packages/tinkercloud_*.dist-info/RECORD \
-    && rm /opt/tinkercloud/lib/python*/site-packages/tinkercloud_*.dist-info/uv_cache.json
+    separate_own.sh sync_on_cpu.sh --package tinkercloud-worker --no-editable --extra megatron
+
+FROM deps-worker-cpu AS build-recipes
+COPY protocol/src protocol/src
+COPY programs/src programs/src
+RUN --mount=type=cache,target=/var/cache/uv \
+    separate_own.sh sync_on_cpu.sh --package tinkercloud-programs --no-editable --extra recipes
 
 FROM ${RUNTIME} AS runtime
-ARG VERSION=0.1.0
-ARG REVISION=
 LABEL org.opencontainers.image.licenses=Apache-2.0 \
-      org.opencontainers.image.revision=${REVISION} \
-      org.opencontainers.image.title=Tinkercloud \
-      org.opencontainers.image.version=${VERSION}
+      org.opencontainers.image.title=Tinkercloud
 # Nothing is installed in a running container.
 RUN if command -v pip; then pip uninstall --yes --quiet --root-user-action=ignore pip setuptools wheel; fi
 ENV PATH=/opt/tinkercloud/bin:$PATH \
@@ -110,32 +107,49 @@ ENV PATH=/opt/tinkercloud/bin:$PATH \
     PYTHONUNBUFFERED=1
 
 FROM runtime AS api-server
-COPY --from=build-api-server /opt/tinkercloud /opt/tinkercloud
+COPY --from=deps-api-server /opt/tinkercloud /opt/tinkercloud
+COPY --from=build-api-server /own /opt/tinkercloud
 USER 65532:65532
 EXPOSE 8000
 ENTRYPOINT ["tinkercloud"]
 CMD ["serve", "--host", "0.0.0.0", "--port", "8000"]
 
 FROM runtime AS operator
-COPY --from=build-operator /opt/tinkercloud /opt/tinkercloud
+COPY --from=deps-operator /opt/tinkercloud /opt/tinkercloud
+COPY --from=build-operator /own /opt/tinkercloud
 USER 65532:65532
 EXPOSE 9090
 ENTRYPOINT ["python", "-m", "tinkercloud_operator"]
 
 # RLVE, for `programs.images` of BaseModels. Programs compute in session heads, so this image has no torch.
 FROM runtime AS programs
-COPY --from=build-programs /opt/tinkercloud /opt/tinkercloud
+COPY --from=deps-programs /opt/tinkercloud /opt/tinkercloud
+COPY --from=build-programs /own /opt/tinkercloud
 USER 65532:65532
 ENTRYPOINT ["python", "-m"]
 CMD ["tinkercloud_programs.rlve"]
 
 FROM runtime AS worker-cpu
 ENV OMP_WAIT_POLICY=PASSIVE
-COPY --from=build-worker-cpu /opt/tinkercloud /opt/tinkercloud
+COPY --from=deps-worker-cpu /opt/tinkercloud /opt/tinkercloud
+COPY --from=build-worker-cpu /own /opt/tinkercloud
 USER 65532:65532
 EXPOSE 8000
 ENTRYPOINT ["python", "-m", "tinkercloud_worker"]
 CMD ["/etc/tinkercloud/head.json"]
+
+# Recipes of tinker-cookbook, for `programs.images` of BaseModels too. They import torch, and record the state of their code
+# with git. The layers below are those of worker-cpu.
+FROM worker-cpu AS recipes
+USER root
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --no-install-recommends --yes git \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=build-recipes /own /opt/tinkercloud
+USER 65532:65532
+ENTRYPOINT ["python", "-m"]
+CMD ["tinker_cookbook.recipes.sl_loop"]
 
 # CUDA's libraries come with the locked torch, and the driver comes from the node. Triton compiles fused kernels at run
 # time, which needs a C compiler and no nvcc.
@@ -146,7 +160,8 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     OMP_WAIT_POLICY=PASSIVE
-COPY --from=build-worker /opt/tinkercloud /opt/tinkercloud
+COPY --from=deps-worker /opt/tinkercloud /opt/tinkercloud
+COPY --from=build-worker /own /opt/tinkercloud
 USER 65532:65532
 EXPOSE 8000
 ENTRYPOINT ["python", "-m", "tinkercloud_worker"]

@@ -1,7 +1,7 @@
 # The commands for contributors and new users. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test-tools test test-kills test-cluster-kills test-outages test-engines test-properties histories cluster-programs cluster-images test-cluster test-faults e2e scale lint type docs compatibility generate protobuf check images sbom bench bench-gpu rlve fuzz test-recipes clean
+.PHONY: help install run demo test-tools test test-kills test-cluster-kills test-outages test-engines test-properties histories cluster-programs cluster-images test-cluster test-faults e2e release-check publish scale lint type docs compatibility generate protobuf check images sbom bench bench-gpu rlve fuzz test-recipes clean
 
 # Idle OpenMP threads must sleep: if they spin, a small machine becomes many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -99,8 +99,14 @@ test-cluster-kills: cluster-images ## lose heads 30 times with their container, 
 test-faults: cluster-programs ## by hand, before a change of the operator: fail the API server, kill the operator at every write, create 200 sessions
 	@$(BIN)/pytest $(FAULT_TESTS:%=tests/cluster/%)
 
-e2e: cluster-images $(MODEL_FOLDER) ## install, train (in trainer pods and a pool too), upgrade, resume and uninstall on a real Kubernetes
+e2e: cluster-images sbom $(MODEL_FOLDER) ## publish in a local registry, install, train (in trainer pods and a pool too), upgrade, resume and uninstall on a real Kubernetes
 	@$(BIN)/pytest $(E2E_TESTS:%=tests/cluster/%)
+
+release-check: e2e images ## as a release: build images of this commit and the one before, publish, install from the registry, upgrade, roll back (by hand; an hour)
+	@TINKERCLOUD_TEST_RELEASE=1 $(BIN)/pytest -rP tests/cluster/test_release.py
+
+publish: ## push images, bills of materials and charts to REGISTRY, such as ghcr.io/example
+	@$(BIN)/python tools/release/publish.py $(REGISTRY)
 
 scale: cluster-programs ## measure the operator with 1,000 sessions on simulated nodes
 	@$(BIN)/python -m benchmarks.operator_scale

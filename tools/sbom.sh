@@ -12,15 +12,15 @@ mkdir -p "$out"
 
 # Writes the options of the `uv sync` that installs the dependencies of an image: its package and extras.
 installed() {
-  sed -n "/ AS build-$1\$/,/^FROM/p" Dockerfile \
-    | sed -n 's/.*uv sync --frozen \(.*\)--no-install-workspace\([^\\]*\).*/\1 \2/p'
+  sed -n "/ AS \(deps\|build\)-$1\$/,/^FROM/p" Dockerfile \
+    | sed -n 's/.*sync\(_on_cpu.sh\| --frozen\) \(.*\)--no-\(install-workspace\|editable\)\([^\\]*\).*/\2 \4/p' | head -n 1
 }
 
 options=(--quiet --frozen --no-default-groups)
 packages=()
-for image in api-server operator programs worker worker-cpu; do
+for image in api-server operator programs worker worker-cpu recipes; do
   read -ra wanted <<<"$(installed "$image")"
-  if [ "$image" = worker-cpu ]; then
+  if [ "$image" = worker-cpu ] || [ "$image" = recipes ]; then
     mapfile -t -O "${#wanted[@]}" wanted < <(
       sed -n 's/^name = "\(nvidia-.*\|cuda-.*\|triton\)"$/--no-emit-package\n\1/p' uv.lock
     )

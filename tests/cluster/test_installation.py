@@ -20,8 +20,9 @@ from tinker import types
 from transformers import AutoTokenizer
 
 from tinkercloud_testing.buckets import a_bucket
-from tinkercloud_testing.charts import CHART
+from tinkercloud_testing.charts import ROOT
 from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.existing import ExistingNodes
 from tinkercloud_testing.cluster.installation import (
     ALL_KINDS,
     RELEASE,
@@ -34,7 +35,8 @@ from tinkercloud_testing.cluster.installation import (
 )
 from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.node import HOST_ADDRESS, RealNode
-from tinkercloud_testing.cluster.program_images import PROGRAMS, program_image
+from tinkercloud_testing.cluster.program_images import TARGETS, layout_folder, program_image
+from tinkercloud_testing.cluster.releases import UNPUBLISHED, Release, a_registry, publish
 from tinkercloud_testing.cluster.training_sessions import a_session
 from tinkercloud_testing.models import save, smollm2, tiny_llama
 from tinkercloud_testing.sdk_steps import a_text
@@ -43,24 +45,29 @@ from tinkercloud_testing.waiting import wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-SMOLLM2 = {
-    "name": "smollm2-135m",
-    "spec": {
-        "modelName": MODEL,
-        "source": {"volume": {"claimName": "models", "path": Path(MODEL).name}},
-        "maxContextLength": 2048,
-        "head": {
-            "image": "tinkercloud.test/worker:test",
-            "resources": {"cpu": "500m", "memory": "6Gi"},
+
+
+def smollm2_model(release: Release) -> dict[str, Any]:
+    return {
+        "name": "smollm2-135m",
+        "spec": {
+            "modelName": MODEL,
+            "source": {"volume": {"claimName": "models", "path": Path(MODEL).name}},
+            "maxContextLength": 2048,
+            "head": {
+                "image": release.image("worker"),
+                "resources": {"cpu": "500m", "memory": "6Gi"},
+            },
+            "trainer": {"dtype": "float32"},
+            "programs": {
+                "images": [release.image("programs"), release.image("recipes")],
+                "backoffLimit": 0,
+                "resources": {"cpu": "250m", "memory": "2Gi", "scratch": "1Gi"},
+            },
         },
-        "trainer": {"dtype": "float32"},
-        "programs": {
-            "images": ["tinkercloud.test/programs:test"],
-            "backoffLimit": 0,
-            "resources": {"cpu": "250m", "memory": "2Gi", "scratch": "1Gi"},
-        },
-    },
-}
+    }
+
+
 RLVE = {
     "enabled": True,
     "environment_list": ["Division"],
@@ -94,10 +101,25 @@ TINY_MODEL = "tiny/llama"
 
 
 @pytest.fixture(scope="module")
+def release(
+    real_node: RealNode | ExistingNodes, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Release]:
+    """Publish the images and the charts in a registry, unless nodes can't reach one."""
+    images = [program_image(name) for name in TARGETS]
+    real_node.load(*images)
+    if isinstance(real_node, ExistingNodes):
+        yield UNPUBLISHED
+        return
+    with a_registry(tmp_path_factory.mktemp("registry")):
+        layout = f"--layout={layout_folder()}"
+        yield publish(ROOT, layout, "--targets", *TARGETS.values())
+
+
+@pytest.fixture(scope="module")
 def installation(
     cluster: Cluster,
     kuberay: KubeRay,
-    real_node: RealNode,
+    release: Release,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Installation]:
     """Install the service with one real model."""
@@ -107,10 +129,20 @@ def installation(
     shutil.copytree(source, models / source.name)
     for path in models.glob("*/*"):
         path.chmod(0o644)
-    real_node.load(*map(program_image, PROGRAMS))
-    values = values_of_one_node(SMOLLM2) | {"test": {"baseModel": TINY_MODEL}}
-    with an_installation(cluster, folder, values) as release:
-        yield release
+    values = values_of_one_node(smollm2_model(release)) | {"test": {"baseModel": TINY_MODEL}}
+    with an_installation(cluster, folder, values, release) as installed:
+        yield installed
+
+
+def test_every_image_of_the_service_was_pulled_from_a_registry_by_digest(
+    installation: Installation, own_node: RealNode
+) -> None:
+    pods = json.loads(installation.kubectl("get", "pods", "--output=json"))["items"]
+
+    images = {each["image"] for pod in pods for each in pod["spec"]["containers"]}
+
+    assert images == {installation.source.image(name) for name in ("api-server", "operator")}
+    assert all(re.fullmatch(r"[^@:]+:5000/[^@:]+@sha256:[0-9a-f]{64}", image) for image in images)
 
 
 @pytest.fixture
@@ -133,7 +165,7 @@ def tiny_model_in_a_bucket(
                     "source": {"uri": uri, "secretName": secret},
                     "maxContextLength": 512,
                     "head": {
-                        "image": "tinkercloud.test/worker:test",
+                        "image": installation.source.image("worker"),
                         "resources": {"cpu": "250m", "memory": "3Gi"},
                     },
                     "trainer": {"dtype": "float32"},
@@ -232,7 +264,8 @@ def test_an_upgrade_does_not_disturb_a_training_session(
     installation.values.write_text(yaml.safe_dump(changed))
 
     pending = story.training.forward(pairs(), "cross_entropy")
-    installation.helm("upgrade", RELEASE, str(CHART), f"--values={installation.values}")
+    chart = installation.source.charts["tinkercloud"]
+    installation.helm("upgrade", RELEASE, *chart, f"--values={installation.values}")
     for deployment in ("api", "operator"):
         rolled = f"deployment/{RELEASE}-{deployment}"
         installation.kubectl("rollout", "status", rolled, f"--timeout={START_SECONDS}s")
@@ -310,7 +343,7 @@ def test_a_declared_session_runs_a_recipe_of_the_cookbook(installation: Installa
         baseModel=MODEL,
         owner="bootstrap",
         lora={"rank": 8},
-        program=RECIPE,
+        program={**RECIPE, "image": installation.source.image("recipes")},
     )
 
     installation.cluster.apply(secret, session)

@@ -87,7 +87,7 @@ def a_restricted_pod(*command: str) -> dict[str, Any]:
 
 
 def a_web_server(namespace: str) -> list[dict[str, Any]]:
-    pod = a_restricted_pod("python", "-m", "http.server", "8080", "--directory=/opt/venv")
+    pod = a_restricted_pod("python", "-m", "http.server", "8080", "--directory=/opt/tinkercloud")
     pod["containers"][0]["readinessProbe"] = {"httpGet": {"port": 8080}, "periodSeconds": 1}
     labels, metadata = {"app": "web"}, {"name": "web", "namespace": namespace}
     template = {"metadata": {"labels": labels}, "spec": pod}
@@ -223,7 +223,7 @@ def test_a_service_is_reached_from_this_machine(
 def test_a_pod_has_no_root_rights_and_a_read_only_root(
     cluster: Cluster, python_image: Image
 ) -> None:
-    script = "import os, errno; print(os.getuid(), os.access('/opt/venv', os.W_OK))"
+    script = "import os, errno; print(os.getuid(), os.access('/opt/tinkercloud', os.W_OK))"
     with cluster.a_namespace(**RESTRICTED) as namespace:
         cluster.apply(a_pod("nobody", namespace, a_restricted_pod("python", "-c", script)))
 

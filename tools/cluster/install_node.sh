@@ -10,7 +10,7 @@ needs runc runc
 needs /usr/lib/cni/bridge containernetworking-plugins
 needs iptables iptables
 needs ip iproute2
-needs debootstrap debootstrap
+needs docker-registry docker-registry
 
 if [ ${#missing[@]} -gt 0 ]; then
   [ "$(id -u)" = 0 ] || { echo "a real node needs root, and: ${missing[*]}" >&2; exit 1; }

@@ -17,7 +17,12 @@ echo "uv $*" >>"$UV_COMMANDS"
 """
 
 DOCKERFILE = ROOT / "Dockerfile"
-TARGETS = {"api-server", "operator", "programs", "worker", "worker-cpu"}
+DEPENDENCIES = {
+    **{target: target for target in ("api-server", "operator", "programs", "worker", "worker-cpu")},
+    "recipes": "worker-cpu",
+}
+"""The target whose stage of dependencies an image is built on, by target."""
+TARGETS = set(DEPENDENCIES)
 
 
 def stages() -> dict[str, str]:
@@ -29,8 +34,8 @@ def stages() -> dict[str, str]:
 
 @pytest.mark.parametrize("target", ["worker", "worker-cpu"])
 def test_an_image_of_workers_trains_with_every_backend(target: str) -> None:
-    commands = stages()[f"build-{target}"].splitlines()
-    installing = [command for command in commands if "uv sync" in command]
+    commands = stages()[f"deps-{target}"].splitlines()
+    installing = [command for command in commands if re.search("^RUN.*sync(_on_cpu.sh)? ", command)]
 
     assert installing
     assert all("--extra megatron" in command for command in installing)
@@ -40,9 +45,20 @@ def test_an_image_of_workers_trains_with_every_backend(target: str) -> None:
 def test_an_image_runs_what_its_own_stage_has_built_and_not_as_root(target: str) -> None:
     stage = stages()[target]
 
-    assert f"COPY --from=build-{target} /opt/tinkercloud /opt/tinkercloud" in stage
+    assert f"COPY --from=build-{target} /own /opt/tinkercloud" in stage
     assert "USER 65532:65532" in stage
     assert "ENTRYPOINT" in stage
+
+
+@pytest.mark.parametrize("target", sorted(set(TARGETS) - {"recipes"}))
+def test_the_dependencies_of_an_image_are_a_layer_below_our_packages(target: str) -> None:
+    copies = [line for line in stages()[target].splitlines() if line.startswith("COPY")]
+
+    assert copies == [
+        f"COPY --from=deps-{target} /opt/tinkercloud /opt/tinkercloud",
+        f"COPY --from=build-{target} /own /opt/tinkercloud",
+    ]
+    assert "/src" not in stages()[f"deps-{target}"]
 
 
 def test_the_installation_page_builds_every_target() -> None:
@@ -82,17 +98,18 @@ def test_all_that_images_are_built_from_is_sent_to_the_builder() -> None:
 
 def test_images_install_by_hash_and_their_base_may_be_named_by_digest() -> None:
     text = DOCKERFILE.read_text().replace("\\\n", " ")
+    script = (ROOT / "tools/images/sync_on_cpu.sh").read_text().replace("\\\n", " ")
     installs = [
-        line for line in re.split(r"\n|&&", text) if re.search(r"\b(pip install|uv sync)\b", line)
+        line
+        for line in re.split(r"\n|&&", text + script)
+        if re.search(r"\b(pip install|uv sync)\b", line)
     ]
 
     assert installs
     for install in installs:
-        is_ours = "--no-deps ./protocol ./worker_image" in install
-        is_locked = "uv sync --frozen" in install
-        assert is_ours or is_locked or "--require-hashes" in install, install
+        assert "uv sync --frozen" in install or "--require-hashes" in install, install
     bases = set(re.findall(r"^FROM (\S+)", text, re.MULTILINE))
-    assert bases == {"${BASE}", "${RUNTIME}", "workspace", "runtime"}
+    assert bases - stages().keys() == {"${BASE}", "${RUNTIME}"}
 
 
 def test_the_installer_and_the_images_use_one_version_of_uv_whose_hashes_are_known() -> None:
@@ -122,8 +139,11 @@ def test_every_install_command_of_an_image_resolves_with_the_copied_files(
     context, programs, commands = (tmp_path / name for name in ("src", "bin", "commands"))
     programs.mkdir()
     (programs / "uv").write_text(UV_WITHOUT_CHANGES)
-    (programs / "uv").chmod(0o755)
-    stage = stages()[f"build-{target}"]
+    (programs / "separate_own.sh").write_text('#!/usr/bin/env bash\nexec "$@"\n')
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    shutil.copy(ROOT / "tools/images/sync_on_cpu.sh", programs)
+    stage = stages()[f"deps-{DEPENDENCIES[target]}"] + stages()[f"build-{target}"]
     copy_into(context, stages()["workspace"])
     copy_into(context, stage)
     environment = {
@@ -144,7 +164,7 @@ def test_every_install_command_of_an_image_resolves_with_the_copied_files(
             check=True,
         )
 
-    assert "uv sync --frozen --package tinkercloud-" in commands.read_text()
+    assert re.search(r"uv sync --frozen .*--package tinkercloud-", commands.read_text())
 
 
 def test_the_bill_of_materials_lists_the_packages_of_every_image(tmp_path: Path) -> None:

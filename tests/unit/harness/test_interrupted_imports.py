@@ -79,7 +79,7 @@ def image(tmp_path: Path) -> Image:
         layers.layer(name, lambda tar, name=name: add_bytes(tar, name, os.urandom(1 << 20)))  # type: ignore[misc]
         for name in ("low", "middle", "high")
     ]
-    return Image("tinkercloud.test/some:test", content, ["/some"])
+    return Image("tinkercloud.test/some:test", content, {"Entrypoint": ["/some"]})
 
 
 class InterruptedPipe:

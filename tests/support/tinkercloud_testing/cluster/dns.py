@@ -3,7 +3,7 @@
 from typing import Any
 
 from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.images import Image, LayerCache, add_bytes
+from tinkercloud_testing.cluster.images import Image, LayerCache, add_bytes, one_program
 from tinkercloud_testing.cluster.node_config import CLUSTER_DNS
 from tinkercloud_testing.cluster.programs import build_folder, layer_folder
 
@@ -33,7 +33,7 @@ def dns_image() -> Image:
     layer = layers.layer(
         f"coredns {folder.name}", lambda tar: add_bytes(tar, "coredns", program, 0o755)
     )
-    return Image("tinkercloud.test/coredns:test", [layer], ["/coredns"])
+    return one_program("tinkercloud.test/coredns:test", layer, "/coredns")
 
 
 def install_dns(cluster: Cluster) -> None:

@@ -3,7 +3,6 @@
 Also a server with that image that belongs to no session.
 """
 
-import dataclasses
 import hashlib
 import tarfile
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ from tinkercloud_testing.cluster.images import (
     Layer,
     LayerCache,
     add_bytes,
-    add_link,
     add_tree,
 )
 from tinkercloud_testing.cluster.program_images import program_image
@@ -41,17 +39,12 @@ if __name__ == "__main__":
 def engine_image() -> Image:
     """Return the image of the worker with the fake SGLang as an additional layer."""
     worker = program_image("worker")
-    environment = {
-        **worker.environment,
-        "PYTHONPATH": _MODULES,
-        "TINKERCLOUD_TEST_SGLANG_SOURCES": f"{_CACHE}/{sglang_sources().name}",
-    }
-    return dataclasses.replace(
-        worker,
-        name=_NAME,
-        layers=[*worker.layers, _fake()],
-        environment=environment,
-    )
+    environment = [
+        *worker.settings["Env"],
+        f"PYTHONPATH={_MODULES}",
+        f"TINKERCLOUD_TEST_SGLANG_SOURCES={_CACHE}/{sglang_sources().name}",
+    ]
+    return Image(_NAME, [*worker.layers, _fake()], {**worker.settings, "Env": environment})
 
 
 def requested_paths(cluster: Cluster, namespace: str) -> set[str]:
@@ -141,11 +134,10 @@ def _fake() -> Layer:
     content = hashlib.sha256(b"".join(path.read_bytes() for path in files) + _START)
 
     def fill(tar: tarfile.TarFile) -> None:
-        add_link(tar, "/opt/venv/bin/python3", "python")
         add_bytes(tar, f"{_MODULES}/sglang/__init__.py", b"")
         add_bytes(tar, f"{_MODULES}/sglang/launch_server.py", _START)
         add_tree(tar, _TESTING, f"{_MODULES}/tinkercloud_testing", without={"cluster"})
         add_tree(tar, sources, f"{_CACHE}/{sources.name}", without={"wheel"})
 
     layers = LayerCache(layer_folder())
-    return layers.layer(f"engine 3 {content.hexdigest()}", fill)
+    return layers.layer(f"engine 4 {content.hexdigest()}", fill)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tinkercloud_testing.cluster.images import Image, write_archive
+from tinkercloud_testing.cluster.node_config import REGISTRY
 
 OUR_IMAGES = "tinkercloud.test/"
 _GARBAGE_LEASE = "garbage"
@@ -79,12 +80,13 @@ class ImageStore:
         self._ctr("leases", "delete", "--sync", _GARBAGE_LEASE)
 
     def _nameless_images(self) -> Sequence[str]:
-        """Return the images that were replaced by others of the same name.
+        """Return the images that were replaced by others of the same name, and pulled ones.
 
         containerd's Kubernetes side keeps every image by its digest too.
         """
         words = self._ctr("images", "list")
-        references = [word for word in words if word.startswith(("sha256:", OUR_IMAGES))]
+        ours = ("sha256:", OUR_IMAGES, REGISTRY)
+        references = [word for word in words if word.startswith(ours)]
         # Each image is listed as its name and the digest of its manifest, among other words.
         manifests = dict(zip(references[::2], references[1::2], strict=True))
         named = {digest for name, digest in manifests.items() if name.startswith(OUR_IMAGES)}

@@ -10,7 +10,7 @@ import json
 import tarfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,12 +38,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Image:
-    """Layers, lowest first, and the program to run."""
+    """Layers, lowest first, and the way to run them."""
 
     name: str
     layers: Sequence[Layer]
-    entrypoint: Sequence[str]
-    environment: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any]
+    """The `config` of its configuration: user, command, environment and so on."""
 
     @property
     def config(self) -> bytes:
@@ -51,12 +51,7 @@ class Image:
         content = {
             "architecture": "amd64",
             "os": "linux",
-            "config": {
-                "User": f"{USER}:{USER}",
-                "Entrypoint": list(self.entrypoint),
-                "Env": [f"{name}={value}" for name, value in self.environment.items()],
-                "WorkingDir": "/",
-            },
+            "config": dict(self.settings),
             "rootfs": {"type": "layers", "diff_ids": [layer.digest for layer in self.layers]},
         }
         return json.dumps(content).encode()
@@ -71,6 +66,11 @@ class Image:
             "layers": [layer.descriptor for layer in self.layers],
         }
         return json.dumps(content).encode()
+
+
+def one_program(name: str, layer: Layer, program: str) -> Image:
+    """Return an image of a program that needs nothing else."""
+    return Image(name, [layer], {"User": f"{USER}:{USER}", "Entrypoint": [program]})
 
 
 class LayerCache:
@@ -118,20 +118,6 @@ def add_bytes(tar: tarfile.TarFile, path: str, content: bytes, mode: int = 0o644
     entry = tarfile.TarInfo(path.lstrip("/"))
     entry.size, entry.mode = len(content), mode
     tar.addfile(entry, io.BytesIO(content))
-
-
-def add_folder(tar: tarfile.TarFile, path: str, mode: int = 0o755) -> None:
-    """Add an empty folder."""
-    entry = tarfile.TarInfo(path.strip("/"))
-    entry.type, entry.mode = tarfile.DIRTYPE, mode
-    tar.addfile(entry)
-
-
-def add_link(tar: tarfile.TarFile, path: str, target: str) -> None:
-    """Add a symbolic link."""
-    entry = tarfile.TarInfo(path.lstrip("/"))
-    entry.type, entry.linkname = tarfile.SYMTYPE, target
-    tar.addfile(entry)
 
 
 def add_tree(

@@ -12,10 +12,9 @@ from typing import Any
 import tinker
 import yaml
 
-from tinkercloud_testing.charts import CHART, CRD_CHART
 from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.program_images import program_image
 from tinkercloud_testing.cluster.programs import binary
+from tinkercloud_testing.cluster.releases import UNPUBLISHED, Release
 from tinkercloud_testing.cluster.volumes import a_volume
 from tinkercloud_testing.sdk_clients import SdkClients
 from tinkercloud_testing.waiting import wait_until
@@ -38,6 +37,7 @@ class Installation:
     cluster: Cluster
     namespace: str
     values: Path
+    source: Release = UNPUBLISHED
     clients: SdkClients = field(default_factory=SdkClients)
 
     def helm(self, *arguments: str) -> str:
@@ -85,12 +85,6 @@ class Installation:
         wait_until(is_gone, "no child of the deleted session", START_SECONDS)
 
 
-def image_values(name: str) -> dict[str, str]:
-    """Return the chart values for an image that is not in a registry."""
-    repository, tag = program_image(name).name.rsplit(":", 1)
-    return {"repository": repository, "tag": tag}
-
-
 def values_of_one_node(*base_models: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chart values for a cluster with one node.
 
@@ -99,12 +93,10 @@ def values_of_one_node(*base_models: Mapping[str, Any]) -> dict[str, Any]:
     """
     return {
         "apiServer": {
-            "image": image_values("api-server"),
             "modelClaims": ["models"],
             "resources": {"requests": {"cpu": "50m", "memory": "256Mi"}},
         },
         "operator": {
-            "image": image_values("operator"),
             "replicas": 1,
             "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}},
         },
@@ -138,7 +130,11 @@ def make_volumes(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def an_installation(
-    cluster: Cluster, folder: Path, values: Mapping[str, Any], **secrets: Mapping[str, str]
+    cluster: Cluster,
+    folder: Path,
+    values: Mapping[str, Any],
+    source: Release = UNPUBLISHED,
+    **secrets: Mapping[str, str],
 ) -> Iterator[Installation]:
     """Install the service in the steps of docs/operate/installation.md.
 
@@ -146,6 +142,7 @@ def an_installation(
         cluster: a cluster with KubeRay and a node with the images.
         folder: the folder passed to `make_volumes`.
         values: the values of the chart.
+        source: what is installed.
         secrets: the entries of the Secrets named in the values.
     """
     with (
@@ -155,14 +152,21 @@ def an_installation(
         volumes = [part for name in _VOLUMES for part in a_volume(name, namespace, folder / name)]
         cluster.apply(*volumes, *[a_secret(name, namespace, secrets[name]) for name in secrets])
         path = folder / "values.yaml"
-        path.write_text(yaml.safe_dump(dict(values)))
-        release = Installation(cluster, namespace, path)
+        path.write_text(yaml.safe_dump(_with_images(values, source)))
+        release = Installation(cluster, namespace, path, source)
         stack.callback(release.clients.close)
         # Other tests of this run may have applied the definitions already.
         taken = ("--take-ownership", "--force-conflicts")
-        release.helm("upgrade", "--install", "tinkercloud-crds", str(CRD_CHART), *taken)
-        release.helm("install", RELEASE, str(CHART), f"--values={path}")
+        definitions = source.charts["tinkercloud-crds"]
+        release.helm("upgrade", "--install", "tinkercloud-crds", *definitions, *taken)
+        release.helm("install", RELEASE, *source.charts["tinkercloud"], f"--values={path}")
         for deployment in ("api", "operator"):
             available = f"deployment/{RELEASE}-{deployment}"
             cluster.wait_for(available, "condition=Available", namespace, START_SECONDS)
         yield release
+
+
+def _with_images(values: Mapping[str, Any], source: Release) -> dict[str, Any]:
+    """Return values of the chart with those of the source's images."""
+    images = {part: {**values.get(part, {}), **source.values[part]} for part in source.values}
+    return {**values, **images}

@@ -21,7 +21,7 @@ from tinkercloud_testing.cluster import node_config
 from tinkercloud_testing.cluster.control_plane import POD_RANGE, SERVICE_RANGE, ControlPlane
 from tinkercloud_testing.cluster.dns import dns_image, install_dns
 from tinkercloud_testing.cluster.image_store import ImageStore
-from tinkercloud_testing.cluster.images import Image, LayerCache, add_bytes
+from tinkercloud_testing.cluster.images import Image, LayerCache, add_bytes, one_program
 from tinkercloud_testing.cluster.node_box import (
     NODE_RANGE,
     Link,
@@ -43,7 +43,7 @@ from tinkercloud_testing.cluster.programs import (
 from tinkercloud_testing.waiting import wait_until
 
 NAME = "real"
-HOST_ADDRESS = "10.243.0.1"
+HOST_ADDRESS = node_config.HOST_ADDRESS
 NODE_ADDRESS = "10.243.0.2"
 _LINK = Link("tinkercloud0", HOST_ADDRESS, NODE_ADDRESS)
 _ONLY_ONE = Path(tempfile.gettempdir(), "tinkercloud-node.lock")
@@ -170,7 +170,7 @@ def system_images() -> Sequence[Image]:
         f"pause {program.parents[1].name}",
         lambda tar: add_bytes(tar, "pause", program.read_bytes(), 0o755),
     )
-    return [Image(node_config.PAUSE_IMAGE, [layer], ["/pause"]), dns_image()]
+    return [one_program(node_config.PAUSE_IMAGE, layer, "/pause"), dns_image()]
 
 
 def assemble(plane: ControlPlane, box: Program, place: Place, *options: str) -> RealNode:

@@ -14,6 +14,9 @@ from tinkercloud_testing.cluster.programs import build_folder
 
 PAUSE_IMAGE = "tinkercloud.test/pause:1"
 CLUSTER_DNS = "10.96.0.10"
+HOST_ADDRESS = "10.243.0.1"
+REGISTRY = f"{HOST_ADDRESS}:5000"
+"""Where nodes pull images over plain HTTP, if a test runs a registry there."""
 _DEBIAN_CNI = "/usr/lib/cni"
 
 
@@ -50,6 +53,11 @@ def write_containerd(folder: Path, store: Path) -> Path:
         store: the root folder of containerd, with its images.
     """
     network_folder(folder).mkdir()
+    hosts = folder / "registries" / REGISTRY
+    hosts.mkdir(parents=True)
+    (hosts / "hosts.toml").write_text(
+        f'[host."http://{REGISTRY}"]\n  capabilities = ["pull", "resolve"]\n'
+    )
     path = folder / "containerd.toml"
     path.write_text(_containerd(folder, store))
     return path
@@ -107,6 +115,9 @@ state = "{folder}/containerd-state"
   netns_mounts_under_state_dir = true
   # This machine may not be permitted to lower the OOM score of a process.
   restrict_oom_score_adj = true
+
+[plugins."io.containerd.grpc.v1.cri".registry]
+  config_path = "{folder}/registries"
 
 [plugins."io.containerd.grpc.v1.cri".cni]
   bin_dir = "{_DEBIAN_CNI}"

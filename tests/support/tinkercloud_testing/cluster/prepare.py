@@ -16,7 +16,7 @@ from tinkercloud_testing.cluster.engine_image import engine_image
 from tinkercloud_testing.cluster.existing import LOADER, existing_cluster
 from tinkercloud_testing.cluster.images import Image
 from tinkercloud_testing.cluster.node import an_image_store, install_requirements, system_images
-from tinkercloud_testing.cluster.program_images import PROGRAMS, program_image
+from tinkercloud_testing.cluster.program_images import TARGETS, program_image
 from tinkercloud_testing.cluster.programs import state_folder
 
 _REPORT_SECONDS = 15
@@ -43,7 +43,7 @@ def main() -> None:
 def make_images() -> list[Image]:
     """Make the images of our programs and of the fake engine."""
     images = []
-    for name in PROGRAMS:
+    for name in TARGETS:
         with step(f"making the image of {name}"):
             images.append(program_image(name))
     with step("making the image of the fake engine"):
