@@ -13,7 +13,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,12 +44,17 @@ def main() -> None:
             until = time.monotonic() + 60 * chosen.minutes
             with ThreadPoolExecutor(len(keys)) as threads:
                 runs = threads.map(lambda item: work(server, *item, until), enumerate(keys))
-            count = sum(runs)
+                curve = list(measured(server, until))
+                count = sum(runs)
             time.sleep(SETTLED_SECONDS)
             after = resident(server)
     result = {"owners": len(keys), "minutes": chosen.minutes, "runs": count, "tiny": chosen.tiny}
-    sizes = {"before_mib": before // MIB, "after_mib": after // MIB, "kept_mib": (after - before) // MIB}
-    print(json.dumps(result | sizes))
+    sizes = {
+        "before_mib": before // MIB,
+        "after_mib": after // MIB,
+        "kept_mib": (after - before) // MIB,
+    }
+    print(json.dumps(result | sizes | {"each_minute_mib": curve}))
 
 
 def work(server: Server, index: int, key: str, until: float) -> int:
@@ -60,6 +65,13 @@ def work(server: Server, index: int, key: str, until: float) -> int:
             return count
         one_run(server, key, chance)
     raise AssertionError
+
+
+def measured(server: Server, until: float) -> Iterator[int]:
+    """Yield the memory of the head in MiB, each minute."""
+    while time.monotonic() < until:
+        yield resident(server) // MIB
+        time.sleep(60)
 
 
 def one_run(server: Server, key: str, chance: random.Random) -> None:
