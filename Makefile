@@ -135,6 +135,7 @@ check: lint type ## check style, types, and that generated files are up to date
 	@$(BIN)/python tools/write_docs.py --check
 	@$(BIN)/python -m tinkercloud_crds.generate --check
 	@$(BIN)/python tools/charts.py --check
+	@$(BIN)/python tools/version.py --check
 
 images: ## build the images of the Dockerfile with buildah, without Docker (by hand; needs Linux and root)
 	@tools/images/build.sh $(IMAGES)
