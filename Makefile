@@ -51,7 +51,7 @@ run: .venv/.installed $(MODEL_FOLDER) ## serve a small language model on 127.0.0
 	@$(BIN)/tinkercloud serve --model $(MODEL)=$(MODEL_FOLDER)
 
 demo: .venv/.installed ## train, sample and resume against `make run`, in a second terminal
-	@$(BIN)/python examples/demo.py
+	@$(BIN)/tinkercloud demo
 
 # Tests would make these themselves, but within their time limit.
 test-tools: .venv/.installed $(MODEL_FOLDER)

@@ -38,7 +38,7 @@ PLACES = {
     "docs/operate/*.md": [IMAGE, rf"\$\{{image%%:\*\}}:({RELEASE})"],
     "docs/use/http-api.md": [rf'"version": "({RELEASE})"'],
 }
-"""Where the version is named: expressions, whose group is the version, for files (glob patterns)."""
+"""Where the version is named: for each pattern of files, expressions whose group is the version."""
 
 
 def main() -> None:

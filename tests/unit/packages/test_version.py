@@ -40,9 +40,8 @@ def locked_by_others(text: str) -> str:
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("clone")
-    named = subprocess.check_output(
-        ["git", "grep", "-lFI", "--untracked", "-e", version()], cwd=ROOT, text=True
-    )
+    command = ["git", "grep", "-lFI", "--untracked", "-e", version()]
+    named = subprocess.check_output(command, cwd=ROOT, text=True)
     for name in [*named.splitlines(), "tools/version.py"]:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
@@ -79,9 +78,7 @@ def test_a_file_with_another_version_is_named(copy: Path, name: str) -> None:
 
     (copy / name).write_text(text)
     assert checked.returncode == 1
-    assert checked.stderr.strip() == (
-        f"not version {OTHER}: {name}; run `python tools/version.py`"
-    )
+    assert checked.stderr.strip() == (f"not version {OTHER}: {name}; run `python tools/version.py`")
 
 
 @pytest.mark.parametrize("text", ["1.2", "v1.2.3", "1.2.3rc1", "1.2.3-rc.1"])
