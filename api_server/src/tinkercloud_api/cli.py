@@ -7,7 +7,6 @@ needs neither.
 """
 
 import asyncio
-import importlib.metadata
 import json
 import re
 from datetime import datetime, timedelta
@@ -48,6 +47,7 @@ from tinkercloud_api.commands.shared import (
     show,
 )
 from tinkercloud_api.settings import InvalidSettingsError, load_settings
+from tinkercloud_api.version_line import version_line
 
 app = typer.Typer(
     name="tinkercloud",
@@ -75,14 +75,9 @@ _UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
 _LIFETIME = re.compile(r"(?P<number>[1-9][0-9]{0,6})(?P<unit>[dhms])")
 
 
-def main() -> None:
-    """Run the command line."""
-    app()
-
-
 def _print_version(is_requested: bool) -> None:  # noqa: FBT001 - required by typer
     if is_requested:
-        typer.echo(f"tinkercloud {importlib.metadata.version('tinkercloud-api')}")
+        typer.echo(version_line())
         raise typer.Exit
 
 
@@ -104,9 +99,9 @@ def serve(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="Model to serve, as NAME=SOURCE. SOURCE is a folder in Hugging Face format or the"
-            " ID of a model in the local Hugging Face cache, and defaults to NAME. Can be"
-            " repeated."
+            help="Model to serve, as NAME=SOURCE. SOURCE is a folder in Hugging Face format or a"
+            " model ID, which is downloaded unless the local Hugging Face cache has it, and"
+            " defaults to NAME. Can be repeated."
         ),
     ] = None,
     alias: Annotated[

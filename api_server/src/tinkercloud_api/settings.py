@@ -355,7 +355,7 @@ def _check_database_url(text: str) -> None:
     except ImportError:
         raise ValueError(
             "database_url: the PostgreSQL driver is not installed; install it with"
-            " `pip install 'tinkercloud-api[postgres]'`"
+            " `pip install 'tinkercloud[postgres]'`"
         ) from None
     known = {*inspect.signature(driver.connect).parameters, *_SQLALCHEMY_OPTIONS}
     for name in url.query:
