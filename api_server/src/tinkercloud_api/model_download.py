@@ -1,19 +1,18 @@
 """Downloads the models that a local server is to serve and that are not on this machine."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
-from tinkercloud_api.models import ModelNotFoundError, resolve
+from tinkercloud_api.models import UNWANTED, WANTED, ModelNotFoundError, resolve
 from tinkercloud_api.preflight import CannotServeError, check_weights
 
-_WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
-_UNWANTED = ("*/*", "consolidated*")
-"""Weights in other formats, which heads do not load."""
+_PICKLED = "pytorch_model*.bin"
+"""Weights of a model that has no other ones."""
 
 
 def download_missing(models: Mapping[str, str]) -> None:
@@ -52,14 +51,21 @@ def _is_cached(name: str, where: str) -> bool:
 def _download(name: str, where: str) -> None:
     sys.stderr.write(f"Downloading {where} from {constants.ENDPOINT}, once ...\n")
     try:
-        snapshot_download(where, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED))
-    except OfflineModeIsEnabled:
-        remedy = "unset HF_HUB_OFFLINE"
-        raise _not_found(name, where, "downloads are disabled", remedy) from None
+        folder = _snapshot(where, WANTED)
+        if not any(folder.glob("*.safetensors")):
+            _snapshot(where, (*WANTED, _PICKLED))
     except OSError as error:
-        reason = next(iter(str(error.__cause__ or error).splitlines()), type(error).__name__)
         remedy = "check the name, and set HF_TOKEN for a gated model; a repeated start continues"
+        if isinstance(error.__cause__, OfflineModeIsEnabled):
+            remedy = "unset HF_HUB_OFFLINE"
+        reason = next(iter(str(error.__cause__ or error).splitlines()), type(error).__name__)
         raise _not_found(name, where, reason, remedy) from None
+
+
+def _snapshot(where: str, wanted: Sequence[str]) -> Path:
+    return Path(
+        snapshot_download(where, allow_patterns=list(wanted), ignore_patterns=list(UNWANTED))
+    )
 
 
 def _not_found(name: str, where: str, reason: str, remedy: str) -> ModelNotFoundError:

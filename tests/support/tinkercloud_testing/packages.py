@@ -12,6 +12,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
+from tinkercloud_testing.waiting import PATIENCE_SECONDS
+
 ROOT = Path(__file__).parents[3]
 UV = ROOT / ".uv" / "bin" / "uv"
 _KEPT = ("HOME", "LANG", "SSL_CERT_FILE", "TMPDIR")
@@ -22,10 +24,12 @@ def build(folder: Path) -> Path:
     """Return the folder with all wheels and source distributions, as `make packages` builds them.
 
     Args:
-        folder: where to build them if `make packages` did not run.
+        folder: where to build them if `make packages` did not run since the last change.
     """
     made = ROOT / "dist"
-    if any(made.glob("*.whl")):
+    built_at = min((path.stat().st_mtime for path in made.glob("*.whl")), default=0.0)
+    sources = [*ROOT.glob("*/pyproject.toml"), *ROOT.glob("*/src/**/*.py")]
+    if all(path.stat().st_mtime < built_at for path in sources):
         return made
     command = [str(UV), "build", "--quiet", "--all-packages", "--out-dir", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True)
@@ -100,6 +104,7 @@ class Environment:
             env={**self.variables, **variables},
             capture_output=True,
             text=True,
+            timeout=PATIENCE_SECONDS,
             check=False,
         )
 
