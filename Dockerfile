@@ -22,6 +22,7 @@ WORKDIR /src
 COPY pyproject.toml uv.lock ./
 COPY api_server/pyproject.toml api_server/
 COPY crds/pyproject.toml crds/
+COPY distribution/pyproject.toml distribution/
 COPY kube/pyproject.toml kube/
 COPY operator/pyproject.toml operator/
 COPY planning/pyproject.toml planning/

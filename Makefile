@@ -1,7 +1,7 @@
 # The commands for contributors and new users. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test-tools test test-kills test-cluster-kills test-outages test-engines test-properties histories cluster-programs cluster-images test-cluster test-faults e2e release-check publish scale lint type docs compatibility generate protobuf check images sbom bench bench-gpu rlve fuzz test-recipes clean
+.PHONY: help install run demo test-tools test test-kills test-cluster-kills test-outages test-engines test-properties histories cluster-programs cluster-images test-cluster test-faults e2e release-check publish scale lint type docs compatibility generate protobuf check packages package-check images sbom bench bench-gpu rlve fuzz test-recipes clean
 
 # Idle OpenMP threads must sleep: if they spin, a small machine becomes many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -51,10 +51,10 @@ run: .venv/.installed $(MODEL_FOLDER) ## serve a small language model on 127.0.0
 	@$(BIN)/tinkercloud serve --model $(MODEL)=$(MODEL_FOLDER)
 
 demo: .venv/.installed ## train, sample and resume against `make run`, in a second terminal
-	@$(BIN)/python examples/demo.py
+	@$(BIN)/tinkercloud demo
 
 # Tests would make these themselves, but within their time limit.
-test-tools: .venv/.installed $(MODEL_FOLDER)
+test-tools: packages $(MODEL_FOLDER)
 	@$(BIN)/python tools/cluster/build.py helm kubectl >/dev/null
 	@PYTHONPATH=tests/support $(BIN)/python tools/compatibility/install.py $(TESTED_SDKS) >/dev/null
 
@@ -141,6 +141,14 @@ check: lint type ## check style, types, and that generated files are up to date
 	@$(BIN)/python tools/write_docs.py --check
 	@$(BIN)/python -m tinkercloud_crds.generate --check
 	@$(BIN)/python tools/charts.py --check
+	@$(BIN)/python tools/version.py --check
+
+packages: .venv/.installed ## build the wheels and source distributions of all packages in dist
+	@rm -rf dist
+	@.uv/bin/uv build --quiet --all-packages --out-dir dist
+
+package-check: packages $(MODEL_FOLDER) ## install the packages into empty environments and run the demo and the tutorial there (by hand; 15 minutes on two cores)
+	@$(BIN)/pytest -rP --show-capture=stdout tests/packages
 
 images: ## build the images of the Dockerfile with buildah, without Docker (by hand; needs Linux and root)
 	@tools/images/build.sh $(IMAGES)

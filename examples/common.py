@@ -1,4 +1,4 @@
-"""Helpers for the examples: server address, API key, training data, waiting for the server."""
+"""Helpers for the examples: server address, API key, waiting for the server."""
 
 import json
 import os
@@ -10,10 +10,9 @@ import urllib.request
 from pathlib import Path
 
 BASE_URL = os.environ.setdefault("TINKER_BASE_URL", "http://127.0.0.1:8000")
+# The SDK reads it when it is imported.
 os.environ.setdefault("HF_ENDPOINT", f"{BASE_URL}/hf")
 MODEL = os.environ.get("MODEL", "HuggingFaceTB/SmolLM2-135M-Instruct")
-
-from tinker import types  # noqa: E402 - reads HF_ENDPOINT on import, so it must be set first
 
 
 def tinkercloud(*arguments: str) -> str:
@@ -50,13 +49,3 @@ def wait_until_healthy(seconds: float = 120) -> None:
         if time.monotonic() > deadline:
             sys.exit(f"No server responds at {BASE_URL}. Start one with `make run`.")
         time.sleep(0.2)
-
-
-def completion_datum(prompt: list[int], completion: list[int]) -> types.Datum:
-    """Return a supervised example whose loss covers the completion only."""
-    tokens = [*prompt, *completion]
-    weights = [0.0] * (len(prompt) - 1) + [1.0] * len(completion)
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights},
-    )

@@ -2,13 +2,19 @@
 # Installs the locked environment into .venv. Arguments go to `uv sync` (--group test, say).
 #
 # torch on PyPI is the CUDA build, with gigabytes of libraries a CPU never loads. Where pip's
-# find-links folder holds the CPU build of the same version, that one is installed instead.
+# find-links folder holds the CPU build of the same version, that one is installed instead, and so is that of the index
+# TORCH_INDEX, such as https://download.pytorch.org/whl/cpu.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 UV_VERSION=$(sed -n 's/^uv==\([0-9.]*\).*/\1/p' tools/uv-requirements.txt)
 python=${PYTHON:-python3}
 uv=.uv/bin/uv
+
+"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || {
+  echo "tools/install.sh: $("$python" --version) is not supported; install Python 3.11, 3.12 or 3.13, and name it: PYTHON=python3.12 make install" >&2
+  exit 1
+}
 
 if [ ! -x "$uv" ] || [ "$("$uv" --version | cut -d' ' -f2)" != "$UV_VERSION" ]; then
   "$python" -m venv .uv
@@ -26,7 +32,12 @@ cpu_torch() {
   done | head -n 1
 }
 
+index=()
 wheel=$(cpu_torch)
+if [ -z "$wheel" ] && [ -n "${TORCH_INDEX:-}" ]; then
+  wheel=torch==$locked_torch+cpu
+  index=(--index-url "$TORCH_INDEX")
+fi
 options=(--frozen --all-packages --python "$python" --no-python-downloads "$@")
 if [ -z "$wheel" ]; then
   "$uv" sync --quiet "${options[@]}"
@@ -35,5 +46,5 @@ else
     options+=(--no-install-package "$package")
   done
   "$uv" sync --quiet --inexact "${options[@]}"
-  "$uv" pip install --quiet --python .venv --no-deps "$wheel"
+  "$uv" pip install --quiet --python .venv --no-deps "${index[@]}" "$wheel"
 fi

@@ -75,3 +75,25 @@ def test_the_command_line_loads_the_server_and_clusters_only_for_the_commands_th
 
     slow = {"fastapi", "kubernetes", "huggingface_hub", "uvicorn", "tinkercloud_api.server"}
     assert set(loaded.split()) & slow == set()
+
+
+def test_the_version_is_printed_without_loading_any_other_package() -> None:
+    script = """
+import sys
+sys.argv = ["tinkercloud", "--version"]
+from tinkercloud_api.entry import main
+main()
+print(*sys.modules)
+"""
+    printed, loaded = subprocess.check_output(
+        [sys.executable, "-S", "-c", script],
+        text=True,
+        # Without `site`, which loads what other packages ask for at every start.
+        env={"PYTHONPATH": ":".join(sys.path)},
+    ).splitlines()
+
+    assert re.fullmatch(r"tinkercloud [0-9.]+", printed)
+    ours = {name for name in loaded.split() if name.startswith("tinkercloud")}
+    assert ours == {"tinkercloud_api", "tinkercloud_api.entry", "tinkercloud_api.version_line"}
+    slow = {"aiohttp", "fastapi", "kubernetes", "pydantic", "rich", "sqlalchemy", "torch", "typer"}
+    assert set(loaded.split()) & slow == set()

@@ -1,13 +1,12 @@
 """The `tinkercloud` command.
 
-`serve`, `keys`, `users`, `catalog` and `doctor` use this machine's state folder; `models`,
+`serve`, `keys`, `users`, `catalog` and `doctor` use this machine's state folder; `demo`, `models`,
 `sessions`, `checkpoints`, `programs`, `projects`, `usage` and `audit` call a running server, local
 or remote (TINKER_BASE_URL, TINKER_API_KEY). `drain` uses a Kubernetes cluster (KUBECONFIG). `plan`
 needs neither.
 """
 
 import asyncio
-import importlib.metadata
 import json
 import re
 from datetime import datetime, timedelta
@@ -24,6 +23,7 @@ from tinkercloud_api.commands import (
     audit,
     catalog,
     checkpoints,
+    demo,
     drain,
     programs,
     projects,
@@ -47,6 +47,7 @@ from tinkercloud_api.commands.shared import (
     show,
 )
 from tinkercloud_api.settings import InvalidSettingsError, load_settings
+from tinkercloud_api.version_line import version_line
 
 app = typer.Typer(
     name="tinkercloud",
@@ -64,6 +65,7 @@ app.add_typer(programs.app, name="programs")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(users.app, name="users")
 app.add_typer(projects.app, name="projects")
+app.command("demo")(demo.run_demo)
 app.command("drain")(drain.drain_node)
 app.command("usage")(usage.show_usage)
 app.command("audit")(audit.show_audit)
@@ -73,14 +75,9 @@ _UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
 _LIFETIME = re.compile(r"(?P<number>[1-9][0-9]{0,6})(?P<unit>[dhms])")
 
 
-def main() -> None:
-    """Run the command line."""
-    app()
-
-
 def _print_version(is_requested: bool) -> None:  # noqa: FBT001 - required by typer
     if is_requested:
-        typer.echo(f"tinkercloud {importlib.metadata.version('tinkercloud-api')}")
+        typer.echo(version_line())
         raise typer.Exit
 
 
@@ -102,9 +99,9 @@ def serve(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="Model to serve, as NAME=SOURCE. SOURCE is a folder in Hugging Face format or the"
-            " ID of a model in the local Hugging Face cache, and defaults to NAME. Can be"
-            " repeated."
+            help="Model to serve, as NAME=SOURCE. SOURCE is a folder in Hugging Face format or a"
+            " model ID, which is downloaded unless the local Hugging Face cache has it, and"
+            " defaults to NAME. Can be repeated."
         ),
     ] = None,
     alias: Annotated[

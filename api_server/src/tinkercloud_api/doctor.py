@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
@@ -57,7 +56,7 @@ async def examine(settings: Settings) -> list[CheckResult]:
     """Run all checks. They create the state folder if it is missing, and change nothing else."""
     on_cluster = settings.provider == "kubernetes"
     findings = [_state_dir(settings), _disk(settings)]
-    findings.append(await _cluster(settings) if on_cluster else _worker())
+    findings.append(await _cluster(settings) if on_cluster else _worker(settings))
     findings.append(await _catalog(settings))
     findings.append(await _checkpoints(settings))
     if not on_cluster:
@@ -220,16 +219,11 @@ def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.1f} GB"
 
 
-def _worker() -> CheckResult:
-    missing = [
-        name
-        for name in ("tinkercloud_worker", "torch", "transformers")
-        if importlib.util.find_spec(name) is None
-    ]
-    if missing:
-        return CheckResult(
-            "session head", is_good=False, detail=f"not installed: {', '.join(missing)}"
-        )
+def _worker(settings: Settings) -> CheckResult:
+    try:
+        preflight.check_installed(settings)
+    except preflight.CannotServeError as error:
+        return CheckResult("session head", is_good=False, detail=str(error))
     return CheckResult("session head", is_good=True, detail="installed")
 
 

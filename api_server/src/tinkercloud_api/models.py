@@ -12,6 +12,10 @@ from tinkercloud_api.providers.base import ServedModel
 from tinkercloud_protocol.context_length import context_length
 from tinkercloud_protocol.images import IMAGE_MODEL_TYPES
 
+WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+UNWANTED = ("*/*", "consolidated*")
+"""Patterns of files that heads load, and of weights in other formats that they do not load."""
+
 
 class ModelNotFoundError(Exception):
     """A configured model is not on this machine; the message says how to fix it."""
@@ -57,7 +61,7 @@ def resolve(name: str, where: str) -> ServedModel:
     folder = Path(where).expanduser()
     if not folder.is_dir():
         try:
-            folder = Path(snapshot_download(where, local_files_only=True))
+            folder = cached(where)
         except HFValidationError:
             raise ModelNotFoundError(f"model {name!r}: {unknown_model(where)}") from None
         except (LocalEntryNotFoundError, FileNotFoundError):
@@ -91,6 +95,21 @@ def resolve(name: str, where: str) -> ServedModel:
         architecture=next(iter(content.get("architectures") or []), None),
         local_path=str(folder.absolute()),
         reads_images=reads_images(folder),
+    )
+
+
+def cached(model_id: str) -> Path:
+    """Return the folder of a model in the local Hugging Face cache.
+
+    Raises:
+        HFValidationError: it is no model id.
+        LocalEntryNotFoundError: the cache does not have it, or not all files that heads load.
+    """
+    wanted, unwanted = list(WANTED), list(UNWANTED)
+    return Path(
+        snapshot_download(
+            model_id, local_files_only=True, allow_patterns=wanted, ignore_patterns=unwanted
+        )
     )
 
 

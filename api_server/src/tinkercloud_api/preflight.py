@@ -4,6 +4,7 @@ Everything here takes less than a second: of weights only the headers are read. 
 model can show is reported by its session head.
 """
 
+import importlib.util
 import json
 import os
 import socket
@@ -21,6 +22,9 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 """Device files of GPUs: NVIDIA's, those of WSL, and AMD's."""
+_OF_HEADS = ("tinkercloud_worker", "torch", "transformers")
+_OF_MEGATRON = ("megatron", "mbridge", "einops")
+"""What heads and their megatron trainer import."""
 
 
 class CannotServeError(Exception):
@@ -39,12 +43,35 @@ def check(settings: Settings, folders: Mapping[str, str]) -> None:
     """
     _check_store(settings)
     if settings.provider == "local":
+        if settings.models:
+            check_installed(settings)
         check_device(settings)
         # Heads that neither train nor sample themselves can serve a folder without weights.
         is_needed = settings.trainer.backend != "none" or settings.sampler.backend == "torch"
         for name, folder in folders.items():
             if is_needed or _has_weights(Path(folder)):
                 check_weights(name, Path(folder))
+
+
+def check_installed(settings: Settings) -> None:
+    """Check that the packages of session heads are installed in this environment.
+
+    Raises:
+        CannotServeError: some are not; the message says how to install them.
+    """
+    if missing := _missing(_OF_HEADS):
+        raise CannotServeError(
+            f"session heads: not installed: {missing}; install them with `pip install tinkercloud`"
+        )
+    if settings.trainer.backend == "megatron" and (missing := _missing(_OF_MEGATRON)):
+        raise CannotServeError(
+            f"trainer.backend: is 'megatron', but not installed: {missing}; install them with"
+            " `pip install 'tinkercloud[megatron]'`, or set TINKERCLOUD_TRAINER__BACKEND=torch"
+        )
+
+
+def _missing(modules: Sequence[str]) -> str:
+    return ", ".join(name for name in modules if importlib.util.find_spec(name) is None)
 
 
 def _check_store(settings: Settings) -> None:

@@ -152,7 +152,7 @@ class Programs:
         if self._settings.provider == "local" and not _is_installed(rlve.MODULE):
             raise InvalidRequest(
                 "rlve_config: the RLVE program is not installed on this server; install it with"
-                " `pip install tinkercloud-programs`"
+                " `pip install 'tinkercloud[programs]'`"
             )
         max_tokens = base_model.max_context_length
         if config.rollout_max_response_len >= max_tokens:

@@ -24,6 +24,7 @@ from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.catalog_rebuild import has_checkpoints
+from tinkercloud_api.model_download import download_missing
 from tinkercloud_api.model_names import with_aliases
 from tinkercloud_api.models import check_aliases, resolve
 from tinkercloud_api.object_store import ObjectStoreClient
@@ -74,7 +75,7 @@ def run(settings: Settings) -> None:
         PortTakenError: the port is not available.
         StateFolderError: the state folder is unusable, or another server uses it.
         CatalogUnreachableError: the catalog does not respond.
-        ModelNotFoundError: a configured model is not on this machine.
+        ModelNotFoundError: a configured model is not on this machine and cannot be downloaded.
         CannotServeError: another setting can't work.
     """
     os.umask(0o077)
@@ -127,6 +128,7 @@ def _provider(settings: Settings) -> SessionProvider:
     if settings.provider == "kubernetes":
         return KubernetesProvider(settings.namespace, settings.models_dir, settings.aliases)
     check_aliases(settings.aliases, settings.models)
+    download_missing(settings.models)
     models = [resolve(name, where) for name, where in settings.models.items()]
     return LocalProvider(with_aliases(models, settings.aliases), settings)
 

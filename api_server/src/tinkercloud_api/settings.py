@@ -156,7 +156,8 @@ class Settings(BaseSettings):
         default_factory=dict, examples=[{"Qwen/Qwen3-0.6B": "/models/qwen3-0.6b"}]
     )
     """Models to serve. Maps the name of each model in the API to a local folder in Hugging Face
-    format or to the ID of a model in the local Hugging Face cache."""
+    format or to the ID of a model, which is downloaded unless the local Hugging Face cache has
+    it."""
     aliases: dict[str, str] = Field(
         default_factory=dict, examples=[{"Qwen/Qwen3-4B-Instruct-2507": "Qwen/Qwen3-0.6B"}]
     )
@@ -355,7 +356,7 @@ def _check_database_url(text: str) -> None:
     except ImportError:
         raise ValueError(
             "database_url: the PostgreSQL driver is not installed; install it with"
-            " `pip install 'tinkercloud-api[postgres]'`"
+            " `pip install 'tinkercloud[postgres]'`"
         ) from None
     known = {*inspect.signature(driver.connect).parameters, *_SQLALCHEMY_OPTIONS}
     for name in url.query:

@@ -16,6 +16,7 @@ CRD_CHART = ROOT / "charts" / "tinkercloud-crds"
 CASES = sorted((CHART / "ci").glob("*.yaml"))
 """Values that people have; each must render."""
 NAMESPACE = "research"
+VERSION = str(yaml.safe_load((CHART / "Chart.yaml").read_text())["version"])
 
 Manifest = dict[str, Any]
 

@@ -19,7 +19,7 @@ from tinkercloud_crds.training_session import Failing, TrainingSessionSpec, Trai
 from tinkercloud_operator.decide.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.snapshot import ChildKey, Observed, Pod, PodProblem
-from tinkercloud_testing.charts import ROOT
+from tinkercloud_testing.charts import ROOT, VERSION
 from tinkercloud_testing.cluster.programs import binary
 
 DEPLOY = ROOT / "deploy"
@@ -225,8 +225,8 @@ def test_an_overlay_chooses_images_and_sizes() -> None:
     }
 
     assert images == {
-        "registry.example.com/ml/tinkercloud-api:0.1.0",
-        "registry.example.com/ml/tinkercloud-operator:0.1.0",
+        f"registry.example.com/ml/tinkercloud-api:{VERSION}",
+        f"registry.example.com/ml/tinkercloud-operator:{VERSION}",
     }
     assert sizes["tinkercloud-checkpoints"] == "500Gi"
     assert {each["metadata"].get("namespace") for each in found} == {"tinkercloud", None}

@@ -15,6 +15,7 @@ from tinkercloud_testing.charts import (
     CRD_CHART,
     NAMESPACE,
     ROOT,
+    VERSION,
     Manifest,
     environment,
     helm,
@@ -371,7 +372,7 @@ def test_the_operator_is_configured_with_the_labels_of_session_pods(
     ("options", "image"),
     [
         ("image.tag=v2", "tinkercloud-api:v2"),
-        ("image.registry=r.example.com/ml", "r.example.com/ml/tinkercloud-api:0.1.0"),
+        ("image.registry=r.example.com/ml", f"r.example.com/ml/tinkercloud-api:{VERSION}"),
         ("apiServer.image.repository=a/b,apiServer.image.tag=c", "a/b:c"),
         (f"apiServer.image.digest=sha256:{'0' * 64}", f"tinkercloud-api@sha256:{'0' * 64}"),
     ],

@@ -14,6 +14,7 @@ from tinkercloud_api.preflight import (
     CannotServeError,
     check,
     check_device,
+    check_installed,
     check_metrics_port,
     check_weights,
 )
@@ -139,6 +140,26 @@ def test_a_device_is_needed_only_where_a_head_computes(monkeypatch: pytest.Monke
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     with pytest.raises(CannotServeError, match="CUDA_VISIBLE_DEVICES is '-1'"):
         check_device(on_gpu)
+
+
+@pytest.mark.parametrize(
+    ("needs", "message"),
+    [
+        ("_OF_HEADS", "session heads: not installed: no_such_module; install them with"),
+        ("_OF_MEGATRON", "or set TINKERCLOUD_TRAINER__BACKEND=torch"),
+    ],
+)
+def test_packages_that_heads_need_are_named_with_the_command_that_installs_them(
+    monkeypatch: pytest.MonkeyPatch, needs: str, message: str
+) -> None:
+    settings = Settings(trainer=TrainerConfig(backend="megatron", ranks=1))
+    check_installed(settings)
+    monkeypatch.setattr(preflight, needs, ("json", "no_such_module"))
+
+    with pytest.raises(CannotServeError, match="`pip install") as raised:
+        check_installed(settings)
+
+    assert message in str(raised.value)
 
 
 def test_a_folder_is_a_place_for_checkpoints(tmp_path: Path) -> None:

@@ -280,7 +280,7 @@ def test_a_missing_driver_is_named_with_how_to_install_it(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "asyncpg", None)
     monkeypatch.setenv("TINKERCLOUD_DATABASE_URL", "postgresql+asyncpg://u:p@h/d")
 
-    assert "pip install 'tinkercloud-api[postgres]'" in rejection()
+    assert "pip install 'tinkercloud[postgres]'" in rejection()
 
 
 def test_an_error_about_several_settings_is_clear_and_shows_no_secret(

@@ -337,3 +337,66 @@ def test_an_unsupported_source_is_rejected(source: str, tmp_path: Path) -> None:
 
     assert result.returncode == 1
     assert f"unsupported model source {source!r}" in result.stderr
+
+
+SERVED = """
+import sys
+from tinkercloud_api.model_download import download_missing
+from tinkercloud_api.models import ModelNotFoundError, resolve
+try:
+    download_missing({"m": sys.argv[1]})
+except ModelNotFoundError as error:
+    sys.exit(str(error))
+print(resolve("m", sys.argv[1]).local_path)
+"""
+
+
+def served(model: str, home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Do what a local server does with a model before it serves it."""
+    return subprocess.run(
+        [sys.executable, "-c", SERVED, model],
+        env={**os.environ, "HF_HOME": str(home), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_local_server_downloads_a_model_once_and_continues_an_interrupted_download(
+    hub: Hub, tmp_path: Path
+) -> None:
+    first = served("acme/tiny", tmp_path, **hub.environment)
+    assert first.returncode == 0, first.stderr
+    assert f"Downloading acme/tiny from {hub.url}, once" in first.stderr
+    folder = Path(first.stdout.strip())
+    assert not {path.name for path in folder.iterdir()} & {*CLUTTER, "onnx"}
+
+    hub.served.clear()
+    assert served("acme/tiny", tmp_path, **hub.environment).stdout == first.stdout
+    assert hub.served == []
+
+    lost = shards(folder)[0]
+    lost.resolve().unlink()
+    lost.unlink()
+    assert served("acme/tiny", tmp_path, **hub.environment).stdout == first.stdout
+    assert [name for name in hub.served if name.endswith(".safetensors")] == [lost.name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"HF_TOKEN": "hf_guessed"}, "set HF_TOKEN for a gated model"),
+        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "cannot be downloaded from http://127.0.0.1:9 ("),
+        ({"HF_HUB_OFFLINE": "1"}, "unset HF_HUB_OFFLINE"),
+    ],
+)
+def test_a_local_server_says_why_a_model_cannot_be_downloaded_and_what_to_do(
+    hub: Hub, tmp_path: Path, changes: dict[str, str], message: str
+) -> None:
+    refused = served("acme/tiny", tmp_path, **{**hub.environment, **changes})
+
+    assert refused.returncode == 1
+    (sentence,) = refused.stderr.splitlines()[-1:]
+    assert sentence.startswith("model 'm': 'acme/tiny' is neither a local folder nor complete in")
+    assert message in sentence
+    assert "or pass a folder: --model m=/path/to/model" in sentence

@@ -66,8 +66,13 @@ def show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: boo
     Console(width=max(Console().width, needed)).print(table)
 
 
-def server_url(base_url: str | None) -> str:
-    """Return the URL of the server that a command calls, without a slash at its end."""
+def server_url(base_url: str | None, state_dir: Path | None = None) -> str:
+    """Return the URL of the server that a command calls, without a slash at its end.
+
+    Args:
+        base_url: the URL; None means the running server of a state folder.
+        state_dir: the folder; None means that of the settings.
+    """
     if base_url is not None:
         if not base_url.lower().startswith(("http://", "https://")):
             fail(
@@ -75,7 +80,7 @@ def server_url(base_url: str | None) -> str:
                 f" https://, such as http://{base_url.rpartition('/')[2] or '127.0.0.1:8000'}"
             )
         return base_url.rstrip("/")
-    running = state_folder.running_server(read_settings().state_dir)
+    running = state_folder.running_server(read_settings(state_dir=state_dir).state_dir)
     return ((running.url if running is not None else None) or DEFAULT_URL).rstrip("/")
 
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import tinker
-from common import MODEL, completion_datum
 from tinker import types
+from transformers import PreTrainedTokenizerBase
 
 WORDS = [
     "banana", "river", "window", "garden", "pencil", "summer", "market", "doctor",
@@ -19,18 +19,29 @@ def pig_latin(word: str) -> str:
     return f"{word[1:]}{word[0]}ay"
 
 
+def completion_datum(prompt: list[int], completion: list[int]) -> types.Datum:
+    """Return a supervised example whose loss covers the completion only."""
+    tokens = [*prompt, *completion]
+    weights = [0.0] * (len(prompt) - 1) + [1.0] * len(completion)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights},
+    )
+
+
 @dataclass
 class PigLatin:
     """A training run with its client, data and loss history."""
 
     client: tinker.ServiceClient
+    model: str
     losses: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.training = self.client.create_lora_training_client(
-            base_model=MODEL, rank=16, seed=1
+            base_model=self.model, rank=16, seed=1
         ).result()
-        self.tokenizer = self.training.get_tokenizer()
+        self.tokenizer: PreTrainedTokenizerBase = self.training.get_tokenizer()
         self.data = [
             completion_datum(self.prompt(word), self.encode(f" {pig_latin(word)}\n"))
             for word in WORDS
@@ -38,9 +49,11 @@ class PigLatin:
         self.num_targets = sum(sum(d.loss_fn_inputs["weights"].data) for d in self.data)
 
     def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def prompt(self, word: str) -> list[int]:
+        """Return the tokens of the question for a word."""
         return self.encode(f"English: {word}\nPig Latin:")
 
     def train(self, steps: int) -> Iterator[float]:

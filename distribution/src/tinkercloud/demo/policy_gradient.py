@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import tinker
-from common import MODEL
 from tinker import types
+from transformers import PreTrainedTokenizerBase
 
 QUESTION = "Name a colour. Answer with one word."
 COLOURS = {
@@ -25,13 +25,14 @@ class PolicyGradient:
     """A training run with its client and reward history."""
 
     client: tinker.ServiceClient
+    model: str
     rewards: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.training = self.client.create_lora_training_client(
-            base_model=MODEL, rank=16, seed=2
+            base_model=self.model, rank=16, seed=2
         ).result()
-        self.tokenizer = self.training.get_tokenizer()
+        self.tokenizer: PreTrainedTokenizerBase = self.training.get_tokenizer()
         message = {"role": "user", "content": QUESTION}
         text = self.tokenizer.apply_chat_template(
             [message], tokenize=False, add_generation_prompt=True
@@ -57,6 +58,7 @@ class PolicyGradient:
             yield mean
 
     def reward(self, sequence: types.SampledSequence) -> float:
+        """Return 1 if a sample names a colour, otherwise 0."""
         text = self.tokenizer.decode(sequence.tokens, skip_special_tokens=True).lower()
         return float(not COLOURS.isdisjoint(re.findall(r"[a-z]+", text)))
 

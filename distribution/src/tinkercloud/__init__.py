@@ -1,0 +1,1 @@
+"""Tinkercloud in one distribution: the local server, and the demo."""

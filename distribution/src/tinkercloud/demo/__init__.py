@@ -1,0 +1,1 @@
+"""`tinkercloud demo`: three examples that train a small model, with the SDK."""
