@@ -1,4 +1,4 @@
-"""API servers and heads of two releases: which can talk to each other, and what clients are told."""
+"""API servers and heads of two releases: which can talk to each other, and what clients get."""
 
 import json
 from collections.abc import AsyncIterator
@@ -55,9 +55,9 @@ class OfCluster(OneHead):
     def __init__(self, head: ServedHead, client: aiohttp.ClientSession) -> None:
         super().__init__()
         self._head = head
-        self._session = cast(TrainingSessionView, SimpleNamespace(name="ts-1", uid="u"))
-        annotator = cast(DurabilityAnnotator, SimpleNamespace(forget=str, note=str))
-        self.endpoints = HeadEndpoints(cast(Any, self), client, ignore, annotator)
+        self._session = cast("TrainingSessionView", SimpleNamespace(name="ts-1", uid="u"))
+        annotator = cast("DurabilityAnnotator", SimpleNamespace(forget=str, note=str))
+        self.endpoints = HeadEndpoints(cast("Any", self), client, ignore, annotator)
 
     async def secret(self, _name: str) -> dict[str, bytes]:
         return {"token": TOKEN.encode()}
