@@ -42,13 +42,13 @@ def check_version(folder: Path) -> None:
     file = folder / VERSION_FILE
     try:
         found = FolderVersion.model_validate_json(file.read_bytes())
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
+        # `make` says why the folder can't be used.
         return
-    except (OSError, ValidationError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is damaged"
+    except ValidationError:
         raise StateFolderError(
-            f"state_dir: cannot read {file} ({why}); restore it from a backup, or delete it if no"
-            f" release after {this_release()} has used the folder"
+            f"state_dir: {file} is damaged; restore it from a backup, or delete it if no release"
+            f" after {this_release()} has used the folder"
         ) from None
     if why := VERSIONS.refusal(f"state_dir: {file}", found.version, found.release):
         raise StateFolderError(f"{why}, or restore a backup from before the upgrade")
