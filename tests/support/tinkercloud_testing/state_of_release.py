@@ -12,6 +12,7 @@ import sys
 import tarfile
 import tempfile
 from dataclasses import asdict, dataclass
+from http import HTTPStatus
 from pathlib import Path
 
 import tinker
@@ -30,7 +31,10 @@ SETTINGS = {
 }
 STEPS = 3
 """Optimizer steps of each run: the last one of a killed run is in its journal only."""
-_OF_PROCESSES = ("server.pid", "server.log", "heads/*/head.*", "heads/*/token", "heads/*/scratch")
+_OF_PROCESSES = (
+    *("server.pid", "server.log", "heads/*/head.*", "heads/*/config.json", "heads/*/token"),
+    "heads/*/scratch",
+)
 """Files of the state folder that only the processes of this machine use."""
 
 
@@ -65,7 +69,10 @@ def sampled_tokens(sampler: tinker.SamplingClient) -> list[int]:
 def continued(server: Server, model_id: str) -> tinker.TrainingClient:
     """Return an SDK client that continues the order of an existing run."""
     answer = server.post("attach_model", {"model_id": model_id})
-    assert answer.status == 200, answer.body
+    while answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        # The head is loading; the server waits for it as long as a poll.
+        answer = server.post("attach_model", {"model_id": model_id})
+    assert answer.status == HTTPStatus.OK, answer.body
     info = types.GetInfoResponse.model_validate(
         server.post("get_info", {"model_id": model_id}).json()
     )
