@@ -12,8 +12,8 @@ import sys
 import tarfile
 import tempfile
 from dataclasses import asdict, dataclass
-from http import HTTPStatus
 from pathlib import Path
+from typing import Self
 
 import tinker
 from tinker import types
@@ -39,15 +39,28 @@ _OF_PROCESSES = (
 
 
 @dataclass(frozen=True)
+class Run:
+    """A run, and how many requests its client has sent."""
+
+    model_id: str
+    sent: int
+
+    @classmethod
+    def of(cls, training: tinker.TrainingClient) -> Self:
+        """Return what is known of a client's run."""
+        return cls(str(training.model_id), training._request_id_counter)
+
+
+@dataclass(frozen=True)
 class Expected:
     """What a later release must find in the state."""
 
     release: str
-    suspended: str
+    suspended: Run
     """The run whose server was stopped."""
-    killed: str
+    killed: Run
     """A run whose head was killed: it has a snapshot and a journal."""
-    moved: str
+    moved: Run
     """Another one, of which only the copy in the checkpoint store is left."""
     checkpoint: str
     """`tinker://` path of a training checkpoint of the first run after `STEPS` steps."""
@@ -66,18 +79,14 @@ def sampled_tokens(sampler: tinker.SamplingClient) -> list[int]:
     return list(sampler.sample(prompt, 1, params).result().sequences[0].tokens)
 
 
-def continued(server: Server, model_id: str) -> tinker.TrainingClient:
-    """Return an SDK client that continues the order of an existing run."""
-    answer = server.post("attach_model", {"model_id": model_id})
-    while answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
-        # The head is loading; the server waits for it as long as a poll.
-        answer = server.post("attach_model", {"model_id": model_id})
-    assert answer.status == HTTPStatus.OK, answer.body
+def continued(server: Server, run: Run) -> tinker.TrainingClient:
+    """Return the SDK client of a run as it was when the state was made."""
     info = types.GetInfoResponse.model_validate(
-        server.post("get_info", {"model_id": model_id}).json()
+        server.post("get_info", {"model_id": run.model_id}).json()
     )
-    client = tinker.TrainingClient(server.client().holder, 0, types.ModelID(model_id), info=info)
-    client._request_id_counter = client._turn_counter = answer.json()["next_seq_id"] - 1
+    holder = server.client().holder
+    client = tinker.TrainingClient(holder, 0, types.ModelID(run.model_id), info=info)
+    client._request_id_counter = client._turn_counter = run.sent
     return client
 
 
@@ -101,7 +110,9 @@ def unpack(archive: Path, folder: Path) -> Expected:
     """Write a copy of a state to a folder; return what it must contain."""
     with tarfile.open(archive) as packed:
         packed.extractall(folder, filter="data")
-    return Expected(**json.loads((folder / "expected.json").read_text()))
+    content = json.loads((folder / "expected.json").read_text())
+    runs = {name: Run(**content.pop(name)) for name in ("suspended", "killed", "moved")}
+    return Expected(**runs, **content)
 
 
 def _train(server: Server) -> Expected:
@@ -122,9 +133,9 @@ def _train(server: Server) -> Expected:
         shutil.rmtree(journals / "runs" / moved.model_id)
     return Expected(
         release=server.command("--version").split()[-1],
-        suspended=stopped.model_id,
-        killed=killed.model_id,
-        moved=moved.model_id,
+        suspended=Run.of(stopped),
+        killed=Run.of(killed),
+        moved=Run.of(moved),
         checkpoint=checkpoint,
         sampler=sampler,
         sampled=sampled,
